@@ -1,0 +1,65 @@
+"""rayps: distributed training on Ray in which how the workers learn together is one argument.
+
+    import rayps, torch
+
+    class Digits(rayps.Workload): ...                       # a model, a loss, data
+    result = rayps.train(Digits(), strategy=rayps.AllReduce(), workers=4, epochs=3)
+    result = rayps.train(Digits(), strategy=rayps.ParameterServer(shards=2, staleness=3), workers=4, epochs=3)
+
+Names are loaded when they are first used, so that a client of a job service needs neither torch nor ray.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "AllReduce": "rayps.strategies.all_reduce",
+    "Client": "rayps.client",
+    "ParameterServer": "rayps.strategies.parameter_server",
+    "RaypsError": "rayps.errors",
+    "Result": "rayps.training",
+    "Ring": "rayps.ring",
+    "ServerGroup": "rayps.server_group",
+    "Strategy": "rayps.strategies.base",
+    "Workload": "rayps.workload",
+    "data": "rayps.data",
+    "run": "rayps.loop",
+    "train": "rayps.training",
+    "world": "rayps.loop",
+    "wrap": "rayps.loop",
+}
+
+__all__ = sorted([*_HOMES, "__version__"])
+
+if TYPE_CHECKING:
+    from rayps import data as data
+    from rayps.client import Client as Client
+    from rayps.errors import RaypsError as RaypsError
+    from rayps.loop import run as run
+    from rayps.loop import world as world
+    from rayps.loop import wrap as wrap
+    from rayps.ring import Ring as Ring
+    from rayps.server_group import ServerGroup as ServerGroup
+    from rayps.strategies.all_reduce import AllReduce as AllReduce
+    from rayps.strategies.base import Strategy as Strategy
+    from rayps.strategies.parameter_server import ParameterServer as ParameterServer
+    from rayps.training import Result as Result
+    from rayps.training import train as train
+    from rayps.workload import Workload as Workload
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'rayps' has no attribute {name!r}")
+    home = importlib.import_module(_HOMES[name])
+    found = home if name == "data" else getattr(home, name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return __all__

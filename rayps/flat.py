@@ -1,0 +1,143 @@
+"""A model as one vector: every parameter and every gradient is a view of it.
+
+A gradient is a vector, a shard is a slice, a ring chunk is a slice: one idea. Buffers (BatchNorm
+statistics) and parameters that need no gradient are not part of the vector: they stand beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from rayps.errors import WorkloadError
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One parameter's place in the vector: elements lo to hi, of the given shape."""
+
+    name: str
+    lo: int
+    hi: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Which parameter stands where in the vector. Plain data, the same on every worker and shard."""
+
+    entries: tuple[Entry, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, named: Iterable[tuple[str, Tensor]]) -> Layout:
+        """Lay named tensors one behind another.
+
+        Raises:
+            WorkloadError: there are none, or their dtypes differ.
+        """
+        entries: list[Entry] = []
+        dtypes: dict[torch.dtype, str] = {}
+        lo = 0
+        for name, tensor in named:
+            hi = lo + tensor.numel()
+            entries.append(Entry(name, lo, hi, tuple(tensor.shape)))
+            dtypes.setdefault(tensor.dtype, name)
+            lo = hi
+        if not entries:
+            raise WorkloadError("the model has no parameter that requires a gradient: nothing can be learnt")
+        if len(dtypes) > 1:
+            found = ", ".join(f"{str(dtype).removeprefix('torch.')} ({name})" for dtype, name in dtypes.items())
+            raise WorkloadError(
+                f"the model's parameters have several dtypes: {found}\nconvert the model to one: model.float()"
+            )
+        return cls(tuple(entries), next(iter(dtypes)))
+
+    @property
+    def size(self) -> int:
+        """Elements in the vector."""
+        return self.entries[-1].hi
+
+    def pieces(self, lo: int, hi: int) -> list[Entry]:
+        """What of each parameter lies in [lo, hi): entries with their bounds cut, shape as a flat length."""
+        cut = ((entry.name, max(lo, entry.lo), min(hi, entry.hi)) for entry in self.entries)
+        return [Entry(name, a, b, (b - a,)) for name, a, b in cut if a < b]
+
+
+@dataclass(slots=True)
+class Gradient:
+    """A gradient that knows how many samples it is the mean over.
+
+    `packed` is the vector with one spare element behind it, in which a ring carries the number of samples.
+    """
+
+    packed: Tensor
+    samples: int
+    loss: float = math.nan
+
+    @property
+    def vector(self) -> Tensor:
+        """The gradient itself, of the layout's size."""
+        return self.packed[:-1]
+
+
+def beside(model: nn.Module) -> dict[str, Tensor]:
+    """What belongs to a model but not to the vector, by name: buffers, and parameters that need no gradient."""
+    frozen = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
+    return frozen | dict(model.named_buffers())
+
+
+class FlatModel:
+    """A model whose parameters and gradients are views of two vectors."""
+
+    def __init__(self, model: nn.Module, buffer: Callable[[int, torch.dtype], Tensor] | None = None) -> None:
+        """Flatten in place. `buffer(n, dtype)` gives the memory of the gradients, e.g. a ring's that peers can read."""
+        self.model = model
+        self._params = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self.layout = Layout.of(self._params)
+        device = self._params[0][1].device
+        self.vector = torch.empty(self.layout.size, dtype=self.layout.dtype, device=device)
+        if buffer is not None and device.type == "cpu":
+            self.packed = buffer(self.layout.size + 1, self.layout.dtype)
+        else:
+            self.packed = torch.zeros(self.layout.size + 1, dtype=self.layout.dtype, device=device)
+        self._views = []
+        with torch.no_grad():
+            for (_, p), entry in zip(self._params, self.layout.entries, strict=True):
+                view = self.vector[entry.lo : entry.hi].view(entry.shape)
+                view.copy_(p)
+                p.data = view
+                self._views.append(self.packed[entry.lo : entry.hi].view(entry.shape))
+        self.zero_grad()
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters that learn, in the model's order."""
+        return [p for _, p in self._params]
+
+    def zero_grad(self) -> None:
+        """Zero the gradient vector and make every `.grad` a view of it again."""
+        self.packed.zero_()
+        for (_, p), view in zip(self._params, self._views, strict=True):
+            p.grad = view
+
+    def collect_grad(self) -> Tensor:
+        """The gradient vector after a backward; a `.grad` that was replaced is copied back and bound again."""
+        for (_, p), view in zip(self._params, self._views, strict=True):
+            if p.grad is None:
+                view.zero_()
+                p.grad = view
+            elif p.grad.data_ptr() != view.data_ptr():
+                view.copy_(p.grad)
+                p.grad = view
+        return self.packed
+
+    def load_grad(self, vector: Tensor) -> None:
+        """Make `vector` the gradient that the optimizer will see."""
+        if vector.data_ptr() != self.packed.data_ptr():
+            self.packed[:-1].copy_(vector)
+        self.collect_grad()

@@ -1,0 +1,75 @@
+"""What a worker's process says, line by line: its stdout, stderr and log records, kept until they are fetched."""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+import threading
+import time
+from collections import deque
+
+MAX_LINES = 10_000  # a process that nobody asks keeps no more than this
+
+
+class LogBuffer:
+    """Lines with their times, in order; the oldest are dropped when nobody fetches them."""
+
+    def __init__(self) -> None:
+        self._lines: deque[tuple[float, str]] = deque(maxlen=MAX_LINES)
+        self._lock = threading.Lock()
+        self._dropped = 0
+
+    def add(self, text: str) -> None:
+        """Keep one line."""
+        with self._lock:
+            self._dropped += len(self._lines) == MAX_LINES
+            self._lines.append((time.time(), text))
+
+    def drain(self) -> list[tuple[float, str]]:
+        """The lines since the last call."""
+        with self._lock:
+            lines, dropped = list(self._lines), self._dropped
+            self._lines.clear()
+            self._dropped = 0
+        return [(time.time(), f"[{dropped} lines dropped]"), *lines] if dropped else lines
+
+    def capture(self) -> None:
+        """Take this process's stdout, stderr and log records from now on; what is written still goes through."""
+        sys.stdout = _Tee(sys.stdout, self)
+        sys.stderr = _Tee(sys.stderr, self)
+        handler = _Handler(self)
+        handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+        logging.getLogger().addHandler(handler)
+
+
+class _Tee(io.TextIOBase):
+    def __init__(self, through: object, buffer: LogBuffer) -> None:
+        self._through = through
+        self._buffer = buffer
+        self._rest = ""
+
+    def write(self, text: str) -> int:
+        *lines, self._rest = (self._rest + text).split("\n")
+        for line in lines:
+            self._buffer.add(line)
+        self._through.write(text)  # type: ignore[attr-defined]
+        return len(text)
+
+    def flush(self) -> None:
+        self._through.flush()  # type: ignore[attr-defined]
+
+    def isatty(self) -> bool:
+        return False
+
+    def fileno(self) -> int:
+        return int(self._through.fileno())  # type: ignore[attr-defined]
+
+
+class _Handler(logging.Handler):
+    def __init__(self, buffer: LogBuffer) -> None:
+        super().__init__(logging.INFO)
+        self._buffer = buffer
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._buffer.add(self.format(record))

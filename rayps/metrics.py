@@ -1,0 +1,139 @@
+"""Metric points: one a round for the whole group, merged from one a round and rank. Pure; no I/O."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from typing import Any
+
+import pyarrow as pa
+
+Point = dict[str, Any]
+
+KEPT_ROUNDS = 5_000  # a round that some rank never reports (it was replaced) is given out after so many newer ones
+
+
+class Rounds:
+    """Collects every rank's point of a round, and gives out the round once all have spoken."""
+
+    def __init__(self, size: int, generation: int, strategy: str) -> None:
+        self.size, self.generation, self.strategy = size, generation, strategy
+        self._rounds: dict[int, dict[int, Point]] = {}
+        self._evaluations: dict[int, dict[int, Point]] = {}
+
+    def add(self, points: list[Point]) -> list[Point]:
+        """File points of single ranks; the merged points that are now complete, in order of rounds."""
+        done = []
+        for point in points:
+            held = self._evaluations if point["kind"] == "evaluation" else self._rounds
+            held.setdefault(point["round"], {})[point["rank"]] = point
+        for number in sorted(self._rounds):
+            if len(self._rounds[number]) == self.size or len(self._rounds) > KEPT_ROUNDS:
+                done.append(self._merge(number, self._rounds.pop(number)))
+        for number in sorted(self._evaluations):
+            if len(self._evaluations[number]) == self.size:
+                done.append(_evaluation(number, self._evaluations.pop(number)))
+        return done
+
+    def flush(self) -> list[Point]:
+        """What is left at the end, although some rank did not report it."""
+        done = [self._merge(number, self._rounds[number]) for number in sorted(self._rounds)]
+        self._rounds.clear()
+        return done
+
+    def _merge(self, number: int, ranks: dict[int, Point]) -> Point:
+        points = list(ranks.values())
+        samples = sum(p["samples"] for p in points)
+        losses = [(p["loss"], p["samples"]) for p in points if p["loss"] is not None]
+        heard = sum(n for _, n in losses)
+        leads = Counter(p["lead"] for p in points if p["lead"] is not None)  # a ring has none
+        mean = {key: sum(p[key] for p in points) / len(points) for key in ("seconds", "compute", "wait", "move")}
+        return {
+            "kind": "round",
+            "round": number,
+            "epoch": points[0]["epoch"],
+            "time": time.time(),
+            "loss": sum(loss * n for loss, n in losses) / heard if heard else None,
+            "samples": samples,
+            **mean,
+            "bytes": sum(p["bytes"] for p in points),
+            "staleness": {str(lead): n for lead, n in sorted(leads.items())},
+            "generation": self.generation,
+            "strategy": self.strategy,
+        }
+
+
+def _evaluation(number: int, ranks: dict[int, Point]) -> Point:
+    metrics = means([point["sums"] for point in ranks.values()])
+    return {"kind": "evaluation", "round": number, "time": time.time(), "metrics": metrics}
+
+
+def means(sums: list[dict[str, tuple[float, int]]]) -> dict[str, float]:
+    """Weighted means of metrics from everyone's sums and sample counts."""
+    found = {}
+    for name in {name: None for part in sums for name in part}:
+        held = [part[name] for part in sums if name in part]
+        count = sum(n for _, n in held)
+        if count:
+            found[name] = sum(total for total, _ in held) / count
+    return found
+
+
+class Throughput:
+    """Samples a second over the last few seconds."""
+
+    def __init__(self, window: float = 5.0) -> None:
+        self._window = window
+        self._seen: deque[tuple[float, int]] = deque()
+
+    def add(self, samples: int, now: float) -> None:
+        """File that so many samples were learnt by `now`."""
+        self._seen.append((now, samples))
+        while len(self._seen) > 2 and self._seen[0][0] < now - self._window:
+            self._seen.popleft()
+
+    @property
+    def rate(self) -> float | None:
+        """Samples a second, or None before there are two points."""
+        if len(self._seen) < 2:
+            return None
+        seconds = self._seen[-1][0] - self._seen[0][0]
+        return sum(n for _, n in list(self._seen)[1:]) / seconds if seconds > 0 else None
+
+
+COLUMNS: list[tuple[str, pa.DataType]] = [
+    ("round", pa.int64()),
+    ("epoch", pa.int64()),
+    ("time", pa.float64()),
+    ("loss", pa.float64()),
+    ("samples", pa.int64()),
+    ("seconds", pa.float64()),
+    ("compute", pa.float64()),
+    ("wait", pa.float64()),
+    ("move", pa.float64()),
+    ("bytes", pa.int64()),
+    ("staleness", pa.int64()),
+    ("generation", pa.int64()),
+    ("strategy", pa.string()),
+]
+
+
+def history(points: list[Point]) -> pa.Table:
+    """The rounds of a run as a table; a round that was run again after a failure appears once, as it counted.
+
+    `staleness` is the largest lead in the round; evaluations stand in the row of the round before them, in
+    columns named `evaluation_<metric>`.
+    """
+    rounds: dict[int, Point] = {}
+    for point in points:
+        if point["kind"] == "round":
+            rounds[point["round"]] = {**point, "staleness": max((int(lead) for lead in point["staleness"]), default=0)}
+    evaluated: dict[str, dict[int, float]] = {}
+    for point in points:
+        if point["kind"] == "evaluation":
+            for name, value in point["metrics"].items():
+                evaluated.setdefault(f"evaluation_{name}", {})[point["round"] - 1] = value
+    order = sorted(rounds)
+    columns = {name: pa.array([rounds[r].get(name) for r in order], kind) for name, kind in COLUMNS}
+    columns |= {name: pa.array([by_round.get(r) for r in order], pa.float64()) for name, by_round in evaluated.items()}
+    return pa.table(columns)

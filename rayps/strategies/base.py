@@ -1,0 +1,72 @@
+"""What a strategy is: four hooks, and what each of them is given. No torch, no message, no retry."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Protocol
+
+
+class WorkerView(Protocol):
+    """The worker as `round` sees it: one replica."""
+
+    rank: int
+    size: int
+    ring: Any
+    server: Any
+    params: Any
+
+    def batch(self) -> Any:
+        """The next batch of this worker's share of the data."""
+
+    def grad(self, batch: Any) -> Any:
+        """The gradient of the loss on `batch`; it knows its number of samples."""
+
+    def step(self, grad: Any) -> None:
+        """Let this worker's own optimizer apply a gradient vector."""
+
+
+class ShardView(Protocol):
+    """The shard as `on_push` and `on_round` see it: one slice of the parameters."""
+
+    size: int
+
+    def step(self, grad: Any) -> None:
+        """Let the shard's own optimizer apply a gradient slice."""
+
+
+class Strategy:
+    """How to learn together: the worker half and the server half of one paper."""
+
+    name: ClassVar[str] = ""
+    shards: int = 0  # servers that this strategy needs; 0 = workers speak only through the ring
+    staleness: int | None = 0  # rounds a worker may lead the slowest when it pulls; None = no bound
+    gathers: bool = True  # whether on_round is to be called with everyone's values
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether all workers are at the same round, so that one death stops them all."""
+        return self.shards == 0 or self.staleness == 0
+
+    def split(self, model: Any, ring: Any) -> Any:
+        """Which part of the model lives on this worker; the whole of it unless said otherwise."""
+        return model
+
+    def round(self, w: WorkerView) -> None:
+        """The worker's half of the paper: one round."""
+        raise TypeError(f"{type(self).__name__} does not say what a worker does: define round(self, w)")
+
+    def on_push(self, shard: ShardView, value: Any, weight: float) -> None:
+        """The server's half, as each message arrives."""
+
+    def on_round(self, shard: ShardView, values: list[Any], weights: list[float]) -> None:
+        """The server's half, once everyone has spoken: values and weights in the order of ranks."""
+
+
+def weighted_mean(values: list[Any], weights: list[float]) -> Any:
+    """Sum(w_i v_i) / sum(w_i), in the order given; None when nobody had a sample."""
+    total = sum(weights)
+    if total == 0:
+        return None
+    mean = values[0] * (weights[0] / total)
+    for value, weight in zip(values[1:], weights[1:], strict=True):
+        mean += value * (weight / total)
+    return mean

@@ -1,0 +1,57 @@
+"""A sharded parameter server: bulk-synchronous, bounded staleness (SSP) or asynchronous.
+
+Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014;
+Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013.
+The servers hold the parameters in `shards` slices and run the optimizer. A worker pulls, computes, pushes.
+s = 0: the servers wait for all N pushes and step once by their mean, weighted by samples.
+s > 0: each push is applied as it comes, scaled by 1/N; a pull waits while the puller leads by more than s.
+s = None: the same without the wait.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from rayps.errors import ConfigError
+from rayps.strategies.base import ShardView, Strategy, WorkerView, weighted_mean
+
+
+@dataclass(frozen=True)
+class ParameterServer(Strategy):
+    """Parameters on servers; workers may be unequal, and with staleness need not wait for each other."""
+
+    shards: int = 1
+    staleness: int | None = 0
+    name: ClassVar[str] = "parameter_server"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.shards, bool) or not isinstance(self.shards, int) or self.shards < 1:
+            raise ConfigError(f"shards is {self.shards!r}: give a whole number of at least 1", field="shards")
+        s = self.staleness
+        if s is not None and (isinstance(s, bool) or not isinstance(s, int) or s < 0):
+            raise ConfigError(
+                f"staleness is {s!r}: give 0 (synchronous), a whole number of rounds, or none (asynchronous)",
+                field="staleness",
+            )
+
+    @property
+    def gathers(self) -> bool:  # type: ignore[override]
+        """Only the synchronous server keeps pushes until everyone has spoken."""
+        return self.staleness == 0
+
+    def round(self, w: WorkerView) -> None:
+        """w <- pull; push g(w)."""
+        w.params = w.server.pull()
+        w.server.push(w.grad(w.batch()))
+
+    def on_push(self, shard: ShardView, value: Any, weight: float) -> None:
+        """s != 0: w <- w - step(g_i / N), at once."""
+        if self.staleness != 0 and weight:
+            shard.step(value.div_(shard.size))  # in place: the message's own memory
+
+    def on_round(self, shard: ShardView, values: list[Any], weights: list[float]) -> None:
+        """s = 0: w <- w - step(sum(n_i g_i) / sum(n_i))."""
+        mean = weighted_mean(values, weights)
+        if mean is not None:
+            shard.step(mean)
