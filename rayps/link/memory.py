@@ -1,0 +1,62 @@
+"""Memory that two processes of one host share: anonymous, passed by descriptor, gone with its last user.
+
+It has no name, so nothing is left behind by kill -9, no other user can open it, and the size of /dev/shm does not
+bound it. What is in it, and when it may be read, is agreed by messages on a link.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+
+from rayps.errors import LinkError
+
+AVAILABLE = sys.platform == "linux" and hasattr(os, "memfd_create")
+
+
+class Memory:
+    """A shared segment of `size` bytes; `view` is its bytes."""
+
+    def __init__(self, fd: int, size: int) -> None:
+        self.fd = fd
+        self.size = size
+        try:
+            self._map: mmap.mmap | None = mmap.mmap(fd, size)
+        except BaseException:
+            os.close(fd)
+            raise
+        self.view = memoryview(self._map)
+
+    @classmethod
+    def create(cls, size: int) -> Memory:
+        """New memory, all zero; pages are taken when they are first touched. Raises LinkError."""
+        try:
+            fd = os.memfd_create("rayps", os.MFD_CLOEXEC)
+            os.ftruncate(fd, max(1, size))
+            return cls(fd, max(1, size))
+        except OSError as error:
+            raise LinkError(
+                f"cannot get {size} bytes of shared memory ({error.strerror}); use prefer='tcp'", size=size
+            ) from error
+
+    @classmethod
+    def attach(cls, fd: int, size: int) -> Memory:
+        """Memory that a peer made; takes over `fd`. Raises LinkError when it is smaller than the peer says."""
+        if os.fstat(fd).st_size < size:
+            os.close(fd)
+            raise LinkError(f"a peer passed shared memory of less than the {size} bytes it promised", size=size)
+        return cls(fd, size)
+
+    def close_descriptor(self) -> None:
+        """Keep the memory, give up the descriptor."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def close(self) -> None:
+        """Give up the memory; tensors that still use it keep it alive until they go. Safe to call twice."""
+        self.close_descriptor()
+        # Not unmapped here: a tensor may still lie in it. The mapping ends with the last reference.
+        self.view = memoryview(b"")
+        self._map = None
