@@ -1,0 +1,369 @@
+"""The links between the ranks of a ring, and the one move that every algorithm is made of: `exchange`.
+
+All links move at once from one thread, and every link is watched, so that the death of any rank is seen
+by all of them at once. A mesh that failed is dead for good. It adds no numbers; see `rayps.ring.algorithms`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from rayps.errors import LinkError, PeerLost, PeerTimeout
+from rayps.link import Link, Message
+from rayps.ring.messages import WHY, Kind, fill, ranks, readable
+
+LINGER_SECONDS = 0.25  # how long a rank that leaves tries to get its last words out
+GRACE_SECONDS = 0.5  # how long an inquest waits for signs of life, a part of the time-out
+_IN, _OUT = select.POLLIN, select.POLLOUT
+
+
+Piece = tuple[int, Any]  # a rank, and a buffer to send to it or to fill from it
+_Want = tuple[int, int, int, Any]  # kind, tag, step, buffer
+
+
+class Mesh:
+    """A link to every other rank. `links[rank]` is None."""
+
+    def __init__(self, rank: int, links: Sequence[Link | None], timeout: float) -> None:
+        self.rank = rank
+        self.size = len(links)
+        self.timeout = timeout
+        self.seconds_waiting = 0.0
+        self.dead: LinkError | None = None
+        self._links = {peer: link for peer, link in enumerate(links) if link is not None}
+        self._peers = {link.fileno(): peer for peer, link in self._links.items()}
+        for peer, link in self._links.items():
+            link.peer = f"rank {peer}"
+        self._poll = select.poll()
+        self._masks = dict.fromkeys(self._links, 0)
+        self._mail: dict[tuple[int, int], deque[Any]] = {}
+        self._heard: set[int] = set()
+        self._left: set[int] = set()  # ranks that have said goodbye
+        self._number = 0
+        self._step = 0
+        self._sent = 0
+        self._inside: int | None = None  # the thread that waits in here
+        self._parted = False
+        self._at_end: list[Callable[[], None]] = []
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that have left this rank."""
+        return self._sent + sum(link.bytes_sent for link in self._links.values())
+
+    @property
+    def transports(self) -> dict[int, str]:
+        """How each other rank is reached."""
+        return {peer: link.transport for peer, link in self._links.items()}
+
+    # Moving
+
+    def begin(self) -> None:
+        """A new collective: what is still under way from the one before is not taken for it."""
+        self.check()
+        self._number += 1
+        self._step = 0
+
+    def exchange(self, sends: Sequence[Piece], receives: Sequence[Piece]) -> None:
+        """Send to and fill from other ranks, all at once. Every rank must make the matching call.
+
+        Raises PeerLost and PeerTimeout, which name the rank that is to blame; the mesh is dead after that.
+        """
+        step = self._step
+        self._step += 1
+        message = Message(Kind.DATA, tag=self._number, a=step)
+        self._run(message, sends, {peer: (Kind.DATA, self._number, step, into) for peer, into in receives})
+
+    def meet(self) -> None:
+        """Return once every rank has come here."""
+        nothing = [(peer, memoryview(b"")) for peer in self._links]
+        self.exchange(nothing, nothing)
+
+    def blame(self, words: str) -> LinkError:
+        """The error for a failure that was seen elsewhere: the lost or silent rank where one can be found."""
+        try:
+            for peer in self._links:
+                self._listen(peer)
+        except LinkError as error:
+            return self._last_words(error)
+        found = self._inquest(set(self._links))
+        return type(found)(f"{found.message}\n{words}", **found.data)
+
+    def send(self, to: int, tag: int, buffer: Any) -> None:
+        """Give `buffer` to rank `to`; returns once it has left."""
+        self.check()
+        self._run(Message(Kind.POINT, tag=tag), [(to, buffer)], {})
+
+    def recv(self, source: int, tag: int, into: Any) -> None:
+        """Fill `into` with what rank `source` sent under `tag`, in the order of sending."""
+        self.check()
+        self._run(Message(Kind.POINT), [], {source: (Kind.POINT, tag, 0, into)})
+
+    @property
+    def number(self) -> int:
+        """The number of the collective that is under way."""
+        return self._number
+
+    def link(self, peer: int) -> Link:
+        """The link to rank `peer`."""
+        return self._links[peer]
+
+    def await_bell(self, bell: int, missing: int, ringers: list[int]) -> None:
+        """Wait until `bell`, which `missing` of `ringers` have yet to ring, is readable. Raises as `exchange`."""
+        quiet = 0.0
+        self._inside = threading.get_ident()
+        self._poll.register(bell, _IN)
+        try:
+            while True:
+                waited = self._sleep(set(), {}, self._patience() - quiet, bell)
+                if waited < 0:
+                    return
+                gone = self._left.intersection(ringers)
+                if missing > len(ringers) - len(gone):
+                    if not readable(bell):  # they rang before they left, or never will
+                        raise self._gone(min(gone))
+                    return
+                quiet += waited
+                if quiet >= self._patience():
+                    raise self._inquest(set(self._links))
+        except LinkError as error:
+            raise self._die(self._last_words(error)) from error
+        except BaseException:
+            self.abort()
+            raise
+        finally:
+            self._inside = None
+            self._poll.unregister(bell)
+
+    def check(self) -> None:
+        """Raises the error that ended this mesh."""
+        if self.dead is not None:
+            raise type(self.dead)(self.dead.message, **self.dead.data)
+
+    def _run(self, message: Message, sends: Iterable[Piece], wants: dict[int, _Want]) -> None:
+        sending: set[int] = set()
+        self._inside = threading.get_ident()
+        try:
+            for peer, buffer in sends:
+                self._links[peer].queue(message, buffer, copy=False)
+                if self._links[peer].queued:
+                    sending.add(peer)
+            self._finish(sending, wants)
+        except LinkError as error:
+            raise self._die(self._last_words(error)) from error
+        except BaseException:
+            self.abort()
+            raise
+        finally:
+            self._inside = None
+
+    def _finish(self, sending: set[int], wants: dict[int, _Want]) -> None:
+        quiet = 0.0
+        while True:
+            for peer in [peer for peer, want in wants.items() if self._take(peer, want)]:
+                del wants[peer]
+            for peer in sending:
+                self._links[peer].flush()
+            sending = {peer for peer in sending if self._links[peer].queued}
+            if not wants and not sending:
+                return
+            waited = self._sleep(sending, wants, self._patience() - quiet)
+            quiet = 0.0 if waited < 0 else quiet + waited
+            if quiet >= self._patience():
+                raise self._inquest(sending | set(wants))
+
+    def _take(self, peer: int, want: _Want) -> bool:
+        """Whether what is wanted from `peer` has arrived whole."""
+        kind, tag, _, into = want
+        if kind == Kind.POINT and self._mail.get((peer, tag)):
+            fill(into, self._mail[peer, tag].popleft(), peer)
+            return True
+        link = self._links[peer]
+        while (head := link.peek()) is not None:
+            if head.kind == kind and (kind == Kind.DATA or head.tag == tag):
+                if kind == Kind.DATA:
+                    self._must_match(head, link.pending_bytes, peer, want)
+                return link.try_recv(into) is not None
+            if head.kind == Kind.BYE:
+                raise self._gone(peer)
+            if head.kind == Kind.DATA:
+                raise LinkError(
+                    f"rank {peer} is in a collective while this rank waits for its message {tag}: "
+                    "all ranks must make the same calls", peer=f"rank {peer}",
+                )  # fmt: skip
+            message = link.try_recv()
+            if message is None:
+                return False
+            self._overhear(peer, message)
+        return False
+
+    def _must_match(self, head: Message, size: int, peer: int, want: _Want) -> None:
+        _, number, step, into = want
+        expected = memoryview(into).nbytes
+        if (head.tag, head.a, size) != (number, step, expected):
+            raise LinkError(
+                f"rank {peer} is at step {head.a} of collective {head.tag} with {size} bytes, this rank at "
+                f"step {step} of {number} with {expected}: "
+                "all ranks must make the same calls with the same sizes",
+                peer=f"rank {peer}",
+            )  # fmt: skip
+
+    def _overhear(self, peer: int, message: Message) -> None:
+        if message.kind == Kind.POINT:
+            self._mail.setdefault((peer, message.tag), deque()).append(message.payload)
+        elif message.kind == Kind.ASK:
+            self._links[peer].queue(Message(Kind.HERE))
+        elif message.kind == Kind.ABORT:
+            who, why = bytes(message.payload).decode(errors="replace").split("\n", 1)
+            raise WHY[message.a](why, peer=who, told_by=f"rank {peer}")
+        elif message.kind == Kind.BYE:
+            self._left.add(peer)
+        self._heard.add(peer)
+
+    def _gone(self, peer: int) -> PeerLost:
+        return PeerLost(f"rank {peer} has left the ring", peer=f"rank {peer}")
+
+    # Waiting
+
+    def _patience(self) -> float:
+        return self.timeout - min(GRACE_SECONDS, self.timeout / 4)
+
+    def _sleep(self, sending: set[int], wants: dict[int, _Want], seconds: float, bell: int = -1) -> float:
+        """Wait for any link and the bell; seconds waited, or -1 when what we wait for has moved."""
+        for peer, link in self._links.items():
+            busy = peer in wants or link.head is None or link.head.kind != Kind.DATA
+            busy = busy and not link.ended and peer not in self._left
+            self._watch(peer, (_IN if busy else 0) | (link.interest if link.queued else 0))
+        start = time.perf_counter()
+        ready = self._poll.poll(max(0, math.ceil(seconds * 1000)))
+        waited = time.perf_counter() - start
+        self.seconds_waiting += waited
+        moved = False
+        for fd, _ in ready:
+            if fd == bell:
+                moved = True
+                continue
+            peer = self._peers[fd]
+            self._links[peer].absorb()
+            self._links[peer].flush()
+            moved |= peer in wants or peer in sending
+            if peer not in wants:
+                self._listen(peer)
+        return -1 if moved else waited
+
+    def _watch(self, peer: int, mask: int) -> None:
+        if mask == self._masks[peer]:
+            return
+        self._masks[peer] = mask
+        if mask:
+            self._poll.register(self._links[peer], mask)
+        else:
+            self._poll.unregister(self._links[peer])
+
+    def _listen(self, peer: int) -> None:
+        """Take control messages of a rank that nothing is awaited from; its data stays where it is."""
+        link = self._links[peer]
+        while peer not in self._left and (head := link.peek()) is not None and head.kind != Kind.DATA:
+            message = link.try_recv()
+            if message is None:
+                return
+            self._overhear(peer, message)
+
+    def _inquest(self, awaited: set[int]) -> LinkError:
+        """Who is to blame for the silence: the ranks that do not answer; everyone is waiting for someone."""
+        self._heard.clear()
+        asked = set(self._links) - self._left
+        for peer in asked:
+            self._links[peer].queue(Message(Kind.ASK))
+            self._watch(peer, _IN)
+        end = time.monotonic() + self.timeout - self._patience()
+        while (left := end - time.monotonic()) > 0 and asked - self._heard - self._left:
+            for fd, _ in self._poll.poll(max(1, math.ceil(left * 1000))):
+                peer = self._peers.get(fd, -1)
+                if peer < 0:
+                    end = 0.0  # the bell rang after all, too late for those who have given up already
+                elif peer in asked:
+                    for message in self._links[peer].feed():
+                        self._overhear(peer, message)
+        who = ranks(sorted(asked - self._heard - self._left) or sorted(self._left & awaited) or sorted(awaited))
+        return PeerTimeout(
+            f"{who} did not take part within {self.timeout:g} s (the knob is `timeout`)",
+            peer=who, seconds=self.timeout,
+        )  # fmt: skip
+
+    # Ending
+
+    def _last_words(self, error: LinkError) -> LinkError:
+        """What the lost rank said before it went: it may have left because another one died."""
+        if isinstance(error, PeerLost) and "told_by" not in error.data:
+            for peer, link in self._links.items():
+                if link.peer != error.data["peer"]:
+                    continue
+                try:
+                    for message in link.feed():
+                        if message.kind == Kind.ABORT:
+                            self._overhear(peer, message)
+                except LinkError as found:
+                    return found
+        return error
+
+    def at_end(self, work: Callable[[], None]) -> None:
+        """Have `work` done once, when the mesh is closed or has failed."""
+        self._at_end.append(work)
+
+    def fail(self, error: LinkError) -> LinkError:
+        """End the mesh because of `error`, tell the others, and give back the error to raise."""
+        return self._die(error)
+
+    def _die(self, error: LinkError) -> LinkError:
+        if self.dead is None:
+            self.dead = error
+        if not self._parted:
+            error = self.dead
+            who = str(error.data.get("peer", ""))
+            why = next((i for i in (1, 2) if isinstance(error, WHY[i])), 0)
+            note = Message(Kind.ABORT, a=why)
+            self._part(lambda link: link.queue(note, f"{who}\n{error.message}".encode()), failed=True)
+        return self.dead
+
+    def abort(self) -> None:
+        """End the ring for everyone: all ranks that wait in it raise PeerLost."""
+        me = f"rank {self.rank}"
+        error = PeerLost(f"{me} aborted the ring", peer=me)
+        if self._inside in (None, threading.get_ident()):
+            self._die(error)
+            return
+        self.dead = self.dead or error  # another thread waits in here: wake it, it will say so to everyone
+        for link in list(self._links.values()):
+            link.hang_up()
+
+    def close(self) -> None:
+        """Leave. Ranks that still need this one see it as lost, others go on. Safe to call twice."""
+        if self.dead is None:
+            self.dead = LinkError("this ring has been closed on this rank", peer=f"rank {self.rank}")
+        self._part(lambda link: link.queue(Message(Kind.BYE)), failed=False)
+
+    def _part(self, farewell: Callable[[Link], None], failed: bool) -> None:
+        self._parted = True
+        self._sent = self.bytes_sent
+        for link in self._links.values():
+            with contextlib.suppress(LinkError):  # that one is gone already
+                farewell(link)
+        end = time.monotonic() + LINGER_SECONDS
+        for link in self._links.values():
+            with contextlib.suppress(LinkError):
+                link.say_last(end, read=failed)
+            link.close()
+        self._links = {}
+        self._peers = {}
+        self._masks = {}
+        self._mail.clear()
+        while self._at_end:
+            self._at_end.pop()()

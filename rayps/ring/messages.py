@@ -1,0 +1,48 @@
+"""What ranks of a ring say to each other, and the small words around it."""
+
+from __future__ import annotations
+
+import enum
+import select
+from collections.abc import Iterable
+from typing import Any
+
+from rayps.errors import LinkError, PeerLost, PeerTimeout
+
+
+class Kind(enum.IntEnum):
+    """What a message between two ranks is."""
+
+    DATA = 0  # part of a collective: tag is its number, a the step within it
+    POINT = 1  # of `send`: tag is the user's
+    ASK = 2  # are you there?
+    HERE = 3  # yes
+    ABORT = 4  # the ring is dead: a says how, the payload who and why
+    BYE = 5  # this rank leaves in good order
+
+
+WHY: list[type[LinkError]] = [LinkError, PeerLost, PeerTimeout]  # by the number that ABORT carries
+
+
+def readable(descriptor: int) -> bool:
+    """Whether `descriptor` can be read now."""
+    probe = select.poll()
+    probe.register(descriptor, select.POLLIN)
+    return bool(probe.poll(0))
+
+
+def fill(into: Any, payload: Any, peer: int) -> None:
+    """Copy what rank `peer` sent into a buffer of the same size. Raises LinkError."""
+    target = memoryview(into).cast("B") if memoryview(into).nbytes else memoryview(b"")
+    if len(target) != len(payload):
+        raise LinkError(
+            f"rank {peer} sent {len(payload)} bytes where {len(target)} were expected", peer=f"rank {peer}"
+        )
+    if len(target):
+        target[:] = payload
+
+
+def ranks(some: Iterable[int]) -> str:
+    """`rank 2`, or `ranks 2, 3`."""
+    some = list(some)
+    return f"rank{'s' if len(some) != 1 else ''} {', '.join(map(str, some))}"
