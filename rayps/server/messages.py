@@ -1,0 +1,46 @@
+"""What workers and shards say to each other over a link."""
+
+from __future__ import annotations
+
+import enum
+import json
+
+import torch
+from torch import Tensor
+
+from rayps import errors
+from rayps.errors import LinkError, RaypsError
+from rayps.link import Message
+
+
+class Kind(enum.IntEnum):
+    """What a message says. Fields: a, b, weight, payload."""
+
+    JOIN = 1  # a = rank, b = its step or -1 to ask, weight = seconds its pulls may wait -> ACK a = its next step here
+    PUSH = 2  # a = step, b = offset, weight = samples, payload = slice -> ACK a = version
+    PULL = 3  # a, b = elements lo, hi                                  -> VALUE a = version, b = lead, payload
+    PUSH_PULL = 8  # a = step, weight = samples, payload = whole slice   -> VALUE of the whole slice
+    READ = 4  # a, b = elements lo, hi, outside the clock               -> VALUE
+    ACK = 5
+    VALUE = 6
+    ERROR = 7  # payload = {"kind", "message", "data"} as JSON
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous 1-D tensor, without a copy, for any dtype."""
+    if tensor.numel() == 0:
+        return memoryview(b"")
+    return memoryview(tensor.detach().contiguous().view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def refusal(to: Message, error: Exception) -> tuple[Message, bytes]:
+    """An error as the answer to a request."""
+    body = {"kind": type(error).__name__, "message": str(error), "data": getattr(error, "data", {})}
+    return Message(Kind.ERROR, tag=to.tag), json.dumps(body).encode()
+
+
+def error_of(reply: Message) -> RaypsError:
+    """The error that an ERROR message carries."""
+    body = json.loads(bytes(reply.payload))
+    kind = getattr(errors, body["kind"], LinkError)
+    return kind(body["message"], **body["data"])
