@@ -1,0 +1,286 @@
+"""Parquet files: which there are, what their footers say, and how to open one safely. It decodes no rows.
+
+A footer may name Arrow extension types, whose readers can run code that the file carries (CVE-2023-47248,
+CVE-2026-41486). So the footer's bytes are looked at before pyarrow sees them, and a file with such types
+is refused.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import difflib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.fs as pafs
+import pyarrow.parquet as pq
+
+from rayps.errors import DataError
+
+SUFFIXES = (".parquet", ".parq", ".pq")
+_BUFFER = 1 << 20  # bytes read ahead per column, instead of a whole column of a row group
+_FOOTERS = 64  # footers kept parsed
+
+PathGiven = str | PathLike[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A row group: which file (by number), which group in it, its first row in the file, and its rows."""
+
+    file: int
+    number: int
+    first: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """What all footers say together."""
+
+    files: tuple[str, ...]
+    sizes: tuple[int, ...]
+    groups: tuple[Group, ...]
+    rows: int
+    schema: pa.Schema  # of the first file
+
+
+class Files:
+    """Paths on a file system. Pickles as paths; what was read of the files stays behind."""
+
+    def __init__(self, path: PathGiven | Sequence[PathGiven], filesystem: Any = None) -> None:
+        given = [path] if isinstance(path, (str, PathLike)) else list(path)
+        if not given:
+            raise DataError("parquet: the list of paths is empty: give a file, a directory or a list of them")
+        self._fs, self._paths = _resolve([str(item) for item in given], filesystem)
+        self._footers: OrderedDict[str, pq.FileMetaData] = OrderedDict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_fs": self._fs, "_paths": self._paths, "_footers": OrderedDict()}
+
+    def index(self, columns: Callable[[pa.Schema, str], Sequence[str]]) -> Index:
+        """Read every footer. `columns` checks a schema and says which of its columns are used.
+
+        Raises:
+            DataError: for no file, a file that is not whole, or a schema that is refused or differs.
+        """
+        files = tuple(self._list())
+        groups: list[Group] = []
+        sizes: list[int] = []
+        schema: pa.Schema | None = None
+        for number, name in enumerate(files):
+            with self.open(name) as file:
+                used = columns(file.schema_arrow, name)
+                schema = schema or file.schema_arrow
+                _same_types(used, schema, file.schema_arrow, files[0], name)
+                sizes.append(self._size(name))
+                groups += _groups(number, name, file.metadata)
+        rows = sum(group.rows for group in groups)
+        if rows == 0 or schema is None:
+            raise DataError(f"{self._paths[0]}: no rows in its {len(files)} file(s): there is nothing "
+                            "to learn from", file=self._paths[0])
+        return Index(files, tuple(sizes), tuple(groups), rows, schema)
+
+    def nulls(self, index: Index, group: Group, used: Sequence[str]) -> bool:
+        """Whether the statistics of a row group count nulls in a used column.
+
+        Must be called after rows of the group were read: pyarrow's reader refuses a damaged footer, while
+        looking at the column chunks in it can end the process.
+
+        Raises:
+            DataError: if the file ends before the row group does.
+        """
+        name, size = index.files[group.file], index.sizes[group.file]
+        with self.open(name, size) as file:
+            found = file.metadata.row_group(group.number)
+            chunks = [found.column(leaf) for leaf in _leaves(file.metadata, used)]
+            _inside_file(name, group.number, chunks, size)
+            return any(map(_has_nulls, chunks))
+
+    def _list(self) -> list[str]:
+        found: list[str] = []
+        for path in self._paths:
+            with told(path):
+                info = self._fs.get_file_info(path)
+            if info.type == pafs.FileType.NotFound:
+                raise DataError(f"{path}: there is no such file or directory{self._near(path)}", file=path)
+            found += self._inside(path) if info.type == pafs.FileType.Directory else [path]
+        return found
+
+    def _inside(self, folder: str) -> list[str]:
+        with told(folder):
+            infos = self._fs.get_file_info(pafs.FileSelector(folder, recursive=True))
+        names = sorted(info.path for info in infos if info.type == pafs.FileType.File)
+        chosen = [name for name in names if name.endswith(SUFFIXES) and not _hidden(name[len(folder):])]
+        if not chosen:
+            there = f"it has {names[0].rpartition('/')[2]}" if names else "it is empty"
+            raise DataError(f"{folder}: the directory has no file that ends in .parquet ({there})",
+                            file=folder)
+        return chosen
+
+    def _near(self, path: str) -> str:
+        folder, _, name = path.rpartition("/")
+        try:
+            infos = self._fs.get_file_info(pafs.FileSelector(folder or "."))
+        except (OSError, pa.ArrowException):
+            return ""
+        near = difflib.get_close_matches(name, [info.base_name for info in infos], n=1)
+        return f": did you mean {near[0]!r}?" if near else ""
+
+    def _size(self, name: str) -> int:
+        with told(name):
+            return int(self._fs.get_file_info(name).size)
+
+    @contextmanager
+    def open(self, name: str, size: int | None = None) -> Iterator[pq.ParquetFile]:
+        """One file, open to read. `size` is what it was before.
+
+        Raises:
+            DataError: if it is gone, damaged, changed since, or carries extension types.
+        """
+        with told(name), self._fs.open_input_file(name) as source:
+            if size is not None and source.size() != size:
+                raise DataError(f"{name}: the file changed while it was in use: start again", file=name)
+            footer = self._footers.get(name) if size is not None else None
+            if footer is None:
+                _look(name, source)
+            file = pq.ParquetFile(source, metadata=footer, buffer_size=_BUFFER, pre_buffer=False,
+                                  page_checksum_verification=True)
+            self._keep(name, file.metadata)
+            yield file
+
+    def _keep(self, name: str, footer: pq.FileMetaData) -> None:
+        self._footers[name] = footer
+        self._footers.move_to_end(name)
+        while len(self._footers) > _FOOTERS:
+            self._footers.popitem(last=False)
+
+
+def _hidden(inside: str) -> bool:
+    return any(part[:1] in ("_", ".") for part in inside.split("/"))
+
+
+@contextmanager
+def told(name: str, group: int | None = None) -> Iterator[None]:
+    """Errors of pyarrow and the file system as DataError with the file's name, and the row group's number."""
+    try:
+        yield
+    except (OSError, ValueError, OverflowError, pa.ArrowException) as error:
+        reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        where = name if group is None else f"{name}, row group {group}"
+        raise DataError(f"{where}: cannot be read: {reason}\nwrite the file again, or leave it out",
+                        file=name, row_group=group, reason=reason) from error
+
+
+def _resolve(paths: list[str], filesystem: Any) -> tuple[Any, list[str]]:
+    if filesystem is not None:
+        known = isinstance(filesystem, pafs.FileSystem)
+        return filesystem if known else pafs.PyFileSystem(pafs.FSSpecHandler(filesystem)), paths
+    if not any("://" in path for path in paths):
+        return pafs.LocalFileSystem(), [Path(path).expanduser().absolute().as_posix() for path in paths]
+    with told(paths[0]):
+        found = [pafs.FileSystem.from_uri(path) for path in paths]
+    if any(one != found[0][0] for one, _ in found):
+        raise DataError(f"parquet: the paths are on different file systems: {paths[0]} and {paths[-1]}")
+    return found[0][0], [path for _, path in found]
+
+
+def _leaves(footer: pq.FileMetaData, used: Sequence[str]) -> list[int]:
+    paths = [footer.schema.column(leaf).path for leaf in range(footer.num_columns)]
+    return [leaf for leaf, path in enumerate(paths)
+            if any(path == column or path.startswith(column + ".") for column in used)]
+
+
+def _groups(number: int, name: str, footer: pq.FileMetaData) -> list[Group]:
+    groups: list[Group] = []
+    first = 0
+    for place in range(footer.num_row_groups):
+        groups.append(Group(number, place, first, footer.row_group(place).num_rows))
+        first += groups[-1].rows
+    if first != footer.num_rows or any(group.rows < 0 for group in groups):
+        raise DataError(f"{name}: the footer is damaged: it says {footer.num_rows} rows, but {first} in its "
+                        "row groups", file=name)
+    return groups
+
+
+def _has_nulls(chunk: Any) -> bool:
+    return chunk.statistics is not None and (chunk.statistics.null_count or 0) > 0
+
+
+def _inside_file(name: str, place: int, chunks: list[Any], size: int) -> None:
+    for chunk in chunks:
+        starts = [offset for offset in (chunk.dictionary_page_offset, chunk.data_page_offset) if offset]
+        if min(starts, default=0) + chunk.total_compressed_size > size:
+            raise DataError(f"{name}: row group {place} is cut off, or the footer is damaged: write the file "
+                            "again", file=name, row_group=place)
+
+
+def _same_types(used: Sequence[str], schema: pa.Schema, other: pa.Schema, first: str, name: str) -> None:
+    for column in used:
+        ours, theirs = schema.field(column).type, other.field(column).type
+        if ours != theirs:
+            raise DataError(f"{name}: column {column!r} is {theirs}, but it is {ours} in {first}\n"
+                            "write the files with one schema", file=name, column=column)
+
+
+# ------------------------------------------------------------------------ a look at the bytes, before pyarrow
+
+
+def _look(name: str, source: Any) -> None:
+    """Raises DataError unless the file ends as a Parquet file does and names no extension type."""
+    size = source.size()
+    tail = source.read_at(min(size, 8), max(size - 8, 0))
+    if size == 0:
+        raise DataError(f"{name}: the file is empty (0 bytes)", file=name)
+    if tail[-4:] == b"PARE":
+        raise DataError(f"{name}: the file is encrypted: write it without encryption", file=name)
+    if size < 12 or tail[-4:] != b"PAR1":
+        raise DataError(f"{name}: not a Parquet file, or its end is cut off ({size} bytes)", file=name)
+    length = int.from_bytes(tail[:4], "little")
+    if length > size - 12:
+        raise DataError(f"{name}: the footer is damaged: it says {length} of {size} bytes", file=name)
+    extensions = _extensions(source.read_at(length, size - 8 - length))
+    if extensions is None:
+        raise DataError(f"{name}: the footer is damaged: its Arrow schema cannot be read", file=name)
+    if extensions:
+        raise DataError(f"{name}: it has columns of Arrow extension types, which can carry code and are not "
+                        "read\nwrite them as plain columns or lists of numbers", file=name)
+
+
+def _extensions(footer: bytes) -> bool | None:
+    """Whether an Arrow schema in the footer names an extension type; None if it cannot be understood."""
+    key = b"ARROW:schema"
+    place = footer.find(key)
+    while place >= 0:
+        text = _thrift_text(footer, place + len(key))
+        try:
+            schema = base64.b64decode(text, validate=True) if text is not None else None
+        except binascii.Error:
+            schema = None
+        if schema is None:
+            return None
+        if b"ARROW:extension" in schema:
+            return True
+        place = footer.find(key, place + len(key))
+    return False
+
+
+def _thrift_text(data: bytes, place: int) -> bytes | None:
+    """The text after a key in Thrift's compact form: a header byte, its length (7 bits a byte), bytes."""
+    if data[place:place + 1] != b"\x18":
+        return None
+    length = shift = 0
+    for at in range(place + 1, min(place + 6, len(data))):
+        length |= (data[at] & 0x7F) << shift
+        shift += 7
+        if data[at] < 0x80:
+            text = data[at + 1:at + 1 + length]
+            return text if len(text) == length else None
+    return None

@@ -1,0 +1,152 @@
+"""Data that is in memory: tensors, and any map-style torch Dataset. Copies only to make a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sized
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset, default_collate
+
+from rayps.data.base import Batch, Data, batch_size_of, check_place, dealt, map_tensors
+from rayps.errors import DataError, RaypsError
+
+
+class InMemory(Data):
+    """Rows that can be had by number, dealt from one permutation of all of them."""
+
+    shuffle: bool
+
+    def _take(self, rows: list[int]) -> Batch:
+        raise DataError("this data set cannot take rows by number")
+
+    def batches(self, *, rank: int, size: int, seed: int, epoch: int, start: int = 0) -> Iterator[Batch]:
+        """This rank's batches; step k of all ranks is [k*B*size, (k+1)*B*size) of the permutation."""
+        check_place(rank, size, start)
+        mine = dealt(self.rows(), rank=rank, size=size, seed=seed if self.shuffle else None, epoch=epoch)
+        for step in range(start, self.steps(size)):
+            yield self._take(mine[step * self.batch_size:(step + 1) * self.batch_size].tolist())
+
+
+class TensorData(InMemory):
+    """Rows of one tensor, or of two of the same length; dtypes stay as given."""
+
+    def __init__(self, x: Any, y: Any = None, *, batch_size: int = 32, shuffle: bool = True) -> None:
+        self.x = _tensor("x", x)
+        self.y = None if y is None else _tensor("y", y)
+        self.batch_size = batch_size_of(batch_size)
+        self.shuffle = shuffle
+
+    def check(self) -> None:
+        """Raises DataError for no rows, lengths that differ, NaN or infinity."""
+        if self.rows() == 0:
+            raise DataError("tensors: x has no rows: there is nothing to learn from", column="x")
+        if self.y is not None and len(self.y) != len(self.x):
+            raise DataError(f"tensors: x has {len(self.x)} rows, y has {len(self.y)}: give as many of each",
+                            column="y")
+        for name, values in (("x", self.x), ("y", self.y)):
+            row = None if values is None else _not_finite(values)
+            if row is not None:
+                raise DataError(f"tensors: {name} has NaN or infinity in row {row}: replace it, or leave "
+                                "the row out", column=name, row=row)
+
+    def rows(self) -> int:
+        """The length of x."""
+        return len(self.x)
+
+    def _take(self, rows: list[int]) -> Batch:
+        index = torch.tensor(rows, dtype=torch.int64)
+        return Batch(self.x[index], None if self.y is None else self.y[index], len(rows))
+
+
+def _tensor(name: str, value: Any) -> torch.Tensor:
+    if isinstance(value, np.ndarray):
+        value = torch.from_numpy(value)
+    if not isinstance(value, torch.Tensor) or value.dim() == 0:
+        raise DataError(f"tensors: {name} is {type(value).__name__}: give a tensor or an array whose first "
+                        "dimension is the rows", column=name)
+    return value.detach()
+
+
+def _not_finite(values: torch.Tensor) -> int | None:
+    if not (values.is_floating_point() or values.is_complex()) or values.numel() == 0:
+        return None
+    bad = ~torch.isfinite(values).reshape(len(values), -1).all(dim=1)
+    return int(bad.nonzero()[0]) if bool(bad.any()) else None
+
+
+class DatasetData(InMemory):
+    """Items of a map-style torch Dataset: (x, y) pairs, or x alone."""
+
+    def __init__(self, source: Any, *, batch_size: int = 32, shuffle: bool = True,
+                 collate: Callable[[list[Any]], Any] | None = None) -> None:
+        self.source = source
+        self.batch_size = batch_size_of(batch_size)
+        self.shuffle = shuffle
+        self.collate = collate or default_collate
+        self._empty: Batch | None = None
+
+    def check(self) -> None:
+        """Raises DataError for a data set without length or rows, or whose first item cannot be read."""
+        if isinstance(self.source, IterableDataset) or not isinstance(self.source, Sized):
+            raise DataError("dataset: it has no length, so its rows cannot be dealt to ranks: give a "
+                            "map-style Dataset (with __len__ and __getitem__)")
+        if self.rows() == 0:
+            raise DataError("dataset: it has no rows: there is nothing to learn from")
+        self._take([0])
+
+    def rows(self) -> int:
+        """The length of the data set."""
+        return len(self.source)
+
+    def _take(self, rows: list[int]) -> Batch:
+        if rows:
+            return self._collated([self._item(row) for row in rows])
+        if self._empty is None:
+            one = self._collated([self._item(0)])
+            self._empty = Batch(_no_rows(one.x), _no_rows(one.y), 0)
+        return self._empty
+
+    def _item(self, row: int) -> Any:
+        try:
+            return self.source[row]
+        except RaypsError:
+            raise
+        except Exception as error:
+            raise DataError(f"dataset: item {row} of {self.rows()} cannot be read: {type(error).__name__}: "
+                            f"{error}", row=row) from error
+
+    def _collated(self, items: list[Any]) -> Batch:
+        try:
+            made = self.collate(items)
+        except Exception as error:
+            raise DataError(f"dataset: {len(items)} items make no batch: {type(error).__name__}: {error}\n"
+                            "give items of one shape, or a collate function") from error
+        if isinstance(made, Batch):
+            return made
+        if isinstance(made, (tuple, list)) and len(made) == 2:
+            return Batch(made[0], made[1], len(items))
+        return Batch(made, None, len(items))
+
+
+def _no_rows(value: Any) -> Any:
+    return map_tensors(value, lambda tensor: tensor[:0])
+
+
+def tensors(x: Any, y: Any = None, *, batch_size: int = 32, shuffle: bool = True) -> Data:
+    """Rows of a tensor (or numpy array) `x`, and of `y` of the same length. They travel to every worker.
+
+    Raises:
+        DataError: for something that is not a tensor; check() finds the rest.
+    """
+    return TensorData(x, y, batch_size=batch_size, shuffle=shuffle)
+
+
+def dataset(torch_dataset: Any, *, batch_size: int = 32, shuffle: bool = True,
+            collate: Callable[[list[Any]], Any] | None = None) -> Data:
+    """Items of any map-style `torch.utils.data.Dataset`, collated as torch's DataLoader does.
+
+    Random changes inside the data set are its own: they follow torch's global seed, not the platform's.
+    """
+    return DatasetData(torch_dataset, batch_size=batch_size, shuffle=shuffle, collate=collate)

@@ -1,0 +1,309 @@
+"""Rows of Parquet files, streamed: memory is bounded by `window_mb`, however large the files are.
+
+Two ways, chosen from the footers alone, so that every rank chooses alike:
+- all rows fit into the window: they are read once, and dealt round robin from one permutation of them all;
+- they do not: row groups are shuffled, every rank reads one contiguous span of that sequence, and shuffles
+  it again window by window. A rank decodes only the row groups that its span and starting point need.
+
+NaN, infinity and null: a set that fits into the window is looked at before training starts; in a larger one,
+nulls that the footers' statistics count are found before, the rest as it is read.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+
+from rayps.data.base import Batch, Data, batch_size_of, check_place, dealt, random_of
+from rayps.data.columns import Bad, Layout, Rows, layout_of
+from rayps.data.files import Files, Group, Index, PathGiven, told
+from rayps.errors import ConfigError, DataError
+
+_log = logging.getLogger(__name__)
+_CHUNK = 2 << 20  # bytes decoded at once, about
+_LABELS = ("float32", "float64", "int64")
+
+
+class ParquetData(Data):
+    """Rows of Parquet files. Pickles as paths and options."""
+
+    def __init__(self, files: Files, features: Sequence[str], label: str | None, *, batch_size: int,
+                 shuffle: bool, dtype: str, label_dtype: str | None, scale: float | None, on_invalid: str,
+                 window_mb: float) -> None:
+        self.batch_size = batch_size_of(batch_size)
+        self._files = files
+        self._features = tuple(features)
+        self._label = label
+        self._shuffle = shuffle
+        self._dtype = _dtype_of("dtype", dtype, ("float32", "float64", "int64", "uint8"))
+        self._label_dtype = _dtype_of("label_dtype", label_dtype, _LABELS) if label_dtype else None
+        self._scale = scale
+        self._drop = _policy(on_invalid) == "drop"
+        self._window = int(window_mb * 2**20)
+        self._forget()
+        if self._window < 1:
+            raise ConfigError(f"window_mb is {window_mb}: give a number above 0", field="window_mb")
+        if scale is not None and self._dtype.kind != "f":
+            raise ConfigError(f"scale={scale} needs float features: leave dtype={dtype!r} out", field="scale")
+
+    def _forget(self) -> None:
+        self._index: Index | None = None
+        self._layout: Layout | None = None
+        self._held: Rows | None = None
+        self._warned: set[str] = set()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_index": None, "_layout": None, "_held": None, "_warned": set()}
+
+    # ------------------------------------------------------------------------------------ before training
+
+    def check(self) -> None:
+        """Read every file's schema, and the values where they fit into the window or are known to have nulls.
+
+        Raises:
+            DataError: naming file, column and row.
+        """
+        self._forget()
+        index, layout = self._known()
+        all_of_them = index.rows * layout.row_bytes <= self._window
+        for group in index.groups:
+            if all_of_them or self._has_nulls(index, group, layout.columns):
+                for _ in self._read(group, 0, group.rows):
+                    continue
+
+    def _has_nulls(self, index: Index, group: Group, columns: list[str]) -> bool:
+        """Whether a row group has nulls that training would stop at; its first row is read for it."""
+        next(self._chunks(index, group, columns, 1), None)
+        return self._files.nulls(index, group, columns) and not self._drop
+
+    def rows(self) -> int:
+        """The rows in all files, bad ones included."""
+        return self._known()[0].rows
+
+    def _known(self) -> tuple[Index, Layout]:
+        if self._index is None or self._layout is None:
+            index = self._files.index(lambda schema, name: self._layout_of(schema, name).columns)
+            layout = self._layout_of(index.schema, index.files[0])
+            widths = tuple(self._list_length(index, name) if width is None else width
+                           for name, width in zip(layout.features, layout.widths, strict=True))
+            self._index, self._layout = index, replace(layout, widths=widths)
+        return self._index, self._layout
+
+    def _layout_of(self, schema: pa.Schema, name: str) -> Layout:
+        return layout_of(schema, self._features, self._label, dtype=self._dtype,
+                         label_dtype=self._label_dtype, file=name)
+
+    def _list_length(self, index: Index, column: str) -> int:
+        """The length of the first list in a column of lists; all others must have it."""
+        for group in index.groups:
+            for chunk in self._chunks(index, group, [column], 64):
+                for value in chunk.column(0):
+                    if value.is_valid:
+                        return len(value)
+        raise DataError(f"{index.files[0]}: column {column!r} holds only nulls",
+                        file=index.files[0], column=column)
+
+    # ------------------------------------------------------------------------------------ reading
+
+    def _chunks(self, index: Index, group: Group, columns: list[str], rows: int) -> Iterator[pa.RecordBatch]:
+        name = index.files[group.file]
+        with self._files.open(name, index.sizes[group.file]) as file, told(name, group.number):
+            done = 0
+            for chunk in file.iter_batches(rows, row_groups=[group.number], columns=columns,
+                                           use_threads=False):
+                done += chunk.num_rows
+                yield chunk
+            if done != group.rows:
+                raise DataError(f"{name}: row group {group.number} has {done} rows where the footer says "
+                                f"{group.rows}: write the file again", file=name, row_group=group.number)
+
+    def _read(self, group: Group, low: int, high: int) -> Iterator[Rows]:
+        """Rows [low, high) of a row group, a chunk at a time."""
+        index, layout = self._known()
+        at_once = max(1, min(8192, _CHUNK // layout.row_bytes))
+        first = 0
+        for chunk in self._chunks(index, group, layout.columns, at_once):
+            last = first + chunk.num_rows
+            if last > low:
+                start, end = max(low - first, 0), min(high - first, chunk.num_rows)
+                yield self._rows(chunk.slice(start, end - start), index.files[group.file],
+                                 group.first + first + start)
+            first = last
+            if first >= high and high < group.rows:
+                return
+
+    def _rows(self, chunk: pa.RecordBatch, file: str, first: int) -> Rows:
+        layout = self._known()[1]
+        try:
+            rows = layout.rows(chunk)
+        except pa.ArrowInvalid as error:
+            raise DataError(f"{file}: a value from row {first} on does not fit: {error}",
+                            file=file) from error
+        if rows.bad is not None:
+            self._bad(rows.bad, file, first + rows.bad.row)
+        return rows
+
+    def _bad(self, bad: Bad, file: str, row: int) -> None:
+        if not self._drop:
+            raise DataError(f"{file}: column {bad.column!r} {bad.reason} in row {row}\n"
+                            "correct the file, or give on_invalid=\"drop\" to leave such rows out",
+                            file=file, column=bad.column, row=row, reason=bad.reason)
+        if file not in self._warned:
+            self._warned.add(file)
+            _log.warning("%s: rows that cannot be used are left out; one is row %d: column %r %s", file, row,
+                         bad.column, bad.reason)
+
+    # ------------------------------------------------------------------------------------ batches
+
+    def batches(self, *, rank: int, size: int, seed: int, epoch: int, start: int = 0) -> Iterator[Batch]:
+        """This rank's batches; with on_invalid="drop" one may be smaller by the rows that were left out.
+
+        Raises:
+            DataError: naming file, column and row of a value that cannot be used.
+        """
+        check_place(rank, size, start)
+        index, layout = self._known()
+        if index.rows * layout.row_bytes <= self._window:
+            shuffled = seed if self._shuffle else None
+            mine = dealt(index.rows, rank=rank, size=size, seed=shuffled, epoch=epoch)
+            held = self._hold(index)
+            for step in range(start, self.steps(size)):
+                yield self._batch(held, mine[step * self.batch_size:(step + 1) * self.batch_size])
+            return
+        low, high = index.rows * rank // size, index.rows * (rank + 1) // size
+        given = start
+        for rows, order in self._windows(index, low, high, rank=rank, seed=seed, epoch=epoch, start=start):
+            for place in range(0, len(order), self.batch_size):
+                yield self._batch(rows, order[place:place + self.batch_size])
+                given += 1
+        for _ in range(given, self.steps(size)):
+            yield self._batch(self._room(0), np.empty(0, dtype=np.int64))
+
+    def _batch(self, rows: Rows, which: NDArray[np.int64]) -> Batch:
+        if not rows.good[which].all():
+            which = which[rows.good[which]]
+        x = torch.from_numpy(rows.x[which].astype(self._dtype, copy=False))
+        if self._scale is not None:
+            x *= self._scale
+        return Batch(x, None if rows.y is None else torch.from_numpy(rows.y[which]), len(which))
+
+    def _hold(self, index: Index) -> Rows:
+        """All rows, read once."""
+        if self._held is None:
+            held = self._room(index.rows)
+            done = 0
+            for group in index.groups:
+                for rows in self._read(group, 0, group.rows):
+                    done = _copy(rows, 0, held, done, len(rows.good))
+            self._held = held
+        return self._held
+
+    def _room(self, rows: int) -> Rows:
+        layout = self._known()[1]
+        return Rows(np.empty((rows, layout.width), dtype=layout.store),
+                    None if layout.label is None else np.empty(rows, dtype=layout.label_dtype),
+                    np.empty(rows, dtype=np.bool_), None)
+
+    def _windows(self, index: Index, low: int, high: int, *, rank: int, seed: int, epoch: int,
+                 start: int) -> Iterator[tuple[Rows, NDArray[np.int64]]]:
+        """Rows [low, high) of the shuffled row groups, a window at a time, each with the order of its rows.
+
+        A window is a whole number of batches, so the windows before batch `start` are never decoded.
+        """
+        layout = self._known()[1]
+        length = max(1, self._window // layout.row_bytes // self.batch_size) * self.batch_size
+        number, skip = divmod(start * self.batch_size, length)
+        low += number * length
+        window = self._room(min(length, max(high - low, 0)))
+        stream = self._span(index, low, high, seed=seed, epoch=epoch)
+        for count in _filled(stream, window):
+            order = np.arange(count)
+            if self._shuffle:
+                order = random_of(seed, epoch, rank, number).permutation(count)
+            yield window, order[skip:]
+            number, skip = number + 1, 0
+
+    def _span(self, index: Index, low: int, high: int, *, seed: int, epoch: int) -> Iterator[Rows]:
+        order = np.arange(len(index.groups))
+        if self._shuffle:
+            order = random_of(seed, epoch).permutation(len(index.groups))
+        first = 0
+        for place in order:
+            group = index.groups[place]
+            begin, end = max(low - first, 0), min(high - first, group.rows)
+            if begin < end:
+                yield from self._read(group, begin, end)
+            first += group.rows
+            if first >= high:
+                return
+
+
+def _filled(stream: Iterator[Rows], window: Rows) -> Iterator[int]:
+    """Fill the window from the stream again and again; each time, the number of rows in it."""
+    room = len(window.good)
+    done = 0
+    for rows in stream:
+        taken = 0
+        while taken < len(rows.good):
+            count = min(room - done, len(rows.good) - taken)
+            done = _copy(rows, taken, window, done, count)
+            taken += count
+            if done == room:
+                yield done
+                done = 0
+    if done:
+        yield done
+
+
+def _copy(rows: Rows, begin: int, into: Rows, place: int, count: int) -> int:
+    into.x[place:place + count] = rows.x[begin:begin + count]
+    into.good[place:place + count] = rows.good[begin:begin + count]
+    if into.y is not None and rows.y is not None:
+        into.y[place:place + count] = rows.y[begin:begin + count]
+    return place + count
+
+
+def _dtype_of(field: str, name: str, known: tuple[str, ...]) -> np.dtype[Any]:
+    if name not in known:
+        raise ConfigError(f"{field} is {name!r}: give one of {', '.join(known)}", field=field)
+    return np.dtype(name)
+
+
+def _policy(on_invalid: str) -> str:
+    if on_invalid not in ("fail", "drop"):
+        raise ConfigError(f"on_invalid is {on_invalid!r}: give 'fail', or 'drop' to leave such rows out",
+                          field="on_invalid")
+    return on_invalid
+
+
+def parquet(path: PathGiven | Sequence[PathGiven], *, features: str | Sequence[str], label: str | None = None,
+            batch_size: int = 32, filesystem: Any = None, shuffle: bool = True, dtype: str = "float32",
+            label_dtype: str | None = None, scale: float | None = None, on_invalid: str = "fail",
+            window_mb: float = 64) -> Data:
+    """Rows of a Parquet file, a directory of them, or a list of both, never loaded whole above `window_mb`.
+
+    - `features`: one column of lists of numbers, or several columns of numbers: x is [rows, numbers], as
+      `dtype` and times `scale` (give 1 / 255 for pixels; by default values stay as they are).
+    - `label`: a column of numbers: whole ones become int64, others float32, unless `label_dtype` says so.
+    - `filesystem`: any pyarrow or fsspec one; otherwise from the path ("s3://...", or this machine's).
+    - `on_invalid`: "fail" at a null, NaN or infinite value, or "drop" the row from its batch: the number of
+      batches stays, and the smaller batch weighs less.
+    - `window_mb`: megabytes of rows that a worker holds, and shuffles among, at a time.
+
+    Raises:
+        DataError: for an empty list of paths; check() finds what is wrong in the files.
+        ConfigError: for an option that cannot be.
+    """
+    names = [features] if isinstance(features, str) else list(features)
+    if not names:
+        raise ConfigError("features is empty: name a column of lists, or of numbers each", field="features")
+    return ParquetData(Files(path, filesystem), names, label, batch_size=batch_size, shuffle=shuffle,
+                       dtype=dtype, label_dtype=label_dtype, scale=scale, on_invalid=on_invalid,
+                       window_mb=window_mb)

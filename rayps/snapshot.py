@@ -1,0 +1,137 @@
+"""The state of a run between two rounds: what a restart, a resume or the next strategy begins from.
+
+Parameters as one vector, the optimizer's state and the buffers by name, each worker's position in the
+data and its random state. `checkpoint` writes it to disk and reads it back.
+
+Buffers (BatchNorm statistics): each worker keeps its own while it trains; rank 0's are evaluated, saved,
+returned, and given to everyone when a run starts or restarts. Parameters that need no gradient travel with
+them, so that everyone has the same ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rayps.checkpoint import State
+from rayps.errors import CheckpointError
+from rayps.flat import Layout
+from rayps.optim import Moments
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """Everything that a run goes on from. `positions[rank]` counts the batches that the rank has consumed."""
+
+    layout: Layout
+    params: Tensor
+    moments: Moments = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    rng: dict[int, Tensor] = field(default_factory=dict)
+    positions: list[int] = field(default_factory=list)
+    steps_per_epoch: int = 1
+
+    @property
+    def round(self) -> int:
+        """The position of the slowest worker."""
+        return min(self.positions, default=0)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Parameters and buffers by name, as `model.load_state_dict` takes them (strict=False if some are frozen)."""
+        named = {e.name: self.params[e.lo : e.hi].view(e.shape).clone() for e in self.layout.entries}
+        return named | {name: value.clone() for name, value in self.buffers.items()}
+
+    def fill(self, model: nn.Module) -> nn.Module:
+        """Put parameters and buffers into a model of the same kind, and give it back."""
+        model.load_state_dict(self.state_dict(), strict=False)
+        return model
+
+    def to_state(self, **facts: Any) -> State:
+        """As tensors and JSON-ready facts, for a checkpoint."""
+        tensors: dict[str, Tensor] = {
+            f"model/{e.name}": self.params[e.lo : e.hi].view(e.shape) for e in self.layout.entries
+        }
+        tensors |= {f"buffer/{name}": value for name, value in self.buffers.items()}
+        tensors |= {f"rng/{rank}": value for rank, value in self.rng.items()}
+        numbers: dict[str, dict[str, Any]] = {}
+        for name, state in self.moments.items():
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    tensors[f"optim/{name}/{key}"] = value
+                else:
+                    numbers.setdefault(name, {})[key] = value
+        meta = {
+            "parameters": [[e.name, list(e.shape)] for e in self.layout.entries],
+            "optimizer_numbers": numbers,
+            "positions": self.positions,
+            "steps_per_epoch": self.steps_per_epoch,
+            **facts,
+        }
+        return State(tensors, meta)
+
+    @classmethod
+    def from_state(cls, state: State) -> Snapshot:
+        """Read back what `to_state` wrote."""
+        shapes = {name: tuple(shape) for name, shape in state.meta["parameters"]}
+        layout = Layout.of((name, state.tensors[f"model/{name}"]) for name in shapes)
+        params = torch.cat([state.tensors[f"model/{name}"].reshape(-1) for name in shapes])
+        moments: Moments = {name: dict(numbers) for name, numbers in state.meta["optimizer_numbers"].items()}
+        for key, value in state.tensors.items():
+            if key.startswith("optim/"):
+                name, _, slot = key.removeprefix("optim/").rpartition("/")
+                moments.setdefault(name, {})[slot] = value
+        return cls(
+            layout,
+            params,
+            moments,
+            positions=list(state.meta["positions"]),
+            buffers={k.removeprefix("buffer/"): v for k, v in state.tensors.items() if k.startswith("buffer/")},
+            rng={int(k.removeprefix("rng/")): v for k, v in state.tensors.items() if k.startswith("rng/")},
+            steps_per_epoch=state.meta["steps_per_epoch"],
+        )
+
+    def check(self, layout: Layout) -> None:
+        """Refuse a snapshot of another model.
+
+        Raises:
+            CheckpointError: naming the first parameter that differs.
+        """
+        mine, other = _shapes(self.layout), _shapes(layout)
+        for name in sorted(mine.keys() | other.keys()):
+            if mine.get(name) != other.get(name):
+                raise CheckpointError(
+                    f"the checkpoint is of another model: parameter {name!r} has shape {mine.get(name)} there "
+                    f"and {other.get(name)} here:\ngive the checkpoint of this model, or start without resume"
+                )
+
+    def resize(self, workers: int, steps_per_epoch: int) -> None:
+        """Go on with another number of workers or batches per epoch; only from the end of an epoch.
+
+        Raises:
+            CheckpointError: the snapshot lies in the middle of an epoch.
+        """
+        if (len(self.positions), self.steps_per_epoch) == (workers, steps_per_epoch):
+            return
+        if len(set(self.positions)) != 1 or self.round % self.steps_per_epoch:
+            raise CheckpointError(
+                f"the checkpoint was written in the middle of an epoch by {len(self.positions)} workers:\n"
+                f"resume with {len(self.positions)} workers and the same batch size, "
+                "or from a checkpoint at an epoch's end"
+            )
+        epochs = self.round // self.steps_per_epoch
+        self.positions = [epochs * steps_per_epoch] * workers
+        self.steps_per_epoch = steps_per_epoch
+        self.rng = {}
+
+
+def _shapes(layout: Layout) -> dict[str, tuple[int, ...]]:
+    return {entry.name: entry.shape for entry in layout.entries}
+
+
+def positions_of(done: dict[int, int]) -> list[int]:
+    """A clock's rounds by rank as a list."""
+    return [done[rank] for rank in sorted(done)]
+

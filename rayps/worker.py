@@ -1,0 +1,305 @@
+"""One replica: batches in, gradients out, a step taken. What a strategy's `round` is given.
+
+`Worker` knows one model and its own share of the data; it knows no actor, no retry and no file.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rayps import optim
+from rayps.data import Batch
+from rayps.errors import TrainingError, WorkloadError
+from rayps.flat import FlatModel, Gradient, beside
+from rayps.ring import Ring
+from rayps.server import Server
+from rayps.server.shard import Boundary
+from rayps.snapshot import Snapshot
+from rayps.strategy import Strategy
+from rayps.user_code import user_code
+from rayps.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlan:
+    """One generation's orders to one worker. Positions count the batches that a rank consumes, from the run's begin."""
+
+    generation: int
+    rank: int
+    size: int
+    strategy: Strategy
+    ring: list[str]  # everyone's address
+    shards: list[tuple[str, int, int]]  # address, lo, hi
+    secret: bytes
+    seed: int
+    start: int  # position; -1 = ask the shards (a worker that replaces another)
+    end: int
+    boundary: Boundary
+    evaluate: bool
+    timeout: float
+
+
+@dataclass(slots=True)
+class WorkerPart:
+    """A worker's share of a checkpoint; parameters and moments from rank 0 of a strategy without servers."""
+
+    round: int
+    params: Tensor | None
+    moments: optim.Moments
+    buffers: dict[str, Tensor]
+    rng: Tensor
+
+
+@dataclass(slots=True)
+class Timer:
+    """Seconds and bytes of the round under way."""
+
+    compute: float = 0.0
+    losses: list[tuple[float, int]] = field(default_factory=list)
+    began: float = 0.0
+    waiting: float = 0.0
+    moving: float = 0.0
+    bytes: int = 0
+
+
+class Worker:
+    """One replica under a strategy, from `plan.start` to `plan.end`."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        plan: WorkerPlan,
+        snapshot: Snapshot,
+        ring: Ring | None,
+        server: Server | None,
+        device: str = "cpu",
+    ) -> None:
+        self.workload, self.plan, self.device = workload, plan, device
+        self.rank, self.size, self.strategy = plan.rank, plan.size, plan.strategy
+        self.ring: Any = ring
+        self.server: Any = server
+        with user_code("data"):
+            self.data = workload.data()
+            self.steps_per_epoch = self.data.steps(plan.size)
+        model = model_of(workload).to(device)
+        # gradients lie where the other ranks of this host can read them: a sum needs no copy
+        self.flat = FlatModel(plan.strategy.split(model, ring), ring.buffer if ring is not None else None)
+        self.optimizer: Any = None
+        if plan.strategy.shards == 0:
+            self.optimizer = optim.made(workload.optimizer, self.flat.parameters)
+        self.load(snapshot)
+        if server is not None and device == "cpu":
+            server.home = self.flat.vector  # a pull lands in the model at once
+        self.position = server.step if server is not None else plan.start
+        self._batches: Iterator[Batch] = iter(())
+        self._epoch = -1
+        self._timer = Timer()
+
+    # ---- what a strategy sees
+
+    @property
+    def params(self) -> Tensor:
+        """The parameters as one vector; assigning copies into the model."""
+        return self.flat.vector
+
+    @params.setter
+    def params(self, vector: Tensor) -> None:
+        if vector.data_ptr() != self.flat.vector.data_ptr():
+            self.flat.vector.copy_(vector)
+
+    def batch(self) -> Batch:
+        """The next batch of this worker's share of the data."""
+        epoch, index = divmod(self.position, self.steps_per_epoch)
+        with user_code("data"):
+            if epoch != self._epoch:
+                self._epoch = epoch
+                self._batches = self.data.batches(
+                    rank=self.rank, size=self.size, seed=self.plan.seed, epoch=epoch, start=index
+                )
+            batch = next(self._batches)
+        self.position += 1
+        return batch.to(self.device) if self.device != "cpu" else batch
+
+    def grad(self, batch: Batch) -> Gradient:
+        """The gradient of the loss on `batch`; an empty batch gives zeros with no samples.
+
+        Raises:
+            TrainingError: the loss is not finite.
+            WorkloadError: the user's loss failed or is not a scalar.
+        """
+        began = time.perf_counter()
+        self.flat.zero_grad()
+        gradient = Gradient(self.flat.packed, batch.size)
+        if batch.size:
+            with user_code("loss"):
+                loss = self.workload.loss(self.flat.model, batch)
+            self._check(loss)
+            with user_code("loss"):
+                loss.backward()  # type: ignore[no-untyped-call]
+            self.flat.collect_grad()
+            gradient.loss = loss.item()
+            self._timer.losses.append((gradient.loss, batch.size))
+        self._timer.compute += time.perf_counter() - began
+        return gradient
+
+    def step(self, grad: Gradient | Tensor) -> None:
+        """Let this worker's own optimizer apply a gradient vector."""
+        began = time.perf_counter()
+        self.flat.load_grad(grad.vector if isinstance(grad, Gradient) else grad)
+        with user_code("optimizer.step"):
+            self.optimizer.step()
+        self._timer.compute += time.perf_counter() - began
+
+    # ---- what runs it
+
+    def run(
+        self, report: Callable[[dict[str, Any]], None], keep: Callable[[WorkerPart], None], stopped: Callable[[], bool]
+    ) -> None:
+        """Rounds from the position to the plan's end; a point after each, an evaluation after each epoch."""
+        self.flat.model.train()
+        while self.position < self.plan.end and not stopped():
+            before = self._start_round()
+            self.strategy.round(self)
+            report(self._point(before))
+            if self.position in self.plan.boundary:
+                keep(self.part())
+            if self.plan.evaluate and self.position % self.steps_per_epoch == 0 and self.position < self.plan.end:
+                report({"kind": "evaluation", "round": self.position, "sums": self.evaluate(self._shared())})
+        if self.server is not None and not stopped():
+            self.server.settle()
+        if not stopped():
+            keep(self.part())  # also for one that replaced a worker at its very end
+
+    def _shared(self) -> Tensor | None:
+        """What to evaluate where the servers hold it: in step, only once everyone's pushes of the round are in."""
+        if self.server is None:
+            return None
+        vector: Tensor = self.server.pull() if self.strategy.lockstep else self.server.read()
+        return vector
+
+    def evaluate(self, vector: Tensor | None = None) -> dict[str, tuple[float, int]]:
+        """Sums and sample counts of every metric over this worker's share of the evaluation data.
+
+        Means over all workers are the sums divided by the counts. `vector` replaces the parameters first.
+        """
+        if vector is not None:
+            self.params = vector
+        model, sums = self.flat.model, dict[str, tuple[float, int]]()
+        model.eval()
+        with torch.no_grad(), user_code("evaluate"):
+            data = self.workload.evaluation_data()
+            for batch in data.batches(rank=self.rank, size=self.size, seed=self.plan.seed, epoch=0):
+                if batch.size:
+                    batch = batch.to(self.device)
+                    means = {"loss": self.workload.loss(model, batch)} | _metrics(self.workload.evaluate(model, batch))
+                    for name, mean in means.items():
+                        total, count = sums.get(name, (0.0, 0))
+                        sums[name] = (total + _number(name, mean) * batch.size, count + batch.size)
+        model.train()
+        return sums
+
+    def part(self) -> WorkerPart:
+        """This worker's share of a checkpoint, as copies."""
+        lead = self.rank == 0 and self.optimizer is not None
+        return WorkerPart(
+            self.position,
+            self.flat.vector.cpu().clone() if lead else None,
+            optim.moments(self.optimizer, self.flat.layout, self.flat.parameters) if lead else {},
+            self.buffers() if self.rank == 0 else {},
+            torch.get_rng_state(),
+        )
+
+    def buffers(self) -> dict[str, Tensor]:
+        """The model's buffers and frozen parameters by name, as copies."""
+        return {name: value.detach().cpu().clone() for name, value in beside(self.flat.model).items()}
+
+    def load(self, snapshot: Snapshot) -> None:
+        """Take over parameters, optimizer state, buffers and this rank's random state."""
+        snapshot.check(self.flat.layout)
+        self.params = snapshot.params
+        with torch.no_grad():
+            for name, value in beside(self.flat.model).items():
+                if name in snapshot.buffers:
+                    value.copy_(snapshot.buffers[name])
+        if self.optimizer is not None:
+            optim.load(self.optimizer, snapshot.moments, self.flat.layout, self.flat.parameters)
+        if self.rank in snapshot.rng:
+            torch.set_rng_state(snapshot.rng[self.rank])
+        else:
+            torch.manual_seed(self.plan.seed * 1_000_003 + self.rank)
+
+    def _check(self, loss: Any) -> None:
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise WorkloadError(
+                f"loss(model, batch) gave {shape}: return one number as a tensor, the mean over the batch"
+            )
+        if not math.isfinite(loss.item()):
+            raise TrainingError(
+                f"the loss became {loss.item()} on worker-{self.rank} at round {self.position - 1} "
+                f"(epoch {self._epoch}):\n"
+                "lower the learning rate, clip the gradient, or look for bad values in the data",
+                rank=self.rank,
+                round=self.position - 1,
+            )
+
+    def _start_round(self) -> Timer:
+        self._timer = Timer(began=time.perf_counter())
+        now = self._traffic()
+        return Timer(waiting=now[0], moving=now[1], bytes=now[2])
+
+    def _traffic(self) -> tuple[float, float, int]:
+        if self.server is not None:
+            return self.server.seconds_waiting, 0.0, self.server.bytes_moved
+        return self.ring.seconds_waiting, self.ring.seconds_moving, self.ring.bytes_sent
+
+    def _point(self, before: Timer) -> dict[str, Any]:
+        waiting, moving, moved = self._traffic()
+        losses = self._timer.losses
+        samples = sum(count for _, count in losses)
+        return {
+            "kind": "round",
+            "round": self.position - 1,
+            "epoch": (self.position - 1) // self.steps_per_epoch,
+            "loss": sum(loss * count for loss, count in losses) / samples if samples else None,
+            "samples": samples,
+            "seconds": time.perf_counter() - self._timer.began,
+            "compute": self._timer.compute,
+            "wait": waiting - before.waiting,
+            "move": moving - before.moving,
+            "bytes": moved - before.bytes,
+            "lead": self.server.lead if self.server is not None else None,
+        }
+
+
+def model_of(workload: Workload) -> nn.Module:
+    """A new model of the user's. Raises WorkloadError."""
+    with user_code("model"):
+        model = workload.model()
+    if not isinstance(model, nn.Module):
+        raise WorkloadError(f"model() gave {type(model).__name__}: return a torch.nn.Module")
+    return model
+
+
+def _metrics(given: Any) -> dict[str, Any]:
+    if not isinstance(given, dict):
+        raise WorkloadError(
+            f"evaluate(model, batch) gave {type(given).__name__}: return a dict of means such as {{'accuracy': 0.9}}"
+        )
+    return given
+
+
+def _number(name: str, mean: Any) -> float:
+    try:
+        return float(mean)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise WorkloadError(
+            f"evaluate(model, batch) gave {name!r} a {type(mean).__name__}: return one number, its mean over the batch"
+        ) from error
