@@ -1,0 +1,397 @@
+"""The shells around `Worker` and `Shard`: what a driver starts, orders, asks and ends.
+
+An actor answers at once; training goes on in a thread of its own. A new generation's `begin` ends the
+thread of the one before.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rayps.cluster import host_address
+from rayps.errors import PeerLost, PeerTimeout, RaypsError, StaleGeneration
+from rayps.flat import FlatModel, beside
+from rayps.link import Link, Listener, connect
+from rayps.logs import LogBuffer
+from rayps.optim import Factory
+from rayps.ring import Ring
+from rayps.server import Server
+from rayps.server.loop import ShardLoop
+from rayps.server.shard import KEPT_SNAPSHOTS, Boundary, Shard, ShardFacts, ShardPart
+from rayps.snapshot import Snapshot
+from rayps.strategy import Strategy
+from rayps.worker import Worker, WorkerPart, WorkerPlan, model_of
+from rayps.workload import Workload, unpack
+
+log = logging.getLogger(__name__)
+
+JOIN_SECONDS = 5.0  # for a thread to notice that its plan has ended
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an actor runs."""
+
+    host: str
+    pid: int
+    address: str
+
+
+@dataclass(slots=True)
+class WorkerFacts:
+    """What a worker is asked about while it runs."""
+
+    rank: int
+    generation: int
+    status: str  # idle, running, finished, failed
+    position: int = 0
+    error: Exception | None = None
+    points: list[dict[str, Any]] = field(default_factory=list)
+    parts: list[int] = field(default_factory=list)
+    lines: list[tuple[float, str]] = field(default_factory=list)
+
+
+class WorkerActor:
+    """One worker's process: holds the workload, and runs one generation's plan after another."""
+
+    def __init__(
+        self,
+        rank: int,
+        secret: bytes,
+        workload: bytes,
+        *,
+        working_dir: str | None = None,
+        threads: int | None = None,
+        device: str = "cpu",
+        capture: bool = False,
+    ) -> None:
+        self.logs = LogBuffer()
+        if capture:
+            self.logs.capture()
+            logging.getLogger("rayps").setLevel(logging.INFO)
+        if threads is not None:
+            torch.set_num_threads(threads)
+        _enter(working_dir)
+        self._device = device
+        self._packed = workload
+        self._workload: Workload | None = None
+        self._listener = Listener(f"worker-{rank}", secret, host=host_address())
+        self._secret = secret
+        self._facts = WorkerFacts(rank, 0, "idle")
+        self._parts: dict[int, WorkerPart] = {}
+        self._lock = threading.Lock()
+        self._shards = _Addresses()
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+        self._ties = _Ties()
+        self._worker: Worker | None = None
+
+    def place(self) -> Place:
+        """Where this worker runs and how peers reach it."""
+        return Place(socket.gethostname(), os.getpid(), self._listener.address)
+
+    def initial(self, seed: int) -> Snapshot:
+        """The state before the first round: parameters drawn from the seed alone, whatever the strategy or size."""
+        workload = self._load()
+        torch.manual_seed(seed)
+        model = model_of(workload)
+        buffers = {name: value.clone() for name, value in beside(model).items()}
+        flat = FlatModel(model)
+        return Snapshot(flat.layout, flat.vector.clone(), buffers=buffers)
+
+    def begin(self, plan: WorkerPlan, snapshot: Snapshot) -> None:
+        """End what runs, and start this plan; returns at once."""
+        self.abort()
+        with self._lock:
+            self._facts = WorkerFacts(plan.rank, plan.generation, "running", max(plan.start, 0))
+            self._parts = {}
+        self._stop, self._ties = threading.Event(), _Ties()
+        self._shards = _Addresses([address for address, _, _ in plan.shards])
+        self._listener.generation = plan.generation
+        self._thread = threading.Thread(
+            target=self._run, args=(plan, snapshot, self._stop, self._ties), daemon=True, name=f"worker-{plan.rank}"
+        )
+        self._thread.start()
+
+    def poll(self, generation: int) -> WorkerFacts:
+        """What happened since the last poll; points and lines are handed over once."""
+        with self._lock:
+            facts = self._facts
+            answer = WorkerFacts(
+                facts.rank,
+                facts.generation,
+                facts.status,
+                facts.position,
+                facts.error,
+                facts.points,
+                sorted(self._parts),
+                self.logs.drain(),
+            )
+            facts.points = []
+        return answer
+
+    def part(self, rounds: int) -> WorkerPart | None:
+        """This worker's share of the checkpoint after `rounds`, if it is still kept."""
+        with self._lock:
+            return self._parts.get(rounds)
+
+    def rewire(self, shard: int, address: str) -> None:
+        """Tell that a shard has been replaced and where it is now."""
+        self._shards.change(shard, address)
+
+    def evaluate(self, vector: Tensor | None, buffers: dict[str, Tensor]) -> dict[str, tuple[float, int]]:
+        """Sums and sample counts of every metric over this worker's share, at the given parameters."""
+        assert self._worker is not None, "evaluate comes after a plan has run"
+        with torch.no_grad():
+            for name, value in beside(self._worker.flat.model).items():
+                if name in buffers:
+                    value.copy_(buffers[name])
+        return self._worker.evaluate(vector)
+
+    def abort(self) -> None:
+        """End the running plan; its peers see this worker leave."""
+        self._stop.set()
+        self._shards.close()
+        self._ties.part()
+        if self._thread is not None:
+            # a long step of the user's cannot be cut short: it ends at its next exchange
+            self._thread.join(JOIN_SECONDS)
+            if not self._thread.is_alive():
+                self._ties.close()
+
+    def close(self) -> None:
+        """End the plan and stop listening."""
+        self.abort()
+        self._listener.close()
+
+    def _load(self) -> Workload:
+        if self._workload is None:
+            self._workload = unpack(self._packed)
+        return self._workload
+
+    def _run(self, plan: WorkerPlan, snapshot: Snapshot, stop: threading.Event, ties: _Ties) -> None:
+        status, error = "finished", None
+        try:
+            worker = self._prepare(plan, snapshot, stop, ties)
+            worker.run(lambda point: self._report(point, stop), lambda part: self._keep(part, stop), stop.is_set)
+        except RaypsError as raised:
+            status, error = "failed", raised
+        except Exception as raised:  # a fault of ours or of a library: the driver must see it, not a hung worker
+            log.exception("worker-%d failed", plan.rank)
+            status, error = "failed", RaypsError(f"worker-{plan.rank} failed: {type(raised).__name__}: {raised}")
+        with self._lock:
+            if not stop.is_set():  # before the peers can notice that this worker has gone
+                self._facts.status, self._facts.error = status, error
+        if error is not None:
+            ties.part()
+            ties.close()
+
+    def _prepare(self, plan: WorkerPlan, snapshot: Snapshot, stop: threading.Event, ties: _Ties) -> Worker:
+        workload = self._load()
+        if plan.strategy.shards == 0:
+            ties.ring = Ring.form(
+                plan.rank,
+                plan.ring,
+                self._listener,
+                secret=plan.secret,
+                generation=plan.generation,
+                timeout=plan.timeout,
+                label="worker",
+            )
+        else:
+            ties.server = self._join(plan, snapshot)
+        if stop.is_set():
+            raise StaleGeneration(f"generation {plan.generation} was ended before it began", peer="driver")
+        self._worker = Worker(workload, plan, snapshot, ties.ring, ties.server, self._device)
+        return self._worker
+
+    def _join(self, plan: WorkerPlan, snapshot: Snapshot) -> Server:
+        def link(shard: int) -> Link:
+            return connect(
+                self._shards.current(shard),
+                name=f"worker-{plan.rank}",
+                secret=plan.secret,
+                generation=plan.generation,
+                timeout=plan.timeout,
+            )
+
+        ranges = [(lo, hi) for _, lo, hi in plan.shards]
+        links = [link(i) for i in range(len(ranges))]
+        relink = None if plan.strategy.lockstep else lambda shard: self._relink(shard, plan)
+        return Server(
+            plan.rank,
+            snapshot.layout.dtype,
+            ranges,
+            links,
+            timeout=plan.timeout,
+            step=plan.start,
+            relink=relink,
+            defer=True,
+        )
+
+    def _relink(self, shard: int, plan: WorkerPlan) -> Link:
+        log.info("worker-%d lost shard-%d and waits for its replacement", plan.rank, shard)
+        address = self._shards.changed(shard, plan.timeout)
+        return connect(
+            address, name=f"worker-{plan.rank}", secret=plan.secret, generation=plan.generation, timeout=plan.timeout
+        )
+
+    def _report(self, point: dict[str, Any], stop: threading.Event) -> None:
+        with self._lock:
+            if stop.is_set():
+                return  # the facts are another generation's by now
+            self._facts.points.append(point)
+            if point["kind"] == "round":
+                self._facts.position = point["round"] + 1
+
+    def _keep(self, part: WorkerPart, stop: threading.Event) -> None:
+        with self._lock:
+            if stop.is_set():
+                return
+            self._parts[part.round] = part
+            for old in sorted(self._parts)[:-KEPT_SNAPSHOTS]:
+                del self._parts[old]
+
+
+@dataclass(slots=True)
+class _Ties:
+    """What binds one generation's thread to its peers; a thread that ends late must not part those of the next."""
+
+    ring: Ring | None = None
+    server: Server | None = None
+
+    def part(self) -> None:
+        """From any thread: whoever waits for this worker sees it leave."""
+        if self.ring is not None:
+            self.ring.abort()
+        if self.server is not None:
+            self.server.close()
+
+    def close(self) -> None:
+        """Once the thread has ended."""
+        if self.ring is not None:
+            self.ring.close()
+
+
+class _Addresses:
+    """Where the shards are, as told by the driver; a lost one's new address is waited for."""
+
+    def __init__(self, addresses: list[str] | None = None) -> None:
+        self._addresses = addresses or []
+        self._news = threading.Condition()
+        self._changes = [0] * len(self._addresses)
+        self._seen = [0] * len(self._addresses)
+        self._closed = False
+
+    def current(self, shard: int) -> str:
+        return self._addresses[shard]
+
+    def change(self, shard: int, address: str) -> None:
+        with self._news:
+            self._addresses[shard] = address
+            self._changes[shard] += 1
+            self._news.notify_all()
+
+    def changed(self, shard: int, timeout: float) -> str:
+        with self._news:
+            if not self._news.wait_for(lambda: self._closed or self._changes[shard] > self._seen[shard], timeout):
+                raise PeerTimeout(
+                    f"shard-{shard} died and was not replaced within {timeout:g} s: raise timeout",
+                    peer=f"shard-{shard}",
+                    seconds=timeout,
+                )
+            if self._closed:
+                raise PeerLost(f"shard-{shard} died and this worker was ended", peer=f"shard-{shard}")
+            self._seen[shard] = self._changes[shard]
+            return self._addresses[shard]
+
+    def close(self) -> None:
+        with self._news:
+            self._closed = True
+            self._news.notify_all()
+
+
+@dataclass(frozen=True, slots=True)
+class ShardPlan:
+    """One generation's orders to one shard."""
+
+    generation: int
+    index: int
+    lo: int
+    hi: int
+    strategy: Strategy
+    boundary: Boundary
+
+
+class ShardActor:
+    """One server's process: serves its slice of the parameters over links."""
+
+    def __init__(
+        self, index: int, secret: bytes, factory: bytes, *, working_dir: str | None = None, threads: int | None = None
+    ) -> None:
+        if threads is not None:
+            torch.set_num_threads(threads)
+        _enter(working_dir)
+        self._packed = factory
+        self._listener = Listener(f"shard-{index}", secret, host=host_address())
+        self._loop: ShardLoop | None = None
+
+    def place(self) -> Place:
+        """Where this shard runs and how workers reach it."""
+        return Place(socket.gethostname(), os.getpid(), self._listener.address)
+
+    def begin(self, plan: ShardPlan, snapshot: Snapshot) -> None:
+        """Serve this plan's slice of the snapshot from now on."""
+        if self._loop is not None:
+            self._loop.close()
+        found = unpack(self._packed)
+        factory: Factory = found.optimizer if isinstance(found, Workload) else found
+        layout = snapshot.layout
+        shard = Shard(
+            plan.index,
+            layout,
+            plan.lo,
+            plan.hi,
+            params=snapshot.params[plan.lo : plan.hi],
+            factory=factory,
+            strategy=plan.strategy,
+            start=snapshot.positions,
+            boundary=plan.boundary,
+        )
+        shard.load(snapshot.moments, layout)
+        self._listener.generation = plan.generation
+        self._loop = ShardLoop(shard, self._listener)
+
+    def poll(self, generation: int) -> ShardFacts | None:
+        """What the shard is asked about while it runs; None before it began."""
+        return None if self._loop is None else self._loop.facts()
+
+    def part(self, rounds: int) -> ShardPart | None:
+        """This shard's share of the checkpoint after `rounds`, if it is still kept."""
+        return None if self._loop is None else self._loop.part(rounds)
+
+    def close(self) -> None:
+        """Stop serving."""
+        if self._loop is not None:
+            self._loop.close()
+        self._listener.close()
+
+
+def _enter(working_dir: str | None) -> None:
+    """Work where the user does, if that folder is here, so that relative paths and imports mean the same."""
+    if working_dir and Path(working_dir).is_dir() and Path.cwd() != Path(working_dir):
+        os.chdir(working_dir)
+        sys.path.insert(0, working_dir)
+
+
+__all__ = ["Place", "ShardActor", "ShardPlan", "WorkerActor", "WorkerFacts"]

@@ -1,0 +1,399 @@
+"""Keeps one job alive until it ends: phases, generations, checkpoints, recovery.
+
+The driver decides nothing itself: `decide` does; it polls the group, writes the journal and carries out.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rayps import checkpoint, optim
+from rayps.actors import WorkerFacts
+from rayps.cluster import Cluster, surrounding
+from rayps.data import Data
+from rayps.decide import Continue, Fail, Finish, Replace, Restart, Stop, decide
+from rayps.decide import Facts as RunFacts
+from rayps.errors import ConfigError, RaypsError, TrainingError
+from rayps.flat import Layout
+from rayps.group import Group, Orders
+from rayps.job import JobSpec, Status
+from rayps.journal import Journal
+from rayps.metrics import Point, Rounds
+from rayps.report import Report
+from rayps.server.shard import Boundary
+from rayps.snapshot import Snapshot
+from rayps.strategy import Phase, parse, phase_ends
+from rayps.user_code import user_code
+from rayps.worker import model_of
+from rayps.workload import Workload, load, pack
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.1
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How a run ended."""
+
+    status: Status
+    message: str
+    metrics: dict[str, float] = field(default_factory=dict)
+    snapshot: Snapshot | None = None
+    checkpoint: Path | None = None
+    error: Exception | None = None
+
+
+class _StoppedByUser(Exception):
+    pass
+
+
+class Driver:
+    """One job from start to end. `run()` blocks; `stop()` may come from another thread."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        spec: JobSpec,
+        journal: Journal,
+        *,
+        checkpoints: Path | None = None,
+        resume: Path | None = None,
+        capture: bool = True,
+        phases: list[Phase] | None = None,
+    ) -> None:
+        self.workload, self.spec, self.journal = workload, spec.check(), journal
+        self.phases = phases or parse(spec.strategy)
+        self._checkpoints, self._resume, self._capture = checkpoints, resume, capture
+        self._steps = 0  # batches per worker and epoch, and the position at which each phase ends:
+        self._ends: list[int] = []  # known after the preflight
+        self._stop = threading.Event()
+        self._failures = 0
+        self._generation = 0
+        self._status = Status.STARTING
+        self._message = ""
+        self._snapshot: Snapshot | None = None  # the newest state that a restart can begin from
+        self._saved: Path | None = resume
+        self._report = Report()
+        self._broken_since: float | None = None
+
+    def stop(self) -> None:
+        """Ask the run to end; its last checkpoint stays."""
+        self._stop.set()
+
+    def run(self, cluster: Cluster) -> Outcome:
+        """Run the job to its end; never raises for what went wrong in the run, says it in the outcome."""
+        group: Group | None = None
+        try:
+            if not self._ends:
+                self.preflight()
+            self._say(Status.STARTING, "starting workers")
+            group = Group(
+                cluster,
+                pack(self.workload),
+                self.spec.workers,
+                {"cpu": 1.0} | self.spec.resources,
+                self.spec.working_dir,
+                self._capture,
+            )
+            group.start(self.spec.timeout)
+            self._run_phases(group)
+            assert self._snapshot is not None
+            outcome = Outcome(Status.SUCCEEDED, "trained to the end", self._evaluate(group, self._snapshot))
+        except _StoppedByUser:
+            outcome = Outcome(Status.STOPPED, "stopped on request")
+        except RaypsError as error:
+            outcome = Outcome(Status.FAILED, str(error), error=error)
+        except Exception as error:  # a fault of ours must end the job with a reason, not vanish with its thread
+            log.exception("the driver failed")
+            outcome = Outcome(Status.FAILED, f"rayps failed: {type(error).__name__}: {error}", error=error)
+        finally:
+            if group is not None:
+                self.journal.lines(group.lines())
+                group.close()
+        outcome.snapshot, outcome.checkpoint = self._snapshot, self._saved
+        self._seal(outcome)
+        return outcome
+
+    def preflight(self) -> None:
+        """Find what is wrong with data, model and optimizer before any worker starts.
+
+        Raises:
+            DataError, WorkloadError: what is wrong and the way out.
+        """
+        with user_code("data"):
+            data = self.workload.data()
+        with user_code("evaluation_data"):
+            evaluation = self.workload.evaluation_data()
+        for given, method in ((data, "data"), (evaluation, "evaluation_data")):
+            if not isinstance(given, Data):
+                raise ConfigError(
+                    f"{method}() gave {type(given).__name__}: return rayps.data.parquet(...), "
+                    "rayps.data.tensors(...) or rayps.data.dataset(...)"
+                )
+            given.check()
+        with torch.random.fork_rng(devices=[]):  # the user's own random numbers stay as they were
+            model = model_of(self.workload)
+        layout = Layout.of((name, p) for name, p in model.named_parameters() if p.requires_grad)
+        optim.build(self.workload.optimizer, layout)
+        if any(phase.strategy.shards for phase in self.phases):
+            optim.check_elementwise(self.workload.optimizer, layout)
+            loose = any(not phase.strategy.lockstep for phase in self.phases)
+            if loose and self.spec.workers > 1 and optim.ignores_scale(self.workload.optimizer, layout):
+                self.journal.event(
+                    "warning",
+                    "each push is scaled by 1/N, but this optimizer takes steps of the same "
+                    "size whatever the gradient's: N workers take N times the steps; lower its learning rate",
+                )
+        self._steps = data.steps(self.spec.workers)
+        self._ends = phase_ends(self.phases, self._steps, epochs=self.spec.epochs, steps=self.spec.steps)
+        self._report.rounds, self._report.steps_per_epoch = self._ends[-1], self._steps
+
+    # ---- phases and generations
+
+    def _run_phases(self, group: Group) -> None:
+        self._snapshot = self._first(group)
+        for phase, end in zip(self.phases, self._ends, strict=True):
+            nothing_left = end == self._ends[-1] and self._generation == 0  # the workers only evaluate
+            if self._snapshot.round < end or nothing_left:
+                self.journal.event(
+                    "phase",
+                    f"{phase.strategy.name or type(phase.strategy).__name__} until round {end}",
+                    round=self._snapshot.round,
+                    end=end,
+                    strategy=phase.strategy.name,
+                )
+                self._run_phase(group, phase, end)
+                if end < self._ends[-1]:
+                    self._evaluate(group, self._snapshot)
+
+    def _first(self, group: Group) -> Snapshot:
+        snapshot = group.initial(self.spec.seed)
+        if self._resume is not None:
+            saved = Snapshot.from_state(checkpoint.load(self._resume))
+            saved.check(snapshot.layout)
+            saved.resize(self.spec.workers, self._steps)
+            self.journal.event("resumed", f"resumed from {self._resume} at round {saved.round}", round=saved.round)
+            return saved
+        snapshot.positions, snapshot.steps_per_epoch = [0] * self.spec.workers, self._steps
+        return snapshot
+
+    def _run_phase(self, group: Group, phase: Phase, end: int) -> None:
+        assert self._snapshot is not None
+        every = self._steps if self.spec.checkpoint_every is None else self.spec.checkpoint_every
+        if self._snapshot.positions:  # a phase begins in step, also after a phase that was not
+            self._snapshot.positions = self._aligned(phase)
+        while True:
+            self._generation += 1
+            self._broken_since = None
+            group.begin(
+                Orders(
+                    self._generation, phase.strategy, self.spec.seed, end, Boundary(every, end), True, self.spec.timeout
+                ),
+                self._snapshot,
+            )
+            self._say(Status.RUNNING, "")
+            rounds = Rounds(self.spec.workers, self._generation, phase.strategy.name)
+            restart = self._watch(group, rounds, phase, end)
+            self._file(rounds.flush())
+            self._report.begin_again()
+            if restart is None:
+                return
+            self._say(Status.RECOVERING, restart.reason)
+            self.journal.event(
+                "restarted",
+                f"{restart.reason}: everyone goes on from round {self._snapshot.round}",
+                lost=list(restart.lost),
+                round=self._snapshot.round,
+                generation=self._generation + 1,
+            )
+            for member in [*group.workers, *group.shards]:
+                if member.name in restart.lost and not member.dead:
+                    member.dead = "silent"
+
+    def _aligned(self, phase: Phase) -> list[int]:
+        assert self._snapshot is not None
+        positions = self._snapshot.positions
+        return [min(positions)] * len(positions) if phase.strategy.lockstep else positions
+
+    def _watch(self, group: Group, rounds: Rounds, phase: Phase, end: int) -> Restart | None:
+        """Poll until the generation ends; None = it reached `end`, a Restart = everyone must begin again."""
+        while True:
+            self._take_in(group, rounds)
+            decision = decide(self._facts(group, phase))
+            match decision:
+                case Continue():
+                    self._collect(group)
+                    self._stop.wait(POLL_SECONDS)
+                case Finish():
+                    self._collect(group)
+                    if self._snapshot is not None and self._snapshot.round >= end:
+                        self._take_in(group, rounds)
+                        return None
+                    time.sleep(POLL_SECONDS / 4)
+                case Stop():
+                    self._collect(group)
+                    raise _StoppedByUser
+                case Fail(error, reason):
+                    raise error if isinstance(error, RaypsError) else TrainingError(reason)
+                case Restart():
+                    self._failures += 1
+                    self._collect(group)
+                    return decision
+                case Replace():
+                    self._failures += 1
+                    self._replace(group, decision)
+
+    def _replace(self, group: Group, decision: Replace) -> None:
+        assert self._snapshot is not None
+        self._say(Status.RECOVERING, decision.reason)
+        self._broken_since = None
+        for name in decision.lost:
+            kind, _, number = name.partition("-")
+            if kind == "shard":
+                group.replace_shard(int(number), self._snapshot)
+                message = f"shard-{number} was restored from round {self._snapshot.round}"
+            else:
+                group.replace_worker(int(number), self._snapshot)
+                message = f"worker-{number} was replaced"
+            self.journal.event(
+                "replaced", f"{decision.reason}: {message}, the others went on", lost=[name], round=self._snapshot.round
+            )
+        self._say(Status.RUNNING, "")
+
+    def _facts(self, group: Group, phase: Phase) -> RunFacts:
+        workers = [(w.name, w.facts) for w in group.workers if isinstance(w.facts, WorkerFacts)]
+        current = [(name, f) for name, f in workers if f.generation == self._generation]
+        errors = tuple((name, f.error) for name, f in current if f.status == "failed" and f.error is not None)
+        dead = tuple((m.name, m.dead) for m in [*group.workers, *group.shards] if m.dead)
+        if errors and self._broken_since is None:
+            self._broken_since = time.monotonic()
+        return RunFacts(
+            size=self.spec.workers,
+            finished=frozenset(name for name, f in current if f.status == "finished"),
+            errors=errors,
+            dead=dead,
+            failures=self._failures,
+            max_failures=self.spec.max_failures,
+            broken_for=0.0 if self._broken_since is None else time.monotonic() - self._broken_since,
+            lockstep=phase.strategy.lockstep,
+            stop=self._stop.is_set(),
+        )
+
+    # ---- what is recorded
+
+    def _take_in(self, group: Group, rounds: Rounds) -> None:
+        points = group.poll()
+        self._report.hear(points)
+        self._file(rounds.add(points))
+        self.journal.lines(group.lines())
+        self._report.look(group, rounds.strategy)
+        self._show()
+
+    def _file(self, merged: list[Point]) -> None:
+        for point in merged:
+            point.setdefault("epoch", (point["round"] - 1) // self._steps)
+        self._report.file(merged)
+        self.journal.add(merged)
+
+    def _collect(self, group: Group) -> None:
+        assert self._snapshot is not None
+        newer = group.collect(self._snapshot)
+        if newer is None:
+            return
+        self._snapshot = newer
+        if self._checkpoints is not None:
+            state = newer.to_state(strategy=str(self.spec.strategy), seed=self.spec.seed, generation=self._generation)
+            self._saved = checkpoint.save(self._checkpoints, newer.round, state)
+            self.journal.event("checkpoint", f"saved round {newer.round}", round=newer.round, path=str(self._saved))
+
+    def _evaluate(self, group: Group, snapshot: Snapshot) -> dict[str, float]:
+        metrics = group.evaluate(snapshot, timeout=max(600.0, self.spec.timeout))
+        self._file([{"kind": "evaluation", "round": snapshot.round, "time": time.time(), "metrics": metrics}])
+        return metrics
+
+    def _say(self, status: Status, message: str) -> None:
+        self._status, self._message = status, message
+        self._show(now=True)
+
+    def _show(self, *, now: bool = False) -> None:
+        done = self._snapshot.round if self._snapshot else 0
+        self.journal.progress(
+            self._report.progress(
+                done, status=self._status, message=self._message, generation=self._generation, failures=self._failures
+            ),
+            now=now,
+        )
+
+    def _seal(self, outcome: Outcome) -> None:
+        kind = {Status.SUCCEEDED: "finished", Status.STOPPED: "stopped"}.get(outcome.status, "failed")
+        self.journal.event(kind, outcome.message, metrics=outcome.metrics)
+        self._say(outcome.status, outcome.message)
+        self.journal.seal(_sealed(outcome))
+
+
+def _sealed(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "status": outcome.status,
+        "message": outcome.message,
+        "metrics": outcome.metrics,
+        "finished_at": time.time(),
+        "checkpoint": str(outcome.checkpoint) if outcome.checkpoint else None,
+        "error": type(outcome.error).__name__ if outcome.error else None,
+    }
+
+
+class DriverActor:
+    """A job's driver as an actor of its own, started by the service: survives the service, writes the job's folder."""
+
+    def __init__(self, spec: dict[str, Any], folder: str, attempt: int) -> None:
+        self._spec, self._folder, self._attempt = JobSpec.from_dict(spec), Path(folder), attempt
+        self._driver: Driver | None = None
+        self._stopped = threading.Event()
+
+    def ping(self) -> int:
+        """The process id: a sign of life."""
+        return os.getpid()
+
+    def stop(self) -> None:
+        """Ask the job to end."""
+        self._stopped.set()
+        if self._driver is not None:
+            self._driver.stop()
+
+    def run(self) -> str:
+        """Run the job to its sealed outcome, then leave."""
+        spec, journal = self._spec, Journal(self._folder)
+        checkpoints = self._folder / "checkpoints"
+        try:
+            if spec.working_dir:
+                os.chdir(spec.working_dir)
+            newest = checkpoint.newest(checkpoints) if self._attempt > 1 else None
+            resume = newest or (Path(spec.resume) if spec.resume else None)
+            if self._attempt > 1:
+                journal.event(
+                    "driver_restarted",
+                    f"the driver is gone and was started again (attempt {self._attempt}), "
+                    + (f"from {newest.name}" if newest else "from the beginning"),
+                    attempt=self._attempt,
+                )
+            workload = load(spec.workload, spec.working_dir)
+            self._driver = Driver(workload, spec, journal, checkpoints=checkpoints, resume=resume)
+            if self._stopped.is_set():
+                self._driver.stop()
+            status = self._driver.run(surrounding()).status
+        except (RaypsError, OSError) as error:  # the job cannot even begin: its folder must say why
+            status = Status.FAILED
+            journal.event("failed", str(error))
+            journal.seal(_sealed(Outcome(status, str(error), error=error)))
+        finally:
+            journal.close()
+        return status

@@ -1,0 +1,142 @@
+"""What a run leaves behind while it runs: events, metric points, log lines, progress, at last a sealed outcome.
+
+With a folder, everything is written there (the driver is its only writer); points and events are also kept
+in memory for `Result`. Lines are appended whole, and the outcome is written once, by rename.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO, Any
+
+from rayps.metrics import Point
+
+Progress = dict[str, Any]
+PROGRESS_SECONDS = 0.5
+
+
+class Journal:
+    """A run's record; `on_progress` hears every new progress, at most twice a second, and `on_event` every event."""
+
+    def __init__(
+        self,
+        folder: Path | None = None,
+        on_progress: Callable[[Progress], None] | None = None,
+        on_event: Callable[[dict[str, Any]], None] | None = None,
+        on_lines: Callable[[list[tuple[float, str, str]]], None] | None = None,
+    ) -> None:
+        self._on_lines = on_lines
+        self.folder = folder
+        self.points: list[Point] = []
+        self.events: list[dict[str, Any]] = []
+        self._on_progress, self._on_event = on_progress, on_event
+        self._files: dict[str, IO[str]] = {}
+        self._progress_at = 0.0
+        self._seq = 0
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._seq = _count_lines(folder / "events.jsonl")
+            for name in ("events.jsonl", "metrics.jsonl", "log.txt"):
+                _end_last_line(folder / name)
+                self._files[name] = (folder / name).open("a", encoding="utf-8")
+
+    def event(self, kind: str, message: str, **facts: Any) -> None:
+        """Something that a user would want to know happened."""
+        event = {"seq": self._seq, "time": time.time(), "kind": kind, "message": message, **facts}
+        self._seq += 1
+        self.events.append(event)
+        self._append("events.jsonl", [_text(event)])
+        if self._on_event is not None:
+            self._on_event(event)
+
+    def add(self, points: list[Point]) -> None:
+        """New metric points of the group."""
+        self.points += points
+        self._append("metrics.jsonl", [_text(point) for point in points])
+
+    def lines(self, lines: list[tuple[float, str, str]]) -> None:
+        """New log lines: time, who, text."""
+        self._append("log.txt", [f"{_stamp(at)} {who} {text}" for at, who, text in lines])
+        if self._on_lines is not None and lines:
+            self._on_lines(lines)
+
+    def progress(self, progress: Progress, *, now: bool = False) -> None:
+        """Where the run stands; kept to twice a second unless `now`."""
+        if not now and time.monotonic() - self._progress_at < PROGRESS_SECONDS:
+            return
+        self._progress_at = time.monotonic()
+        if self.folder is not None:
+            _replace(self.folder / "progress.json", progress)
+        if self._on_progress is not None:
+            self._on_progress(progress)
+
+    def seal(self, outcome: dict[str, Any]) -> None:
+        """The end of the run; written once."""
+        self.flush()
+        if self.folder is not None and not (self.folder / "outcome.json").exists():
+            _replace(self.folder / "outcome.json", outcome)
+
+    def flush(self) -> None:
+        """Make sure that what was recorded is on disk."""
+        for file in self._files.values():
+            file.flush()
+            os.fsync(file.fileno())
+
+    def close(self) -> None:
+        """Let go of the files."""
+        for file in self._files.values():
+            file.close()
+        self._files = {}
+
+    def _append(self, name: str, lines: list[str]) -> None:
+        file = self._files.get(name)
+        if file is not None and lines:
+            file.write("\n".join(lines) + "\n")
+            file.flush()
+
+
+def _text(value: Any) -> str:
+    try:
+        return json.dumps(value, allow_nan=False)
+    except ValueError:  # JSON has no NaN and no infinity: a metric may be one, and its readers are strict
+        return json.dumps(_finite(value))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _replace(path: Path, value: dict[str, Any]) -> None:
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(_text(value))
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path)
+
+
+def _end_last_line(path: Path) -> None:
+    # a driver that was killed may have left half a line; what follows must not be glued to it
+    if path.exists() and path.stat().st_size:
+        with path.open("rb+") as file:
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
+
+
+def _count_lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def _stamp(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3] + "Z"

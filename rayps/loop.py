@@ -1,0 +1,370 @@
+"""A training loop of one's own: `run` starts it on several workers, `wrap` gives it a strategy.
+
+A strategy's `round` wants to ask for a batch and a gradient; a user's loop wants to offer them. `wrap` runs the
+round in a thread of its own and hands the turn to and fro: exactly one of the two runs at any time.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+import pickle
+import threading
+import time
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from rayps.cluster import Cluster, rendezvous, until
+from rayps.errors import ConfigError, LinkError, PeerTimeout, RaypsError
+from rayps.flat import FlatModel, Gradient, beside
+from rayps.ring import Ring
+from rayps.server_group import ServerGroup
+from rayps.strategy import parse
+from rayps.user_code import user_code
+from rayps.workload import pack, unpack
+
+REASON_SECONDS = 3.0  # after the first failure, for the failure behind it to be heard
+
+
+@dataclass(slots=True)
+class World:
+    """Where this worker stands in a `run`: its rank among `size` workers."""
+
+    rank: int
+    size: int
+    name: str
+    timeout: float
+    closing: list[Callable[[bool], None]] = field(default_factory=list)  # given whether the loop failed
+    wraps: Any = field(default_factory=itertools.count)
+
+
+_world: ContextVar[World] = ContextVar("rayps_world")
+
+
+def world() -> World:
+    """This worker's rank and the number of workers, inside a `run`.
+
+    Raises:
+        ConfigError: called outside a `run`.
+    """
+    try:
+        return _world.get()
+    except LookupError:
+        raise ConfigError("there is no world here: start your loop by rayps.run(train_fn, workers=4)") from None
+
+
+def run(
+    train_fn: Callable[[], Any],
+    *,
+    workers: int,
+    resources: dict[str, float] | None = None,
+    address: str | None = None,
+    timeout: float = 60.0,
+    cluster: Cluster | None = None,
+) -> list[Any]:
+    """Call `train_fn()` on `workers` Ray actors at once, and give back what they returned, by rank.
+
+    Inside it, `rayps.world()` tells rank and size, and `rayps.wrap` gives model and optimizer a strategy.
+
+    Raises:
+        ConfigError, NoResources: it cannot be started.
+        RaypsError: what the first failing worker raised.
+    """
+    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
+        raise ConfigError(f"workers is {workers!r}: give a whole number of at least 1", field="workers")
+    packed = pack(train_fn)
+    wanted = {"cpu": 1.0} | (resources or {})
+    opened = cluster if cluster is not None else _open(address, workers, wanted)
+    try:
+        gang = opened.reserve([wanted] * workers, timeout)
+        name = f"run-{time.time_ns()}"
+        handles = [
+            opened.spawn(
+                "rayps.loop:LoopActor",
+                packed,
+                World(rank, workers, name, timeout),
+                cpus=wanted["cpu"],
+                gpus=wanted.get("gpu", 0.0),
+                gang=gang,
+                index=rank,
+            )
+            for rank in range(workers)
+        ]
+        try:
+            return _results([handle.call("run") for handle in handles])
+        finally:
+            for handle in handles:
+                opened.kill(handle)
+            if gang is not None:
+                gang.release()
+    finally:
+        if opened is not cluster:
+            opened.close()
+
+
+def _results(replies: list[Any]) -> list[Any]:
+    """Everyone's answer; the first failure ends the wait for the others, who would miss their peer."""
+    until(lambda: all(reply.done() for reply in replies) or bool(_failures(replies)), math.inf)
+    # a rank that failed is missed by its peers at once: what they say of it is not the reason
+    until(lambda: all(reply.done() for reply in replies) or bool(_reasons(replies)), REASON_SECONDS)
+    for error in [*_reasons(replies), *_failures(replies)]:
+        raise error
+    return [reply.result(0) for reply in replies]
+
+
+def _reasons(replies: list[Any]) -> list[RaypsError]:
+    return [error for error in _failures(replies) if not isinstance(error, LinkError)]
+
+
+def _failures(replies: list[Any]) -> list[RaypsError]:
+    found = []
+    for reply in replies:
+        try:
+            if reply.done():
+                reply.result(0)
+        except RaypsError as error:
+            found.append(error)
+    return found
+
+
+def _open(address: str | None, workers: int, wanted: dict[str, float]) -> Cluster:
+    from rayps.ray_cluster import RayCluster
+
+    if address is not None:
+        return RayCluster.join(address)
+    return RayCluster.local(max(1, math.ceil(workers * wanted["cpu"])), None if wanted.get("gpu") else 0)
+
+
+class LoopActor:
+    """One worker's process of a `run`."""
+
+    def __init__(self, packed: bytes, place: World) -> None:
+        self._packed, self._place = packed, place
+        torch.set_num_threads(1)
+
+    def run(self) -> Any:
+        """Call the user's function in its world."""
+        _world.set(self._place)
+        failed = True
+        try:
+            with user_code("train_fn"):
+                result = unpack(self._packed)()
+            failed = False
+        finally:
+            for close in reversed(self._place.closing):
+                close(failed)
+        return result
+
+
+def wrap(model: nn.Module, optimizer: Optimizer, strategy: Any = "all_reduce") -> tuple[nn.Module, Optimizer]:
+    """Let `optimizer.step()` be one round of a strategy; all workers begin with rank 0's parameters.
+
+    The loop stays as it is: zero_grad, loss, backward, step. `optimizer.samples` may be set to the number of
+    samples of the batch (default 1), by which means are weighted. Under a parameter server the optimizer's rule
+    runs on the shards, and a change of its learning rate on the worker has no effect.
+
+    Raises:
+        ConfigError: outside a `run`, or a strategy that changes during the run.
+    """
+    here = world()
+    phases = parse(strategy)
+    if len(phases) > 1:
+        raise ConfigError("wrap takes one strategy: a loop of your own changes it by wrapping again", field="strategy")
+    chosen, name = phases[0].strategy, f"{here.name}/{next(here.wraps)}"
+    flat = FlatModel(model)
+    ring = Ring.join(name, here.rank, here.size, timeout=here.timeout)
+    for value in [flat.vector, *beside(model).values()]:
+        ring.broadcast(value)
+    group, server = None, None
+    if chosen.shards:
+        group = _share(
+            name,
+            here,
+            lambda: ServerGroup(
+                dict(zip((e.name for e in flat.layout.entries), flat.parameters, strict=True)),
+                shards=chosen.shards,
+                staleness=chosen.staleness,
+                workers=here.size,
+                timeout=here.timeout,
+                optimizer=_same_kind(optimizer, flat),
+            ),
+        )
+        server = group.server(here.rank)
+    turns = _Turns(chosen, flat, optimizer.step, here, ring, server)
+    here.closing.append(lambda failed: _leave(turns, ring, server, group, failed))
+    optimizer.samples = 1  # type: ignore[attr-defined]
+
+    def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+        return turns.step(closure, self.samples)
+
+    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+        flat.zero_grad()
+
+    # bound, as torch's schedulers of the learning rate expect it
+    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+    optimizer.zero_grad = MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
+    turns.start()
+    return model, optimizer
+
+
+def _leave(turns: _Turns, ring: Ring, server: Any, group: ServerGroup | None, failed: bool) -> None:
+    if failed:
+        ring.abort()  # the others must not wait for this rank
+    turns.close()
+    if server is not None:
+        server.close()
+    if not failed:
+        ring.barrier()  # nobody ends the shards before everyone has left them
+    ring.close()
+    if group is not None:
+        group.close()
+
+
+def _share(name: str, here: World, make: Callable[[], ServerGroup]) -> ServerGroup:
+    """Rank 0 makes the group, the others find it."""
+    values, key = rendezvous(), f"rayps/group/{name}"
+    if here.rank == 0:
+        group = make()
+        values.put(key, pickle.dumps(group))
+        return group
+    if not until(lambda: values.get(key) is not None, here.timeout):
+        raise PeerTimeout(
+            f"worker-0 did not start its shards within {here.timeout:g} s: raise timeout",
+            peer="worker-0",
+            seconds=here.timeout,
+        )
+    shared: ServerGroup = pickle.loads(values.get(key) or b"")
+    return shared
+
+
+def _same_kind(optimizer: Optimizer, flat: FlatModel) -> Callable[[list[nn.Parameter]], Optimizer]:
+    """A factory of optimizers like this one, with its parameter groups, for slices of the same parameters."""
+    order = {id(p): i for i, p in enumerate(flat.parameters)}
+    kind = type(optimizer)
+    # not every default is an argument: AdamW has decoupled_weight_decay, and its groups carry it
+    defaults = {key: value for key, value in optimizer.defaults.items() if key in inspect.signature(kind).parameters}
+    groups = [
+        (
+            {key: value for key, value in group.items() if key not in ("params", "param_names")},
+            [order[id(p)] for p in group["params"] if id(p) in order],
+        )
+        for group in optimizer.param_groups
+    ]
+
+    def build(params: list[nn.Parameter]) -> Optimizer:
+        return kind([{**options, "params": [params[i] for i in members]} for options, members in groups], **defaults)
+
+    return build
+
+
+class _Ended(Exception):
+    pass
+
+
+class _Turns:
+    """The worker that the strategy's round sees, played by the user's loop."""
+
+    def __init__(
+        self, strategy: Any, flat: FlatModel, own_step: Callable[..., Any], here: World, ring: Ring, server: Any
+    ) -> None:
+        self.rank, self.size, self.ring, self.server = here.rank, here.size, ring, server
+        self._strategy, self._flat, self._own_step = strategy, flat, own_step
+        self._gradient: Gradient | None = None
+        self._users = threading.Semaphore(0)  # the user's turn
+        self._rounds = threading.Semaphore(0)  # the round's turn
+        self._error: BaseException | None = None
+        self._ending = False
+        self._thread = threading.Thread(target=self._run, name="rayps-round", daemon=True)
+
+    # ---- the user's side
+
+    def start(self) -> None:
+        """Begin the first round; returns when it asks for a batch."""
+        self._thread.start()
+        self._wait()
+
+    def step(self, closure: Callable[[], Any] | None, samples: int) -> Any:
+        """Offer the gradient that is in `.grad`; returns when the next round asks for a batch."""
+        loss = closure() if closure is not None else None
+        self._gradient = Gradient(self._flat.collect_grad(), samples)
+        self._rounds.release()
+        self._wait()
+        return loss
+
+    def close(self) -> None:
+        """End the round that is waiting for a batch."""
+        self._ending = True
+        self._rounds.release()
+        self._thread.join()
+
+    def _wait(self) -> None:
+        self._users.acquire()  # the round's own waits have deadlines
+        if self._error is not None:
+            raise self._error
+
+    # ---- the strategy's side
+
+    @property
+    def params(self) -> Tensor:
+        """The parameters as one vector."""
+        return self._flat.vector
+
+    @params.setter
+    def params(self, vector: Tensor) -> None:
+        with torch.no_grad():
+            self._flat.vector.copy_(vector)
+
+    def batch(self) -> None:
+        """Let the user's loop run until it offers a gradient."""
+        self._users.release()
+        self._rounds.acquire()
+        if self._ending:
+            raise _Ended
+
+    def grad(self, batch: None) -> Gradient:
+        """The gradient that the user's loop offered."""
+        assert self._gradient is not None
+        return self._gradient
+
+    def step_own(self, grad: Gradient | Tensor) -> None:
+        """Let the user's own optimizer apply a gradient."""
+        self._flat.load_grad(grad.vector if isinstance(grad, Gradient) else grad)
+        self._own_step()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self._strategy.round(_RoundView(self))
+        except _Ended:
+            return
+        except BaseException as error:  # carried over to the user's thread, whatever it is
+            self._error = error
+            self._users.release()
+
+
+class _RoundView:
+    """`_Turns` with the names that a strategy uses."""
+
+    def __init__(self, turns: _Turns) -> None:
+        self.rank, self.size, self.ring, self.server = turns.rank, turns.size, turns.ring, turns.server
+        self.batch, self.grad, self.step = turns.batch, turns.grad, turns.step_own
+        self._turns = turns
+
+    @property
+    def params(self) -> Tensor:
+        return self._turns.params
+
+    @params.setter
+    def params(self, vector: Tensor) -> None:
+        self._turns.params = vector
+
+
+__all__ = ["LoopActor", "World", "run", "world", "wrap"]

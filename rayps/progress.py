@@ -1,0 +1,91 @@
+"""How a run is shown while it goes on: a bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+LINE_SECONDS = 5.0
+
+
+class Display:
+    """Shows progress and events on a stream (stderr, so that results can be piped)."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._console = Console(file=stream or sys.stderr, highlight=False, soft_wrap=True)
+        self._bar: Progress | None = None
+        self._task: Any = None
+        self._line_at = 0.0
+        if self._console.is_terminal:
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TextColumn("{task.fields[facts]}"),
+                console=self._console,
+                transient=True,
+            )
+            self._task = self._bar.add_task("starting", total=None, facts="")
+            self._bar.start()
+
+    def progress(self, progress: dict[str, Any]) -> None:
+        """Take in where the run stands."""
+        if self._bar is not None:
+            self._bar.update(
+                self._task,
+                completed=progress.get("round", 0),
+                total=progress.get("rounds"),
+                description=_where(progress),
+                facts=_facts(progress),
+            )
+        elif progress.get("round") and (_ended(progress) or time.monotonic() - self._line_at >= LINE_SECONDS):
+            self._line_at = time.monotonic()
+            self._console.print(
+                f"{_where(progress)}  round {progress['round']}/{progress['rounds']}  {_facts(progress)}"
+            )
+
+    def event(self, event: dict[str, Any]) -> None:
+        """Take in that something happened."""
+        if event["kind"] in ("checkpoint", "finished", "failed"):
+            return  # the end of the run is told by its result or its error
+        style = "yellow" if event["kind"] in ("warning", "restarted", "replaced") else "dim"
+        self._console.print(f"{event['kind']}: {event['message']}", style=style, markup=False)
+
+    def lines(self, lines: list[tuple[float, str, str]]) -> None:
+        """Show what the workers printed or logged."""
+        for _, who, text in lines:
+            self._console.print(f"{who}: {text}", style="dim", markup=False)
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+def _ended(progress: dict[str, Any]) -> bool:
+    return progress["status"] in ("SUCCEEDED", "FAILED", "STOPPED")
+
+
+def _where(progress: dict[str, Any]) -> str:
+    status = str(progress["status"]).lower()
+    if status != "running" or "epochs" not in progress:
+        return status
+    return f"epoch {progress['epoch'] + 1}/{progress['epochs']}"
+
+
+def _facts(progress: dict[str, Any]) -> str:
+    found = []
+    if progress.get("loss") is not None:
+        found.append(f"loss {progress['loss']:.4f}")
+    for name, value in (progress.get("metrics") or {}).items():
+        if name != "loss":
+            found.append(f"{name} {value:.4f}")
+    if progress.get("samples_per_second"):
+        found.append(f"{progress['samples_per_second']:,.0f} samples/s")
+    if progress.get("eta_seconds") is not None:
+        found.append(f"{progress['eta_seconds']:.0f} s left")
+    return "  ".join(found)

@@ -1,0 +1,95 @@
+"""Where a run stands, as JSON-ready data: what the terminal shows and `progress.json` holds."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Any
+
+from rayps.actors import WorkerFacts
+from rayps.group import Group, Member
+from rayps.metrics import Point, Throughput
+from rayps.server.shard import ShardFacts
+
+KEPT_POINTS = 50  # of each rank, for its rates
+
+
+class Report:
+    """Follows a run's points and members; `progress()` says where it stands."""
+
+    def __init__(self) -> None:
+        self.rounds = 0  # in all
+        self.steps_per_epoch = 1
+        self._throughput = Throughput()
+        self._pace = Throughput()  # rounds a second
+        self._latest: dict[int, deque[Point]] = {}
+        self._facts: dict[str, Any] = {"loss": None, "staleness": {}, "workers": [], "shards": []}
+
+    def hear(self, points: list[Point]) -> None:
+        """Take in points of single ranks."""
+        for point in points:
+            if point["kind"] == "round":
+                self._latest.setdefault(point["rank"], deque(maxlen=KEPT_POINTS)).append(point)
+
+    def file(self, merged: list[Point]) -> None:
+        """Take in points of the group."""
+        now = time.monotonic()
+        for point in merged:
+            if point["kind"] == "evaluation":
+                self._facts["metrics"] = point["metrics"]
+                continue
+            self._throughput.add(point["samples"], now)
+            self._pace.add(1, now)
+            self._facts["loss"] = point["loss"]
+            histogram = self._facts["staleness"]
+            for lead, count in point["staleness"].items():
+                histogram[lead] = histogram.get(lead, 0) + count
+
+    def look(self, group: Group, strategy: str) -> None:
+        """Take in the members as they are now."""
+        self._facts["strategy"] = strategy
+        self._facts["workers"] = [self._worker(rank, member) for rank, member in enumerate(group.workers)]
+        self._facts["shards"] = [_shard(index, member) for index, member in enumerate(group.shards)]
+
+    def begin_again(self) -> None:
+        """A new generation: rates start anew."""
+        self._throughput, self._pace = Throughput(), Throughput()
+        self._latest.clear()
+
+    def progress(self, done: int, **more: Any) -> dict[str, Any]:
+        """Where the run stands; `done` is the round of its last snapshot."""
+        facts = {"time": time.time(), **self._facts, **more}
+        if not self.rounds:
+            return facts
+        done = max(done, min((worker["round"] for worker in self._facts["workers"]), default=0))
+        pace = self._pace.rate
+        return facts | {
+            "round": done,
+            "rounds": self.rounds,
+            "epoch": min(done, self.rounds - 1) // self.steps_per_epoch,
+            "epochs": -(-self.rounds // self.steps_per_epoch),
+            "samples_per_second": self._throughput.rate,
+            "eta_seconds": (self.rounds - done) / pace if pace else None,
+        }
+
+    def _worker(self, rank: int, member: Member) -> dict[str, Any]:
+        facts = member.facts if isinstance(member.facts, WorkerFacts) else None
+        status = "dead" if member.dead else facts.status if facts else "starting"
+        line = {"rank": rank, **_place(member), "status": status, "round": facts.position if facts else 0}
+        points = self._latest.get(rank)
+        if not points:
+            return line
+        seconds = sum(point["seconds"] for point in points) or 1e-9
+        shares = {key: sum(point[key] for point in points) / seconds for key in ("compute", "wait", "move")}
+        return line | shares | {"samples_per_second": sum(point["samples"] for point in points) / seconds}
+
+
+def _shard(index: int, member: Member) -> dict[str, Any]:
+    facts = member.facts if isinstance(member.facts, ShardFacts) else None
+    line = {"index": index, **_place(member)}
+    return line | ({"lo": facts.lo, "hi": facts.hi, "version": facts.version, "bytes": facts.bytes} if facts else {})
+
+
+def _place(member: Member) -> dict[str, Any]:
+    place = member.place
+    return {"host": place.host if place else None, "pid": place.pid if place else None}

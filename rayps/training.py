@@ -1,0 +1,162 @@
+"""`rayps.train`: a workload trained by several Ray actors, from one call, to a result."""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from torch import nn
+
+from rayps import checkpoint as checkpoints
+from rayps import metrics
+from rayps.cluster import Cluster
+from rayps.driver import Driver
+from rayps.errors import CheckpointError, ConfigError, RaypsError, TrainingError
+from rayps.job import JobSpec, Status
+from rayps.journal import Journal
+from rayps.progress import Display
+from rayps.snapshot import Snapshot
+from rayps.strategy import parse, wire
+from rayps.workload import Workload, load
+
+
+@dataclass(slots=True)
+class Result:
+    """What a run gave: final metrics, the history of its rounds, its events, its model."""
+
+    metrics: dict[str, float]
+    history: pa.Table
+    events: list[dict[str, Any]]
+    checkpoint: Path | None
+    workload: Workload = field(repr=False)
+    snapshot: Snapshot = field(repr=False)
+
+    def model(self) -> nn.Module:
+        """The trained model, on the CPU."""
+        return self.snapshot.fill(self.workload.model())
+
+
+def train(
+    workload: Workload | str, *, strategy: Any = "all_reduce", workers: int = 1, epochs: int | None = None,
+    steps: int | None = None, seed: int = 0, checkpoint: str | Path | None = None, checkpoint_every: int | None = None,
+    resume: bool | str | Path = False, resources: dict[str, float] | None = None, address: str | None = None,
+    max_failures: int = 3, timeout: float = 60.0, progress: bool | Callable[[dict[str, Any]], None] = True,
+    cluster: Cluster | None = None,
+) -> Result:  # fmt: skip
+    """Train a workload with `workers` Ray actors and give back the result.
+
+    `workload` is a Workload or its name ("digits.py:Digits"). `strategy` is a Strategy, its name
+    ("parameter_server:staleness=3,shards=2"), or a list of (epochs, strategy) to change it during the run.
+    Without `epochs` or `steps` (batches per worker) it trains one epoch. Without `address` it starts a Ray of
+    its own on this machine, with as many logical CPUs as are asked for, and ends it without a trace.
+
+    `checkpoint` is a folder: a state is saved there after every epoch, or every `checkpoint_every` rounds, and
+    `resume=True` goes on from the newest one (or from the checkpoint whose path is given). `resources` are those
+    of one worker: {"cpu": 1, "gpu": 1}. A worker or shard that dies is replaced up to `max_failures` times; a peer
+    that is silent for `timeout` seconds counts as dead. `progress` is shown on stderr, or given to your function.
+
+    Raises:
+        UserError: what was given cannot work (ConfigError, WorkloadError, DataError, CheckpointError).
+        NoResources: the cluster cannot hold the workers.
+        TrainingError: the run failed, e.g. its loss is not finite, or failed more often than max_failures.
+    """
+    phases = parse(strategy)
+    name = workload if isinstance(workload, str) else f"{type(workload).__module__}:{type(workload).__qualname__}"
+    spec = JobSpec(
+        name,
+        wire(phases),
+        workers,
+        epochs,
+        steps,
+        seed,
+        {"cpu": 1.0} | (resources or {}),
+        str(Path.cwd()),
+        checkpoint_every,
+        max_failures,
+        timeout,
+    ).check()
+    if isinstance(workload, str):
+        workload = load(workload)
+    if not isinstance(workload, Workload):
+        given = f"the class {workload.__name__}" if isinstance(workload, type) else type(workload).__name__
+        example = f"{workload.__name__}()" if isinstance(workload, type) else "Digits()"
+        raise ConfigError(
+            f"workload is {given}: give an instance of a class derived from rayps.Workload, such as {example}, "
+            "or its name 'digits.py:Digits'"
+        )
+    folder = Path(checkpoint) if checkpoint is not None else None
+    resumed = _resume(resume, folder)
+    if folder is not None:
+        _must_take_checkpoints(folder, resumed)
+    display = Display() if progress is True else None
+    on_progress = display.progress if display else progress if callable(progress) else None
+    told = (display.event, display.lines) if display else (None, None)
+    journal = Journal(on_progress=on_progress, on_event=told[0], on_lines=told[1])
+    driver = Driver(workload, spec, journal, checkpoints=folder, resume=resumed, phases=phases, capture=cluster is None)
+    opened: Cluster | None = None
+    try:
+        driver.preflight()  # what cannot work is said before Ray takes seconds to start
+        opened = cluster if cluster is not None else _open(address, spec, journal)
+        outcome = driver.run(opened)
+    finally:
+        if opened is not None and opened is not cluster:
+            opened.close()
+        if display:
+            display.close()
+    if outcome.status is not Status.SUCCEEDED or outcome.snapshot is None:
+        raise outcome.error if isinstance(outcome.error, RaypsError) else TrainingError(outcome.message)
+    return Result(
+        outcome.metrics, metrics.history(journal.points), journal.events, outcome.checkpoint, workload, outcome.snapshot
+    )
+
+
+def _open(address: str | None, spec: JobSpec, journal: Journal) -> Cluster:
+    """The cluster at the address, or a private Ray with the logical CPUs that the job asks for."""
+    from rayps.ray_cluster import RayCluster
+
+    if address is not None:
+        return RayCluster.join(address)
+    cpus = math.ceil(spec.workers * spec.resources["cpu"])
+    cores = os.cpu_count() or 1
+    if cpus > cores:
+        journal.event("warning", f"{spec.workers} workers share {cores} cores: right for trying out, not for speed")
+    gpus = math.ceil(spec.workers * spec.resources.get("gpu", 0)) or None
+    return RayCluster.local(max(cpus, 1), None if gpus else 0)
+
+
+def _must_take_checkpoints(folder: Path, resumed: Path | None) -> None:
+    """Refuse a folder that would lose an earlier run's checkpoints, or that cannot be written, before hours of work."""
+    if resumed is None and folder.is_dir() and (held := checkpoints.newest(folder)) is not None:
+        raise CheckpointError(
+            f"{folder} holds the checkpoints of an earlier run ({held.name}), which a new run would replace:\n"
+            "give resume=True (--resume) to go on from them, or another folder"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise CheckpointError(
+            f"checkpoints cannot be written to {folder}: {error.strerror or error}\ngive a folder that can be written"
+        ) from error
+
+
+def _resume(resume: bool | str | Path, folder: Path | None) -> Path | None:
+    if resume is False:
+        return None
+    if resume is not True:
+        return Path(resume)
+    if folder is None:
+        raise ConfigError(
+            "resume=True needs checkpoint=FOLDER: the folder in which the earlier run saved its checkpoints"
+        )
+    newest = checkpoints.newest(folder)
+    if newest is None:
+        raise CheckpointError(f"there is no whole checkpoint in {folder}: start without resume, or give another folder")
+    return newest
