@@ -1,0 +1,64 @@
+"""The service as one FastAPI app: routes, guard, and the scheduler that lives as long as it does."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from fastapi import FastAPI
+
+from rayps.service.ray_place import place as choose
+from rayps.service.scheduler import Place, Scheduler
+from rayps.service.settings import Settings
+from rayps.service.store import Store
+from rayps_api import pages, problems, routes_jobs, routes_root, stream
+from rayps_api.guard import Guard
+from rayps_api.schemas import FIELDS
+from rayps_api.service import Service
+
+log = logging.getLogger(__name__)
+
+
+def create_app(settings: Settings, *, place: Place | None = None, keep: bool = False,
+               started: Callable[[Service], Awaitable[None]] | None = None,
+               ended: Callable[[int, bool], None] | None = None) -> FastAPI:
+    """The service.
+
+    `place` is where drivers run (by default what the settings ask for). `keep` leaves an own Ray and its jobs
+    running at an orderly end. `started` is called when HTTP is about to answer, `ended` with the number of
+    jobs that were running at the end and whether they go on.
+    """
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        settings.prepare()
+        store = await Store.open(settings.database)
+        scheduler = Scheduler(store, place or choose(settings), settings.jobs_dir)
+        app.state.service = Service(settings, store, scheduler)
+        if started is not None:
+            await started(app.state.service)
+        ticking = asyncio.create_task(scheduler.run())
+        try:
+            yield
+        finally:
+            app.state.service.closing.set()
+            ticking.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await ticking
+            running = await scheduler.close(end=not keep)
+            if ended is not None:
+                ended(running, keep or not scheduler.place.owned)
+            await store.close()
+
+    app = FastAPI(title="rayps", version="1", summary="Distributed training jobs on Ray.", lifespan=lifespan,
+                  docs_url=None, redoc_url=None, openapi_url=None)
+    app.state.failures = deque()
+    app.add_middleware(Guard, settings=settings, failures=app.state.failures)
+    problems.install(app, FIELDS)
+    for router in (routes_jobs.router, routes_root.router, stream.router):
+        app.include_router(router)
+    pages.install(app)
+    return app

@@ -1,0 +1,151 @@
+"""What every request passes before any route: Host, size, Origin, who asks; and the headers on every answer.
+
+Deny by default: a path is open only when it is listed here, or when it is a page of the dashboard. Loopback
+is no identity, and neither is any forwarding header.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections import deque
+from urllib.parse import urlsplit
+
+from fastapi import Request
+from starlette.datastructures import MutableHeaders
+from starlette.middleware.body_limit import RequestBodyLimitMiddleware
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rayps.service.settings import LOOPBACK, Settings
+from rayps.service.store import Store
+from rayps_api.problems import problem
+
+log = logging.getLogger(__name__)
+
+COOKIE = "rayps_session"
+BODY_LIMIT = 1_000_000
+_OPEN = {("GET", "/healthz"), ("HEAD", "/healthz"), ("GET", "/readyz"), ("HEAD", "/readyz"),
+         ("POST", "/api/v1/session")}
+_PRIVATE = ("/metrics", "/openapi.json", "/docs")
+_READS = ("GET", "HEAD", "OPTIONS")
+_GUESSES, _GUESS_SECONDS = 60, 60.0
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; object-src 'none'; "
+                               "base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff", "X-Frame-Options": "DENY", "Referrer-Policy": "no-referrer",
+}
+
+
+def is_private(path: str) -> bool:
+    """Whether a path is more than a page of the dashboard."""
+    return path == "/api" or path.startswith("/api/") or any(
+        path == p or path.startswith(f"{p}/") for p in _PRIVATE)
+
+
+class Guard:
+    """The one door: an ASGI layer around the app."""
+
+    def __init__(self, app: ASGIApp, settings: Settings, failures: deque[float]) -> None:
+        self._app = RequestBodyLimitMiddleware(app, BODY_LIMIT)
+        self._hosts = {*LOOPBACK, settings.host, *settings.allowed_hosts}
+        self._failures = failures
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a request pass, or answer it."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        scope["request_id"] = secrets.token_hex(8)
+        scope["rayps_guard"] = self
+        request = Request(scope, receive)
+        started = False
+
+        async def dressed(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                headers = MutableHeaders(scope=message)
+                for name, value in _HEADERS.items():
+                    headers[name] = value
+                headers["X-Request-Id"] = scope["request_id"]
+                if is_private(scope["path"]) and "cache-control" not in headers:
+                    headers["Cache-Control"] = "no-store"
+            await send(message)
+
+        try:
+            refused = await self._refuse(request)
+            if refused is not None:
+                await refused(scope, receive, dressed)
+            else:
+                await self._app(scope, receive, dressed)
+        except Exception:  # the last net: no traceback leaves the service
+            log.exception("request %s %s %s failed", scope["request_id"], request.method, scope["path"])
+            if not started:
+                detail = f"the service failed; its log has request {scope['request_id']}"
+                answer = problem(request, 500, detail)
+                await answer(scope, receive, dressed)
+
+    async def _refuse(self, request: Request) -> Response | None:
+        host = _host(request.headers.get("host", ""))
+        if host not in self._hosts:
+            return problem(request, 400, code="bad_host",
+                           detail=f"Host {host[:100]!r} is not answered here: name it with --allow-host")
+        length = request.headers.get("content-length", "0")
+        if not length.isdigit() or int(length) > BODY_LIMIT:
+            return problem(request, 413, f"a body may have {BODY_LIMIT} bytes at most")
+        path = request.scope["path"]
+        origin = request.headers.get("origin")
+        writes = request.method not in _READS
+        if writes and origin is not None and not _same(origin, request.headers.get("host", "")):
+            return problem(request, 403, f"a page of {origin[:100]} may not write here", code="bad_origin")
+        if (request.method, path) in _OPEN or not is_private(path):
+            return None
+        return await self._authenticate(request, writes and origin is None)
+
+    async def _authenticate(self, request: Request, no_origin: bool) -> Response | None:
+        store: Store = request.app.state.service.store
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        cookie = request.cookies.get(COOKIE)
+        if scheme.lower() == "bearer" and token:
+            if await store.knows(token.strip()):
+                request.scope["rayps_known"] = True
+                return None
+        elif cookie and await store.knows(cookie):
+            if no_origin:
+                return problem(request, 403, "a write by cookie needs an Origin header", code="bad_origin")
+            request.scope["rayps_known"] = True
+            return None
+        return self.failed(request)
+
+    def failed(self, request: Request, detail: str | None = None) -> Response:
+        """The answer to somebody unknown; after many of those in a minute, 429. The known never see it."""
+        now = time.monotonic()
+        self._failures.append(now)
+        if len(self._failures) > _GUESSES:
+            self._failures.popleft()
+        if len(self._failures) == _GUESSES and now - self._failures[0] < _GUESS_SECONDS:
+            retry = {"Retry-After": "60"}
+            return problem(request, 429, "too many wrong tokens: wait a minute", headers=retry)
+        return problem(
+            request, 401, detail or "the token is missing, wrong or revoked: send `Authorization: Bearer "
+            "rps_...`; `rayps serve` keeps it in the file `token` of its state directory",
+            headers={"WWW-Authenticate": "Bearer"})
+
+
+def _host(header: str) -> str:
+    host = header.strip().lower()
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() and ":" in host else host
+
+
+def _same(origin: str, host: str) -> bool:
+    try:
+        return urlsplit(origin).netloc.lower() == host.strip().lower()
+    except ValueError:
+        return False

@@ -1,0 +1,81 @@
+"""Every error as RFC 9457 problem details (application/problem+json): code, pointers, request id."""
+
+from __future__ import annotations
+
+import difflib
+import http
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from rayps.errors import ConfigError, Conflict, NotFound, RaypsError, Unauthorized, UserError
+
+log = logging.getLogger(__name__)
+
+_STATUS: dict[type[RaypsError], tuple[int, str]] = {
+    NotFound: (404, "not_found"), Conflict: (409, "conflict"), Unauthorized: (401, "unauthorized"),
+    ConfigError: (422, "invalid"), UserError: (422, "invalid"),
+}
+_CODES = {400: "bad_request", 401: "unauthorized", 403: "forbidden", 404: "not_found",
+          405: "method_not_allowed", 413: "too_large_body", 422: "invalid", 429: "too_many_requests",
+          500: "internal"}
+
+
+def problem(request: Request, status: int, detail: str, *, code: str | None = None,
+            errors: Sequence[dict[str, str]] = (), headers: dict[str, str] | None = None) -> JSONResponse:
+    """The answer that says what went wrong and the way out."""
+    body: dict[str, Any] = {
+        "type": "about:blank", "title": http.HTTPStatus(status).phrase, "status": status, "detail": detail,
+        "instance": request.url.path, "code": code or _CODES.get(status, "error"), "errors": list(errors),
+        "request_id": request.scope.get("request_id", "")}
+    return JSONResponse(body, status, headers, media_type="application/problem+json")
+
+
+def install(app: FastAPI, fields: Sequence[str]) -> None:
+    """Answer every error of the app as a problem; `fields` are what a job may have, for hints."""
+
+    @app.exception_handler(HTTPException)
+    async def _http(request: Request, error: HTTPException) -> JSONResponse:
+        return problem(request, error.status_code, str(error.detail), headers=dict(error.headers or {}))
+
+    @app.exception_handler(RaypsError)
+    async def _ours(request: Request, error: RaypsError) -> JSONResponse:
+        for kind in type(error).__mro__:
+            if kind in _STATUS:
+                status, code = _STATUS[kind]
+                field = error.data.get("field")
+                errors = [{"pointer": f"/{field}", "message": str(error)}] if field else []
+                return problem(request, status, str(error), code=error.data.get("code", code), errors=errors)
+        log.error("request %s: %s", request.scope.get("request_id"), error)
+        return problem(request, 500, str(error))
+
+    @app.exception_handler(RequestValidationError)
+    async def _invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        errors = [_explain(e, fields) for e in error.errors()[:20]]
+        return problem(request, 422, "; ".join(e["message"] for e in errors[:3]), errors=errors)
+
+
+def _explain(error: Any, fields: Sequence[str]) -> dict[str, str]:
+    where = [str(part) for part in error["loc"] if part not in ("body", "query", "path", "header")]
+    name = where[-1] if where else "the body"
+    kind = error["type"]
+    if kind == "extra_forbidden":
+        near = difflib.get_close_matches(name, fields, 1)
+        hint = f": did you mean {near[0]!r}?" if near else f": there are {', '.join(fields)}"
+        message = f"there is no field {name!r}{hint}"
+    elif kind == "missing":
+        message = f"{name} is missing" if where else "the request has no JSON body"
+    elif kind == "json_invalid":
+        name, message = "", f"the body is no JSON: {error.get('ctx', {}).get('error', error['msg'])}"
+        where = []
+    else:
+        given = repr(error.get("input"))
+        short = given if len(given) <= 60 else given[:57] + "..."
+        message = f"{name} is {short}: {error['msg'].removeprefix('Value error, ')}"
+    pointer = "/" + "/".join(part.replace("~", "~0").replace("/", "~1") for part in where)
+    return {"pointer": pointer if where else "", "message": message}

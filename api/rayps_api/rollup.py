@@ -1,0 +1,132 @@
+"""A run's rounds in buckets of a power of two of rounds, aligned: a closed bucket never changes.
+
+Built while the file grows, so that a page of a long run costs its new lines only. Memory is bounded: at most
+`_MOST` buckets of the finest size that still fits.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rayps_api.folder import objects
+
+_MOST = 8192
+_EVALUATIONS = 5000
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Some rounds together."""
+
+    count: int = 0
+    finite: int = 0
+    total: float = 0.0
+    least: float = math.inf
+    most: float = -math.inf
+    samples: float = 0.0
+    parts: dict[str, float] = field(default_factory=dict)
+    staleness: dict[str, int] = field(default_factory=dict)
+
+    def add(self, point: dict[str, Any]) -> None:
+        """Take in one round."""
+        self.count += 1
+        loss = point.get("loss")
+        if isinstance(loss, int | float):
+            self.finite += 1
+            self.total += loss
+            self.least, self.most = min(self.least, loss), max(self.most, loss)
+        self.samples += point.get("samples") or 0
+        for part in ("seconds", "compute", "wait", "move", "bytes"):
+            self.parts[part] = self.parts.get(part, 0.0) + (point.get(part) or 0)
+        for age, times in (point.get("staleness") or {}).items():
+            self.staleness[age] = self.staleness.get(age, 0) + times
+
+    def merge(self, other: Bucket) -> None:
+        """Take in the bucket beside this one."""
+        self.count += other.count
+        self.finite += other.finite
+        self.total += other.total
+        self.least, self.most = min(self.least, other.least), max(self.most, other.most)
+        self.samples += other.samples
+        for part, amount in other.parts.items():
+            self.parts[part] = self.parts.get(part, 0.0) + amount
+        for age, times in other.staleness.items():
+            self.staleness[age] = self.staleness.get(age, 0) + times
+
+    def out(self, begin: int, size: int) -> dict[str, Any]:
+        """As JSON-ready data; `loss` is null where no round had a finite one."""
+        loss = None
+        if self.finite:
+            loss = {"min": self.least, "mean": self.total / self.finite, "max": self.most}
+        seconds = self.parts.get("seconds", 0.0)
+        return {"round": begin, "round_end": begin + size - 1, "count": self.count, "loss": loss,
+                "not_finite": self.count - self.finite,
+                "samples_per_second": self.samples / seconds if seconds > 0 else None,
+                **self.parts, "staleness": self.staleness}
+
+
+class Rollup:
+    """The buckets of one job, as far as its file has been read."""
+
+    def __init__(self) -> None:
+        self.size = 1
+        self.buckets: dict[int, Bucket] = {}
+        self.evaluations: list[dict[str, Any]] = []
+        self._cursor = 0
+
+    def read(self, path: Path) -> None:
+        """Take in what is new in the file."""
+        while True:
+            points, after = objects(path, self._cursor, 10_000)
+            if after == self._cursor:
+                return
+            self._cursor = after
+            for point in points:
+                self.add(point)
+
+    def add(self, point: dict[str, Any]) -> None:
+        """Take in one metric point."""
+        if point.get("kind") == "evaluation":
+            if len(self.evaluations) < _EVALUATIONS:
+                self.evaluations.append(point)
+        elif isinstance(point.get("round"), int):
+            self.buckets.setdefault(point["round"] // self.size, Bucket()).add(point)
+            if len(self.buckets) > _MOST:
+                self.size, self.buckets = self._coarser(self.size * 2)
+
+    def series(self, most: int) -> list[dict[str, Any]]:
+        """The finest series of at most so many buckets."""
+        size, buckets = self.size, self.buckets
+        while len(buckets) > most:
+            size, buckets = self._coarser(size * 2)
+        return [buckets[index].out(index * size, size) for index in sorted(buckets)]
+
+    def _coarser(self, size: int) -> tuple[int, dict[int, Bucket]]:
+        found: dict[int, Bucket] = {}
+        for index in sorted(self.buckets):
+            found.setdefault(index * self.size // size, Bucket()).merge(self.buckets[index])
+        return size, found
+
+
+class Rollups:
+    """The rollups of the jobs that were looked at last."""
+
+    def __init__(self, most: int = 32) -> None:
+        self._most = most
+        self._held: OrderedDict[Path, Rollup] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def read(self, path: Path, most: int) -> dict[str, Any]:
+        """The series and the evaluations of a metrics file."""
+        with self._lock:
+            rollup = self._held.setdefault(path, Rollup())
+            self._held.move_to_end(path)
+            while len(self._held) > self._most:
+                self._held.popitem(last=False)
+            rollup.read(path)
+            return {"series": rollup.series(most), "evaluations": list(rollup.evaluations)}

@@ -1,0 +1,137 @@
+"""The routes of jobs. They validate, file and show; what happens to a job is the scheduler's to decide."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Query
+from fastapi.responses import JSONResponse
+
+from rayps.errors import ConfigError
+from rayps.job import JobSpec, Status
+from rayps.strategy import parse, wire
+from rayps_api import folder
+from rayps_api.schemas import Events, JobIn, JobOut, JobsOut, Lines, Points, ProblemOut, Series
+from rayps_api.service import Known
+
+_PROBLEMS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ProblemOut, "content": {"application/problem+json": {}}}
+    for status in (401, 404, 409, 422)}
+router = APIRouter(prefix="/api/v1/jobs", tags=["jobs"], responses=_PROBLEMS)
+
+Cursor = Annotated[int, Query(ge=0, lt=2**53)]
+
+
+@router.post("", status_code=201, response_model=JobOut, responses={200: {"model": JobOut}})
+async def submit(
+    body: JobIn, known: Known,
+    idempotency_key: Annotated[str | None, Header(min_length=1, max_length=255)] = None,
+) -> Any:
+    """File a job. With an Idempotency-Key a second identical request gives the first one's job, with 200."""
+    spec, name = _spec(body)
+    known.scheduler.refuse_too_large(spec)
+    record, created = await known.store.add(spec, name=name, key=idempotency_key)
+    known.scheduler.wake()
+    place = {"Location": f"/api/v1/jobs/{record.id}"}
+    return JSONResponse(known.show(record), 201 if created else 200, place)
+
+
+@router.get("", response_model=JobsOut)
+async def page(
+    known: Known, status: Annotated[list[Status] | None, Query()] = None,
+    limit: Annotated[int, Query(ge=1, le=200)] = 50,
+    cursor: Annotated[str | None, Query(pattern=r"^[0-9A-Z]{26}$")] = None,
+) -> Any:
+    """Jobs, newest first."""
+    records = await known.store.page(status=status or (), limit=limit + 1, before=cursor)
+    more = len(records) > limit
+    jobs = [known.show(record) for record in records[:limit]]
+    return JSONResponse({"jobs": jobs, "next_cursor": jobs[-1]["id"] if more else None})
+
+
+@router.get("/{job_id}", response_model=JobOut)
+async def show(job_id: str, known: Known) -> Any:
+    """One job."""
+    return JSONResponse(known.show(await known.record(job_id)))
+
+
+@router.post("/{job_id}/stop", status_code=202, response_model=JobOut)
+async def stop(job_id: str, known: Known) -> Any:
+    """Ask a job to stop; 409 when it has ended."""
+    await known.record(job_id)
+    record = await known.store.ask_stop(job_id)
+    known.scheduler.wake()
+    return JSONResponse(known.show(record), 202)
+
+
+@router.get("/{job_id}/metrics", response_model=Points | Series)
+async def metrics(
+    job_id: str, known: Known, cursor: Cursor = 0, limit: Annotated[int, Query(ge=1, le=10_000)] = 2000,
+    max_points: Annotated[int | None, Query(ge=2, le=5000)] = None,
+) -> Any:
+    """Metric points from a cursor, or with `max_points` the whole run in step-aligned buckets."""
+    await known.record(job_id)
+    path = known.folder(job_id) / "metrics.jsonl"
+    if max_points is not None:
+        return JSONResponse(await asyncio.to_thread(known.rollups.read, path, max_points))
+    points, after = await asyncio.to_thread(folder.objects, path, cursor, limit)
+    return JSONResponse({"points": points, "cursor": after})
+
+
+@router.get("/{job_id}/logs", response_model=Lines)
+async def logs(
+    job_id: str, known: Known, cursor: Cursor = 0, limit: Annotated[int, Query(ge=1, le=10_000)] = 1000,
+    tail: Annotated[int | None, Query(ge=1, le=10_000)] = None,
+) -> Any:
+    """Log lines from a cursor, or the last `tail` ones."""
+    await known.record(job_id)
+    path = known.folder(job_id) / "log.txt"
+    if tail is not None:
+        cursor, limit = await asyncio.to_thread(folder.tail, path, tail), tail
+    found, after = await asyncio.to_thread(folder.log_lines, path, cursor, limit)
+    return JSONResponse({"lines": found, "cursor": after})
+
+
+@router.get("/{job_id}/events", response_model=Events)
+async def events(job_id: str, known: Known, cursor: Cursor = 0,
+                 limit: Annotated[int, Query(ge=1, le=2000)] = 500) -> Any:
+    """What happened to a job, by its driver and by the scheduler."""
+    await known.record(job_id)
+    noted = await known.store.events(job_id)
+    path = known.folder(job_id) / "events.jsonl"
+    found, after = await asyncio.to_thread(folder.events, path, noted, cursor, limit)
+    return JSONResponse({"events": found, "cursor": after})
+
+
+def _spec(body: JobIn) -> tuple[JobSpec, str]:
+    data = body.model_dump()
+    data["strategy"] = wire(parse(_finite_strategy(data["strategy"])))
+    data["resources"] = {"cpu": 1.0} | data["resources"]
+    spec = JobSpec.from_dict(data)
+    _find(spec)
+    return spec, spec.name or spec.workload.rpartition(":")[2][:64]
+
+
+def _finite_strategy(given: Any) -> Any:
+    if not isinstance(given, str | dict | list) or len(repr(given)) > 10_000:
+        raise ConfigError("strategy should be a name such as 'all_reduce', or "
+                          "{\"name\": \"parameter_server\", \"staleness\": 3}", field="strategy")
+    return given
+
+
+def _find(spec: JobSpec) -> None:
+    """Refuse a workload file or a directory that is not there: cheaper said now than by a driver."""
+    home = None if spec.working_dir is None else Path(spec.working_dir)
+    if home is not None and not (home.is_absolute() and home.is_dir()):
+        raise ConfigError(f"working_dir {spec.working_dir!r} is no directory on the service's machine: "
+                          "give an absolute path", field="working_dir")
+    file = Path(spec.workload.rpartition(":")[0])
+    if file.suffix == ".py":
+        if not file.is_absolute() and home is None:
+            raise ConfigError(f"workload {spec.workload!r} is a file: give working_dir, the absolute path of "
+                              "the directory it is in", field="working_dir")
+        if not ((home or Path("/")) / file).is_file():
+            raise ConfigError(f"workload {spec.workload!r}: there is no file {file} in {home or '/'}",
+                              field="workload")

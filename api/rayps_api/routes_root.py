@@ -1,0 +1,124 @@
+"""The routes beside jobs: session, cluster, strategies, health, Prometheus, and a page of the routes."""
+
+from __future__ import annotations
+
+import html
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import HTMLResponse, JSONResponse
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+import rayps.strategy
+from rayps.errors import ConfigError
+from rayps.job import Status
+from rayps_api.guard import COOKIE, Guard
+from rayps_api.schemas import ClusterOut, Login, Ready, StrategyOut
+from rayps_api.service import Known, Service
+
+router = APIRouter()
+
+
+@router.post("/api/v1/session", status_code=204, tags=["session"], responses={401: {}, 429: {}})
+async def login(body: Login, request: Request) -> Response:
+    """Exchange a one-time code, or the token, for the dashboard's cookie."""
+    running: Service = request.app.state.service
+    if (body.code is None) == (body.token is None):
+        raise ConfigError("give either code or token", field="code")
+    session = None
+    if body.code is not None:
+        session = await running.store.login(body.code)
+    elif body.token is not None and await running.store.knows(body.token):
+        session = await running.store.login(await running.store.login_code())
+    if session is None:
+        guard: Guard = request.scope["rayps_guard"]
+        return guard.failed(request, "the code is wrong, used or older than five minutes: "
+                            "`rayps open` prints a new address" if body.code else None)
+    answer = Response(status_code=204)
+    answer.set_cookie(COOKIE, session, max_age=30 * 86400, httponly=True, samesite="strict", path="/",
+                      secure=request.url.scheme == "https")
+    return answer
+
+
+@router.delete("/api/v1/session", status_code=204, tags=["session"])
+async def logout(request: Request, known: Known) -> Response:
+    """End the cookie's session."""
+    cookie = request.cookies.get(COOKIE)
+    if cookie:
+        await known.store.revoke(cookie)
+    answer = Response(status_code=204)
+    answer.delete_cookie(COOKIE, path="/")
+    return answer
+
+
+@router.post("/api/v1/codes", status_code=201, tags=["session"])
+async def code(known: Known) -> dict[str, str]:
+    """A new one-time code for a browser, good for five minutes."""
+    return {"code": await known.store.login_code()}
+
+
+@router.get("/api/v1/cluster", response_model=ClusterOut, tags=["cluster"])
+async def cluster(known: Known) -> Any:
+    """The Ray that runs the jobs, as last seen."""
+    view, place = known.scheduler.view, known.scheduler.place
+    total = view.total or place.capacity() or {}
+    return {"ready": view.ready, "address": place.address, "owned": place.owned, "total": total,
+            "free": view.free or {}, "reason": view.reason}
+
+
+@router.get("/api/v1/strategies", response_model=list[StrategyOut], tags=["strategies"])
+async def strategies(known: Known) -> Any:
+    """The strategies that a job may name, with their options."""
+    return JSONResponse(rayps.strategy.catalogue())
+
+
+@router.get("/healthz", tags=["health"])
+async def healthz() -> dict[str, bool]:
+    """The service answers."""
+    return {"ok": True}
+
+
+@router.get("/readyz", response_model=Ready, responses={503: {"model": Ready}}, tags=["health"])
+async def readyz(request: Request) -> Any:
+    """Jobs can start; 503 with the reason while they cannot."""
+    view = request.app.state.service.scheduler.view
+    return JSONResponse({"ready": view.ready, "reason": view.reason}, 200 if view.ready else 503)
+
+
+@router.get("/metrics", tags=["health"])
+async def prometheus(known: Known) -> Response:
+    """The service's own figures, for Prometheus."""
+    registry = CollectorRegistry()
+    jobs = Gauge("rayps_jobs", "Jobs by status", ["status"], registry=registry)
+    counts = await known.store.counts()
+    for status in Status:
+        jobs.labels(status.value).set(counts.get(status.value, 0))
+    view = known.scheduler.view
+    Gauge("rayps_ray_ready", "Whether Ray can start jobs", registry=registry).set(view.ready)
+    Gauge("rayps_streams", "Open event streams", registry=registry).set(known.streams)
+    for name, bundle in (("total", view.total), ("free", view.free)):
+        gauge = Gauge(f"rayps_ray_{name}", f"Ray's {name} resources", ["kind"], registry=registry)
+        for kind, amount in (bundle or {}).items():
+            gauge.labels(kind).set(amount)
+    return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/openapi.json", include_in_schema=False)
+async def openapi(request: Request, known: Known) -> JSONResponse:
+    """The interface as OpenAPI 3.1."""
+    return JSONResponse(request.app.openapi())
+
+
+@router.get("/docs", include_in_schema=False)
+async def docs(request: Request, known: Known) -> HTMLResponse:
+    """The routes on one plain page, made from OpenAPI without any script."""
+    rows = [
+        f"<tr><td>{verb.upper()}</td><td><code>{html.escape(path)}</code></td>"
+        f"<td>{html.escape(what.get('description') or what.get('summary', ''))}</td></tr>"
+        for path, verbs in request.app.openapi()["paths"].items() for verb, what in verbs.items()]
+    return HTMLResponse(
+        "<!doctype html><html lang=en><meta charset=utf-8><title>rayps: routes</title><h1>Routes</h1>"
+        "<p>Schemas: <a href=openapi.json>openapi.json</a>. "
+        "Send <code>Authorization: Bearer rps_...</code>.</p>"
+        f"<table>{''.join(rows)}</table></html>")

@@ -1,0 +1,187 @@
+"""The JSON forms of the REST interface. pydantic lives here only; inside, a job is `rayps.job.JobSpec`."""
+
+from __future__ import annotations
+
+import math
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from rayps.job import JobSpec, Status
+from rayps.service.store import Record
+
+NAME = r"^[A-Za-z0-9]([A-Za-z0-9 _.-]{0,62}[A-Za-z0-9])?$"
+
+
+def _printable(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("give printable text on one line")
+    return text
+
+
+Line = Annotated[str, Field(min_length=1, max_length=1000), AfterValidator(_printable)]
+Amount = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
+
+
+class JobIn(BaseModel):
+    """A job to run. `strategy` is a name, a name with options, or a list of phases."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    workload: Line = Field(examples=["examples/digits.py:Digits"])
+    strategy: Any = Field(default="all_reduce", examples=[{"name": "parameter_server", "staleness": 3}])
+    workers: int = Field(1, ge=1, le=100_000)
+    epochs: int | None = Field(None, ge=1, le=10**9)
+    steps: int | None = Field(None, ge=1, le=10**12)
+    seed: int = Field(0, ge=0, lt=2**63)
+    resources: dict[Line, Amount] = Field(default_factory=lambda: {"cpu": 1.0})
+    working_dir: Line | None = None
+    checkpoint_every: int | None = Field(None, ge=1, le=10**12)
+    max_failures: int = Field(3, ge=0, le=1000)
+    timeout: float = Field(60.0, gt=0, le=86400.0, allow_inf_nan=False)
+    resume: Line | None = None
+    name: str | None = Field(None, pattern=NAME)
+
+
+FIELDS = sorted(JobIn.model_fields)
+
+
+class JobOut(BaseModel):
+    """A job as it stands."""
+
+    id: str
+    name: str
+    status: Status
+    reason: str | None
+    spec: dict[str, Any]
+    attempt: int
+    created_at: datetime
+    started_at: datetime | None
+    finished_at: datetime | None
+    progress: dict[str, Any] | None
+    metrics: dict[str, float | None] | None
+    checkpoint: str | None
+    stop_requested: bool
+
+
+class JobsOut(BaseModel):
+    """A page of jobs, newest first."""
+
+    jobs: list[JobOut]
+    next_cursor: str | None
+
+
+class Points(BaseModel):
+    """Metric points as the driver wrote them, from a byte offset to the next one."""
+
+    points: list[dict[str, Any]]
+    cursor: int
+
+
+class Series(BaseModel):
+    """Metric points in step-aligned buckets, and all evaluations."""
+
+    series: list[dict[str, Any]]
+    evaluations: list[dict[str, Any]]
+
+
+class Lines(BaseModel):
+    """Log lines, and the byte offset after them."""
+
+    lines: list[dict[str, str]]
+    cursor: int
+
+
+class Events(BaseModel):
+    """What happened to a job, and the number after the last."""
+
+    events: list[dict[str, Any]]
+    cursor: int
+
+
+class ClusterOut(BaseModel):
+    """The Ray that runs the jobs."""
+
+    ready: bool
+    address: str | None
+    owned: bool
+    total: dict[str, float]
+    free: dict[str, float]
+    reason: str | None
+
+
+class Option(BaseModel):
+    """An option of a strategy."""
+
+    name: str
+    type: str
+    default: Any
+
+
+class StrategyOut(BaseModel):
+    """A strategy that a job may name."""
+
+    name: str
+    summary: str
+    options: list[Option]
+
+
+class Login(BaseModel):
+    """A one-time code, or the token itself, for a session cookie."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    code: str | None = Field(None, max_length=200)
+    token: str | None = Field(None, max_length=200)
+
+
+class Ready(BaseModel):
+    """Whether jobs can start."""
+
+    ready: bool
+    reason: str | None
+
+
+class ProblemOut(BaseModel):
+    """RFC 9457 problem details."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    instance: str
+    code: str
+    errors: list[dict[str, str]]
+    request_id: str
+
+
+def job_out(record: Record, progress: dict[str, Any] | None) -> dict[str, Any]:
+    """A job as JSON-ready data."""
+    return {
+        "id": record.id, "name": record.name, "status": record.status.value, "reason": record.reason,
+        "spec": spec_out(record.spec), "attempt": record.attempt, "created_at": _stamp(record.created_at),
+        "started_at": _stamp(record.started_at), "finished_at": _stamp(record.finished_at),
+        "progress": progress, "metrics": finite(record.metrics), "checkpoint": record.checkpoint,
+        "stop_requested": record.stop_requested_at is not None}
+
+
+def spec_out(spec: JobSpec) -> dict[str, Any]:
+    """A spec as JSON-ready data."""
+    return spec.to_dict()
+
+
+def finite(value: Any) -> Any:
+    """The same data with null in place of NaN and infinities, which JSON has not."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [finite(item) for item in value]
+    return value
+
+
+def _stamp(at: float | None) -> str | None:
+    return None if at is None else datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds").replace(
+        "+00:00", "Z")

@@ -1,0 +1,78 @@
+"""What the routes share: the store, the scheduler, where folders lie, a cheap look at a job's progress."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import Depends, Request
+
+from rayps.errors import NotFound, Unauthorized
+from rayps.service.scheduler import Scheduler, read_json
+from rayps.service.settings import Settings
+from rayps.service.store import Record, Store
+from rayps_api.rollup import Rollups
+from rayps_api.schemas import finite, job_out
+
+MOST_STREAMS = 64
+
+
+@dataclass(slots=True)
+class Service:
+    """One running service."""
+
+    settings: Settings
+    store: Store
+    scheduler: Scheduler
+    rollups: Rollups = field(default_factory=Rollups)
+    closing: asyncio.Event = field(default_factory=asyncio.Event)
+    streams: int = 0
+    requests: int = 0
+    _progress: OrderedDict[str, tuple[int, dict[str, Any] | None]] = field(default_factory=OrderedDict)
+
+    def folder(self, job_id: str) -> Path:
+        """A job's folder."""
+        return self.settings.jobs_dir / job_id
+
+    async def record(self, job_id: str) -> Record:
+        """A job of the store.
+
+        Raises:
+            NotFound: there is none of that id.
+        """
+        if not (len(job_id) == 26 and job_id.isalnum() and job_id.isascii()):
+            raise NotFound(f"there is no job {job_id[:100]!r}: `rayps ls` lists them", status=404)
+        return await self.store.get(job_id)
+
+    def progress(self, job_id: str) -> dict[str, Any] | None:
+        """What the driver last said; read again only when the file was replaced."""
+        path = self.folder(job_id) / "progress.json"
+        try:
+            stamp = path.stat().st_mtime_ns
+        except OSError:
+            return None
+        held = self._progress.get(job_id)
+        if held is None or held[0] != stamp:
+            held = (stamp, finite(read_json(path)))
+            self._progress[job_id] = held
+            while len(self._progress) > 512:
+                self._progress.popitem(last=False)
+        return held[1]
+
+    def show(self, record: Record) -> dict[str, Any]:
+        """A job as the outside sees it."""
+        return job_out(record, self.progress(record.id))
+
+
+def service(request: Request) -> Service:
+    """The running service; asserts once more that the guard knew who asks."""
+    if not request.scope.get("rayps_known"):
+        raise Unauthorized("the token is missing, wrong or revoked", status=401)
+    found: Service = request.app.state.service
+    return found
+
+
+Known = Annotated[Service, Depends(service)]

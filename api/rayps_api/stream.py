@@ -1,0 +1,154 @@
+"""One server-sent-event stream per page: a job with its metrics, logs and events, or the list of jobs.
+
+Every message carries as `id:` the durable cursor after it, byte offsets into the job's files, so that a
+reader who lost the connection, or the service, goes on where it was: nothing is lost and nothing comes twice.
+A stream of a job closes only after `end`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Header, HTTPException, Query
+from fastapi.sse import EventSourceResponse, ServerSentEvent
+
+from rayps.errors import ConfigError
+from rayps_api import folder
+from rayps_api.service import MOST_STREAMS, Known, Service
+
+TOPICS = ("job", "metrics", "logs", "events")
+_PAUSE = 0.25
+_LIST_PAUSE = 0.5
+_LONGEST = 3600.0  # seconds; then the reader comes back with its cursor
+_LIST = 100
+
+router = APIRouter(tags=["stream"])
+
+
+@dataclass(slots=True)
+class Cursor:
+    """How far a reader is in a job's files."""
+
+    m: int = 0
+    l: int = 0  # noqa: E741  the cursor's letters are the interface
+    e: int = 0
+
+    @classmethod
+    def read(cls, text: str) -> Cursor:
+        """From `m123.l456.e7`; parts that are left out begin at 0.
+
+        Raises:
+            ConfigError: it has another form.
+        """
+        if not re.fullmatch(r"([mle]\d{1,16}(\.[mle]\d{1,16}){0,2})?", text):
+            raise ConfigError(f"cursor {text[:100]!r} should look like 'm123.l456.e7'", field="cursor")
+        return cls(**{part[0]: int(part[1:]) for part in text.split(".") if part})
+
+    def __str__(self) -> str:
+        return f"m{self.m}.l{self.l}.e{self.e}"
+
+
+async def _start(
+    known: Known, job: Annotated[str | None, Query(max_length=100)] = None,
+    cursor: Annotated[str, Query(max_length=100)] = "",
+    last_event_id: Annotated[str | None, Header(max_length=100)] = None,
+) -> Cursor:
+    """Refuse before the stream begins: once it has, it can say no error."""
+    if known.streams >= MOST_STREAMS:
+        raise HTTPException(429, f"{MOST_STREAMS} streams are open: close one", {"Retry-After": "5"})
+    if job is not None:
+        await known.record(job)
+    return Cursor.read(last_event_id or cursor)
+
+
+@router.get("/api/v1/stream", response_class=EventSourceResponse)
+async def stream(
+    known: Known, at: Annotated[Cursor, Depends(_start)],
+    job: Annotated[str | None, Query(max_length=100)] = None,
+    topics: Annotated[str, Query(max_length=100)] = ",".join(TOPICS),
+) -> AsyncIterator[ServerSentEvent]:
+    """What happens to a job (or, without `job`, to any) as it happens."""
+    known.streams += 1
+    try:
+        if job is None:
+            async for message in _list(known):
+                yield message
+        else:
+            chosen = {topic for topic in TOPICS if topic in topics.split(",")}
+            async for message in _one(known, job, chosen, at):
+                yield message
+    finally:
+        known.streams -= 1
+
+
+async def _one(known: Service, job_id: str, topics: set[str], at: Cursor) -> AsyncIterator[ServerSentEvent]:
+    shown, version, record = "", -1, None
+    began = time.monotonic()
+    while not known.closing.is_set() and time.monotonic() - began < _LONGEST:
+        if version != known.store.version or record is None:
+            version = known.store.version
+            record = await known.store.get(job_id)
+        ended = record.status.terminal  # asked before the files are read: what comes after is all there is
+        if "job" in topics:
+            text = json.dumps(known.show(record))
+            if text != shown:
+                shown = text
+                yield ServerSentEvent(raw_data=text, event="job", id=str(at))
+        found = False
+        for topic in TOPICS[1:]:
+            data = await _news(known, job_id, topic, at) if topic in topics else None
+            if data is not None:  # the cursor moves topic by topic: what is not sent yet is not counted yet
+                found = True
+                yield ServerSentEvent(raw_data=json.dumps(data), event=topic, id=str(at))
+        if ended and not found:
+            end = {"status": record.status.value, "reason": record.reason}
+            yield ServerSentEvent(raw_data=json.dumps(end), event="end", id=str(at))
+            return
+        if not found:
+            await _rest(known, _PAUSE)
+
+
+async def _news(known: Service, job_id: str, topic: str, at: Cursor) -> dict[str, Any] | None:
+    """What is new in one of a job's files, a bounded piece of it; moves the cursor past it."""
+    home = known.folder(job_id)
+    if topic == "metrics":
+        found, at.m = await asyncio.to_thread(folder.objects, home / "metrics.jsonl", at.m, 2000)
+        return {"points": found} if found else None
+    if topic == "logs":
+        lines, at.l = await asyncio.to_thread(folder.log_lines, home / "log.txt", at.l, 1000)
+        return {"lines": lines} if lines else None
+    noted = await known.store.events(job_id)
+    events, at.e = await asyncio.to_thread(folder.events, home / "events.jsonl", noted, at.e, 500)
+    return {"events": events} if events else None
+
+
+async def _list(known: Service) -> AsyncIterator[ServerSentEvent]:
+    shown: dict[str, str] = {}
+    version, records = -1, []
+    began = time.monotonic()
+    while not known.closing.is_set() and time.monotonic() - began < _LONGEST:
+        if version != known.store.version:
+            version = known.store.version
+            records = await known.store.page(limit=_LIST)
+        changed = []
+        for record in records:
+            job = known.show(record)
+            text = json.dumps(job)
+            if shown.get(record.id) != text:
+                shown[record.id] = text
+                changed.append(job)
+        if changed:
+            yield ServerSentEvent(raw_data=json.dumps({"jobs": changed}), event="jobs")
+        await _rest(known, _LIST_PAUSE)
+
+
+async def _rest(known: Service, seconds: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(known.closing.wait(), seconds)

@@ -1,0 +1,1 @@
+"""The changes, oldest first."""

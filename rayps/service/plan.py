@@ -1,0 +1,236 @@
+"""What the scheduler should do next: a pure function from what is to what to do. No clock, no I/O, no memory.
+
+It is level-triggered: called again with the same facts it asks for the same things, so that a service that
+was killed at any moment just carries on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rayps.job import JobSpec, Status, may_move
+
+Bundle = dict[str, float]
+
+PATIENCE = 30.0  # seconds without a good look at the drivers until their jobs are called UNKNOWN
+STOP_SECONDS = 60.0  # seconds that a driver gets to stop by itself
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """A job that has not ended, as the store and its folder show it now."""
+
+    id: str
+    name: str = "job"
+    status: Status = Status.QUEUED
+    reason: str | None = None
+    needs: Bundle = field(default_factory=lambda: {"cpu": 1.0})
+    attempt: int = 0
+    failures: int = 0  # how often its driver was lost
+    max_failures: int = 3
+    interrupted: bool = False  # the service ended its Ray on purpose
+    stopping: float | None = None  # seconds since a stop was asked for
+    outcome: dict[str, Any] | None = None  # outcome.json
+    progress: dict[str, Any] | None = None  # progress.json, when this attempt wrote it
+    crash: str | None = None  # its driver lives, but its run ended with this error
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Start the driver of a job, for the first time or after a loss (then with a reason)."""
+
+    job: str
+    attempt: int
+    failures: int = 0
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Ask a driver to stop."""
+
+    job: str
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """End a driver that does not answer, or whose run is over without an outcome."""
+
+    job: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Show:
+    """Write down that a living job has another status."""
+
+    job: str
+    status: Status
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Write down why a job stays where it is."""
+
+    job: str
+    reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """Write down how a job ended."""
+
+    job: str
+    status: Status
+    message: str
+    metrics: dict[str, Any] | None = None
+    checkpoint: str | None = None
+    finished_at: float | None = None
+
+
+Action = Start | Ask | Kill | Show | Wait | Seal
+
+
+def needs(spec: JobSpec) -> Bundle:
+    """What a job holds while it runs: its workers' share each; driver and shards count as nothing."""
+    return {kind: spec.workers * spec.resources.get(kind, 0.0) for kind in ("cpu", "gpu")}
+
+
+def plan(jobs: Sequence[Facts], drivers: Collection[str] | None, free: Bundle | None, total: Bundle | None,
+         *, blind: float = 0.0, why: str = "Ray is starting") -> list[Action]:
+    """What to do now.
+
+    `jobs` have not ended and come oldest first. `drivers` are the jobs whose driver lives; None = the look
+    failed, `blind` seconds ago for the first time, and `why` says what is in the way.
+    Jobs start first in, first out: a large one at the head is not overtaken. Only a job that is larger than
+    the whole cluster is: no other job is in its way.
+    """
+    actions: list[Action] = []
+    for job in jobs:
+        if job.status is not Status.QUEUED:
+            actions += _running(job, drivers, blind, why)
+    return actions + _queue(jobs, drivers, free, total, why)
+
+
+def _running(job: Facts, drivers: Collection[str] | None, blind: float, why: str) -> list[Action]:
+    if job.outcome is not None:
+        return [_sealed(job, job.outcome)]
+    if drivers is None:
+        if blind < PATIENCE or job.status is Status.UNKNOWN:
+            return []
+        return [Show(job.id, Status.UNKNOWN, f"its driver cannot be seen: {why}")]
+    if job.id not in drivers:
+        return [_lost(job)]
+    if job.crash is not None:
+        return [Kill(job.id, job.crash)]
+    if job.stopping is not None:
+        return _stopping(job, job.stopping)
+    return _mirrored(job)
+
+
+def _sealed(job: Facts, outcome: dict[str, Any]) -> Seal:
+    try:
+        status = Status(outcome.get("status", ""))
+    except ValueError:
+        status = Status.FAILED
+    if not status.terminal:
+        status = Status.FAILED
+    return Seal(job.id, status, str(outcome.get("message", "")), outcome.get("metrics"),
+                outcome.get("checkpoint"), outcome.get("finished_at"))
+
+
+def _lost(job: Facts) -> Action:
+    if job.stopping is not None:
+        return Seal(job.id, Status.STOPPED, "stopped: its driver was gone before it could say goodbye")
+    if job.interrupted:
+        return Start(job.id, job.attempt + 1, job.failures, "the service had ended its Ray: started again")
+    failures = job.failures + 1
+    cause = f" ({job.crash})" if job.crash else ""
+    if failures <= job.max_failures:
+        return Start(job.id, job.attempt + 1, failures,
+                     f"its driver was lost{cause}: started again, {failures} of {job.max_failures} times")
+    times = "once" if failures == 1 else f"{failures} times"
+    return Seal(job.id, Status.FAILED,
+                f"its driver was lost {times}{cause}, max_failures={job.max_failures} allows no more")
+
+
+def _stopping(job: Facts, seconds: float) -> list[Action]:
+    if seconds > STOP_SECONDS:
+        return [Kill(job.id, f"it did not stop within {STOP_SECONDS:g} s")]
+    shown: list[Action] = []
+    if may_move(job.status, Status.STOPPING):
+        shown = [Show(job.id, Status.STOPPING, "a stop was asked for")]
+    return [*shown, Ask(job.id)]
+
+
+def _mirrored(job: Facts) -> list[Action]:
+    said = job.progress or {}
+    try:
+        status = Status(said.get("status", ""))
+    except ValueError:
+        status = Status.STARTING if job.status is Status.UNKNOWN else job.status
+    steady = status is Status.RUNNING
+    reason = None if steady else str(said["message"]) if said.get("message") else job.reason
+    if status is not job.status and may_move(job.status, status) and not status.terminal:
+        return [Show(job.id, status, reason)]
+    return [Wait(job.id, reason)] if reason != job.reason else []
+
+
+def _queue(jobs: Sequence[Facts], drivers: Collection[str] | None, free: Bundle | None, total: Bundle | None,
+           why: str) -> list[Action]:
+    actions: list[Action] = []
+    room = _room(jobs, free or {}, total or {})
+    head: Facts | None = None
+    for job in jobs:
+        if job.status is not Status.QUEUED:
+            continue
+        reason = _hindrance(job, room, total or {}, head)
+        if job.stopping is not None:
+            actions.append(Seal(job.id, Status.STOPPED, "stopped before it started"))
+        elif drivers is None or total is None:
+            actions += _wait(job, why)
+        elif reason is None:
+            actions.append(Start(job.id, job.attempt + 1))
+            room = {kind: amount - job.needs.get(kind, 0.0) for kind, amount in room.items()}
+        else:
+            actions += _wait(job, reason)
+            head = head or (job if _fits(job, total) else None)
+    return actions
+
+
+def _wait(job: Facts, reason: str) -> list[Action]:
+    return [Wait(job.id, reason)] if reason != job.reason else []
+
+
+def _room(jobs: Sequence[Facts], free: Bundle, total: Bundle) -> Bundle:
+    # what is free now, less what drivers that are starting have yet to take; and never more than the total
+    # less what all living jobs may come to hold, since a recovering one takes again
+    room = {}
+    for kind, amount in total.items():
+        held = sum(job.needs.get(kind, 0.0) for job in jobs if job.status is not Status.QUEUED)
+        coming = sum(job.needs.get(kind, 0.0) for job in jobs if job.status is Status.STARTING)
+        room[kind] = max(0.0, min(amount - held, free.get(kind, 0.0) - coming))
+    return room
+
+
+def _hindrance(job: Facts, room: Bundle, total: Bundle, head: Facts | None) -> str | None:
+    for kind, amount in job.needs.items():
+        if amount > total.get(kind, 0.0):
+            return f"needs {_many(amount, kind)}, the whole cluster has {total.get(kind, 0.0):g}"
+    if head is not None:
+        return f"waits behind {head.name} ({head.id}), which was submitted before"
+    for kind, amount in job.needs.items():
+        if amount > room.get(kind, 0.0):
+            return f"needs {_many(amount, kind)}, {room.get(kind, 0.0):g} free"
+    return None
+
+
+def _fits(job: Facts, total: Bundle) -> bool:
+    return all(amount <= total.get(kind, 0.0) for kind, amount in job.needs.items())
+
+
+def _many(amount: float, kind: str) -> str:
+    return f"{amount:g} {kind.upper()}{'' if amount == 1 else 's'}"

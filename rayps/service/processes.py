@@ -1,0 +1,134 @@
+"""Which processes live, which are below another, and how a whole tree is ended. Reads /proc; knows no Ray.
+
+A process is known by its id and its start time together, since ids are used again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+_SET_PDEATHSIG = 1
+_SET_CHILD_SUBREAPER = 36
+
+
+def started(pid: int) -> int | None:
+    """When a living process started, in clock ticks since boot; None when it is gone or a zombie."""
+    fields = _stat(pid)
+    return None if fields is None or fields[0] in "ZX" else int(fields[19])
+
+
+def alive(pid: int, since: int | None) -> bool:
+    """Whether that very process lives."""
+    return since is not None and started(pid) == since
+
+
+def below(root: int) -> list[int]:
+    """The ids of all living descendants of a process."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and (fields := _stat(int(entry.name))) is not None and fields[0] not in "ZX":
+            children.setdefault(int(fields[1]), []).append(int(entry.name))
+    found: list[int] = []
+    todo = [root]
+    while todo:
+        more = children.get(todo.pop(), [])
+        found += more
+        todo += more
+    return found
+
+
+def left_in(folder: str, session: int | None) -> list[int]:
+    """The ids of processes that a tree without root has left.
+
+    Those that name its folder in their command line, and those of its session that hold a file of the folder
+    open, since some change their title. A client holds such files too, in a session of its own: it is not meant.
+    """
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            named = folder.encode() in (entry / "cmdline").read_bytes()
+            if named or (_session(int(entry.name)) == session and _holds(entry, folder)):
+                found.append(int(entry.name))
+        except OSError:
+            continue  # it ended meanwhile, or is another user's
+    return found
+
+
+def _holds(entry: Path, folder: str) -> bool:
+    return any(str(link.readlink()).startswith(folder) for link in (entry / "fd").iterdir())
+
+
+def _session(pid: int) -> int | None:
+    fields = _stat(pid)
+    return None if fields is None else int(fields[3])
+
+
+def end_tree(root: int) -> None:
+    """End all descendants of this process, their subreaper: frozen first, so that none sees another die."""
+    deadline = time.monotonic() + 15.0
+    while time.monotonic() < deadline and ((pids := below(root)) or _has_children()):
+        end_all(pids)
+        reap()
+        time.sleep(0.02)
+
+
+def end_all(pids: Iterable[int]) -> None:
+    """Freeze, then kill."""
+    pids = list(pids)
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in pids:
+            try:
+                os.kill(pid, number)
+            except (ProcessLookupError, PermissionError):
+                continue  # it is gone, or its id is another user's by now
+
+
+def reap() -> list[int]:
+    """Collect ended children, adopted ones too; gives their ids."""
+    gone: list[int] = []
+    while True:
+        try:
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return gone
+        if pid == 0:
+            return gone
+        gone.append(pid)
+
+
+def _has_children() -> bool:
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every descendant whose own parent ends."""
+    _prctl(_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent() -> None:
+    """Be killed when the parent ends; for the child's side of a fork."""
+    _prctl(_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _prctl(option: int, value: int) -> None:
+    if hasattr(ctypes, "CDLL") and Path("/proc").exists():
+        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+def _stat(pid: int) -> list[str] | None:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    return text.rpartition(")")[2].split()  # the name in parentheses may hold anything

@@ -1,0 +1,166 @@
+"""What the job service is told from outside: the environment, read once, checked, and then only passed on.
+
+Not a global: `Settings.read()` is called by the command line and the service, and everything below receives
+values. Nothing here starts or imports Ray.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Self
+
+from rayps.errors import ConfigError
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Where the service keeps its state, where it listens and which Ray it uses."""
+
+    state_dir: Path = field(default_factory=lambda: Path("~/.rayps").expanduser())
+    host: str = "127.0.0.1"
+    port: int = 8420
+    address: str | None = None  # of a Ray cluster to join; None: rayps runs its own
+    cpus: int = field(default_factory=lambda: max(16, os.cpu_count() or 1))  # logical CPUs of the own Ray
+    idle: float = 600.0  # seconds without service and job after which the own Ray ends itself
+    allowed_hosts: tuple[str, ...] = ()  # Host names that are answered, beside the loopback ones
+    url: str | None = None  # where a client looks for the service
+    token: str | None = None  # what a client shows it
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> Self:
+        """The settings from RAYPS_* variables; an override that is not None wins.
+
+        Raises:
+            ConfigError: naming the variable or option, what it holds and what is expected.
+        """
+        env = os.environ if environ is None else environ
+        found: dict[str, Any] = {}
+        for name, read in _READERS.items():
+            text = env.get(f"RAYPS_{name.upper()}", "").strip()
+            if text:
+                found[name] = read(f"RAYPS_{name.upper()}", text)
+        for name, value in overrides.items():
+            if value is not None:
+                found[name] = _READERS[name](f"--{name.replace('_', '-')}", str(value))
+        return replace(cls(), **found)
+
+    @property
+    def loopback(self) -> bool:
+        """Whether the service can be reached from this machine only."""
+        return self.host in LOOPBACK or self.host.startswith("127.")
+
+    @property
+    def database(self) -> Path:
+        """The store's file."""
+        return self.state_dir / "rayps.db"
+
+    @property
+    def jobs_dir(self) -> Path:
+        """The folder that holds a folder per job."""
+        return self.state_dir / "jobs"
+
+    @property
+    def token_file(self) -> Path:
+        """The local client's bearer token, mode 0600."""
+        return self.state_dir / "token"
+
+    @property
+    def service_file(self) -> Path:
+        """Where the running service says its address and process."""
+        return self.state_dir / "service.json"
+
+    def prepare(self) -> Self:
+        """Make the state directory, for its owner only.
+
+        Raises:
+            ConfigError: when it cannot be made or written.
+        """
+        try:
+            self.jobs_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self.state_dir.chmod(0o700)
+            self.jobs_dir.chmod(0o700)
+        except OSError as error:
+            raise ConfigError(
+                f"the state directory {self.state_dir} cannot be used: {error.strerror or error}\n"
+                "Give another with --state-dir or RAYPS_STATE_DIR.", field="state_dir") from error
+        return self
+
+
+def private_write(path: Path, text: str) -> None:
+    """Write a file that only its owner may read, replacing it in one step."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+    part.replace(path)
+
+
+def _whole(name: str, text: str, low: int, high: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = low - 1
+    if not low <= value <= high:
+        raise ConfigError(f"{name} is {text!r}: give a whole number from {low} to {high}", field=name)
+    return value
+
+
+def _port(name: str, text: str) -> int:
+    return _whole(name, text, 0, 65535)
+
+
+def _count(name: str, text: str) -> int:
+    return _whole(name, text, 1, 1_000_000)
+
+
+def _seconds(name: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < 1e9:
+        raise ConfigError(f"{name} is {text!r}: give seconds above 0", field=name)
+    return value
+
+
+def _folder(name: str, text: str) -> Path:
+    path = Path(text).expanduser()
+    path = path if path.is_absolute() else Path.cwd() / path
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"{name} is {text!r}, which is a file: give a directory", field=name)
+    return path
+
+
+def _word(name: str, text: str) -> str:
+    if any(c.isspace() or not c.isprintable() for c in text):
+        raise ConfigError(f"{name} is {text!r}: give an address without blanks", field=name)
+    return text
+
+
+def _cluster(name: str, text: str) -> str:
+    host, _, port = _word(name, text).rpartition(":")
+    if text == "auto" or not host or not port.isdigit():
+        raise ConfigError(
+            f"{name} is {text!r}: give host:port of a Ray cluster's head, e.g. 10.0.0.5:6379", field=name)
+    return text
+
+
+def _url(name: str, text: str) -> str:
+    if not text.startswith(("http://", "https://")):
+        raise ConfigError(f"{name} is {text!r}: give an address such as http://127.0.0.1:8420", field=name)
+    return _word(name, text).rstrip("/")
+
+
+def _names(name: str, text: str) -> tuple[str, ...]:
+    return tuple(_word(name, part.strip()) for part in text.split(",") if part.strip())
+
+
+_READERS: dict[str, Any] = {
+    "state_dir": _folder, "host": _word, "port": _port, "address": _cluster, "cpus": _count,
+    "idle": _seconds, "allowed_hosts": _names, "url": _url, "token": _word,
+}

@@ -1,0 +1,363 @@
+"""Remembers jobs, what happened to their status, and who may ask. Metrics and logs stay in the job folders.
+
+One SQLite file (WAL, synchronous=FULL): one writer, whose transactions begin IMMEDIATE, and readers.
+A status move is checked against `rayps.job.MOVES` in the transaction that writes it, so that a lost race
+changes nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self, cast
+
+import sqlalchemy as sa
+from alembic import command
+from alembic.config import Config
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
+
+from rayps.errors import ConfigError, Conflict, NotFound
+from rayps.job import JobSpec, Status, may_move
+from rayps.service.settings import private_write
+
+_ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"  # Crockford's, as in ULID: sorts like the number
+_LIVE = [s.value for s in Status if not s.terminal]
+_CODE_SECONDS = 300.0
+_SESSION_SECONDS = 30 * 86400.0
+
+_meta = sa.MetaData()
+_jobs = sa.Table("jobs", _meta, *[sa.Column(name, kind) for name, kind in {
+    "id": sa.String, "name": sa.String, "status": sa.String, "reason": sa.Text, "spec": sa.Text,
+    "attempt": sa.Integer, "failures": sa.Integer, "interrupted": sa.Boolean, "stop_requested_at": sa.Float,
+    "created_at": sa.Float, "started_at": sa.Float, "attempt_at": sa.Float, "finished_at": sa.Float,
+    "metrics": sa.Text, "checkpoint": sa.Text, "idempotency_key": sa.String, "idempotency_hash": sa.String,
+}.items()])
+_events = sa.Table("events", _meta, *[sa.Column(name, kind) for name, kind in {
+    "id": sa.Integer, "job_id": sa.String, "time": sa.Float, "kind": sa.String, "message": sa.Text,
+    "attempt": sa.Integer}.items()])
+_tokens = sa.Table("tokens", _meta, *[sa.Column(name, kind) for name, kind in {
+    "hash": sa.String, "kind": sa.String, "created_at": sa.Float, "expires_at": sa.Float,
+    "revoked_at": sa.Float}.items()])
+_codes = sa.Table("login_codes", _meta, sa.Column("hash", sa.String), sa.Column("expires_at", sa.Float))
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A job as the store knows it. Times are seconds since the epoch."""
+
+    id: str
+    name: str
+    status: Status
+    reason: str | None
+    spec: JobSpec
+    attempt: int
+    failures: int  # how often its driver was lost
+    interrupted: bool  # the service itself ended its Ray: the next start is no failure
+    stop_requested_at: float | None
+    created_at: float
+    started_at: float | None
+    attempt_at: float | None
+    finished_at: float | None
+    metrics: dict[str, float] | None
+    checkpoint: str | None
+
+
+class Store:
+    """Jobs and tokens in one SQLite file; only one process opens it for writing."""
+
+    def __init__(self, writer: AsyncEngine, reader: AsyncEngine) -> None:
+        self._writer = writer
+        self._reader = reader
+        self.version = 0  # grows with every write: a cheap way to see that something changed
+
+    @classmethod
+    async def open(cls, path: Path) -> Self:
+        """The store in `path`, made and migrated to the newest schema as needed.
+
+        Raises:
+            ConfigError: when the file is no store, or was written by a newer rayps.
+        """
+        url = sa.URL.create("sqlite+aiosqlite", database=str(path))
+        store = cls(_engine(url, "BEGIN IMMEDIATE", size=1), _engine(url, "BEGIN", size=4))
+        try:
+            async with store._writer.connect() as connection:
+                await connection.run_sync(_migrate)
+            path.chmod(0o600)
+        except Exception as error:
+            await store.close()
+            raise ConfigError(
+                f"the store {path} cannot be opened: {str(error).splitlines()[0]}\n"
+                "Move it away, or give another directory with --state-dir or RAYPS_STATE_DIR.") from error
+        return store
+
+    async def close(self) -> None:
+        """Let go of the file."""
+        await self._writer.dispose()
+        await self._reader.dispose()
+
+    @asynccontextmanager
+    async def _write(self) -> AsyncIterator[AsyncConnection]:
+        async with self._writer.begin() as tx:
+            yield tx
+        self.version += 1  # after the commit: who sees the new number reads the new rows
+
+    # jobs
+
+    async def add(self, spec: JobSpec, *, name: str, key: str | None = None,
+                  now: float | None = None) -> tuple[Record, bool]:
+        """File a job as QUEUED; with an idempotency key, a second time gives the first one and False.
+
+        Raises:
+            ConfigError: when the key was used for another job.
+        """
+        now = time.time() if now is None else now
+        text = json.dumps(spec.to_dict(), sort_keys=True)
+        digest = _sha256(text)
+        async with self._write() as tx:
+            if key is not None:
+                row = (await tx.execute(_jobs.select().where(_jobs.c.idempotency_key == key))).first()
+                if row is not None:
+                    if row.idempotency_hash != digest:
+                        raise ConfigError(
+                            f"the Idempotency-Key {key!r} was used for another job, {row.id}: make a new one",
+                            field="Idempotency-Key", job=row.id)
+                    return _record(row), False
+            last = (await tx.execute(sa.select(sa.func.max(_jobs.c.id)))).scalar()
+            job_id = _new_id(now, last)
+            await tx.execute(_jobs.insert().values(
+                id=job_id, name=name, status=Status.QUEUED.value, spec=text, attempt=0, failures=0,
+                interrupted=False, created_at=now, idempotency_key=key, idempotency_hash=digest))
+            await _note(tx, job_id, "queued", f"{name} was submitted", 0, now)
+        return await self.get(job_id), True
+
+    async def get(self, job_id: str) -> Record:
+        """One job.
+
+        Raises:
+            NotFound: when there is none of that id.
+        """
+        async with self._reader.connect() as tx:
+            return await _get(tx, job_id)
+
+    async def page(self, *, status: Sequence[Status] = (), limit: int = 50,
+                   before: str | None = None) -> list[Record]:
+        """Jobs newest first; `before` is the id of the last one of the page before."""
+        query = _jobs.select().order_by(_jobs.c.id.desc()).limit(limit)
+        if status:
+            query = query.where(_jobs.c.status.in_([s.value for s in status]))
+        if before is not None:
+            query = query.where(_jobs.c.id < before)
+        async with self._reader.connect() as tx:
+            return [_record(row) for row in await tx.execute(query)]
+
+    async def live(self) -> list[Record]:
+        """Every job that has not ended, oldest first."""
+        query = _jobs.select().where(_jobs.c.status.in_(_LIVE)).order_by(_jobs.c.id)
+        async with self._reader.connect() as tx:
+            return [_record(row) for row in await tx.execute(query)]
+
+    async def counts(self) -> dict[str, int]:
+        """How many jobs there are of each status."""
+        query = sa.select(_jobs.c.status, sa.func.count()).group_by(_jobs.c.status)
+        async with self._reader.connect() as tx:
+            return {row[0]: row[1] for row in await tx.execute(query)}
+
+    async def move(self, job_id: str, new: Status, *, message: str, old: Status | None = None,
+                   kind: str | None = None, now: float | None = None, **facts: Any) -> Record:
+        """Move a job's status and write its event, or change nothing.
+
+        `old` is what the caller believes the status to be; `facts` are columns that change with it.
+
+        Raises:
+            Conflict: when another was first, or the move is not legal.
+            NotFound: when there is no such job.
+        """
+        now = time.time() if now is None else now
+        async with self._write() as tx:
+            found = await _get(tx, job_id)
+            if (old is not None and found.status is not old) or not may_move(found.status, new):
+                raise Conflict(f"job {job_id} is {found.status}: it cannot become {new}",
+                               job=job_id, status=409, current=found.status.value)
+            if new.terminal:
+                facts.setdefault("finished_at", now)
+            if isinstance(facts.get("metrics"), dict):
+                facts["metrics"] = json.dumps(facts["metrics"])
+            await tx.execute(_jobs.update().where(_jobs.c.id == job_id).values(status=new.value, **facts))
+            attempt = facts.get("attempt", found.attempt)
+            await _note(tx, job_id, kind or new.value.lower(), message, attempt, now)
+            return await _get(tx, job_id)
+
+    async def begin(self, job_id: str, *, attempt: int, message: str, kind: str, now: float | None = None,
+                    **facts: Any) -> Record:
+        """Write that an attempt begins again in the status that the job has: its driver was lost.
+
+        Raises:
+            Conflict: when the job has ended, or that attempt has begun already.
+        """
+        now = time.time() if now is None else now
+        async with self._write() as tx:
+            found = await _get(tx, job_id)
+            if found.status.terminal or found.attempt >= attempt:
+                raise Conflict(f"job {job_id} is {found.status} in attempt {found.attempt}: "
+                               f"attempt {attempt} cannot begin", job=job_id, status=409)
+            await tx.execute(_jobs.update().where(_jobs.c.id == job_id).values(
+                attempt=attempt, attempt_at=now, **facts))
+            await _note(tx, job_id, kind, message, attempt, now)
+            return await _get(tx, job_id)
+
+    async def explain(self, job_id: str, reason: str | None) -> None:
+        """Say why a living job stands where it stands; an ended one keeps its last word."""
+        async with self._write() as tx:
+            await tx.execute(_jobs.update().where(
+                _jobs.c.id == job_id, _jobs.c.status.in_(_LIVE), _jobs.c.reason.is_distinct_from(reason),
+            ).values(reason=reason))
+
+    async def ask_stop(self, job_id: str, now: float | None = None) -> Record:
+        """Write down the wish that a job stops; the scheduler carries it out. A second wish changes nothing.
+
+        Raises:
+            Conflict: when it has ended.
+            NotFound: when there is no such job.
+        """
+        now = time.time() if now is None else now
+        async with self._write() as tx:
+            found = await _get(tx, job_id)
+            if found.status.terminal:
+                raise Conflict(f"job {job_id} has ended already: {found.status}", job=job_id, status=409,
+                               current=found.status.value)
+            if found.stop_requested_at is None:
+                await tx.execute(_jobs.update().where(_jobs.c.id == job_id).values(stop_requested_at=now))
+                await _note(tx, job_id, "stop_requested", "a stop was asked for", found.attempt, now)
+            return await _get(tx, job_id)
+
+    async def interrupt(self) -> int:
+        """Mark every job that has a driver: its Ray ends on purpose, which is no failure. Gives how many."""
+        held = [s for s in _LIVE if s != Status.QUEUED.value]
+        async with self._write() as tx:
+            result = await tx.execute(_jobs.update().where(_jobs.c.status.in_(held)).values(interrupted=True))
+            return cast("sa.CursorResult[Any]", result).rowcount
+
+    async def events(self, job_id: str, *, after: int = 0, limit: int = 1000) -> list[dict[str, Any]]:
+        """What the scheduler noted about a job, oldest first, after the given id."""
+        query = _events.select().where(_events.c.job_id == job_id, _events.c.id > after).order_by(
+            _events.c.id).limit(limit)
+        async with self._reader.connect() as tx:
+            return [{"seq": r.id, "time": r.time, "kind": r.kind, "message": r.message, "attempt": r.attempt}
+                    for r in await tx.execute(query)]
+
+    # who may ask
+
+    async def token(self, file: Path) -> tuple[str, bool]:
+        """The bearer token kept in `file` for the local user, and whether it had to be made now."""
+        text = file.read_text(encoding="utf-8").strip() if file.exists() else ""
+        if text and await self.knows(text):
+            file.chmod(0o600)
+            return text, False
+        text = await self._mint("bearer", None)
+        private_write(file, text)
+        return text, True
+
+    async def knows(self, secret: str, now: float | None = None) -> bool:
+        """Whether a token or a session is known, not revoked and not past its time."""
+        now = time.time() if now is None else now
+        query = sa.select(_tokens.c.hash).where(
+            _tokens.c.hash == _sha256(secret), _tokens.c.revoked_at.is_(None),
+            sa.or_(_tokens.c.expires_at.is_(None), _tokens.c.expires_at > now))
+        async with self._reader.connect() as tx:
+            return (await tx.execute(query)).first() is not None
+
+    async def revoke(self, secret: str) -> None:
+        """Make a token or a session unknown from now on."""
+        async with self._write() as tx:
+            await tx.execute(_tokens.update().where(_tokens.c.hash == _sha256(secret)).values(
+                revoked_at=time.time()))
+
+    async def login_code(self, now: float | None = None) -> str:
+        """A code that one browser may exchange for a session within five minutes, once."""
+        now = time.time() if now is None else now
+        code = secrets.token_urlsafe(24)
+        async with self._write() as tx:
+            await tx.execute(_codes.delete().where(_codes.c.expires_at < now))
+            await tx.execute(_codes.insert().values(hash=_sha256(code), expires_at=now + _CODE_SECONDS))
+        return code
+
+    async def login(self, code: str, now: float | None = None) -> str | None:
+        """The session for a code, or None when the code is unknown, used or past its time."""
+        now = time.time() if now is None else now
+        async with self._write() as tx:
+            used = await tx.execute(_codes.delete().where(
+                _codes.c.hash == _sha256(code), _codes.c.expires_at > now))
+            if cast("sa.CursorResult[Any]", used).rowcount != 1:
+                return None
+        return await self._mint("session", now + _SESSION_SECONDS)
+
+    async def _mint(self, kind: str, expires_at: float | None) -> str:
+        secret = f"rps_{secrets.token_urlsafe(32)}"
+        async with self._write() as tx:
+            await tx.execute(_tokens.insert().values(
+                hash=_sha256(secret), kind=kind, created_at=time.time(), expires_at=expires_at))
+        return secret
+
+
+def _engine(url: sa.URL, begin: str, size: int) -> AsyncEngine:
+    engine = create_async_engine(url, pool_size=size, max_overflow=0, pool_timeout=30)
+
+    @sa.event.listens_for(engine.sync_engine, "connect")
+    def _connect(dbapi: Any, _: Any) -> None:
+        dbapi.isolation_level = None  # the driver begins nothing by itself: `_begin` does
+        cursor = dbapi.cursor()
+        for pragma in ("busy_timeout=30000", "journal_mode=WAL", "foreign_keys=ON", "synchronous=FULL"):
+            cursor.execute(f"PRAGMA {pragma}")
+        cursor.close()
+
+    @sa.event.listens_for(engine.sync_engine, "begin")
+    def _begin(connection: sa.Connection) -> None:
+        connection.exec_driver_sql(begin)
+
+    return engine
+
+
+def _migrate(connection: sa.Connection) -> None:
+    config = Config()
+    config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
+    config.attributes["connection"] = connection
+    command.upgrade(config, "head")
+    connection.commit()
+
+
+async def _get(tx: AsyncConnection, job_id: str) -> Record:
+    row = (await tx.execute(_jobs.select().where(_jobs.c.id == job_id))).first()
+    if row is None:
+        raise NotFound(f"there is no job {job_id!r}: `rayps ls` lists them", job=job_id, status=404)
+    return _record(row)
+
+
+async def _note(tx: AsyncConnection, job_id: str, kind: str, message: str, attempt: int, now: float) -> None:
+    await tx.execute(_events.insert().values(
+        job_id=job_id, time=now, kind=kind, message=message, attempt=attempt))
+
+
+def _record(row: Any) -> Record:
+    facts = {name: getattr(row, name) for name in Record.__dataclass_fields__}
+    facts["status"] = Status(row.status)
+    facts["spec"] = JobSpec(**json.loads(row.spec))
+    facts["metrics"] = None if row.metrics is None else json.loads(row.metrics)
+    return Record(**facts)
+
+
+def _new_id(now: float, last: str | None) -> str:
+    """48 bits of milliseconds, 80 of chance; always above the last one, so that ids sort by submission."""
+    number = (int(now * 1000) << 80) | secrets.randbits(80)
+    if last is not None:
+        number = max(number, sum(_ALPHABET.index(c) << 5 * i for i, c in enumerate(reversed(last))) + 1)
+    return "".join(_ALPHABET[(number >> shift) & 31] for shift in range(125, -1, -5))
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
