@@ -1,0 +1,1 @@
+"""How fast the data plane is, beside named peers, by commands."""

@@ -1,0 +1,148 @@
+"""How fast the server is: push and pull between Ray actors, over rayps' links beside plain Ray actor calls.
+
+Contenders alternate in one run between the same actors. The functions return rows and print nothing.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from rayps.cluster import Cluster, Handle
+from rayps.errors import ConfigError
+from rayps.partition import slices
+from rayps.server_group import ServerGroup
+
+CONTENDERS = ("own", "ray")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerRow:
+    """One contender at one size. `turns` are pushes with their pulls a second, of all workers together."""
+
+    bytes: int
+    contender: str
+    workers: int
+    shards: int
+    repeats: int
+    turns: float
+    bandwidth: float  # bytes a second, both ways
+    times_ray: float | None  # how many times as many turns as Ray calls in this run, where they took part
+
+
+class RayShard:
+    """The plain way: a shard whose methods are called through Ray."""
+
+    def __init__(self, n: int) -> None:
+        self._params = np.zeros(n, np.float32)
+
+    def push_pull(self, grad: Any) -> Any:
+        """Step, and give back the parameters."""
+        self._params -= 0.01 * grad
+        return self._params
+
+
+class ServerBench:
+    """An actor: one worker that pushes and pulls."""
+
+    def __init__(self, rank: int) -> None:
+        torch.set_num_threads(1)
+        self._rank = rank
+
+    def own(self, group: ServerGroup, turns: int) -> tuple[float, float]:
+        """Begin and end (wall clock) of so many turns over links."""
+        server = group.join(self._rank)
+        grad = torch.rand(group.layout.size)
+        server.push_pull(grad)
+        began = time.time()
+        for _ in range(turns):
+            server.push_pull(grad)
+        ended = time.time()
+        server.close()
+        return began, ended
+
+    def ray(self, shards: list[Handle], n: int, turns: int) -> tuple[float, float]:
+        """Begin and end (wall clock) of so many turns through actor calls."""
+        grad, out = np.random.default_rng(0).random(n, np.float32), np.empty(n, np.float32)
+        cuts = slices(n, len(shards))
+
+        def turn() -> None:
+            replies = [shard.call("push_pull", grad[cut]) for shard, cut in zip(shards, cuts, strict=True)]
+            for reply, cut in zip(replies, cuts, strict=True):
+                out[cut] = reply.result(60.0)
+
+        turn()
+        began = time.time()
+        for _ in range(turns):
+            turn()
+        return began, time.time()
+
+
+def bench_server(
+    cluster: Cluster,
+    workers: int,
+    shards: int,
+    sizes: Sequence[int],
+    contenders: Sequence[str] = CONTENDERS,
+    *,
+    repeats: int = 5,
+) -> list[ServerRow]:
+    """Asynchronous push and pull of whole vectors: a row for each of `sizes` (bytes) and `contenders`.
+
+    Raises:
+        ConfigError: there is no such contender.
+    """
+    for contender in contenders:
+        if contender not in CONTENDERS:
+            raise ConfigError(f"no contender {contender!r}; use some of {', '.join(CONTENDERS)}")
+    actors = [cluster.spawn("rayps.bench.server:ServerBench", rank) for rank in range(workers)]
+    try:
+        rows: list[ServerRow] = []
+        for size in sizes:
+            rows += _at_size(cluster, actors, shards, max(shards, size // 4), contenders, repeats)
+        return rows
+    finally:
+        for actor in actors:
+            cluster.kill(actor)
+
+
+def _at_size(
+    cluster: Cluster, actors: list[Handle], shards: int, n: int, contenders: Sequence[str], repeats: int
+) -> list[ServerRow]:
+    size = len(actors)
+    group = ServerGroup(torch.zeros(n), shards=shards, optimizer=_sgd, staleness=None, workers=size, cluster=cluster)
+    handles = [cluster.spawn("rayps.bench.server:RayShard", c.stop - c.start) for c in slices(n, shards)]
+    counts = {"own": _turns(4 * n), "ray": max(3, _turns(4 * n) // 10)}
+    rates: dict[str, list[float]] = {name: [] for name in contenders}
+    try:
+        for _ in range(repeats):
+            for name in contenders:
+                arguments: tuple[Any, ...] = (group,) if name == "own" else (handles, n)
+                replies = [actor.call(name, *arguments, counts[name]) for actor in actors]
+                spans = [reply.result(600.0) for reply in replies]
+                seconds = max(end for _, end in spans) - min(begin for begin, _ in spans)
+                rates[name].append(len(actors) * counts[name] / seconds)
+    finally:
+        group.close()
+        for handle in handles:
+            cluster.kill(handle)
+    medians = {name: statistics.median(found) for name, found in rates.items()}
+    ray = medians.get("ray")
+    return [
+        ServerRow(4 * n, name, len(actors), shards, repeats, rate, 2 * 4 * n * rate, rate / ray if ray else None)
+        for name, rate in medians.items()
+    ]
+
+
+def _turns(size: int) -> int:
+    return 1000 if size <= 1 << 16 else 200 if size <= 2 << 20 else 8
+
+
+def _sgd(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.01)

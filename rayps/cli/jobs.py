@@ -1,0 +1,188 @@
+"""The commands that speak to a job service: submit, ls, get, logs, metrics, events, stop, open."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rayps.cli import show
+from rayps.cli.show import Output
+from rayps.client import Client, Job
+from rayps.job import Status
+from rayps.service.job_file import read
+
+Id = Annotated[str, typer.Argument(metavar="ID", help="The job's id, as `rayps ls` shows it.")]
+Format = Annotated[Output, typer.Option("--output", "-o", help="For a person (table) or a program (json).")]
+FAILED = 1
+DETACHED = 130
+
+
+def submit(
+    file: Annotated[Path, typer.Argument(metavar="SPEC.yaml", help="The job: workload, strategy, workers, ...")],
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Stay until it has ended; Ctrl-C detaches.")] = False,
+    changes: Annotated[list[str] | None, typer.Option(
+        "--set", metavar="KEY=VALUE", help="Change a field of the file, e.g. --set workers=4.")] = None,
+    output: Format = Output.table,
+) -> None:
+    """Give a job to the service."""
+    spec = read(file, changes or [])
+    with Client() as client:
+        job = client.submit(spec.pop("workload"), working_dir=spec.pop("working_dir", "."), **spec)
+        if not follow:
+            _submitted(job, output)
+            return
+        show.note(f"job {job.id} was submitted")
+        raise typer.Exit(_follow(job, output))
+
+
+def _submitted(job: Job, output: Output) -> None:
+    if output is Output.json:
+        show.dump(job.data)
+        return
+    show.say(job.id)
+    show.note(f"follow it with `rayps logs {job.id} -f`, stop it with `rayps stop {job.id}`")
+
+
+def _follow(job: Job, output: Output) -> int:
+    said = ""
+    try:
+        for topic, data in job.follow():
+            if topic == "events":
+                for event in data["events"]:
+                    show.note(f"{event['kind']}: {event['message']}")
+            elif topic == "logs" and output is Output.table:
+                for line in data["lines"]:
+                    show.note(f"{line['source']}: {line['text']}")
+            elif topic == "job" and (now := _where(data)) != said:
+                said = now
+                show.note(now)
+    except KeyboardInterrupt:
+        show.note(f"detached: job {job.id} goes on; stop it with `rayps stop {job.id}`")
+        return DETACHED
+    if output is Output.json:
+        show.dump(job.data)
+    elif job.result:
+        show.say(show.measures(job.result))
+    if job.data["status"] != Status.SUCCEEDED:
+        show.note(f"job {job.id} is {job.data['status']}: {job.data['reason'] or ''}")
+        return FAILED
+    return 0
+
+
+def _where(data: dict[str, Any]) -> str:
+    progress = data.get("progress") or {}
+    if data["status"] == Status.RUNNING and progress.get("epochs"):
+        said = f"{data['status']} epoch {progress.get('epoch', 0) + 1} of {progress['epochs']}"
+        return said if progress.get("loss") is None else f"{said}  loss {progress['loss']:.3g}"
+    return f"{data['status']}{': ' + data['reason'] if data.get('reason') else ''}"
+
+
+def ls(
+    status: Annotated[Status | None, typer.Option(help="Only jobs that stand there.")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=10_000, help="At most so many.")] = 20,
+    output: Format = Output.table,
+) -> None:
+    """List jobs, newest first."""
+    with Client() as client:
+        jobs = client.jobs(status=status, limit=limit)
+    if output is Output.json:
+        show.dump([job.data for job in jobs])
+        return
+    rows = [[job.id, job.data["name"], show.status(job.data["status"]), show.age(job.data["created_at"]),
+             show.strategy(job.data["spec"]["strategy"]), job.data["spec"]["workers"],
+             show.measures(job.result) or _short(job.data["reason"])] for job in jobs]
+    show.table(["id", "name", "status", "age", "strategy", "workers", "result"], rows)
+
+
+def get(job_id: Id, output: Format = Output.table) -> None:
+    """Show one job."""
+    with Client() as client:
+        data = client.job(job_id).data
+    if output is Output.json:
+        show.dump(data)
+        return
+    spec, progress = data["spec"], data["progress"] or {}
+    show.facts([
+        ("id", data["id"]), ("name", data["name"]), ("status", data["status"]), ("reason", data["reason"]),
+        ("workload", spec["workload"]), ("strategy", show.strategy(spec["strategy"])),
+        ("workers", spec["workers"]), ("submitted", data["created_at"]), ("started", data["started_at"]),
+        ("finished", data["finished_at"]), ("attempt", data["attempt"]),
+        ("round", f"{progress['round']} of {progress.get('rounds') or '?'}" if "round" in progress else None),
+        ("loss", show.number(progress.get("loss"))), ("metrics", show.measures(data["metrics"])),
+        ("checkpoint", data["checkpoint"])])
+
+
+def logs(
+    job_id: Id,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Until the job has ended; Ctrl-C leaves.")] = False,
+) -> None:
+    """Show what a job's processes said."""
+    with Client() as client:
+        job = client.job(job_id)
+        try:
+            for line in job.logs(follow=follow):
+                show.say(f"{line['time']} {line['source']} {line['text']}".strip())
+        except KeyboardInterrupt:
+            raise typer.Exit(DETACHED) from None
+
+
+def metrics(
+    job_id: Id, points: Annotated[int, typer.Option(min=2, max=5000, help="At most so many rows.")] = 20,
+    output: Format = Output.table,
+) -> None:
+    """Show a job's loss and speed; as JSON, every round on a line of its own."""
+    with Client() as client:
+        job = client.job(job_id)
+        if output is Output.json:
+            for point in job.metrics():
+                show.say(json.dumps(point))
+            return
+        found = client.call("GET", f"/api/v1/jobs/{job.id}/metrics", params={"max_points": points})
+    rows = [[f"{b['round']}-{b['round_end']}" if b["round_end"] > b["round"] else b["round"],
+             *[show.number((b["loss"] or {}).get(key)) for key in ("mean", "min", "max")],
+             show.number(b["samples_per_second"])] for b in found["series"]]
+    show.table(["round", "loss", "min", "max", "samples/s"], rows)
+    for evaluation in found["evaluations"][-5:]:
+        show.say(f"after round {evaluation['round']}: {show.measures(evaluation['metrics'])}")
+
+
+def events(job_id: Id, output: Format = Output.table) -> None:
+    """Show what happened to a job."""
+    with Client() as client:
+        found = list(client.job(job_id).events())
+    if output is Output.json:
+        show.dump(found)
+        return
+    show.table(["when", "what", ""], [[show.clock(e["time"]), e["kind"], e["message"]] for e in found])
+
+
+def stop(job_id: Id, output: Format = Output.table) -> None:
+    """Ask a job to stop."""
+    with Client() as client:
+        job = client.job(job_id).stop()
+    if output is Output.json:
+        show.dump(job.data)
+    else:
+        show.say(f"{job.id} will stop")
+
+
+def open_page() -> None:
+    """Print an address that opens the dashboard, once, within five minutes."""
+    with Client() as client:
+        show.say(client.page_address())
+
+
+def _short(text: str | None) -> str:
+    lines = (text or "").splitlines()
+    return lines[0][:60] if lines else ""
+
+
+def add(app: typer.Typer) -> None:
+    """Add the commands to the command line."""
+    for name, command in (("submit", submit), ("ls", ls), ("get", get), ("logs", logs), ("metrics", metrics),
+                          ("events", events), ("stop", stop), ("open", open_page)):
+        app.command(name)(command)
+

@@ -1,0 +1,145 @@
+"""The command line. What a command needs is imported when it runs: `rayps --help` loads neither torch nor ray."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import rayps
+from rayps.cli import bench as cli_bench
+from rayps.cli import jobs as cli_jobs
+from rayps.cli import show
+from rayps.cli.show import Output
+from rayps.errors import RaypsError
+
+_EPILOG = ("Exit codes: 0 ok, 1 the job or run failed, 2 bad input, 3 no such job, 4 service or cluster "
+           "unreachable, 5 conflict with the job's state, 130 interrupted or detached.")
+
+app = typer.Typer(name="rayps", add_completion=False, no_args_is_help=True, rich_markup_mode=None,
+                  pretty_exceptions_enable=False, epilog=_EPILOG)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        show.say(f"rayps {rayps.__version__}")
+        raise typer.Exit
+
+
+@app.callback(epilog=_EPILOG)
+def top(version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True,
+                                              help="Print the version.")] = False) -> None:
+    """Distributed training on Ray in which how the workers learn together is one argument."""
+
+
+@app.command()
+def train(
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="file.py:Class or module:Class of a Workload.")],
+    strategy: Annotated[str, typer.Option(help="How they learn together: all_reduce, or parameter_server:"
+                                          "staleness=3,shards=2 (none = asynchronous).")] = "all_reduce",
+    workers: Annotated[int, typer.Option(help="How many.")] = 1,
+    epochs: Annotated[int | None, typer.Option(help="Times through the data (1 when neither is given).")] = None,
+    steps: Annotated[int | None, typer.Option(help="Batches for each worker, instead of epochs.")] = None,
+    seed: Annotated[int, typer.Option(help="Of parameters and shuffling.")] = 0,
+    checkpoint: Annotated[Path | None, typer.Option(metavar="DIR", help="Save states there.")] = None,
+    checkpoint_every: Annotated[int | None, typer.Option(metavar="ROUNDS", help="Rounds between two.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in DIR.")] = False,
+    address: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Join this Ray cluster.")] = None,
+    max_failures: Annotated[int, typer.Option(help="How often lost actors are replaced.")] = 3,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Silence after which a peer is dead.")] = 60.0,
+    cpus_per_worker: Annotated[float, typer.Option(metavar="N", help="CPUs that each worker reserves.")] = 1.0,
+    gpus_per_worker: Annotated[float, typer.Option(metavar="N", help="GPUs that each worker reserves.")] = 0.0,
+    output: Annotated[Output, typer.Option("--output", "-o", help="table or json.")] = Output.table,
+) -> None:
+    """Train here and now, without a service; ends with the final metrics."""
+    resources = {"cpu": cpus_per_worker, **({"gpu": gpus_per_worker} if gpus_per_worker else {})}
+    result = rayps.train(
+        target, strategy=strategy, workers=workers, epochs=epochs, steps=steps, seed=seed, checkpoint=checkpoint,
+        checkpoint_every=checkpoint_every, resume=resume, resources=resources, address=address,
+        max_failures=max_failures, timeout=timeout, progress=True)
+    if output is Output.json:
+        saved = None if result.checkpoint is None else str(result.checkpoint)
+        show.dump({"metrics": result.metrics, "rounds": result.history.num_rows, "checkpoint": saved})
+        return
+    for name, value in result.metrics.items():
+        show.say(f"{name} {show.number(value)}")
+    if result.checkpoint is not None:
+        show.note(f"checkpoint {result.checkpoint}")
+
+
+@app.command()
+def serve(
+    host: Annotated[str | None, typer.Option(help="Where to listen (127.0.0.1).")] = None,
+    port: Annotated[int | None, typer.Option(help="Where to listen (8420; 0 = any free one).")] = None,
+    address: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Join this Ray cluster instead of "
+                                                "running an own one.")] = None,
+    cpus: Annotated[int | None, typer.Option(help="Logical CPUs of the own Ray (at least 16, or the cores).")] = None,
+    state_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Jobs and store (~/.rayps).")] = None,
+    idle: Annotated[float | None, typer.Option(metavar="SECONDS", help="Without service and job, the own Ray "
+                                               "ends itself after this (600).")] = None,
+    allow_host: Annotated[list[str] | None, typer.Option(metavar="NAME", help="A Host name to answer, beside "
+                                                         "the loopback ones.")] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Leave jobs running at the end.")] = False,
+) -> None:
+    """Run the job service with its dashboard, on this machine only unless told otherwise."""
+    from rayps.cli.serve import run
+    from rayps.service.settings import Settings
+
+    allowed = ",".join(allow_host) if allow_host else None
+    run(Settings.read(host=host, port=port, address=address, cpus=cpus, state_dir=state_dir, idle=idle,
+                      allowed_hosts=allowed), keep=keep)
+
+
+@app.command()
+def doctor(output: Annotated[Output, typer.Option("--output", "-o", help="table or json.")] = Output.table) -> None:
+    """Say what this machine lacks for rayps, and how to get it; exit 1 when something required is missing."""
+    from rayps.cli.doctor import findings
+
+    found = findings()
+    if output is Output.json:
+        show.dump([{"name": f.name, "found": f.found, "required": f.required, "needed_for": f.needed_for,
+                    "remedy": f.remedy} for f in found])
+    else:
+        rows = [[f.name, f.found or ("MISSING" if f.required else "not found"), f.needed_for,
+                 "" if f.found else f.remedy] for f in found]
+        show.table(["", "found", "needed for", "how to get it"], rows)
+    if any(f.failed for f in found):
+        raise typer.Exit(1)
+
+
+cli_jobs.add(app)
+app.add_typer(cli_bench.app, name="bench")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command; gives the exit code. Errors are at most three lines on stderr."""
+    try:
+        code = app(arguments, standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except RaypsError as error:
+        return _failed(str(error), error.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        return _failed("interrupted", 130)
+    except BrokenPipeError:
+        sys.stderr.close()  # nobody reads any more: as quiet as other tools
+        return 141
+    except Exception as error:
+        said: Any = getattr(error, "format_message", None)  # how typer words a wrong option
+        if said is None:
+            raise
+        lines = str(said()).strip().splitlines()
+        return _failed(" ".join(line.strip() for line in lines), 2, hint="`rayps COMMAND --help` shows what there is")
+
+
+def _failed(message: str, code: int, hint: str = "") -> int:
+    lines = [line for line in message.strip().splitlines() if line.strip()][:3]
+    if hint and len(lines) < 3:
+        lines.append(hint)
+    show.note("rayps: " + ("\n".join(lines) or "failed"))
+    return code
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,168 @@
+"""`rayps serve`: the service on a socket that is checked first, and its orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from rayps_api.app import create_app
+from rayps_api.service import Service
+
+from rayps.cli.show import note, say
+from rayps.errors import ConfigError
+from rayps.service.settings import Settings, private_write
+
+log = logging.getLogger(__name__)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn that says when it answers, ends streams first, and leaves with code 0 when it is told to."""
+
+    def __init__(self, config: uvicorn.Config, site: _Site) -> None:
+        super().__init__(config)
+        self._site = site
+        self._joined = 0
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            await self._site.greet()
+
+    async def on_tick(self, counter: int) -> bool:
+        joined = self._site.joined()
+        if joined != self._joined:  # joining Ray puts a handler of its own, which dumps a stack, before ours
+            self._joined = joined
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, self.handle_exit)
+        return await super().on_tick(counter)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._site.leaving()
+        super().handle_exit(sig, frame)
+
+
+class _Site:
+    """What is said at the start and at the end."""
+
+    def __init__(self, settings: Settings, url: str) -> None:
+        self._settings = settings
+        self._url = url
+        self._service: Service | None = None
+
+    async def began(self, service: Service) -> None:
+        self._service = service
+        token, new = await service.store.token(self._settings.token_file)
+        if new:
+            say(f"token: {token}\n(shown once; the local command line finds it in {self._settings.token_file})")
+
+    async def greet(self) -> None:
+        assert self._service is not None
+        facts = {"url": self._url, "pid": os.getpid()}
+        private_write(self._settings.service_file, json.dumps(facts))
+        code = await self._service.store.login_code()
+        say(f"dashboard: {self._url}/#code={code}\n(opens once, within five minutes; `rayps open` gives another)")
+
+    def joined(self) -> int:
+        return 0 if self._service is None else self._service.scheduler.joined
+
+    def stuck(self) -> bool:
+        return self._service is not None and self._service.scheduler.stuck
+
+    def leaving(self) -> None:
+        if self._service is not None:
+            self._service.closing.set()
+            running = "" if self._settings.address else " and its Ray"
+            note(f"ending the service{running} ...")
+
+    def ended(self, running: int, go_on: bool) -> None:
+        self._settings.service_file.unlink(missing_ok=True)
+        if running and go_on:
+            note(f"{running} running {_jobs(running)} on; the next `rayps serve` takes care of them again")
+        elif running:
+            note(f"{running} running {'job was' if running == 1 else 'jobs were'} interrupted; the next "
+                 "`rayps serve` starts them again from their newest checkpoints")
+
+
+def _jobs(count: int) -> str:
+    return "job goes" if count == 1 else "jobs go"
+
+
+def run(settings: Settings, *, keep: bool = False) -> None:
+    """Serve until SIGINT or SIGTERM.
+
+    Raises:
+        ConfigError: the port or the state directory is in use, or the host would open the service to others.
+    """
+    if not settings.loopback and not settings.allowed_hosts:
+        raise ConfigError(
+            f"--host {settings.host} would answer other machines: name the host names by which they will call it\n"
+            "with --allow-host NAME, and put TLS in front; or leave --host out to stay on this machine",
+            field="host")
+    settings.prepare()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    with _alone(settings), _listening(settings) as door:
+        port = door.getsockname()[1]
+        name = f"[{settings.host}]" if ":" in settings.host else settings.host
+        site = _Site(settings, f"http://{name}:{port}")
+        app = create_app(settings, keep=keep, started=site.began, ended=site.ended)
+        config = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=3,
+                                server_header=False, proxy_headers=False, lifespan="on", ws="none")
+        server = _Server(config, site)
+        asyncio.run(server.serve([door]))
+        if server.started and site.stuck():
+            os._exit(0)  # all is put away; a call to a Ray that is gone would hold this process for ever
+        if not server.started:
+            raise ConfigError(f"the service did not start: its state is in {settings.state_dir}")
+
+
+@contextlib.contextmanager
+def _alone(settings: Settings) -> Iterator[None]:
+    """One service for each state directory."""
+    with (settings.state_dir / "service.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigError(
+                f"another `rayps serve` uses {settings.state_dir}: use that one, stop it, or give another "
+                "directory with --state-dir", field="state_dir") from error
+        yield
+
+
+@contextlib.contextmanager
+def _listening(settings: Settings) -> Iterator[Any]:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as door:
+        door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            door.bind((settings.host, settings.port))
+            door.listen(128)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise ConfigError(
+                    f"port {settings.port} on {settings.host} is in use: give another with --port (0 = any free "
+                    "one), or stop what uses it", field="port") from error
+            raise ConfigError(
+                f"cannot listen on {settings.host}:{settings.port}: {error.strerror or error}", field="host",
+            ) from error
+        yield door

@@ -1,0 +1,104 @@
+"""How the command line shows things: data on stdout, notes on stderr, as tables or as JSON."""
+
+from __future__ import annotations
+
+import enum
+import json
+import sys
+import time
+from datetime import UTC, datetime
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+_COLOURS = {"SUCCEEDED": "green", "FAILED": "red", "STOPPED": "yellow", "RUNNING": "cyan", "RECOVERING": "yellow",
+            "UNKNOWN": "yellow"}
+
+
+class Output(enum.StrEnum):
+    """For a person or for a program."""
+
+    table = "table"
+    json = "json"
+
+
+def note(text: str) -> None:
+    """Something for the person, not for the pipe."""
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+
+
+def say(text: str) -> None:
+    """A line of data."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def dump(data: Any) -> None:
+    """Data as JSON."""
+    say(json.dumps(data, indent=2, ensure_ascii=False))
+
+
+def table(columns: list[str], rows: list[list[Any]]) -> None:
+    """Rows under headings; never cut off when it is not a terminal that reads."""
+    console = Console(soft_wrap=not sys.stdout.isatty(), highlight=False)
+    if not sys.stdout.isatty():
+        console.width = 10_000
+    found = Table(box=None, header_style="bold", pad_edge=False)
+    for column in columns:
+        found.add_column(column, no_wrap=True, overflow="ellipsis")
+    for row in rows:
+        found.add_row(*[cell if isinstance(cell, Text) else Text(str(cell)) for cell in row])
+    console.print(found)
+
+
+def status(word: str) -> Text:
+    """A status in its colour."""
+    return Text(word, style=_COLOURS.get(word, ""))
+
+
+def facts(pairs: list[tuple[str, Any]]) -> None:
+    """Names and values, one pair on each line; those without a value are left out."""
+    width = max(len(name) for name, _ in pairs)
+    for name, value in pairs:
+        if value not in (None, "", {}, []):
+            say(f"{name:<{width}}  {value}")
+
+
+def age(stamp: str | None) -> str:
+    """How long ago, in one unit."""
+    if not stamp:
+        return ""
+    seconds = max(0.0, time.time() - datetime.fromisoformat(stamp).astimezone(UTC).timestamp())
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def clock(at: float) -> str:
+    """A time of day, here."""
+    return datetime.fromtimestamp(at).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def number(value: Any) -> str:
+    """A figure, short."""
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def measures(found: dict[str, Any] | None) -> str:
+    """Metrics on one line."""
+    return "  ".join(f"{name} {number(value)}" for name, value in (found or {}).items())
+
+
+def strategy(spec: Any) -> str:
+    """A strategy in its text form."""
+    if isinstance(spec, list):
+        return " > ".join(f"{p['epochs']}*{strategy(p['strategy'])}" if p.get("epochs") else strategy(p["strategy"])
+                          for p in spec)
+    if not isinstance(spec, dict):
+        return str(spec)
+    options = [f"{k}={'none' if v is None else v}" for k, v in spec.items() if k != "name"]
+    return f"{spec.get('name')}:{','.join(options)}" if options else str(spec.get("name"))
