@@ -1,0 +1,85 @@
+/* Calls of the service's REST interface. Addresses are relative to the page, so a path prefix needs no setting. */
+import { parse } from "./lib/json";
+import type { ClusterState, Job, LogLine, Problem } from "./types";
+
+const base = new URL("api/v1/", document.baseURI);
+
+/** The service refused or could not be reached. `status` 0 = not reached. */
+export class ApiError extends Error {
+  constructor(readonly status: number, message: string, readonly problem: Problem | null = null) {
+    super(message);
+    this.name = "ApiError";
+  }
+}
+
+export function address(path: string, query: Record<string, string | number | null | undefined> = {}): string {
+  const url = new URL(path, base);
+  for (const [key, value] of Object.entries(query)) {
+    if (value !== null && value !== undefined && value !== "") url.searchParams.set(key, String(value));
+  }
+  return url.href;
+}
+
+async function call(method: string, url: string, body?: unknown, headers: Record<string, string> = {}): Promise<unknown> {
+  let answer: Response;
+  try {
+    answer = await fetch(url, {
+      method,
+      credentials: "same-origin",
+      headers: body === undefined ? headers : { "content-type": "application/json", ...headers },
+      body: body === undefined ? null : JSON.stringify(body),
+    });
+  } catch {
+    throw new ApiError(0, "The service cannot be reached.");
+  }
+  const text = await answer.text();
+  const data = text ? safeParse(text) : null;
+  if (!answer.ok) {
+    const problem = typeof data === "object" ? (data as Problem | null) : null;
+    throw new ApiError(answer.status, problem?.detail || problem?.title || `The service answered ${answer.status}.`, problem);
+  }
+  return data;
+}
+
+function safeParse(text: string): unknown {
+  try {
+    return parse(text);
+  } catch {
+    return null;
+  }
+}
+
+/** Exchange a one-time code for the session cookie. */
+export async function login(code: string): Promise<void> {
+  await call("POST", address("session"), { code });
+}
+
+/** Ask for the session cookie with the service's own token. */
+export async function loginByToken(token: string): Promise<void> {
+  await call("POST", address("session"), { token }, { authorization: `Bearer ${token}` });
+}
+
+export async function cluster(): Promise<ClusterState> {
+  return (await call("GET", address("cluster"))) as ClusterState;
+}
+
+export async function jobs(cursor: string | null, limit = 100): Promise<{ jobs: Job[]; next_cursor: string | null }> {
+  return (await call("GET", address("jobs", { limit, cursor }))) as { jobs: Job[]; next_cursor: string | null };
+}
+
+export async function job(id: string): Promise<Job> {
+  return (await call("GET", address(`jobs/${encodeURIComponent(id)}`))) as Job;
+}
+
+export async function stop(id: string): Promise<Job> {
+  return (await call("POST", address(`jobs/${encodeURIComponent(id)}/stop`))) as Job;
+}
+
+export async function logTail(id: string, tail: number): Promise<{ lines: LogLine[]; cursor: number }> {
+  return (await call("GET", address(`jobs/${encodeURIComponent(id)}/logs`, { tail }))) as { lines: LogLine[]; cursor: number };
+}
+
+export async function logPage(id: string, cursor: number, limit = 1000): Promise<{ lines: LogLine[]; cursor: number }> {
+  const url = address(`jobs/${encodeURIComponent(id)}/logs`, { cursor, limit });
+  return (await call("GET", url)) as { lines: LogLine[]; cursor: number };
+}

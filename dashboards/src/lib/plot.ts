@@ -1,0 +1,72 @@
+/* From a job's series to the arrays that a chart draws. Pure, so that tests can look at them. */
+import type { EvaluationPoint } from "../types";
+import { ema } from "./ema";
+import { type Bucket, mean, rate, type Series } from "./series";
+
+export interface LossData {
+  x: number[];
+  raw: (number | null)[];
+  smooth: (number | null)[];
+  low: (number | null)[];
+  high: (number | null)[];
+  evaluationLoss: (number | null)[];
+  evaluation: (number | null)[];
+}
+
+/** Arrays of the loss chart; on a logarithmic axis values at or below zero are left out. */
+export function lossData(series: Series, beta: number, name: string | null, log: boolean): LossData {
+  const { buckets } = series;
+  const fit = (value: number | null) => (log && value !== null && value <= 0 ? null : value);
+  const raw = buckets.map((bucket) => fit(mean(bucket)));
+  return {
+    x: buckets.map((bucket) => bucket.end),
+    raw,
+    smooth: beta > 0 ? ema(raw, beta, buckets.map((bucket) => Math.max(1, bucket.count))) : raw,
+    low: buckets.map((bucket) => (bucket.count ? fit(bucket.min) : null)),
+    high: buckets.map((bucket) => (bucket.count ? fit(bucket.max) : null)),
+    evaluationLoss: at(buckets, series.evaluations, "loss").map(fit),
+    evaluation: name ? at(buckets, series.evaluations, name) : buckets.map(() => null),
+  };
+}
+
+/** Arrays of the throughput chart: samples per second as measured, and smoothed. */
+export function rateData(series: Series): { x: number[]; raw: (number | null)[]; smooth: (number | null)[] } {
+  const raw = series.buckets.map(rate);
+  const weights = series.buckets.map((bucket) => bucket.rounds);
+  return { x: series.buckets.map((bucket) => bucket.end), raw, smooth: ema(raw, 0.9, weights) };
+}
+
+/** The metric that evaluations are best read by: accuracy if there is one, else the first that is not a loss. */
+export function mainMetric(evaluations: readonly EvaluationPoint[], final: Record<string, unknown> | null): string | null {
+  const names = Object.keys(evaluations[evaluations.length - 1]?.metrics ?? final ?? {});
+  return names.find((name) => name === "accuracy") ?? names.find((name) => !/loss/i.test(name)) ?? null;
+}
+
+
+/** At most `rows` rows, evenly spread and with the last, as the chart's table. */
+export function sampled<T>(items: readonly T[], rows: number): T[] {
+  if (items.length <= rows) return [...items];
+  const step = (items.length - 1) / (rows - 1);
+  return Array.from({ length: rows }, (_, i) => items[Math.round(i * step)]!);
+}
+
+/** The rounds as comma-separated values. */
+export function csv(series: Series): string {
+  const head = "round,round_end,loss_mean,loss_min,loss_max,samples_per_second";
+  const rows = series.buckets.map((bucket) => {
+    const some = bucket.count > 0;
+    return [bucket.round, bucket.end, mean(bucket) ?? "", some ? bucket.min : "", some ? bucket.max : "", rate(bucket) ?? ""].join(",");
+  });
+  return [head, ...rows].join("\n") + "\n";
+}
+
+function at(buckets: readonly Bucket[], evaluations: readonly EvaluationPoint[], name: string): (number | null)[] {
+  const out: (number | null)[] = buckets.map(() => null);
+  let i = 0;
+  for (const point of evaluations) {
+    while (i < buckets.length - 1 && buckets[i]!.end < point.round) i += 1;
+    const value = point.metrics[name];
+    if (i < out.length && typeof value === "number" && Number.isFinite(value)) out[i] = value;
+  }
+  return out;
+}

@@ -1,0 +1,197 @@
+/* One job, live: where it stands, how it learns, who does what, and what it says. */
+import { useSignal } from "@preact/signals";
+import { useEffect, useMemo } from "preact/hooks";
+import { stop } from "../api";
+import { now } from "../clock";
+import { Feed } from "../feed";
+import { count, duration, loss, metric, plural, seconds, short } from "../lib/format";
+import { mainMetric } from "../lib/plot";
+import { ended, share, TONES, WORDS } from "../lib/status";
+import { current, describe, length, phases, usesServer, words } from "../lib/strategy";
+import { Ago, Badge, Bar, Copy, Dialog, Empty } from "../parts/bits";
+import { LossCard, RateCard } from "../parts/curves";
+import { EventsCard, ResultCard, SpecCard } from "../parts/facts";
+import { StopIcon } from "../parts/icons";
+import { LogsCard } from "../parts/logs";
+import { ShardsCard, StalenessCard, WorkersCard } from "../parts/people";
+import { href } from "../route";
+import { session } from "../stream";
+import type { Job } from "../types";
+
+export function JobPage({ id }: { id: string }) {
+  const feed = useMemo(() => new Feed(id), [id]);
+  useEffect(() => () => feed.stop(), [feed]);
+  const job = feed.job.value;
+  const problem = feed.problem.value;
+  useEffect(() => {
+    document.title = job ? `${titleMark(job)}${job.name} – rayps` : "Job – rayps";
+  }, [job?.name, job?.status, job?.progress?.round]);
+  if (problem && !job) return <Missing id={id} status={problem.status} text={problem.text} onRetry={() => void feed.reload()} />;
+  if (!job) return <main class="page"><div class="skeleton" role="status" aria-label="Loading the job"><span /><span /><span /></div></main>;
+  const server = usesServer(job.spec.strategy);
+  return (
+    <main class="page job">
+      <Head job={job} feed={feed} />
+      <Tiles job={job} feed={feed} />
+      <div class="grid">
+        <LossCard feed={feed} />
+        <div class="stack">
+          <RateCard feed={feed} height={server ? 132 : 300} />
+          {server && <StalenessCard feed={feed} />}
+        </div>
+        <div class="wide"><WorkersCard feed={feed} /></div>
+        {server && <div class="wide"><ShardsCard feed={feed} /></div>}
+        <LogsCard feed={feed} />
+        <EventsCard feed={feed} />
+        <div class="wide pair"><ResultCard job={job} /><SpecCard job={job} /></div>
+      </div>
+    </main>
+  );
+}
+
+function Head({ job, feed }: { job: Job; feed: Feed }) {
+  const over = ended(job.status);
+  const created = seconds(job.created_at);
+  const said = remark(job);
+  return (
+    <header class="job-head">
+      <nav aria-label="Breadcrumb"><a href={href(["jobs"])}>Jobs</a><span aria-hidden="true">/</span></nav>
+      <div class="job-title">
+        <h1>{job.name}</h1>
+        <Badge status={job.status} large />
+        {!over && <StopButton job={job} feed={feed} />}
+      </div>
+      <p class="job-line">
+        <span class="mono id">{job.id}<Copy text={() => job.id} title="Copy the job's id" small /></span>
+        <span class="mono">{job.spec.workload}</span>
+        <span>{describe(job.spec.strategy)}</span>
+        <span>{plural(job.spec.workers ?? 1, "worker")}</span>
+        {length(job.spec) && <span>{length(job.spec)}</span>}
+        <span>submitted&nbsp;<Ago at={created} /></span>
+        {job.attempt > 1 && <span>attempt {job.attempt}</span>}
+      </p>
+      {said && <p class={`job-reason tone-${TONES[job.status] ?? "warn"}`} role="status">{said}</p>}
+      <Advance job={job} />
+    </header>
+  );
+}
+
+/** What there is to say beside the status; a job that runs or succeeded needs no words. */
+function remark(job: Job): string | null {
+  if (job.status === "SUCCEEDED") return null;
+  if (ended(job.status) || job.status === "QUEUED") return job.reason;
+  return job.status === "RUNNING" ? job.reason : job.reason || job.progress?.message || null;
+}
+
+function Advance({ job }: { job: Job }) {
+  const { progress } = job;
+  if (job.status === "QUEUED") return null;
+  const parts = [
+    progress?.rounds ? `Round ${count(progress.round ?? 0)} of ${count(progress.rounds)}` : progress?.round ? `Round ${count(progress.round)}` : "",
+    progress?.epochs ? `epoch ${Math.min((progress.epoch ?? 0) + 1, progress.epochs)} of ${progress.epochs}` : "",
+    phases(job.spec.strategy).length > 1 && !ended(job.status) ? `now ${words(current(progress?.strategy, job.spec.strategy)).toLowerCase()}` : "",
+  ].filter(Boolean);
+  const left = job.status === "RUNNING" && progress?.eta_seconds ? `${duration(progress.eta_seconds)} left` : "";
+  return (
+    <div class="job-progress">
+      <Bar share={share(job) ?? (ended(job.status) ? 0 : null)} tone={TONES[job.status] ?? "idle"} label="Progress" />
+      <p class="sub sub-split"><span>{parts.join(", ")}</span><span>{left}</span></p>
+    </div>
+  );
+}
+
+function StopButton({ job, feed }: { job: Job; feed: Feed }) {
+  const asking = useSignal(false);
+  const busy = useSignal(false);
+  const error = useSignal("");
+  const asked = job.stop_requested || job.status === "STOPPING";
+  const confirm = async () => {
+    busy.value = true;
+    try {
+      feed.take(await stop(job.id));
+      asking.value = false;
+    } catch (reason) {
+      if ((reason as { status?: number }).status === 401) session.value = false;
+      error.value = (reason as Error).message;
+    } finally {
+      busy.value = false;
+    }
+  };
+  return (
+    <>
+      <button type="button" class="button button-danger job-stop" disabled={asked} onClick={() => { error.value = ""; asking.value = true; }}>
+        <StopIcon /><span>{asked ? "Stopping" : "Stop"}</span>
+      </button>
+      <Dialog title={`Stop ${job.name}?`} open={asking.value} onClose={() => (asking.value = false)}>
+        <p>The workers end and the job is written down as stopped. Checkpoints, metrics and logs are kept. This cannot be undone.</p>
+        {error.value && <p class="form-error" role="alert">{error.value}</p>}
+        <div class="dialog-actions">
+          <button type="button" class="button" onClick={() => (asking.value = false)}>Keep it running</button>
+          <button type="button" class="button button-danger-solid" disabled={busy.value} onClick={confirm}>{busy.value ? "Asking" : "Stop the job"}</button>
+        </div>
+      </Dialog>
+    </>
+  );
+}
+
+function Tiles({ job, feed }: { job: Job; feed: Feed }) {
+  void feed.version.value;
+  const { progress } = job;
+  const { evaluations } = feed.series;
+  const last = evaluations[evaluations.length - 1];
+  const name = mainMetric(evaluations, job.metrics ?? job.progress?.metrics ?? null);
+  const value = name ? (job.metrics?.[name] ?? last?.metrics[name] ?? job.progress?.metrics?.[name]) : null;
+  const started = seconds(job.started_at);
+  const spent = started === null ? null : Math.max(0, (seconds(job.finished_at) ?? now.value) - started);
+  const failures = progress?.failures ?? 0;
+  return (
+    <dl class="tiles">
+      <Tile name="Loss" value={progress?.round && progress.loss === null && feed.series.badRounds > 0 ? "NaN" : loss(progress?.loss ?? job.metrics?.["loss"])} note={last?.metrics["loss"] !== undefined ? `evaluation ${loss(last.metrics["loss"])}` : "training, last round"} />
+      <Tile name={name ? name.charAt(0).toUpperCase() + name.slice(1) : "Accuracy"} value={name ? metric(name, value) : "–"} note={last ? `after round ${count(last.round)}` : "not evaluated yet"} />
+      <Tile name="Throughput" value={short(ended(job.status) ? average(feed) : progress?.samples_per_second)} unit="samples/s" note={ended(job.status) ? "mean of the run" : "now"} />
+      <Tile name="Time" value={duration(spent)} note={started === null ? "not started" : job.finished_at ? "in all" : progress?.eta_seconds ? `${duration(progress.eta_seconds)} left` : "so far"} />
+      <Tile name="Failures" value={count(failures)} note={failures ? `generation ${progress?.generation ?? 1}, ${WORDS[job.status].toLowerCase()}` : "none so far"} tone={failures ? "warn" : ""} />
+    </dl>
+  );
+}
+
+function average(feed: Feed): number | null {
+  let samples = 0;
+  let time = 0;
+  for (const bucket of feed.series.buckets) {
+    samples += bucket.samples;
+    time += bucket.seconds;
+  }
+  return time > 0 ? samples / time : null;
+}
+
+function Tile({ name, value, unit, note, tone = "" }: { name: string; value: string; unit?: string; note: string; tone?: string }) {
+  return (
+    <div class={`tile ${tone && `tone-${tone}`}`}>
+      <dt>{name}</dt>
+      <dd><span class="tile-value">{value}</span>{unit && value !== "–" && <span class="tile-unit">{unit}</span>}<span class="tile-note">{note}</span></dd>
+    </div>
+  );
+}
+
+function Missing({ id, status, text, onRetry }: { id: string; status: number; text: string; onRetry: () => void }) {
+  const gone = status === 404;
+  return (
+    <main class="page">
+      <Empty title={gone ? "There is no such job" : "The job could not be loaded"}>
+        <p>{gone ? <>No job has the id <code>{id}</code>. It may have been removed, or belongs to another service.</> : text}</p>
+        <p class="empty-actions">
+          <a class="button" href={href(["jobs"])}>All jobs</a>
+          {!gone && <button type="button" class="button" onClick={onRetry}>Try again</button>}
+        </p>
+      </Empty>
+    </main>
+  );
+}
+
+function titleMark(job: Job): string {
+  const done = share(job);
+  if (job.status === "SUCCEEDED") return "✓ ";
+  if (job.status === "FAILED") return "✕ ";
+  return done !== null && !ended(job.status) ? `${Math.floor(done * 100)}% ` : "";
+}

@@ -1,0 +1,155 @@
+/* The list of jobs: filtered by the address, kept fresh by one stream, walked through with j and k. */
+import type { ComponentChildren } from "preact";
+import { useEffect } from "preact/hooks";
+import { now } from "../clock";
+import { asCurl } from "../lib/commands";
+import { count, duration, loss, metric, plural, seconds } from "../lib/format";
+import { ended, GROUPS, matches, share, TONES } from "../lib/status";
+import { brief, describe, length, shardWords } from "../lib/strategy";
+import { failure, jobs, loadingMore, more, nextCursor, state, watch } from "../list";
+import { Ago, Badge, Bar, Command, Empty } from "../parts/bits";
+import { SearchIcon } from "../parts/icons";
+import { go, href, put, route } from "../route";
+import type { Job, JobSpec } from "../types";
+
+const SAMPLE: JobSpec = { workload: "digits.py:Digits", strategy: "all_reduce", workers: 4, epochs: 5 };
+
+/** Stands for the shell's own directory: the service wants an absolute path beside a workload file. */
+const HERE = "HERE";
+
+export function JobsPage() {
+  useEffect(() => {
+    document.title = "Jobs – rayps";
+    return watch();
+  }, []);
+  const { query } = route.value;
+  const status = query.get("status") ?? "";
+  const text = query.get("q") ?? "";
+  const all = jobs.value;
+  const named = text.trim() ? all.filter((job) => matches(job, text)) : all;
+  const group = GROUPS.find((entry) => entry.key === status);
+  const shown = group ? named.filter((job) => group.holds.includes(job.status)) : named;
+
+  if (state.value === "ready" && all.length === 0) return <FirstJob />;
+  return (
+    <main class="page">
+      <div class="page-head">
+        <h1>Jobs</h1>
+        <label class="search">
+          <SearchIcon />
+          <input type="search" data-focus="filter" placeholder="Filter by name, workload, strategy" aria-label="Filter jobs"
+            aria-keyshortcuts="/" value={text} onInput={(event) => put({ q: event.currentTarget.value || null })} />
+          <kbd aria-hidden="true">/</kbd>
+        </label>
+      </div>
+      <div class="tabs" role="group" aria-label="Filter by status">
+        <Tab name="All" active={!group} number={named.length} onClick={() => put({ status: null })} />
+        {GROUPS.map((entry) => (
+          <Tab key={entry.key} name={entry.name} active={group === entry} number={named.filter((job) => entry.holds.includes(job.status)).length}
+            onClick={() => put({ status: group === entry ? null : entry.key })} />
+        ))}
+      </div>
+      {state.value === "loading" && <Skeleton />}
+      {state.value === "error" && <Empty title="The list could not be loaded">{failure.value} It is tried again when the service answers.</Empty>}
+      {state.value === "ready" && shown.length === 0 && (
+        <Empty title="No job matches">
+          <button type="button" class="button" onClick={() => put({ q: null, status: null })}>Show all jobs</button>
+        </Empty>
+      )}
+      {shown.length > 0 && <JobTable shown={shown} />}
+      {nextCursor.value && state.value === "ready" && (
+        <p class="more"><button type="button" class="button" disabled={loadingMore.value} onClick={() => void more()}>{loadingMore.value ? "Loading" : "Load older jobs"}</button></p>
+      )}
+    </main>
+  );
+}
+
+function Tab({ name, number, active, onClick }: { name: string; number: number; active: boolean; onClick: () => void }) {
+  return <button type="button" class="tab" aria-pressed={active} onClick={onClick}>{name}<span class="tab-count">{number}</span></button>;
+}
+
+function JobTable({ shown }: { shown: Job[] }) {
+  return (
+    <table class="jobs" aria-label={plural(shown.length, "job")}>
+      <thead>
+        <tr><th>Status</th><th>Job</th><th>Strategy</th><th class="col-progress">Progress</th><th class="num">Loss</th><th class="num">Accuracy</th><th class="num">Submitted</th></tr>
+      </thead>
+      <tbody>{shown.map((job) => <JobRow key={job.id} job={job} />)}</tbody>
+    </table>
+  );
+}
+
+function JobRow({ job }: { job: Job }) {
+  const open = (event: MouseEvent) => {
+    if ((event.target as Element).closest("a") || window.getSelection()?.toString()) return;
+    go(["jobs", job.id]);
+  };
+  const created = seconds(job.created_at);
+  return (
+    <tr onClick={open} data-job={job.id}>
+      <td class="cell-status"><Badge status={job.status} /></td>
+      <td class="cell-name">
+        <a href={href(["jobs", job.id])} data-row>{job.name}</a>
+        <span class="sub mono">{job.spec.workload}</span>
+      </td>
+      <td class="cell-strategy">
+        <span title={describe(job.spec.strategy)}>{brief(job.spec.strategy)}</span>
+        <span class="sub">{[plural(job.spec.workers ?? 1, "worker"), shardWords(job.spec.strategy), length(job.spec)].filter(Boolean).join(", ")}</span>
+      </td>
+      <td class="cell-progress"><Advance job={job} /></td>
+      <td class={`num cell-loss${lossOf(job) == null ? " is-none" : ""}`} data-label="Loss">{loss(lossOf(job))}</td>
+      <td class={`num cell-accuracy${accuracy(job) === "–" ? " is-none" : ""}`} data-label="Accuracy">{accuracy(job)}</td>
+      <td class="num cell-age"><Ago at={created} /><span class="sub">{took(job)}</span></td>
+    </tr>
+  );
+}
+
+/** How far a job is; for one that waits or failed, why. */
+function Advance({ job }: { job: Job }) {
+  const { progress } = job;
+  if (job.status === "QUEUED") return <span class="reason" title={job.reason ?? ""}>{job.reason ?? "Waits for its turn"}</span>;
+  const bar = <Bar share={share(job) ?? (ended(job.status) ? 0 : null)} tone={TONES[job.status] ?? "idle"} label={`Progress of ${job.name}`} />;
+  if (job.status === "FAILED") return <>{bar}<span class="reason reason-bad" title={job.reason ?? ""}>{job.reason ?? "Failed"}</span></>;
+  if (job.status === "RUNNING" || job.status === "STOPPING" || ended(job.status)) {
+    const rounds = progress?.rounds ? `${count(progress.round ?? 0)} / ${count(progress.rounds)} rounds` : progress?.round ? plural(progress.round, "round") : "";
+    const left = job.status === "RUNNING" && progress?.eta_seconds ? `${duration(progress.eta_seconds)} left` : "";
+    return <>{bar}<span class="sub sub-split"><span>{rounds}</span><span>{left}</span></span></>;
+  }
+  return <>{bar}<span class="sub">{job.reason ?? progress?.message ?? "Getting ready"}</span></>;
+}
+
+function lossOf(job: Job): number | null | undefined {
+  return job.progress?.loss ?? job.metrics?.["loss"];
+}
+
+function accuracy(job: Job): ComponentChildren {
+  const entries = Object.entries(job.metrics ?? job.progress?.metrics ?? {}).filter(([name]) => !/loss/i.test(name));
+  const [name, value] = entries.find(([key]) => key === "accuracy") ?? entries[0] ?? [];
+  if (name === undefined) return "–";
+  return name === "accuracy" ? metric(name, value) : <>{metric(name, value)}<span class="sub">{name}</span></>;
+}
+
+function took(job: Job): string {
+  const from = seconds(job.started_at);
+  if (from === null) return "";
+  return duration(Math.max(0, (seconds(job.finished_at) ?? now.value) - from));
+}
+
+function Skeleton() {
+  return <div class="skeleton" role="status" aria-label="Loading jobs">{[0, 1, 2, 3].map((i) => <span key={i} />)}</div>;
+}
+
+function FirstJob() {
+  const origin = new URL(".", document.baseURI).href.replace(/\/$/, "");
+  return (
+    <main class="page first">
+      <h1>Submit a first job</h1>
+      <p class="lead">A job names a workload and how its workers learn together. It appears here as soon as it is submitted, and this page follows it live.</p>
+      <div class="first-commands">
+        <Command label="From the command line" text={`# digits.yaml names the workload, the strategy and the workers\nrayps submit examples/digits.yaml --follow\n\n# the same, with another way of learning together\nrayps submit examples/digits.yaml --follow \\\n  --set strategy=parameter_server:staleness=3,shards=2`} />
+        <Command label="By REST" text={asCurl({ ...SAMPLE, working_dir: HERE }, origin).replace(HERE, `'"$PWD/examples"'`)} />
+      </div>
+      <p class="faint">Run them in a source tree of rayps. <code>RAYPS_TOKEN</code> is the service's token: <code>rayps serve</code> shows it once and keeps it in the file <code>token</code> of its state directory.</p>
+    </main>
+  );
+}

@@ -1,0 +1,83 @@
+/* What happened to a job (its events), and what was asked for (its spec). */
+import type { Feed } from "../feed";
+import { asCli, asCurl, slim } from "../lib/commands";
+import { bytes, clock, metric, stamp } from "../lib/format";
+import { describe, length } from "../lib/strategy";
+import type { Job, JobEvent } from "../types";
+import { Card, Copy, Empty } from "./bits";
+
+const TONE: Record<string, string> = {
+  failed: "bad", worker_lost: "bad", shard_lost: "bad", driver_lost: "bad", warning: "warn", restarted: "warn", replaced: "warn",
+  finished: "ok", succeeded: "ok", checkpoint: "idle", phase: "run", started: "run",
+};
+
+export function EventsCard({ feed }: { feed: Feed }) {
+  void feed.version.value;
+  const events = [...feed.events].reverse();
+  return (
+    <Card title="Events" id="events" class="events-card" note={events.length ? String(events.length) : undefined}>
+      {events.length === 0 ? <Empty title="Nothing has happened yet" /> : (
+        <ol class="events" tabIndex={0} aria-label="Events, newest first">
+          {events.map((event) => <EventLine key={event.seq} event={event} />)}
+        </ol>
+      )}
+    </Card>
+  );
+}
+
+function EventLine({ event }: { event: JobEvent }) {
+  return (
+    <li class={`event tone-${TONE[event.kind] ?? "idle"}`}>
+      <span class="event-dot" aria-hidden="true" />
+      <div>
+        <p class="event-head"><span class="event-kind">{event.kind.replaceAll("_", " ")}</span><time title={stamp(event.time)}>{clock(event.time)}</time></p>
+        {event.message.toLowerCase() !== event.kind && <p class="event-text">{event.message}</p>}
+      </div>
+    </li>
+  );
+}
+
+export function SpecCard({ job }: { job: Job }) {
+  const { spec } = job;
+  const origin = new URL(".", document.baseURI).href.replace(/\/$/, "");
+  const rest = Object.entries(slim(spec)).filter(([key]) => !["workload", "strategy", "workers", "epochs", "steps", "name", "resources"].includes(key));
+  return (
+    <Card title="Specification" id="spec" tools={<>
+      <Copy text={() => asCli(spec)} title="Copy as commands that submit this job again">CLI</Copy>
+      <Copy text={() => asCurl(spec, origin)} title="Copy as a curl command; the token is read from RAYPS_TOKEN">curl</Copy>
+    </>}>
+      <dl class="facts">
+        <Fact name="Workload"><code>{spec.workload}</code></Fact>
+        <Fact name="Strategy">{describe(spec.strategy)}</Fact>
+        <Fact name="Workers">{spec.workers ?? 1}</Fact>
+        <Fact name="Length">{length(spec) || "the workload's own"}</Fact>
+        <Fact name="Per worker">{resources(spec.resources)}</Fact>
+        {rest.map(([key, value]) => <Fact key={key} name={key.replaceAll("_", " ")}>{typeof value === "string" ? <code>{value}</code> : typeof value === "number" ? value : JSON.stringify(value)}</Fact>)}
+      </dl>
+    </Card>
+  );
+}
+
+export function ResultCard({ job }: { job: Job }) {
+  const metrics = Object.entries(job.metrics ?? {});
+  if (metrics.length === 0 && !job.checkpoint) return null;
+  return (
+    <Card title="Result" id="result">
+      <dl class="facts">
+        {metrics.map(([name, value]) => <Fact key={name} name={name}>{metric(name, value)}</Fact>)}
+        {job.checkpoint && (
+          <Fact name="checkpoint"><span class="path"><code>{job.checkpoint}</code><Copy text={() => job.checkpoint ?? ""} title="Copy the checkpoint's path" small /></span></Fact>
+        )}
+      </dl>
+    </Card>
+  );
+}
+
+function Fact({ name, children }: { name: string; children: preact.ComponentChildren }) {
+  return <div><dt>{name}</dt><dd>{children}</dd></div>;
+}
+
+function resources(wanted: Record<string, number> | undefined): string {
+  const entries = Object.entries(wanted ?? { cpu: 1 });
+  return entries.map(([key, amount]) => (key === "memory" ? `${bytes(amount)} memory` : `${amount} ${key.toUpperCase()}`)).join(", ") || "nothing reserved";
+}

@@ -1,0 +1,149 @@
+/* What the service sends. One declaration for each JSON form of the REST interface; nothing here runs. */
+
+export type Status =
+  | "QUEUED" | "STARTING" | "RUNNING" | "RECOVERING" | "STOPPING" | "UNKNOWN"
+  | "SUCCEEDED" | "FAILED" | "STOPPED";
+
+/** A strategy in wire form: `{"name": ..., option: ...}`. */
+export interface StrategyWire {
+  name: string;
+  [option: string]: unknown;
+}
+
+/** A phase of a run whose strategy changes; the last may leave `epochs` out. */
+export interface PhaseWire {
+  epochs?: number | null;
+  strategy: StrategyWire;
+}
+
+export type StrategySpec = string | StrategyWire | PhaseWire[];
+
+export interface JobSpec {
+  workload: string;
+  strategy?: StrategySpec;
+  workers?: number;
+  epochs?: number | null;
+  steps?: number | null;
+  seed?: number;
+  resources?: Record<string, number>;
+  name?: string | null;
+  [field: string]: unknown;
+}
+
+export interface WorkerRow {
+  rank: number;
+  host?: string | null;
+  pid?: number | null;
+  status?: string;
+  round?: number;
+  samples_per_second?: number | null;
+  compute?: number | null;
+  wait?: number | null;
+  move?: number | null;
+}
+
+export interface ShardRow {
+  index: number;
+  host?: string | null;
+  pid?: number | null;
+  lo?: number;
+  hi?: number;
+  version?: number;
+  bytes?: number;
+}
+
+export interface Progress {
+  status?: Status;
+  message?: string;
+  time?: number;
+  round?: number;
+  rounds?: number | null;
+  epoch?: number;
+  epochs?: number | null;
+  loss?: number | null;
+  metrics?: Record<string, number | null> | null; // the last evaluation
+  samples_per_second?: number | null;
+  eta_seconds?: number | null;
+  generation?: number;
+  failures?: number;
+  strategy?: StrategySpec;
+  staleness?: Record<string, number> | null;
+  workers?: WorkerRow[];
+  shards?: ShardRow[];
+}
+
+export interface Job {
+  id: string;
+  name: string;
+  status: Status;
+  reason: string | null;
+  spec: JobSpec;
+  attempt: number;
+  created_at: string;
+  started_at: string | null;
+  finished_at: string | null;
+  progress: Progress | null;
+  metrics: Record<string, number | null> | null;
+  checkpoint: string | null;
+  stop_requested: boolean;
+}
+
+export interface RoundPoint {
+  kind: "round";
+  round: number;
+  epoch?: number;
+  time?: number;
+  loss: number | null;
+  samples?: number;
+  seconds?: number;
+  compute?: number;
+  wait?: number;
+  move?: number;
+  bytes?: number;
+  staleness?: Record<string, number>;
+  generation?: number;
+  strategy?: StrategySpec;
+}
+
+export interface EvaluationPoint {
+  kind: "evaluation";
+  round: number;
+  epoch?: number;
+  time?: number;
+  metrics: Record<string, number | null>;
+}
+
+export type MetricPoint = RoundPoint | EvaluationPoint;
+
+export interface LogLine {
+  time: string;
+  source: string;
+  text: string;
+}
+
+export interface JobEvent {
+  seq: number;
+  time: number;
+  kind: string;
+  message: string;
+  [fact: string]: unknown;
+}
+
+export interface ClusterState {
+  ready: boolean;
+  address: string | null;
+  owned: boolean;
+  total: Record<string, number>;
+  free: Record<string, number>;
+  reason: string | null;
+}
+
+/** RFC 9457 problem details. */
+export interface Problem {
+  title?: string;
+  status?: number;
+  detail?: string;
+  code?: string;
+  errors?: { pointer?: string; message?: string }[];
+  request_id?: string;
+}
