@@ -1,0 +1,105 @@
+"""A real Chromium against a server of the test's own. Skips with the reason where there is none; with
+RAYPS_REQUIRE_ALL=1 such a skip is a failure.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
+
+
+def missing(reason: str) -> Any:
+    """Skip, or fail where everything is required."""
+    if os.environ.get("RAYPS_REQUIRE_ALL") == "1":
+        pytest.fail(f"{reason} (RAYPS_REQUIRE_ALL=1)")
+    pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Iterator[Any]:
+    """A browser for the whole session."""
+    found = next((path for name in CHROMIUM if (path := shutil.which(name))), None)
+    if found is None:
+        missing("no Chromium: install Debian's `chromium`")
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        missing("no playwright: pip install playwright")
+    if not (ROOT / "dashboards/dist/index.html").is_file():
+        missing("the dashboard is not built: npm ci && npm run build in dashboards/")
+    with sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        yield browser
+        browser.close()
+
+
+class Tab:
+    """A page and what it complained about."""
+
+    def __init__(self, page: Any) -> None:
+        self.page = page
+        self.complaints: list[str] = []
+        page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        page.on("console", self._console)
+
+    def _console(self, message: Any) -> None:
+        # a refused request is part of some tests; a script or policy error is not
+        if message.type == "error" and "Failed to load resource" not in message.text:
+            self.complaints.append(message.text)
+
+
+@pytest.fixture
+def tab(chromium: Any) -> Iterator[Callable[..., Any]]:
+    """Opens pages in contexts of their own; a script error or a breach of the content policy fails the test."""
+    tabs: list[Tab] = []
+    contexts = []
+
+    def new(width: int = 1280, height: int = 800, **options: Any) -> Any:
+        context = chromium.new_context(viewport={"width": width, "height": height}, **options)
+        context.set_default_timeout(10_000)
+        contexts.append(context)
+        tabs.append(Tab(context.new_page()))
+        return tabs[-1].page
+
+    yield new
+    for context in contexts:
+        context.close()
+    assert [text for one in tabs for text in one.complaints] == []
+
+
+def _fake(**options: Any) -> ThreadingHTTPServer:
+    spec = importlib.util.spec_from_file_location("fake_service", ROOT / "dashboards/dev/fake_service.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["fake_service"] = module
+    spec.loader.exec_module(module)
+    server: ThreadingHTTPServer = module.serve(0, **options)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return server
+
+
+@pytest.fixture
+def fake() -> Iterator[Callable[..., str]]:
+    """Starts stand-in services and gives their addresses."""
+    servers: list[ThreadingHTTPServer] = []
+
+    def start(**options: Any) -> str:
+        servers.append(_fake(**options))
+        return f"http://127.0.0.1:{servers[-1].server_address[1]}/"
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()

@@ -1,0 +1,157 @@
+"""A real job of a real service, watched in a browser: from the login code to the stop button."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = [pytest.mark.browser, pytest.mark.ray, pytest.mark.timeout(420)]
+
+WORKLOAD = """
+import time
+import torch
+import rayps
+
+class Digits(rayps.Workload):
+    '''Ten digits from pixels, slowed down so that one can watch.'''
+
+    def model(self):
+        return torch.nn.Sequential(torch.nn.Linear(784, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10))
+
+    def data(self):
+        return rayps.data.parquet({train!r}, features=["pixels"], label="digit", batch_size=64)
+
+    def evaluation_data(self):
+        return rayps.data.parquet({test!r}, features=["pixels"], label="digit", batch_size=500)
+
+    def loss(self, model, batch):
+        time.sleep(0.02)
+        return torch.nn.functional.cross_entropy(model(batch.x.float() / 255), batch.y.long())
+
+    def optimizer(self, params):
+        return torch.optim.SGD(params, lr=0.1)
+
+    def evaluate(self, model, batch):
+        found = model(batch.x.float() / 255).argmax(1)
+        return {"accuracy": (found == batch.y).float().mean()}
+"""
+
+
+class Site:
+    """A running service and what is known about it."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        data = ROOT / "examples/data"
+        (home / "digits.py").write_text(
+            textwrap.dedent(WORKLOAD)
+            .replace("{train!r}", repr(str(data / "digits.parquet")))
+            .replace("{test!r}", repr(str(data / "digits_test.parquet")))
+        )
+        self.log = (home / "service.log").open("w")
+        # a process of its own: its Ray must not meet the one that the other tests share
+        serve = [sys.executable, "-m", "rayps.cli", "serve", "--port", "0", "--cpus", "8"]
+        self.process = subprocess.Popen(
+            [*serve, "--state-dir", str(home / "state")],
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            text=True,
+            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        )
+        assert self.process.stdout is not None
+        said = ""
+        while (found := re.search(r"dashboard: (http\S+/)#code=(\S+)", said)) is None:
+            line = self.process.stdout.readline()
+            assert line, (home / "service.log").read_text()
+            said += line
+        self.url, self.code = found[1], found[2]
+        token = (home / "state" / "token").read_text().strip()
+        self.http = httpx2.Client(base_url=self.url, headers={"Authorization": f"Bearer {token}"}, timeout=30)
+
+    def submit(self, **fields: Any) -> str:
+        answer = self.http.post(
+            "api/v1/jobs", json={"workload": "digits.py:Digits", "working_dir": str(self.home), **fields}
+        )
+        assert answer.status_code == 201, answer.text
+        return str(answer.json()["id"])
+
+    def close(self) -> None:
+        self.http.close()
+        self.process.terminate()
+        try:
+            self.process.wait(60)
+        finally:
+            self.process.kill()
+            self.log.close()
+
+
+@pytest.fixture
+def site(tmp_path: Path, chromium: Any) -> Iterator[Site]:
+    running = Site(tmp_path)
+    yield running
+    running.close()
+
+
+def until(what: str, look: Callable[[], Any], seconds: float = 120) -> Any:
+    """Wait for something to be true, and give it."""
+    deadline = time.monotonic() + seconds
+    while not (found := look()):
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.2)
+    return found
+
+
+def test_a_job_is_watched_from_the_start_to_its_end(site: Site, tab: Callable[..., Any]) -> None:
+    strategy = [
+        {"epochs": 1, "strategy": {"name": "parameter_server", "shards": 2, "staleness": 2}},
+        {"strategy": "all_reduce"},
+    ]
+    job = site.submit(name="digits watched", strategy=strategy, workers=2, epochs=2)
+    page = tab(width=1280, height=900)
+    page.goto(f"{site.url}#code={site.code}")
+    page.click("text=digits watched")
+
+    def text(selector: str) -> str:
+        return str(page.inner_text(selector))
+
+    until("the first rounds", lambda: page.locator("#loss .u-over").count(), 240)
+    one = until("a round", lambda: re.search(r"Round ([\d,]+) of", text(".job-progress")))[1]
+    until("another round", lambda: f"Round {one} of" not in text(".job-progress"))
+    until("both workers", lambda: page.locator("#workers tbody tr").count() == 2)
+    until("both shards", lambda: page.locator("#shards tbody tr").count() == 2)
+    until("staleness", lambda: "within the bound of 2" in text("#staleness"))
+    until("the end", lambda: page.locator(".job-head [data-status=SUCCEEDED]").count(), 240)
+    until("the last event", lambda: "Finished" in text("#events"))
+    shown = site.http.get(f"api/v1/jobs/{job}").json()
+    assert f"{shown['metrics']['accuracy']:.2%}" in text(".tiles")
+    assert shown["checkpoint"] in text("#result")
+    assert len({worker["pid"] for worker in shown["progress"]["workers"]}) == 2  # actors, each in a process of its own
+
+    with page.expect_download() as download:
+        page.click("[aria-label='Download the rounds as CSV']")
+    drawn = [int(line.split(",")[0]) for line in Path(download.value.path()).read_text().splitlines()[1:]]
+    points = site.http.get(f"api/v1/jobs/{job}/metrics?limit=10000").json()["points"]
+    assert drawn == sorted({point["round"] for point in points if point["kind"] == "round"})  # no hole, nothing twice
+
+
+def test_the_stop_button_stops_a_real_job(site: Site, tab: Callable[..., Any]) -> None:
+    job = site.submit(name="digits stopped", strategy="all_reduce", workers=2, epochs=50)
+    page = tab()
+    page.goto(f"{site.url}#code={site.code}")
+    page.click("text=digits stopped")
+    until("the first rounds", lambda: page.locator("#loss .u-over").count(), 240)
+    page.click(".job-stop")
+    page.click("text=Stop the job")
+    until("the end", lambda: page.locator(".job-head [data-status=STOPPED]").count())
+    assert site.http.get(f"api/v1/jobs/{job}").json()["status"] == "STOPPED"

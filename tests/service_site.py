@@ -1,0 +1,86 @@
+"""A real job service on a free port, in a thread, with a Ray that never comes up."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import uvicorn
+from rayps_api.app import create_app
+from rayps_api.service import Service
+
+from rayps.errors import ClusterError
+from rayps.job import Status
+from rayps.service.settings import Settings
+
+
+class NoPlace:
+    """A Ray that never comes up."""
+
+    owned = True
+    address = None
+
+    def capacity(self) -> dict[str, float]:
+        return {"cpu": 8.0}
+
+    def cluster(self) -> Any:
+        raise ClusterError("Ray is starting")
+
+    def touch(self) -> None:
+        pass
+
+    def leave(self, *, end: bool) -> None:
+        pass
+
+
+class Site:
+    """A real server on a free port, in a thread."""
+
+    def __init__(self, path: Path, port: int = 0) -> None:
+        self.settings = Settings(state_dir=path).prepare()
+        self.token = ""
+        self.code = ""
+        self.service: Any = None
+        self.loop: Any = None
+        self.app = create_app(self.settings, place=NoPlace(), started=self._started)
+        self.server = uvicorn.Server(uvicorn.Config(self.app, log_level="warning", timeout_graceful_shutdown=1))
+        self.socket = socket.create_server(("127.0.0.1", port))
+        self.port = self.socket.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.thread = threading.Thread(target=self.server.run, args=([self.socket],))
+        self.thread.start()
+        while not self.server.started:
+            time.sleep(0.01)
+        self.http = httpx2.Client(base_url=self.url, headers={"Authorization": f"Bearer {self.token}"})
+
+    async def _started(self, service: Service) -> None:
+        self.service = service
+        self.loop = asyncio.get_running_loop()
+        self.token, _ = await service.store.token(self.settings.token_file)
+
+    def store(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        work = getattr(self.service.store, method)(*args, **kwargs)
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(10)
+
+    def add(self, **fields: Any) -> str:
+        answer = self.http.post("/api/v1/jobs", json={"workload": "digits:Digits", **fields})
+        assert answer.status_code == 201, answer.text
+        return str(answer.json()["id"])
+
+    def start(self, job: str) -> Path:
+        self.store("move", job, Status.STARTING, message="", attempt=1, attempt_at=0.0, started_at=time.time())
+        home = self.settings.jobs_dir / job
+        home.mkdir()
+        return home
+
+    def close(self) -> None:
+        self.http.close()
+        self.service.closing.set()
+        self.server.should_exit = True
+        self.thread.join(10)
+        self.socket.close()

@@ -1,0 +1,77 @@
+"""Real processes are killed or frozen while they train: each run still ends as it should, and says what happened."""
+
+import contextlib
+import os
+import signal
+
+import pytest
+from small_work import Small, distance, kinds, plain
+
+import rayps
+from rayps import AllReduce, ParameterServer
+
+pytestmark = [pytest.mark.ray, pytest.mark.chaos, pytest.mark.timeout(300)]
+EXACT = 1e-12
+WORK = Small(n=120, batch=4, optimizer="adam", pause=0.05)  # ten rounds an epoch with three workers
+
+
+class Harm:
+    """Sends a signal to one process, once the run has come so far; given as `progress`."""
+
+    def __init__(self, members, index, number, at_round=8):
+        self.members, self.index, self.number, self.at_round = members, index, number, at_round
+        self.pid = None
+
+    def __call__(self, progress):
+        if self.pid is None and progress.get("round", 0) >= self.at_round and progress["status"] == "RUNNING":
+            self.pid = progress[self.members][self.index]["pid"]
+            os.kill(self.pid, self.number)
+
+
+def train(cluster, strategy, harm, **options):
+    result = rayps.train(WORK, strategy=strategy, workers=3, epochs=4, cluster=cluster, progress=harm, **options)
+    assert harm.pid is not None
+    assert result.history.column("round").to_pylist() == list(range(40))
+    return result
+
+
+def told(result, kind):
+    return [event for event in result.events if event["kind"] == kind]
+
+
+def test_a_worker_is_killed_in_all_reduce(ray_cluster):
+    result = train(ray_cluster, AllReduce(), Harm("workers", 1, signal.SIGKILL))
+    assert distance(result.model(), plain(WORK, 3, epochs=4)[0]) < EXACT
+    assert [event["lost"] for event in told(result, "restarted")] == [["worker-1"]]
+
+
+def test_a_shard_is_killed_in_step(ray_cluster):
+    result = train(ray_cluster, ParameterServer(shards=2), Harm("shards", 1, signal.SIGKILL))
+    assert distance(result.model(), plain(WORK, 3, epochs=4)[0]) < EXACT
+    assert [event["lost"] for event in told(result, "restarted")] == [["shard-1"]]
+
+
+@pytest.mark.parametrize("members", ["workers", "shards"])
+def test_somebody_is_killed_out_of_step(ray_cluster, members):
+    result = train(ray_cluster, ParameterServer(shards=2, staleness=None), Harm(members, 1, signal.SIGKILL))
+    assert "restarted" not in kinds(result)
+    assert [event["lost"] for event in told(result, "replaced")] == [[f"{members[:-1]}-1"]]
+
+
+@pytest.mark.parametrize("strategy", [AllReduce(), ParameterServer(shards=2, staleness=1)], ids=["ring", "ssp"])
+def test_a_worker_is_frozen(ray_cluster, strategy):
+    harm = Harm("workers", 1, signal.SIGSTOP)
+    try:
+        result = train(ray_cluster, strategy, harm, timeout=5.0)
+    finally:
+        if harm.pid is not None:
+            end(harm.pid)
+    events = [event for event in result.events if event["kind"] in ("restarted", "replaced")]
+    assert any("worker-1" in event["lost"] for event in events), events
+    if strategy.lockstep:
+        assert distance(result.model(), plain(WORK, 3, epochs=4)[0]) < EXACT
+
+
+def end(pid):
+    with contextlib.suppress(ProcessLookupError):  # as it should be: the run has ended it
+        os.kill(pid, signal.SIGKILL)

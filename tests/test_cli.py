@@ -1,0 +1,234 @@
+"""The command line: bad input as a table, exit codes, and what it loads."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from service_site import Site
+
+import rayps
+from rayps.cli import doctor
+from rayps.cli import main as cli
+from rayps.errors import ConfigError, NoResources, TrainingError
+from rayps.job import Status
+from rayps.service.job_file import load, read
+from rayps.service.settings import Settings
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    site = Site(tmp_path_factory.mktemp("state"))
+    yield site
+    site.close()
+
+
+@pytest.fixture
+def at(site: Site, monkeypatch: pytest.MonkeyPatch) -> Site:
+    monkeypatch.setenv("RAYPS_URL", site.url)
+    monkeypatch.setenv("RAYPS_STATE_DIR", str(site.settings.state_dir))
+    return site
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = cli.main(list(arguments))
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+JOB = "workload: a:B\nworkers: 2\n"
+
+
+@pytest.mark.parametrize(("arguments", "code", "says"), [
+    (["--nothing"], 2, "--nothing"),
+    (["nothing"], 2, "nothing"),
+    (["train"], 2, "TARGET"),
+    (["train", "nothing.py:W"], 2, "nothing.py"),
+    (["train", "a:B", "--workers", "x"], 2, "--workers"),
+    (["train", "a:B", "--workers", "0"], 2, "workers"),
+    (["train", "a:B", "--strategy", "all_redcue"], 2, "did you mean 'all_reduce'"),
+    (["train", "a:B", "--strategy", "parameter_server:shards"], 2, "key=value"),
+    (["serve", "--port", "70000"], 2, "65535"),
+    (["serve", "--port", "x"], 2, "--port"),
+    (["serve", "--cpus", "0"], 2, "--cpus"),
+    (["serve", "--host", "0.0.0.0"], 2, "--allow-host"),
+    (["serve", "--address", "auto"], 2, "host:port"),
+    (["submit", "nothing.yaml"], 2, "no job file"),
+    (["get", "nobody"], 3, "nobody"),
+    (["logs", "01J00000000000000000000000"], 3, "no job"),
+    (["stop", "../etc"], 3, "no job"),
+    (["ls", "--status", "GREAT"], 2, "status"),
+    (["ls", "-o", "xml"], 2, "xml"),
+])
+def test_bad_input(at: Site, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, says: str) -> None:
+    found, out, err = run(capsys, *arguments)
+    assert (found, out) == (code, "") and says in err
+    assert len(err.strip().splitlines()) <= 3 and "Traceback" not in err
+
+
+@pytest.mark.parametrize(("text", "says"), [
+    ("", "fields such as"),
+    ("- a\n", "fields such as"),
+    ("workload: [", "line 1"),
+    ("workload: a:B\nworkload: c:D\n", "there twice"),
+    ("workload: a:B\nresources: {cpu: 1, cpu: 2}\n", "there twice"),
+    ("workload: a:B\nwokers: 2\n", "did you mean 'workers'"),
+    ("workers: 2\n", "needs a workload"),
+    ("workload: &a a:B\nname: *a\n", "anchors"),
+    ("workload: !!python/object/apply:os.system [echo]\n", "tag"),
+    ("workload: a:B\n1: 2\n", "no field 1"),
+    ("workload: " + "[" * 5000, "line"),
+    ("#" * 1_000_001, "bytes"),
+])
+def test_bad_job_files(tmp_path: Path, text: str, says: str) -> None:
+    (tmp_path / "job.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=says) as caught:
+        read(tmp_path / "job.yaml")
+    assert len(str(caught.value).splitlines()) <= 3
+
+
+def test_job_files_and_changes(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(JOB + "working_dir: sub\nstrategy: {name: parameter_server, staleness: 3}\n")
+    found = read(tmp_path / "job.yaml", ["workers=8", "strategy.staleness=none", "name=x"])
+    assert found == {"workload": "a:B", "workers": 8, "working_dir": str(tmp_path / "sub"), "name": "x",
+                     "strategy": {"name": "parameter_server", "staleness": "none"}}
+    for bad in ("workers", "=4", "workload.x=1", "workers=["):
+        with pytest.raises(ConfigError):
+            read(tmp_path / "job.yaml", [bad])
+    (tmp_path / "latin").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="text"):
+        read(tmp_path / "latin")
+    assert load("a: 1", "x") == {"a": 1}
+
+
+def test_a_job_from_file_to_stop(at: Site, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(JOB)
+    code, out, err = run(capsys, "submit", str(tmp_path / "job.yaml"), "--set", "name=mine")
+    job = out.strip()
+    assert code == 0 and len(job) == 26 and "rayps stop" in err
+    home = at.start(job)
+    (home / "log.txt").write_text("2026-11-21T06:41:00.000Z worker-0 hello\n")
+    (home / "metrics.jsonl").write_text('{"kind": "round", "round": 0, "loss": 0.5}\n')
+    assert run(capsys, "logs", job)[1] == "2026-11-21T06:41:00.000Z worker-0 hello\n"
+    assert "0.5" in run(capsys, "metrics", job)[1]
+    assert json.loads(run(capsys, "metrics", job, "-o", "json")[1])["loss"] == 0.5
+    assert "mine" in run(capsys, "ls")[1]
+    assert json.loads(run(capsys, "ls", "-o", "json")[1])[0]["id"] == job
+    assert json.loads(run(capsys, "get", job, "-o", "json")[1])["name"] == "mine"
+    assert "starting" in run(capsys, "events", job)[1]
+    assert "#code=" in run(capsys, "open")[1]
+    assert run(capsys, "stop", job)[0] == 0
+    at.store("move", job, Status.STOPPED, message="stopped", reason="stopped")
+    code, _, err = run(capsys, "stop", job)
+    assert code == 5 and "STOPPED" in err
+
+
+@pytest.mark.parametrize(("end", "code"), [(Status.SUCCEEDED, 0), (Status.FAILED, 1)])
+def test_follow_ends_with_the_job(at: Site, capsys: pytest.CaptureFixture[str], tmp_path: Path, end: Status,
+                                  code: int) -> None:
+    import threading
+
+    (tmp_path / "job.yaml").write_text(JOB)
+
+    def finish() -> None:
+        while not (jobs := at.http.get("/api/v1/jobs?status=QUEUED&limit=1").json()["jobs"]):
+            time.sleep(0.05)
+        at.start(jobs[0]["id"])
+        at.store("move", jobs[0]["id"], end, message="over", reason="over", metrics={"accuracy": 0.97})
+
+    for job in at.http.get("/api/v1/jobs?status=QUEUED&limit=200").json()["jobs"]:
+        at.store("move", job["id"], Status.STOPPED, message="")
+    finisher = threading.Thread(target=finish)
+    finisher.start()
+    found, out, err = run(capsys, "submit", str(tmp_path / "job.yaml"), "--follow")
+    finisher.join()
+    assert found == code and out == "accuracy 0.97\n" and "was submitted" in err
+    assert ("FAILED: over" in err) == (code == 1)
+
+
+def test_nobody_answers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYPS_URL", "http://127.0.0.1:1")
+    code, _, err = run(capsys, "ls")
+    assert code == 4 and "rayps serve" in err and len(err.strip().splitlines()) <= 3
+
+
+def test_a_port_in_use(at: Site, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, out, err = run(capsys, "serve", "--port", str(at.port), "--state-dir", str(tmp_path / "other"))
+    assert code == 2 and f"port {at.port}" in err and "--port" in err and out == ""
+    assert len(err.strip().splitlines()) <= 3
+
+
+def test_a_state_directory_that_cannot_be(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    code, _, err = run(capsys, "serve", "--state-dir", str(tmp_path / "file"))
+    assert code == 2 and "directory" in err
+    code, _, err = run(capsys, "serve", "--state-dir", str(tmp_path / "file" / "below"))
+    assert code == 2 and "--state-dir" in err
+
+
+@pytest.mark.parametrize(("error", "code"), [
+    (TrainingError("loss is nan"), 1), (NoResources("too few"), 4), (KeyboardInterrupt(), 130)])
+def test_train_fails_with_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+                                 error: BaseException, code: int) -> None:
+    def train(*_: Any, **__: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(rayps, "train", train, raising=False)
+    found, out, err = run(capsys, "train", "a:B")
+    assert found == code and out == "" and len(err.strip().splitlines()) <= 1
+
+
+def test_train_passes_everything_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    given: dict[str, Any] = {}
+
+    def train(target: str, **options: Any) -> Any:
+        given.update(options, target=target)
+        return SimpleNamespace(metrics={"accuracy": 0.97}, history=SimpleNamespace(num_rows=7), checkpoint=None)
+
+    monkeypatch.setattr(rayps, "train", train, raising=False)
+    options = "--workers 4 --epochs 3 --gpus-per-worker 1 -o json"
+    code, out, _ = run(capsys, "train", "a:B", *options.split())
+    assert code == 0 and json.loads(out) == {"metrics": {"accuracy": 0.97}, "rounds": 7, "checkpoint": None}
+    assert (given["workers"], given["epochs"], given["resources"]) == (4, 3, {"cpu": 1.0, "gpu": 1.0})
+    assert run(capsys, "train", "a:B")[1] == "accuracy 0.97\n"
+
+
+def test_version_and_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(capsys, "--version")[1] == f"rayps {rayps.__version__}\n"
+    code, out, _ = run(capsys, "doctor")
+    assert code == 0 and "torch" in out and "/dev/shm" in out
+    assert {"name", "found", "required", "needed_for", "remedy"} == set(
+        json.loads(run(capsys, "doctor", "-o", "json")[1])[0])
+    monkeypatch.setattr(doctor, "_package", lambda name: None)
+    code, out, _ = run(capsys, "doctor")
+    assert code == 1 and "MISSING" in out and "pip install ray" in out
+
+
+def test_help_loads_neither_torch_nor_ray_and_names_exit_codes() -> None:
+    code = ("import sys\nfrom rayps.cli.main import main\ncode = main(['--help'])\n"
+            "assert not {'torch', 'ray', 'fastapi', 'sqlalchemy'} & set(sys.modules)\nsys.exit(code)")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "Exit codes" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("PORT", "x"), ("PORT", "-1"), ("PORT", "65536"), ("CPUS", "0"), ("CPUS", "1.5"), ("IDLE", "0"), ("IDLE", "nan"),
+    ("ADDRESS", "auto"), ("ADDRESS", "local"), ("URL", "127.0.0.1:8420"), ("HOST", "a b"), ("STATE_DIR", "/dev/null")])
+def test_bad_settings(name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"RAYPS_{name}"):
+        Settings.read({f"RAYPS_{name}": value})
+
+
+def test_settings(tmp_path: Path) -> None:
+    assert Settings.read({}) == Settings() and Settings().cpus >= 16 and Settings().loopback
+    found = Settings.read({"RAYPS_PORT": "1", "RAYPS_ALLOWED_HOSTS": "a, b", "RAYPS_STATE_DIR": str(tmp_path)}, port=2)
+    assert (found.port, found.allowed_hosts) == (2, ("a", "b"))
+    assert found.prepare().jobs_dir.stat().st_mode & 0o777 == 0o700
+    assert not Settings.read({"RAYPS_HOST": "0.0.0.0"}).loopback

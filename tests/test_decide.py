@@ -1,0 +1,113 @@
+import itertools
+
+import pytest
+
+from rayps.decide import GRACE_SECONDS, Continue, Facts, Fail, Finish, Replace, Restart, Stop, decide
+from rayps.errors import (
+    ClusterError,
+    LinkError,
+    PeerLost,
+    PeerTimeout,
+    RaypsError,
+    StaleGeneration,
+    TrainingError,
+    WorkloadError,
+)
+
+LOST = PeerLost("worker-1 closed the connection", peer="worker-1")
+SLOW = PeerTimeout("worker-1 was silent", peer="worker-1", seconds=5)
+STALE = StaleGeneration("refused", peer="worker-0")
+USERS = WorkloadError("loss() raised ValueError")
+NAN = TrainingError("the loss became nan", rank=0, round=3)
+
+FINISHED = [frozenset(), frozenset({"worker-0"}), frozenset({"worker-0", "worker-1"})]
+ERRORS = [(), (("worker-0", LOST),), (("worker-0", SLOW),), (("worker-0", STALE),), (("worker-0", USERS),),
+          (("worker-0", LOST), ("worker-1", NAN))]
+DEAD = [(), (("worker-1", "killed"),), (("shard-0", "killed"),), (("worker-1", "killed"), ("shard-0", "gone"))]
+EVERY = list(itertools.product(FINISHED, ERRORS, DEAD, [0.0, GRACE_SECONDS], [0, 2, 3], [True, False], [True, False]))
+
+
+def law(facts):
+    """The same rules, said once more in another way: the kind of decision that is right."""
+    hopeless = [e for _, e in facts.errors if not isinstance(e, LinkError)]
+    waits = facts.broken_for < GRACE_SECONDS  # for the death behind a lost connection, and for all who lost it
+    trouble = bool(facts.dead) or (bool(facts.errors) and not waits)
+    if facts.stop:
+        return Stop
+    if hopeless:
+        return Fail
+    if trouble:
+        return Fail if facts.failures >= facts.max_failures else Restart if facts.lockstep else Replace
+    return Finish if len(facts.finished) == facts.size else Continue
+
+
+def test_every_combination_of_facts():
+    kinds = set()
+    for finished, errors, dead, broken, failures, lockstep, stop in EVERY:
+        facts = Facts(2, finished, errors, dead, broken, failures, 3, lockstep, stop)
+        decision = decide(facts)
+        assert type(decision) is law(facts), facts
+        kinds.add(type(decision))
+        if isinstance(decision, (Restart, Replace)):
+            members = {name for name, _ in dead}
+            assert set(decision.lost) == members if dead else True
+            assert decision.reason
+        if isinstance(decision, Fail):
+            assert len(decision.reason.splitlines()) <= 3
+    assert kinds == {Continue, Finish, Stop, Restart, Replace, Fail}
+
+
+@pytest.mark.parametrize("error", [USERS, NAN, RaypsError("x"), ClusterError("y")])
+def test_what_no_retry_can_mend_is_not_tried_again(error):
+    decision = decide(Facts(2, errors=(("worker-1", error),), lockstep=False))
+    assert decision == Fail(error, f"worker-1: {error}")
+
+
+@pytest.mark.parametrize("stop", [False, True])
+def test_the_users_wish_comes_first(stop):
+    facts = Facts(1, finished=frozenset({"worker-0"}), errors=(("worker-0", USERS),), stop=stop)
+    assert isinstance(decide(facts), Stop if stop else Fail)
+
+
+def test_a_death_is_the_reason_not_the_lost_connections_behind_it():
+    decision = decide(Facts(3, errors=(("worker-0", LOST), ("worker-2", LOST)), dead=(("worker-1", "SIGKILL"),)))
+    assert decision == Restart(("worker-1",), "worker-1 died (SIGKILL)")
+
+
+def test_the_silent_one_is_replaced_in_step():
+    for peer, lost in [("worker-1", "worker-1"), ("worker:1", "worker-1"), ("shard-0", "shard-0")]:
+        slow = PeerTimeout("silent", peer=peer, seconds=5)
+        decision = decide(Facts(3, errors=(("worker-0", slow), ("worker-2", slow)), broken_for=GRACE_SECONDS))
+        assert isinstance(decision, Restart)
+        assert decision.lost == (lost,)
+
+
+def test_nobody_is_blamed_without_a_name():
+    slow = PeerTimeout("silent", peer="anyone", seconds=5)
+    for error in (slow, LOST, STALE):
+        decision = decide(Facts(3, errors=(("worker-0", error),), broken_for=GRACE_SECONDS))
+        assert isinstance(decision, Restart)
+        assert decision.lost == ()
+
+
+def test_out_of_step_all_who_lost_a_connection_begin_anew_together():
+    decision = decide(Facts(3, errors=(("worker-2", LOST),), broken_for=GRACE_SECONDS, lockstep=False))
+    assert isinstance(decision, Replace)
+    assert decision.lost == ("worker-2",)
+
+
+@pytest.mark.parametrize("limit", [0, 1, 3])
+def test_failures_are_bounded(limit):
+    for failures in range(limit + 1):
+        decision = decide(Facts(2, dead=(("shard-0", "gone"),), failures=failures, max_failures=limit))
+        assert isinstance(decision, Fail if failures == limit else Restart)
+    assert f"failure {limit + 1}" in decision.reason
+    assert f"max_failures is {limit}" in decision.reason
+
+
+@pytest.mark.parametrize(
+    ("why", "told"), [("", "no reason given"), ("one\ntwo", "(one)"), ("x" * 500, "x" * 197 + "...")])
+def test_reasons_are_short(why, told):
+    decision = decide(Facts(2, dead=(("worker-0", why),)))
+    assert told in decision.reason
+    assert "\n" not in decision.reason

@@ -1,0 +1,72 @@
+import ast
+import copy
+import pickle
+from pathlib import Path
+
+import pytest
+
+from rayps import errors
+from rayps.errors import ActorDied, ConfigError, LinkError, NotFound, RaypsError, UserError
+
+
+def tree(kind=RaypsError):
+    yield kind
+    for child in kind.__subclasses__():
+        if child.__module__ == errors.__name__:
+            yield from tree(child)
+
+
+EVERY = list(tree())
+
+
+@pytest.mark.parametrize("kind", EVERY, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("carry", [lambda e: pickle.loads(pickle.dumps(e)), copy.copy, copy.deepcopy],
+                         ids=["pickle", "copy", "deepcopy"])
+def test_every_error_survives_with_its_data(kind, carry):
+    error = kind("what happened:\nthe way out", peer="worker-1", seconds=3.5, missing=[1, 2], field=None)
+    back = carry(error)
+    assert type(back) is kind
+    assert str(back) == back.message == "what happened:\nthe way out"
+    assert back.data == error.data
+    assert back.args == error.args
+    assert back.exit_code == kind.exit_code
+
+
+def test_the_drawing_is_the_tree():
+    drawn = {}
+    depth = {}
+    for line in (errors.__doc__ or "").splitlines():
+        name = line.replace("│", " ").replace("├──", "   ").replace("└──", "   ")
+        words = name.split()
+        if words and hasattr(errors, words[0]):
+            level = (len(name) - len(name.lstrip())) // 4
+            depth[level] = words[0]
+            drawn[words[0]] = depth.get(level - 1)
+    assert set(drawn) == {kind.__name__ for kind in EVERY}
+    for kind in EVERY[1:]:
+        assert drawn[kind.__name__] == kind.__bases__[0].__name__
+
+
+def test_exit_codes():
+    assert RaypsError("x").exit_code == 1
+    assert UserError("x").exit_code == ConfigError("x").exit_code == 2
+    assert NotFound("x").exit_code == 3
+    assert ActorDied("x").exit_code == 4
+
+
+def test_they_are_told_apart_by_class():
+    assert issubclass(errors.PeerTimeout, LinkError)
+    assert not issubclass(ActorDied, LinkError)
+    with pytest.raises(LinkError):
+        raise errors.StaleGeneration("old", peer="x")
+
+
+@pytest.mark.parametrize("path", sorted(Path(errors.__file__).parent.glob("*.py")), ids=lambda path: path.stem)
+def test_what_is_raised_is_of_the_tree_and_says_something(path):
+    """A message is never empty, and never longer than three lines as it is written."""
+    names = {kind.__name__ for kind in EVERY}
+    for node in ast.walk(ast.parse(path.read_text())):
+        called = getattr(node, "func", None)
+        if isinstance(node, ast.Call) and getattr(called, "id", getattr(called, "attr", "")) in names and node.args:
+            text = ast.unparse(node.args[0])
+            assert text.count("\\n") <= 2, f"{path.name}:{node.lineno}"

@@ -1,0 +1,36 @@
+"""On a machine with a CUDA device: a worker that asks for one trains on it. Elsewhere skipped, saying so."""
+
+import pytest
+import torch
+
+import rayps
+from rayps.ray_cluster import RayCluster
+
+pytestmark = [pytest.mark.gpu, pytest.mark.ray]
+
+
+class OnDevice(rayps.Workload):
+    def model(self):
+        return torch.nn.Linear(4, 2)
+
+    def data(self):
+        x = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
+        return rayps.data.tensors(x, (x.sum(1) > 0).long(), batch_size=8)
+
+    def loss(self, model, batch):
+        assert batch.x.is_cuda and next(model.parameters()).is_cuda
+        return torch.nn.functional.cross_entropy(model(batch.x), batch.y)
+
+
+@pytest.mark.parametrize("strategy", ["all_reduce", "parameter_server", "parameter_server:staleness=none"])
+def test_a_worker_that_asks_for_a_gpu_trains_on_it(strategy):
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device on this machine")
+    cluster = RayCluster.local(cpus=2, gpus=1)
+    try:
+        result = rayps.train(OnDevice(), strategy=strategy, workers=2, epochs=2, resources={"cpu": 1, "gpu": 0.5},
+                             progress=False, cluster=cluster)
+    finally:
+        cluster.close()
+    assert result.metrics["loss"] < 0.7
+    assert not next(result.model().parameters()).is_cuda

@@ -1,0 +1,160 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_work import OPTIMIZERS
+from torch import nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
+
+from rayps import optim
+from rayps.errors import WorkloadError
+from rayps.flat import Layout
+
+SHAPES = {"a.weight": (4, 3), "a.bias": (4,), "scale": (), "b.weight": (2, 2, 2), "b.bias": (1,)}
+LAYOUT = Layout.of((name, torch.empty(shape, dtype=torch.float64)) for name, shape in SHAPES.items())
+EVERY = OPTIMIZERS | {
+    "adagrad": lambda p: Adagrad(p, lr=0.1, initial_accumulator_value=0.5),
+    "rmsprop": lambda p: RMSprop(p, lr=0.01, momentum=0.5, centered=True),
+    "amsgrad": lambda p: Adam(p, lr=0.01, amsgrad=True),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.01),
+}
+
+
+def numbers(seed, n=LAYOUT.size):
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def whole(factory, steps, start=0, moments=None, params=None):
+    vector = numbers(0) if params is None else params.clone()
+    leaves = [nn.Parameter(vector[e.lo:e.hi].view(e.shape)) for e in LAYOUT.entries]
+    optimizer = factory(leaves)
+    if moments:
+        optim.load(optimizer, moments, LAYOUT, leaves)
+    for step in range(start, steps):
+        grad = numbers(step + 1)
+        for leaf, e in zip(leaves, LAYOUT.entries, strict=True):
+            leaf.grad = grad[e.lo:e.hi].view(e.shape)
+        optimizer.step()
+    return vector, optim.moments(optimizer, LAYOUT, leaves)
+
+
+def sliced(factory, cuts, steps, start=0, moments=None, params=None):
+    vector = numbers(0) if params is None else params
+    parts, states = [], []
+    for lo, hi in zip([0, *cuts], [*cuts, LAYOUT.size], strict=True):
+        one = optim.SlicedOptimizer(factory, LAYOUT, vector[lo:hi].clone(), lo, hi)
+        if moments:
+            one.load(moments, LAYOUT)
+        for step in range(start, steps):
+            one.step(numbers(step + 1)[lo:hi])
+        parts.append(one.params)
+        states.append(one.moments())
+    return torch.cat(parts), optim.join(states, LAYOUT)
+
+
+def same(a, b):
+    assert a.keys() == b.keys()
+    for name in a:
+        assert a[name].keys() == b[name].keys()
+        for key, value in a[name].items():
+            other = b[name][key]
+            assert torch.as_tensor(value).shape == torch.as_tensor(other).shape, (name, key)
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(other)), (name, key)
+
+
+@pytest.mark.parametrize("name", EVERY)
+@settings(max_examples=15, deadline=None)
+@given(cuts=st.lists(st.integers(0, LAYOUT.size), max_size=5).map(sorted))
+def test_slices_make_the_steps_of_the_whole(name, cuts):
+    params, moments = whole(EVERY[name], 4)
+    others, joined = sliced(EVERY[name], cuts, 4)
+    assert torch.equal(params, others)
+    same({k: v for k, v in moments.items() if v}, joined)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_state_moves_between_whole_and_slices_and_other_slices(name):
+    factory = EVERY[name]
+    law, state = whole(factory, 9)
+    params, moments = whole(factory, 3)
+    params, moments = sliced(factory, [5, 13], 6, 3, moments, params)
+    params, moments = sliced(factory, [1, 12, 17, 20], 8, 6, moments, params)
+    params, moments = whole(factory, 9, 8, moments, params)
+    assert torch.equal(params, law)
+    same(state, moments)
+
+
+def test_parameter_groups_survive_the_slicing():
+    def factory(params):
+        return AdamW([{"params": [p for p in params if p.dim() > 1], "weight_decay": 0.3, "lr": 0.5},
+                      {"params": [p for p in params if p.dim() <= 1], "betas": (0.5, 0.6)}], lr=0.1, weight_decay=0.0)
+
+    for lo, hi, sizes in [(0, 6, [1, 0]), (10, 18, [2, 2]), (0, LAYOUT.size, [2, 3])]:
+        groups = optim.SlicedOptimizer(factory, LAYOUT, numbers(0)[lo:hi].clone(), lo, hi).optimizer.param_groups
+        assert [len(g["params"]) for g in groups] == sizes
+        options = [(g["weight_decay"], g["lr"], g["betas"]) for g in groups]
+        assert options == [(0.3, 0.5, (0.9, 0.999)), (0, 0.1, (0.5, 0.6))]
+    assert torch.equal(whole(factory, 5)[0], sliced(factory, [2, 9, 16], 5)[0])
+
+
+def test_moments_are_copies():
+    one = optim.SlicedOptimizer(OPTIMIZERS["adam"], LAYOUT, numbers(0), 0, LAYOUT.size)
+    one.step(numbers(1))
+    kept = one.moments()
+    before = kept["a.weight"]["exp_avg"].clone()
+    one.step(numbers(2))
+    assert torch.equal(kept["a.weight"]["exp_avg"], before)
+
+
+def test_an_empty_slice_is_a_slice():
+    one = optim.SlicedOptimizer(OPTIMIZERS["adam"], LAYOUT, numbers(0)[5:5].clone(), 5, 5)
+    one.step(torch.empty(0, dtype=torch.float64))
+    assert one.moments() == {}
+
+
+def test_building_takes_no_memory():
+    big = Layout.of([("huge", torch.empty(1, dtype=torch.float32).expand(10**7, 10**4))])
+    assert len(optim.build(lambda p: SGD(p, lr=0.1), big).param_groups) == 1
+
+
+def normed(params):
+    class Normed(SGD):
+        """Its step depends on the norm of a whole parameter, as LARS' does."""
+
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.grad = p.grad / p.grad.norm()
+            super().step()
+
+    return Normed(params, lr=0.1)
+
+
+@pytest.mark.parametrize(("factory", "words"), [
+    (normed, ["Normed", "not elementwise", "SGD, Adam", "all_reduce"]),
+    (lambda p: torch.optim.Adafactor(p), ["Adafactor", "not elementwise", "all_reduce"]),
+    (lambda p: torch.optim.LBFGS(p), ["LBFGS", "all_reduce"]),
+    (lambda p: torch.optim.SparseAdam(p), ["SparseAdam", "all_reduce"]),
+    (lambda p: 1 / 0, ["optimizer() raised ZeroDivisionError", "test_optim.py:"]),
+    (lambda p: None, ["gave NoneType"]),
+    (lambda p: SGD([nn.Parameter(torch.ones(1))], lr=1), ["not given", "params"]),
+])
+def test_what_a_server_cannot_run(factory, words):
+    with pytest.raises(WorkloadError) as caught:
+        optim.check_elementwise(factory, LAYOUT)
+    for word in words:
+        assert word in str(caught.value)
+    assert len(str(caught.value).splitlines()) <= 3
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_what_a_server_can_run(name):
+    optim.check_elementwise(EVERY[name], LAYOUT)
+
+
+@pytest.mark.parametrize(
+    ("name", "ignores"),
+    [("sgd", False), ("momentum", False), ("adam", True), ("adamw_groups", True), ("nadam", True), ("asgd", False)])
+def test_who_ignores_the_scale(name, ignores):
+    assert optim.ignores_scale(EVERY[name], LAYOUT) is ignores

@@ -1,0 +1,122 @@
+"""Training on real Ray actors, all on one shared cluster: few tests, since each actor costs seconds."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+from small_work import Small, distance, plain, vector
+from traces import Traces
+
+import rayps
+from rayps import AllReduce, ParameterServer, Ring, ServerGroup
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+EXACT = 1e-12
+
+
+@pytest.mark.parametrize("strategy", [AllReduce(), [(1, ParameterServer(shards=2)), AllReduce()]], ids=["ring", "both"])
+def test_in_step_equals_one_process(ray_cluster, strategy):
+    work = Small(n=31, batch=3, optimizer="adam")
+    seen = []
+    result = rayps.train(work, strategy=strategy, workers=3, epochs=2, cluster=ray_cluster, progress=seen.append)
+    law, losses, _ = plain(work, 3, epochs=2)
+    assert distance(result.model(), law) < EXACT
+    assert result.history.column("loss").to_pylist() == pytest.approx(losses, abs=EXACT)
+    pids = {worker["pid"] for worker in seen[-1]["workers"]}
+    assert len(pids) == 3
+
+
+def test_bounded_staleness(ray_cluster):
+    work = Small(n=120, batch=3, jitter=0.005)
+    result = rayps.train(work, strategy=ParameterServer(shards=2, staleness=2), workers=3, epochs=3,
+                         cluster=ray_cluster, progress=False)
+    assert result.history.num_rows == 42
+    assert max(result.history.column("staleness").to_pylist()) <= 2
+    assert result.metrics["loss"] == pytest.approx(plain(work, 3, epochs=3)[2][-1], rel=0.25)
+
+
+def own_actor():
+    """A class of the user's own, with nothing of rayps in it but what it calls."""
+
+    @ray.remote(num_cpus=0)
+    class Own:
+        def add(self, rank, size):
+            with Ring.join("own", rank, size, timeout=60) as ring:
+                return ring.sum(torch.full((1000,), float(rank))), ring.all_gather(torch.tensor([rank]))
+
+        def share(self, group, rank):
+            server = group.join(rank)
+            before = server.pull(2, 5)
+            server.push(torch.full((3,), rank + 1.0), lo=2)
+            return before, server.pull()
+
+    return Own
+
+
+def test_ring_and_server_group_between_a_users_own_actors(ray_cluster):
+    actors = [own_actor().remote() for _ in range(3)]
+    for total, ranks in ray.get([actor.add.remote(rank, 3) for rank, actor in enumerate(actors)], timeout=120):
+        assert torch.equal(total, torch.full((1000,), 3.0))
+        assert ranks.flatten().tolist() == [0, 1, 2]
+    with ServerGroup(torch.zeros(8), shards=3, workers=3) as group:
+        found = ray.get([actor.share.remote(group, rank) for rank, actor in enumerate(actors)], timeout=120)
+    for before, after in found:
+        assert torch.equal(before, torch.zeros(3))
+        assert torch.allclose(after, torch.tensor([0.0, 0, -2, -2, -2, 0, 0, 0]))
+    for actor in actors:
+        ray.kill(actor)
+
+
+def test_a_loop_of_ones_own_equals_one_process(ray_cluster):
+    work = Small(n=31, batch=4, optimizer="adamw_groups")
+
+    def train_fn():
+        world, found = rayps.world(), []
+        for strategy in ("all_reduce", "parameter_server:shards=2"):
+            torch.manual_seed(world.rank)
+            model = work.model()
+            optimizer = work.optimizer(list(model.parameters()))
+            rayps.wrap(model, optimizer, strategy)
+            for epoch in range(2):
+                for batch in work.data().batches(rank=world.rank, size=world.size, seed=0, epoch=epoch):
+                    optimizer.zero_grad()
+                    if batch.size:
+                        ((model(batch.x) - batch.y) ** 2).mean().backward()
+                    optimizer.samples = batch.size
+                    optimizer.step()
+            found.append(vector(model))
+        return found
+
+    law = plain(work, 3, epochs=2)[0]
+    for found in rayps.run(train_fn, workers=3, cluster=ray_cluster):
+        assert all(distance(model, law) < EXACT for model in found)
+
+
+ALONE = """
+    import rayps
+    from small_work import Small
+    result = rayps.train(Small({options}), strategy={strategy!r}, workers=2, epochs=1, progress=False)
+    print(result.history.num_rows)
+"""
+
+
+def alone(strategy, options=""):
+    script = textwrap.dedent(ALONE.format(strategy=strategy, options=options))
+    tests = Path(__file__).parent
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200, cwd=tests.parent,
+                          env={**os.environ, "PYTHONPATH": str(tests)})
+
+
+def test_a_run_on_its_own_ray_leaves_nothing():
+    traces = Traces()
+    run = alone("parameter_server:shards=2")
+    assert run.stdout == "6\n", run.stderr
+    failed = alone("all_reduce", "n=0")
+    assert failed.returncode != 0
+    assert "no rows" in failed.stderr
+    assert not traces.left()

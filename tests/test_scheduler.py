@@ -1,0 +1,364 @@
+"""The scheduler: every decision of `plan` as a table, and ticks against a fake cluster as unruly as Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayps.errors import ClusterError, ConfigError
+from rayps.job import JobSpec, Status, may_move
+from rayps.service.plan import PATIENCE, STOP_SECONDS, Ask, Facts, Kill, Seal, Show, Start, Wait, needs, plan
+from rayps.service.scheduler import Scheduler
+from rayps.service.store import Store
+
+S = Status
+ROOM = {"cpu": 8.0, "gpu": 0.0}
+END = {"status": "SUCCEEDED", "message": "done", "metrics": {"accuracy": 0.9}, "checkpoint": "/c",
+       "finished_at": 9.0}
+BEHIND = "waits behind job (a), which was submitted before"
+ASKED = "a stop was asked for"
+
+
+def decide(job: Facts, alive: bool = True, **kwargs: Any) -> list[Any]:
+    return plan([job], {job.id} if alive else set(), ROOM, ROOM, **kwargs)
+
+
+def cpus(n: float, status: Status = S.QUEUED, job_id: str = "a", **kwargs: Any) -> Facts:
+    return Facts(job_id, needs={"cpu": n, "gpu": 0.0}, status=status, **kwargs)
+
+
+RUNNING = Facts("a", status=S.RUNNING, attempt=1)
+
+
+@pytest.mark.parametrize(("job", "alive", "expected"), [
+    (RUNNING, True, []),
+    (Facts("a", status=S.STARTING, attempt=1), True, []),
+    # an outcome is the last word, whether the driver still lives or not, and whatever was asked for
+    (Facts("a", status=S.RUNNING, outcome=END), True,
+     [Seal("a", S.SUCCEEDED, "done", {"accuracy": 0.9}, "/c", 9.0)]),
+    (Facts("a", status=S.UNKNOWN, outcome=END, stopping=1.0), False,
+     [Seal("a", S.SUCCEEDED, "done", {"accuracy": 0.9}, "/c", 9.0)]),
+    (Facts("a", status=S.RUNNING, outcome={"status": "GREAT", "message": "?"}), True,
+     [Seal("a", S.FAILED, "?")]),
+    (Facts("a", status=S.RUNNING, outcome={"status": "RUNNING"}), True, [Seal("a", S.FAILED, "")]),
+    # what the driver says is shown, if it is a legal move
+    (Facts("a", status=S.STARTING, progress={"status": "RUNNING", "message": "x"}), True,
+     [Show("a", S.RUNNING)]),
+    (Facts("a", status=S.RUNNING, progress={"status": "RECOVERING", "message": "worker 1 died"}), True,
+     [Show("a", S.RECOVERING, "worker 1 died")]),
+    (Facts("a", status=S.RUNNING, progress={"status": "STARTING"}), True, []),
+    (Facts("a", status=S.RUNNING, progress={"status": "SUCCEEDED"}), True, []),
+    (Facts("a", status=S.RUNNING, progress={"status": "odd"}), True, []),
+    (Facts("a", status=S.STARTING, progress={"status": "STARTING", "message": "waits for 4 CPUs"}), True,
+     [Wait("a", "waits for 4 CPUs")]),
+    (Facts("a", status=S.UNKNOWN, progress={"status": "RUNNING"}), True, [Show("a", S.RUNNING)]),
+    (Facts("a", status=S.UNKNOWN), True, [Show("a", S.STARTING)]),
+    # stop
+    (Facts("a", status=S.RUNNING, stopping=0.1), True, [Show("a", S.STOPPING, ASKED), Ask("a")]),
+    (Facts("a", status=S.STOPPING, stopping=9.0), True, [Ask("a")]),
+    (Facts("a", status=S.STOPPING, stopping=STOP_SECONDS + 1), True,
+     [Kill("a", "it did not stop within 60 s")]),
+    (Facts("a", status=S.STOPPING, stopping=5.0), False,
+     [Seal("a", S.STOPPED, "stopped: its driver was gone before it could say goodbye")]),
+    (Facts("a", stopping=0.0), False, [Seal("a", S.STOPPED, "stopped before it started")]),
+    # a driver that is gone, or lives on after its run
+    (Facts("a", status=S.RUNNING, attempt=1), False,
+     [Start("a", 2, 1, "its driver was lost: started again, 1 of 3 times")]),
+    (Facts("a", status=S.RECOVERING, attempt=3, failures=2, crash="ActorDied: oom"), False,
+     [Start("a", 4, 3, "its driver was lost (ActorDied: oom): started again, 3 of 3 times")]),
+    (Facts("a", status=S.RUNNING, attempt=4, failures=3), False,
+     [Seal("a", S.FAILED, "its driver was lost 4 times, max_failures=3 allows no more")]),
+    (Facts("a", status=S.RUNNING, attempt=1, max_failures=0), False,
+     [Seal("a", S.FAILED, "its driver was lost once, max_failures=0 allows no more")]),
+    (Facts("a", status=S.RUNNING, attempt=1, max_failures=0, interrupted=True), False,
+     [Start("a", 2, 0, "the service had ended its Ray: started again")]),
+    (Facts("a", status=S.RUNNING, attempt=1, crash="KeyError: 'x'"), True, [Kill("a", "KeyError: 'x'")]),
+])
+def test_a_job_that_was_started(job: Facts, alive: bool, expected: list[Any]) -> None:
+    assert decide(job, alive) == expected
+
+
+@pytest.mark.parametrize(("status", "blind", "expected"), [
+    (S.RUNNING, 0.0, []),
+    (S.RUNNING, PATIENCE - 1, []),
+    (S.RUNNING, PATIENCE + 1, [Show("a", S.UNKNOWN, "its driver cannot be seen: no route")]),
+    (S.STOPPING, PATIENCE + 1, [Show("a", S.UNKNOWN, "its driver cannot be seen: no route")]),
+    (S.UNKNOWN, PATIENCE + 1, []),
+])
+def test_a_failed_look_is_not_a_failed_job(status: Status, blind: float, expected: list[Any]) -> None:
+    assert plan([Facts("a", status=status)], None, None, None, blind=blind, why="no route") == expected
+
+
+@pytest.mark.parametrize(("jobs", "free", "expected"), [
+    ([cpus(8)], 8, [Start("a", 1)]),
+    ([cpus(8)], 2, [Wait("a", "needs 8 CPUs, 2 free")]),
+    ([cpus(8, reason="needs 8 CPUs, 2 free")], 2, []),
+    ([cpus(1)], 0, [Wait("a", "needs 1 CPU, 0 free")]),
+    ([cpus(0)], 0, [Start("a", 1)]),
+    # first in, first out; a large one at the head is not overtaken
+    ([cpus(4), cpus(4, job_id="b"), cpus(4, job_id="c")], 8,
+     [Start("a", 1), Start("b", 1), Wait("c", "needs 4 CPUs, 0 free")]),
+    ([cpus(6), cpus(1, job_id="b")], 4,
+     [Wait("a", "needs 6 CPUs, 4 free"), Wait("b", BEHIND)]),
+    # but nobody waits behind what can never start here
+    ([cpus(99), cpus(1, job_id="b")], 8,
+     [Wait("a", "needs 99 CPUs, the whole cluster has 8"), Start("b", 1)]),
+    ([cpus(6), cpus(99, job_id="b")], 4,
+     [Wait("a", "needs 6 CPUs, 4 free"), Wait("b", "needs 99 CPUs, the whole cluster has 8")]),
+    # a driver that starts has yet to take its share, and a recovering one takes it again
+    ([cpus(6, S.STARTING, "z", attempt=1), cpus(4)], 8, [Wait("a", "needs 4 CPUs, 2 free")]),
+    ([cpus(6, S.RECOVERING, "z", attempt=1), cpus(4)], 8, [Wait("a", "needs 4 CPUs, 2 free")]),
+    ([cpus(4, S.RUNNING, "z", attempt=1), cpus(4)], 4, [Start("a", 1)]),
+    # others in a joined cluster hold something too
+    ([cpus(2, S.RUNNING, "z", attempt=1), cpus(4)], 3, [Wait("a", "needs 4 CPUs, 3 free")]),
+    ([cpus(6, stopping=0.0), cpus(4, job_id="b")], 4,
+     [Seal("a", S.STOPPED, "stopped before it started"), Start("b", 1)]),
+])
+def test_the_queue(jobs: list[Facts], free: float, expected: list[Any]) -> None:
+    drivers = {job.id for job in jobs if job.status is not S.QUEUED}
+    assert plan(jobs, drivers, {"cpu": free, "gpu": 0.0}, ROOM) == expected
+
+
+def test_nothing_starts_unseen_and_the_reason_is_said_once() -> None:
+    assert plan([cpus(1)], None, None, None) == [Wait("a", "Ray is starting")]
+    assert plan([cpus(1, reason="Ray is starting")], None, None, None) == []
+
+
+def test_gpus_are_counted_too() -> None:
+    job = Facts("a", needs=needs(JobSpec("w:W", workers=2, resources={"cpu": 1, "gpu": 1, "memory": 5})))
+    assert plan([job], set(), ROOM, ROOM) == [Wait("a", "needs 2 GPUs, the whole cluster has 0")]
+    assert plan([job], set(), {"cpu": 8.0, "gpu": 2.0}, {"cpu": 8.0, "gpu": 2.0}) == [Start("a", 1)]
+
+
+def test_every_planned_move_is_legal() -> None:
+    words = [None, *({"status": s.value, "message": "m"} for s in S)]
+    for status, alive, stopping, said, blind in itertools.product(
+            [s for s in S if not s.terminal], (True, False, None), (None, 1.0, 99.0), words, (0.0, 99.0)):
+        job = Facts("a", status=status, stopping=stopping, progress=said, attempt=1)
+        drivers = None if alive is None else {"a"} if alive else set()
+        for action in plan([job], drivers, ROOM, ROOM, blind=blind):
+            if isinstance(action, Show | Seal):
+                assert may_move(status, action.status), (job, action)
+                assert isinstance(action, Show) or action.status.terminal
+
+
+# ticks
+
+
+class FakeHandle:
+    def __init__(self, name: str, args: tuple[Any, ...]) -> None:
+        self.name = name
+        self.args = args
+        self.calls: list[str] = []
+        self.run: Future[Any] = Future()
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
+        self.calls.append(method)
+        return self.run if method == "run" else Future()
+
+
+class FakeCluster:
+    def __init__(self) -> None:
+        self.actors: dict[str, FakeHandle] = {}
+        self.spawned: list[FakeHandle] = []
+        self.room = {"cpu": 8.0, "gpu": 0.0}
+
+    def spawn(self, target: str, *args: Any, name: str, **kwargs: Any) -> FakeHandle:
+        assert target == "rayps.driver:DriverActor" and kwargs["detached"] and kwargs["here"]
+        if name in self.actors:
+            raise ClusterError(f"{name} lives already")
+        handle = FakeHandle(name, args)
+        self.spawned.append(handle)
+        self.actors[name] = handle
+        return handle
+
+    def find(self, name: str) -> FakeHandle | None:
+        return self.actors.get(name)
+
+    def kill(self, handle: FakeHandle) -> None:
+        self.actors.pop(handle.name, None)
+
+    def free(self) -> dict[str, float]:
+        return self.room
+
+    total = free
+
+
+class FakePlace:
+    def __init__(self, cluster: FakeCluster | None, owned: bool = True) -> None:
+        self.at: FakeCluster | Exception | None = cluster
+        self.owned = owned
+        self.address = "here:1"
+        self.left: bool | None = None
+
+    def capacity(self) -> dict[str, float] | None:
+        return {"cpu": 8.0} if self.owned else None
+
+    def cluster(self) -> Any:
+        if not isinstance(self.at, FakeCluster):
+            raise self.at or ClusterError("Ray is starting")
+        return self.at
+
+    def touch(self) -> None:
+        pass
+
+    def leave(self, *, end: bool) -> None:
+        self.left = end
+
+
+Body = Callable[[Store, Scheduler, FakeCluster, FakePlace], Awaitable[None]]
+
+
+def serve(path: Path, body: Body) -> None:
+    async def inside() -> None:
+        store = await Store.open(path / "s.db")
+        cluster = FakeCluster()
+        place = FakePlace(cluster)
+        try:
+            await body(store, Scheduler(store, place, path / "jobs", look_seconds=0.3), cluster, place)
+        finally:
+            await store.close()
+    asyncio.run(inside())
+
+
+async def add(store: Store, **kwargs: Any) -> str:
+    return (await store.add(JobSpec("w:W", **kwargs), name="w"))[0].id
+
+
+def write(path: Path, job_id: str, name: str, data: dict[str, Any]) -> None:
+    (path / "jobs" / job_id / name).write_text(json.dumps(data))
+
+
+def test_a_job_from_queue_to_result(tmp_path: Path) -> None:
+    async def body(store: Store, scheduler: Scheduler, cluster: FakeCluster, place: FakePlace) -> None:
+        place.at = None
+        job = await add(store, workers=2)
+        await scheduler.tick()
+        found = await store.get(job)
+        assert (found.status, found.reason) == (S.QUEUED, "Ray is starting") and not scheduler.view.ready
+        place.at = cluster
+        await scheduler.tick()
+        found = await store.get(job)
+        assert (found.status, found.attempt, found.reason) == (S.STARTING, 1, None) and scheduler.view.ready
+        [driver] = cluster.spawned
+        assert driver.args[1:] == (str(tmp_path / "jobs" / job), 1) and driver.calls == ["run"]
+        assert driver.args[0]["workers"] == 2 and (tmp_path / "jobs" / job).stat().st_mode & 0o777 == 0o700
+        write(tmp_path, job, "progress.json", {"status": "RUNNING", "time": time.time() + 1})
+        await scheduler.tick()
+        assert (await store.get(job)).status is S.RUNNING
+        write(tmp_path, job, "outcome.json", END)
+        cluster.actors.clear()
+        await scheduler.tick()
+        found = await store.get(job)
+        assert (found.status, found.metrics, found.checkpoint, found.finished_at) == (
+            S.SUCCEEDED, {"accuracy": 0.9}, "/c", 9.0)
+        cluster.spawn("rayps.driver:DriverActor", name=f"driver-{job}", detached=True, here=True)
+        driver.run.set_result("SUCCEEDED")
+        assert await scheduler.tick() == [] and not cluster.actors  # an idle driver is sent home
+    serve(tmp_path, body)
+
+
+def test_a_lost_driver_is_started_again_until_it_is_enough(tmp_path: Path) -> None:
+    async def body(store: Store, scheduler: Scheduler, cluster: FakeCluster, place: FakePlace) -> None:
+        job = await add(store, max_failures=1)
+        await scheduler.tick()
+        # of long ago: not this attempt's
+        write(tmp_path, job, "progress.json", {"status": "RUNNING", "time": 1.0})
+        cluster.actors.clear()
+        await scheduler.tick()
+        found = await store.get(job)
+        assert (found.status, found.attempt, found.failures) == (S.RECOVERING, 2, 1)
+        assert cluster.spawned[-1].args[2] == 2
+        assert "driver_restarted" in [e["kind"] for e in await store.events(job)]
+        cluster.actors.clear()
+        await scheduler.tick()
+        found = await store.get(job)
+        assert found.status is S.FAILED and "max_failures=1" in (found.reason or "")
+    serve(tmp_path, body)
+
+
+def test_a_run_that_raised_is_ended_and_says_why(tmp_path: Path) -> None:
+    async def body(store: Store, scheduler: Scheduler, cluster: FakeCluster, place: FakePlace) -> None:
+        job = await add(store, max_failures=0)
+        await scheduler.tick()
+        cluster.spawned[0].run.set_exception(ValueError("bad\nthing"))
+        await scheduler.tick()
+        assert not cluster.actors
+        await scheduler.tick()
+        found = await store.get(job)
+        assert found.status is S.FAILED and "(ValueError: bad)" in (found.reason or "")
+    serve(tmp_path, body)
+
+
+def test_stop_reaches_the_driver(tmp_path: Path) -> None:
+    async def body(store: Store, scheduler: Scheduler, cluster: FakeCluster, place: FakePlace) -> None:
+        job = await add(store)
+        await scheduler.tick()
+        await store.ask_stop(job)
+        await scheduler.tick()
+        await scheduler.tick()
+        assert (await store.get(job)).status is S.STOPPING and cluster.spawned[0].calls == ["run", "stop"]
+        write(tmp_path, job, "outcome.json", {"status": "STOPPED", "message": "stopped at round 7"})
+        await scheduler.tick()
+        assert (await store.get(job)).status is S.STOPPED
+    serve(tmp_path, body)
+
+
+def test_a_service_that_was_killed_carries_on(tmp_path: Path) -> None:
+    async def body(store: Store, scheduler: Scheduler, cluster: FakeCluster, place: FakePlace) -> None:
+        job = await add(store)
+        await scheduler.tick()
+        again = Scheduler(store, place, tmp_path / "jobs")  # type: ignore[arg-type]
+        await again.tick()
+        assert len(cluster.spawned) == 1 and (await store.get(job)).attempt == 1
+        await store.ask_stop(job)
+        await again.tick()
+        assert cluster.spawned[0].calls == ["run", "stop"]
+    serve(tmp_path, body)
+
+
+def test_an_orderly_end_is_no_failure(tmp_path: Path) -> None:
+    async def body(store: Store, scheduler: Scheduler, cluster: FakeCluster, place: FakePlace) -> None:
+        job = await add(store, max_failures=0)
+        await scheduler.tick()
+        assert await scheduler.close(end=True) == 1 and place.left is True
+        cluster.actors.clear()
+        await Scheduler(store, place, tmp_path / "jobs").tick()  # type: ignore[arg-type]
+        found = await store.get(job)
+        assert (found.status, found.attempt, found.failures, found.interrupted) == (S.RECOVERING, 2, 0, False)
+    serve(tmp_path, body)
+
+
+@pytest.mark.parametrize("trouble", [ClusterError("no route"), OSError("gone"), "slow"])
+def test_trouble_with_ray_leaves_jobs_alone(tmp_path: Path, trouble: Any) -> None:
+    async def body(store: Store, scheduler: Scheduler, cluster: FakeCluster, place: FakePlace) -> None:
+        job = await add(store)
+        await scheduler.tick()
+        if trouble == "slow":
+            cluster.find = lambda name: time.sleep(1)  # type: ignore[assignment,func-returns-value]
+        else:
+            place.at = trouble
+        await scheduler.tick()
+        found = await store.get(job)
+        assert found.status is S.STARTING and not scheduler.view.ready and scheduler.view.reason
+    serve(tmp_path, body)
+
+
+def test_a_job_larger_than_the_own_ray_is_refused_but_waits_in_a_joined_one(tmp_path: Path) -> None:
+    async def body(store: Store, scheduler: Scheduler, cluster: FakeCluster, place: FakePlace) -> None:
+        big = JobSpec("w:W", workers=9)
+        with pytest.raises(ConfigError, match=r"9 CPUs.*has 8") as caught:
+            scheduler.refuse_too_large(big)
+        assert caught.value.data["code"] == "too_large" and "--cpus" in str(caught.value)
+        scheduler.refuse_too_large(JobSpec("w:W", workers=8))
+        place.owned = False
+        scheduler.refuse_too_large(big)
+    serve(tmp_path, body)

@@ -1,0 +1,262 @@
+"""The whole way with a real Ray: by HTTP alone to a result, and through every death on the way.
+
+One service for all tests; each leaves it running, and the last one ends it and looks for what is left.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from rayps.client import Client
+from rayps.service import processes
+from rayps.service.ray_daemon import read_record
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
+
+WORK = '''
+import time
+import torch
+import rayps
+
+class Line(rayps.Workload):
+    pause = 0.0
+    def model(self):
+        return torch.nn.Linear(4, 1)
+    def data(self):
+        x = torch.randn(320, 4, generator=torch.Generator().manual_seed(0))
+        return rayps.data.tensors(x, x.sum(dim=1, keepdim=True), batch_size=8)
+    def optimizer(self, params):
+        return torch.optim.SGD(params, lr=0.05)
+    def loss(self, model, batch):
+        time.sleep(self.pause)
+        return ((model(batch.x) - batch.y) ** 2).mean()
+    def evaluate(self, model, batch):
+        return {"error": ((model(batch.x) - batch.y) ** 2).mean()}
+
+class Slow(Line):
+    pause = 0.1
+'''
+
+
+class Serve:
+    """`rayps serve` as a user starts it."""
+
+    def __init__(self, state: Path, *options: str) -> None:
+        self.state = state
+        self.options = options
+        self.process: subprocess.Popen[str] | None = None
+        self.url = ""
+        self.log = state.parent / "service.log"
+        self.shared = shared_memory()
+
+    def start(self) -> Serve:
+        (self.state / "service.json").unlink(missing_ok=True)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "rayps.cli", "serve", "--state-dir", str(self.state), "--port", "0",
+             "--cpus", "4", "--idle", "120", *self.options],
+            stdout=self.log.open("a"), stderr=subprocess.STDOUT, text=True)
+        until(lambda: (self.state / "service.json").exists(), 30)
+        self.url = json.loads((self.state / "service.json").read_text())["url"]
+        return self
+
+    def client(self) -> Client:
+        return Client(self.url, (self.state / "token").read_text().strip())
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
+    def end(self) -> int:
+        assert self.process is not None
+        self.process.terminate()
+        return self.process.wait(60)
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Path:
+    (tmp_path / "line.py").write_text(WORK)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
+    state = tmp_path_factory.mktemp("service") / "state"
+    state.mkdir()
+    serve = Serve(state)
+    yield serve
+    if serve.process is not None and serve.process.poll() is None:
+        serve.end()
+    found = read_record(serve.state)
+    if found is not None and found.alive:
+        os.kill(found.pid, signal.SIGTERM)
+        until(lambda: not found.alive, 30)
+
+
+@pytest.fixture
+def serve(one: Serve) -> Serve:
+    return one.start() if one.process is None or one.process.poll() is not None else one
+
+
+def shared_memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").iterdir()}
+
+
+def until(ready: Callable[[], Any], seconds: float = 60.0) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (found := ready()):
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.1)
+    return found
+
+
+def rounds(home: Path) -> list[int]:
+    try:
+        lines = (home / "metrics.jsonl").read_text().splitlines()
+    except FileNotFoundError:
+        return []
+    return [point["round"] for point in map(json.loads, lines) if point["kind"] == "round"]
+
+
+def driver_pid(state: Path) -> int:
+    found = read_record(state)
+    assert found is not None
+    drivers = [pid for pid in processes.below(found.pid) if "DriverActor" in _line(pid)]
+    return max(drivers, key=lambda pid: processes.started(pid) or 0)  # an earlier job's may not have left yet
+
+
+def _line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
+
+
+def test_by_http_alone_from_submit_to_result(serve: Serve, work: Path) -> None:
+    assert httpx2.get(f"{serve.url}/healthz").status_code == 200  # before Ray is up
+    token = (serve.state / "token").read_text().strip()
+    assert f"token: {token}" in serve.log.read_text() and "#code=" in serve.log.read_text()
+    with httpx2.Client(base_url=serve.url, headers={"Authorization": f"Bearer {token}"}, timeout=90) as http:
+        made = http.post("/api/v1/jobs", json={
+            "workload": "line.py:Line", "working_dir": str(work), "workers": 2, "epochs": 2,
+            "strategy": "parameter_server:staleness=3,shards=2"})
+        assert made.status_code == 201, made.text
+        big = http.post("/api/v1/jobs", json={"workload": "line.py:Line", "working_dir": str(work), "workers": 9})
+        assert big.status_code == 422 and big.json()["code"] == "too_large"
+        seen: list[int] = []
+        kinds: list[str] = []
+        with http.stream("GET", f"/api/v1/stream?job={made.json()['id']}") as stream:
+            kind = ""
+            for line in stream.iter_lines():
+                if line.startswith("event: "):
+                    kind = line[7:]
+                    kinds.append(kind)
+                elif line.startswith("data: ") and kind == "metrics":
+                    points = json.loads(line[6:])["points"]
+                    seen += [point["round"] for point in points if point["kind"] == "round"]
+        assert kinds[-1] == "end" and {"job", "metrics", "events"} <= set(kinds)
+        job = http.get(made.headers["location"]).json()
+        assert job["status"] == "SUCCEEDED" and job["metrics"]["error"] < 1.0, job
+        assert sorted(set(seen)) == list(range(40)) and job["progress"]["workers"]
+        assert httpx2.get(f"{serve.url}/readyz").json()["ready"]
+        assert http.get("/api/v1/cluster").json()["total"]["cpu"] == 4
+
+
+def test_a_job_that_must_wait_says_why_and_a_stop_stops(serve: Serve, work: Path) -> None:
+    client = serve.client()
+    first = client.submit("line.py:Slow", working_dir=work, workers=3, epochs=50)
+    second = client.submit("line.py:Line", working_dir=work, workers=2, epochs=1)
+    until(lambda: first.status == "RUNNING", 90)
+    until(lambda: second.refresh().data["reason"] == "needs 2 CPUs, 1 free")
+    assert second.status == "QUEUED"
+    first.stop()
+    assert first.wait(60).data["status"] == "STOPPED"
+    assert second.wait(90).data["status"] == "SUCCEEDED"
+
+
+@pytest.mark.chaos
+def test_a_service_that_is_killed_leaves_no_hole(serve: Serve, work: Path) -> None:
+    job = serve.client().submit("line.py:Slow", working_dir=work, workers=2, epochs=4)
+    home = serve.state / "jobs" / job.id
+    until(lambda: len(rounds(home)) > 5, 90)
+    daemon = read_record(serve.state)
+    serve.kill()
+    before = len(rounds(home))
+    until(lambda: len(rounds(home)) > before + 5)  # the job goes on with nobody to look
+    serve.start()
+    assert read_record(serve.state) == daemon
+    job = serve.client().job(job.id)
+    assert job.wait(120).data["status"] == "SUCCEEDED" and job.data["attempt"] == 1
+    assert [p["round"] for p in job.metrics() if p["kind"] == "round"] == list(range(80))
+
+
+@pytest.mark.chaos
+def test_a_driver_that_is_killed_is_started_again(serve: Serve, work: Path) -> None:
+    job = serve.client().submit("line.py:Slow", working_dir=work, workers=2, epochs=3, checkpoint_every=5)
+    home = serve.state / "jobs" / job.id
+    until(lambda: len(rounds(home)) > 12, 90)
+    os.kill(driver_pid(serve.state), signal.SIGKILL)
+    assert job.wait(120).data["status"] == "SUCCEEDED", job.data
+    assert job.data["attempt"] == 2
+    assert sorted({p["round"] for p in job.metrics() if p["kind"] == "round"}) == list(range(60))
+    kinds = [event["kind"] for event in job.events()]
+    assert "driver_restarted" in kinds and "recovering" in kinds
+
+
+@pytest.mark.chaos
+def test_a_ray_that_is_killed_is_started_again_with_its_jobs(serve: Serve, work: Path) -> None:
+    job = serve.client().submit("line.py:Slow", working_dir=work, workers=2, epochs=3, checkpoint_every=5)
+    home = serve.state / "jobs" / job.id
+    until(lambda: len(rounds(home)) > 12, 90)
+    first = read_record(serve.state)
+    assert first is not None
+    os.kill(first.pid, signal.SIGKILL)
+    assert job.wait(150).data["status"] == "SUCCEEDED", job.data
+    assert job.data["attempt"] == 2 and not Path(first.temp_dir).exists()
+
+
+def test_an_orderly_end_interrupts_and_the_next_service_goes_on(serve: Serve, work: Path) -> None:
+    job = serve.client().submit("line.py:Slow", working_dir=work, workers=2, epochs=3, checkpoint_every=5,
+                                max_failures=0)
+    home = serve.state / "jobs" / job.id
+    until(lambda: len(rounds(home)) > 12, 90)
+    assert serve.end() == 0 and "1 running job was interrupted" in serve.log.read_text()
+    assert read_record(serve.state) is None
+    serve.start()
+    job = serve.client().job(job.id)
+    assert job.wait(120).data["status"] == "SUCCEEDED", job.data
+    assert sorted({p["round"] for p in job.metrics() if p["kind"] == "round"}) == list(range(60))
+
+
+@pytest.mark.parametrize(("fields", "says"), [
+    ({"workload": "broken:W"}, "broken"),
+    ({"workload": "line.py:Nobody"}, "Nobody"),
+])
+def test_a_job_that_cannot_begin_fails_with_the_reason(serve: Serve, work: Path, fields: dict[str, Any],
+                                                       says: str) -> None:
+    (work / "broken.py").write_text("import nothing_of_that_name\n")
+    job = serve.client().submit(working_dir=work, **fields)
+    assert job.wait(90).data["status"] == "FAILED"
+    assert says in job.data["reason"] and len(job.data["reason"].splitlines()) <= 3
+
+
+def test_an_orderly_end_leaves_no_trace(serve: Serve) -> None:
+    found = until(lambda: read_record(serve.state))
+    until(lambda: httpx2.get(f"{serve.url}/readyz").status_code == 200)
+    tree = [*processes.below(found.pid), found.pid]
+    assert serve.end() == 0
+    until(lambda: not any(processes.started(pid) for pid in tree), 10)
+    assert not Path(found.temp_dir).exists() and read_record(serve.state) is None
+    assert shared_memory() <= serve.shared and "SIGTERM received" not in serve.log.read_text()
+    assert not (serve.state / "service.json").exists()

@@ -1,0 +1,88 @@
+import pytest
+import torch
+from torch import nn
+
+from rayps import checkpoint, optim
+from rayps.errors import CheckpointError
+from rayps.flat import FlatModel, beside
+from rayps.snapshot import Snapshot, positions_of
+
+
+def made(steps=3, positions=(6, 6)):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    model[2].bias.requires_grad_(False)
+    flat = FlatModel(model)
+    optimizer = torch.optim.Adam(flat.parameters, lr=0.1)
+    for _ in range(steps):
+        model(torch.randn(5, 3)).square().sum().backward()
+        optimizer.step()
+    buffers = {name: value.clone() for name, value in beside(model).items()}
+    return model, Snapshot(flat.layout, flat.vector.clone(), optim.moments(optimizer, flat.layout, flat.parameters),
+                           buffers, {0: torch.get_rng_state(), 1: torch.get_rng_state()}, list(positions), 3)
+
+
+def test_it_survives_the_disk_with_every_bit(tmp_path):
+    _, snapshot = made()
+    path = checkpoint.save(tmp_path, 6, snapshot.to_state(strategy="all_reduce"))
+    back = Snapshot.from_state(checkpoint.load(path))
+    assert back.layout == snapshot.layout
+    assert torch.equal(back.params, snapshot.params)
+    assert back.positions == [6, 6]
+    assert back.steps_per_epoch == 3
+    assert back.buffers.keys() == snapshot.buffers.keys()
+    assert all(torch.equal(back.buffers[k], v) for k, v in snapshot.buffers.items())
+    assert all(torch.equal(back.rng[k], v) for k, v in snapshot.rng.items())
+    assert back.moments.keys() == snapshot.moments.keys()
+    for name, state in snapshot.moments.items():
+        for key, value in state.items():
+            assert torch.equal(torch.as_tensor(back.moments[name][key]), torch.as_tensor(value))
+
+
+def test_numbers_in_the_optimizers_state_survive(tmp_path):
+    _, snapshot = made()
+    more = {"count": 7, "rate": 0.25, "buffer": None}
+    snapshot.moments["0.bias"] |= more
+    back = Snapshot.from_state(checkpoint.load(checkpoint.save(tmp_path, 6, snapshot.to_state())))
+    assert {key: back.moments["0.bias"][key] for key in more} == more
+
+
+def test_it_fills_a_model_of_the_same_kind():
+    model, snapshot = made()
+    other = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    snapshot.fill(other)
+    for (name, a), b in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+    snapshot.state_dict()["0.weight"].zero_()
+    assert snapshot.params.abs().min() > 0  # a copy
+
+
+@pytest.mark.parametrize(("other", "words"), [
+    (nn.Sequential(nn.Linear(3, 5)), ["0.bias", "(4,)", "(5,)"]),
+    (nn.Linear(3, 4), ["0.bias", "None"]),
+])
+def test_another_model_is_refused(other, words):
+    _, snapshot = made()
+    with pytest.raises(CheckpointError) as caught:
+        snapshot.check(FlatModel(other).layout)
+    for word in ["another model", *words]:
+        assert word in str(caught.value)
+    assert len(str(caught.value).splitlines()) <= 3
+
+
+def test_another_number_of_workers_only_between_epochs():
+    _, snapshot = made(positions=(6, 6))
+    snapshot.resize(3, 2)
+    assert (snapshot.positions, snapshot.steps_per_epoch, snapshot.rng) == ([4, 4, 4], 2, {})
+    for positions in ((5, 5), (6, 9), (6, 7)):
+        _, snapshot = made(positions=positions)
+        snapshot.resize(2, 3)  # the same: nothing to do
+        assert snapshot.positions == list(positions)
+        with pytest.raises(CheckpointError, match="2 workers"):
+            snapshot.resize(3, 2)
+
+
+def test_its_round_is_the_slowest_ones():
+    assert made(positions=(7, 5))[1].round == 5
+    assert made(positions=())[1].round == 0
+    assert positions_of({1: 5, 0: 9}) == [9, 5]

@@ -1,0 +1,215 @@
+"""Workloads by name and by value: found, refused with the reason, carried to where their file is not."""
+
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from rayps import workload
+from rayps.data import Batch, Data, tensors
+from rayps.errors import DataError, WorkloadError
+from rayps.workload import Workload, load, pack, unpack
+
+GOOD = """
+import torch
+import rayps.workload, rayps.data
+import helper
+from helper import Scale, twice
+
+class Line(rayps.workload.Workload):
+    def __init__(self, width=3):
+        self.width = twice(width)
+    def model(self):
+        return torch.nn.Sequential(torch.nn.Linear(self.width, 1), Scale(helper.FACTOR))
+    def data(self):
+        return rayps.data.tensors(torch.ones(8, self.width), torch.ones(8))
+    def loss(self, model, batch):
+        return ((model(batch.x)[:, 0] - batch.y) ** 2).mean()
+
+class Wide(Line):
+    def __init__(self, width):
+        super().__init__(width)
+
+class Half(rayps.workload.Workload):
+    def model(self): ...
+
+class Angry(Line):
+    def __init__(self):
+        open("/nowhere/at/all")
+
+class Careful(Line):
+    def __init__(self):
+        from rayps.errors import DataError
+        raise DataError("rows.parquet: gone", file="rows.parquet")
+
+class Other: ...
+number = 3
+"""
+HELPER = """
+import torch
+FACTOR = 5.0
+class Scale(torch.nn.Module):
+    def __init__(self, by):
+        super().__init__()
+        self.by = by
+    def forward(self, x):
+        return x * self.by
+def twice(x):
+    return x * 2
+"""
+
+
+@pytest.fixture(autouse=True)
+def forget() -> Iterator[None]:
+    yield
+    workload._forget()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "line.py").write_text(GOOD)
+    (tmp_path / "helper.py").write_text(HELPER)
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack" / "__init__.py").write_text("")
+    (tmp_path / "pack" / "inner.py").write_text("from line import Line\nclass Inner(Line): pass\n")
+    return tmp_path
+
+
+def test_the_default_optimizer_and_evaluation() -> None:
+    class Plain(Workload):
+        def model(self) -> torch.nn.Module:
+            return torch.nn.Linear(1, 1)
+
+        def data(self) -> Data:
+            return tensors(torch.ones(3, 1))
+
+        def loss(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+            return model(batch.x).mean()
+
+    plain = Plain()
+    optimizer = plain.optimizer(list(plain.model().parameters()))
+    assert isinstance(optimizer, torch.optim.SGD) and optimizer.defaults["lr"] == 0.01
+    assert plain.evaluate(plain.model(), Batch(None, None, 1)) == {}
+    assert plain.evaluation_data().rows() == 3
+
+
+@pytest.mark.parametrize("target", ["line:Line", "line.py:Line", "./line.py:Line", "pack.inner:Inner",
+                                    "pack/../line.py:Line"])
+def test_found_by_name(folder: Path, target: str) -> None:
+    found = load(target, str(folder))
+    assert isinstance(found, Workload) and found.width == 6  # type: ignore[attr-defined]
+
+
+def test_found_by_absolute_path_and_from_here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(load(f"{folder}/line.py:Line"), Workload)
+    monkeypatch.chdir(folder)
+    assert isinstance(load("line.py:Line"), Workload)
+
+
+def test_an_edited_file_is_read_again(folder: Path) -> None:
+    load("line.py:Line", str(folder))
+    (folder / "helper.py").write_text(HELPER.replace("x * 2", "x * 2 + 100"))
+    assert load("line.py:Line", str(folder)).width == 106  # type: ignore[attr-defined]
+
+
+def test_another_folder_has_helpers_of_its_own(folder: Path) -> None:
+    other = folder / "other"
+    other.mkdir()
+    (other / "line.py").write_text(GOOD)
+    (other / "helper.py").write_text(HELPER.replace("x * 2", "x * 7"))
+    first = load("line.py:Line", str(folder))
+    assert load("line:Line", str(other)).width == 21  # type: ignore[attr-defined]
+    assert str(folder) not in sys.path
+    assert unpack(pack(first)).width == 6
+
+
+@pytest.mark.parametrize("name", ["json", "torch", "my-model", "my.model", "logging"])
+def test_a_file_whose_name_is_taken_hides_nothing(folder: Path, name: str) -> None:
+    before = sys.modules.get(name)
+    (folder / f"{name}.py").write_text(GOOD)
+    assert isinstance(load(f"{name}.py:Line", str(folder)), Workload)
+    assert sys.modules.get(name) is before
+
+
+@pytest.mark.parametrize(("target", "words"), [
+    ("line", ["'line'", "'digits.py:Digits'"]), (":Line", ["digits"]), ("line:", ["digits"]),
+    ("line:not a name", ["digits"]),
+    ("lime:Line", ["no module 'lime'", "did you mean 'line'"]),
+    ("zzz:Line", ["no module 'zzz'", "working-dir"]),
+    ("lime.py:Line", ["no file", "lime.py", "did you mean 'line.py'"]), ("pack/zz.py:A", ["no file"]),
+    ("pack.innr:Inner", ["no module 'pack.innr'"]),
+    ("line.py:Lime", ["no class 'Lime'", "did you mean Line"]), ("line:Zzzzzz", ["no class", "Line", "Wide"]),
+    ("line:Other", ["not a workload", "rayps.Workload", "Line"]), ("line:number", ["not a workload"]),
+    ("line:Half", ["lacks data(), loss()"]), ("line:Wide", ["'width'", "defaults"]),
+    ("line:Angry", ["FileNotFoundError", "line.py:26", 'open("/nowhere/at/all")']),
+    ("syntax.py:A", ["SyntaxError", "syntax.py:2"]), ("syntax:A", ["SyntaxError", "syntax.py:2"]),
+    ("raises.py:A", ["ZeroDivisionError: division by zero", "deep.py:3", "return 1 / 0"]),
+    ("raises:A", ["ZeroDivisionError", "deep.py:3"]),
+    ("needs.py:A", ["No module named 'pandas_of_the_moon'", "needs.py:1"]),
+    ("needs:A", ["No module named 'pandas_of_the_moon'", "needs.py:1"]),
+    ("exits:A", ["SystemExit", "exits.py:1"])])
+def test_refused_with_the_reason(folder: Path, target: str, words: list[str]) -> None:
+    (folder / "syntax.py").write_text("x = 1\ndef broken(:\n")
+    (folder / "deep.py").write_text("\ndef crash():\n    return 1 / 0\n")
+    (folder / "raises.py").write_text("import deep\ndeep.crash()\n")
+    (folder / "needs.py").write_text("import pandas_of_the_moon\n")
+    (folder / "exits.py").write_text("raise SystemExit(3)\n")
+    with pytest.raises(WorkloadError) as caught:
+        load(target, str(folder))
+    message = str(caught.value)
+    assert all(word in message for word in words), message
+    assert message.count("\n") < 3
+    assert load("line:Line", str(folder)).width == 6  # type: ignore[attr-defined]  # nothing is left half done
+
+
+def test_errors_of_ours_in_a_constructor_stay_theirs(folder: Path) -> None:
+    with pytest.raises(DataError, match="gone"):
+        load("line:Careful", str(folder))
+
+
+def test_a_working_directory_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(WorkloadError, match="does not exist"):
+        load("line:Line", str(tmp_path / "nowhere"))
+
+
+CHILD = """
+import sys
+from rayps.workload import unpack
+found = unpack(sys.stdin.buffer.read())
+model = found.model()
+batch = next(found.data().batches(rank=0, size=1, seed=0, epoch=0))
+found.loss(model, batch).backward()
+print(type(found).__name__, found.width, model[1].by)
+"""
+
+
+def test_a_fresh_process_needs_no_file(folder: Path) -> None:
+    packed = [pack(load(target, str(folder))) for target in ("line.py:Line", "pack.inner:Inner")]
+    for path in (*folder.glob("*.py"), *folder.glob("pack/*.py")):
+        path.unlink()
+    for name, content in zip(("Line", "Inner"), packed, strict=True):
+        done = subprocess.run([sys.executable, "-c", textwrap.dedent(CHILD)], input=content,
+                              capture_output=True, cwd=Path(__file__).parent.parent)
+        assert done.stdout.decode().split() == [name, "6", "5.0"], done.stderr.decode()
+
+
+def test_a_function_travels_too(folder: Path) -> None:
+    load("line:Line", str(folder))
+    content = pack(sys.modules["helper"].twice)
+    workload._forget()
+    assert unpack(content)(4) == 8
+
+
+def test_what_cannot_be_sent_is_refused(folder: Path) -> None:
+    found = load("line:Line", str(folder))
+    found.lock = threading.Lock()  # type: ignore[attr-defined]
+    with pytest.raises(WorkloadError, match=r"Line cannot be sent.*lock") as caught:
+        pack(found)
+    assert "not in __init__" in str(caught.value)
+    with pytest.raises(WorkloadError, match="cannot be unpacked"):
+        unpack(b"not a pickle")

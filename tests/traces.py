@@ -1,0 +1,34 @@
+"""What a Ray could leave behind."""
+
+import os
+import tempfile
+import time
+from pathlib import Path
+
+from rayps.service.processes import below
+
+
+class Traces:
+    """What a Ray could leave behind: processes of this one, shared memory, temporary folders."""
+
+    def __init__(self, root=None):
+        self.root = root or os.getpid()
+        self.before = self.look()
+
+    def look(self):
+        temporary = {Path(tempfile.gettempdir()), Path("/tmp")}
+        return {
+            "processes": set(below(self.root)),
+            "shared memory": {entry.path for entry in os.scandir("/dev/shm") if entry.name.startswith("plasma")},
+            "folders": {str(path) for folder in temporary for path in folder.glob("rayps-*")},
+        }
+
+    def left(self, seconds=10.0):
+        """What is there now and was not before, once `seconds` have passed for it to go away."""
+        deadline = time.monotonic() + seconds
+        while True:
+            now = self.look()
+            found = {kind: sorted(now[kind] - self.before[kind]) for kind in now if now[kind] - self.before[kind]}
+            if not found or time.monotonic() > deadline:
+                return found
+            time.sleep(0.1)
