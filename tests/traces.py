@@ -8,20 +8,32 @@ from pathlib import Path
 from rayps.service.processes import below
 
 
+def command(pid):
+    """How a process was called; empty once it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return ""
+
+
 class Traces:
     """What a Ray could leave behind: processes of this one, shared memory, temporary folders."""
 
     def __init__(self, root=None):
         self.root = root or os.getpid()
+        self.others = set(below(self.root))  # a browser of other tests, say: what it starts meanwhile is its own
         self.before = self.look()
 
     def look(self):
         temporary = {Path(tempfile.gettempdir()), Path("/tmp")}
         return {
-            "processes": set(below(self.root)),
+            "processes": {f"{pid} {command(pid)}" for pid in self.started()},
             "shared memory": {entry.path for entry in os.scandir("/dev/shm") if entry.name.startswith("plasma")},
             "folders": {str(path) for folder in temporary for path in folder.glob("rayps-*")},
         }
+
+    def started(self):
+        return set(below(self.root)) - self.others - {pid for other in self.others for pid in below(other)}
 
     def left(self, seconds=10.0):
         """What is there now and was not before, once `seconds` have passed for it to go away."""

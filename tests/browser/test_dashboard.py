@@ -15,6 +15,8 @@ pytestmark = pytest.mark.browser
 Tab = Callable[..., Any]
 Fake = Callable[..., str]
 
+SHOWN = "(count) => document.querySelectorAll('tr[data-job]').length === count"
+
 
 def jobs_page(tab: Tab, url: str, **options: Any) -> Any:
     page = tab(**options)
@@ -80,17 +82,17 @@ def test_a_used_code_is_explained(tab: Tab, fake: Fake) -> None:
 
 def test_the_list_filters_by_address_and_keys(tab: Tab, fake: Fake) -> None:
     page = jobs_page(tab, fake())
-    assert page.locator("tr[data-job]").count() == 6
+    until(page, SHOWN, 6)
     assert "needs 32 CPUs, 12 free" in page.inner_text("tr:has-text('digits-wide')")
     page.click("role=button[name=/^Succeeded/]")
-    assert page.locator("tr[data-job]").count() == 2 and "status=succeeded" in page.url
+    until(page, SHOWN, 2)
+    assert "status=succeeded" in page.url
     page.keyboard.press("/")
     page.keyboard.type("ssp")
-    until(page, "() => document.querySelectorAll('tr[data-job]').length === 1")
+    until(page, SHOWN, 1)
     assert "q=ssp" in page.url
     page.reload()
-    page.wait_for_selector("tr[data-job]")
-    assert page.locator("tr[data-job]").count() == 1  # the address is the state
+    until(page, SHOWN, 1)  # the address is the state
     page.keyboard.press("j")
     page.keyboard.press("Enter")
     assert page.wait_for_selector(".job h1").inner_text() == "digits-ssp"
@@ -112,19 +114,19 @@ def test_a_running_job_is_drawn_live(tab: Tab, fake: Fake) -> None:
     page = job_page(tab, fake(), "digits-phased")
     before = page.inner_text(".job-progress")
     until(page, "(old) => document.querySelector('.job-progress').innerText !== old", before)
-    ink = page.evaluate("""() => {
+    ink = """() => {
         const c = document.querySelector('#loss canvas');
         const d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;
-        let n = 0; for (let i = 3; i < d.length; i += 4) if (d[i]) n++; return n / (c.width * c.height); }""")
-    assert ink > 0.02
-    assert "Worker 2 needs" in page.inner_text("#workers")
-    assert page.locator("#workers tbody tr").count() == 4
-    assert page.locator("#staleness li").count() == 7
+        let n = 0; for (let i = 3; i < d.length; i += 4) if (d[i]) n++; return n / (c.width * c.height) > 0.02; }"""
+    until(page, ink)
+    page.wait_for_selector("#workers:has-text('Worker 2 needs')")
+    until(page, "() => document.querySelectorAll('#workers tbody tr').length === 4")
+    until(page, "() => document.querySelectorAll('#staleness li').length === 7")
     assert "Loss by round, from" in (page.get_attribute("#loss [role=img]", "aria-label") or "")
     page.click("#loss >> text=As a table")
-    assert page.locator("#loss table.plain tbody tr").count() > 10
+    until(page, "() => document.querySelectorAll('#loss table.plain tbody tr').length > 10")
     page.locator("#loss input[type=range]").fill("0.5")
-    assert "smooth=0.5" in page.url
+    until(page, "() => location.href.includes('smooth=0.5')")
 
 
 def test_no_round_is_missing_after_the_service_was_away(tab: Tab, fake: Fake) -> None:
@@ -155,7 +157,7 @@ def test_stop_asks_first(tab: Tab, fake: Fake) -> None:
     page.click(".job-stop")
     page.click("text=Stop the job")
     page.wait_for_selector(".job-head [data-status=STOPPED]")
-    assert "Stopped by request" in page.inner_text(".job-reason")
+    page.wait_for_selector(".job-reason:has-text('Stopped by request')")
 
 
 def test_logs_are_searched_followed_and_downloaded(tab: Tab, fake: Fake) -> None:
@@ -188,7 +190,7 @@ def test_the_theme_is_kept(tab: Tab, fake: Fake) -> None:
     page.click("[aria-label^='Theme: light']")
     page.reload()
     page.wait_for_selector("[aria-label^='Theme: dark']")
-    assert page.evaluate("getComputedStyle(document.body).backgroundColor") != light
+    until(page, "(light) => getComputedStyle(document.body).backgroundColor !== light", light)
 
 
 def test_everything_that_can_be_used_has_a_name(tab: Tab, fake: Fake) -> None:
