@@ -10,7 +10,7 @@ import secrets
 import time
 from typing import Any
 
-from rayps.cluster import rendezvous
+from rayps.cluster import host_address, rendezvous
 from rayps.errors import ConfigError, LinkError, PeerTimeout
 from rayps.link import Link, Listener, Message, connect
 from rayps.link.wire import deadline_left
@@ -28,7 +28,7 @@ def meet(name: str, rank: int, size: int, timeout: float, host: str | None) -> M
     if not 0 <= rank < size:
         raise ConfigError(f"rank {rank} is not one of {size} ranks (0 to {size - 1})", rank=rank, size=size)
     values: Any = rendezvous()
-    host = host or getattr(values, "host", None) or "127.0.0.1"
+    host = host or host_address()
     deadline = time.monotonic() + timeout
     if rank == 0:
         return _host(name, size, values, host, (timeout, deadline))
