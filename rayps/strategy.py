@@ -183,7 +183,9 @@ def _value(text: str) -> Any:
 
 def _wire(strategy: Strategy) -> dict[str, Any]:
     name = strategy.name or type(strategy).__name__
-    return {"name": name, **{f.name: getattr(strategy, f.name) for f in _options(type(strategy))}}
+    options = {f.name: getattr(strategy, f.name) for f in _options(type(strategy)) if f.default is not None}
+    unusual = {f.name: getattr(strategy, f.name) for f in _options(type(strategy)) if f.default is None}
+    return {"name": name, **options, **{key: value for key, value in unusual.items() if value is not None}}
 
 
 def _options(kind: type[Strategy]) -> list[dataclasses.Field[Any]]:

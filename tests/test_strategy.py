@@ -4,6 +4,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+import yaml
 
 from rayps.errors import ConfigError
 from rayps.strategies.all_reduce import AllReduce
@@ -26,6 +27,14 @@ GOOD = [
     ("parameter_server:staleness=None", ParameterServer(staleness=None)),
     ("parameter_server:staleness=null", ParameterServer(staleness=None)),
     ({"name": "parameter_server", "shards": 4, "staleness": None}, ParameterServer(shards=4, staleness=None)),
+    ("all_reduce:compression=fp16", AllReduce(compression="fp16")),
+    ("all_reduce:compression=none", AllReduce()),
+    ("all_reduce:compression=top_k:0.05", AllReduce(compression="top_k:0.05")),
+    ("parameter_server:compression=int8,shards=2", ParameterServer(shards=2, compression="int8")),
+    ({"name": "parameter_server", "compression": "top_k"}, ParameterServer(compression="top_k")),
+    ({"name": "all_reduce", "compression": None}, AllReduce()),
+    (yaml.safe_load("{name: all_reduce, compression: top_k:0.05}"), AllReduce(compression="top_k:0.05")),
+    (yaml.safe_load("name: all_reduce\ncompression: auto"), AllReduce(compression="auto")),
 ]
 
 
@@ -37,6 +46,8 @@ def test_one_strategy(given, strategy):
 PS = ParameterServer(staleness=None)
 PHASES = [
     ([(2, PS), AllReduce()], [Phase(2, PS), Phase(None, AllReduce())]),
+    ("1*all_reduce:compression=top_k:0.5 > all_reduce:compression=bf16",
+     [Phase(1, AllReduce(compression="top_k:0.5")), Phase(None, AllReduce(compression="bf16"))]),
     ([(2, "parameter_server:staleness=none"), (1, "all_reduce")], [Phase(2, PS), Phase(1, AllReduce())]),
     ("2*parameter_server:staleness=none > all_reduce", [Phase(2, PS), Phase(None, AllReduce())]),
     ("2 * parameter_server:staleness=none>3*all_reduce", [Phase(2, PS), Phase(3, AllReduce())]),
@@ -59,7 +70,15 @@ BAD = [
     ("allreduce", ["'allreduce'", "did you mean 'all_reduce'", "parameter_server"]),
     ("", ["''", "all_reduce, parameter_server"]),
     ("gossip", ["gossip", "all_reduce, parameter_server"]),
-    ("all_reduce:shards=2", ["all_reduce", "'shards'", "none"]),
+    ("all_reduce:shards=2", ["all_reduce", "'shards'", "compression"]),
+    ("all_reduce:compression=zip", ["compression", "'zip'", "fp16, bf16, int8", "top_k:FRACTION"]),
+    ("all_reduce:compression=fp16:2", ["compression", "'fp16:2'"]),
+    ("all_reduce:compression=top_k:", ["compression", "'top_k:'", "fraction"]),
+    ("all_reduce:compression=top_k:0", ["compression", "'top_k:0'", "above 0"]),
+    ("all_reduce:compression=top_k:1.5", ["compression", "'top_k:1.5'", "up to 1"]),
+    ("all_reduce:compression=top_k:nan", ["compression", "'top_k:nan'"]),
+    ("parameter_server:compression=8", ["compression", "8"]),
+    ("parameter_server:compression=true", ["compression", "True"]),
     ("parameter_server:shard=2", ["'shard'", "shards", "staleness"]),
     ("parameter_server:3", ["'3'", "key=value"]),
     ("parameter_server:shards=0", ["shards", "0", "at least 1"]),
@@ -102,7 +121,7 @@ def test_bad_input(given, words):
     for word in words:
         assert word in message
     assert len(message.splitlines()) <= 3
-    assert caught.value.data.get("field") in ("strategy", "shards", "staleness")
+    assert caught.value.data.get("field") in ("strategy", "shards", "staleness", "compression")
 
 
 @pytest.mark.parametrize("make", [lambda: ParameterServer(shards=0), lambda: ParameterServer(staleness=-2),
@@ -115,11 +134,18 @@ def test_bad_options_in_python(make):
 def test_the_catalogue_tells_everything():
     told = {item["name"]: item for item in catalogue()}
     assert set(told) == set(CATALOGUE) == {"all_reduce", "parameter_server"}
-    assert told["all_reduce"]["options"] == []
+    assert told["all_reduce"]["options"] == [{"name": "compression", "type": "str | None", "default": None}]
     options = {o["name"]: o["default"] for o in told["parameter_server"]["options"]}
-    assert options == {"shards": 1, "staleness": 0}
+    assert options == {"shards": 1, "staleness": 0, "compression": None}
     assert all(item["summary"] for item in told.values())
     json.dumps(catalogue())
+
+
+def test_an_option_that_is_none_by_default_is_written_only_where_it_is_given():
+    assert wire(parse("all_reduce")) == {"name": "all_reduce"}
+    assert wire(parse("all_reduce:compression=int8")) == {"name": "all_reduce", "compression": "int8"}
+    assert wire(parse("parameter_server")) == {"name": "parameter_server", "shards": 1, "staleness": 0}
+    assert wire(parse("parameter_server:staleness=none"))["staleness"] is None
 
 
 def test_what_is_in_step():

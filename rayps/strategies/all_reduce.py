@@ -3,6 +3,7 @@
 Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009.
 Every worker holds all parameters w and its own optimizer. In round t, worker i computes g_i on its
 batch of n_i samples; the ring gives everyone g = sum(n_i g_i) / sum(n_i); everyone takes the same step.
+`compression` (fp16, bf16, int8, top_k, top_k:FRACTION, auto) says how the g_i travel, with error feedback.
 """
 
 from __future__ import annotations
@@ -10,14 +11,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rayps.strategies.base import Strategy, WorkerView
+from rayps.strategies.base import Strategy, WorkerView, compression_of
 
 
 @dataclass(frozen=True)
 class AllReduce(Strategy):
     """Equal workers, every round in step: exact, and the fastest when all machines are alike."""
 
+    compression: str | None = None
     name: ClassVar[str] = "all_reduce"
+
+    def __post_init__(self) -> None:
+        if self.compression is not None:
+            compression_of(self.compression)
 
     def round(self, w: WorkerView) -> None:
         """g <- mean over workers; w <- w - step(g)."""

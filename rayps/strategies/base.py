@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Protocol
 
+from rayps.errors import ConfigError
+
+COMPRESSIONS = ("fp16", "bf16", "int8", "top_k", "auto")
+TOP_K = 0.01  # of the elements, unless said otherwise
+
 
 class WorkerView(Protocol):
     """The worker as `round` sees it: one replica."""
@@ -39,6 +44,7 @@ class Strategy:
     name: ClassVar[str] = ""
     shards: int = 0  # servers that this strategy needs; 0 = workers speak only through the ring
     staleness: int | None = 0  # rounds a worker may lead the slowest when it pulls; None = no bound
+    compression: str | None = None  # how gradients travel: see `compression_of`; None = as they are
     gathers: bool = True  # whether on_round is to be called with everyone's values
 
     @property
@@ -59,6 +65,26 @@ class Strategy:
 
     def on_round(self, shard: ShardView, values: list[Any], weights: list[float]) -> None:
         """The server's half, once everyone has spoken: values and weights in the order of ranks."""
+
+
+def compression_of(given: Any) -> tuple[str, float]:
+    """The name of a `compression`, and the share of the elements that top_k sends.
+
+    Raises:
+        ConfigError: it is none of fp16, bf16, int8, top_k, top_k:FRACTION and auto.
+    """
+    name, colon, share = given.partition(":") if isinstance(given, str) else ("", "", "")
+    try:
+        fraction = float(share) if colon else TOP_K
+    except ValueError:
+        fraction = 0.0
+    if name not in COMPRESSIONS or not 0 < fraction <= 1 or (colon and name != "top_k"):
+        raise ConfigError(
+            f"compression is {given!r}: give none, fp16, bf16, int8, auto, top_k (the largest {TOP_K:.0%} of the "
+            "elements) or top_k:FRACTION with a fraction above 0 and up to 1",
+            field="compression",
+        )
+    return name, fraction
 
 
 def weighted_mean(values: list[Any], weights: list[float]) -> Any:

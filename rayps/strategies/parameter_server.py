@@ -6,6 +6,7 @@ The servers hold the parameters in `shards` slices and run the optimizer. A work
 s = 0: the servers wait for all N pushes and step once by their mean, weighted by samples.
 s > 0: each push is applied as it comes, scaled by 1/N; a pull waits while the puller leads by more than s.
 s = None: the same without the wait.
+`compression` (fp16, bf16, int8, top_k, top_k:FRACTION, auto) says how the pushes travel, with error feedback.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rayps.errors import ConfigError
-from rayps.strategies.base import ShardView, Strategy, WorkerView, weighted_mean
+from rayps.strategies.base import ShardView, Strategy, WorkerView, compression_of, weighted_mean
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class ParameterServer(Strategy):
 
     shards: int = 1
     staleness: int | None = 0
+    compression: str | None = None
     name: ClassVar[str] = "parameter_server"
 
     def __post_init__(self) -> None:
@@ -34,6 +36,8 @@ class ParameterServer(Strategy):
                 f"staleness is {s!r}: give 0 (synchronous), a whole number of rounds, or none (asynchronous)",
                 field="staleness",
             )
+        if self.compression is not None:
+            compression_of(self.compression)
 
     @property
     def gathers(self) -> bool:  # type: ignore[override]
