@@ -12,7 +12,7 @@ import rayps
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = [
     # pure: no thread, no socket
-    "__init__ errors job clock partition flat compress metrics strategy strategies user_code logs",
+    "__init__ errors job clock partition flat compress metrics strategy strategies user_code logs failpoint",
     # where actors live, and how bytes travel between them
     "cluster ray_cluster link",
     # the two ways of talking
