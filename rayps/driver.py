@@ -291,7 +291,7 @@ class Driver:
     # ---- what is recorded
 
     def _take_in(self, group: Group, rounds: Rounds) -> None:
-        points = group.poll()
+        points = self.journal.choices(group.poll())
         self._report.hear(points)
         self._file(rounds.add(points))
         self.journal.lines(group.lines())

@@ -55,6 +55,13 @@ class Journal:
         if self._on_event is not None:
             self._on_event(event)
 
+    def choices(self, points: list[Point]) -> list[Point]:
+        """File what workers chose, and why, as events; the points that are left."""
+        for point in points:
+            if point["kind"] == "choice":
+                self.event(**point)
+        return [point for point in points if point["kind"] != "choice"]
+
     def add(self, points: list[Point]) -> None:
         """New metric points of the group."""
         self.points += points

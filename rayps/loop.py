@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import logging
 import math
 import pickle
 import threading
@@ -26,10 +27,13 @@ from rayps.cluster import Cluster, rendezvous, until
 from rayps.errors import ConfigError, LinkError, PeerTimeout, RaypsError
 from rayps.flat import FlatModel, Gradient, beside
 from rayps.ring import Ring
+from rayps.ring.compressed import compressed
 from rayps.server_group import ServerGroup
 from rayps.strategy import parse
 from rayps.user_code import user_code
 from rayps.workload import pack, unpack
+
+log = logging.getLogger(__name__)
 
 REASON_SECONDS = 3.0  # after the first failure, for the failure behind it to be heard
 
@@ -198,7 +202,11 @@ def wrap(model: nn.Module, optimizer: Optimizer, strategy: Any = "all_reduce") -
             ),
         )
         server = group.server(here.rank)
-    turns = _Turns(chosen, flat, optimizer.step, here, ring, server)
+    talk = ring
+    if chosen.compression is not None and server is None:
+        talk, choice = compressed(ring, chosen.compression, Gradient(flat.packed, 0))
+        log.info(choice["message"])
+    turns = _Turns(chosen, flat, optimizer.step, here, talk, server)
     here.closing.append(lambda failed: _leave(turns, ring, server, group, failed))
     optimizer.samples = 1  # type: ignore[attr-defined]
 

@@ -19,6 +19,7 @@ from rayps.data import Batch
 from rayps.errors import TrainingError, WorkloadError
 from rayps.flat import FlatModel, Gradient, beside
 from rayps.ring import Ring
+from rayps.ring.compressed import compressed
 from rayps.server import Server
 from rayps.server.shard import Boundary
 from rayps.snapshot import Snapshot
@@ -91,6 +92,10 @@ class Worker:
         model = model_of(workload).to(device)
         # gradients lie where the other ranks of this host can read them: a sum needs no copy
         self.flat = FlatModel(plan.strategy.split(model, ring), ring.buffer if ring is not None else None)
+        self.choices: list[dict[str, Any]] = []  # what was chosen here, as events
+        if ring is not None and plan.strategy.compression is not None:
+            self.ring, found = compressed(ring, plan.strategy.compression, Gradient(self.flat.packed, 0))
+            self.choices += [found] if plan.rank == 0 else []
         self.optimizer: Any = None
         if plan.strategy.shards == 0:
             self.optimizer = optim.made(workload.optimizer, self.flat.parameters)
@@ -164,6 +169,8 @@ class Worker:
     ) -> None:
         """Rounds from the position to the plan's end; a point after each, an evaluation after each epoch."""
         self.flat.model.train()
+        for choice in self.choices:
+            report(choice)
         while self.position < self.plan.end and not stopped():
             before = self._start_round()
             self.strategy.round(self)

@@ -71,6 +71,14 @@ def test_a_loop_of_ones_own_equals_one_process(strategy, optimizer):
         assert distance(found, law(work, 3)) < EXACT
 
 
+@pytest.mark.parametrize("compression", ["fp16", "int8", "top_k:0.5"])
+def test_compressed_it_stays_near_one_process(compression):
+    work = Fixed(n=31, batch=4)
+    found = [params for params, _ in run(loop(work, AllReduce(compression=compression)), workers=3)]
+    assert all(torch.equal(params, found[0]) for params in found)
+    assert 0 < distance(found[0], law(work, 3)) < 0.1
+
+
 @pytest.mark.parametrize("strategy", [*IN_STEP, ParameterServer(staleness=None)], ids=str)
 def test_one_worker_is_plain_torch(strategy):
     work = Fixed(optimizer="adam")
