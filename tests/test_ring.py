@@ -426,17 +426,17 @@ def test_a_rank_that_stays_away_is_named_by_everyone():
 def test_a_rank_that_dies_in_a_collective_is_named_by_everyone(victim, algorithm, monkeypatch):
     rings = form(4, timeout=20.0, algorithm=algorithm)
     steps = [0] * 4
-    exchange = Mesh.exchange
+    finish = Mesh._finish
 
-    def fail(mesh, sends, receives):
+    def fail(mesh, *args, **kwargs):
         steps[mesh.rank] += 1
         if mesh.rank == victim and steps[victim] == 2:
             for link in mesh._links.values():
                 link.close()  # as a killed process does
             raise SystemExit
-        exchange(mesh, sends, receives)
+        finish(mesh, *args, **kwargs)
 
-    monkeypatch.setattr(Mesh, "exchange", fail)
+    monkeypatch.setattr(Mesh, "_finish", fail)
     start = time.monotonic()
 
     def work(ring):

@@ -6,14 +6,17 @@ sizes alone. `star`, `one_shot` and `two_shot` fold in the order of ranks and ag
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rayps.partition import slices
-from rayps.ring.mesh import Mesh, Piece
+from rayps.ring.mesh import Mesh
+from rayps.ring.messages import Arrival, Piece
 
+SEGMENT_BYTES = 512 << 10  # of a chunk that goes around a ring: the next one travels while this one is added
 Fold = Callable[[Tensor, Tensor], Tensor]  # into the first, in place
 
 
@@ -32,6 +35,10 @@ class Part:
             [(self._members[peer], buffer) for peer, buffer in sends],
             [(self._members[peer], buffer) for peer, buffer in receives],
         )
+
+    def relay(self, right: int, left: int, first: Iterable[Any], arrivals: Iterable[Arrival]) -> None:
+        """As the mesh's, among the members."""
+        self._mesh.relay(self._members[right], self._members[left], first, arrivals)
 
 
 def add(into: Tensor, other: Tensor) -> Tensor:
@@ -54,22 +61,81 @@ def _others(mesh: Mesh | Part) -> list[int]:
 
 
 def ring(mesh: Mesh | Part, x: Tensor, fold: Fold) -> None:
-    """Reduce-scatter then all-gather around a ring: 2(N-1) steps of 1/N of the data.
+    """Reduce-scatter then all-gather around a ring: 2(N-1) steps of 1/N of the data, a segment after the other.
 
     Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, 2009.
     """
+    around(mesh, x, fold, lambda segment: None, lambda segment: None)
+
+
+Work = Callable[[Tensor], None]  # on a segment of the vector, in place
+
+
+def around(mesh: Mesh | Part | Idle, x: Tensor, fold: Fold, before: Work, after: Work) -> None:
+    """As `ring`; `before` each segment of this rank's is first used, and `after` it holds the sum, some work is done.
+
+    The order of this work depends on the sizes alone.
+    """
     n, me = mesh.size, mesh.rank
     cuts = slices(x.numel(), n)
-    right, left = (me + 1) % n, (me - 1) % n
-    scratch = torch.empty(max(cut.stop - cut.start for cut in cuts), dtype=x.dtype)
-    for step in range(n - 1):
-        give, take = x[cuts[(me - step) % n]], x[cuts[(me - step - 1) % n]]
-        arrived = scratch[: take.numel()]
-        mesh.exchange([(right, raw(give))], [(left, raw(arrived))])
-        fold(take, arrived)
-    for step in range(n - 1):
-        give, take = x[cuts[(me + 1 - step) % n]], x[cuts[(me - step) % n]]
-        mesh.exchange([(right, raw(give))], [(left, raw(take))])
+    scratch = torch.empty(min(SEGMENT_BYTES // x.element_size(), -(-x.numel() // n)), dtype=x.dtype)
+
+    def give() -> Iterator[Any]:
+        for segment in _segments(x[cuts[me]]):
+            before(segment)
+            yield raw(segment)
+
+    def adding(segment: Tensor, arrived: Tensor, last: bool) -> Callable[[], Any]:
+        def work() -> Any:
+            before(segment)
+            fold(segment, arrived)
+            if last:
+                after(segment)
+            return raw(segment)
+
+        return work
+
+    def sharing(segment: Tensor, last: bool) -> Callable[[], Any]:
+        def work() -> Any:
+            after(segment)
+            return None if last else raw(segment)
+
+        return work
+
+    def take() -> Iterator[Arrival]:
+        for step in range(n - 1):
+            for segment in _segments(x[cuts[(me - step - 1) % n]]):
+                arrived = scratch[: segment.numel()]
+                yield raw(arrived), adding(segment, arrived, step == n - 2)
+        for step in range(n - 1):
+            for segment in _segments(x[cuts[(me - step) % n]]):
+                yield raw(segment), sharing(segment, step == n - 2)
+
+    mesh.relay((me + 1) % n, (me - 1) % n, give(), take())
+
+
+def _segments(chunk: Tensor) -> list[Tensor]:
+    """A chunk in parts of at most `SEGMENT_BYTES`; an empty chunk is one part."""
+    return list(torch.split(chunk, SEGMENT_BYTES // chunk.element_size())) if chunk.numel() else [chunk]
+
+
+class Idle:
+    """The place of one member of a group for a rank that only does the work beside its collectives."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def relay(self, right: int, left: int, first: Iterable[Any], arrivals: Iterable[Arrival]) -> None:
+        """Do the work; nothing travels."""
+        for _ in first:
+            pass
+        for _, work in arrivals:
+            work()
+
+
+def keep(into: Tensor, other: Tensor) -> Tensor:
+    """Folds nothing."""
+    return into
 
 
 def star(mesh: Mesh | Part, x: Tensor, fold: Fold) -> None:

@@ -62,16 +62,17 @@ class Board:
         self.bytes_shared = 0  # bytes that other ranks have read from this one
         try:
             slots = self._share(_SLOTS, 2 * PIECE_BYTES)
-            shared = self._share_one(_TABLE, 2 * PIECE_BYTES + 2 * len(group) * (_ROW.size + 8))
+            shared = self._share_one(_TABLE, 2 * PIECE_BYTES + len(group) * (2 * _ROW.size + 3 * 8))
             self._trade_bells()
         except BaseException:
             self.close()
             raise
         self._slots = [[each[:PIECE_BYTES], each[PIECE_BYTES:]] for each in slots]
         self._out = [shared[:PIECE_BYTES], shared[PIECE_BYTES : 2 * PIECE_BYTES]]
-        rows, weights = np.split(shared[2 * PIECE_BYTES :], [2 * len(group) * _ROW.size])
+        rows, numbers = np.split(shared[2 * PIECE_BYTES :], [2 * len(group) * _ROW.size])
         self._rows = [memoryview(half) for half in np.split(rows, 2)]  # type: ignore[arg-type]
-        self._weights = np.split(weights.view(np.float64), 2)
+        self._weights = np.split(numbers.view(np.float64)[: 2 * len(group)], 2)
+        self._turns = numbers.view(np.int64)[2 * len(group) :]  # how many barriers each rank has come to
         self._row = b""
 
     # Setting up
@@ -136,12 +137,17 @@ class Board:
         """Return once every rank of the group is here; what each wrote before is visible to all."""
         parity = self._turn & 1
         self._turn += 1
+        self._turns[self._place] = self._turn
         for bell in self._theirs[parity]:
             os.eventfd_write(bell, 1)
         mine, missing = self._bells[parity], len(self._others)
         while missing:
-            self._mesh.await_bell(mine, missing, self._others)
+            self._mesh.await_bell(mine, self._absent)
             missing -= os.eventfd_read(mine)
+
+    def _absent(self) -> set[int]:
+        """The ranks that have not come to this rank's latest barrier."""
+        return {rank for rank, turn in zip(self._group, self._turns.tolist(), strict=True) if turn < self._turn}
 
     def _announce(self, kind: int, size: int, where: tuple[int, int] = (-1, 0), weight: float = 1.0) -> None:
         parity = self._turn & 1

@@ -12,43 +12,37 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rayps.errors import LinkError, PeerLost, PeerTimeout
 from rayps.link import Link, Message
-from rayps.ring.messages import WHY, Kind, fill, ranks, readable
+from rayps.ring.messages import WHY, Arrival, Kind, Piece, Want, fill, must_match, ranks
+from rayps.ring.wires import Place, Wires
 
 LINGER_SECONDS = 0.25  # how long a rank that leaves tries to get its last words out
 GRACE_SECONDS = 0.5  # how long an inquest waits for signs of life, a part of the time-out
+_AHEAD_BYTES = 1 << 20  # that a relay keeps queued: the line must not run dry while numbers are added
 _IN, _OUT = select.POLLIN, select.POLLOUT
 
 
-Piece = tuple[int, Any]  # a rank, and a buffer to send to it or to fill from it
-_Want = tuple[int, int, int, Any]  # kind, tag, step, buffer
-
-
 class Mesh:
-    """A link to every other rank. `links[rank]` is None."""
+    """The links of one rank to all the others."""
 
-    def __init__(self, rank: int, links: Sequence[Link | None], timeout: float) -> None:
+    def __init__(self, rank: int, size: int, links: Mapping[Place, Link], timeout: float) -> None:
         self.rank = rank
-        self.size = len(links)
+        self.size = size
         self.timeout = timeout
         self.seconds_waiting = 0.0
         self.dead: LinkError | None = None
-        self._links = {peer: link for peer, link in enumerate(links) if link is not None}
-        self._peers = {link.fileno(): peer for peer, link in self._links.items()}
-        for peer, link in self._links.items():
-            link.peer = f"rank {peer}"
-        self._poll = select.poll()
-        self._masks = dict.fromkeys(self._links, 0)
+        self._links = Wires(size, links)
         self._mail: dict[tuple[int, int], deque[Any]] = {}
         self._heard: set[int] = set()
         self._left: set[int] = set()  # ranks that have said goodbye
         self._number = 0
         self._step = 0
         self._sent = 0
+        self._quiet = 0.0  # seconds since what we wait for has moved
         self._inside: int | None = None  # the thread that waits in here
         self._parted = False
         self._at_end: list[Callable[[], None]] = []
@@ -61,7 +55,24 @@ class Mesh:
     @property
     def transports(self) -> dict[int, str]:
         """How each other rank is reached."""
-        return {peer: link.transport for peer, link in self._links.items()}
+        return self._links.transports
+
+    @property
+    def streams(self) -> int:
+        """How many links there are to each rank that is reached by TCP."""
+        return self._links.streams
+
+    def use_streams(self, count: int, *, for_good: bool = False) -> None:
+        """Use `count` streams from now on, and with `for_good` close the others; all ranks must call it alike."""
+        self.begin()
+        self._links.streams = count
+        if for_good:
+            spare = [self._links.drop(number) for number in list(self._links) if number >= count * self.size]
+            try:
+                self.meet()  # after it nobody watches them any more: that they end is no loss
+            finally:
+                for link in spare:
+                    link.close()
 
     # Moving
 
@@ -79,11 +90,45 @@ class Mesh:
         step = self._step
         self._step += 1
         message = Message(Kind.DATA, tag=self._number, a=step)
-        self._run(message, sends, {peer: (Kind.DATA, self._number, step, into) for peer, into in receives})
+        wants: dict[int, Want] = {
+            key: (Kind.DATA, self._number, step, into) for key, into in self._links.stripes(receives)
+        }
+        self._run(message, self._links.stripes(sends), wants)
+
+    def relay(self, right: int, left: int, first: Iterable[Any], arrivals: Iterable[Arrival]) -> None:
+        """Send what `first` gives to rank `right`; fill each arrival from rank `left`, in order, and send on.
+
+        What leaves does so while arrivals are worked on. Every rank must make the matching call. Raises as `exchange`.
+        """
+        todo: deque[Any] = deque()
+        gone = taken = self._step
+        sending: set[int] = set()
+
+        def push() -> None:
+            nonlocal gone
+            while todo and self._links[key := self._links.stream(right, gone)].queued < _AHEAD_BYTES:
+                self._links[key].queue(Message(Kind.DATA, tag=self._number, a=gone), todo.popleft(), copy=False)
+                gone += 1
+                sending.add(key)
+
+        with self._guarded():
+            for buffer in first:
+                todo.append(buffer)
+                push()
+            for into, then in arrivals:
+                want = (Kind.DATA, self._number, taken, into)
+                self._finish(sending, {self._links.stream(left, taken): want}, push, drain=False)
+                taken += 1
+                if (onward := then()) is not None:
+                    todo.append(onward)
+                    push()
+            while todo or sending:
+                self._finish(sending, {}, push)
+        self._step = max(gone, taken)
 
     def meet(self) -> None:
         """Return once every rank has come here."""
-        nothing = [(peer, memoryview(b"")) for peer in self._links]
+        nothing = [(peer, memoryview(b"")) for peer in self._links.ranks]
         self.exchange(nothing, nothing)
 
     def blame(self, words: str) -> LinkError:
@@ -93,7 +138,7 @@ class Mesh:
                 self._listen(peer)
         except LinkError as error:
             return self._last_words(error)
-        found = self._inquest(set(self._links))
+        found = self._inquest(set(self._links.ranks))
         return type(found)(f"{found.message}\n{words}", **found.data)
 
     def send(self, to: int, tag: int, buffer: Any) -> None:
@@ -115,72 +160,75 @@ class Mesh:
         """The link to rank `peer`."""
         return self._links[peer]
 
-    def await_bell(self, bell: int, missing: int, ringers: list[int]) -> None:
-        """Wait until `bell`, which `missing` of `ringers` have yet to ring, is readable. Raises as `exchange`."""
-        quiet = 0.0
-        self._inside = threading.get_ident()
-        self._poll.register(bell, _IN)
+    def await_bell(self, bell: int, absent: Callable[[], set[int]]) -> None:
+        """Wait until `bell` is readable, which the ranks that are `absent` have yet to ring. Raises as `exchange`."""
+        self._links.poll.register(bell, _IN)
         try:
-            while True:
-                waited = self._sleep(set(), {}, self._patience() - quiet, bell)
-                if waited < 0:
-                    return
-                gone = self._left.intersection(ringers)
-                if missing > len(ringers) - len(gone):
-                    if not readable(bell):  # they rang before they left, or never will
+            with self._guarded():
+                while True:
+                    if self._left and (gone := self._left & absent()):  # who rings and leaves was here
                         raise self._gone(min(gone))
-                    return
-                quiet += waited
-                if quiet >= self._patience():
-                    raise self._inquest(set(self._links))
-        except LinkError as error:
-            raise self._die(self._last_words(error)) from error
-        except BaseException:
-            self.abort()
-            raise
+                    if not self._pause(set(), {}, bell):
+                        return
         finally:
-            self._inside = None
-            self._poll.unregister(bell)
+            self._links.poll.unregister(bell)
 
     def check(self) -> None:
         """Raises the error that ended this mesh."""
         if self.dead is not None:
             raise type(self.dead)(self.dead.message, **self.dead.data)
 
-    def _run(self, message: Message, sends: Iterable[Piece], wants: dict[int, _Want]) -> None:
-        sending: set[int] = set()
-        self._inside = threading.get_ident()
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """What fails in here ends the mesh, for everyone. May be entered again from within."""
+        outer, self._inside = self._inside, threading.get_ident()
+        self._quiet = 0.0
         try:
-            for peer, buffer in sends:
-                self._links[peer].queue(message, buffer, copy=False)
-                if self._links[peer].queued:
-                    sending.add(peer)
-            self._finish(sending, wants)
+            yield
         except LinkError as error:
             raise self._die(self._last_words(error)) from error
         except BaseException:
             self.abort()
             raise
         finally:
-            self._inside = None
+            self._inside = outer
 
-    def _finish(self, sending: set[int], wants: dict[int, _Want]) -> None:
-        quiet = 0.0
+    def _run(self, message: Message, sends: Iterable[Piece], wants: dict[int, Want]) -> None:
+        sending: set[int] = set()
+        with self._guarded():
+            for key, buffer in sends:
+                self._links[key].queue(message, buffer, copy=False)
+                if self._links[key].queued:
+                    sending.add(key)
+            self._finish(sending, wants)
+
+    def _finish(
+        self, sending: set[int], wants: dict[int, Want], push: Callable[[], None] | None = None, drain: bool = True
+    ) -> None:
+        """Fill what is wanted; with `drain`, also send what is queued. `push` may queue more when something moved."""
         while True:
-            for peer in [peer for peer, want in wants.items() if self._take(peer, want)]:
-                del wants[peer]
-            for peer in sending:
-                self._links[peer].flush()
-            sending = {peer for peer in sending if self._links[peer].queued}
-            if not wants and not sending:
+            for key in [key for key, want in wants.items() if self._take(key, want)]:
+                del wants[key]
+            for key in list(sending):
+                self._links[key].flush()
+                if not self._links[key].queued:
+                    sending.discard(key)
+            if push is not None:
+                push()
+            if not wants and not (drain and sending):
                 return
-            waited = self._sleep(sending, wants, self._patience() - quiet)
-            quiet = 0.0 if waited < 0 else quiet + waited
-            if quiet >= self._patience():
-                raise self._inquest(sending | set(wants))
+            self._pause(sending, wants)
 
-    def _take(self, peer: int, want: _Want) -> bool:
-        """Whether what is wanted from `peer` has arrived whole."""
+    def _pause(self, sending: set[int], wants: dict[int, Want], bell: int = -1) -> bool:
+        """Sleep until something moves; False when it was what we wait for. Raises PeerTimeout."""
+        waited = self._sleep(sending, wants, self._patience() - self._quiet, bell)
+        self._quiet = 0.0 if waited < 0 else self._quiet + waited
+        if self._quiet >= self._patience():
+            raise self._inquest(sending | set(wants))
+        return waited >= 0
+
+    def _take(self, peer: int, want: Want) -> bool:
+        """Whether what is wanted of that link has arrived whole."""
         kind, tag, _, into = want
         if kind == Kind.POINT and self._mail.get((peer, tag)):
             fill(into, self._mail[peer, tag].popleft(), peer)
@@ -189,31 +237,20 @@ class Mesh:
         while (head := link.peek()) is not None:
             if head.kind == kind and (kind == Kind.DATA or head.tag == tag):
                 if kind == Kind.DATA:
-                    self._must_match(head, link.pending_bytes, peer, want)
+                    must_match(head, link.pending_bytes, link.peer, want)
                 return link.try_recv(into) is not None
             if head.kind == Kind.BYE:
                 raise self._gone(peer)
             if head.kind == Kind.DATA:
                 raise LinkError(
-                    f"rank {peer} is in a collective while this rank waits for its message {tag}: "
-                    "all ranks must make the same calls", peer=f"rank {peer}",
+                    f"{link.peer} is in a collective while this rank waits for its message {tag}: "
+                    "all ranks must make the same calls", peer=link.peer,
                 )  # fmt: skip
             message = link.try_recv()
             if message is None:
                 return False
             self._overhear(peer, message)
         return False
-
-    def _must_match(self, head: Message, size: int, peer: int, want: _Want) -> None:
-        _, number, step, into = want
-        expected = memoryview(into).nbytes
-        if (head.tag, head.a, size) != (number, step, expected):
-            raise LinkError(
-                f"rank {peer} is at step {head.a} of collective {head.tag} with {size} bytes, this rank at "
-                f"step {step} of {number} with {expected}: "
-                "all ranks must make the same calls with the same sizes",
-                peer=f"rank {peer}",
-            )  # fmt: skip
 
     def _overhear(self, peer: int, message: Message) -> None:
         if message.kind == Kind.POINT:
@@ -222,27 +259,28 @@ class Mesh:
             self._links[peer].queue(Message(Kind.HERE))
         elif message.kind == Kind.ABORT:
             who, why = bytes(message.payload).decode(errors="replace").split("\n", 1)
-            raise WHY[message.a](why, peer=who, told_by=f"rank {peer}")
+            raise WHY[message.a](why, peer=who, told_by=self._links[peer].peer)
         elif message.kind == Kind.BYE:
             self._left.add(peer)
         self._heard.add(peer)
 
     def _gone(self, peer: int) -> PeerLost:
-        return PeerLost(f"rank {peer} has left the ring", peer=f"rank {peer}")
+        who = self._links[peer].peer
+        return PeerLost(f"{who} has left the ring", peer=who)
 
     # Waiting
 
     def _patience(self) -> float:
         return self.timeout - min(GRACE_SECONDS, self.timeout / 4)
 
-    def _sleep(self, sending: set[int], wants: dict[int, _Want], seconds: float, bell: int = -1) -> float:
+    def _sleep(self, sending: set[int], wants: dict[int, Want], seconds: float, bell: int = -1) -> float:
         """Wait for any link and the bell; seconds waited, or -1 when what we wait for has moved."""
         for peer, link in self._links.items():
             busy = peer in wants or link.head is None or link.head.kind != Kind.DATA
             busy = busy and not link.ended and peer not in self._left
-            self._watch(peer, (_IN if busy else 0) | (link.interest if link.queued else 0))
+            self._links.watch(peer, (_IN if busy else 0) | (link.interest if link.queued else 0))
         start = time.perf_counter()
-        ready = self._poll.poll(max(0, math.ceil(seconds * 1000)))
+        ready = self._links.poll.poll(max(0, math.ceil(seconds * 1000)))
         waited = time.perf_counter() - start
         self.seconds_waiting += waited
         moved = False
@@ -250,22 +288,13 @@ class Mesh:
             if fd == bell:
                 moved = True
                 continue
-            peer = self._peers[fd]
+            peer = self._links.at(fd)
             self._links[peer].absorb()
             self._links[peer].flush()
             moved |= peer in wants or peer in sending
             if peer not in wants:
                 self._listen(peer)
         return -1 if moved else waited
-
-    def _watch(self, peer: int, mask: int) -> None:
-        if mask == self._masks[peer]:
-            return
-        self._masks[peer] = mask
-        if mask:
-            self._poll.register(self._links[peer], mask)
-        else:
-            self._poll.unregister(self._links[peer])
 
     def _listen(self, peer: int) -> None:
         """Take control messages of a rank that nothing is awaited from; its data stays where it is."""
@@ -282,17 +311,18 @@ class Mesh:
         asked = set(self._links) - self._left
         for peer in asked:
             self._links[peer].queue(Message(Kind.ASK))
-            self._watch(peer, _IN)
+            self._links.watch(peer, _IN)
         end = time.monotonic() + self.timeout - self._patience()
         while (left := end - time.monotonic()) > 0 and asked - self._heard - self._left:
-            for fd, _ in self._poll.poll(max(1, math.ceil(left * 1000))):
-                peer = self._peers.get(fd, -1)
+            for fd, _ in self._links.poll.poll(max(1, math.ceil(left * 1000))):
+                peer = self._links.at(fd)
                 if peer < 0:
                     end = 0.0  # the bell rang after all, too late for those who have given up already
                 elif peer in asked:
                     for message in self._links[peer].feed():
                         self._overhear(peer, message)
-        who = ranks(sorted(asked - self._heard - self._left) or sorted(self._left & awaited) or sorted(awaited))
+        blamed = asked - self._heard - self._left or self._left & awaited or awaited
+        who = ranks(sorted({key % self.size for key in blamed}))
         return PeerTimeout(
             f"{who} did not take part within {self.timeout:g} s (the knob is `timeout`)",
             peer=who, seconds=self.timeout,
@@ -361,9 +391,7 @@ class Mesh:
             with contextlib.suppress(LinkError):
                 link.say_last(end, read=failed)
             link.close()
-        self._links = {}
-        self._peers = {}
-        self._masks = {}
+        self._links.clear()
         self._mail.clear()
         while self._at_end:
             self._at_end.pop()()

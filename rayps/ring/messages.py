@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import enum
-import select
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from rayps.errors import LinkError, PeerLost, PeerTimeout
+from rayps.link import Message
+
+Piece = tuple[int, Any]  # a rank, and a buffer to send to it or to fill from it
+Arrival = tuple[Any, Callable[[], Any]]  # a buffer to fill, and what to do then: it gives what to send on, or None
+Want = tuple[int, int, int, Any]  # kind, tag, step, buffer
 
 
 class Kind(enum.IntEnum):
@@ -24,11 +28,17 @@ class Kind(enum.IntEnum):
 WHY: list[type[LinkError]] = [LinkError, PeerLost, PeerTimeout]  # by the number that ABORT carries
 
 
-def readable(descriptor: int) -> bool:
-    """Whether `descriptor` can be read now."""
-    probe = select.poll()
-    probe.register(descriptor, select.POLLIN)
-    return bool(probe.poll(0))
+def must_match(head: Message, size: int, peer: str, want: Want) -> None:
+    """Raises LinkError where what `peer` sends is not what this rank waits for."""
+    _, number, step, into = want
+    expected = memoryview(into).nbytes
+    if (head.tag, head.a, size) != (number, step, expected):
+        raise LinkError(
+            f"{peer} is at step {head.a} of collective {head.tag} with {size} bytes, this rank at "
+            f"step {step} of {number} with {expected}: "
+            "all ranks must make the same calls with the same sizes",
+            peer=peer,
+        )  # fmt: skip
 
 
 def fill(into: Any, payload: Any, peer: int) -> None:

@@ -52,20 +52,22 @@ class Ring:
     def form(
         cls, rank: int, addresses: list[str], listener: Listener, *, secret: bytes, generation: int,
         timeout: float, label: str = "ring", prefer: Prefer = "auto", backend: Backend = "own",
-        algorithm: str = "auto", table: dict[str, Any] | None = None,
+        algorithm: str = "auto", table: dict[str, Any] | None = None, streams: int = 0,
     ) -> Ring:  # fmt: skip
         """Link up with everyone whose listener's address is in `addresses`, in the order of ranks.
 
         `timeout` bounds the forming, and later every silence, in seconds. `prefer` forces shm or tcp. `algorithm`
         is auto, ring, tree, one_shot, two_shot, star or hierarchical; `table` is an earlier ring's `choices`, for
-        the same bits again. Raises PeerTimeout (which names the missing), PeerLost, StaleGeneration, ConfigError.
+        the same bits again. `streams` is the number of TCP links between two ranks; 0 measures how many fill the line.
+        Raises PeerTimeout (which names the missing), PeerLost, StaleGeneration, ConfigError.
         """
+        streams = (streams or (table or {}).get("streams", 0)) if backend == "own" else 1
         mesh = link_up(
             rank, addresses, listener, secret=secret, generation=generation, timeout=timeout, label=label,
-            prefer=prefer,
+            prefer=prefer, streams=streams,
         )  # fmt: skip
         try:
-            folder = Own(mesh, algorithm, table) if backend == "own" else Delegate(mesh, backend, addresses[0])
+            folder = Own(mesh, algorithm, table, streams) if backend == "own" else Delegate(mesh, backend, addresses[0])
         except BaseException:
             mesh.close()
             raise
