@@ -6,34 +6,28 @@ The driver decides nothing itself: `decide` does; it polls the group, writes the
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from rayps import checkpoint, optim
+from rayps import checkpoint
 from rayps.actors import WorkerFacts
-from rayps.cluster import Cluster, surrounding
-from rayps.data import Data
+from rayps.cluster import Cluster
 from rayps.decide import Continue, Fail, Finish, Replace, Restart, Stop, decide
 from rayps.decide import Facts as RunFacts
-from rayps.errors import ConfigError, RaypsError, TrainingError
-from rayps.flat import Layout
+from rayps.errors import RaypsError, TrainingError
 from rayps.group import Group, Orders
 from rayps.job import JobSpec, Status
 from rayps.journal import Journal
 from rayps.metrics import Point, Rounds
+from rayps.preflight import preflight
 from rayps.report import Report
 from rayps.server.shard import Boundary
 from rayps.snapshot import Snapshot
 from rayps.strategy import Phase, parse, phase_ends
-from rayps.user_code import user_code
-from rayps.worker import model_of
-from rayps.workload import Workload, load, pack
+from rayps.workload import Workload, pack
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +44,17 @@ class Outcome:
     snapshot: Snapshot | None = None
     checkpoint: Path | None = None
     error: Exception | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `outcome.json` says."""
+        return {
+            "status": self.status,
+            "message": self.message,
+            "metrics": self.metrics,
+            "finished_at": time.time(),
+            "checkpoint": str(self.checkpoint) if self.checkpoint else None,
+            "error": type(self.error).__name__ if self.error else None,
+        }
 
 
 class _StoppedByUser(Exception):
@@ -127,33 +132,11 @@ class Driver:
         """Find what is wrong with data, model and optimizer before any worker starts.
 
         Raises:
-            DataError, WorkloadError: what is wrong and the way out.
+            DataError, WorkloadError, ConfigError: what is wrong and the way out.
         """
-        with user_code("data"):
-            data = self.workload.data()
-        with user_code("evaluation_data"):
-            evaluation = self.workload.evaluation_data()
-        for given, method in ((data, "data"), (evaluation, "evaluation_data")):
-            if not isinstance(given, Data):
-                raise ConfigError(
-                    f"{method}() gave {type(given).__name__}: return rayps.data.parquet(...), "
-                    "rayps.data.tensors(...) or rayps.data.dataset(...)"
-                )
-            given.check()
-        with torch.random.fork_rng(devices=[]):  # the user's own random numbers stay as they were
-            model = model_of(self.workload)
-        layout = Layout.of((name, p) for name, p in model.named_parameters() if p.requires_grad)
-        optim.build(self.workload.optimizer, layout)
-        if any(phase.strategy.shards for phase in self.phases):
-            optim.check_elementwise(self.workload.optimizer, layout)
-            loose = any(not phase.strategy.lockstep for phase in self.phases)
-            if loose and self.spec.workers > 1 and optim.ignores_scale(self.workload.optimizer, layout):
-                self.journal.event(
-                    "warning",
-                    "each push is scaled by 1/N, but this optimizer takes steps of the same "
-                    "size whatever the gradient's: N workers take N times the steps; lower its learning rate",
-                )
-        self._steps = data.steps(self.spec.workers)
+        self._steps, warnings = preflight(self.workload, self.phases, self.spec.workers)
+        for warning in warnings:
+            self.journal.event("warning", warning)
         self._ends = phase_ends(self.phases, self._steps, epochs=self.spec.epochs, steps=self.spec.steps)
         self._report.rounds, self._report.steps_per_epoch = self._ends[-1], self._steps
 
@@ -337,63 +320,4 @@ class Driver:
         kind = {Status.SUCCEEDED: "finished", Status.STOPPED: "stopped"}.get(outcome.status, "failed")
         self.journal.event(kind, outcome.message, metrics=outcome.metrics)
         self._say(outcome.status, outcome.message)
-        self.journal.seal(_sealed(outcome))
-
-
-def _sealed(outcome: Outcome) -> dict[str, Any]:
-    return {
-        "status": outcome.status,
-        "message": outcome.message,
-        "metrics": outcome.metrics,
-        "finished_at": time.time(),
-        "checkpoint": str(outcome.checkpoint) if outcome.checkpoint else None,
-        "error": type(outcome.error).__name__ if outcome.error else None,
-    }
-
-
-class DriverActor:
-    """A job's driver as an actor of its own, started by the service: survives the service, writes the job's folder."""
-
-    def __init__(self, spec: dict[str, Any], folder: str, attempt: int) -> None:
-        self._spec, self._folder, self._attempt = JobSpec.from_dict(spec), Path(folder), attempt
-        self._driver: Driver | None = None
-        self._stopped = threading.Event()
-
-    def ping(self) -> int:
-        """The process id: a sign of life."""
-        return os.getpid()
-
-    def stop(self) -> None:
-        """Ask the job to end."""
-        self._stopped.set()
-        if self._driver is not None:
-            self._driver.stop()
-
-    def run(self) -> str:
-        """Run the job to its sealed outcome, then leave."""
-        spec, journal = self._spec, Journal(self._folder)
-        checkpoints = self._folder / "checkpoints"
-        try:
-            if spec.working_dir:
-                os.chdir(spec.working_dir)
-            newest = checkpoint.newest(checkpoints) if self._attempt > 1 else None
-            resume = newest or (Path(spec.resume) if spec.resume else None)
-            if self._attempt > 1:
-                journal.event(
-                    "driver_restarted",
-                    f"the driver is gone and was started again (attempt {self._attempt}), "
-                    + (f"from {newest.name}" if newest else "from the beginning"),
-                    attempt=self._attempt,
-                )
-            workload = load(spec.workload, spec.working_dir)
-            self._driver = Driver(workload, spec, journal, checkpoints=checkpoints, resume=resume)
-            if self._stopped.is_set():
-                self._driver.stop()
-            status = self._driver.run(surrounding()).status
-        except (RaypsError, OSError) as error:  # the job cannot even begin: its folder must say why
-            status = Status.FAILED
-            journal.event("failed", str(error))
-            journal.seal(_sealed(Outcome(status, str(error), error=error)))
-        finally:
-            journal.close()
-        return status
+        self.journal.seal(outcome.to_dict())

@@ -16,7 +16,8 @@ from small_work import SEEN, Small, Watched, distance, kinds, plain, train
 import rayps
 from rayps import AllReduce, ParameterServer
 from rayps.cluster import LocalCluster, until
-from rayps.driver import Driver, DriverActor
+from rayps.driver import Driver
+from rayps.driver_actor import DriverActor
 from rayps.errors import CheckpointError, ConfigError, DataError, TrainingError, WorkloadError
 from rayps.job import JobSpec, Status
 from rayps.journal import Journal
@@ -351,7 +352,23 @@ def test_what_a_method_must_give(where, value, error, words, strategy):
     assert len(str(caught.value).splitlines()) <= 3
 
 
-@pytest.mark.parametrize("name", ["Adafactor", "LBFGS", "Muon"])
+class OwnClosure(torch.optim.SGD):
+    def step(self, closure):
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("strategy", [*IN_STEP, *LOOSE], ids=str)
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, OwnClosure])
+def test_an_optimizer_whose_step_needs_a_closure_is_refused_before_anything_starts(kind, strategy):
+    cluster = Watched()
+    with pytest.raises(WorkloadError, match=f"{kind.__name__}.*closure") as caught:
+        train(Odd("optimizer", kind), strategy, cluster, workers=2, epochs=1)
+    assert "all_reduce" not in str(caught.value)
+    assert len(str(caught.value).splitlines()) <= 3
+    assert not cluster.spawned
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "Muon"])
 def test_an_optimizer_that_is_not_elementwise_is_refused_by_servers_only(name):
     kind = getattr(torch.optim, name, None)
     if kind is None:

@@ -24,7 +24,7 @@ from rayps.service.store import Record, Store
 
 log = logging.getLogger(__name__)
 
-DRIVER = "rayps.driver:DriverActor"
+DRIVER = "rayps.driver_actor:DriverActor"
 _TIDY_SECONDS = 10.0
 
 
