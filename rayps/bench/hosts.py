@@ -1,0 +1,132 @@
+"""All-reduce between hosts whose lines have a stated rate, beside what the line allows.
+
+The hosts are made of network namespaces (`rayps.bench.netns`); the ranks are plain processes in them.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rayps.bench.netns import HostActor, Hosts, bits
+from rayps.errors import ConfigError
+from rayps.link import Listener
+from rayps.ring import Ring
+from rayps.ring.own import NAMES
+
+_MAX_PACING_RATE = 47  # Linux's SO_MAX_PACING_RATE, in bytes a second; what a door accepts inherits it
+_START_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class HostsRow:
+    """One algorithm at one size. Seconds are the median of the slowest rank; bandwidths are bytes per second."""
+
+    bytes: int
+    algorithm: str
+    transport: str
+    hosts: int
+    ranks: int  # on each host
+    streams: int  # TCP connections between two ranks
+    seconds: float
+    bandwidth: float  # bytes / seconds
+    limit: float  # seconds that the lines need: 2(H-1)/H x bytes / rate, for H hosts
+    share: float  # limit / seconds
+
+
+class HostRank:
+    """An actor: one rank of a ring between hosts."""
+
+    def __init__(self, rank: int, address: str, secret: bytes, timeout: float, stream_rate: str | None = None) -> None:
+        torch.set_num_threads(1)
+        self._rank, self._secret, self._timeout = rank, secret, timeout
+        self._listener = Listener(f"rank {rank}", secret, host=address)
+        for door in self._listener._doors if stream_rate is not None else []:
+            door.setsockopt(socket.SOL_SOCKET, _MAX_PACING_RATE, int(bits(str(stream_rate)) / 8))
+        self._ring: Ring | None = None
+
+    def address(self) -> str:
+        """Where the others reach this rank."""
+        return self._listener.address
+
+    def form(self, addresses: list[str], streams: int = 0) -> dict[str, Any]:
+        """Form the ring; its choices."""
+        self._ring = Ring.form(
+            self._rank, addresses, self._listener, secret=self._secret, generation=0, timeout=self._timeout,
+            streams=streams,
+        )  # fmt: skip
+        return self._ring.choices
+
+    def measure(self, size: int, algorithms: list[str], repeats: int) -> dict[str, list[float]]:
+        """Seconds of every repetition of every algorithm at `size` bytes; they take turns."""
+        ring = self._ring
+        assert ring is not None, "form comes first"
+        x = torch.empty(max(1, size // 4))
+        seconds: dict[str, list[float]] = {name: [] for name in algorithms}
+        for _ in range(repeats):
+            for name in algorithms:
+                x.fill_(self._rank + 1.0)
+                ring.barrier()
+                start = time.perf_counter()
+                ring.sum(x, algorithm=name)
+                seconds[name].append(time.perf_counter() - start)
+                assert x[0] == x[-1] == ring.size * (ring.size + 1) / 2, f"{name} gave a wrong sum"
+        return seconds
+
+
+def bench_hosts(
+    hosts: int,
+    ranks: int,
+    rate: str,
+    sizes: Sequence[int],
+    algorithms: Sequence[str],
+    *,
+    streams: int = 0,
+    stream_rate: str | None = None,
+    repeats: int = 5,
+    timeout: float = 120.0,
+) -> list[HostsRow]:
+    """All-reduce over `hosts` hosts of `ranks` ranks each, on lines of `rate`: a row for each size and algorithm.
+
+    `streams` is the number of TCP links between two ranks (0: as many as are measured to fill the line);
+    `stream_rate` bounds what one of them carries, as many clouds do. Raises ConfigError, ClusterError, LinkError.
+    """
+    for algorithm in algorithms:
+        if algorithm not in NAMES:
+            raise ConfigError(f"no algorithm {algorithm!r}; use some of {', '.join(NAMES)}", algorithm=algorithm)
+    if hosts < 2 or ranks < 1:
+        raise ConfigError(f"{hosts} hosts of {ranks} ranks: give at least 2 hosts and 1 rank", hosts=hosts, ranks=ranks)
+    secret, rows = secrets.token_bytes(32), list[HostsRow]()
+    with Hosts(hosts, rate) as net:
+        places = [host for host in range(hosts) for _ in range(ranks)]
+        actors = [
+            net.spawn(host, "rayps.bench.hosts:HostRank", rank, net.addresses[host], secret, timeout, stream_rate)
+            for rank, host in enumerate(places)
+        ]
+        for actor in actors:
+            actor.started.result(_START_SECONDS)
+        addresses = every(actors, "address", timeout=_START_SECONDS)
+        choices = every(actors, "form", addresses, streams, timeout=timeout)[0]
+        for size in sizes:
+            seconds = every(actors, "measure", size, list(algorithms), repeats, timeout=10 * timeout)
+            limit = 2 * (hosts - 1) / hosts * size / (bits(rate) / 8)
+            for name in algorithms:
+                median = statistics.median(map(max, zip(*(rank[name] for rank in seconds), strict=True)))
+                rows.append(HostsRow(
+                    size, name, choices["transport"], hosts, ranks, choices["streams"], median, size / median, limit,
+                    limit / median,
+                ))  # fmt: skip
+    return rows
+
+
+def every(actors: Sequence[HostActor], method: str, *args: Any, timeout: float) -> list[Any]:
+    """Call a method of all actors at once; the answers in their order."""
+    replies = [actor.call(method, *args) for actor in actors]
+    return [reply.result(timeout) for reply in replies]
