@@ -1,0 +1,258 @@
+"""What staleness is for: time to equal accuracy where workers are slow now and then, or one of them always is.
+
+Real workers and shards learn handwritten digits (`examples/data`) by softmax regression. A slow worker sleeps, so
+that slowness takes no processor: a round lasts `pace` seconds besides what it computes. A watcher reads the shards'
+parameters outside the clock and looks when they first reach the target on images that nobody learns from.
+
+- `come_and_go`: in a random tenth of its rounds each worker takes 5 times as long.
+- `one_slow`: worker 0 takes 3 times as long throughout.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import rayps
+from rayps.cluster import Cluster
+from rayps.data import Batch, Data, parquet
+from rayps.data.base import random_of
+from rayps.errors import ConfigError, TrainingError
+from rayps.flat import FlatModel
+from rayps.group import Group, Orders
+from rayps.link import Link, Message, connect
+from rayps.server.messages import Kind
+from rayps.server.shard import Boundary
+from rayps.strategy import parse
+from rayps.workload import Workload, pack
+
+SCENES = ("come_and_go", "one_slow")
+STALENESS: tuple[int | None, ...] = (0, 8, None)
+TARGET = 0.88  # share of the test images that are told right
+LEARNING_RATE = 0.1  # of plain SGD, under every staleness
+BATCH = 32
+LOOK_SECONDS = 0.2
+FOLDER = Path(rayps.__file__).resolve().parent.parent / "examples" / "data"
+
+
+@dataclass(frozen=True, slots=True)
+class StragglersRow:
+    """One staleness in one scene. Medians over the repeats, which differ in their seed."""
+
+    scene: str
+    staleness: str  # as in the strategy's text form
+    workers: int
+    pace: float  # seconds of an ordinary round
+    target: float
+    repeats: int
+    seconds: float  # until the target was reached
+    rounds: float  # of all workers until then, as a mean over the workers
+    idle: float  # share of the workers' time that went into pulls and pushes, waiting for others above all
+    times_synchronous: float | None  # how many times as fast as staleness 0 in this run
+
+
+class Paced(Data):
+    """Rows whose batches take their time."""
+
+    def __init__(self, rows: Data, scene: str, pace: float) -> None:
+        self._rows, self._scene, self._pace = rows, scene, pace
+        self.batch_size = rows.batch_size
+
+    def check(self) -> None:
+        """See Data."""
+        self._rows.check()
+
+    def rows(self) -> int:
+        """See Data."""
+        return self._rows.rows()
+
+    def batches(self, *, rank: int, size: int, seed: int, epoch: int, start: int = 0) -> Iterator[Batch]:
+        """See Data."""
+        slow = factors(self._scene, rank, self.steps(size), seed, epoch)
+        batches = self._rows.batches(rank=rank, size=size, seed=seed, epoch=epoch, start=start)
+        for factor, batch in zip(slow[start:], batches, strict=True):
+            time.sleep(factor * self._pace)
+            yield batch
+
+
+def factors(scene: str, rank: int, steps: int, seed: int, epoch: int) -> list[float]:
+    """How many times the ordinary pace each of a rank's rounds of an epoch takes."""
+    if scene == "one_slow":
+        return [3.0 if rank == 0 else 1.0] * steps
+    slow = set(random_of(seed, epoch, rank).choice(steps, max(1, steps // 10), replace=False).tolist())
+    return [5.0 if step in slow else 1.0 for step in range(steps)]
+
+
+class SlowDigits(Workload):
+    """Softmax regression on digits, at a pace."""
+
+    def __init__(self, folder: Path, scene: str, pace: float) -> None:
+        self.folder, self.scene, self.pace = folder, scene, pace
+
+    def model(self) -> nn.Module:
+        """7,850 parameters, all zero: the same begin under every seed."""
+        model = nn.Linear(784, 10)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        return model
+
+    def data(self) -> Data:
+        """10,000 images."""
+        return Paced(_digits(self.folder / "digits.parquet", BATCH), self.scene, self.pace)
+
+    def evaluation_data(self) -> Data:
+        """2,000 other ones."""
+        return _digits(self.folder / "digits_test.parquet", 2000)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Cross-entropy."""
+        return functional.cross_entropy(model(batch.x), batch.y)
+
+    def optimizer(self, params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+        """Plain SGD."""
+        return torch.optim.SGD(params, lr=LEARNING_RATE)
+
+
+def _digits(path: Path, batch: int) -> Data:
+    return parquet(path, features="pixels", label="digit", scale=1 / 255, batch_size=batch)
+
+
+def bench_stragglers(
+    cluster: Cluster,
+    workers: int = 4,
+    scenes: Sequence[str] = SCENES,
+    *,
+    pace: float = 0.1,
+    repeats: int = 3,
+    target: float = TARGET,
+    folder: Path | None = None,
+    limit: float = 300.0,
+) -> list[StragglersRow]:
+    """A row for each of `scenes` and each staleness. `limit` bounds one run, in seconds.
+
+    Raises:
+        ConfigError: there is no such scene, or `folder` does not hold the digits.
+        TrainingError: a run failed, or did not reach the target within the limit.
+    """
+    folder = folder or FOLDER
+    for scene in scenes:
+        if scene not in SCENES:
+            raise ConfigError(f"no scene {scene!r}; use some of {', '.join(SCENES)}", field="scenes")
+    if not (folder / "digits.parquet").is_file():
+        raise ConfigError(f"there is no digits.parquet in {folder}: give the folder with --data", field="data")
+    rows: list[StragglersRow] = []
+    for scene in scenes:
+        stage = _Stage(cluster, SlowDigits(folder, scene, pace), workers)
+        try:
+            found = _take_turns(stage, repeats, target, limit)
+        finally:
+            stage.close()
+        rows += _rows(scene, workers, pace, target, found)
+    return rows
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    seconds: float
+    rounds: float
+    idle: float
+
+
+class _Stage:
+    """A group of workers that runs one staleness after another."""
+
+    def __init__(self, cluster: Cluster, workload: SlowDigits, workers: int) -> None:
+        self._group = Group(cluster, pack(workload), workers, {"cpu": 1.0}, capture=False)
+        self._generation = 0
+        self._group.start(timeout=60.0)
+        self._start = self._group.initial(seed=0)
+        self._start.positions = [0] * workers
+        self._flat = FlatModel(workload.model())
+        test = workload.evaluation_data()
+        self._test = next(test.batches(rank=0, size=1, seed=0, epoch=0))
+
+    def run(self, staleness: int | None, seed: int, target: float, limit: float) -> _Run:
+        """Train until the target is reached."""
+        self._generation += 1
+        strategy = parse({"name": "parameter_server", "shards": 1, "staleness": staleness})[0].strategy
+        boundary, end = Boundary(0, -1), 1_000_000
+        self._group.begin(Orders(self._generation, strategy, seed, end, boundary, False, 60.0), self._start)
+        link = self._watcher()
+        points: list[dict[str, Any]] = []
+        began = time.monotonic()
+        try:
+            while (looked := self._look(link))[0] < target:
+                if time.monotonic() - began > limit:
+                    raise TrainingError(f"accuracy {target} was not reached within {limit:g} s under {strategy}")
+                points += self._poll()
+                time.sleep(LOOK_SECONDS)
+            seconds = time.monotonic() - began
+        finally:
+            link.close()
+        for _ in range(3):  # the last points are on their way
+            time.sleep(LOOK_SECONDS)
+            points += self._poll()
+        points = [point for point in points if point["round"]]  # the first round waits for the beginning
+        idle = sum(point["wait"] for point in points) / sum(point["seconds"] for point in points)
+        return _Run(seconds, looked[1] / (1 if staleness == 0 else len(self._group.workers)), idle)
+
+    def close(self) -> None:
+        """End workers and shards."""
+        self._group.close()
+
+    def _poll(self) -> list[dict[str, Any]]:
+        points = self._group.poll()
+        for member in [*self._group.workers, *self._group.shards]:
+            error = getattr(member.facts, "error", None)
+            if member.dead or error is not None:
+                raise TrainingError(f"{member.name} failed: {member.dead or error}")
+        return [point for point in points if point["kind"] == "round"]
+
+    def _watcher(self) -> Link:
+        place = self._group.shards[0].place
+        if place is None:
+            raise TrainingError(f"shard-0 did not start: {self._group.shards[0].dead}")
+        return connect(place.address, name="watcher", secret=self._group.secret, generation=self._generation,
+                       timeout=60.0)  # fmt: skip
+
+    def _look(self, link: Link) -> tuple[float, int]:
+        """The accuracy of the shard's parameters as they are now, and how many steps its optimizer has taken."""
+        link.send(Message(Kind.READ, a=0, b=self._start.layout.size), timeout=60.0)
+        reply = link.recv(timeout=60.0)
+        self._flat.vector.copy_(torch.frombuffer(bytearray(reply.payload), dtype=self._start.layout.dtype))
+        with torch.no_grad():
+            told = self._flat.model(self._test.x).argmax(dim=1)
+        return float((told == self._test.y).float().mean()), reply.a
+
+
+def _take_turns(stage: _Stage, repeats: int, target: float, limit: float) -> dict[int | None, list[_Run]]:
+    found: dict[int | None, list[_Run]] = {staleness: [] for staleness in STALENESS}
+    for turn in range(repeats):
+        order = [STALENESS[(turn + i) % len(STALENESS)] for i in range(len(STALENESS))]
+        for staleness in order:
+            found[staleness].append(stage.run(staleness, turn, target, limit))
+    return found
+
+
+def _rows(
+    scene: str, workers: int, pace: float, target: float, found: dict[int | None, list[_Run]]
+) -> list[StragglersRow]:
+    seconds = {staleness: statistics.median(run.seconds for run in runs) for staleness, runs in found.items()}
+    names = {staleness: "none" if staleness is None else str(staleness) for staleness in found}
+    return [
+        StragglersRow(
+            scene, names[staleness], workers, pace, target, len(runs), seconds[staleness],
+            statistics.median(run.rounds for run in runs), statistics.median(run.idle for run in runs),
+            seconds[0] / seconds[staleness],
+        )
+        for staleness, runs in found.items()
+    ]  # fmt: skip
