@@ -237,6 +237,7 @@ class WorkerActor:
             step=plan.start,
             relink=relink,
             defer=True,
+            consistent=plan.strategy.staleness is not None,
         )
 
     def _relink(self, shard: int, plan: WorkerPlan) -> Link:

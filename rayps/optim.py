@@ -7,11 +7,12 @@ Muon, L-BFGS: no). Whether one is, is found out by a probe, not by its name.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from rayps.errors import WorkloadError
 from rayps.flat import Entry, Layout
@@ -22,40 +23,156 @@ Moments = dict[str, dict[str, Any]]  # parameter name -> state key -> tensor (wh
 
 
 class SlicedOptimizer:
-    """The user's optimizer over elements lo to hi of the vector; its parameter groups survive the slicing."""
+    """The user's optimizer over elements lo to hi of the vector; its parameter groups survive the slicing.
+
+    Neighbours of one group whose states allow it are one leaf: a step costs per leaf, and elementwise it is the same.
+    """
 
     def __init__(self, factory: Factory, layout: Layout, params: Tensor, lo: int, hi: int) -> None:
         self.params = params
         self._pieces = layout.pieces(lo, hi)
-        self._slices = [slice(piece.lo - lo, piece.hi - lo) for piece in self._pieces]
-        leaves = {p.name: nn.Parameter(params[cut]) for p, cut in zip(self._pieces, self._slices, strict=True)}
-        self._leaves = [leaves[piece.name] for piece in self._pieces]
-        self.optimizer = _retarget(build(factory, layout), layout, leaves, {p.name: p for p in self._pieces})
+        self._lo = lo
+        self.optimizer, self._members, state = _retarget(build(factory, layout), layout, self._pieces)
+        # what a class of the user's keeps beside its tensors could not be told apart again
+        self._merges = type(self.optimizer).__module__.startswith("torch.optim")
+        self._sgd = type(self.optimizer) is SGD and "step" not in vars(self.optimizer)
+        self._scratch: Tensor | None = None
+        self._leaves: list[_Leaf] = []
+        self._arrange(state)
 
-    def step(self, grad: Tensor) -> None:
-        """Apply the gradient slice (same length as `params`)."""
-        for leaf, cut in zip(self._leaves, self._slices, strict=True):
-            leaf.grad = grad[cut]
+    def step(self, grad: Tensor, scale: float = 1.0) -> None:
+        """Apply `scale` times the gradient slice (same length as `params`), which is only read."""
+        if self._sgd and self._step_plainly(grad, scale):
+            return
+        if scale != 1.0:
+            if self._scratch is None:
+                self._scratch = torch.empty_like(self.params)
+            grad = torch.mul(grad, scale, out=self._scratch)
+        for leaf in self._leaves:
+            leaf.param.grad = grad[leaf.cut]
         with user_code("optimizer.step"):
             self.optimizer.step()
+        for leaf in self._leaves:
+            leaf.param.grad = None  # the memory is the caller's
+
+    def _step_plainly(self, grad: Tensor, scale: float) -> bool:
+        """SGD without memory is one operation, bit for bit what torch's own loop does; False where it is not that."""
+        if self.optimizer._optimizer_step_pre_hooks or self.optimizer._optimizer_step_post_hooks:
+            return False
+        groups = self.optimizer.param_groups
+        if not all(_is_plain(group) for group in groups):
+            return False
+        for leaf in self._leaves:
+            group = groups[leaf.group]
+            lr = group["lr"] * scale
+            leaf.value.add_(grad[leaf.cut] if len(self._leaves) > 1 else grad, alpha=lr if group["maximize"] else -lr)
+        return True
 
     def leaves(self) -> list[tuple[nn.Parameter, slice]]:
-        """Every piece of a parameter, and where it lies in `params`."""
-        return list(zip(self._leaves, self._slices, strict=True))
+        """What the optimizer steps, and where it lies in `params`."""
+        return [(leaf.param, leaf.cut) for leaf in self._leaves]
 
     def moments(self) -> Moments:
-        """The state of every piece, by parameter name; tensors are copies."""
-        return {
-            piece.name: _copy(self.optimizer.state.get(leaf, {}))
-            for piece, leaf in zip(self._pieces, self._leaves, strict=True)
-        }
+        """The state of every piece of a parameter, by the parameter's name; tensors are copies."""
+        found: Moments = {}
+        for leaf in self._leaves:
+            state = self.optimizer.state.get(leaf.param, {})
+            for piece in leaf.pieces:
+                a = piece.lo - leaf.pieces[0].lo
+                found[piece.name] = {
+                    key: _copied(value[a : a + piece.hi - piece.lo] if _elementwise(key, value, leaf.size) else value)
+                    for key, value in state.items()
+                }
+        return found
 
     def load(self, moments: Moments, layout: Layout) -> None:
         """Take over a state of whole parameters; each piece gets its slice."""
-        whole = {entry.name: entry for entry in layout.entries}
-        for piece, leaf in zip(self._pieces, self._leaves, strict=True):
+        whole, state = {entry.name: entry for entry in layout.entries}, self.moments()
+        for piece in self._pieces:
             if moments.get(piece.name):
-                self.optimizer.state[leaf] = _cut_all(moments[piece.name], whole[piece.name], piece)
+                state[piece.name] = _cut_all(moments[piece.name], whole[piece.name], piece)
+        self._arrange(state)
+
+    def _arrange(self, state: Moments) -> None:
+        """Make the leaves anew, as few as there can be, with the state of each piece by name."""
+        self._leaves = []
+        self.optimizer.state.clear()
+        for number, (group, members) in enumerate(zip(self.optimizer.param_groups, self._members, strict=True)):
+            group["params"] = []
+            for run in self._runs(members, state):
+                cut = slice(run[0].lo - self._lo, run[-1].hi - self._lo)
+                leaf = _Leaf(nn.Parameter(self.params[cut]), self.params[cut], cut, number, run)
+                group["params"].append(leaf.param)
+                self._leaves.append(leaf)
+                held = [state.get(piece.name, {}) for piece in run]
+                if held[0]:
+                    self.optimizer.state[leaf.param] = _merged(held, run)
+
+    def _runs(self, members: list[int], state: Moments) -> list[list[Entry]]:
+        runs: list[list[Entry]] = []
+        for i in members:
+            piece = self._pieces[i]
+            last = runs[-1][-1] if runs else None
+            if last is not None and self._merges and last.hi == piece.lo and _alike(last, piece, state):
+                runs[-1].append(piece)
+            else:
+                runs.append([piece])
+        return runs
+
+
+@dataclass(slots=True)
+class _Leaf:
+    """What the optimizer takes for one parameter: a run of pieces that lie side by side."""
+
+    param: nn.Parameter
+    value: Tensor  # the same memory
+    cut: slice  # of the shard's slice
+    group: int
+    pieces: list[Entry]
+
+    @property
+    def size(self) -> int:
+        return self.cut.stop - self.cut.start  # type: ignore[no-any-return]
+
+
+def _is_plain(group: dict[str, Any]) -> bool:
+    """Whether this group of an SGD steps by `p -= lr * grad` and nothing else."""
+    return (
+        type(group["lr"]) is float
+        and not group["momentum"]
+        and not group["weight_decay"]
+        and not (group["foreach"] or group["fused"] or group["differentiable"])
+    )
+
+
+def _elementwise(key: str, value: Any, size: int) -> bool:
+    """Whether a piece of state has one number for each of the leaf's elements; counts such as Adam's step have not."""
+    return isinstance(value, Tensor) and value.dim() == 1 and len(value) == size and key != "step"
+
+
+def _alike(last: Entry, piece: Entry, state: Moments) -> bool:
+    """Whether two neighbours' states can be one: the same keys, and the same numbers beside the elements'."""
+    a, b = state.get(last.name, {}), state.get(piece.name, {})
+    if a.keys() != b.keys():
+        return False
+    for key in a:
+        ours = _elementwise(key, a[key], last.hi - last.lo), _elementwise(key, b[key], piece.hi - piece.lo)
+        if ours == (False, False):
+            if isinstance(a[key], Tensor) != isinstance(b[key], Tensor):
+                return False
+            if not (torch.equal(a[key], b[key]) if isinstance(a[key], Tensor) else a[key] == b[key]):
+                return False
+        elif ours != (True, True):
+            return False
+    return True
+
+
+def _merged(held: list[dict[str, Any]], run: list[Entry]) -> dict[str, Any]:
+    size = run[0].hi - run[0].lo
+    return {
+        key: torch.cat([state[key] for state in held]) if _elementwise(key, first, size) else first
+        for key, first in held[0].items()
+    }
 
 
 def made(factory: Factory, params: list[nn.Parameter]) -> Optimizer:
@@ -93,21 +210,21 @@ def build(factory: Factory, layout: Layout) -> Optimizer:
 
 
 def _retarget(
-    optimizer: Optimizer, layout: Layout, leaves: dict[str, nn.Parameter], pieces: dict[str, Entry]
-) -> Optimizer:
+    optimizer: Optimizer, layout: Layout, pieces: list[Entry]
+) -> tuple[Optimizer, list[list[int]], Moments]:
+    """The optimizer without its stand-ins; which pieces are of which group; the state that it made at once."""
     order: dict[int, int] = optimizer.rayps_order  # type: ignore[attr-defined]
-    state = dict(optimizer.state)
-    optimizer.state.clear()
+    here = {piece.name: i for i, piece in enumerate(pieces)}
+    members: list[list[int]] = []
+    state: Moments = {}
     for group in optimizer.param_groups:
-        stand_ins, group["params"] = group["params"], []
         group.pop("param_names", None)
-        for stand_in in stand_ins:
-            entry = layout.entries[order[id(stand_in)]]
-            if entry.name in leaves:
-                group["params"].append(leaves[entry.name])
-                if stand_in in state:  # Adagrad makes its state at once
-                    optimizer.state[leaves[entry.name]] = _cut_all(state[stand_in], entry, pieces[entry.name])
-    return optimizer
+        entries = [(stand_in, layout.entries[order[id(stand_in)]]) for stand_in in group["params"]]
+        members.append([here[entry.name] for _, entry in entries if entry.name in here])
+        for stand_in, entry in entries:
+            if entry.name in here and stand_in in optimizer.state:  # Adagrad makes its state at once
+                state[entry.name] = _cut_all(optimizer.state[stand_in], entry, pieces[here[entry.name]])
+    return optimizer, members, state
 
 
 def _cut_all(state: Mapping[str, Any], entry: Entry, piece: Entry) -> dict[str, Any]:
@@ -123,11 +240,12 @@ def _cut(value: Any, entry: Entry, piece: Entry, *, counts: bool) -> Any:
 
 
 def _copy(state: Mapping[str, Any], device: torch.device | str = "cpu") -> dict[str, Any]:
+    return {key: _copied(value, device) for key, value in state.items()}
+
+
+def _copied(value: Any, device: torch.device | str = "cpu") -> Any:
     # numbers such as Adam's step stay on the CPU, as torch keeps them
-    return {
-        key: value.detach().to(device if value.dim() else "cpu", copy=True) if isinstance(value, Tensor) else value
-        for key, value in state.items()
-    }
+    return value.detach().to(device if value.dim() else "cpu", copy=True) if isinstance(value, Tensor) else value
 
 
 def moments(optimizer: Optimizer, layout: Layout, params: list[nn.Parameter]) -> Moments:

@@ -60,6 +60,7 @@ class ServerGroup:
         self.layout = Layout.of(named.items())
         self.workers, self.timeout, self.generation = workers, timeout, 1
         self._as_dict = not isinstance(params, Tensor)
+        self._consistent = staleness is not None
         self._secret = secrets.token_bytes(32)
         self._ranges = [(cut.start, cut.stop) for cut in slices(self.layout.size, shards)]
         factory = optimizer or _sgd
@@ -87,16 +88,18 @@ class ServerGroup:
             self.close()
             raise
 
-    def join(self, rank: int) -> SharedParameters:
+    def join(self, rank: int, *, resident: bool = True) -> SharedParameters:
         """Become worker `rank`; a former holder of the rank is fenced, and the steps it has pushed stay counted.
+
+        `resident=False` sends messages also to shards of this host, whose memory would else be shared.
 
         Raises:
             ConfigError: there is no such rank.
             PeerTimeout, PeerLost: a shard does not answer.
         """
-        return SharedParameters(self.server(rank), self.layout, self._as_dict)
+        return SharedParameters(self.server(rank, resident=resident), self.layout, self._as_dict)
 
-    def server(self, rank: int) -> Server:
+    def server(self, rank: int, *, resident: bool = True) -> Server:
         """As `join`, with the parameters as one flat vector."""
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.workers:
             raise ConfigError(
@@ -108,7 +111,16 @@ class ServerGroup:
             )
             for address in self._addresses
         ]
-        return Server(rank, self.layout.dtype, self._ranges, links, timeout=self.timeout, defer=True)
+        return Server(
+            rank,
+            self.layout.dtype,
+            self._ranges,
+            links,
+            timeout=self.timeout,
+            defer=True,
+            consistent=self._consistent,
+            resident=resident,
+        )
 
     def close(self) -> None:
         """End the shards. Only where the group was made; elsewhere it does nothing."""
@@ -138,11 +150,14 @@ class SharedParameters:
         """The number of this worker's next push."""
         return self._server.step
 
-    def pull(self, lo: int | None = None, hi: int | None = None) -> Any:
-        """The parameters as they were given; with `lo` and `hi`, those elements of the flat vector."""
+    def pull(self, lo: int | None = None, hi: int | None = None, *, out: Tensor | None = None) -> Any:
+        """The parameters as they were given; with `lo` and `hi`, those elements of the flat vector.
+
+        They land in `out`, a contiguous CPU tensor of as many elements, else in new memory.
+        """
         if lo is not None or hi is not None:
-            return self._server.pull(lo or 0, hi)
-        return self._shaped(self._server.pull())
+            return self._server.pull(lo or 0, hi, out=out)
+        return self._shaped(self._server.pull(out=out))
 
     def push(self, value: Any, *, weight: float = 1.0, lo: int | None = None) -> None:
         """Push a gradient of the parameters' shape, or a flat range of it that begins at element `lo`.
@@ -152,10 +167,17 @@ class SharedParameters:
         self._server.push(self._checked(value) if lo is None else value, weight, lo or 0)
         self._server.settle()
 
-    def push_pull(self, value: Any, *, weight: float = 1.0) -> Any:
+    def push_pull(self, value: Any, *, weight: float = 1.0, out: Tensor | None = None) -> Any:
         """Push, then pull, in one turn."""
         self._server.push(self._checked(value), weight)
-        return self.pull()
+        return self._shaped(self._server.pull(out=out))
+
+    def buffer(self) -> Tensor:
+        """A flat tensor, all zero, as long as the parameters: a gradient written into it is pushed without a copy.
+
+        The shards read it where it lies: it may change again when `push` or `push_pull` has returned.
+        """
+        return self._server.buffer(self._layout.size, self._layout.dtype)
 
     def read(self) -> Any:
         """The parameters as they are now, outside the clock."""

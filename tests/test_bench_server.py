@@ -2,7 +2,7 @@
 
 import pytest
 
-from rayps.bench.server import bench_server
+from rayps.bench.server import CONTENDERS, bench_server
 from rayps.cli.main import main
 from rayps.cluster import LocalCluster
 from rayps.errors import ConfigError
@@ -12,7 +12,7 @@ def test_each_contender_gives_a_row_for_each_size():
     cluster = LocalCluster()
     rows = bench_server(cluster, 2, 2, [400, 4000], repeats=1)
     cluster.close()
-    assert [(row.bytes, row.contender) for row in rows] == [(400, "own"), (400, "ray"), (4000, "own"), (4000, "ray")]
+    assert [(row.bytes, row.contender) for row in rows] == [(size, name) for size in (400, 4000) for name in CONTENDERS]
     for row in rows:
         assert row.workers == 2 and row.shards == 2
         assert row.bandwidth == pytest.approx(2 * row.bytes * row.turns)
@@ -20,7 +20,7 @@ def test_each_contender_gives_a_row_for_each_size():
 
 
 def test_an_unknown_contender_is_named():
-    with pytest.raises(ConfigError, match=r"'mpi'.*own, ray"):
+    with pytest.raises(ConfigError, match=r"'mpi'.*own, resident, message, ray"):
         bench_server(LocalCluster(), 1, 1, [4], ["mpi"])
 
 

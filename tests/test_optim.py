@@ -90,7 +90,7 @@ def test_parameter_groups_survive_the_slicing():
         return AdamW([{"params": [p for p in params if p.dim() > 1], "weight_decay": 0.3, "lr": 0.5},
                       {"params": [p for p in params if p.dim() <= 1], "betas": (0.5, 0.6)}], lr=0.1, weight_decay=0.0)
 
-    for lo, hi, sizes in [(0, 6, [1, 0]), (10, 18, [2, 2]), (0, LAYOUT.size, [2, 3])]:
+    for lo, hi, sizes in [(0, 6, [1, 0]), (10, 18, [2, 1]), (0, LAYOUT.size, [2, 2])]:  # neighbours are one leaf
         groups = optim.SlicedOptimizer(factory, LAYOUT, numbers(0)[lo:hi].clone(), lo, hi).optimizer.param_groups
         assert [len(g["params"]) for g in groups] == sizes
         options = [(g["weight_decay"], g["lr"], g["betas"]) for g in groups]

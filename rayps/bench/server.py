@@ -19,7 +19,7 @@ from rayps.errors import ConfigError
 from rayps.partition import slices
 from rayps.server_group import ServerGroup
 
-CONTENDERS = ("own", "ray")
+CONTENDERS = ("own", "resident", "message", "ray")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +55,20 @@ class ServerBench:
         torch.set_num_threads(1)
         self._rank = rank
 
-    def own(self, group: ServerGroup, turns: int) -> tuple[float, float]:
-        """Begin and end (wall clock) of so many turns over links."""
-        server = group.join(self._rank)
-        grad = torch.rand(group.layout.size)
-        server.push_pull(grad)
+    def own(self, group: ServerGroup, turns: int, kind: str = "own") -> tuple[float, float]:
+        """Begin and end (wall clock) of so many turns over links.
+
+        `own` pushes an ordinary tensor, `resident` one that lies where the shards read it, and `message` sends
+        messages as between hosts, although over shared memory.
+        """
+        server = group.join(self._rank, resident=kind != "message")
+        grad = server.buffer() if kind == "resident" else torch.empty(group.layout.size)
+        out = torch.empty(group.layout.size)
+        torch.rand(len(grad), out=grad)
+        server.push_pull(grad, out=out)
         began = time.time()
         for _ in range(turns):
-            server.push_pull(grad)
+            server.push_pull(grad, out=out)
         ended = time.time()
         server.close()
         return began, ended
@@ -118,13 +124,15 @@ def _at_size(
     size = len(actors)
     group = ServerGroup(torch.zeros(n), shards=shards, optimizer=_sgd, staleness=None, workers=size, cluster=cluster)
     handles = [cluster.spawn("rayps.bench.server:RayShard", c.stop - c.start) for c in slices(n, shards)]
-    counts = {"own": _turns(4 * n), "ray": max(3, _turns(4 * n) // 10)}
+    counts = {name: max(3, _turns(4 * n) // (10 if name == "ray" else 1)) for name in contenders}
     rates: dict[str, list[float]] = {name: [] for name in contenders}
     try:
         for _ in range(repeats):
             for name in contenders:
-                arguments: tuple[Any, ...] = (group,) if name == "own" else (handles, n)
-                replies = [actor.call(name, *arguments, counts[name]) for actor in actors]
+                if name == "ray":
+                    replies = [actor.call("ray", handles, n, counts[name]) for actor in actors]
+                else:
+                    replies = [actor.call("own", group, counts[name], name) for actor in actors]
                 spans = [reply.result(600.0) for reply in replies]
                 seconds = max(end for _, end in spans) - min(begin for begin, _ in spans)
                 rates[name].append(len(actors) * counts[name] / seconds)
@@ -141,7 +149,7 @@ def _at_size(
 
 
 def _turns(size: int) -> int:
-    return 1000 if size <= 1 << 16 else 200 if size <= 2 << 20 else 8
+    return 4000 if size <= 1 << 16 else 1000 if size <= 2 << 20 else 20
 
 
 def _sgd(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:

@@ -25,6 +25,7 @@ INLINE_BYTES = 2048
 _CHUNK, _CREDIT, _OFFER = -2, -3, -4  # internal kinds
 _LANE = 0  # the key under which a lane is offered
 _BY_LANE = 1  # flag: the payload comes by lane
+_READ_ONLY = 2  # flag of an offer
 _ANCILLARY = socket.CMSG_SPACE(8 * array.array("i").itemsize)
 
 
@@ -145,17 +146,17 @@ class SharedLink(Link):
                 break
         return done
 
-    def offer(self, key: int, memory: Memory) -> None:
+    def offer(self, key: int, memory: Memory, *, read_only: bool = False) -> None:
         """Let the peer use `memory`: it appears in its `memories[key]`. Keys below 1 are the link's own."""
-        self._offer(key, memory.size, memory.fd)
+        self._offer(key, memory.size, memory.fd, _READ_ONLY if read_only else 0)
 
     def offer_descriptor(self, key: int, descriptor: int) -> None:
         """Pass a descriptor: a copy appears in the peer's `descriptors[key]`."""
         self._offer(key, 0, descriptor)
 
-    def _offer(self, key: int, size: int, descriptor: int) -> None:
+    def _offer(self, key: int, size: int, descriptor: int, flags: int = 0) -> None:
         copy = os.dup(descriptor)  # the caller may close its own before this one leaves
-        self._put(Message(_OFFER, a=key, b=size))
+        self._put(Message(_OFFER, a=key, b=size), flags=flags)
         self._passing.append((self._out[-1], copy))
 
     def _drain_wire(self) -> bool:
@@ -318,14 +319,14 @@ class SharedLink(Link):
                     message.payload = bytes(raw[at : at + inline])  # type: ignore[assignment]
                 self._inbox.append(_Incoming(message, size, generation))
             else:
-                self._obey(kind, a, b)
+                self._obey(kind, flags, a, b)
             at += inline
         if at:
             rest = bytes(raw[at : self._end])
             raw[: len(rest)] = rest
             self._end = len(rest)
 
-    def _obey(self, kind: int, a: int, b: int) -> None:
+    def _obey(self, kind: int, flags: int, a: int, b: int) -> None:
         if kind == _CHUNK and self._inbox:
             self._inbox[-1].chunks.append((a, b))
             self._inbox[-1].arrived += b
@@ -335,7 +336,7 @@ class SharedLink(Link):
             if b == 0:
                 self.descriptors[a] = descriptor
                 return
-            self.memories[a] = Memory.attach(descriptor, b)
+            self.memories[a] = Memory.attach(descriptor, b, read_only=bool(flags & _READ_ONLY))
             self.memories[a].close_descriptor()
         elif kind == REFUSED:
             self._refusals.append((a, b))

@@ -1,12 +1,9 @@
-"""What workers and shards say to each other over a link."""
+"""What workers and shards say to each other."""
 
 from __future__ import annotations
 
 import enum
 import json
-
-import torch
-from torch import Tensor
 
 from rayps import errors
 from rayps.errors import LinkError, RaypsError
@@ -26,17 +23,10 @@ class Kind(enum.IntEnum):
     ERROR = 7  # payload = {"kind", "message", "data"} as JSON
 
 
-def as_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous 1-D tensor, without a copy, for any dtype."""
-    if tensor.numel() == 0:
-        return memoryview(b"")
-    return memoryview(tensor.detach().contiguous().view(torch.uint8).numpy())  # type: ignore[arg-type]
-
-
-def refusal(to: Message, error: Exception) -> tuple[Message, bytes]:
+def refusal(tag: int, error: Exception) -> tuple[Message, bytes]:
     """An error as the answer to a request."""
     body = {"kind": type(error).__name__, "message": str(error), "data": getattr(error, "data", {})}
-    return Message(Kind.ERROR, tag=to.tag), json.dumps(body).encode()
+    return Message(Kind.ERROR, tag=tag), json.dumps(body).encode()
 
 
 def error_of(reply: Message) -> RaypsError:

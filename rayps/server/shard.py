@@ -14,6 +14,7 @@ from torch import Tensor
 from rayps.clock import Clock
 from rayps.flat import Layout
 from rayps.optim import Factory, Moments, SlicedOptimizer
+from rayps.server.resident import STEPS, Slice
 from rayps.strategy import Strategy
 
 KEPT_SNAPSHOTS = 2  # the newest one and the one before, so that parts of one round can be found on every shard
@@ -71,10 +72,12 @@ class Shard:
         boundary: Boundary,
     ) -> None:
         self.index, self.lo, self.hi = index, lo, hi
-        self.params = params.clone()
+        self.slice = Slice(params)
+        self.params = self.slice.params
         self.size = len(start)  # workers
         self.version = 0  # steps that the optimizer has taken here
         self.strategy = strategy
+        self._gathers, self._borrows = strategy.gathers, strategy.borrows
         self.clock = Clock(range(self.size), strategy.staleness)
         self.clock.done.update(enumerate(start))
         self.staleness: Counter[int] = Counter()
@@ -82,6 +85,7 @@ class Shard:
         self._boundary = boundary
         self._optimizer = SlicedOptimizer(factory, layout, self.params, lo, hi)
         self._inbox: dict[int, dict[int, tuple[Tensor, float]]] = {}
+        self._lent: set[tuple[int, int]] = set()  # step and rank of what lies in the inbox and belongs to its pusher
         self._touched: tuple[int, int] | None = None
         self._touched_in: dict[int, tuple[int, int]] = {}
 
@@ -89,13 +93,18 @@ class Shard:
         """Take over an optimizer state of whole parameters."""
         self._optimizer.load(moments, layout)
 
-    def step(self, grad: Tensor) -> None:
-        """Let the optimizer apply a gradient slice; what no push has touched stays as it is."""
+    def step(self, grad: Tensor, scale: float = 1.0) -> None:
+        """Let the optimizer apply `scale` times a gradient slice; what no push has touched stays as it is."""
         a, b = self._touched or (0, self.params.numel())
-        if (a, b) == (0, self.params.numel()):
-            self._optimizer.step(grad)
-        else:
-            self._step_range(grad, a, b)
+        words = self.slice.words
+        words[STEPS] += 1  # odd: whoever reads now reads a mixture
+        try:
+            if b - a == self.params.numel():
+                self._optimizer.step(grad, scale)
+            else:
+                self._step_range(grad * scale, a, b)
+        finally:
+            words[STEPS] += 1
         self.version += 1
 
     def _step_range(self, grad: Tensor, a: int, b: int) -> None:
@@ -125,39 +134,54 @@ class Shard:
                         old[lo:hi] = t[lo:hi]
                     t.copy_(old)
 
-    def push(self, rank: int, step: int, value: Tensor, weight: float, offset: int = 0) -> bool:
+    def push(
+        self, rank: int, step: int, value: Tensor, weight: float, offset: int = 0, lent: bool = False
+    ) -> bool:
         """File what `rank` pushed for `step`; False, and no effect, when that push was here before.
 
-        `value` covers the elements from `offset` of this shard; what it leaves out counts as zero.
+        `value` covers the elements from `offset` of this shard; what it leaves out counts as zero. Where it is
+        `lent`, its memory is the pusher's: good until the pusher is answered, and `own` must come before.
 
         Raises:
             ValueError: a step was skipped, the rank is unknown, or the value does not fit.
         """
-        if offset < 0 or value.numel() + offset > self.params.numel():
-            raise ValueError(f"a push of {value.numel()} elements at {offset} does not fit into {self.params.numel()}")
+        count, size = value.numel(), self.params.numel()
+        if offset < 0 or count + offset > size:
+            raise ValueError(f"a push of {count} elements at {offset} does not fit into {size}")
         slowest = self.clock.slowest
         if not self.clock.tick(rank, step):
             return False
-        touched = (offset, offset + value.numel())
-        if value.numel() < self.params.numel():
-            value = _padded(value, offset, self.params.numel())
-        if touched[0] < touched[1]:
+        touched = (offset, offset + count)
+        if count < size:
+            value, lent = _padded(value, offset, size), False
+        elif lent and not self._borrows:
+            value, lent = value.clone(), False
+        if count:
             self._touched = touched
             self.strategy.on_push(self, value, weight)
-        self._file(rank, step, value, weight, touched)
+        if self._gathers:
+            self._file(rank, step, value, weight, touched)
+            if lent:
+                self._lent.add((step, rank))
         for finished in range(slowest, self.clock.slowest):
             self._finish(finished)
         return True
 
+    def own(self, rank: int) -> None:
+        """Copy what still counts of a rank's pushes out of the rank's own memory."""
+        for step, other in [key for key in self._lent if key[1] == rank]:
+            self._lent.discard((step, other))
+            if rank in self._inbox.get(step, {}):
+                value, weight = self._inbox[step][rank]
+                self._inbox[step][rank] = value.clone(), weight
+
     def _file(self, rank: int, step: int, value: Tensor, weight: float, touched: tuple[int, int]) -> None:
-        if not self.strategy.gathers:
-            return
         self._inbox.setdefault(step, {})[rank] = (value, weight)
         a, b = self._touched_in.get(step, touched)
         self._touched_in[step] = (min(a, touched[0]), max(b, touched[1]))
 
     def _finish(self, finished: int) -> None:
-        if self.strategy.gathers:
+        if self._gathers:
             held = self._inbox.pop(finished, {})
             self._touched = self._touched_in.pop(finished, None)
             ranks = sorted(held)

@@ -34,8 +34,8 @@ class ShardView(Protocol):
 
     size: int
 
-    def step(self, grad: Any) -> None:
-        """Let the shard's own optimizer apply a gradient slice."""
+    def step(self, grad: Any, scale: float = 1.0) -> None:
+        """Let the shard's own optimizer apply `scale` times a gradient slice, which is only read."""
 
 
 class Strategy:
@@ -46,6 +46,7 @@ class Strategy:
     staleness: int | None = 0  # rounds a worker may lead the slowest when it pulls; None = no bound
     compression: str | None = None  # how gradients travel: see `compression_of`; None = as they are
     gathers: bool = True  # whether on_round is to be called with everyone's values
+    borrows: ClassVar[bool] = False  # on_push and on_round only read values and keep none: no copy is made for them
 
     @property
     def lockstep(self) -> bool:

@@ -26,6 +26,7 @@ class ParameterServer(Strategy):
     staleness: int | None = 0
     compression: str | None = None
     name: ClassVar[str] = "parameter_server"
+    borrows: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if isinstance(self.shards, bool) or not isinstance(self.shards, int) or self.shards < 1:
@@ -52,7 +53,7 @@ class ParameterServer(Strategy):
     def on_push(self, shard: ShardView, value: Any, weight: float) -> None:
         """s != 0: w <- w - step(g_i / N), at once."""
         if self.staleness != 0 and weight:
-            shard.step(value.div_(shard.size))  # in place: the message's own memory
+            shard.step(value, 1 / shard.size)
 
     def on_round(self, shard: ShardView, values: list[Any], weights: list[float]) -> None:
         """s = 0: w <- w - step(sum(n_i g_i) / sum(n_i))."""

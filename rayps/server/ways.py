@@ -1,0 +1,219 @@
+"""The two ways from a worker to one shard: by memory that both hold, and by message. Each takes a request, then hears
+its answer; who asks several shards at once asks all of them first."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import time
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from rayps.errors import LinkError, PeerLost, PeerTimeout
+from rayps.link import Link, Message
+from rayps.link.memory import Memory
+from rayps.link.shared import SharedLink
+from rayps.server.messages import Kind, error_of
+from rayps.server.resident import (
+    ANSWERED,
+    ASKED,
+    ASLEEP,
+    BELL,
+    BY_MESSAGE,
+    LEAD,
+    PAGE,
+    REQUEST,
+    REQUEST_AT,
+    SAYS,
+    SLICE,
+    STEPS,
+    VERSION,
+    WAITS,
+    Desk,
+    Fence,
+    flat_bytes,
+)
+
+GRACE_SECONDS = 5.0  # the shard answers a pull that waits too long itself, naming the slowest rank: it gets time to
+TRIES = 20  # readings of a slice that the shard steps in the middle of, before it is asked to send a copy
+
+Place = Any  # np.ndarray of uint8: where the bytes of a pull go
+
+
+class Ask(NamedTuple):
+    """One request to one shard. `elements` are those of the payload, `piece` is the payload, `place` the answer's."""
+
+    shard: int
+    kind: int
+    a: int
+    b: int
+    weight: float = 0.0
+    elements: int = 0
+    piece: Tensor | None = None
+    place: Place | None = None
+
+
+class Answer(NamedTuple):
+    """What a shard said beside its payload: by how many rounds this worker leads, and the version."""
+
+    lead: int
+    version: int
+
+
+class Way(Protocol):
+    """From a worker to one shard. `hear` must follow `ask` with the same tag, unless the way is given up."""
+
+    def ask(self, tag: int, ask: Ask) -> None:
+        """Say a request. Raises LinkError."""
+
+    def hear(self, tag: int, ask: Ask, consistent: bool) -> Answer:
+        """The answer; its payload lands in the request's place. Raises PeerTimeout, PeerLost, what the shard raised."""
+
+    def rest(self) -> None:
+        """Return once the shard has no use for the payload of any earlier request. Raises PeerTimeout, PeerLost."""
+
+    def close(self) -> None:
+        """Close the link, give up what is shared. Safe to call twice."""
+
+
+class ByMessage:
+    """By link: payloads travel as messages, between hosts as on one."""
+
+    def __init__(self, link: Link, timeout: float) -> None:
+        self.link, self._timeout = link, timeout
+
+    def ask(self, tag: int, ask: Ask) -> None:
+        """Say a request. Raises LinkError."""
+        payload = None if ask.piece is None else flat_bytes(ask.piece)
+        self.link.send(Message(ask.kind, tag, ask.a, ask.b, ask.weight), payload, timeout=self._timeout)
+
+    def hear(self, tag: int, ask: Ask, consistent: bool) -> Answer:
+        """The answer; always one version of this shard."""
+        reply = self.reply(tag, ask.place)
+        return Answer(reply.b, reply.a)
+
+    def reply(self, tag: int, into: Place | None = None) -> Message:
+        """The message that answers `tag`; answers to what was given up are passed over."""
+        link, patience = self.link, self._timeout + GRACE_SECONDS
+        while True:
+            try:
+                reply = link.recv(timeout=patience, into=into)
+            except LinkError as error:
+                if into is None or type(error) is not LinkError:
+                    raise
+                reply = link.recv(timeout=patience)  # of another size than the answer: a refusal
+            if reply.tag != tag:
+                continue
+            if reply.kind == Kind.ERROR:
+                raise error_of(reply)
+            return reply
+
+    def rest(self) -> None:
+        """Nothing to wait for: what was said has left, or been copied."""
+
+    def close(self) -> None:
+        """Close the link."""
+        self.link.close()
+
+
+class ByMemory:
+    """By memory: requests in a box, payloads where they lie."""
+
+    def __init__(self, link: SharedLink, box: Memory, desk: Desk, timeout: float) -> None:
+        self.link, self._timeout = link, timeout
+        self._messages = ByMessage(link, timeout)
+        self._view, self._words = box.view, box.view.cast("q")
+        held = link.memories.pop(SLICE)
+        self._slice = held.view[:PAGE].cast("q")
+        self._params = np.frombuffer(held.view, np.uint8, offset=PAGE) if held.size > PAGE else np.empty(0, np.uint8)
+        self._their_bell, self._my_bell = link.descriptors.pop(BELL), desk.bell
+        self._item = desk.gradient.element_size()
+        self._asked = 0
+        self._fence = Fence()
+        self._poll = select.poll()
+        self._poll.register(desk.bell, select.POLLIN)
+        self._poll.register(link.fileno(), select.POLLIN)
+
+    def ask(self, tag: int, ask: Ask) -> None:
+        """Say a request. Raises LinkError."""
+        self.rest()
+        words = self._words
+        REQUEST.pack_into(self._view, REQUEST_AT, ask.kind, ask.a, ask.b, ask.elements, ask.weight)
+        self._asked = words[ASKED] = tag
+        self._fence()
+        if self._slice[ASLEEP]:
+            os.eventfd_write(self._their_bell, 1)
+
+    def hear(self, tag: int, ask: Ask, consistent: bool) -> Answer:
+        """The answer; with `consistent` its payload is of one version of the shard, else it may be a mixture."""
+        words = self._words
+        if words[ANSWERED] != tag:
+            self._wait(tag)
+        if words[SAYS] == BY_MESSAGE:
+            self._messages.reply(tag)  # raises what it says
+        if ask.place is not None:
+            whole = len(ask.place) == len(self._params)
+            params = self._params if whole else self._params[ask.a * self._item : ask.b * self._item]
+            if not consistent:
+                np.copyto(ask.place, params)
+            elif not self._copy(params, ask.place):
+                lo, hi = (0, len(params) // self._item) if whole else (ask.a, ask.b)
+                fallback = Ask(ask.shard, Kind.READ, lo, hi, place=ask.place)
+                self._messages.ask(tag, fallback)
+                self._messages.hear(tag, fallback, True)
+        return Answer(words[LEAD], words[VERSION])
+
+    def _copy(self, params: Place, place: Place) -> bool:
+        """Copy while the shard does not step; False when it always did."""
+        steps = self._slice
+        for _ in range(TRIES):
+            before = steps[STEPS]
+            if before & 1:
+                os.sched_yield()
+                continue
+            np.copyto(place, params)
+            if steps[STEPS] == before:
+                return True
+        return False
+
+    def rest(self) -> None:
+        """Return once the shard has answered."""
+        if self._words[ANSWERED] != self._asked:
+            self._wait(self._asked)
+
+    def _wait(self, tag: int) -> None:
+        words, patience = self._words, self._timeout + GRACE_SECONDS
+        deadline = time.monotonic() + patience
+        while True:
+            words[WAITS] = 1
+            self._fence()
+            ready = [] if words[ANSWERED] == tag else self._poll.poll(1000 * min(patience, 1.0))
+            words[WAITS] = 0
+            for descriptor, _ in ready:
+                if descriptor == self._my_bell:
+                    self._hush()
+                else:
+                    self.link.absorb()
+            if words[ANSWERED] == tag:
+                return
+            if self.link.closed or self.link.ended:
+                raise PeerLost(f"{self.link.peer!r} closed the connection or died", peer=self.link.peer)
+            if time.monotonic() > deadline:
+                raise PeerTimeout(
+                    f"{self.link.peer!r} did not answer within {patience:g} s (the knob is `timeout`)",
+                    peer=self.link.peer, seconds=patience,
+                )  # fmt: skip
+
+    def _hush(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # rung for a shard that was heard meanwhile
+            os.eventfd_read(self._my_bell)
+
+    def close(self) -> None:
+        """Close the link, and give up the bell."""
+        self.link.close()
+        if self._their_bell >= 0:
+            os.close(self._their_bell)
+            self._their_bell = -1
