@@ -74,6 +74,7 @@ class Driver:
         resume: Path | None = None,
         capture: bool = True,
         phases: list[Phase] | None = None,
+        failures: int = 0,
     ) -> None:
         self.workload, self.spec, self.journal = workload, spec.check(), journal
         self.phases = phases or parse(spec.strategy)
@@ -81,7 +82,7 @@ class Driver:
         self._steps = 0  # batches per worker and epoch, and the position at which each phase ends:
         self._ends: list[int] = []  # known after the preflight
         self._stop = threading.Event()
-        self._failures = 0
+        self._failures = failures  # of the whole job, whatever drivers it had
         self._generation = 0
         self._status = Status.STARTING
         self._message = ""
@@ -274,7 +275,11 @@ class Driver:
     # ---- what is recorded
 
     def _take_in(self, group: Group, rounds: Rounds) -> None:
-        points = self.journal.choices(group.poll())
+        found = group.poll()
+        for point in found:
+            if self._snapshot is not None and "ring" in point:
+                self._snapshot.ring = point["ring"]  # also for the generations and the runs that go on from here
+        points = self.journal.choices(found)
         self._report.hear(points)
         self._file(rounds.add(points))
         self.journal.lines(group.lines())

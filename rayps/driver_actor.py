@@ -19,8 +19,9 @@ from rayps.workload import load
 class DriverActor:
     """A job's driver as an actor of its own, started by the service: survives the service, writes the job's folder."""
 
-    def __init__(self, spec: dict[str, Any], folder: str, attempt: int) -> None:
+    def __init__(self, spec: dict[str, Any], folder: str, attempt: int, failures: int = 0) -> None:
         self._spec, self._folder, self._attempt = JobSpec.from_dict(spec), Path(folder), attempt
+        self._failures = failures  # what went wrong in the attempts before
         self._driver: Driver | None = None
         self._stopped = threading.Event()
 
@@ -43,15 +44,12 @@ class DriverActor:
                 os.chdir(spec.working_dir)
             newest = checkpoint.newest(checkpoints) if self._attempt > 1 else None
             resume = newest or (Path(spec.resume) if spec.resume else None)
-            if self._attempt > 1:
-                journal.event(
-                    "driver_restarted",
-                    f"the driver is gone and was started again (attempt {self._attempt}), "
-                    + (f"from {newest.name}" if newest else "from the beginning"),
-                    attempt=self._attempt,
-                )
+            if self._attempt > 1 and resume is None:
+                journal.event("began_again", f"attempt {self._attempt} has no checkpoint to go on from: from round 0")
             workload = load(spec.workload, spec.working_dir)
-            self._driver = Driver(workload, spec, journal, checkpoints=checkpoints, resume=resume)
+            self._driver = Driver(
+                workload, spec, journal, checkpoints=checkpoints, resume=resume, failures=self._failures
+            )
             if self._stopped.is_set():
                 self._driver.stop()
             status = self._driver.run(surrounding()).status

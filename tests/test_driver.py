@@ -122,6 +122,22 @@ def test_the_last_failure_that_is_allowed_and_the_one_after(tag):
     assert train(work, AllReduce(), cluster, workers=2, epochs=3, max_failures=1)
 
 
+@pytest.mark.parametrize(("before", "ends"), [(1, Status.SUCCEEDED), (2, Status.FAILED)])
+def test_failures_are_counted_for_the_job_whatever_drivers_it_had(tag, before, ends):
+    cluster, journal = Watched(), Journal()
+    cluster.kill_when(tag, 20, ("WorkerActor", 1))
+    spec = JobSpec("x:Small", {"name": "all_reduce"}, 2, epochs=3, max_failures=2)
+    seen = []
+    journal = Journal(on_progress=lambda progress: seen.append(progress["failures"]))
+    outcome = Driver(Small(n=60, pause=0.004, tag=tag), spec, journal, capture=False, failures=before).run(cluster)
+    assert outcome.status is ends
+    assert seen[0] == before
+    if ends is Status.FAILED:
+        assert "failure 3, and max_failures is 2" in outcome.message
+    else:
+        assert seen[-1] == 2
+
+
 def test_a_worker_that_is_killed_again_and_again(tag):
     work = Small(n=60, pause=0.004, tag=tag)
     cluster = Watched()
@@ -502,8 +518,14 @@ def test_the_actor_started_again_goes_on_from_its_checkpoint(folder):
     lines = [json.loads(line) for line in (folder / "job" / "metrics.jsonl").read_text().splitlines()]
     assert [p["round"] for p in lines if p["kind"] == "round"] == [0, 1, 2, 3]
     kinds = [json.loads(line)["kind"] for line in (folder / "job" / "events.jsonl").read_text().splitlines()]
-    assert "driver_restarted" in kinds
     assert "resumed" in kinds
+    assert "began_again" not in kinds
+
+
+def test_the_actor_started_again_without_a_checkpoint_says_so(folder):
+    assert driver_actor(folder, attempt=2).run() == Status.SUCCEEDED
+    kinds = [json.loads(line)["kind"] for line in (folder / "job" / "events.jsonl").read_text().splitlines()]
+    assert "began_again" in kinds
 
 
 @pytest.mark.parametrize(("changes", "words"), [

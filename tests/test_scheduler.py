@@ -43,17 +43,17 @@ RUNNING = Facts("a", status=S.RUNNING, attempt=1)
     (Facts("a", status=S.STARTING, attempt=1), True, []),
     # an outcome is the last word, whether the driver still lives or not, and whatever was asked for
     (Facts("a", status=S.RUNNING, outcome=END), True,
-     [Seal("a", S.SUCCEEDED, "done", {"accuracy": 0.9}, "/c", 9.0)]),
+     [Seal("a", S.SUCCEEDED, "done", {"accuracy": 0.9}, "/c", 9.0, told=True)]),
     (Facts("a", status=S.UNKNOWN, outcome=END, stopping=1.0), False,
-     [Seal("a", S.SUCCEEDED, "done", {"accuracy": 0.9}, "/c", 9.0)]),
+     [Seal("a", S.SUCCEEDED, "done", {"accuracy": 0.9}, "/c", 9.0, told=True)]),
     (Facts("a", status=S.RUNNING, outcome={"status": "GREAT", "message": "?"}), True,
-     [Seal("a", S.FAILED, "?")]),
-    (Facts("a", status=S.RUNNING, outcome={"status": "RUNNING"}), True, [Seal("a", S.FAILED, "")]),
+     [Seal("a", S.FAILED, "?", told=True)]),
+    (Facts("a", status=S.RUNNING, outcome={"status": "RUNNING"}), True, [Seal("a", S.FAILED, "", told=True)]),
     # what the driver says is shown, if it is a legal move
     (Facts("a", status=S.STARTING, progress={"status": "RUNNING", "message": "x"}), True,
-     [Show("a", S.RUNNING)]),
+     [Show("a", S.RUNNING, told=True)]),
     (Facts("a", status=S.RUNNING, progress={"status": "RECOVERING", "message": "worker 1 died"}), True,
-     [Show("a", S.RECOVERING, "worker 1 died")]),
+     [Show("a", S.RECOVERING, "worker 1 died", told=True)]),
     (Facts("a", status=S.RUNNING, progress={"status": "STARTING"}), True, []),
     (Facts("a", status=S.RUNNING, progress={"status": "SUCCEEDED"}), True, []),
     (Facts("a", status=S.RUNNING, progress={"status": "odd"}), True, []),
@@ -62,7 +62,7 @@ RUNNING = Facts("a", status=S.RUNNING, attempt=1)
     (Facts("a", status=S.UNKNOWN, progress={"status": "RUNNING"}), True, [Show("a", S.RUNNING)]),
     (Facts("a", status=S.UNKNOWN), True, [Show("a", S.STARTING)]),
     # stop
-    (Facts("a", status=S.RUNNING, stopping=0.1), True, [Show("a", S.STOPPING, ASKED), Ask("a")]),
+    (Facts("a", status=S.RUNNING, stopping=0.1), True, [Show("a", S.STOPPING, ASKED, told=True), Ask("a")]),
     (Facts("a", status=S.STOPPING, stopping=9.0), True, [Ask("a")]),
     (Facts("a", status=S.STOPPING, stopping=STOP_SECONDS + 1), True,
      [Kill("a", "it did not stop within 60 s")]),
@@ -71,13 +71,20 @@ RUNNING = Facts("a", status=S.RUNNING, attempt=1)
     (Facts("a", stopping=0.0), False, [Seal("a", S.STOPPED, "stopped before it started")]),
     # a driver that is gone, or lives on after its run
     (Facts("a", status=S.RUNNING, attempt=1), False,
-     [Start("a", 2, 1, "its driver was lost: started again, 1 of 3 times")]),
+     [Start("a", 2, 1, "its driver was lost: started again (failure 1 of 3)")]),
     (Facts("a", status=S.RECOVERING, attempt=3, failures=2, crash="ActorDied: oom"), False,
-     [Start("a", 4, 3, "its driver was lost (ActorDied: oom): started again, 3 of 3 times")]),
+     [Start("a", 4, 3, "its driver was lost (ActorDied: oom): started again (failure 3 of 3)")]),
     (Facts("a", status=S.RUNNING, attempt=4, failures=3), False,
-     [Seal("a", S.FAILED, "its driver was lost 4 times, max_failures=3 allows no more")]),
+     [Seal("a", S.FAILED, "its driver was lost: that was failure 4, and max_failures is 3")]),
     (Facts("a", status=S.RUNNING, attempt=1, max_failures=0), False,
-     [Seal("a", S.FAILED, "its driver was lost once, max_failures=0 allows no more")]),
+     [Seal("a", S.FAILED, "its driver was lost: that was failure 1, and max_failures is 0")]),
+    # what the driver counted before it was lost is of the same job
+    (Facts("a", status=S.RUNNING, attempt=1, progress={"status": "RUNNING", "failures": 2}), False,
+     [Start("a", 2, 3, "its driver was lost: started again (failure 3 of 3)")]),
+    (Facts("a", status=S.RUNNING, attempt=2, failures=1, progress={"status": "RUNNING", "failures": 3}), False,
+     [Seal("a", S.FAILED, "its driver was lost: that was failure 4, and max_failures is 3")]),
+    (Facts("a", status=S.RUNNING, attempt=1, interrupted=True, progress={"failures": 2}), False,
+     [Start("a", 2, 2, "the service had ended its Ray: started again")]),
     (Facts("a", status=S.RUNNING, attempt=1, max_failures=0, interrupted=True), False,
      [Start("a", 2, 0, "the service had ended its Ray: started again")]),
     (Facts("a", status=S.RUNNING, attempt=1, crash="KeyError: 'x'"), True, [Kill("a", "KeyError: 'x'")]),
@@ -249,7 +256,7 @@ def test_a_job_from_queue_to_result(tmp_path: Path) -> None:
         found = await store.get(job)
         assert (found.status, found.attempt, found.reason) == (S.STARTING, 1, None) and scheduler.view.ready
         [driver] = cluster.spawned
-        assert driver.args[1:] == (str(tmp_path / "jobs" / job), 1) and driver.calls == ["run"]
+        assert driver.args[1:] == (str(tmp_path / "jobs" / job), 1, 0) and driver.calls == ["run"]
         assert driver.args[0]["workers"] == 2 and (tmp_path / "jobs" / job).stat().st_mode & 0o777 == 0o700
         write(tmp_path, job, "progress.json", {"status": "RUNNING", "time": time.time() + 1})
         await scheduler.tick()
@@ -260,6 +267,8 @@ def test_a_job_from_queue_to_result(tmp_path: Path) -> None:
         found = await store.get(job)
         assert (found.status, found.metrics, found.checkpoint, found.finished_at) == (
             S.SUCCEEDED, {"accuracy": 0.9}, "/c", 9.0)
+        # what the driver's own events say is not said again
+        assert [e["kind"] for e in await store.events(job)] == ["queued", "starting"]
         cluster.spawn("rayps.driver_actor:DriverActor", name=f"driver-{job}", detached=True, here=True)
         driver.run.set_result("SUCCEEDED")
         assert await scheduler.tick() == [] and not cluster.actors  # an idle driver is sent home
@@ -276,12 +285,12 @@ def test_a_lost_driver_is_started_again_until_it_is_enough(tmp_path: Path) -> No
         await scheduler.tick()
         found = await store.get(job)
         assert (found.status, found.attempt, found.failures) == (S.RECOVERING, 2, 1)
-        assert cluster.spawned[-1].args[2] == 2
+        assert cluster.spawned[-1].args[2:] == (2, 1)
         assert "driver_restarted" in [e["kind"] for e in await store.events(job)]
         cluster.actors.clear()
         await scheduler.tick()
         found = await store.get(job)
-        assert found.status is S.FAILED and "max_failures=1" in (found.reason or "")
+        assert found.status is S.FAILED and "max_failures is 1" in (found.reason or "")
     serve(tmp_path, body)
 
 

@@ -211,7 +211,9 @@ def test_a_driver_that_is_killed_is_started_again(serve: Serve, work: Path) -> N
     assert job.data["attempt"] == 2
     assert sorted({p["round"] for p in job.metrics() if p["kind"] == "round"}) == list(range(60))
     kinds = [event["kind"] for event in job.events()]
-    assert "driver_restarted" in kinds and "recovering" in kinds
+    assert kinds.count("driver_restarted") == 1 and kinds.count("resumed") == 1
+    assert kinds[-1] == "finished" and "succeeded" not in kinds
+    assert job.data["progress"]["failures"] == 1
 
 
 @pytest.mark.chaos

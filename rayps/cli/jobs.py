@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +19,8 @@ Id = Annotated[str, typer.Argument(metavar="ID", help="The job's id, as `rayps l
 Format = Annotated[Output, typer.Option("--output", "-o", help="For a person (table) or a program (json).")]
 FAILED = 1
 DETACHED = 130
+_PROGRESS_SECONDS = 5.0
+_SAID_ANYWAY = ("queued", "finished", "stopped", "failed")  # by the first line and the last
 
 
 def submit(
@@ -47,18 +50,18 @@ def _submitted(job: Job, output: Output) -> None:
 
 
 def _follow(job: Job, output: Output) -> int:
-    said = ""
+    where = _Where()
     try:
         for topic, data in job.follow():
             if topic == "events":
                 for event in data["events"]:
-                    show.note(f"{event['kind']}: {event['message']}")
+                    if event["kind"] not in _SAID_ANYWAY:
+                        show.note(f"{event['kind']}: {event['message']}")
             elif topic == "logs" and output is Output.table:
                 for line in data["lines"]:
                     show.note(f"{line['source']}: {line['text']}")
-            elif topic == "job" and (now := _where(data)) != said:
-                said = now
-                show.note(now)
+            elif topic == "job":
+                where.hear(data)
     except KeyboardInterrupt:
         show.note(f"detached: job {job.id} goes on; stop it with `rayps stop {job.id}`")
         return DETACHED
@@ -66,18 +69,35 @@ def _follow(job: Job, output: Output) -> int:
         show.dump(job.data)
     elif job.result:
         show.say(show.measures(job.result))
-    if job.data["status"] != Status.SUCCEEDED:
-        show.note(f"job {job.id} is {job.data['status']}: {job.data['reason'] or ''}")
-        return FAILED
-    return 0
+    show.note(f"job {job.id} is {job.data['status']}: {job.data['reason'] or ''}")
+    return 0 if job.data["status"] == Status.SUCCEEDED else FAILED
 
 
-def _where(data: dict[str, Any]) -> str:
-    progress = data.get("progress") or {}
-    if data["status"] == Status.RUNNING and progress.get("epochs"):
-        said = f"{data['status']} epoch {progress.get('epoch', 0) + 1} of {progress['epochs']}"
-        return said if progress.get("loss") is None else f"{said}  loss {progress['loss']:.3g}"
-    return f"{data['status']}{': ' + data['reason'] if data.get('reason') else ''}"
+class _Where:
+    """Says where a job stands, as it changes; how far it has come, every few seconds and in each epoch."""
+
+    def __init__(self) -> None:
+        self._said = ""
+        self._epoch: tuple[str, int] | None = None
+        self._at = 0.0
+
+    def hear(self, data: dict[str, Any]) -> None:
+        """Take in a job as the service shows it now."""
+        progress = data.get("progress") or {}
+        if data["status"] == Status.RUNNING and progress.get("epochs"):
+            epoch = (data["status"], progress.get("epoch", 0))
+            if progress.get("loss") is None or (
+                    epoch == self._epoch and time.monotonic() - self._at < _PROGRESS_SECONDS):
+                return
+            self._epoch, self._at = epoch, time.monotonic()
+            self._say(f"RUNNING epoch {epoch[1] + 1} of {progress['epochs']}  loss {progress['loss']:.3g}")
+        elif data.get("reason") and not Status(data["status"]).terminal:  # the end has a line of its own
+            self._say(f"{data['status']}: {data['reason']}")
+
+    def _say(self, line: str) -> None:
+        if line != self._said:
+            self._said = line
+            show.note(line)
 
 
 def ls(

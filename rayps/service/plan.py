@@ -28,7 +28,7 @@ class Facts:
     reason: str | None = None
     needs: Bundle = field(default_factory=lambda: {"cpu": 1.0})
     attempt: int = 0
-    failures: int = 0  # how often its driver was lost
+    failures: int = 0  # how often its driver or an actor of it was lost before this attempt
     max_failures: int = 3
     interrupted: bool = False  # the service ended its Ray on purpose
     stopping: float | None = None  # seconds since a stop was asked for
@@ -69,6 +69,7 @@ class Show:
     job: str
     status: Status
     reason: str | None = None
+    told: bool = False  # an event says so already
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,7 @@ class Seal:
     metrics: dict[str, Any] | None = None
     checkpoint: str | None = None
     finished_at: float | None = None
+    told: bool = False  # an event says so already
 
 
 Action = Start | Ask | Kill | Show | Wait | Seal
@@ -139,22 +141,22 @@ def _sealed(job: Facts, outcome: dict[str, Any]) -> Seal:
     if not status.terminal:
         status = Status.FAILED
     return Seal(job.id, status, str(outcome.get("message", "")), outcome.get("metrics"),
-                outcome.get("checkpoint"), outcome.get("finished_at"))
+                outcome.get("checkpoint"), outcome.get("finished_at"), told=True)
 
 
 def _lost(job: Facts) -> Action:
     if job.stopping is not None:
         return Seal(job.id, Status.STOPPED, "stopped: its driver was gone before it could say goodbye")
+    failures = max(job.failures, int((job.progress or {}).get("failures", 0)))
     if job.interrupted:
-        return Start(job.id, job.attempt + 1, job.failures, "the service had ended its Ray: started again")
-    failures = job.failures + 1
+        return Start(job.id, job.attempt + 1, failures, "the service had ended its Ray: started again")
+    failures += 1
     cause = f" ({job.crash})" if job.crash else ""
     if failures <= job.max_failures:
         return Start(job.id, job.attempt + 1, failures,
-                     f"its driver was lost{cause}: started again, {failures} of {job.max_failures} times")
-    times = "once" if failures == 1 else f"{failures} times"
+                     f"its driver was lost{cause}: started again (failure {failures} of {job.max_failures})")
     return Seal(job.id, Status.FAILED,
-                f"its driver was lost {times}{cause}, max_failures={job.max_failures} allows no more")
+                f"its driver was lost{cause}: that was failure {failures}, and max_failures is {job.max_failures}")
 
 
 def _stopping(job: Facts, seconds: float) -> list[Action]:
@@ -162,7 +164,7 @@ def _stopping(job: Facts, seconds: float) -> list[Action]:
         return [Kill(job.id, f"it did not stop within {STOP_SECONDS:g} s")]
     shown: list[Action] = []
     if may_move(job.status, Status.STOPPING):
-        shown = [Show(job.id, Status.STOPPING, "a stop was asked for")]
+        shown = [Show(job.id, Status.STOPPING, "a stop was asked for", told=True)]
     return [*shown, Ask(job.id)]
 
 
@@ -175,7 +177,7 @@ def _mirrored(job: Facts) -> list[Action]:
     steady = status is Status.RUNNING
     reason = None if steady else str(said["message"]) if said.get("message") else job.reason
     if status is not job.status and may_move(job.status, status) and not status.terminal:
-        return [Show(job.id, status, reason)]
+        return [Show(job.id, status, reason, told=job.status is not Status.UNKNOWN)]
     return [Wait(job.id, reason)] if reason != job.reason else []
 
 

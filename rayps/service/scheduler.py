@@ -252,7 +252,7 @@ class Scheduler:
                 await self._in_thread(self._kill, job.id)
             case Show():
                 await self._store.move(job.id, action.status, old=job.status, reason=action.reason,
-                                       message=action.reason or action.status.value.lower())
+                                       message=None if action.told else action.reason or action.status.value.lower())
             case Wait():
                 await self._store.explain(job.id, action.reason)
             case Seal():
@@ -270,17 +270,17 @@ class Scheduler:
                 job.id, attempt=action.attempt, failures=action.failures, interrupted=False, reason=reason,
                 message=reason, kind="driver_restarted")
             if may_move(job.status, Status.RECOVERING):
-                await self._store.move(job.id, Status.RECOVERING, message=reason, reason=reason)
+                await self._store.move(job.id, Status.RECOVERING, message=None, reason=reason)
         log.info("job %s attempt %d: driver is started", job.id, action.attempt)
         try:
-            await self._in_thread(self._spawn, job, action.attempt)
+            await self._in_thread(self._spawn, job, action)
         except ClusterError as error:
             log.warning("job %s attempt %d: driver did not start: %s", job.id, action.attempt, error)
 
     async def _seal(self, action: Seal, job: Record) -> None:
         facts: dict[str, Any] = {} if action.finished_at is None else {"finished_at": action.finished_at}
         await self._store.move(
-            job.id, action.status, message=action.message, reason=action.message or None,
+            job.id, action.status, message=None if action.told else action.message, reason=action.message or None,
             metrics=action.metrics, checkpoint=action.checkpoint, **facts)
         log.info("job %s ended: %s %s", job.id, action.status, action.message)
         self._asked.pop(job.id, None)
@@ -289,12 +289,12 @@ class Scheduler:
     async def _in_thread(self, work: Any, *args: Any) -> None:
         await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
 
-    def _spawn(self, job: Record, attempt: int) -> None:
+    def _spawn(self, job: Record, start: Start) -> None:
         folder = self._jobs_dir / job.id
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         handle = self.place.cluster().spawn(
-            DRIVER, job.spec.to_dict(), str(folder), attempt, name=f"driver-{job.id}", detached=True,
-            here=True, cpus=0.0)
+            DRIVER, job.spec.to_dict(), str(folder), start.attempt, start.failures, name=f"driver-{job.id}",
+            detached=True, here=True, cpus=0.0)
         self._handles[job.id] = handle
         self._runs[job.id] = handle.call("run")
 

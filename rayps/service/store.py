@@ -57,7 +57,7 @@ class Record:
     reason: str | None
     spec: JobSpec
     attempt: int
-    failures: int  # how often its driver was lost
+    failures: int  # how often its driver or an actor of it was lost before this attempt
     interrupted: bool  # the service itself ended its Ray: the next start is no failure
     stop_requested_at: float | None
     created_at: float
@@ -168,9 +168,9 @@ class Store:
         async with self._reader.connect() as tx:
             return {row[0]: row[1] for row in await tx.execute(query)}
 
-    async def move(self, job_id: str, new: Status, *, message: str, old: Status | None = None,
+    async def move(self, job_id: str, new: Status, *, message: str | None, old: Status | None = None,
                    kind: str | None = None, now: float | None = None, **facts: Any) -> Record:
-        """Move a job's status and write its event, or change nothing.
+        """Move a job's status and write its event, or change nothing. Without a message there is no event.
 
         `old` is what the caller believes the status to be; `facts` are columns that change with it.
 
@@ -190,7 +190,8 @@ class Store:
                 facts["metrics"] = json.dumps(facts["metrics"])
             await tx.execute(_jobs.update().where(_jobs.c.id == job_id).values(status=new.value, **facts))
             attempt = facts.get("attempt", found.attempt)
-            await _note(tx, job_id, kind or new.value.lower(), message, attempt, now)
+            if message is not None:
+                await _note(tx, job_id, kind or new.value.lower(), message, attempt, now)
             return await _get(tx, job_id)
 
     async def begin(self, job_id: str, *, attempt: int, message: str, kind: str, now: float | None = None,
