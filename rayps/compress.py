@@ -19,7 +19,7 @@ Finite values beyond an encoding's range are cut to it.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ from rayps.errors import ConfigError
 from rayps.strategies.base import compression_of
 
 BLOCK = 1024  # elements that share one scale under int8
+CANDIDATES = ("fp16", "int8")  # of `auto`: top_k takes another course of learning, so it is only taken when asked for
+MARGIN = 0.9  # with `auto`, what is encoded has to take less than this share of the plain time
 
 
 class Codec(Protocol):
@@ -146,6 +148,16 @@ def decoded(code: int, data: Tensor, n: int, dtype: torch.dtype) -> Tensor:
     if code not in _BY_CODE:
         raise ConfigError(f"an encoded vector has the unknown code {code}: is the peer of another version?")
     return _BY_CODE[code].decode(data, n, dtype)
+
+
+def choice(where: str, picked: str, what: str, seconds: dict[str, float] | None = None) -> dict[str, Any]:
+    """How gradients to a ring or a server travel, as an event; `seconds` of `what` by name, "off" for as they are."""
+    why = what
+    if seconds is not None:
+        best = min(CANDIDATES, key=lambda name: seconds[name])
+        why = f"{what} took {1e3 * seconds['off']:.2f} ms as they are and {1e3 * seconds[best]:.2f} ms in {best}"
+    message = f"gradients to the {where} travel {'as they are' if picked == 'off' else 'in ' + picked}: {why}"
+    return {"kind": "choice", "message": message, "compression": picked} | ({"seconds": seconds} if seconds else {})
 
 
 class ErrorFeedback:

@@ -19,14 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rayps.compress import Codec, ErrorFeedback, codec
+from rayps.compress import CANDIDATES, MARGIN, Codec, ErrorFeedback, choice, codec
 from rayps.flat import Gradient
 from rayps.partition import slices
 from rayps.ring.algorithms import raw
 from rayps.ring.ring import Ring
 
-CANDIDATES = ("fp16", "int8")  # of `auto`: top_k takes another course of learning, so it is only taken when asked for
-MARGIN = 0.9  # what is encoded has to take less than this share of the plain time
 PROBE_ELEMENTS = 1 << 20
 _TRIES = 3
 _COUNT = 8  # bytes in front of a slice: the sender's samples as float64
@@ -96,20 +94,9 @@ def compressed(ring: Ring, compression: str, gradient: Gradient) -> tuple[Any, d
     seconds = _measured(ring, gradient.packed[: PROBE_ELEMENTS + 1])
     best = min(CANDIDATES, key=lambda name: seconds[name])
     pays = seconds[best] < MARGIN * seconds["off"]
-    why = f"a mean of {min(PROBE_ELEMENTS, gradient.vector.numel())} elements took {_ms(seconds['off'])} as it is, " \
-          f"{_ms(seconds[best])} in {best}"
     found: Any = CompressedRing(ring, codec(best)) if pays else ring
-    return found, choice("ring", best if pays else "off", why, seconds=seconds)
-
-
-def choice(where: str, picked: str, why: str, **facts: Any) -> dict[str, Any]:
-    """What was chosen for the gradients of a ring or a server, as an event."""
-    message = f"gradients to the {where} travel {'as they are' if picked == 'off' else 'in ' + picked}: {why}"
-    return {"kind": "choice", "message": message, "compression": picked, **facts}
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.2f} ms"
+    what = f"means of {min(PROBE_ELEMENTS, gradient.vector.numel())} elements"
+    return found, choice("ring", best if pays else "off", what, seconds)
 
 
 def _measured(ring: Ring, packed: Tensor) -> dict[str, float]:

@@ -20,7 +20,13 @@ class Kind(enum.IntEnum):
     READ = 4  # a, b = elements lo, hi, outside the clock               -> VALUE
     ACK = 5
     VALUE = 6
+    PUSH_CODED = 20  # as PUSH, payload = an encoded slice (`rayps.server.coded`)
+    PUSH_PULL_CODED = 21  # as PUSH_PULL, likewise
     ERROR = 7  # payload = {"kind", "message", "data"} as JSON
+
+
+CODED = {Kind.PUSH: Kind.PUSH_CODED, Kind.PUSH_PULL: Kind.PUSH_PULL_CODED}
+PUSHES = frozenset(CODED) | frozenset(CODED.values())
 
 
 def refusal(tag: int, error: Exception) -> tuple[Message, bytes]:
