@@ -15,14 +15,16 @@ import torch
 from torch import Tensor
 
 from rayps import errors
+from rayps.compress import ErrorFeedback
 from rayps.errors import LinkError, PeerLost
 from rayps.flat import Gradient
 from rayps.link import Link
 from rayps.link.memory import Memory
 from rayps.link.shared import SharedLink
-from rayps.server.messages import Kind
+from rayps.server.coded import coded
+from rayps.server.messages import CODED, PUSHES, Kind
 from rayps.server.resident import AVAILABLE, SLICE, Desk, flat_bytes
-from rayps.server.ways import Answer, Ask, ByMemory, ByMessage, Place, Way
+from rayps.server.ways import Answer, Ask, ByMemory, ByMessage, Place, Way, together
 
 
 class Server:
@@ -53,6 +55,8 @@ class Server:
         self.bytes_moved = 0  # of parameters and gradients, sent and received
         self.lead = 0  # by how many rounds this worker led the slowest at its last pull
         self.consistent = consistent
+        self.dtype = dtype
+        self.feedback: ErrorFeedback | None = None  # where pushes are encoded: see `rayps.server.coded`
         self._dtype, self._ranges, self._timeout, self._relink = dtype, ranges, timeout, relink
         self._tag, self._defer, self._resident = 0, defer, resident
         self._posted: _Push | None = None  # a push that has not left yet
@@ -80,9 +84,9 @@ class Server:
         """
         return self._fetch(Kind.PULL, lo, hi, out, self.consistent if consistent is None else consistent)
 
-    def read(self) -> Tensor:
-        """The whole vector as it is now, outside the clock; each shard's elements are of one version."""
-        return self._fetch(Kind.READ, 0, None, None, True)
+    def read(self, lo: int = 0, hi: int | None = None) -> Tensor:
+        """The elements lo to hi as they are now, outside the clock; each shard's are of one version."""
+        return self._fetch(Kind.READ, lo, hi, None, True)
 
     def push(self, value: Tensor | Gradient, weight: float = 1.0, lo: int = 0) -> None:
         """Push a gradient, or a range of it that begins at element lo; the push counts as one step.
@@ -94,8 +98,13 @@ class Server:
         count = vector.numel()
         self._must_fit(lo, lo + count)
         self.settle()
-        self._posted = _Push(self.step, weight, lo, count, self._laid(vector, lo, count))
-        self.bytes_moved += count * self._dtype.itemsize
+        if self.feedback is None:
+            laid: Tensor | list[Tensor] = self._laid(vector, lo, count)
+            self.bytes_moved += count * self._dtype.itemsize
+        else:
+            laid = self._coded(self.feedback, vector.detach().reshape(-1), weight, lo)
+            self.bytes_moved += sum(len(piece) for piece in laid)
+        self._posted = _Push(self.step, weight, lo, count, laid)
         self.step += 1
         if not self._defer:
             self.settle()
@@ -179,10 +188,20 @@ class Server:
             self._landed = out, places
         return fresh, places
 
+    def _coded(self, memory: ErrorFeedback, vector: Tensor, weight: float, lo: int) -> list[Tensor]:
+        """An encoded gradient, a payload for each shard."""
+        cuts = [(max(a, lo), min(b, lo + vector.numel())) for a, b in self._ranges]
+        return [coded(memory, vector[a - lo : max(a, b) - lo], min(a, self.size), weight) for a, b in cuts]
+
     # ---- turns
 
     def _pushes(self, kind: Kind, push: _Push, places: Sequence[Place | None]) -> list[Ask]:
         step, weight, lo, count, vector = push
+        if isinstance(vector, list):
+            return [
+                Ask(i, CODED[kind], step, max(a, lo) - a if max(a, lo) < min(b, lo + count) else 0, weight, 0, *laid)
+                for i, ((a, b), laid) in enumerate(zip(self._ranges, zip(vector, places, strict=True), strict=True))
+            ]
         if count == self.size:
             pieces = self._pieces if self._desk is not None else [vector[a:b] for a, b in self._ranges]
             return [
@@ -208,6 +227,9 @@ class Server:
                 if self._relink is None:
                     raise
                 lost.append(ask)
+        lines = [(way, ask.place) for ask in asks if isinstance(way := ways[ask.shard], ByMessage)]
+        if len(lines) > 1:
+            together(lines, tag)
         for ask in asks:
             if lost and any(ask is other for other in lost):
                 continue
@@ -225,7 +247,7 @@ class Server:
         """Find a lost shard again and repeat a request; one that had applied it knows, and does not do so again."""
         assert self._relink is not None
         self._ways[ask.shard].close()
-        pushes = ask.kind in (Kind.PUSH, Kind.PUSH_PULL)
+        pushes = ask.kind in PUSHES
         self._join(ask.shard, self._relink(ask.shard), ask.a if pushes else self.step)
         self._tag += 1
         self._ways[ask.shard].ask(self._tag, ask)
@@ -257,4 +279,4 @@ class _Push(NamedTuple):
     weight: float
     lo: int
     elements: int
-    vector: Tensor
+    vector: Tensor | list[Tensor]  # encoded: a payload for each shard

@@ -23,7 +23,8 @@ from rayps import errors
 from rayps.errors import LinkError, PeerTimeout, RaypsError
 from rayps.link import Link, Listener, Message
 from rayps.link.shared import SharedLink
-from rayps.server.messages import Kind, refusal
+from rayps.server.coded import value_of
+from rayps.server.messages import CODED, Kind, refusal
 from rayps.server.resident import ASKED, ASLEEP, BELL, BY_MESSAGE, SLICE, Box, Fence, flat_bytes, offered
 from rayps.server.shard import Shard, ShardFacts, ShardPart
 
@@ -63,6 +64,8 @@ class Request:
         if self.payload is None:
             assert self.guest.box is not None
             return self.guest.box.value(self.b, self.count)
+        if self.kind in CODED.values():
+            return value_of(self.payload, like.dtype)
         return torch.frombuffer(self.payload, dtype=like.dtype) if self.payload else like[:0]
 
 
@@ -85,6 +88,7 @@ class ShardLoop:
         self._answers: dict[int, Callable[[Request], None]] = {
             Kind.JOIN: self._join, Kind.PUSH: self._push, Kind.PULL: self._pull,
             Kind.PUSH_PULL: self._push_pull, Kind.READ: self._read,
+            Kind.PUSH_CODED: self._push, Kind.PUSH_PULL_CODED: self._push_pull,
         }  # fmt: skip
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"shard-{shard.index}", daemon=True)

@@ -16,7 +16,7 @@ from rayps.errors import LinkError, PeerLost, PeerTimeout
 from rayps.link import Link, Message
 from rayps.link.memory import Memory
 from rayps.link.shared import SharedLink
-from rayps.server.messages import Kind, error_of
+from rayps.server.messages import CODED, Kind, error_of
 from rayps.server.resident import (
     ANSWERED,
     ASKED,
@@ -83,12 +83,14 @@ class ByMessage:
     """By link: payloads travel as messages, between hosts as on one."""
 
     def __init__(self, link: Link, timeout: float) -> None:
-        self.link, self._timeout = link, timeout
+        self.link, self.patience = link, timeout + GRACE_SECONDS
+        self._heard: Message | LinkError | None = None  # the answer, while nobody has asked for it
 
     def ask(self, tag: int, ask: Ask) -> None:
-        """Say a request. Raises LinkError."""
+        """Say a request; what the line does not take at once leaves while answers are awaited. Raises LinkError."""
+        self._heard = None
         payload = None if ask.piece is None else flat_bytes(ask.piece)
-        self.link.send(Message(ask.kind, tag, ask.a, ask.b, ask.weight), payload, timeout=self._timeout)
+        self.link.queue(Message(ask.kind, tag, ask.a, ask.b, ask.weight), payload, copy=False)
 
     def hear(self, tag: int, ask: Ask, consistent: bool) -> Answer:
         """The answer; always one version of this shard."""
@@ -97,26 +99,62 @@ class ByMessage:
 
     def reply(self, tag: int, into: Place | None = None) -> Message:
         """The message that answers `tag`; answers to what was given up are passed over."""
-        link, patience = self.link, self._timeout + GRACE_SECONDS
-        while True:
-            try:
-                reply = link.recv(timeout=patience, into=into)
-            except LinkError as error:
-                if into is None or type(error) is not LinkError:
-                    raise
-                reply = link.recv(timeout=patience)  # of another size than the answer: a refusal
-            if reply.tag != tag:
-                continue
-            if reply.kind == Kind.ERROR:
-                raise error_of(reply)
-            return reply
+        while not self.advance(tag, into):
+            self.link.wait(self.events, self.patience, "send a message")
+        heard, self._heard = self._heard, None
+        if isinstance(heard, LinkError):
+            raise heard
+        assert heard is not None
+        if heard.kind == Kind.ERROR:
+            raise error_of(heard)
+        return heard
+
+    @property
+    def events(self) -> int:
+        """What to wait for before `advance` can do more."""
+        return select.POLLIN | (self.link.interest if self.link.queued else 0)
+
+    def advance(self, tag: int, into: Place | None) -> bool:
+        """Move what can be moved without waiting; whether the answer to `tag` is here, or why there is none."""
+        link = self.link
+        try:
+            if link.queued:
+                with contextlib.suppress(PeerLost):  # found again when what it sent has been read
+                    link.flush()
+            while self._heard is None and (head := link.peek()) is not None:
+                refused, mine = head.kind == Kind.ERROR, head.tag == tag
+                message = link.try_recv(into if mine and not refused else None)
+                if message is None:
+                    return False
+                self._heard = message if mine else None
+        except LinkError as error:
+            self._heard = error
+        return self._heard is not None
 
     def rest(self) -> None:
-        """Nothing to wait for: what was said has left, or been copied."""
+        """Nothing to wait for: what was said has left once it was answered."""
 
     def close(self) -> None:
         """Close the link."""
         self.link.close()
+
+
+def together(lines: list[tuple[ByMessage, Place | None]], tag: int) -> None:
+    """Let requests leave and answers arrive on several lines at once, each as fast as it can; `hear` then finds them.
+
+    One line after the other, all but one would stand idle. What fails, or stays silent too long, is left to `hear`.
+    """
+    poll, waiting = select.poll(), {line.link.fileno(): (line, place) for line, place in lines}
+    while True:
+        for number, (line, place) in list(waiting.items()):
+            if line.advance(tag, place):
+                del waiting[number]
+                with contextlib.suppress(KeyError):  # it never had to wait
+                    poll.unregister(number)
+            else:
+                poll.register(number, line.events)
+        if len(waiting) < 2 or not poll.poll(1000 * max(line.patience for line, _ in waiting.values())):
+            return
 
 
 class ByMemory:
@@ -140,6 +178,9 @@ class ByMemory:
     def ask(self, tag: int, ask: Ask) -> None:
         """Say a request. Raises LinkError."""
         self.rest()
+        if ask.kind in CODED.values():  # its payload lies nowhere else
+            self._messages.ask(tag, ask)
+            return
         words = self._words
         REQUEST.pack_into(self._view, REQUEST_AT, ask.kind, ask.a, ask.b, ask.elements, ask.weight)
         self._asked = words[ASKED] = tag
@@ -149,6 +190,8 @@ class ByMemory:
 
     def hear(self, tag: int, ask: Ask, consistent: bool) -> Answer:
         """The answer; with `consistent` its payload is of one version of the shard, else it may be a mixture."""
+        if ask.kind in CODED.values():
+            return self._messages.hear(tag, ask, consistent)
         words = self._words
         if words[ANSWERED] != tag:
             self._wait(tag)
