@@ -121,7 +121,7 @@ class Server:
         The shards read it where it lies: from `push` on it may change once the push is acknowledged (`pull` or
         `settle` has returned). Where no shard is on this host, it is ordinary memory.
         """
-        if self._desk is None or dtype != self._dtype or size > len(self._desk.gradient):
+        if self._desk is None or dtype != self._dtype or size > self._desk.gradient.numel():
             return torch.zeros(size, dtype=dtype)
         return self._desk.gradient[:size]
 
@@ -165,11 +165,11 @@ class Server:
         desk = self._desk
         if desk is None:
             return vector.detach().reshape(-1).to("cpu", self._dtype)
-        mine = desk.gradient if count == self.size else desk.gradient[lo : lo + count]
+        mine = desk.whole if count == self.size else desk.gradient[lo : lo + count]
         if not desk.holds(vector, lo):
             for way in self._ways:
                 way.rest()
-            mine[:count].copy_(vector.detach() if vector.dim() == 1 else vector.detach().reshape(-1))
+            mine.copy_(vector.detach() if vector.dim() == 1 else vector.detach().reshape(-1))
         return mine
 
     def _landing(self, out: Tensor | None, lo: int, hi: int) -> tuple[Tensor, list[Place]]:
@@ -205,14 +205,13 @@ class Server:
         if count == self.size:
             pieces = self._pieces if self._desk is not None else [vector[a:b] for a, b in self._ranges]
             return [
-                Ask(i, kind, step, 0, weight, len(piece), piece, place)
-                for i, (piece, place) in enumerate(zip(pieces, places, strict=True))
+                Ask(i, kind, step, 0, weight, b - a, pieces[i], places[i]) for i, (a, b) in enumerate(self._ranges)
             ]
         asks = []
         for i, (a, b) in enumerate(self._ranges):
             start, stop = max(a, lo), min(b, lo + count)
             piece = vector[start - lo : stop - lo] if start < stop else vector[:0]
-            asks.append(Ask(i, kind, step, start - a if start < stop else 0, weight, len(piece), piece))
+            asks.append(Ask(i, kind, step, start - a if start < stop else 0, weight, piece.numel(), piece))
         return asks
 
     def _exchange(self, asks: list[Ask], consistent: bool) -> list[Answer]:
@@ -227,6 +226,8 @@ class Server:
                 if self._relink is None:
                     raise
                 lost.append(ask)
+        for way in ways:
+            way.ring()
         lines = [(way, ask.place) for ask in asks if isinstance(way := ways[ask.shard], ByMessage)]
         if len(lines) > 1:
             together(lines, tag)
@@ -251,6 +252,7 @@ class Server:
         self._join(ask.shard, self._relink(ask.shard), ask.a if pushes else self.step)
         self._tag += 1
         self._ways[ask.shard].ask(self._tag, ask)
+        self._ways[ask.shard].ring()
         return self._ways[ask.shard].hear(self._tag, ask, consistent)
 
     def _join(self, i: int, link: Link, step: int) -> int:

@@ -78,6 +78,7 @@ class ShardLoop:
         self._lock = threading.Lock()  # the actor's other threads ask for facts and parts
         self._guests: dict[int, Guest] = {}  # by descriptor
         self._boxes: list[Guest] = []  # those that have one
+        self._answered: list[Box] = []  # their workers may sleep
         self._parked: list[Request] = []
         self._fence = Fence()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) if shard.slice.memory is not None else -1
@@ -119,6 +120,7 @@ class ShardLoop:
                 self._sleep()
             if self._parked:
                 self._expire()
+            self._ring()
         for guest in list(self._guests.values()):
             self._forget(guest)
         if self._bell >= 0:
@@ -171,7 +173,14 @@ class ShardLoop:
                     self._handle(Request(guest, kind, box.seen, a, b, weight, None, count))
                 except LinkError as error:
                     self._lose(guest, error)
+        self._ring()
         return served
+
+    def _ring(self) -> None:
+        """Wake whom was answered: after all of them, for the one that wakes may take this processor at once."""
+        answered, self._answered = self._answered, []
+        for box in answered:
+            box.wake()
 
     def _lose(self, guest: Guest, error: LinkError) -> None:
         """A link that fails is dropped, whoever was being served; the others are served on."""
@@ -289,12 +298,14 @@ class ShardLoop:
         return guest.rank
 
     def _reply_pull(self, request: Request) -> None:
-        value, lead = self.shard.pull(request.guest.rank, request.a, request.b)
+        lead = self.shard.pulled(request.guest.rank)
+        value = None if request.payload is None else self.shard.read(request.a, request.b)
         self._reply(request, Kind.VALUE, a=self.shard.version, b=lead, payload=value)
 
     def _reply(self, to: Request, kind: Kind, a: int = 0, b: int = 0, payload: Tensor | None = None) -> None:
         if to.payload is None and to.guest.box is not None:
             to.guest.box.answer(to.tag, b, a)
+            self._answered.append(to.guest.box)
         else:
             body = None if payload is None else flat_bytes(payload)
             to.guest.link.queue(Message(kind, tag=to.tag, a=a, b=b), body)
@@ -307,6 +318,7 @@ class ShardLoop:
             if guest.rank >= 0:
                 self.shard.own(guest.rank)
             guest.box.answer(request.tag, 0, 0, BY_MESSAGE)
+            self._answered.append(guest.box)
 
     # ---- who waits
 

@@ -87,7 +87,8 @@ class Desk:
 
     def __init__(self, size: int, dtype: torch.dtype) -> None:
         self.memory = Memory.create((size + 1) * dtype.itemsize)  # pages are taken when they are first touched
-        self.gradient = tensor_in(self.memory, dtype, size + 1)
+        self.gradient = tensor_in(self.memory, dtype, size + 1)  # one more: a ring's gradients have it for the samples
+        self.whole = self.gradient[:size]
         self.bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._start = self.gradient.data_ptr()
 
@@ -124,6 +125,7 @@ class Box:
         self._view, self.words = box.view, box.view.cast("q")
         self._fence = Fence()
         self.seen = 0  # the last request that was taken out
+        self._elements = like.numel()
         self.gradient = tensor_in(gradient, like.dtype, like.numel(), at=lo * like.element_size())
 
     def take(self) -> tuple[int, int, int, int, float]:
@@ -134,16 +136,19 @@ class Box:
 
     def value(self, offset: int, count: int) -> Tensor:
         """The payload, where it lies. Raises ValueError."""
-        if offset == 0 and count == len(self.gradient):
+        if offset == 0 and count == self._elements:
             return self.gradient
-        if offset < 0 or count < 0 or offset + count > len(self.gradient):
-            raise ValueError(f"a push of {count} elements at {offset} does not fit into {len(self.gradient)}")
+        if offset < 0 or count < 0 or offset + count > self._elements:
+            raise ValueError(f"a push of {count} elements at {offset} does not fit into {self._elements}")
         return self.gradient[offset : offset + count]
 
     def answer(self, tag: int, lead: int, version: int, says: int = IN_MEMORY) -> None:
-        """Answer the request, and wake the worker where it sleeps."""
+        """Answer the request; `wake` must follow."""
         ANSWER.pack_into(self._view, ANSWER_AT, lead, version, says)
         self.words[ANSWERED] = tag
+
+    def wake(self) -> None:
+        """Ring where the worker sleeps."""
         self._fence()
         if self.words[WAITS]:
             os.eventfd_write(self._bell, 1)

@@ -163,8 +163,9 @@ class Shard:
             self._file(rank, step, value, weight, touched)
             if lent:
                 self._lent.add((step, rank))
-        for finished in range(slowest, self.clock.slowest):
-            self._finish(finished)
+        if step == slowest:  # else the slowest is another
+            for finished in range(slowest, self.clock.slowest):
+                self._finish(finished)
         return True
 
     def own(self, rank: int) -> None:
@@ -196,9 +197,13 @@ class Shard:
 
     def pull(self, rank: int, lo: int = 0, hi: int | None = None) -> tuple[Tensor, int]:
         """The elements lo to hi of this shard, and by how many rounds `rank` leads the slowest."""
+        return self.read(lo, hi), self.pulled(rank)
+
+    def pulled(self, rank: int) -> int:
+        """Count a pull; by how many rounds `rank` leads the slowest."""
         lead = self.clock.lead(rank)
         self.staleness[lead] += 1
-        return self.read(lo, hi), lead
+        return lead
 
     def read(self, lo: int = 0, hi: int | None = None) -> Tensor:
         """The elements lo to hi, outside the clock: a view, good until the next push."""

@@ -69,6 +69,9 @@ class Way(Protocol):
     def ask(self, tag: int, ask: Ask) -> None:
         """Say a request. Raises LinkError."""
 
+    def ring(self) -> None:
+        """See to it that the request is heard, once all shards were asked: who is woken may take this processor."""
+
     def hear(self, tag: int, ask: Ask, consistent: bool) -> Answer:
         """The answer; its payload lands in the request's place. Raises PeerTimeout, PeerLost, what the shard raised."""
 
@@ -91,6 +94,9 @@ class ByMessage:
         self._heard = None
         payload = None if ask.piece is None else flat_bytes(ask.piece)
         self.link.queue(Message(ask.kind, tag, ask.a, ask.b, ask.weight), payload, copy=False)
+
+    def ring(self) -> None:
+        """Nothing to do: the link has sent it."""
 
     def hear(self, tag: int, ask: Ask, consistent: bool) -> Answer:
         """The answer; always one version of this shard."""
@@ -185,6 +191,9 @@ class ByMemory:
         REQUEST.pack_into(self._view, REQUEST_AT, ask.kind, ask.a, ask.b, ask.elements, ask.weight)
         self._asked = words[ASKED] = tag
         self._fence()
+
+    def ring(self) -> None:
+        """Wake the shard where it sleeps."""
         if self._slice[ASLEEP]:
             os.eventfd_write(self._their_bell, 1)
 
