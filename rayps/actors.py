@@ -207,6 +207,7 @@ class WorkerActor:
                 generation=plan.generation,
                 timeout=plan.timeout,
                 label="worker",
+                table=snapshot.ring,
             )
         else:
             ties.server = self._join(plan, snapshot)

@@ -345,6 +345,7 @@ def assemble(base: Snapshot, workers: list[Any], shards: list[Any]) -> Snapshot:
         {r: p.rng for r, p in enumerate(workers)},
         positions,
         base.steps_per_epoch,
+        ring=base.ring,
     )
 
 

@@ -33,6 +33,7 @@ class Snapshot:
     rng: dict[int, Tensor] = field(default_factory=dict)
     positions: list[int] = field(default_factory=list)
     steps_per_epoch: int = 1
+    ring: dict[str, Any] | None = None  # the ring's `choices`: with them the same sums come out bit for bit
 
     @property
     def round(self) -> int:
@@ -68,6 +69,7 @@ class Snapshot:
             "optimizer_numbers": numbers,
             "positions": self.positions,
             "steps_per_epoch": self.steps_per_epoch,
+            "ring": self.ring,
             **facts,
         }
         return State(tensors, meta)
@@ -91,6 +93,7 @@ class Snapshot:
             buffers={k.removeprefix("buffer/"): v for k, v in state.tensors.items() if k.startswith("buffer/")},
             rng={int(k.removeprefix("rng/")): v for k, v in state.tensors.items() if k.startswith("rng/")},
             steps_per_epoch=state.meta["steps_per_epoch"],
+            ring=state.meta.get("ring"),
         )
 
     def check(self, layout: Layout) -> None:
@@ -121,6 +124,8 @@ class Snapshot:
                 f"resume with {len(self.positions)} workers and the same batch size, "
                 "or from a checkpoint at an epoch's end"
             )
+        if len(self.positions) != workers:
+            self.ring = None
         epochs = self.round // self.steps_per_epoch
         self.positions = [epochs * steps_per_epoch] * workers
         self.steps_per_epoch = steps_per_epoch

@@ -26,6 +26,7 @@ from rayps.ring.join import meet
 from rayps.ring.mesh import Mesh
 from rayps.ring.own import Own
 from rayps.ring.torch_groups import Delegate
+from rayps.ring.words import in_words
 
 _HALF = (torch.float16, torch.bfloat16)
 _NUMBERS = (
@@ -110,6 +111,11 @@ class Ring:
     def choices(self) -> dict[str, Any]:
         """Which algorithm is used over what, and why. It can be given to `form` as `table`."""
         return self._folder.choices
+
+    @property
+    def choice(self) -> str:
+        """The choices in words."""
+        return in_words(self._folder.choices)
 
     # Together
 
