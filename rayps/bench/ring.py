@@ -15,13 +15,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from rayps.bench.mpich import Mpich
 from rayps.cluster import Cluster, Handle
 from rayps.errors import ConfigError
 from rayps.ring import Ring
 from rayps.ring.own import NAMES
 
 RESIDENT = "resident"  # the vector lies in shared memory and its sum is read where it lies
-CONTENDERS = (*NAMES, RESIDENT, "gloo", "nccl")
+MPICH = "mpich"
+CONTENDERS = (*NAMES, RESIDENT, "gloo", "nccl", MPICH)
 _COPY_BYTES = 100 << 20
 _BATCHED_BYTES = 2 << 20  # up to this size ten calls follow each other, as in training; a clock is too coarse for one
 
@@ -40,6 +42,7 @@ class RingRow:
     copy_bandwidth: float  # of this machine's memory, by one process
     ratio: float  # bandwidth / copy_bandwidth
     times_gloo: float | None  # how many times faster than gloo in this run, where gloo took part
+    times_mpich: float | None  # the same for MPICH
 
 
 class RingBench:
@@ -63,33 +66,33 @@ class RingBench:
             f"{self._name}-{backend}", self._rank, self._size, timeout=self._timeout, backend=backend, host=None
         )
 
-    def measure(self, size: int, repeats: int) -> dict[str, list[float]]:
-        """Seconds of every repetition of every contender at `size` bytes; they take turns, in changing order."""
-        seconds: dict[str, list[float]]
+    def begin(self, size: int) -> None:
+        """Make what the next turns fold: `size` bytes."""
         n = max(1, size // 4)
-        x = torch.ones(n)
-        shared = self._own.buffer(n) if RESIDENT in self._rings else x
-        work: dict[str, Callable[[], Any]] = {}
+        self._x = torch.ones(n)
+        shared = self._own.buffer(n) if RESIDENT in self._rings else self._x
+        self._calls = calls_of(size)
+        self._work: dict[str, Callable[[], Any]] = {}
         for name, ring in self._rings.items():
             if name == RESIDENT:
-                work[name] = lambda ring=ring: ring.total(shared)  # type: ignore[misc]
+                self._work[name] = lambda ring=ring: ring.total(shared)  # type: ignore[misc]
             elif name in ("gloo", "nccl"):
-                work[name] = lambda ring=ring: ring.sum(x)  # type: ignore[misc]
+                self._work[name] = lambda ring=ring: ring.sum(self._x)  # type: ignore[misc]
             else:
-                work[name] = lambda ring=ring, name=name: ring.sum(x, algorithm=name)  # type: ignore[misc]
-        names, seconds = list(work), {name: [] for name in work}
-        calls = 10 if size <= _BATCHED_BYTES else 1
-        for turn in range(repeats + 1):
-            for name in names[turn % len(names) :] + names[: turn % len(names)]:  # nobody always follows the same one
-                x.fill_(0.0)
-                run = work[name]
+                self._work[name] = lambda ring=ring, name=name: ring.sum(self._x, algorithm=name)  # type: ignore[misc]
+
+    def turn(self, number: int) -> dict[str, float]:
+        """Seconds of every contender; they take turns, in changing order."""
+        names, seconds = list(self._work), dict[str, float]()
+        for name in names[number % len(names) :] + names[: number % len(names)]:  # nobody always follows the same one
+            self._x.fill_(0.0)
+            run = self._work[name]
+            run()  # the first one touches new pages
+            self._own.barrier()
+            start = time.perf_counter()
+            for _ in range(self._calls):
                 run()
-                self._own.barrier()
-                start = time.perf_counter()
-                for _ in range(calls):
-                    run()
-                if turn:  # the first one touches new pages
-                    seconds[name].append((time.perf_counter() - start) / calls)
+            seconds[name] = (time.perf_counter() - start) / self._calls
         return seconds
 
     def copy_bandwidth(self) -> float:
@@ -119,7 +122,8 @@ def bench_ring(
 ) -> list[RingRow]:
     """All-reduce between `workers` actors of `cluster`: a row for each of `sizes` (bytes) and `algorithms`.
 
-    `algorithms` are names of `Ring.form`, and `resident`, `gloo`, `nccl`. Raises ConfigError, ClusterError, LinkError.
+    `algorithms` are names of `Ring.form`, and `resident`, `gloo`, `nccl`, `mpich`. Raises ConfigError, ClusterError,
+    LinkError.
     """
     for algorithm in algorithms:
         if algorithm not in CONTENDERS:
@@ -127,22 +131,36 @@ def bench_ring(
     if workers < 1:
         raise ConfigError(f"{workers} workers cannot talk; give at least 1", workers=workers)
     name = f"bench-{secrets.token_hex(4)}"
+    ours = [algorithm for algorithm in algorithms if algorithm != MPICH]
     actors: list[Handle] = []
+    mpich = Mpich(workers, timeout) if MPICH in algorithms else None
     try:
         for rank in range(workers):
             actors.append(cluster.spawn("rayps.bench.ring:RingBench", name, rank, workers, timeout))
-        transports = _all(actors, "prepare", list(algorithms), timeout=2 * timeout)[0]
+        transports = _all(actors, "prepare", ours, timeout=2 * timeout)[0] | {MPICH: MPICH}
         copy = actors[0].call("copy_bandwidth").result(timeout)
         rows: list[RingRow] = []
         for size in sizes:
-            turns = repeats or _repeats(size)
-            seconds = _all(actors, "measure", size, turns, timeout=10 * timeout)
-            rows += _rows(size, turns, seconds, transports, copy)
+            _all(actors, "begin", size, timeout=timeout)
+            turns: list[dict[str, float]] = []
+            for number in range(repeats or _repeats(size)):
+                found = _all(actors, "turn", number, timeout=10 * timeout)
+                turns.append({algorithm: max(seconds[algorithm] for seconds in found) for algorithm in ours})
+                if mpich is not None:
+                    turns[-1][MPICH] = mpich.turn(size, calls_of(size))
+            rows += _rows(size, turns, [transports[algorithm] for algorithm in algorithms], (workers, copy), algorithms)
         _all(actors, "close", timeout=timeout)
         return rows
     finally:
         for actor in actors:
             cluster.kill(actor)
+        if mpich is not None:
+            mpich.close()
+
+
+def calls_of(size: int) -> int:
+    """All-reduces of `size` bytes that follow each other in one turn."""
+    return 10 if size <= _BATCHED_BYTES else 1
 
 
 def _repeats(size: int) -> int:
@@ -155,17 +173,15 @@ def _all(actors: list[Handle], method: str, *args: Any, timeout: float) -> list[
 
 
 def _rows(
-    size: int, repeats: int, seconds: list[dict[str, list[float]]], transports: dict[str, str], copy: float
+    size: int, turns: list[dict[str, float]], transports: list[str], machine: tuple[int, float], names: Sequence[str]
 ) -> list[RingRow]:
-    medians = {
-        name: statistics.median(max(times) for times in zip(*(rank[name] for rank in seconds), strict=True))
-        for name in seconds[0]
-    }
-    gloo = medians.get("gloo")
-    return [
-        RingRow(
-            size, name, transports[name], len(seconds), repeats, median, size / median, copy, size / median / copy,
-            gloo / median if gloo else None,
-        )
-        for name, median in medians.items()
-    ]  # fmt: skip
+    workers, copy = machine
+    medians = {name: statistics.median(turn[name] for turn in turns) for name in names}
+    rows = []
+    for name, transport in zip(names, transports, strict=True):
+        seconds = medians[name]
+        times = [medians[peer] / seconds if peer in medians else None for peer in ("gloo", MPICH)]
+        rows.append(RingRow(
+            size, name, transport, workers, len(turns), seconds, size / seconds, copy, size / seconds / copy, *times
+        ))  # fmt: skip
+    return rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -17,6 +18,7 @@ app = typer.Typer(no_args_is_help=True, help="Measure the data plane beside its 
 Sizes = Annotated[str, typer.Option(help="Sizes of the vector, e.g. 10KB,1MB (1 KB = 1000 bytes).")]
 Address = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Measure on this Ray cluster.")]
 Format = Annotated[Output, typer.Option("--output", "-o", help="table or json.")]
+Json = Annotated[bool, typer.Option("--json", help="The same as --output json.")]
 _UNITS = {"b": 1, "kb": 1_000, "mb": 1_000_000, "gb": 1_000_000_000}
 
 
@@ -25,17 +27,20 @@ def ring(
     workers: Annotated[int, typer.Option(help="Ranks.")] = 4,
     sizes: Sizes = "1KB,100KB,1MB,10MB,100MB",
     algorithms: Annotated[str, typer.Option(help="Contenders: auto, resident, ring, tree, one_shot, two_shot, star, "
-                                            "hierarchical, gloo, nccl.")] = "auto,resident,ring,tree,one_shot,gloo",
+                                            "hierarchical, gloo, nccl, mpich.")]
+    = "auto,resident,ring,tree,one_shot,gloo",
     address: Address = None,
     output: Format = Output.table,
+    as_json: Json = False,
 ) -> None:
     """All-reduce between Ray actors: time, bandwidth, share of the machine's copy bandwidth, times gloo."""
     found = _sizes(sizes)
     from rayps.bench.ring import bench_ring
 
     rows = _run(address, workers, lambda cluster: bench_ring(cluster, workers, found, algorithms.split(",")))
-    _show(output, rows, {"bytes": "bytes", "algorithm": "algorithm", "transport": "over", "seconds": "seconds",
-                         "bandwidth": "bytes/s", "ratio": "of copy", "times_gloo": "x gloo"})
+    _show(Output.json if as_json else output, rows, {
+        "bytes": "bytes", "algorithm": "algorithm", "transport": "over", "seconds": "seconds", "bandwidth": "bytes/s",
+        "copy_bandwidth": "machine's copy", "ratio": "of copy", "times_gloo": "x gloo", "times_mpich": "x mpich"})
 
 
 @app.command()
@@ -43,7 +48,7 @@ def server(
     workers: Annotated[int, typer.Option(help="Workers.")] = 4,
     shards: Annotated[int, typer.Option(help="Servers.")] = 2,
     sizes: Sizes = "10KB,1MB,40MB",
-    transports: Annotated[str, typer.Option(help="Contenders: own, ray.")] = "own,ray",
+    transports: Annotated[str, typer.Option(help="Contenders: own, resident, message, ray.")] = "own,ray",
     address: Address = None,
     output: Format = Output.table,
 ) -> None:
@@ -54,6 +59,53 @@ def server(
     rows = _run(address, workers, lambda cluster: bench_server(cluster, workers, shards, found, transports.split(",")))
     _show(output, rows, {"bytes": "bytes", "contender": "transport", "turns": "turns/s", "bandwidth": "bytes/s",
                          "times_ray": "x ray"})
+
+
+@app.command()
+def hosts(
+    count: Annotated[int, typer.Option("--hosts", help="Hosts: network namespaces, which need root.")] = 2,
+    ranks: Annotated[str, typer.Option(help="Ranks on each host, e.g. 1,2.")] = "1,2",
+    rate: Annotated[str, typer.Option(help="What each host's line carries, each way.")] = "1gbit",
+    sizes: Sizes = "100MB",
+    algorithms: Annotated[str, typer.Option(help="auto, ring, hierarchical, two_shot, tree, one_shot, star.")]
+    = "ring,hierarchical,auto",
+    streams: Annotated[int, typer.Option(help="TCP links between two ranks; 0 measures how many fill the line.")] = 0,
+    stream_rate: Annotated[str | None, typer.Option(help="What one TCP link carries at most.")] = None,
+    repeats: Annotated[int, typer.Option(help="Turns of each.")] = 5,
+    output: Format = Output.table,
+    as_json: Json = False,
+) -> None:
+    """All-reduce between hosts on shaped lines, beside what the lines allow: 2(H-1)/H x bytes / rate."""
+    found = _sizes(sizes)
+    from rayps.bench.hosts import bench_hosts
+
+    rows = [row for each in _whole(ranks, "ranks") for row in bench_hosts(
+        count, each, rate, found, algorithms.split(","), streams=streams, stream_rate=stream_rate, repeats=repeats)]
+    _show(Output.json if as_json else output, rows, {
+        "bytes": "bytes", "algorithm": "algorithm", "transport": "over", "hosts": "hosts", "ranks": "ranks a host",
+        "streams": "streams", "seconds": "seconds", "bandwidth": "bytes/s", "limit": "line's limit",
+        "share": "of limit"})
+
+
+@app.command()
+def stragglers(
+    workers: Annotated[int, typer.Option(help="Workers.")] = 4,
+    scenes: Annotated[str, typer.Option(help="come_and_go (each worker takes 5 times as long in a random tenth of its "
+                                        "rounds), one_slow (worker 0 takes 3 times as long).")]
+    = "come_and_go,one_slow",
+    pace: Annotated[float, typer.Option(help="Seconds of an ordinary round, slept.")] = 0.1,
+    repeats: Annotated[int, typer.Option(help="Runs of each, with seeds of their own.")] = 3,
+    data: Annotated[Path | None, typer.Option(help="Folder with digits.parquet; default: examples/data.")] = None,
+    address: Address = None,
+    output: Format = Output.table,
+) -> None:
+    """Time to equal accuracy under staleness 0, 8 and none where workers are slow."""
+    from rayps.bench.stragglers import bench_stragglers
+
+    rows = _run(address, workers, lambda cluster: bench_stragglers(
+        cluster, workers, scenes.split(","), pace=pace, repeats=repeats, folder=data))
+    _show(output, rows, {"scene": "scene", "staleness": "staleness", "seconds": "seconds", "rounds": "rounds",
+                         "idle": "idle share", "times_synchronous": "x synchronous"})
 
 
 def _run(address: str | None, workers: int, measure: Any) -> list[Any]:
@@ -77,6 +129,13 @@ def _sizes(text: str) -> list[int]:
             raise ConfigError(f"size {part!r} cannot be read: write 10KB, 1MB or a number of bytes", field="sizes")
         found.append(int(float(match[1]) * _UNITS[match[2] or "b"]))
     return found
+
+
+def _whole(text: str, field: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"{field} {text!r} cannot be read: write whole numbers such as 1,2,4", field=field) from None
 
 
 def _show(output: Output, rows: list[Any], columns: dict[str, str]) -> None:

@@ -1,0 +1,85 @@
+"""MPICH as a contender: bare processes under `mpiexec`, which take their turns beside the others.
+
+Needs `pip install 'rayps[bench]'`, which brings mpi4py and MPICH.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from rayps.bench import mpich_rank
+from rayps.errors import ClusterError, ConfigError
+
+_START_SECONDS = 60.0
+
+
+class Mpich:
+    """`ranks` processes of MPICH on this host."""
+
+    def __init__(self, ranks: int, timeout: float) -> None:
+        beside = Path(sys.executable).parent / "mpiexec"
+        found = str(beside) if beside.exists() else shutil.which("mpiexec")
+        if found is None or importlib.util.find_spec("mpi4py") is None:
+            raise ConfigError("mpich needs mpi4py and MPICH: pip install 'rayps[bench]'", algorithm="mpich")
+        self._timeout, self._pipes = timeout, list[Connection]()
+        self._folder = Path(tempfile.mkdtemp(prefix="rayps-bench-"))
+        with socket.socket(socket.AF_UNIX) as door:  # in a folder that only this user can enter
+            door.bind(str(self._folder / "door"))
+            door.listen(ranks)
+            door.settimeout(1.0)
+            command = [found, "-n", str(ranks), sys.executable, mpich_rank.__file__, door.getsockname()]
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+            try:
+                self._welcome(door, ranks)
+            except BaseException:
+                self.close()
+                raise
+
+    def _welcome(self, door: socket.socket, ranks: int) -> None:
+        deadline = time.monotonic() + _START_SECONDS
+        while len(self._pipes) < ranks:
+            if self._process.poll() is not None:
+                raise ClusterError(f"MPICH did not start {ranks} ranks: mpiexec ended with {self._process.poll()}")
+            if time.monotonic() > deadline:
+                raise ClusterError(f"MPICH did not start {ranks} ranks within {_START_SECONDS:g} s")
+            with contextlib.suppress(TimeoutError):
+                self._pipes.append(Connection(door.accept()[0].detach()))
+        for pipe in self._pipes:
+            _, self.version = self._answer(pipe)
+
+    def turn(self, size: int, calls: int) -> float:
+        """Seconds of one all-reduce of `size` bytes on the slowest rank, as the mean of `calls`."""
+        for pipe in self._pipes:
+            pipe.send((size, calls))
+        return max(self._answer(pipe) for pipe in self._pipes)
+
+    def _answer(self, pipe: Connection) -> Any:
+        try:
+            if pipe.poll(self._timeout):
+                return pipe.recv()
+        except (EOFError, OSError) as error:
+            raise ClusterError("a rank of MPICH has died") from error
+        raise ClusterError(f"MPICH did not answer within {self._timeout:g} s", seconds=self._timeout)
+
+    def close(self) -> None:
+        """End the ranks."""
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):
+                pipe.send(None)
+            pipe.close()
+        try:
+            self._process.wait(5.0)
+        except subprocess.TimeoutExpired:
+            self._process.terminate()  # mpiexec ends its ranks
+            self._process.wait(5.0)
+        shutil.rmtree(self._folder, ignore_errors=True)
