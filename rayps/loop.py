@@ -196,6 +196,7 @@ def wrap(model: nn.Module, optimizer: Optimizer, strategy: Any = "all_reduce") -
                 dict(zip((e.name for e in flat.layout.entries), flat.parameters, strict=True)),
                 shards=chosen.shards,
                 staleness=chosen.staleness,
+                compression=chosen.compression,
                 workers=here.size,
                 timeout=here.timeout,
                 optimizer=_same_kind(optimizer, flat),

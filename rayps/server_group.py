@@ -7,6 +7,7 @@ server.push(grad); params = server.pull()
 
 from __future__ import annotations
 
+import logging
 import secrets
 from typing import Any
 
@@ -19,12 +20,15 @@ from rayps.cluster import Cluster, Handle, surrounding
 from rayps.errors import ConfigError
 from rayps.flat import Gradient, Layout
 from rayps.link import connect
-from rayps.partition import slices
 from rayps.server import Server
+from rayps.server.coded import compress
+from rayps.server.rows import cuts
 from rayps.server.shard import Boundary
 from rayps.snapshot import Snapshot
 from rayps.strategies.parameter_server import ParameterServer
 from rayps.workload import pack
+
+log = logging.getLogger(__name__)
 
 START_SECONDS = 180.0
 
@@ -34,7 +38,8 @@ class ServerGroup:
 
     `params` is a tensor or a state dict of floating tensors. `optimizer` builds a torch optimizer over a list of
     parameters (default: SGD with lr=1, which subtracts what is pushed). `staleness` is 0 (each round waits for all
-    `workers`), a number of rounds, or None (asynchronous). `timeout` is in seconds.
+    `workers`), a number of rounds, or None (asynchronous). `compression` says how pushes travel, as a strategy's does.
+    `timeout` is in seconds.
 
     Raises:
         ConfigError, WorkloadError: the arguments cannot work.
@@ -48,10 +53,11 @@ class ServerGroup:
         optimizer: optim.Factory | None = None,
         staleness: int | None = 0,
         workers: int = 1,
+        compression: str | None = None,
         timeout: float = 60.0,
         cluster: Cluster | None = None,
     ) -> None:
-        strategy = ParameterServer(shards=shards, staleness=staleness)
+        strategy = ParameterServer(shards=shards, staleness=staleness, compression=compression)
         if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
             raise ConfigError(
                 f"workers is {workers!r}: give the number of actors that will join, at least 1", field="workers"
@@ -60,9 +66,10 @@ class ServerGroup:
         self.layout = Layout.of(named.items())
         self.workers, self.timeout, self.generation = workers, timeout, 1
         self._as_dict = not isinstance(params, Tensor)
-        self._consistent = staleness is not None
+        self._consistent, self._independent = staleness is not None, not strategy.lockstep
+        self._compression = compression
         self._secret = secrets.token_bytes(32)
-        self._ranges = [(cut.start, cut.stop) for cut in slices(self.layout.size, shards)]
+        self._ranges = cuts(self.layout, shards)
         factory = optimizer or _sgd
         optim.check_elementwise(factory, self.layout)
         vector = torch.cat([value.detach().reshape(-1).cpu() for value in named.values()])
@@ -111,7 +118,7 @@ class ServerGroup:
             )
             for address in self._addresses
         ]
-        return Server(
+        server = Server(
             rank,
             self.layout.dtype,
             self._ranges,
@@ -120,7 +127,12 @@ class ServerGroup:
             defer=True,
             consistent=self._consistent,
             resident=resident,
+            independent=self._independent,
+            layout=self.layout,
         )
+        if self._compression is not None:
+            log.info(compress(server, self._compression)["message"])
+        return server
 
     def close(self) -> None:
         """End the shards. Only where the group was made; elsewhere it does nothing."""

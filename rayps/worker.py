@@ -21,6 +21,7 @@ from rayps.flat import FlatModel, Gradient, beside
 from rayps.ring import Ring
 from rayps.ring.compressed import compressed
 from rayps.server import Server
+from rayps.server.coded import compress
 from rayps.server.shard import Boundary
 from rayps.snapshot import Snapshot
 from rayps.strategy import Strategy
@@ -93,8 +94,6 @@ class Worker:
         # gradients lie where the other ranks of this host can read them: a sum needs no copy
         self.flat = FlatModel(plan.strategy.split(model, ring), ring.buffer if ring is not None else None)
         self.choices: list[dict[str, Any]] = []  # what was chosen here, as events
-        if ring is not None and plan.rank == 0 and plan.size > 1:
-            self.choices.append({"kind": "choice", "message": ring.choice, "ring": ring.choices})
         if ring is not None and plan.strategy.compression is not None:
             self.ring, found = compressed(ring, plan.strategy.compression, Gradient(self.flat.packed, 0))
             self.choices += [found] if plan.rank == 0 else []
@@ -104,6 +103,8 @@ class Worker:
         self.load(snapshot)
         if server is not None and device == "cpu":
             server.home = self.flat.vector  # a pull lands in the model at once
+        if server is not None and plan.strategy.compression is not None:
+            self.choices.append(compress(server, plan.strategy.compression))
         self.position = server.step if server is not None else plan.start
         self._batches: Iterator[Batch] = iter(())
         self._epoch = -1
