@@ -94,6 +94,8 @@ class Worker:
         # gradients lie where the other ranks of this host can read them: a sum needs no copy
         self.flat = FlatModel(plan.strategy.split(model, ring), ring.buffer if ring is not None else None)
         self.choices: list[dict[str, Any]] = []  # what was chosen here, as events
+        if ring is not None and plan.rank == 0 and plan.size > 1:
+            self.choices.append({"kind": "choice", "message": ring.choice, "ring": ring.choices})
         if ring is not None and plan.strategy.compression is not None:
             self.ring, found = compressed(ring, plan.strategy.compression, Gradient(self.flat.packed, 0))
             self.choices += [found] if plan.rank == 0 else []
