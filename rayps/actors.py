@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rayps.addresses import Addresses
 from rayps.cluster import host_address
-from rayps.errors import PeerLost, PeerTimeout, RaypsError, StaleGeneration
+from rayps.errors import RaypsError, StaleGeneration
 from rayps.flat import FlatModel, beside
 from rayps.link import Link, Listener, connect
 from rayps.logs import LogBuffer
@@ -27,7 +28,8 @@ from rayps.optim import Factory
 from rayps.ring import Ring
 from rayps.server import Server
 from rayps.server.loop import ShardLoop
-from rayps.server.shard import KEPT_SNAPSHOTS, Boundary, Shard, ShardFacts, ShardPart
+from rayps.server.parts import Parts
+from rayps.server.shard import Boundary, Shard, ShardFacts, ShardPart
 from rayps.snapshot import Snapshot
 from rayps.strategy import Strategy
 from rayps.worker import Worker, WorkerPart, WorkerPlan, model_of
@@ -88,9 +90,9 @@ class WorkerActor:
         self._listener = Listener(f"worker-{rank}", secret, host=host_address())
         self._secret = secret
         self._facts = WorkerFacts(rank, 0, "idle")
-        self._parts: dict[int, WorkerPart] = {}
+        self._parts: Parts[WorkerPart] = Parts()
         self._lock = threading.Lock()
-        self._shards = _Addresses()
+        self._shards = Addresses()
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._ties = _Ties()
@@ -114,19 +116,22 @@ class WorkerActor:
         self.abort()
         with self._lock:
             self._facts = WorkerFacts(plan.rank, plan.generation, "running", max(plan.start, 0))
-            self._parts = {}
+            self._parts = Parts()
         self._stop, self._ties = threading.Event(), _Ties()
-        self._shards = _Addresses([address for address, _, _ in plan.shards])
+        self._shards = Addresses([address for address, _, _ in plan.shards])
         self._listener.generation = plan.generation
         self._thread = threading.Thread(
             target=self._run, args=(plan, snapshot, self._stop, self._ties), daemon=True, name=f"worker-{plan.rank}"
         )
         self._thread.start()
 
-    def poll(self, generation: int) -> WorkerFacts:
-        """What happened since the last poll; points and lines are handed over once."""
+    def poll(self, wanted: int) -> WorkerFacts:
+        """What happened since the last poll; points and lines are handed over once. The part of `wanted` is kept."""
         with self._lock:
             facts = self._facts
+            self._parts.wanted = wanted
+            if self._worker is not None:
+                self._worker.wanted = wanted
             answer = WorkerFacts(
                 facts.rank,
                 facts.generation,
@@ -140,10 +145,10 @@ class WorkerActor:
             facts.points = []
         return answer
 
-    def part(self, rounds: int) -> WorkerPart | None:
-        """This worker's share of the checkpoint after `rounds`, if it is still kept."""
+    def part(self, rounds: int | None) -> WorkerPart | None:
+        """This worker's share of the checkpoint after `rounds`, or its newest one, if it is still kept."""
         with self._lock:
-            return self._parts.get(rounds)
+            return self._parts.get(max(self._parts, default=0) if rounds is None else rounds)
 
     def rewire(self, shard: int, address: str) -> None:
         """Tell that a shard has been replaced and where it is now."""
@@ -260,9 +265,7 @@ class WorkerActor:
         with self._lock:
             if stop.is_set():
                 return
-            self._parts[part.round] = part
-            for old in sorted(self._parts)[:-KEPT_SNAPSHOTS]:
-                del self._parts[old]
+            self._parts.keep(part.round, part)
 
 
 @dataclass(slots=True)
@@ -283,44 +286,6 @@ class _Ties:
         """Once the thread has ended."""
         if self.ring is not None:
             self.ring.close()
-
-
-class _Addresses:
-    """Where the shards are, as told by the driver; a lost one's new address is waited for."""
-
-    def __init__(self, addresses: list[str] | None = None) -> None:
-        self._addresses = addresses or []
-        self._news = threading.Condition()
-        self._changes = [0] * len(self._addresses)
-        self._seen = [0] * len(self._addresses)
-        self._closed = False
-
-    def current(self, shard: int) -> str:
-        return self._addresses[shard]
-
-    def change(self, shard: int, address: str) -> None:
-        with self._news:
-            self._addresses[shard] = address
-            self._changes[shard] += 1
-            self._news.notify_all()
-
-    def changed(self, shard: int, timeout: float) -> str:
-        with self._news:
-            if not self._news.wait_for(lambda: self._closed or self._changes[shard] > self._seen[shard], timeout):
-                raise PeerTimeout(
-                    f"shard-{shard} died and was not replaced within {timeout:g} s: raise timeout",
-                    peer=f"shard-{shard}",
-                    seconds=timeout,
-                )
-            if self._closed:
-                raise PeerLost(f"shard-{shard} died and this worker was ended", peer=f"shard-{shard}")
-            self._seen[shard] = self._changes[shard]
-            return self._addresses[shard]
-
-    def close(self) -> None:
-        with self._news:
-            self._closed = True
-            self._news.notify_all()
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,9 +339,9 @@ class ShardActor:
         self._listener.generation = plan.generation
         self._loop = ShardLoop(shard, self._listener)
 
-    def poll(self, generation: int) -> ShardFacts | None:
-        """What the shard is asked about while it runs; None before it began."""
-        return None if self._loop is None else self._loop.facts()
+    def poll(self, wanted: int) -> ShardFacts | None:
+        """What the shard is asked about while it runs; None before it began. The part of `wanted` is kept."""
+        return None if self._loop is None else self._loop.facts(wanted)
 
     def part(self, rounds: int) -> ShardPart | None:
         """This shard's share of the checkpoint after `rounds`, if it is still kept."""

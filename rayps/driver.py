@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from rayps.workload import Workload, pack
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1
+LEAVE_SECONDS = 20.0  # for a last checkpoint after a stop; the service waits longer than that
 
 
 @dataclass(slots=True)
@@ -90,10 +91,16 @@ class Driver:
         self._saved: Path | None = resume
         self._report = Report()
         self._broken_since: float | None = None
+        self._evaluated = 0  # the last round whose evaluation is filed
 
     def stop(self) -> None:
-        """Ask the run to end; its last checkpoint stays."""
+        """Ask the run to end, with a last checkpoint where there is a folder for it."""
         self._stop.set()
+
+    @property
+    def status(self) -> Status:
+        """Where the run stands."""
+        return self._status
 
     def run(self, cluster: Cluster) -> Outcome:
         """Run the job to its end; never raises for what went wrong in the run, says it in the outcome."""
@@ -111,11 +118,9 @@ class Driver:
                 self._capture,
             )
             group.start(self.spec.timeout)
-            self._run_phases(group)
-            assert self._snapshot is not None
-            outcome = Outcome(Status.SUCCEEDED, "trained to the end", self._evaluate(group, self._snapshot))
+            outcome = Outcome(Status.SUCCEEDED, "trained to the end", self._run_phases(group))
         except _StoppedByUser:
-            outcome = Outcome(Status.STOPPED, "stopped on request")
+            outcome = Outcome(Status.STOPPED, self._stopped())
         except RaypsError as error:
             outcome = Outcome(Status.FAILED, str(error), error=error)
         except Exception as error:  # a fault of ours must end the job with a reason, not vanish with its thread
@@ -143,8 +148,9 @@ class Driver:
 
     # ---- phases and generations
 
-    def _run_phases(self, group: Group) -> None:
-        self._snapshot = self._first(group)
+    def _run_phases(self, group: Group) -> dict[str, float]:
+        """All phases from the first snapshot; gives the final metrics."""
+        self._snapshot, metrics = self._first(group), dict[str, float]()
         for phase, end in zip(self.phases, self._ends, strict=True):
             nothing_left = end == self._ends[-1] and self._generation == 0  # the workers only evaluate
             if self._snapshot.round < end or nothing_left:
@@ -156,8 +162,8 @@ class Driver:
                     strategy=phase.strategy.name,
                 )
                 self._run_phase(group, phase, end)
-                if end < self._ends[-1]:
-                    self._evaluate(group, self._snapshot)
+                metrics = self._evaluate(group, phase, end)
+        return metrics
 
     def _first(self, group: Group) -> Snapshot:
         snapshot = group.initial(self.spec.seed)
@@ -166,6 +172,8 @@ class Driver:
             saved.check(snapshot.layout)
             saved.resize(self.spec.workers, self._steps)
             self.journal.event("resumed", f"resumed from {self._resume} at round {saved.round}", round=saved.round)
+            # an earlier driver of this very run may have died before the evaluation that belongs to the checkpoint
+            self._evaluated = saved.round if self.journal.evaluated is None else self.journal.evaluated
             return saved
         snapshot.positions, snapshot.steps_per_epoch = [0] * self.spec.workers, self._steps
         return snapshot
@@ -180,10 +188,11 @@ class Driver:
             self._broken_since = None
             group.begin(
                 Orders(
-                    self._generation, phase.strategy, self.spec.seed, end, Boundary(every, end), True, self.spec.timeout
+                    self._generation, phase.strategy, self.spec.seed, end, Boundary(every, end), self._evaluated,
+                    self.spec.timeout,
                 ),
                 self._snapshot,
-            )
+            )  # fmt: skip
             self._say(Status.RUNNING, "")
             rounds = Rounds(self.spec.workers, self._generation, phase.strategy.name)
             restart = self._watch(group, rounds, phase, end)
@@ -191,17 +200,21 @@ class Driver:
             self._report.begin_again()
             if restart is None:
                 return
-            self._say(Status.RECOVERING, restart.reason)
-            self.journal.event(
-                "restarted",
-                f"{restart.reason}: everyone goes on from round {self._snapshot.round}",
-                lost=list(restart.lost),
-                round=self._snapshot.round,
-                generation=self._generation + 1,
-            )
+            self._announce(restart, f"goes on from round {self._snapshot.round}")
             for member in [*group.workers, *group.shards]:
                 if member.name in restart.lost and not member.dead:
                     member.dead = "silent"
+
+    def _announce(self, restart: Restart, what: str) -> None:
+        assert self._snapshot is not None
+        self._say(Status.RECOVERING, restart.reason)
+        self.journal.event(
+            "restarted",
+            f"{restart.reason}: everyone {what}",
+            lost=list(restart.lost),
+            round=self._snapshot.round,
+            generation=self._generation + 1,
+        )
 
     def _aligned(self, phase: Phase) -> list[int]:
         assert self._snapshot is not None
@@ -225,6 +238,7 @@ class Driver:
                     time.sleep(POLL_SECONDS / 4)
                 case Stop():
                     self._collect(group)
+                    self._save_on_leaving(group, rounds, phase)
                     raise _StoppedByUser
                 case Fail(error, reason):
                     raise error if isinstance(error, RaypsError) else TrainingError(reason)
@@ -235,6 +249,21 @@ class Driver:
                 case Replace():
                     self._failures += 1
                     self._replace(group, decision)
+
+    def _save_on_leaving(self, group: Group, rounds: Rounds, phase: Phase) -> None:
+        """A last checkpoint, of a round that everyone reaches soon; where it takes too long, the one before stays."""
+        if self._checkpoints is None or self._snapshot is None:
+            return
+        self._say(Status.STOPPING, "saving a checkpoint")
+        group.hurry()
+        before, deadline = self._snapshot.round, time.monotonic() + LEAVE_SECONDS
+        while self._snapshot.round == before and time.monotonic() < deadline:
+            self._take_in(group, rounds)
+            facts = self._facts(group, phase)
+            if facts.dead or facts.errors:
+                return
+            self._collect(group)
+            time.sleep(POLL_SECONDS / 4)
 
     def _replace(self, group: Group, decision: Replace) -> None:
         assert self._snapshot is not None
@@ -289,6 +318,12 @@ class Driver:
     def _file(self, merged: list[Point]) -> None:
         for point in merged:
             point.setdefault("epoch", (point["round"] - 1) // self._steps)
+            if point["kind"] == "evaluation":
+                self._evaluated = point["round"]
+            if point.get("missing"):
+                lost = ", ".join(f"worker-{rank}" for rank in point["missing"])
+                which = f"the evaluation after round {point['round']}"
+                self.journal.event("warning", f"{which} lacks the rows of {lost}, which died before it was heard")
         self._report.file(merged)
         self.journal.add(merged)
 
@@ -303,10 +338,29 @@ class Driver:
             self._saved = checkpoint.save(self._checkpoints, newer.round, state)
             self.journal.event("checkpoint", f"saved round {newer.round}", round=newer.round, path=str(self._saved))
 
-    def _evaluate(self, group: Group, snapshot: Snapshot) -> dict[str, float]:
-        metrics = group.evaluate(snapshot, timeout=max(600.0, self.spec.timeout))
-        self._file([{"kind": "evaluation", "round": snapshot.round, "time": time.time(), "metrics": metrics}])
+    def _evaluate(self, group: Group, phase: Phase, end: int) -> dict[str, float]:
+        """Evaluate the end of a phase; who dies meanwhile is replaced as in training, and all evaluate again."""
+        while True:
+            assert self._snapshot is not None
+            metrics = group.evaluate(self._snapshot, timeout=max(600.0, self.spec.timeout))
+            if metrics is not None:
+                break
+            match decide(replace(self._facts(group, phase), lockstep=True)):
+                case Restart() as restart:
+                    self._failures += 1
+                    self._announce(restart, "evaluates again")
+                case Fail(_, reason):
+                    raise TrainingError(reason)
+                case _:
+                    raise _StoppedByUser
+            self._run_phase(group, phase, end)
+        self._file([{"kind": "evaluation", "round": self._snapshot.round, "time": time.time(), "metrics": metrics}])
         return metrics
+
+    def _stopped(self) -> str:
+        done = self._snapshot.round if self._snapshot else 0
+        kept = f", {self._saved} is kept" if self._saved and self._checkpoints else ""
+        return f"stopped on request: round {done} of {self._ends[-1]}{kept}"
 
     def _say(self, status: Status, message: str) -> None:
         self._status, self._message = status, message

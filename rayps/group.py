@@ -17,7 +17,8 @@ import torch
 from rayps import optim
 from rayps.actors import Place, ShardPlan, WorkerFacts
 from rayps.cluster import Bundle, Cluster, Gang, Handle, Reply
-from rayps.errors import ClusterError
+from rayps.errors import ActorDied, ClusterError
+from rayps.meeting import Meeting
 from rayps.metrics import means
 from rayps.partition import slices
 from rayps.server.shard import Boundary, ShardFacts
@@ -50,7 +51,7 @@ class Orders:
     seed: int
     end: int
     boundary: Boundary
-    evaluate: bool
+    evaluated: int  # the last round whose evaluation is filed
     timeout: float
 
 
@@ -69,6 +70,9 @@ class Group:
     shards: list[Member] = field(default_factory=list)
     _gang: Gang | None = None
     _orders: Orders | None = None
+    _meeting: Meeting | None = None
+    _collected: int = 0  # the round of the newest state
+    _evaluated: list[int] = field(default_factory=list)  # the last round after which each rank was heard to evaluate
 
     # ---- starting and ending
 
@@ -148,7 +152,8 @@ class Group:
 
     def begin(self, orders: Orders, snapshot: Snapshot) -> None:
         """Start a generation from a snapshot: dead members are replaced, living ones begin anew."""
-        self._orders = orders
+        self._orders, self._meeting = orders, Meeting(orders.boundary)
+        self._collected, self._evaluated = snapshot.round, [orders.evaluated] * self.size
         for member in [m for m in [*self.workers, *self.shards] if m.dead]:
             self._kill(member)
         wanted = orders.strategy.shards
@@ -232,7 +237,7 @@ class Group:
             start,
             orders.end,
             orders.boundary,
-            orders.evaluate,
+            self._evaluated[rank],
             orders.timeout,
         )
 
@@ -253,22 +258,25 @@ class Group:
 
     def poll(self) -> list[dict[str, Any]]:
         """Take in the answers that have come, ask again, and return the new metric points (with their rank)."""
-        orders = self._known()
+        orders, wanted = self._known(), self._wanted()
         points: list[dict[str, Any]] = []
         for rank, worker in enumerate(self.workers):
-            facts = self._ask(worker, orders)
+            facts = self._ask(worker, orders, wanted)
             if isinstance(facts, WorkerFacts) and facts.generation == orders.generation:
                 points += [{**point, "rank": rank} for point in facts.points]
+        for point in points:
+            if point["kind"] == "evaluation":
+                self._evaluated[point["rank"]] = point["round"]
         for shard in self.shards:
-            self._ask(shard, orders)
+            self._ask(shard, orders, wanted)
         return points
 
-    def _ask(self, member: Member, orders: Orders) -> Any:
+    def _ask(self, member: Member, orders: Orders, wanted: int) -> Any:
         """The member's new facts, or None while it has not answered."""
         if member.dead:
             return None
         if member.question is None:
-            member.question, member.asked_at = member.handle.call("poll", orders.generation), time.monotonic()
+            member.question, member.asked_at = member.handle.call("poll", wanted), time.monotonic()
             return None
         silent = time.monotonic() - member.asked_at
         if not member.question.done():
@@ -282,6 +290,18 @@ class Group:
             member.dead = str(error.data.get("reason", error))
             return None
         return member.facts
+
+    def hurry(self) -> None:
+        """Let every member keep its share of the next round that all can still hear of, for a checkpoint now."""
+        if self._meeting is not None:
+            self._meeting.hurry()
+
+    def _wanted(self) -> int:
+        """The round whose share every member is to keep; 0 while it is not known how far all have come."""
+        facts = [member.facts for member in self._concerned()]
+        if self._meeting is None or not all(facts):
+            return 0
+        return self._meeting.look([_holds(f) for f in facts], self._collected)
 
     def lines(self) -> list[tuple[float, str, str]]:
         """The log lines that the last polls brought: time, who, text."""
@@ -299,35 +319,51 @@ class Group:
         """
         if any(member.dead for member in [*self.workers, *self.shards]):
             return None
-        rounds = self._common_parts()
-        for newest in sorted((r for r in rounds if r > snapshot.round), reverse=True):
-            parts = [member.handle.call("part", newest) for member in [*self.workers, *self.shards]]
+        in_step = self._known().strategy.lockstep
+        held = [_holds(member.facts)[1] if member.facts else [] for member in self._concerned()]
+        common = set.intersection(*map(set, held))
+        for newest in sorted((r for r in common if r > snapshot.round), reverse=True):
+            parts = [worker.handle.call("part", newest if in_step else None) for worker in self.workers]
+            parts += [shard.handle.call("part", newest) for shard in self.shards]
             try:
-                held = [part.result(self._known().timeout) for part in parts]
+                given = [part.result(self._known().timeout) for part in parts]
             except (ClusterError, TimeoutError):
                 return None  # somebody died or is silent: the next polls say who
-            if all(part is not None for part in held):
-                return assemble(snapshot, held[: self.size], held[self.size :])
+            if all(part is not None for part in (given if in_step else given[self.size :])):
+                found = assemble(snapshot, given[: self.size], given[self.size :])
+                self._collected = found.round
+                return found
         return None
 
-    def _common_parts(self) -> set[int]:
-        held: list[set[int]] = []
-        for member in [*self.workers, *self.shards]:
-            facts = member.facts
-            if facts is None:
-                return set()
-            held.append(set(facts.snapshots if isinstance(facts, ShardFacts) else facts.parts))
-        return set.intersection(*held) if held else set()
+    def _concerned(self) -> list[Member]:
+        """The members who must give their shares of one and the same round.
 
-    def evaluate(self, snapshot: Snapshot, timeout: float) -> dict[str, float]:
-        """Every metric at the snapshot's parameters, as means over all samples of the evaluation data."""
+        In step that is everyone. Out of step a round is that of the slowest worker, which only shards know; what a
+        worker adds (its random state, the buffers) belongs to no round of the others.
+        """
+        loose = self.shards and not self._known().strategy.lockstep
+        return self.shards if loose else [*self.workers, *self.shards]
+
+    def evaluate(self, snapshot: Snapshot, timeout: float) -> dict[str, float] | None:
+        """Every metric at the snapshot's parameters, as means over all samples of the evaluation data.
+
+        None when a worker was lost meanwhile: it counts as dead.
+        """
         shared = self.cluster.share(snapshot.params)
         replies = [w.handle.call("evaluate", shared, snapshot.buffers) for w in self.workers]
-        return means([reply.result(timeout) for reply in replies])
+        found = []
+        for worker, reply in zip(self.workers, replies, strict=True):
+            try:
+                found.append(reply.result(timeout))
+            except ActorDied as error:
+                worker.dead = str(error.data.get("reason", error))
+            except TimeoutError:
+                worker.dead = f"it did not evaluate within {timeout:g} s"
+        return means(found) if len(found) == self.size else None
 
 
 def assemble(base: Snapshot, workers: list[Any], shards: list[Any]) -> Snapshot:
-    """One snapshot from everyone's parts of the same round."""
+    """One snapshot from everyone's parts of the same round; out of step a worker may have none yet."""
     from_shards = bool(shards)
     params = torch.cat([part.params for part in shards]) if from_shards else workers[0].params
     moments = optim.join([part.moments for part in shards], base.layout) if from_shards else workers[0].moments
@@ -341,12 +377,19 @@ def assemble(base: Snapshot, workers: list[Any], shards: list[Any]) -> Snapshot:
         base.layout,
         params,
         moments,
-        workers[0].buffers,
-        {r: p.rng for r, p in enumerate(workers)},
+        base.buffers if workers[0] is None else workers[0].buffers,
+        {r: p.rng for r, p in enumerate(workers) if p is not None},
         positions,
         base.steps_per_epoch,
         ring=base.ring,
     )
+
+
+def _holds(facts: WorkerFacts | ShardFacts) -> tuple[int, list[int]]:
+    """How far a member has come, and the rounds whose shares it holds."""
+    if isinstance(facts, ShardFacts):
+        return facts.reached, facts.snapshots
+    return facts.position, facts.parts
 
 
 def _address(member: Member) -> str:

@@ -39,9 +39,11 @@ class Journal:
         self._files: dict[str, IO[str]] = {}
         self._progress_at = 0.0
         self._seq = 0
+        self.evaluated: int | None = None  # the last round that an earlier driver of this run evaluated (0: none)
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             self._seq = _count_lines(folder / "events.jsonl")
+            self.evaluated = _last_evaluated(folder / "metrics.jsonl") if self._seq else None
             for name in ("events.jsonl", "metrics.jsonl", "log.txt"):
                 _end_last_line(folder / name)
                 self._files[name] = (folder / name).open("a", encoding="utf-8")
@@ -143,6 +145,14 @@ def _end_last_line(path: Path) -> None:
 
 def _count_lines(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def _last_evaluated(path: Path) -> int:
+    if not path.exists():
+        return 0
+    with path.open("rb") as file:
+        points = [json.loads(line) for line in file if b'"evaluation"' in line and line.endswith(b"}\n")]
+    return int(points[-1]["round"]) if points else 0
 
 
 def _stamp(at: float) -> str:

@@ -20,6 +20,7 @@ class Rounds:
         self.size, self.generation, self.strategy = size, generation, strategy
         self._rounds: dict[int, dict[int, Point]] = {}
         self._evaluations: dict[int, dict[int, Point]] = {}
+        self._reached: dict[int, int] = {}  # the newest round that each rank has reported
 
     def add(self, points: list[Point]) -> list[Point]:
         """File points of single ranks; the merged points that are now complete, in order of rounds."""
@@ -27,12 +28,16 @@ class Rounds:
         for point in points:
             held = self._evaluations if point["kind"] == "evaluation" else self._rounds
             held.setdefault(point["round"], {})[point["rank"]] = point
+            if point["kind"] == "round":
+                self._reached[point["rank"]] = max(point["round"], self._reached.get(point["rank"], -1))
         for number in sorted(self._rounds):
             if len(self._rounds[number]) == self.size or len(self._rounds) > KEPT_ROUNDS:
                 done.append(self._merge(number, self._rounds.pop(number)))
         for number in sorted(self._evaluations):
-            if len(self._evaluations[number]) == self.size:
-                done.append(_evaluation(number, self._evaluations.pop(number)))
+            missing = [rank for rank in range(self.size) if rank not in self._evaluations[number]]
+            # who has gone on to a later round died before it was heard: that share will not come
+            if all(self._reached.get(rank, -1) >= number for rank in missing):
+                done.append(_evaluation(number, self._evaluations.pop(number), missing))
         return done
 
     def flush(self) -> list[Point]:
@@ -63,9 +68,10 @@ class Rounds:
         }
 
 
-def _evaluation(number: int, ranks: dict[int, Point]) -> Point:
+def _evaluation(number: int, ranks: dict[int, Point], missing: list[int]) -> Point:
     metrics = means([point["sums"] for point in ranks.values()])
-    return {"kind": "evaluation", "round": number, "time": time.time(), "metrics": metrics}
+    point = {"kind": "evaluation", "round": number, "time": time.time(), "metrics": metrics}
+    return point | {"missing": missing} if missing else point
 
 
 def means(sums: list[dict[str, tuple[float, int]]]) -> dict[str, float]:

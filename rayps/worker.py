@@ -44,7 +44,7 @@ class WorkerPlan:
     start: int  # position; -1 = ask the shards (a worker that replaces another)
     end: int
     boundary: Boundary
-    evaluate: bool
+    evaluated: int  # the last round after which this rank's evaluation was heard
     timeout: float
 
 
@@ -108,6 +108,7 @@ class Worker:
         if server is not None and plan.strategy.compression is not None:
             self.choices.append(compress(server, plan.strategy.compression))
         self.position = server.step if server is not None else plan.start
+        self.wanted = 0  # the round whose part the driver waits for
         self._batches: Iterator[Batch] = iter(())
         self._epoch = -1
         self._timer = Timer()
@@ -176,18 +177,24 @@ class Worker:
         self.flat.model.train()
         for choice in self.choices:
             report(choice)
+        self._evaluate(report)  # what a death before this generation has cut short
         while self.position < self.plan.end and not stopped():
             before = self._start_round()
             self.strategy.round(self)
             report(self._point(before))
-            if self.position in self.plan.boundary:
+            if self.position in self.plan.boundary or self.position == self.wanted:
                 keep(self.part())
-            if self.plan.evaluate and self.position % self.steps_per_epoch == 0 and self.position < self.plan.end:
-                report({"kind": "evaluation", "round": self.position, "sums": self.evaluate(self._shared())})
+            self._evaluate(report)
         if self.server is not None and not stopped():
             self.server.settle()
         if not stopped():
             keep(self.part())  # also for one that replaced a worker at its very end
+
+    def _evaluate(self, report: Callable[[dict[str, Any]], None]) -> None:
+        """After each epoch but the last, whose evaluation the driver asks for; what was heard is not said again."""
+        at = self.position
+        if self.plan.evaluated < at < self.plan.end and at % self.steps_per_epoch == 0:
+            report({"kind": "evaluation", "round": at, "sums": self.evaluate(self._shared())})
 
     def _shared(self) -> Tensor | None:
         """What to evaluate where the servers hold it: in step, only once everyone's pushes of the round are in."""

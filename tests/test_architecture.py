@@ -20,7 +20,7 @@ FLOORS = [
     # what is learnt
     "data workload checkpoint snapshot worker decide",
     # a run
-    "actors group journal progress report preflight driver driver_actor training loop server_group",
+    "actors addresses meeting group journal progress report preflight driver driver_actor training loop server_group",
     # the service
     "service client",
     # the command line, which may also train at once and serve; measurements

@@ -150,6 +150,50 @@ def test_a_worker_that_is_killed_again_and_again(tag):
     assert rounds(result) == list(range(60))
 
 
+@pytest.mark.parametrize("strategy", [*IN_STEP, *LOOSE], ids=str)
+def test_checkpoints_come_although_rounds_are_faster_than_questions(tmp_path, strategy):
+    result = train(Small(n=9), strategy, workers=3, steps=3000, checkpoint_every=1, checkpoint=tmp_path)
+    saved = [e["round"] for e in result.events if e["kind"] == "checkpoint"]
+    assert saved[0] < 3000
+    assert saved[-1] == 3000
+    assert saved == sorted(saved)
+
+
+class Evaluates(Small):
+    """Takes its time to evaluate, and counts that."""
+
+    def evaluate(self, model, batch):
+        shared = importlib.import_module("small_work")
+        shared.SEEN["evaluating"] += 1
+        time.sleep(0.02)
+        return super().evaluate(model, batch)
+
+
+@pytest.mark.parametrize("strategy", [*IN_STEP, *LOOSE], ids=str)
+@pytest.mark.parametrize("at", [2, 8, 14])  # in the evaluation after the first, the second, the last of three epochs
+def test_an_evaluation_that_a_death_interrupts_is_made_up(tag, strategy, at):
+    work, cluster = Evaluates(n=36, pause=0.004, tag=tag), Watched()
+    killer = cluster.kill_when("evaluating", at, ("WorkerActor", 1))
+    result = train(work, strategy, cluster, workers=6, epochs=3, max_failures=1)
+    killer.join()
+    assert rounds(result) == list(range(6))
+    assert {"restarted", "replaced"} & set(kinds(result))
+    errors = result.history.column("evaluation_error").to_pylist()
+    evaluated = [n for n, value in enumerate(errors) if value is not None]
+    assert evaluated == [1, 3, 5]
+    if strategy.lockstep:
+        _, _, losses = plain(work, 6, epochs=3)
+        found = result.history.column("evaluation_loss").to_pylist()
+        assert [found[n] for n in evaluated] == pytest.approx(losses, abs=EXACT)
+
+
+def test_a_death_in_the_last_evaluation_counts_as_a_failure(tag):
+    cluster = Watched()
+    cluster.kill_when("evaluating", 2, ("WorkerActor", 1))
+    with pytest.raises(TrainingError, match="max_failures is 0"):
+        train(Evaluates(n=36, tag=tag), AllReduce(), cluster, workers=6, epochs=1, max_failures=0)
+
+
 class Silent(Small):
     """Rank 1's first loss of round 2 hangs for longer than the deadline."""
 
@@ -446,6 +490,8 @@ def test_stop_ends_the_run_and_keeps_its_checkpoint(tmp_path, tag):
     assert outcomes[0].status is Status.STOPPED
     assert outcomes[0].checkpoint is not None
     assert outcomes[0].checkpoint.is_dir()
+    assert int(outcomes[0].checkpoint.name[5:]) % 10  # not of an epoch's end: it was made for the stop
+    assert str(outcomes[0].checkpoint) in outcomes[0].message
     sealed = json.loads((tmp_path / "outcome.json").read_text())
     assert sealed["status"] == "STOPPED"
     assert sealed["checkpoint"] == str(outcomes[0].checkpoint)

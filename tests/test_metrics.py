@@ -92,3 +92,14 @@ def test_throughput_is_over_the_window():
     still.add(1, 1.0)
     still.add(1, 1.0)
     assert still.rate is None
+
+
+def test_an_evaluation_lacks_the_share_of_one_who_died_before_it_was_heard():
+    def evaluation(rank, loss):
+        return {"kind": "evaluation", "round": 1, "rank": rank, "sums": {"loss": (loss, 2)}}
+
+    rounds = Rounds(3, 1, "async")
+    assert not [p for p in rounds.add([evaluation(0, 2.0), evaluation(2, 6.0)]) if p["kind"] == "evaluation"]
+    assert not [p for p in rounds.add([point(1, 0)]) if p["kind"] == "evaluation"]  # its share may still come
+    found = [p for p in rounds.add([point(1, 1)]) if p["kind"] == "evaluation"]
+    assert [(p["round"], p["metrics"], p["missing"]) for p in found] == [(1, {"loss": 2.0}, [1])]

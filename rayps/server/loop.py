@@ -95,9 +95,10 @@ class ShardLoop:
         self._thread = threading.Thread(target=self._run, name=f"shard-{shard.index}", daemon=True)
         self._thread.start()
 
-    def facts(self) -> ShardFacts:
-        """What the shard is asked about while it runs."""
+    def facts(self, wanted: int = 0) -> ShardFacts:
+        """What the shard is asked about while it runs; `wanted` is the round whose share it is to keep."""
         with self._lock:
+            self.shard.parts.wanted = wanted
             return self.shard.facts()
 
     def part(self, rounds: int) -> ShardPart | None:

@@ -14,10 +14,9 @@ from torch import Tensor
 from rayps.clock import Clock
 from rayps.flat import Layout
 from rayps.optim import Factory, Moments, SlicedOptimizer
+from rayps.server.parts import Parts
 from rayps.server.resident import STEPS, Slice
 from rayps.strategy import Strategy
-
-KEPT_SNAPSHOTS = 2  # the newest one and the one before, so that parts of one round can be found on every shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +28,10 @@ class Boundary:
 
     def __contains__(self, rounds: int) -> bool:
         return rounds == self.end or (self.every > 0 and rounds % self.every == 0)
+
+    def following(self, rounds: int) -> int:
+        """The first such round that is not before `rounds`; the end where there is none."""
+        return min(self.end, -(-rounds // self.every) * self.every) if self.every > 0 else self.end
 
 
 @dataclass(slots=True)
@@ -52,6 +55,7 @@ class ShardFacts:
     bytes: int
     staleness: dict[int, int]
     laggards: list[int]
+    reached: int  # rounds that the slowest worker has pushed
     snapshots: list[int] = field(default_factory=list)
 
 
@@ -81,7 +85,7 @@ class Shard:
         self.clock = Clock(range(self.size), strategy.staleness)
         self.clock.done.update(enumerate(start))
         self.staleness: Counter[int] = Counter()
-        self.parts: dict[int, ShardPart] = {}
+        self.parts: Parts[ShardPart] = Parts()
         self._boundary = boundary
         self._optimizer = SlicedOptimizer(factory, layout, self.params, lo, hi)
         self._inbox: dict[int, dict[int, tuple[Tensor, float]]] = {}
@@ -188,7 +192,7 @@ class Shard:
             ranks = sorted(held)
             if self._touched is None or self._touched[0] < self._touched[1]:
                 self.strategy.on_round(self, [held[r][0] for r in ranks], [held[r][1] for r in ranks])
-        if finished + 1 in self._boundary:
+        if finished + 1 in self._boundary or finished + 1 == self.parts.wanted:
             self._snapshot(finished + 1)
 
     def may_pull(self, rank: int) -> bool:
@@ -210,9 +214,8 @@ class Shard:
         return self.params[lo:hi]
 
     def _snapshot(self, rounds: int) -> None:
-        self.parts[rounds] = ShardPart(rounds, self.params.clone(), self._optimizer.moments(), dict(self.clock.done))
-        for old in sorted(self.parts)[:-KEPT_SNAPSHOTS]:
-            del self.parts[old]
+        part = ShardPart(rounds, self.params.clone(), self._optimizer.moments(), dict(self.clock.done))
+        self.parts.keep(rounds, part)
 
     def facts(self) -> ShardFacts:
         """What the driver and the dashboard ask for."""
@@ -224,6 +227,7 @@ class Shard:
             self.params.numel() * self.params.element_size(),
             dict(self.staleness),
             self.clock.laggards(),
+            self.clock.slowest,
             sorted(self.parts),
         )
 
