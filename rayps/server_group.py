@@ -20,9 +20,9 @@ from rayps.cluster import Cluster, Handle, surrounding
 from rayps.errors import ConfigError
 from rayps.flat import Gradient, Layout
 from rayps.link import connect
+from rayps.partition import slices
 from rayps.server import Server
 from rayps.server.coded import compress
-from rayps.server.rows import cuts
 from rayps.server.shard import Boundary
 from rayps.snapshot import Snapshot
 from rayps.strategies.parameter_server import ParameterServer
@@ -66,10 +66,9 @@ class ServerGroup:
         self.layout = Layout.of(named.items())
         self.workers, self.timeout, self.generation = workers, timeout, 1
         self._as_dict = not isinstance(params, Tensor)
-        self._consistent, self._independent = staleness is not None, not strategy.lockstep
-        self._compression = compression
+        self._consistent, self._compression = staleness is not None, compression
         self._secret = secrets.token_bytes(32)
-        self._ranges = cuts(self.layout, shards)
+        self._ranges = [(cut.start, cut.stop) for cut in slices(self.layout.size, shards)]
         factory = optimizer or _sgd
         optim.check_elementwise(factory, self.layout)
         vector = torch.cat([value.detach().reshape(-1).cpu() for value in named.values()])
@@ -127,8 +126,6 @@ class ServerGroup:
             defer=True,
             consistent=self._consistent,
             resident=resident,
-            independent=self._independent,
-            layout=self.layout,
         )
         if self._compression is not None:
             log.info(compress(server, self._compression)["message"])
