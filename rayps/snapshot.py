@@ -20,6 +20,7 @@ from rayps.checkpoint import State
 from rayps.errors import CheckpointError
 from rayps.flat import Layout
 from rayps.optim import Moments
+from rayps.server.ledger import Ledger, anywhere
 
 
 @dataclass(slots=True)
@@ -34,11 +35,26 @@ class Snapshot:
     positions: list[int] = field(default_factory=list)
     steps_per_epoch: int = 1
     ring: dict[str, Any] | None = None  # the ring's `choices`: with them the same sums come out bit for bit
+    ledgers: list[tuple[int, int, Ledger]] = field(default_factory=list)  # of each shard: lo, hi, what it had applied
 
     @property
     def round(self) -> int:
         """The position of the slowest worker."""
         return min(self.positions, default=0)
+
+    def ledger(self, lo: int, hi: int) -> Ledger:
+        """Which pushes the elements lo to hi hold.
+
+        Where they were held by several shards, a push that only some of those had applied counts as applied: it is
+        missing in a part, rather than added twice to another.
+        """
+        held = [ledger for a, b, ledger in self.ledgers if a < hi and lo < b]
+        return anywhere(held) if held else Ledger(self.positions)
+
+    def align(self) -> None:
+        """Let everyone go on from the slowest worker's position, for a strategy that works in step."""
+        self.positions = [self.round] * len(self.positions)
+        self.ledgers = []
 
     def state_dict(self) -> dict[str, Tensor]:
         """Parameters and buffers by name, as `model.load_state_dict` takes them (strict=False if some are frozen)."""
@@ -70,6 +86,7 @@ class Snapshot:
             "positions": self.positions,
             "steps_per_epoch": self.steps_per_epoch,
             "ring": self.ring,
+            "ledgers": [[lo, hi, ledger.to_json()] for lo, hi, ledger in self.ledgers],
             **facts,
         }
         return State(tensors, meta)
@@ -94,6 +111,7 @@ class Snapshot:
             rng={int(k.removeprefix("rng/")): v for k, v in state.tensors.items() if k.startswith("rng/")},
             steps_per_epoch=state.meta["steps_per_epoch"],
             ring=state.meta.get("ring"),
+            ledgers=[(lo, hi, Ledger.from_json(data)) for lo, hi, data in state.meta.get("ledgers", [])],
         )
 
     def check(self, layout: Layout) -> None:
@@ -129,14 +147,14 @@ class Snapshot:
         epochs = self.round // self.steps_per_epoch
         self.positions = [epochs * steps_per_epoch] * workers
         self.steps_per_epoch = steps_per_epoch
-        self.rng = {}
+        self.rng, self.ledgers = {}, []
 
 
 def _shapes(layout: Layout) -> dict[str, tuple[int, ...]]:
     return {entry.name: entry.shape for entry in layout.entries}
 
 
+
 def positions_of(done: dict[int, int]) -> list[int]:
     """A clock's rounds by rank as a list."""
     return [done[rank] for rank in sorted(done)]
-

@@ -97,16 +97,22 @@ def test_a_shard_refuses_ids_that_are_not_sorted_or_not_its_own(ids):
 
 
 def test_a_list_that_comes_again_is_found_and_the_oldest_makes_room():
-    lists = IdLists()
+    lists = IdLists(LAYOUT, [(0, 7), (7, 39)])
+
+    def found(ids):
+        listed = lists.find(ids, None)
+        return listed.number, listed.new
+
     for i in range(KEPT_LISTS):
-        assert lists.find(torch.tensor([i, 5]), TABLE)[::2] == (i, True)
-    number, ids, new = lists.find(torch.tensor([1, 5]), TABLE)
-    assert (number, ids.unique.tolist(), new) == (1, [1, 5], False)
+        assert found(torch.tensor([i, 5])) == (i, True)
+    listed = lists.find(torch.tensor([0, 5]))
+    assert (listed.number, listed.new, listed.cuts) == (0, False, [(0, 1), (1, 2)])
+    assert [(i, rows.start, rows.ids.tolist()) for i, rows in listed.parts] == [(0, 4, [0]), (1, 0, [4])]
     given_ids = torch.tensor([9])
-    assert lists.find(given_ids, TABLE)[::2] == (0, True)
+    assert found(given_ids) == (0, True)
     given_ids[0] = 8  # the caller's own memory may change
-    assert lists.find(given_ids, TABLE)[::2] == (1, True)
-    assert lists.find(torch.tensor([9]), TABLE)[::2] == (0, False)
+    assert found(given_ids) == (1, True)
+    assert found(torch.tensor([9])) == (0, False)
 
 
 @given(ID_LISTS.filter(bool), ID_LISTS.filter(bool))

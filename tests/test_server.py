@@ -16,6 +16,7 @@ from rayps.flat import Gradient, Layout
 from rayps.link import Listener, connect
 from rayps.partition import slices
 from rayps.server import Server
+from rayps.server.ledger import WINDOW
 from rayps.server.loop import ShardLoop
 from rayps.server.shard import Boundary, Shard
 from rayps.strategies.parameter_server import ParameterServer
@@ -286,8 +287,8 @@ def test_an_unknown_rank_and_a_skipped_step_are_errors_not_silence(house):
     with pytest.raises(LinkError, match="5"):
         one.join(5)
     server = one.join(1)
-    server.step = 3
-    with pytest.raises(LinkError, match="step 3 before step 0"):
+    server.step = WINDOW
+    with pytest.raises(LinkError, match=f"step {WINDOW} before step 0"):
         server.push(torch.ones(N))
         server.settle()
 

@@ -228,9 +228,9 @@ def test_all_lines_move_while_one_is_slow():
     """A shard that reads slowly keeps the others' requests from nobody: they are served meanwhile."""
     with House(2, 1, None, prefer="tcp", n=4_000_000) as house:
         server = house.join(0)
-        for way in server._ways:
+        for way in server._turns._ways:
             way.link._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
-        slow, versions = server._ways[0], []
+        slow, versions = server._turns._ways[0], []
         advance = slow.advance
 
         def late(tag, into):

@@ -1,14 +1,12 @@
 """Talk to the shared parameters: what a worker's `pull` and `push` do.
 
 With `defer`, a push leaves with whatever is said next, so that a round of push and pull is one request to each shard
-and one answer. A shard that is lost is found again where the strategy allows it, and what it did not acknowledge is
-said again.
+and one answer. A shard that is lost is found again where the strategy allows it, and what it lacks is said again.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -16,15 +14,14 @@ from torch import Tensor
 
 from rayps import errors
 from rayps.compress import ErrorFeedback
-from rayps.errors import LinkError, PeerLost
-from rayps.flat import Gradient
+from rayps.flat import Gradient, Layout
 from rayps.link import Link
-from rayps.link.memory import Memory
-from rayps.link.shared import SharedLink
 from rayps.server.coded import coded
-from rayps.server.messages import CODED, PUSHES, Kind
-from rayps.server.resident import AVAILABLE, SLICE, Desk, flat_bytes
-from rayps.server.ways import Answer, Ask, ByMemory, ByMessage, Place, Way, together
+from rayps.server.messages import CODED, PULLING, Kind
+from rayps.server.resident import flat_bytes
+from rayps.server.rows import IdLists, Listed, Rows
+from rayps.server.turns import Turns
+from rayps.server.ways import Ask, Place
 
 
 class Server:
@@ -47,26 +44,30 @@ class Server:
         defer: bool = False,
         consistent: bool = True,
         resident: bool = True,
+        independent: bool = False,
+        keep: int = 0,
+        layout: Layout | None = None,
     ) -> None:
+        """`relink` finds a lost shard again; up to `keep` bytes of pushes are kept to be said to it again.
+
+        `independent` shards step each on its own, so that only a pull that holds them all is of one moment. `layout`
+        names the tables whose rows are asked for by id.
+        """
         self.rank = rank
         self.size = ranges[-1][1]
         self.home: Tensor | None = None  # where whole pulls land, e.g. the model's own vector; None = in a new tensor
-        self.seconds_waiting = 0.0
         self.bytes_moved = 0  # of parameters and gradients, sent and received
         self.lead = 0  # by how many rounds this worker led the slowest at its last pull
         self.consistent = consistent
         self.dtype = dtype
         self.feedback: ErrorFeedback | None = None  # where pushes are encoded: see `rayps.server.coded`
-        self._dtype, self._ranges, self._timeout, self._relink = dtype, ranges, timeout, relink
-        self._tag, self._defer, self._resident = 0, defer, resident
-        self._posted: _Push | None = None  # a push that has not left yet
+        self._ranges, self._defer, self._independent = ranges, defer, independent
+        self._lists = None if layout is None else IdLists(layout, ranges)
+        self._posted: _Posted | None = None  # a push that has not left yet
         self._landed: tuple[Tensor, list[Place]] | None = None  # where the last whole pull went
-        self._desk: Desk | None = None
-        self._pieces: list[Tensor] = []  # the desk's gradient, by shard
-        self._ways: list[Way] = []
-        steps = [self._join(i, link, step) for i, link in enumerate(links)]
-        # a push that its former holder cut off between shards is completed by pushing that step again
-        self.step = min(steps)
+        self._turns = Turns(
+            rank, dtype, ranges, links, timeout=timeout, step=step, relink=relink, resident=resident, keep=keep
+        )
 
     def pull(
         self, lo: int = 0, hi: int | None = None, *, out: Tensor | None = None, consistent: bool | None = None
@@ -74,9 +75,10 @@ class Server:
         """The elements lo to hi of the vector; waits while the clock says so.
 
         They land in `out` where given (a contiguous CPU tensor of as many elements), else in a new tensor. With
-        `consistent` each shard's elements are of one of its versions, never a mixture of before and after a step;
-        without, a shard of this host may step while it is read. Default: the server's `consistent`, which is True
-        for every staleness but None.
+        `consistent` they are of one moment: every push is in all of them or in none (in step that is so anyway, out of
+        step the shards are held for it, which takes four turns instead of one). Without, shards answer independently,
+        and one of this host may step while it is read. Default: the server's `consistent`, which is True for every
+        staleness but None.
 
         Raises:
             PeerTimeout: the slowest worker, or a shard, was silent past the deadline.
@@ -100,20 +102,67 @@ class Server:
         self.settle()
         if self.feedback is None:
             laid: Tensor | list[Tensor] = self._laid(vector, lo, count)
-            self.bytes_moved += count * self._dtype.itemsize
+            self.bytes_moved += count * self.dtype.itemsize
         else:
             laid = self._coded(self.feedback, vector.detach().reshape(-1), weight, lo)
             self.bytes_moved += sum(len(piece) for piece in laid)
-        self._posted = _Push(self.step, weight, lo, count, laid)
-        self.step += 1
-        if not self._defer:
-            self.settle()
+        self._post(self._pushes(weight, lo, count, laid), count == self.size)
+
+    def pull_rows(self, ids: Tensor, table: str | None = None, *, consistent: bool | None = None) -> Tensor:
+        """The rows of a table with these ids, in their order and with their repetitions, as [len(ids), width].
+
+        A table is a parameter of two or more dimensions; `table` is its name, where there are several. Waits and
+        raises as `pull`, and ConfigError: there is no such table or row.
+        """
+        self.settle()
+        listed = self._listed(ids, table)
+        parts = listed.parts
+        self._tell(listed, self._naming(listed, [(i, rows) for i, rows in parts if not self._turns.shares(i)]))
+        found = torch.empty(len(listed.ids.unique), listed.ids.table.width, dtype=self.dtype)
+        asks = [
+            Ask(i, Kind.PULL_ROWS, listed.number, 0, place=flat_bytes(found[slice(*listed.cuts[i])]), rows=rows)
+            for i, rows in parts
+        ]
+        self._pulled(asks, self.consistent if consistent is None else consistent)
+        self.bytes_moved += found.numel() * found.element_size()
+        return listed.ids.spread(found)
+
+    def push_rows(self, ids: Tensor, rows: Tensor, weight: float = 1.0, table: str | None = None) -> None:
+        """Push a gradient [len(ids), width] of the rows with these ids; rows of the same id are added up.
+
+        Counts as one step, as `push` does. Out of step the optimizer steps these rows alone, in step all that anybody
+        pushed in the round; see `rayps.server.rows.step_rows` for what that means to its state.
+
+        Raises:
+            ConfigError: there is no such table or row, or the shape is another.
+        """
+        listed = self._listed(ids, table)
+        width, weight = listed.ids.table.width, float(weight)
+        if tuple(rows.shape[:1]) != tuple(ids.shape) or rows.numel() != len(ids) * width:
+            raise errors.ConfigError(
+                f"rows have shape {tuple(rows.shape)}: give [{len(ids)}, {width}], one row for each of the ids"
+            )
+        self.settle()
+        naming = self._naming(listed, listed.parts)
+        self._tell(listed, naming)
+        summed = listed.ids.summed(rows.detach().reshape(-1, width).to("cpu", self.dtype)).view(-1)
+        if self._turns.desk is not None:
+            self._turns.rest()
+        asks = [Ask(i, Kind.PUSH, self.step, 0, weight, 0, summed[:0]) for i in range(len(self._ranges))]
+        for i, part in listed.parts:
+            first, last = (width * bound for bound in listed.cuts[i])
+            piece = summed[first:last]
+            if self._turns.shares(i):
+                piece = self._turns.pieces[i][: last - first].copy_(piece)
+            asks[i] = Ask(i, Kind.PUSH_ROWS, self.step, listed.number, weight, part.elements, piece)
+        self.bytes_moved += summed.numel() * summed.element_size()
+        self._post(asks, False, naming)
 
     def settle(self) -> None:
         """Return once every push is acknowledged."""
         if self._posted is not None:
             posted, self._posted = self._posted, None
-            self._exchange(self._pushes(Kind.PUSH, posted, [None] * len(self._ranges)), True)
+            self._turns.exchange(posted.asks)
 
     def buffer(self, size: int, dtype: torch.dtype) -> Tensor:
         """Memory of `size` elements, all zero, for gradients: what lies at its beginning is pushed without a copy.
@@ -121,17 +170,37 @@ class Server:
         The shards read it where it lies: from `push` on it may change once the push is acknowledged (`pull` or
         `settle` has returned). Where no shard is on this host, it is ordinary memory.
         """
-        if self._desk is None or dtype != self._dtype or size > self._desk.gradient.numel():
+        desk = self._turns.desk
+        if desk is None or dtype != self.dtype or size > desk.gradient.numel():
             return torch.zeros(size, dtype=dtype)
-        return self._desk.gradient[:size]
+        return desk.gradient[:size]
 
     def close(self) -> None:
         """Leave; the shards forget the connection, not the rank's clock."""
-        for way in self._ways:
-            way.close()
-        if self._desk is not None:
-            self._desk.close()
-            self._desk = None
+        self._turns.close()
+
+    def recover(self, shard: int) -> None:
+        """Find a shard again that was lost while nothing was asked, and say again what it lacks; nothing is posted.
+
+        Raises:
+            PeerTimeout: it was not replaced in time.
+            PeerLost: it was lost again.
+        """
+        self._turns.rejoin(shard, self.step)
+
+    @property
+    def step(self) -> int:
+        """The number of this rank's next push."""
+        return self._turns.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._turns.step = step
+
+    @property
+    def seconds_waiting(self) -> float:
+        """How long this worker has waited for answers."""
+        return self._turns.seconds_waiting
 
     def _fetch(self, kind: Kind, lo: int, hi: int | None, out: Tensor | None, consistent: bool) -> Tensor:
         hi = self.size if hi is None else hi
@@ -141,18 +210,30 @@ class Server:
             out = self.home if whole and kind is Kind.PULL else None
         out, places = self._landing(out, lo, hi)
         posted = self._posted
-        if kind is Kind.PULL and whole and posted is not None and posted.elements == self.size:
+        together = self._independent and consistent and len(self._ranges) > 1
+        if kind is Kind.PULL and whole and posted is not None and posted.whole and not together:
             self._posted = None
-            asks = self._pushes(Kind.PUSH_PULL, posted, places)
+            asks = [
+                Ask(i, PULLING[Kind(k)], a, b, weight, elements, piece, places[i])
+                for i, k, a, b, weight, elements, piece, _, _ in posted.asks
+            ]
         else:
             self.settle()
             cuts = [(i, max(a, lo) - a, min(b, hi) - a) for i, (a, b) in enumerate(self._ranges)]
             asks = [Ask(i, kind, a, b, place=places[i]) for i, a, b in cuts if a < b]
-        answers = self._exchange(asks, consistent)
         if kind is Kind.PULL:
-            self.lead = max([answer.lead for answer in answers], default=0)
-        self.bytes_moved += (hi - lo) * self._dtype.itemsize
+            self._pulled(asks, consistent)
+        else:
+            self._turns.exchange(asks, consistent)
+        self.bytes_moved += (hi - lo) * self.dtype.itemsize
         return out
+
+    def _pulled(self, asks: list[Ask], consistent: bool) -> None:
+        if self._independent and consistent and len(asks) > 1:
+            answers = self._turns.read_together(asks)
+        else:
+            answers = self._turns.exchange(asks, consistent)
+        self.lead = max([answer.lead for answer in answers], default=0)
 
     def _must_fit(self, lo: int, hi: int) -> None:
         if not 0 <= lo <= hi <= self.size:
@@ -162,13 +243,12 @@ class Server:
 
     def _laid(self, vector: Tensor, lo: int, count: int) -> Tensor:
         """A gradient where the shards find it: in the desk's memory if there is one."""
-        desk = self._desk
+        desk = self._turns.desk
         if desk is None:
-            return vector.detach().reshape(-1).to("cpu", self._dtype)
+            return vector.detach().reshape(-1).to("cpu", self.dtype)
         mine = desk.whole if count == self.size else desk.gradient[lo : lo + count]
         if not desk.holds(vector, lo):
-            for way in self._ways:
-                way.rest()
+            self._turns.rest()
             mine.copy_(vector.detach() if vector.dim() == 1 else vector.detach().reshape(-1))
         return mine
 
@@ -177,12 +257,12 @@ class Server:
         landed = self._landed
         if landed is not None and landed[0] is out and hi - lo == self.size:
             return landed
-        fresh = torch.empty(hi - lo, dtype=self._dtype) if out is None else out
-        if out is not None and (out.numel() != hi - lo or out.dtype != self._dtype or not out.is_contiguous()):
+        fresh = torch.empty(hi - lo, dtype=self.dtype) if out is None else out
+        if out is not None and (out.numel() != hi - lo or out.dtype != self.dtype or not out.is_contiguous()):
             raise errors.ConfigError(
-                f"out is {out.dtype} of {out.numel()} elements: give a contiguous CPU tensor of {hi - lo} {self._dtype}"
+                f"out is {out.dtype} of {out.numel()} elements: give a contiguous CPU tensor of {hi - lo} {self.dtype}"
             )
-        whole, item = flat_bytes(fresh), self._dtype.itemsize
+        whole, item = flat_bytes(fresh), self.dtype.itemsize
         places = [whole[max(0, a - lo) * item : max(0, min(b, hi) - lo) * item] for a, b in self._ranges]
         if out is not None and hi - lo == self.size:
             self._landed = out, places
@@ -193,92 +273,63 @@ class Server:
         cuts = [(max(a, lo), min(b, lo + vector.numel())) for a, b in self._ranges]
         return [coded(memory, vector[a - lo : max(a, b) - lo], min(a, self.size), weight) for a, b in cuts]
 
-    # ---- turns
+    # ---- what is asked
 
-    def _pushes(self, kind: Kind, push: _Push, places: Sequence[Place | None]) -> list[Ask]:
-        step, weight, lo, count, vector = push
-        if isinstance(vector, list):
+    def _post(self, asks: list[Ask], whole: bool, before: dict[int, Ask] | None = None) -> None:
+        """Let a push leave, now or with what is said next. `before` is what a shard must hear first to know it."""
+        self._turns.keep(self.step, [[before[ask.shard], ask] if before and ask.shard in before else [ask]
+                                     for ask in asks])  # fmt: skip
+        self._posted = _Posted(asks, whole)
+        self.step += 1
+        if not self._defer:
+            self.settle()
+
+    def _pushes(self, weight: float, lo: int, count: int, laid: Tensor | list[Tensor]) -> list[Ask]:
+        step, kind = self.step, Kind.PUSH
+        if isinstance(laid, list):
             return [
-                Ask(i, CODED[kind], step, max(a, lo) - a if max(a, lo) < min(b, lo + count) else 0, weight, 0, *laid)
-                for i, ((a, b), laid) in enumerate(zip(self._ranges, zip(vector, places, strict=True), strict=True))
+                Ask(i, CODED[kind], step, max(a, lo) - a if max(a, lo) < min(b, lo + count) else 0, weight, 0, laid[i])
+                for i, (a, b) in enumerate(self._ranges)
             ]
         if count == self.size:
-            pieces = self._pieces if self._desk is not None else [vector[a:b] for a, b in self._ranges]
-            return [
-                Ask(i, kind, step, 0, weight, b - a, pieces[i], places[i]) for i, (a, b) in enumerate(self._ranges)
-            ]
+            pieces = self._turns.pieces if self._turns.desk is not None else [laid[a:b] for a, b in self._ranges]
+            return [Ask(i, kind, step, 0, weight, b - a, pieces[i]) for i, (a, b) in enumerate(self._ranges)]
         asks = []
         for i, (a, b) in enumerate(self._ranges):
             start, stop = max(a, lo), min(b, lo + count)
-            piece = vector[start - lo : stop - lo] if start < stop else vector[:0]
+            piece = laid[start - lo : stop - lo] if start < stop else laid[:0]
             asks.append(Ask(i, kind, step, start - a if start < stop else 0, weight, piece.numel(), piece))
         return asks
 
-    def _exchange(self, asks: list[Ask], consistent: bool) -> list[Answer]:
-        """Ask several shards at once, then hear them all."""
-        began = time.monotonic()
-        self._tag = tag = self._tag + 1
-        ways, answers, lost = self._ways, [], list[Ask]()
-        for ask in asks:
-            try:
-                ways[ask.shard].ask(tag, ask)
-            except LinkError:
-                if self._relink is None:
-                    raise
-                lost.append(ask)
-        for way in ways:
-            way.ring()
-        lines = [(way, ask.place) for ask in asks if isinstance(way := ways[ask.shard], ByMessage)]
-        if len(lines) > 1:
-            together(lines, tag)
-        for ask in asks:
-            if lost and any(ask is other for other in lost):
-                continue
-            try:
-                answers.append(ways[ask.shard].hear(tag, ask, consistent))
-            except PeerLost:
-                if self._relink is None:
-                    raise
-                lost.append(ask)
-        answers += [self._recover(ask, consistent) for ask in lost]
-        self.seconds_waiting += time.monotonic() - began
-        return answers
+    # ---- rows
 
-    def _recover(self, ask: Ask, consistent: bool) -> Answer:
-        """Find a lost shard again and repeat a request; one that had applied it knows, and does not do so again."""
-        assert self._relink is not None
-        self._ways[ask.shard].close()
-        pushes = ask.kind in PUSHES
-        self._join(ask.shard, self._relink(ask.shard), ask.a if pushes else self.step)
-        self._tag += 1
-        self._ways[ask.shard].ask(self._tag, ask)
-        self._ways[ask.shard].ring()
-        return self._ways[ask.shard].hear(self._tag, ask, consistent)
+    def _listed(self, ids: Tensor, table: str | None) -> Listed:
+        if self._lists is None:
+            raise errors.ConfigError("rows by id need the parameters' layout: this server was made without one")
+        return self._lists.find(ids, table)
 
-    def _join(self, i: int, link: Link, step: int) -> int:
-        """Say who this is to a shard, and offer it what can be shared; this rank's next step there."""
-        box: Memory | None = None
-        if self._resident and AVAILABLE and isinstance(link, SharedLink):
-            if self._desk is None:
-                self._desk = Desk(self.size, self._dtype)
-                self._pieces = [self._desk.gradient[a:b] for a, b in self._ranges]
-            box = self._desk.offer(link)
-        by_message = ByMessage(link, self._timeout)
-        way: Way = by_message
-        self._ways[i : i + 1] = [way]
-        self._tag += 1
-        by_message.ask(self._tag, Ask(i, Kind.JOIN, self.rank, step, self._timeout))
-        joined = by_message.reply(self._tag).a
-        if box is not None and self._desk is not None and isinstance(link, SharedLink) and SLICE in link.memories:
-            self._ways[i] = ByMemory(link, box, self._desk, self._timeout)
-        return joined
+    def _naming(self, listed: Listed, parts: list[tuple[int, Rows]]) -> dict[int, Ask]:
+        """By shard, what tells these ids to it."""
+        return {
+            i: Ask(i, Kind.IDS, listed.number, rows.entry, piece=listed.ids.unique[slice(*listed.cuts[i])])
+            for i, rows in parts
+        }
+
+    def _tell(self, listed: Listed, naming: dict[int, Ask]) -> None:
+        """Make sure that these shards know the ids."""
+        told = self._turns.told
+        if listed.new:
+            for known in told:
+                known.discard(listed.number)
+        unknown = [i for i in naming if listed.number not in told[i]]
+        if unknown:
+            self._turns.exchange([naming[i] for i in unknown])
+            for i in unknown:
+                told[i].add(listed.number)
 
 
-class _Push(NamedTuple):
+class _Posted(NamedTuple):
     """A push that has been made and has not left."""
 
-    step: int
-    weight: float
-    lo: int
-    elements: int
-    vector: Tensor | list[Tensor]  # encoded: a payload for each shard
+    asks: list[Ask]
+    whole: bool  # it covers the whole vector, so that a pull of the whole vector may go with it

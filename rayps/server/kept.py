@@ -8,11 +8,8 @@ oldest pushes are dropped, and are lost if their shard dies before it has been s
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
 
-from rayps.link import Message
-
-Request = tuple[Message, Any]  # what is asked, and its payload (bytes-like, or None)
+from rayps.server.ways import Ask
 
 
 class Kept:
@@ -22,15 +19,15 @@ class Kept:
         self.limit = limit
         self.bytes = 0
         self.dropped = 0  # pushes to one shard that were forgotten before they were durable there
-        self._by_shard: list[deque[tuple[int, list[Request], int]]] = [deque() for _ in range(shards)]
+        self._by_shard: list[deque[tuple[int, list[Ask], int]]] = [deque() for _ in range(shards)]
 
-    def keep(self, shard: int, step: int, requests: list[Request], size: int) -> None:
+    def keep(self, shard: int, step: int, asks: list[Ask], size: int) -> None:
         """Keep what was said to a shard for a step, `size` bytes of it the keeper's own; the payloads must not change.
 
         Drops the oldest pushes to make room. One that is larger than the limit is not kept, and neither is what came
         before it: a replay has no holes.
         """
-        self._by_shard[shard].append((step, requests, size))
+        self._by_shard[shard].append((step, asks, size))
         self.bytes += size
         while self.bytes > self.limit:
             oldest = min((held[0][0], i) for i, held in enumerate(self._by_shard) if held)[1]
@@ -48,9 +45,9 @@ class Kept:
         held = self._by_shard[shard]
         return held[0][0] if held else step
 
-    def since(self, shard: int, mark: int) -> list[tuple[int, list[Request]]]:
+    def since(self, shard: int, mark: int) -> list[tuple[int, list[Ask]]]:
         """What is to be said again to a shard that has everything below `mark`, in order."""
-        return [(step, requests) for step, requests, _ in self._by_shard[shard] if step >= mark]
+        return [(step, asks) for step, asks, _ in self._by_shard[shard] if step >= mark]
 
     def _forget(self, shard: int) -> None:
         _, _, size = self._by_shard[shard].popleft()

@@ -98,13 +98,12 @@ class Ledger:
         return f"Ledger({self.to_json()})"
 
 
-def everywhere(ledgers: Iterable[Ledger]) -> Ledger:
-    """What all of these have filed: of a range that was held by several shards, and now by one."""
+def anywhere(ledgers: Iterable[Ledger]) -> Ledger:
+    """What at least one of these has filed: of a range that was held by several shards, and now by one."""
     held = list(ledgers)
-    marks = [min(ledger.marks[rank] for ledger in held) for rank in held[0].marks]
-    common = Ledger(marks)
-    for rank, mark in enumerate(marks):
-        for step in range(mark, max(ledger.reach(rank) for ledger in held)):
-            if all(ledger.seen(rank, step) for ledger in held):
-                common.add(rank, step)
-    return common
+    found = Ledger(max(ledger.marks[rank] for ledger in held) for rank in held[0].marks)
+    for ledger in held:
+        for rank, steps in ledger._above.items():
+            for step in steps:
+                found.add(rank, step)
+    return found

@@ -1,8 +1,8 @@
 """The loop that serves one shard to many workers, from one thread.
 
 Requests come as messages and in boxes (`rayps.server.resident`), and are answered the way they came. Pulls that the
-clock does not allow yet are parked. One that waits past its deadline is answered with an error that names the ranks
-it waits for.
+clock does not allow yet are parked, and so are pushes while a reader holds the shard (`rayps.server.cut`). What waits
+past its deadline is answered with an error that names the ranks it waits for.
 """
 
 from __future__ import annotations
@@ -14,59 +14,23 @@ import select
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from rayps import errors
-from rayps.errors import LinkError, PeerTimeout, RaypsError
-from rayps.link import Link, Listener, Message
+from rayps.errors import LinkError, RaypsError
+from rayps.failpoint import passing
+from rayps.link import Listener, Message
 from rayps.link.shared import SharedLink
-from rayps.server.coded import value_of
-from rayps.server.messages import CODED, Kind, refusal
+from rayps.server.guests import Guest, Request, fenced
+from rayps.server.messages import Kind, refusal
+from rayps.server.readers import Readers, too_late
 from rayps.server.resident import ASKED, ASLEEP, BELL, BY_MESSAGE, SLICE, Box, Fence, flat_bytes, offered
+from rayps.server.rows import KEPT_LISTS, Rows, rows_here
 from rayps.server.shard import Shard, ShardFacts, ShardPart
 
 log = logging.getLogger(__name__)
 
 NAP_MS = 50  # how long the loop may sleep before it looks at its deadlines again
-
-
-class Guest:
-    """A worker's connection, as the shard sees it."""
-
-    def __init__(self, link: Link) -> None:
-        self.link = link
-        self.descriptor = link.fileno()
-        self.rank = -1  # none yet, or fenced
-        self.patience = 0.0  # seconds that its pulls may wait
-        self.box: Box | None = None
-        self.full = False  # takes no more for now
-
-
-@dataclass(slots=True)
-class Request:
-    """What a guest asks for; the fields are those of `Kind`."""
-
-    guest: Guest
-    kind: int
-    tag: int
-    a: int
-    b: int
-    weight: float
-    payload: memoryview | bytearray | None  # None: the request is in the box, and its payload in the worker's gradient
-    count: int = 0  # elements of such a payload
-    deadline: float = 0.0
-
-    def value(self, like: Tensor) -> Tensor:
-        """The payload, as elements of the shard's kind. Raises ValueError."""
-        if self.payload is None:
-            assert self.guest.box is not None
-            return self.guest.box.value(self.b, self.count)
-        if self.kind in CODED.values():
-            return value_of(self.payload, like.dtype)
-        return torch.frombuffer(self.payload, dtype=like.dtype) if self.payload else like[:0]
 
 
 class ShardLoop:
@@ -75,11 +39,12 @@ class ShardLoop:
     def __init__(self, shard: Shard, listener: Listener) -> None:
         self.shard = shard
         self._listener = listener
-        self._lock = threading.Lock()  # the actor's other threads ask for facts and parts
+        self._lock = threading.RLock()  # the actor's other threads ask for facts and parts
         self._guests: dict[int, Guest] = {}  # by descriptor
         self._boxes: list[Guest] = []  # those that have one
+        self._parked: list[Request] = []  # pulls that wait for the clock
+        self._readers = Readers(shard, self._reply_or_lose, self._refuse_or_lose, self._redo)
         self._answered: list[Box] = []  # their workers may sleep
-        self._parked: list[Request] = []
         self._fence = Fence()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) if shard.slice.memory is not None else -1
         self._poll = select.poll()
@@ -88,7 +53,9 @@ class ShardLoop:
             self._poll.register(self._bell, select.POLLIN)
         self._answers: dict[int, Callable[[Request], None]] = {
             Kind.JOIN: self._join, Kind.PUSH: self._push, Kind.PULL: self._pull,
-            Kind.PUSH_PULL: self._push_pull, Kind.READ: self._read,
+            Kind.PUSH_PULL: self._push_pull, Kind.READ: self._read, Kind.IDS: self._ids,
+            Kind.PUSH_ROWS: self._push, Kind.PULL_ROWS: self._pull,
+            Kind.HOLD: self._hold, Kind.AIM: self._readers.aim, Kind.RELEASE: self._readers.release,
             Kind.PUSH_CODED: self._push, Kind.PUSH_PULL_CODED: self._push_pull,
         }  # fmt: skip
         self._closing = threading.Event()
@@ -106,6 +73,11 @@ class ShardLoop:
         with self._lock:
             return self.shard.parts.get(rounds)
 
+    def saved(self, rounds: int) -> None:
+        """Note that the snapshot after `rounds` is kept elsewhere."""
+        with self._lock:
+            self.shard.saved(rounds)
+
     def close(self) -> None:
         """End the loop and its links; the listener stays open for the next generation."""
         self._closing.set()
@@ -119,7 +91,11 @@ class ShardLoop:
                 self._look(0)
             else:
                 self._sleep()
+            if self._readers.busy:
+                with self._lock:
+                    self._readers.expire()
             if self._parked:
+                self._wake()
                 self._expire()
             self._ring()
         for guest in list(self._guests.values()):
@@ -192,7 +168,9 @@ class ShardLoop:
         if self._guests.pop(guest.descriptor, None) is None:
             return
         self._poll.unregister(guest.descriptor)
-        self._fence_off(guest)
+        with self._lock:
+            self._fence_off(guest)
+            self._readers.forget(guest)
         self._boxes = [other for other in self._boxes if other is not guest]
         if guest.box is not None:
             guest.box.close()
@@ -209,7 +187,7 @@ class ShardLoop:
         self._parked = [request for request in self._parked if request.guest is not guest]
         if guest.descriptor in self._guests:
             for request in waiting:
-                self._refuse_or_lose(request, _fenced(guest))
+                self._refuse_or_lose(request, fenced(guest))
 
     def _refuse_or_lose(self, request: Request, error: Exception) -> None:
         try:
@@ -228,20 +206,23 @@ class ShardLoop:
     # ---- what is asked
 
     def _handle(self, request: Request) -> None:
+        with self._lock:
+            self._try(request)
+        if self._parked:
+            self._wake()
+
+    def _try(self, request: Request) -> None:
         try:
             answer = self._answers.get(request.kind)
             if answer is None:
                 raise ValueError(f"there is no request of kind {request.kind}")
-            with self._lock:
-                answer(request)
+            answer(request)
         except (ValueError, RaypsError) as error:
             self._refuse(request, error)
         except Exception as error:  # a fault of ours: whoever asked must hear of it, and the loop go on
             name = f"shard-{self.shard.index}"
             log.exception("%s failed", name)
             self._refuse(request, RaypsError(f"{name} failed: {type(error).__name__}: {error}"))
-        if self._parked:
-            self._wake()
 
     def _join(self, request: Request) -> None:
         shard, guest, rank = self.shard, request.guest, request.a
@@ -251,7 +232,7 @@ class ShardLoop:
             self._fence_off(other)
         guest.rank, guest.patience = rank, request.weight
         if request.b >= 0:
-            shard.clock.advance(rank, request.b)
+            shard.skip(rank, request.b)
         self._share(guest)
         self._reply(request, Kind.ACK, a=shard.clock.done[rank])
 
@@ -271,19 +252,48 @@ class ShardLoop:
         self._reply(request, Kind.VALUE, a=self.shard.version, payload=value)
 
     def _push(self, request: Request) -> None:
-        self._take(request)
-        if request.payload is None:
-            self.shard.own(request.guest.rank)  # once it is acknowledged, the worker may write its next one there
-        self._reply(request, Kind.ACK, a=self.shard.version)
+        if self._take(request):
+            if request.payload is None:
+                self.shard.own(request.guest.rank)  # once it is acknowledged, the worker may write its next one there
+            self._reply(request, Kind.ACK, a=self.shard.version)
+            passing("shard: acknowledged, not saved")
 
     def _push_pull(self, request: Request) -> None:
-        self._take(request)
-        request.a, request.b = 0, self.shard.params.numel()
-        self._pull(request)
+        if self._take(request):
+            request.kind, request.a, request.b = Kind.PULL, 0, self.shard.params.numel()
+            self._pull(request)
+            passing("shard: acknowledged, not saved")
 
-    def _take(self, request: Request) -> None:
-        shard, lent = self.shard, request.payload is None
-        shard.push(self._rank(request.guest), request.a, request.value(shard.params), request.weight, request.b, lent)
+    def _take(self, request: Request) -> bool:
+        """Apply a push; False when it must wait for a reader."""
+        shard, rank, lent = self.shard, self._rank(request.guest), request.payload is None
+        if not self._readers.admit(request):
+            return False
+        if request.kind == Kind.PUSH_ROWS:
+            rows = self._named(request, request.b)
+            shard.push(rank, request.a, request.value(shard.params), request.weight, 0, lent, rows)
+        else:
+            value = request.value(shard.params, request.b)
+            shard.push(rank, request.a, value, request.weight, request.b, lent)
+        passing("shard: applied, not acknowledged")
+        self._readers.look()
+        return True
+
+    def _hold(self, request: Request) -> None:
+        self._rank(request.guest)
+        self._readers.hold(request)
+
+    def _ids(self, request: Request) -> None:
+        shard = self.shard
+        if not 0 <= request.a < KEPT_LISTS:
+            raise ValueError(f"ids come under a number below {KEPT_LISTS}, not {request.a}")
+        request.guest.ids[request.a] = rows_here(shard.layout, shard.lo, shard.hi, request.b, request.numbers())
+        self._reply(request, Kind.ACK)
+
+    def _named(self, request: Request, number: int) -> Rows:
+        if number not in request.guest.ids:
+            raise ValueError(f"{request.guest.link.peer} has named no ids {number}")
+        return request.guest.ids[number]
 
     def _pull(self, request: Request) -> None:
         rank = self._rank(request.guest)
@@ -295,21 +305,34 @@ class ShardLoop:
 
     def _rank(self, guest: Guest) -> int:
         if guest.rank < 0:
-            raise _fenced(guest)
+            raise fenced(guest)
         return guest.rank
 
     def _reply_pull(self, request: Request) -> None:
         lead = self.shard.pulled(request.guest.rank)
-        value = None if request.payload is None else self.shard.read(request.a, request.b)
+        value = None
+        if request.kind == Kind.PULL_ROWS:
+            value = self._named(request, request.a).of(self.shard.params)
+        elif request.payload is not None:
+            value = self.shard.read(request.a, request.b)
         self._reply(request, Kind.VALUE, a=self.shard.version, b=lead, payload=value)
 
     def _reply(self, to: Request, kind: Kind, a: int = 0, b: int = 0, payload: Tensor | None = None) -> None:
-        if to.payload is None and to.guest.box is not None:
-            to.guest.box.answer(to.tag, b, a)
-            self._answered.append(to.guest.box)
+        guest, durable = to.guest, self.shard.durable.get(to.guest.rank, 0)
+        if to.payload is None and guest.box is not None:
+            guest.box.answer(to.tag, b, a, durable)
+            self._answered.append(guest.box)
         else:
             body = None if payload is None else flat_bytes(payload)
-            to.guest.link.queue(Message(kind, tag=to.tag, a=a, b=b), body)
+            guest.link.queue(Message(kind, to.tag, a, b, durable), body)
+
+    def _reply_or_lose(self, to: Request, kind: Kind, payload: Tensor | None = None) -> None:
+        """As `_reply`, to another guest than the one whose request is being served."""
+        try:
+            self._reply(to, kind, a=self.shard.version, payload=payload)
+            self._flush(to.guest)
+        except LinkError as error:
+            self._lose(to.guest, error)
 
     def _refuse(self, request: Request, error: Exception) -> None:
         guest = request.guest
@@ -318,8 +341,16 @@ class ShardLoop:
         if request.payload is None and guest.box is not None:
             if guest.rank >= 0:
                 self.shard.own(guest.rank)
-            guest.box.answer(request.tag, 0, 0, BY_MESSAGE)
+            guest.box.answer(request.tag, 0, 0, 0, BY_MESSAGE)
             self._answered.append(guest.box)
+
+    def _redo(self, request: Request) -> None:
+        """Serve what a guest asked for before, while another is being served."""
+        try:
+            self._try(request)
+            self._flush(request.guest)
+        except LinkError as error:
+            self._lose(request.guest, error)
 
     # ---- who waits
 
@@ -338,18 +369,4 @@ class ShardLoop:
         now = time.monotonic()
         for request in [waiting for waiting in self._parked if waiting.deadline < now]:
             self._parked.remove(request)
-            late = self.shard.clock.laggards()
-            error = PeerTimeout(
-                f"worker-{request.guest.rank} waited {request.guest.patience:g} s for rank "
-                f"{', '.join(map(str, late))} to push step {self.shard.clock.slowest}: "
-                "raise timeout if a step may take longer",
-                peer=f"worker-{late[0]}",
-                seconds=request.guest.patience,
-            )
-            self._refuse_or_lose(request, error)
-
-
-def _fenced(guest: Guest) -> errors.StaleGeneration:
-    return errors.StaleGeneration(
-        f"{guest.link.peer} does not hold its rank any more: another worker has joined with it", peer=guest.link.peer
-    )
+            self._refuse_or_lose(request, too_late(self.shard, request))

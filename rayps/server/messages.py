@@ -11,13 +11,22 @@ from rayps.link import Message
 
 
 class Kind(enum.IntEnum):
-    """What a message says. Fields: a, b, weight, payload."""
+    """What a message says. Fields: a, b, weight, payload.
+
+    An answer has the shard's version as a, and as weight the rank's step below which all are durable.
+    """
 
     JOIN = 1  # a = rank, b = its step or -1 to ask, weight = seconds its pulls may wait -> ACK a = its next step here
     PUSH = 2  # a = step, b = offset, weight = samples, payload = slice -> ACK a = version
     PULL = 3  # a, b = elements lo, hi                                  -> VALUE a = version, b = lead, payload
     PUSH_PULL = 8  # a = step, weight = samples, payload = whole slice   -> VALUE of the whole slice
     READ = 4  # a, b = elements lo, hi, outside the clock               -> VALUE
+    IDS = 9  # a = number, b = parameter, payload = row ids (int64)     -> ACK; the number now stands for these rows
+    PUSH_ROWS = 10  # a = step, b = number, weight = samples, payload   -> ACK
+    PULL_ROWS = 11  # a = number                                        -> VALUE of these rows
+    HOLD = 12  # a = 1: once the clock lets this rank pull              -> VALUE, payload = steps by rank (int64)
+    AIM = 13  # payload = steps by rank (int64)                         -> ACK once all of these are applied
+    RELEASE = 14  # what was held back is applied; no answer
     ACK = 5
     VALUE = 6
     PUSH_CODED = 20  # as PUSH, payload = an encoded slice (`rayps.server.coded`)
@@ -26,7 +35,8 @@ class Kind(enum.IntEnum):
 
 
 CODED = {Kind.PUSH: Kind.PUSH_CODED, Kind.PUSH_PULL: Kind.PUSH_PULL_CODED}
-PUSHES = frozenset(CODED) | frozenset(CODED.values())
+PULLING = {Kind.PUSH: Kind.PUSH_PULL, Kind.PUSH_CODED: Kind.PUSH_PULL_CODED}
+PUSHES = frozenset(CODED) | frozenset(CODED.values()) | {Kind.PUSH_ROWS}
 
 
 def refusal(tag: int, error: Exception) -> tuple[Message, bytes]:

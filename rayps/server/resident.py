@@ -34,10 +34,10 @@ PAGE = 4096
 STEPS = 0  # twice the number of steps, plus one while one is being taken
 ASLEEP = 8  # the shard waits for its bell
 # words of a box
-ASKED, ANSWERED, LEAD, VERSION, SAYS, WAITS = 0, 8, 9, 10, 11, 16
+ASKED, ANSWERED, LEAD, VERSION, SAYS, DURABLE, WAITS = 0, 8, 9, 10, 11, 12, 16
 IN_MEMORY, BY_MESSAGE = 0, 1  # where an answer is (the word SAYS)
 REQUEST = struct.Struct("<4qd")  # kind, a, b, elements of the payload, weight; behind the word ASKED
-ANSWER = struct.Struct("<3q")  # behind the word ANSWERED
+ANSWER = struct.Struct("<4q")  # behind the word ANSWERED
 REQUEST_AT, ANSWER_AT = 8 * (ASKED + 1), 8 * (ANSWERED + 1)
 
 
@@ -142,9 +142,9 @@ class Box:
             raise ValueError(f"a push of {count} elements at {offset} does not fit into {self._elements}")
         return self.gradient[offset : offset + count]
 
-    def answer(self, tag: int, lead: int, version: int, says: int = IN_MEMORY) -> None:
+    def answer(self, tag: int, lead: int, version: int, durable: int, says: int = IN_MEMORY) -> None:
         """Answer the request; `wake` must follow."""
-        ANSWER.pack_into(self._view, ANSWER_AT, lead, version, says)
+        ANSWER.pack_into(self._view, ANSWER_AT, lead, version, says, durable)
         self.words[ANSWERED] = tag
 
     def wake(self) -> None:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -124,24 +125,6 @@ class Ids:
         return [(first, last) for first, last in places]
 
 
-class IdLists:
-    """The last few id lists of one worker, each under a number below `KEPT_LISTS`; a new one takes the oldest's."""
-
-    def __init__(self) -> None:
-        self._lists: list[Ids | None] = [None] * KEPT_LISTS
-        self._next = 0
-
-    def find(self, given: Tensor, table: Table) -> tuple[int, Ids, bool]:
-        """Its number, the list, and whether it is new. Raises ConfigError."""
-        for number, ids in enumerate(self._lists):
-            if ids is not None and ids.same(given, table):
-                return number, ids, False
-        ids, number = Ids(given, table), self._next
-        self._lists[number] = ids
-        self._next = (number + 1) % KEPT_LISTS
-        return number, ids, True
-
-
 @dataclass(frozen=True, slots=True)
 class Rows:
     """Some rows of a table's part on one shard: they begin at its element `start`, and `ids` count from there."""
@@ -173,6 +156,50 @@ class Rows:
         return Rows(self.entry, 0, self.width, torch.searchsorted(wider.ids, self.ids))
 
 
+def take_rows(rows: Rows, params: Any, place: Any, item: int) -> None:
+    """Rows out of a shard's bytes into a place for them, both numpy arrays of uint8; an element has `item` bytes."""
+    start, width = rows.start * item, rows.width * item
+    count = (len(params) - start) // width
+    table = params[start : start + count * width].reshape(count, width)
+    np.take(table, rows.ids.numpy(), axis=0, out=place.reshape(-1, width), mode="clip")
+
+
+Area = tuple[int, int] | Rows  # what of a shard a push touches: elements [a, b), or rows
+
+
+def gathered(pushes: Sequence[tuple[Tensor, Area]], size: int) -> tuple[list[Tensor], Area]:
+    """The pushes of one round with one shape, and all that they touch: rows where all are rows of one table.
+
+    Pushes of ranges are of the shard's whole `size` already; those that touch nothing count as zeros.
+    """
+    several = [area for _, area in pushes if isinstance(area, Rows)]
+    spans = [area for _, area in pushes if not isinstance(area, Rows) and area[0] < area[1]]
+    if not several:
+        hull = (min(a for a, _ in spans), max(b for _, b in spans)) if spans else (0, 0 if pushes else size)
+        return [value for value, _ in pushes], hull
+    if not spans and all(rows.entry == several[0].entry for rows in several):
+        wide = union(several)
+        return [_spread(value, area, wide) for value, area in pushes], wide
+    return [_dense(value, area, size) for value, area in pushes], (0, size)
+
+
+def _spread(value: Tensor, area: Area, wide: Rows) -> Tensor:
+    if isinstance(area, Rows) and len(area.ids) == len(wide.ids):
+        return value
+    found = torch.zeros(wide.elements, dtype=value.dtype)
+    if isinstance(area, Rows):
+        area.within(wide).put(found, value)
+    return found
+
+
+def _dense(value: Tensor, area: Area, size: int) -> Tensor:
+    if not isinstance(area, Rows):
+        return value
+    found = torch.zeros(size, dtype=value.dtype)
+    area.put(found, value)
+    return found
+
+
 def union(several: Sequence[Rows]) -> Rows:
     """All rows that are among any of these, of one table."""
     first = several[0]
@@ -199,6 +226,43 @@ def rows_here(layout: Layout, lo: int, hi: int, entry: int, ids: Tensor) -> Rows
             f"ids of {table.name!r} must be sorted, unique and of the rows {first} to {last - 1}, which are held here"
         )
     return Rows(entry, table.lo + first * table.width - lo, table.width, local)
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """An id list under its number: where each shard's ids stand in it, and the rows of each shard that has some."""
+
+    number: int
+    ids: Ids
+    cuts: list[tuple[int, int]]
+    parts: list[tuple[int, Rows]]
+    new: bool
+
+
+class IdLists:
+    """The last few id lists of one worker, each under a number below `KEPT_LISTS`; a new one takes the oldest's."""
+
+    def __init__(self, layout: Layout, ranges: Sequence[tuple[int, int]]) -> None:
+        self._layout, self._ranges = layout, ranges
+        self._lists: list[Listed | None] = [None] * KEPT_LISTS
+        self._next = 0
+
+    def find(self, given: Tensor, table: str | None = None) -> Listed:
+        """The list of these ids, which is new where they are none of the last ones. Raises ConfigError."""
+        wanted = table_of(self._layout, table)
+        for listed in self._lists:
+            if listed is not None and listed.ids.same(given, wanted):
+                return listed
+        ids, number = Ids(given, wanted), self._next
+        cuts = ids.cut(self._ranges)
+        parts = [
+            (i, rows_here(self._layout, lo, hi, wanted.entry, ids.unique[first:last]))
+            for i, ((lo, hi), (first, last)) in enumerate(zip(self._ranges, cuts, strict=True))
+            if first < last
+        ]
+        self._lists[number] = Listed(number, ids, cuts, parts, False)
+        self._next = (number + 1) % KEPT_LISTS
+        return Listed(number, ids, cuts, parts, True)
 
 
 def step_rows(sliced: SlicedOptimizer, rows: Rows, grad: Tensor, scale: float = 1.0) -> None:

@@ -1,21 +1,26 @@
 """One part of the parameters, its optimizer, and the clock that guards it. No sockets, no threads.
 
-A push is (rank, step): it is applied once, whatever is retried. A pull is served when the clock allows.
+A push is (rank, step): its ledger says whether it is new, so it is applied once, whatever is retried. A pull is
+served when the clock allows.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from rayps.clock import Clock
+from rayps.failpoint import passing
 from rayps.flat import Layout
 from rayps.optim import Factory, Moments, SlicedOptimizer
+from rayps.server.ledger import Ledger
 from rayps.server.parts import Parts
 from rayps.server.resident import STEPS, Slice
+from rayps.server.rows import Area, Rows, gathered, step_rows
 from rayps.strategy import Strategy
 
 
@@ -41,7 +46,12 @@ class ShardPart:
     round: int
     params: Tensor
     moments: Moments
-    done: dict[int, int]
+    ledger: Ledger
+
+    @property
+    def done(self) -> dict[int, int]:
+        """The steps that each rank had pushed without a gap."""
+        return self.ledger.marks
 
 
 @dataclass(slots=True)
@@ -57,6 +67,8 @@ class ShardFacts:
     laggards: list[int]
     reached: int  # rounds that the slowest worker has pushed
     snapshots: list[int] = field(default_factory=list)
+    ages: dict[int, int] = field(default_factory=dict)  # pushes by versions between their pull and their application
+    lost: int = 0  # acknowledged pushes that nobody had any more when this shard was restored
 
 
 class Shard:
@@ -72,26 +84,29 @@ class Shard:
         params: Tensor,
         factory: Factory,
         strategy: Strategy,
-        start: list[int],
+        start: Ledger | Sequence[int],
         boundary: Boundary,
     ) -> None:
-        self.index, self.lo, self.hi = index, lo, hi
+        self.index, self.layout, self.lo, self.hi = index, layout, lo, hi
         self.slice = Slice(params)
         self.params = self.slice.params
-        self.size = len(start)  # workers
+        self.ledger = start.copy() if isinstance(start, Ledger) else Ledger(start)
+        self.durable = dict(self.ledger.marks)  # by rank: these steps are in a snapshot that is kept elsewhere
+        self.lost = 0
+        self.size = len(self.ledger.marks)  # workers
         self.version = 0  # steps that the optimizer has taken here
         self.strategy = strategy
         self._gathers, self._borrows = strategy.gathers, strategy.borrows
-        self.clock = Clock(range(self.size), strategy.staleness)
-        self.clock.done.update(enumerate(start))
+        self.clock = Clock(self.ledger.marks, strategy.staleness)
         self.staleness: Counter[int] = Counter()
+        self.ages: Counter[int] = Counter()
+        self._pulled_at: dict[int, int] = {}  # by rank: the version of its last pull
         self.parts: Parts[ShardPart] = Parts()
         self._boundary = boundary
         self._optimizer = SlicedOptimizer(factory, layout, self.params, lo, hi)
-        self._inbox: dict[int, dict[int, tuple[Tensor, float]]] = {}
+        self._inbox: dict[int, dict[int, tuple[Tensor, float, Area]]] = {}
         self._lent: set[tuple[int, int]] = set()  # step and rank of what lies in the inbox and belongs to its pusher
-        self._touched: tuple[int, int] | None = None
-        self._touched_in: dict[int, tuple[int, int]] = {}
+        self._touched: Area = (0, self.params.numel())
 
     def load(self, moments: Moments, layout: Layout) -> None:
         """Take over an optimizer state of whole parameters."""
@@ -99,14 +114,16 @@ class Shard:
 
     def step(self, grad: Tensor, scale: float = 1.0) -> None:
         """Let the optimizer apply `scale` times a gradient slice; what no push has touched stays as it is."""
-        a, b = self._touched or (0, self.params.numel())
+        touched = self._touched
         words = self.slice.words
         words[STEPS] += 1  # odd: whoever reads now reads a mixture
         try:
-            if b - a == self.params.numel():
+            if isinstance(touched, Rows):
+                step_rows(self._optimizer, touched, grad, scale)
+            elif touched[1] - touched[0] == self.params.numel():
                 self._optimizer.step(grad, scale)
             else:
-                self._step_range(grad * scale, a, b)
+                self._step_range(grad * scale, *touched)
         finally:
             words[STEPS] += 1
         self.version += 1
@@ -139,61 +156,79 @@ class Shard:
                     t.copy_(old)
 
     def push(
-        self, rank: int, step: int, value: Tensor, weight: float, offset: int = 0, lent: bool = False
+        self,
+        rank: int,
+        step: int,
+        value: Tensor,
+        weight: float,
+        offset: int = 0,
+        lent: bool = False,
+        rows: Rows | None = None,
     ) -> bool:
         """File what `rank` pushed for `step`; False, and no effect, when that push was here before.
 
-        `value` covers the elements from `offset` of this shard; what it leaves out counts as zero. Where it is
-        `lent`, its memory is the pusher's: good until the pusher is answered, and `own` must come before.
+        `value` covers the elements from `offset` of this shard, or `rows`; what it leaves out counts as zero. Where it
+        is `lent`, its memory is the pusher's: good until the pusher is answered, and `own` must come before.
 
         Raises:
-            ValueError: a step was skipped, the rank is unknown, or the value does not fit.
+            ValueError: too many steps were skipped, the rank is unknown, or the value does not fit.
         """
-        count, size = value.numel(), self.params.numel()
-        if offset < 0 or count + offset > size:
-            raise ValueError(f"a push of {count} elements at {offset} does not fit into {size}")
+        area = self._area(value, offset, rows)
         slowest = self.clock.slowest
-        if not self.clock.tick(rank, step):
+        if not self.ledger.add(rank, step):
             return False
-        touched = (offset, offset + count)
-        if count < size:
-            value, lent = _padded(value, offset, size), False
+        self._count_age(rank)
+        if rows is None and value.numel() < self.params.numel():
+            value, lent = _padded(value, offset, self.params.numel()), False
         elif lent and not self._borrows:
             value, lent = value.clone(), False
-        if count:
-            self._touched = touched
+        if _elements(area):
+            self._touched = area
             self.strategy.on_push(self, value, weight)
         if self._gathers:
-            self._file(rank, step, value, weight, touched)
+            self._inbox.setdefault(step, {})[rank] = (value, weight, area)
             if lent:
                 self._lent.add((step, rank))
         if step == slowest:  # else the slowest is another
-            for finished in range(slowest, self.clock.slowest):
-                self._finish(finished)
+            self._finish(slowest)
         return True
+
+    def _area(self, value: Tensor, offset: int, rows: Rows | None) -> Area:
+        count, size = value.numel(), self.params.numel()
+        if rows is not None and count != rows.elements:
+            raise ValueError(f"a push of {count} elements does not fit into rows of {rows.elements}")
+        if offset < 0 or count + offset > size:
+            raise ValueError(f"a push of {count} elements at {offset} does not fit into {size}")
+        return rows if rows is not None else (offset, offset + count)
+
+    def _count_age(self, rank: int) -> None:
+        if rank in self._pulled_at:  # it has pulled from this shard, and not only from one that this one replaces
+            self.ages[self.version - self._pulled_at[rank]] += 1
+
+    def skip(self, rank: int, step: int) -> None:
+        """Give up a rank's pushes below `step`: nobody has them any more."""
+        slowest = self.clock.slowest
+        self.lost += self.ledger.skip(rank, step)
+        self._finish(slowest)
 
     def own(self, rank: int) -> None:
         """Copy what still counts of a rank's pushes out of the rank's own memory."""
         for step, other in [key for key in self._lent if key[1] == rank]:
             self._lent.discard((step, other))
             if rank in self._inbox.get(step, {}):
-                value, weight = self._inbox[step][rank]
-                self._inbox[step][rank] = value.clone(), weight
+                value, weight, area = self._inbox[step][rank]
+                self._inbox[step][rank] = value.clone(), weight, area
 
-    def _file(self, rank: int, step: int, value: Tensor, weight: float, touched: tuple[int, int]) -> None:
-        self._inbox.setdefault(step, {})[rank] = (value, weight)
-        a, b = self._touched_in.get(step, touched)
-        self._touched_in[step] = (min(a, touched[0]), max(b, touched[1]))
-
-    def _finish(self, finished: int) -> None:
-        if self._gathers:
-            held = self._inbox.pop(finished, {})
-            self._touched = self._touched_in.pop(finished, None)
-            ranks = sorted(held)
-            if self._touched is None or self._touched[0] < self._touched[1]:
-                self.strategy.on_round(self, [held[r][0] for r in ranks], [held[r][1] for r in ranks])
-        if finished + 1 in self._boundary or finished + 1 == self.parts.wanted:
-            self._snapshot(finished + 1)
+    def _finish(self, slowest: int) -> None:
+        """Close the rounds that everyone has pushed by now; `slowest` is how many had been before."""
+        for finished in range(slowest, self.clock.slowest):
+            if self._gathers:
+                held = sorted(self._inbox.pop(finished, {}).items())
+                values, self._touched = gathered([(value, area) for _, (value, _, area) in held], self.params.numel())
+                if _elements(self._touched):
+                    self.strategy.on_round(self, values, [weight for _, (_, weight, _) in held])
+            if finished + 1 in self._boundary or finished + 1 == self.parts.wanted:
+                self._snapshot(finished + 1)
 
     def may_pull(self, rank: int) -> bool:
         """Whether a pull of `rank` may be served now."""
@@ -207,6 +242,7 @@ class Shard:
         """Count a pull; by how many rounds `rank` leads the slowest."""
         lead = self.clock.lead(rank)
         self.staleness[lead] += 1
+        self._pulled_at[rank] = self.version
         return lead
 
     def read(self, lo: int = 0, hi: int | None = None) -> Tensor:
@@ -214,8 +250,15 @@ class Shard:
         return self.params[lo:hi]
 
     def _snapshot(self, rounds: int) -> None:
-        part = ShardPart(rounds, self.params.clone(), self._optimizer.moments(), dict(self.clock.done))
+        part = ShardPart(rounds, self.params.clone(), self._optimizer.moments(), self.ledger.copy())
         self.parts.keep(rounds, part)
+        passing("shard: saved, not collected")
+
+    def saved(self, rounds: int) -> None:
+        """Note that the snapshot after `rounds` is kept elsewhere: what it holds is durable."""
+        part = self.parts.get(rounds)
+        if part is not None:
+            self.durable = dict(part.ledger.marks)
 
     def facts(self) -> ShardFacts:
         """What the driver and the dashboard ask for."""
@@ -229,7 +272,13 @@ class Shard:
             self.clock.laggards(),
             self.clock.slowest,
             sorted(self.parts),
+            dict(self.ages),
+            self.lost,
         )
+
+
+def _elements(area: Area) -> int:
+    return area.elements if isinstance(area, Rows) else area[1] - area[0]
 
 
 def _padded(value: Tensor, offset: int, size: int) -> Tensor:

@@ -16,6 +16,7 @@ from rayps.errors import LinkError, PeerLost, PeerTimeout
 from rayps.link import Link, Message
 from rayps.link.memory import Memory
 from rayps.link.shared import SharedLink
+from rayps.link.wire import EMPTY
 from rayps.server.messages import CODED, Kind, error_of
 from rayps.server.resident import (
     ANSWERED,
@@ -23,6 +24,7 @@ from rayps.server.resident import (
     ASLEEP,
     BELL,
     BY_MESSAGE,
+    DURABLE,
     LEAD,
     PAGE,
     REQUEST,
@@ -36,6 +38,7 @@ from rayps.server.resident import (
     Fence,
     flat_bytes,
 )
+from rayps.server.rows import Rows, take_rows
 
 GRACE_SECONDS = 5.0  # the shard answers a pull that waits too long itself, naming the slowest rank: it gets time to
 TRIES = 20  # readings of a slice that the shard steps in the middle of, before it is asked to send a copy
@@ -43,8 +46,15 @@ TRIES = 20  # readings of a slice that the shard steps in the middle of, before 
 Place = Any  # np.ndarray of uint8: where the bytes of a pull go
 
 
+# what is said by message also to a shard of this host: rare, or with a payload that lies nowhere else
+ALWAYS_BY_MESSAGE = frozenset(CODED.values()) | {Kind.JOIN, Kind.IDS, Kind.HOLD, Kind.AIM, Kind.RELEASE}
+
+
 class Ask(NamedTuple):
-    """One request to one shard. `elements` are those of the payload, `piece` is the payload, `place` the answer's."""
+    """One request to one shard. `elements` are those of the payload, `piece` is the payload, `place` the answer's.
+
+    A pull of rows has them as `rows`, for a shard whose memory is read.
+    """
 
     shard: int
     kind: int
@@ -54,17 +64,25 @@ class Ask(NamedTuple):
     elements: int = 0
     piece: Tensor | None = None
     place: Place | None = None
+    rows: Rows | None = None
 
 
 class Answer(NamedTuple):
-    """What a shard said beside its payload: by how many rounds this worker leads, and the version."""
+    """What a shard said: by how many rounds this worker leads, the version (after a JOIN: this rank's next step), below
+    which of this rank's steps all are durable, and where there was no place for it, the payload."""
 
     lead: int
     version: int
+    durable: int
+    payload: memoryview | bytearray = EMPTY
 
 
 class Way(Protocol):
     """From a worker to one shard. `hear` must follow `ask` with the same tag, unless the way is given up."""
+
+    @property
+    def by_message(self) -> ByMessage:
+        """The same shard by message, also where memory is shared with it."""
 
     def ask(self, tag: int, ask: Ask) -> None:
         """Say a request. Raises LinkError."""
@@ -89,6 +107,11 @@ class ByMessage:
         self.link, self.patience = link, timeout + GRACE_SECONDS
         self._heard: Message | LinkError | None = None  # the answer, while nobody has asked for it
 
+    @property
+    def by_message(self) -> ByMessage:
+        """Itself."""
+        return self
+
     def ask(self, tag: int, ask: Ask) -> None:
         """Say a request; what the line does not take at once leaves while answers are awaited. Raises LinkError."""
         self._heard = None
@@ -100,10 +123,10 @@ class ByMessage:
 
     def hear(self, tag: int, ask: Ask, consistent: bool) -> Answer:
         """The answer; always one version of this shard."""
-        reply = self.reply(tag, ask.place)
-        return Answer(reply.b, reply.a)
+        reply = self._reply(tag, ask.place)
+        return Answer(reply.b, reply.a, int(reply.weight), reply.payload)
 
-    def reply(self, tag: int, into: Place | None = None) -> Message:
+    def _reply(self, tag: int, into: Place | None = None) -> Message:
         """The message that answers `tag`; answers to what was given up are passed over."""
         while not self.advance(tag, into):
             self.link.wait(self.events, self.patience, "send a message")
@@ -181,14 +204,20 @@ class ByMemory:
         self._poll.register(desk.bell, select.POLLIN)
         self._poll.register(link.fileno(), select.POLLIN)
 
+    @property
+    def by_message(self) -> ByMessage:
+        """The same shard by message: what is in the box and in the desk stays as it is."""
+        return self._messages
+
     def ask(self, tag: int, ask: Ask) -> None:
         """Say a request. Raises LinkError."""
         self.rest()
-        if ask.kind in CODED.values():  # its payload lies nowhere else
+        if ask.kind in ALWAYS_BY_MESSAGE:
             self._messages.ask(tag, ask)
             return
         words = self._words
-        REQUEST.pack_into(self._view, REQUEST_AT, ask.kind, ask.a, ask.b, ask.elements, ask.weight)
+        kind, a = (ask.kind, ask.a) if ask.rows is None else (Kind.PULL, 0)  # rows are found in the shard's memory
+        REQUEST.pack_into(self._view, REQUEST_AT, kind, a, ask.b, ask.elements, ask.weight)
         self._asked = words[ASKED] = tag
         self._fence()
 
@@ -199,26 +228,35 @@ class ByMemory:
 
     def hear(self, tag: int, ask: Ask, consistent: bool) -> Answer:
         """The answer; with `consistent` its payload is of one version of the shard, else it may be a mixture."""
-        if ask.kind in CODED.values():
+        if ask.kind in ALWAYS_BY_MESSAGE:
             return self._messages.hear(tag, ask, consistent)
         words = self._words
         if words[ANSWERED] != tag:
             self._wait(tag)
         if words[SAYS] == BY_MESSAGE:
-            self._messages.reply(tag)  # raises what it says
+            self._messages.hear(tag, ask._replace(place=None), consistent)  # raises what it says
         if ask.place is not None:
-            whole = len(ask.place) == len(self._params)
-            params = self._params if whole else self._params[ask.a * self._item : ask.b * self._item]
-            if not consistent:
-                np.copyto(ask.place, params)
-            elif not self._copy(params, ask.place):
-                lo, hi = (0, len(params) // self._item) if whole else (ask.a, ask.b)
-                fallback = Ask(ask.shard, Kind.READ, lo, hi, place=ask.place)
-                self._messages.ask(tag, fallback)
-                self._messages.hear(tag, fallback, True)
-        return Answer(words[LEAD], words[VERSION])
+            self._fill(tag, ask, ask.place, consistent)
+        return Answer(words[LEAD], words[VERSION], words[DURABLE])
 
-    def _copy(self, params: Place, place: Place) -> bool:
+    def _fill(self, tag: int, ask: Ask, place: Place, consistent: bool) -> None:
+        """Put what was asked for out of the shard's memory into its place."""
+        if not consistent:
+            self._copy_out(ask, self._params, place)
+        elif not self._copy(ask, place):
+            whole = np.empty_like(self._params)
+            fallback = Ask(ask.shard, Kind.READ, 0, len(whole) // self._item, place=whole)
+            self._messages.ask(tag, fallback)
+            self._messages.hear(tag, fallback, True)
+            self._copy_out(ask, whole, place)
+
+    def _copy_out(self, ask: Ask, params: Place, place: Place) -> None:
+        if ask.rows is not None:
+            take_rows(ask.rows, params, place, self._item)
+        else:
+            np.copyto(place, params if len(place) == len(params) else params[ask.a * self._item : ask.b * self._item])
+
+    def _copy(self, ask: Ask, place: Place) -> bool:
         """Copy while the shard does not step; False when it always did."""
         steps = self._slice
         for _ in range(TRIES):
@@ -226,7 +264,7 @@ class ByMemory:
             if before & 1:
                 os.sched_yield()
                 continue
-            np.copyto(place, params)
+            self._copy_out(ask, self._params, place)
             if steps[STEPS] == before:
                 return True
         return False

@@ -1,0 +1,63 @@
+"""A worker as a shard sees it, and what it asks for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rayps.errors import StaleGeneration
+from rayps.link import Link
+from rayps.server.coded import value_of
+from rayps.server.messages import CODED
+from rayps.server.resident import Box
+from rayps.server.rows import Rows
+
+
+class Guest:
+    """A worker's connection, as the shard sees it."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.descriptor = link.fileno()
+        self.rank = -1  # none yet, or fenced
+        self.patience = 0.0  # seconds that its pulls may wait
+        self.box: Box | None = None
+        self.full = False  # takes no more for now
+        self.ids: dict[int, Rows] = {}  # by number: the rows that it named
+
+
+@dataclass(slots=True)
+class Request:
+    """What a guest asks for; the fields are those of `Kind`."""
+
+    guest: Guest
+    kind: int
+    tag: int
+    a: int
+    b: int
+    weight: float
+    payload: memoryview | bytearray | None  # None: the request is in the box, and its payload in the worker's gradient
+    count: int = 0  # elements of such a payload
+    deadline: float = 0.0
+
+    def value(self, like: Tensor, offset: int = 0) -> Tensor:
+        """The payload, as elements of the shard's kind; `offset` is where it lies in a gradient. Raises ValueError."""
+        if self.payload is None:
+            assert self.guest.box is not None
+            return self.guest.box.value(offset, self.count)
+        if self.kind in CODED.values():
+            return value_of(self.payload, like.dtype)
+        return torch.frombuffer(self.payload, dtype=like.dtype) if self.payload else like[:0]
+
+    def numbers(self) -> Tensor:
+        """The payload of a message, as int64."""
+        return torch.frombuffer(self.payload, dtype=torch.int64) if self.payload else torch.empty(0, dtype=torch.int64)
+
+
+def fenced(guest: Guest) -> StaleGeneration:
+    """What a guest hears whose rank another worker has taken."""
+    return StaleGeneration(
+        f"{guest.link.peer} does not hold its rank any more: another worker has joined with it", peer=guest.link.peer
+    )

@@ -1,0 +1,214 @@
+"""A worker's turns with all of its shards: asks several at once, hears them all, finds lost ones again.
+
+What a worker pushed to a shard since that was last saved is kept, and said again to the shard that replaces it. Several
+shards are read as of one moment while they are held (`rayps.server.cut`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from rayps.errors import LinkError, PeerLost, PeerTimeout
+from rayps.failpoint import passing
+from rayps.link import Link
+from rayps.link.memory import Memory
+from rayps.link.shared import SharedLink
+from rayps.server.cut import furthest
+from rayps.server.kept import Kept
+from rayps.server.messages import PUSHES, Kind
+from rayps.server.resident import AVAILABLE, SLICE, Desk
+from rayps.server.ways import Answer, Ask, ByMemory, ByMessage, Way, together
+
+LOSSES = 4  # in a row of one shard, until its worker gives up
+
+
+class Turns:
+    """The connections of one worker to its shards. `step` is the rank's next step."""
+
+    def __init__(
+        self,
+        rank: int,
+        dtype: torch.dtype,
+        ranges: list[tuple[int, int]],
+        links: list[Link],
+        *,
+        timeout: float,
+        step: int,
+        relink: Callable[[int], Link] | None,
+        resident: bool,
+        keep: int,
+    ) -> None:
+        self.desk: Desk | None = None
+        self.pieces: list[Tensor] = []  # the desk's gradient, by shard
+        self.told: list[set[int]] = [set() for _ in links]  # by shard: the numbers of the ids that it knows
+        self.seconds_waiting = 0.0
+        self._rank, self._dtype, self._ranges = rank, dtype, ranges
+        self._timeout, self._relink, self._resident = timeout, relink, resident
+        self._tag = 0
+        self._kept = Kept(len(links), keep if relink is not None else 0)
+        self._rejoined = 0  # times that a lost shard was found again
+        self._ways: list[Way] = []
+        steps = [self._join(i, link, step) for i, link in enumerate(links)]
+        # a push that its former holder cut off between shards is completed by pushing that step again
+        self.step = min(steps)
+
+    def exchange(self, asks: list[Ask], consistent: bool = True) -> list[Answer]:
+        """Ask several shards at once, then hear them all; the answers are in the order of `asks`.
+
+        Raises:
+            PeerTimeout, PeerLost: a shard was silent or is lost, and cannot be found again.
+        """
+        began = time.monotonic()
+        self._tag = tag = self._tag + 1
+        ways, lost = self._ways, set[int]()
+        for ask in asks:
+            try:
+                ways[ask.shard].ask(tag, ask)
+            except LinkError:
+                if self._relink is None:
+                    raise
+                lost.add(ask.shard)
+            passing("worker: between shards")
+        for way in ways:
+            way.ring()
+        passing("worker: pushed, not heard")
+        lines = [(way, ask.place) for ask in asks if isinstance(way := ways[ask.shard], ByMessage)]
+        if len(lines) > 1:
+            together(lines, tag)
+        answers = [self._hear(tag, ask, consistent, ask.shard in lost) for ask in asks]
+        passing("worker: acknowledged")
+        self.seconds_waiting += time.monotonic() - began
+        return answers
+
+    def _hear(self, tag: int, ask: Ask, consistent: bool, lost: bool) -> Answer:
+        try:
+            if lost:
+                raise PeerLost(f"shard-{ask.shard} was lost", peer=f"shard-{ask.shard}")
+            answer = self._ways[ask.shard].hear(tag, ask, consistent)
+        except PeerLost:
+            if self._relink is None:
+                raise
+            answer = self._recover(ask, consistent)
+        self._kept.durable(ask.shard, answer.durable)
+        return answer
+
+    def shares(self, shard: int) -> bool:
+        """Whether memory is shared with a shard."""
+        return isinstance(self._ways[shard], ByMemory)
+
+    def rest(self) -> None:
+        """Return once no shard has a use for the payload of an earlier request. Raises PeerTimeout, PeerLost."""
+        for way in self._ways:
+            way.rest()
+
+    def close(self) -> None:
+        """Leave, and give up what is shared."""
+        for way in self._ways:
+            way.close()
+        if self.desk is not None:
+            self.desk.close()
+            self.desk = None
+
+    # ---- what is said again
+
+    def keep(self, step: int, said: list[list[Ask]]) -> None:
+        """Keep a push, as what is said to each shard, until it is durable there; payloads are copied."""
+        if self._kept.limit:
+            for shard, asks in enumerate(said):
+                copies = [ask._replace(piece=None if ask.piece is None else ask.piece.clone()) for ask in asks]
+                size = sum(ask.piece.numel() * ask.piece.element_size() for ask in copies if ask.piece is not None)
+                self._kept.keep(shard, step, copies, size)
+
+    def rejoin(self, shard: int, step: int) -> None:
+        """Find a lost shard again, and say again what it lacks; `step` is the first one that is not kept.
+
+        Raises:
+            PeerTimeout: it was not replaced in time.
+            PeerLost: it was lost again.
+        """
+        assert self._relink is not None
+        self._ways[shard].close()
+        self._rejoined += 1
+        mark = self._join(shard, self._relink(shard), self._kept.first(shard, step))
+        way = self._ways[shard].by_message  # the desk holds another push by now
+        for _, asks in self._kept.since(shard, mark):
+            for ask in asks:
+                self._one(way, ask, True)
+        self.told[shard].clear()
+
+    def _recover(self, ask: Ask, consistent: bool) -> Answer:
+        """Find a lost shard again and repeat a request; one that had applied it knows, and does not do so again."""
+        for left in reversed(range(LOSSES)):
+            try:
+                self.rejoin(ask.shard, ask.a if ask.kind in PUSHES else self.step)
+                return self._one(self._ways[ask.shard], ask, consistent)
+            except PeerLost:
+                if not left:
+                    raise
+        raise AssertionError("the last loss is raised")
+
+    def _one(self, way: Way, ask: Ask, consistent: bool) -> Answer:
+        self._tag += 1
+        way.ask(self._tag, ask)
+        way.ring()
+        return way.hear(self._tag, ask, consistent)
+
+    # ---- several shards as of one moment
+
+    def read_together(self, asks: list[Ask]) -> list[Answer]:
+        """As `exchange`, while all shards hold the same pushes and apply no other; nothing may be unacknowledged.
+
+        Raises:
+            PeerTimeout: a push that one shard has did not reach another, or the shards were held for too long.
+        """
+        while True:
+            rejoined = self._rejoined
+            with self._held():
+                answers = self.exchange(asks)
+            if self._rejoined == rejoined:  # else a shard was not the one that was held
+                return answers
+
+    @contextlib.contextmanager
+    def _held(self) -> Iterator[None]:
+        began = time.monotonic()
+        first, *others = [Ask(i, Kind.HOLD, 0, 0) for i in range(len(self._ways))]
+        try:
+            answers = self.exchange([first._replace(a=1)]) + self.exchange(others)
+            reached = [torch.frombuffer(answer.payload, dtype=torch.int64).tolist() for answer in answers]
+            target = furthest(reached)
+            late = [i for i, steps in enumerate(reached) if steps != target]
+            self.exchange([Ask(i, Kind.AIM, 0, 0, piece=torch.tensor(target)) for i in late])
+            yield
+        finally:
+            for i, way in enumerate(self._ways):
+                with contextlib.suppress(LinkError):  # a shard lets go when it loses the link
+                    way.by_message.ask(0, Ask(i, Kind.RELEASE, 0, 0))
+        if time.monotonic() - began > self._timeout:
+            raise PeerTimeout(
+                f"the shards were held for longer than {self._timeout:g} s and went on meanwhile: raise timeout, or "
+                "pull with consistent=False",
+                peer="shard-0", seconds=self._timeout,
+            )  # fmt: skip
+
+    # ---- joining
+
+    def _join(self, i: int, link: Link, step: int) -> int:
+        """Say who this is to a shard, and offer it what can be shared; this rank's next step there."""
+        box: Memory | None = None
+        if self._resident and AVAILABLE and isinstance(link, SharedLink):
+            if self.desk is None:
+                self.desk = Desk(self._ranges[-1][1], self._dtype)
+                self.pieces = [self.desk.gradient[a:b] for a, b in self._ranges]
+            box = self.desk.offer(link)
+        way: Way = ByMessage(link, self._timeout)
+        self._ways[i : i + 1] = [way]
+        joined = self._one(way, Ask(i, Kind.JOIN, self._rank, step, self._timeout), True)
+        if box is not None and self.desk is not None and isinstance(link, SharedLink) and SLICE in link.memories:
+            self._ways[i] = ByMemory(link, box, self.desk, self._timeout)
+        self._kept.durable(i, joined.durable)
+        return joined.version
