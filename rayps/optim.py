@@ -19,6 +19,7 @@ from rayps.flat import Entry, Layout
 from rayps.user_code import user_code
 
 Factory = Callable[[list[nn.Parameter]], Optimizer]
+_BLOCK = 1 << 17  # elements of a gradient that are added up at a time: they stay in the cache
 Moments = dict[str, dict[str, Any]]  # parameter name -> state key -> tensor (whole or slice) or number
 
 
@@ -45,9 +46,7 @@ class SlicedOptimizer:
         if self._sgd and self._step_plainly(grad, scale):
             return
         if scale != 1.0:
-            if self._scratch is None:
-                self._scratch = torch.empty_like(self.params)
-            grad = torch.mul(grad, scale, out=self._scratch)
+            grad = torch.mul(grad, scale, out=self._spare())
         for leaf in self._leaves:
             leaf.param.grad = grad[leaf.cut]
         with user_code("optimizer.step"):
@@ -55,17 +54,38 @@ class SlicedOptimizer:
         for leaf in self._leaves:
             leaf.param.grad = None  # the memory is the caller's
 
+    def step_mean(self, values: list[Tensor], weights: list[float]) -> None:
+        """Apply sum(w_i v_i) / sum(w_i), added up in the order given; the weights must not add up to zero.
+
+        A block of the sum is made while it fits into the cache, so that each value is read once.
+        """
+        total, spare = sum(weights), self._spare()
+        for at in range(0, spare.numel(), _BLOCK):
+            block = slice(at, at + _BLOCK)
+            mean = torch.mul(values[0][block], weights[0] / total, out=spare[block])
+            for value, weight in zip(values[1:], weights[1:], strict=True):
+                mean.add_(value[block], alpha=weight / total)
+        self.step(spare)
+
+    def _spare(self) -> Tensor:
+        """Room for one gradient, kept."""
+        if self._scratch is None:
+            self._scratch = torch.empty_like(self.params)
+        return self._scratch
+
     def _step_plainly(self, grad: Tensor, scale: float) -> bool:
         """SGD without memory is one operation, bit for bit what torch's own loop does; False where it is not that."""
         if self.optimizer._optimizer_step_pre_hooks or self.optimizer._optimizer_step_post_hooks:
             return False
         groups = self.optimizer.param_groups
-        if not all(_is_plain(group) for group in groups):
-            return False
+        for group in groups:
+            if not _is_plain(group):
+                return False
+        single = len(self._leaves) == 1 and grad.numel() == self._leaves[0].size
         for leaf in self._leaves:
             group = groups[leaf.group]
             lr = group["lr"] * scale
-            leaf.value.add_(grad[leaf.cut] if len(self._leaves) > 1 else grad, alpha=lr if group["maximize"] else -lr)
+            leaf.value.add_(grad if single else grad[leaf.cut], alpha=lr if group["maximize"] else -lr)
         return True
 
     def leaves(self) -> list[tuple[nn.Parameter, slice]]:

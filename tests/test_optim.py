@@ -158,3 +158,126 @@ def test_what_a_server_can_run(name):
     [("sgd", False), ("momentum", False), ("adam", True), ("adamw_groups", True), ("nadam", True), ("asgd", False)])
 def test_who_ignores_the_scale(name, ignores):
     assert optim.ignores_scale(EVERY[name], LAYOUT) is ignores
+
+
+SWIFT = EVERY | {
+    "plain": lambda p: SGD(p, lr=0.1),
+    "maximize": lambda p: SGD(p, lr=0.1, maximize=True),
+    "decay": lambda p: SGD(p, lr=0.1, weight_decay=0.1),
+    "nesterov": lambda p: SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "tensor_lr": lambda p: SGD(p, lr=torch.tensor(0.1)),
+    "foreach": lambda p: SGD(p, lr=0.1, foreach=True),
+    "two_groups": lambda p: SGD([{"params": p[:2], "lr": 0.3}, {"params": p[2:], "momentum": 0.5}], lr=0.1),
+    "crossed_groups": lambda p: SGD([{"params": p[::2], "lr": 0.3}, {"params": p[1::2][::-1]}], lr=0.1),
+    "adamw": lambda p: AdamW(p, lr=0.1, weight_decay=0.2),
+}
+
+
+@pytest.mark.parametrize("name", SWIFT)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_swift_steps_are_torchs_own_bit_for_bit(name, dtype):
+    """The slow twin is the user's optimizer over whole parameters, leaf by leaf, by its own step."""
+    layout = Layout.of((name, torch.empty(shape, dtype=dtype)) for name, shape in SHAPES.items())
+    vector = numbers(0).to(dtype)
+    leaves = [nn.Parameter(vector[e.lo:e.hi].view(e.shape)) for e in layout.entries]
+    slow = SWIFT[name](leaves)
+    swift = optim.SlicedOptimizer(SWIFT[name], layout, vector.clone(), 0, layout.size)
+    for step in range(6):
+        grad = numbers(step + 1).to(dtype)
+        for leaf, e in zip(leaves, layout.entries, strict=True):
+            leaf.grad = grad[e.lo:e.hi].view(e.shape).clone()
+        slow.step()
+        kept = grad.clone()
+        swift.step(grad)
+        assert torch.equal(vector, swift.params)
+        assert torch.equal(grad, kept)  # it may be a worker's own memory
+        if step == 2:
+            for group in [*slow.param_groups, *swift.optimizer.param_groups]:
+                group["lr"] = group["lr"] * 0.5
+    same({k: v for k, v in optim.moments(slow, layout, leaves).items() if v},
+         {k: v for k, v in optim.join([swift.moments()], layout).items() if v})
+
+
+def test_neighbours_are_one_leaf_and_plain_sgd_calls_no_optimizer(monkeypatch):
+    swift = optim.SlicedOptimizer(lambda p: SGD(p, lr=0.1), LAYOUT, numbers(0), 0, LAYOUT.size)
+    assert [cut for _, cut in swift.leaves()] == [slice(0, LAYOUT.size)]
+    monkeypatch.setattr(swift.optimizer, "step", lambda: pytest.fail("the optimizer's own step was called"))
+    swift.step(numbers(1))
+
+
+@pytest.mark.parametrize("change", ["lr", "momentum", "weight_decay"])
+def test_what_changes_a_group_later_is_honoured(change):
+    swift = optim.SlicedOptimizer(lambda p: SGD(p, lr=0.1), LAYOUT, numbers(0), 0, LAYOUT.size)
+    law = nn.Parameter(numbers(0))
+    slow = SGD([law], lr=0.1)
+    for step in range(5):
+        if step == 2:
+            for optimizer in (slow, swift.optimizer):
+                optimizer.param_groups[0][change] = 0.25
+        law.grad = numbers(step + 1)
+        slow.step()
+        swift.step(numbers(step + 1))
+        assert torch.equal(law.detach(), swift.params)
+
+
+class Own(SGD):
+    """Its step is its own, whatever its class is called."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.sub_(p.grad, alpha=8.0)
+
+
+def test_an_optimizer_of_the_users_keeps_its_own_step_and_its_own_leaves():
+    own = optim.SlicedOptimizer(lambda p: Own(p, lr=0.1), LAYOUT, numbers(0), 0, LAYOUT.size)
+    own.step(numbers(1))
+    assert torch.equal(own.params, numbers(0) - 8 * numbers(1))
+    assert len(own.leaves()) == len(SHAPES)
+
+
+def test_hooks_of_the_users_are_called():
+    seen = []
+
+    def factory(params):
+        optimizer = SGD(params, lr=0.1)
+        optimizer.register_step_pre_hook(lambda *_: seen.append(1))
+        return optimizer
+
+    swift = optim.SlicedOptimizer(factory, LAYOUT, numbers(0), 0, LAYOUT.size)
+    swift.step(numbers(1))
+    assert seen == [1]
+
+
+def test_states_that_differ_keep_their_leaves_apart():
+    """A parameter that missed some steps (unused under all_reduce) goes on from its own count."""
+    _, moments = whole(OPTIMIZERS["adam"], 3)
+    moments["scale"]["step"] = torch.tensor(1.0)
+    one = optim.SlicedOptimizer(OPTIMIZERS["adam"], LAYOUT, numbers(0), 0, LAYOUT.size)
+    one.load(moments, LAYOUT)
+    assert [cut for _, cut in one.leaves()] == [slice(0, 16), slice(16, 17), slice(17, LAYOUT.size)]
+    one.step(numbers(1))
+    assert one.moments()["scale"]["step"].item() == 2
+    assert one.moments()["a.bias"]["step"].item() == 4
+
+
+@pytest.mark.parametrize("name", ["plain", "momentum", "adam"])
+@pytest.mark.parametrize("scale", [0.25, 1 / 3])
+def test_a_scaled_step_is_the_step_of_the_scaled_gradient(name, scale):
+    one, law = (optim.SlicedOptimizer(SWIFT[name], LAYOUT, numbers(0), 0, LAYOUT.size) for _ in range(2))
+    for step in range(4):
+        grad = numbers(step + 1)
+        one.step(grad, scale)
+        law.step(grad * scale)
+        assert torch.equal(grad, numbers(step + 1))
+        assert torch.allclose(one.params, law.params, atol=1e-15, rtol=1e-14)
+
+
+@pytest.mark.parametrize("weights", [[1.0], [3.0, 1.0], [1.0, 0.0, 2.5]])
+def test_a_step_by_the_mean(weights, monkeypatch):
+    monkeypatch.setattr(optim, "_BLOCK", 7)  # several blocks, the last one short
+    one, law = (optim.SlicedOptimizer(SWIFT["momentum"], LAYOUT, numbers(0), 0, LAYOUT.size) for _ in range(2))
+    values = [numbers(10 + i) for i in range(len(weights))]
+    one.step_mean(values, weights)
+    law.step(sum(w * v for v, w in zip(values, weights, strict=True)) / sum(weights))
+    assert torch.allclose(one.params, law.params, atol=1e-14, rtol=1e-14)
