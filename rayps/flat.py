@@ -105,13 +105,14 @@ class FlatModel:
             self.packed = buffer(self.layout.size + 1, self.layout.dtype)
         else:
             self.packed = torch.zeros(self.layout.size + 1, dtype=self.layout.dtype, device=device)
-        self._views = []
+        self.views: list[Tensor] = []  # where each parameter's gradient stands in the gradient vector
+        self._bound: list[Tensor] = []  # views of another vector that was bound last
         with torch.no_grad():
             for (_, p), entry in zip(self._params, self.layout.entries, strict=True):
                 view = self.vector[entry.lo : entry.hi].view(entry.shape)
                 view.copy_(p)
                 p.data = view
-                self._views.append(self.packed[entry.lo : entry.hi].view(entry.shape))
+                self.views.append(self.packed[entry.lo : entry.hi].view(entry.shape))
         self.zero_grad()
 
     @property
@@ -122,22 +123,42 @@ class FlatModel:
     def zero_grad(self) -> None:
         """Zero the gradient vector and make every `.grad` a view of it again."""
         self.packed.zero_()
-        for (_, p), view in zip(self._params, self._views, strict=True):
+        for (_, p), view in zip(self._params, self.views, strict=True):
             p.grad = view
+
+    def drop_grad(self) -> None:
+        """Leave no gradient, so that the next backward's are made, not added; `collect_grad` takes them over."""
+        for _, p in self._params:
+            p.grad = None
 
     def collect_grad(self) -> Tensor:
         """The gradient vector after a backward; a `.grad` that was replaced is copied back and bound again."""
-        for (_, p), view in zip(self._params, self._views, strict=True):
+        for (_, p), view in zip(self._params, self.views, strict=True):
             if p.grad is None:
                 view.zero_()
-                p.grad = view
-            elif p.grad.data_ptr() != view.data_ptr():
-                view.copy_(p.grad)
-                p.grad = view
+            elif p.grad.data_ptr() != view.data_ptr() or p.grad.shape != view.shape:
+                view.copy_(dense(p.grad))
+            p.grad = view
         return self.packed
 
     def load_grad(self, vector: Tensor) -> None:
-        """Make `vector` the gradient that the optimizer will see."""
+        """Make a copy of `vector` the gradient that the optimizer will see."""
         if vector.data_ptr() != self.packed.data_ptr():
             self.packed[:-1].copy_(vector)
-        self.collect_grad()
+        self.bind(self.packed)
+
+    def bind(self, vector: Tensor) -> None:
+        """Make `vector`, where it lies, the gradient that the optimizer will see."""
+        bound = self.views
+        if vector.data_ptr() != self.packed.data_ptr():
+            bound = self._bound
+            if not bound or bound[0].data_ptr() != vector.data_ptr():
+                bound = self._bound = [vector[e.lo : e.hi].view(e.shape) for e in self.layout.entries]
+        for (_, p), view in zip(self._params, bound, strict=True):
+            p.grad = view
+
+
+def dense(grad: Tensor) -> Tensor:
+    """A gradient as numbers without a history; those of sparse embeddings are filled up with zeros."""
+    grad = grad.detach()
+    return grad if grad.layout is torch.strided else grad.to_dense()

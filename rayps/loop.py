@@ -171,8 +171,9 @@ class LoopActor:
 def wrap(model: nn.Module, optimizer: Optimizer, strategy: Any = "all_reduce") -> tuple[nn.Module, Optimizer]:
     """Let `optimizer.step()` be one round of a strategy; all workers begin with rank 0's parameters.
 
-    The loop stays as it is: zero_grad, loss, backward, step. `optimizer.samples` may be set to the number of
-    samples of the batch (default 1), by which means are weighted. Under a parameter server the optimizer's rule
+    The loop stays as it is: zero_grad, loss, backward, step. Nothing is sent before `step`, so that several backwards
+    may add up first. `optimizer.samples` may be set to the number of samples they were means over (default 1), by
+    which means are weighted. Under a parameter server the optimizer's rule
     runs on the shards, and a change of its learning rate on the worker has no effect.
 
     Raises:
@@ -215,7 +216,7 @@ def wrap(model: nn.Module, optimizer: Optimizer, strategy: Any = "all_reduce") -
         return turns.step(closure, self.samples)
 
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
-        flat.zero_grad()
+        flat.drop_grad() if set_to_none else flat.zero_grad()
 
     # bound, as torch's schedulers of the learning rate expect it
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
@@ -287,6 +288,8 @@ class _Turns:
         self.rank, self.size, self.ring, self.server = here.rank, here.size, ring, server
         self._strategy, self._flat, self._own_step = strategy, flat, own_step
         self._gradient: Gradient | None = None
+        self._used: list[bool] = []  # which parameters have a gradient
+        self._unused: list[int] = []  # those that no rank has used
         self._users = threading.Semaphore(0)  # the user's turn
         self._rounds = threading.Semaphore(0)  # the round's turn
         self._error: BaseException | None = None
@@ -303,6 +306,7 @@ class _Turns:
     def step(self, closure: Callable[[], Any] | None, samples: int) -> Any:
         """Offer the gradient that is in `.grad`; returns when the next round asks for a batch."""
         loss = closure() if closure is not None else None
+        self._used, self._unused = [p.grad is not None for p in self._flat.parameters], []
         self._gradient = Gradient(self._flat.collect_grad(), samples)
         self._rounds.release()
         self._wait()
@@ -343,9 +347,18 @@ class _Turns:
         assert self._gradient is not None
         return self._gradient
 
+    def mean_grad(self, batch: None) -> Tensor:
+        """The mean of what everyone's loop offered; a parameter that no rank used has no gradient in the next step."""
+        mean: Tensor = self.ring.mean(self.grad(batch))
+        used = self.ring.max(torch.tensor(self._used, dtype=torch.uint8))
+        self._unused = [i for i, some in enumerate(used.tolist()) if not some]
+        return mean
+
     def step_own(self, grad: Gradient | Tensor) -> None:
         """Let the user's own optimizer apply a gradient."""
         self._flat.load_grad(grad.vector if isinstance(grad, Gradient) else grad)
+        for i in self._unused:
+            self._flat.parameters[i].grad = None
         self._own_step()
 
     def _run(self) -> None:
@@ -364,7 +377,7 @@ class _RoundView:
 
     def __init__(self, turns: _Turns) -> None:
         self.rank, self.size, self.ring, self.server = turns.rank, turns.size, turns.ring, turns.server
-        self.batch, self.grad, self.step = turns.batch, turns.grad, turns.step_own
+        self.batch, self.grad, self.mean_grad, self.step = turns.batch, turns.grad, turns.mean_grad, turns.step_own
         self._turns = turns
 
     @property

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks as _GLOBAL_HOOKS
 
 from rayps import optim
+from rayps.buckets import Buckets
 from rayps.data import Batch
 from rayps.errors import TrainingError, WorkloadError
 from rayps.flat import FlatModel, Gradient, beside
@@ -99,9 +101,17 @@ class Worker:
         if ring is not None and plan.strategy.compression is not None:
             self.ring, found = compressed(ring, plan.strategy.compression, Gradient(self.flat.packed, 0))
             self.choices += [found] if plan.rank == 0 else []
+        self._buckets: Buckets | None = None
+        if isinstance(self.ring, Ring):
+            self._buckets = Buckets(self.flat, self.ring, getattr(plan.strategy, "bucket_mb", None))
+            self.choices += [self._buckets.choice] if plan.rank == 0 and plan.size > 1 else []
         self.optimizer: Any = None
         if plan.strategy.shards == 0:
             self.optimizer = optim.made(workload.optimizer, self.flat.parameters)
+        self._mean: Tensor | None = None  # of the gradients, where the ring's ranks share it
+        self._used: list[bool] = []  # which parameters the latest gradient is of
+        self._unused: Collection[int] = ()  # parameters that no rank used in this round
+        self._only_reads: bool | None = None  # whether the optimizer may be given what others read too
         self.load(snapshot)
         if server is not None and device == "cpu":
             server.home = self.flat.vector  # a pull lands in the model at once
@@ -146,26 +156,61 @@ class Worker:
             WorkloadError: the user's loss failed or is not a scalar.
         """
         began = time.perf_counter()
-        self.flat.zero_grad()
+        self.flat.drop_grad()
         gradient = Gradient(self.flat.packed, batch.size)
         if batch.size:
-            with user_code("loss"):
-                loss = self.workload.loss(self.flat.model, batch)
-            self._check(loss)
-            with user_code("loss"):
-                loss.backward()  # type: ignore[no-untyped-call]
-            self.flat.collect_grad()
-            gradient.loss = loss.item()
-            self._timer.losses.append((gradient.loss, batch.size))
+            gradient.loss = self._backward(batch)
+        self._used, self._unused = [p.grad is not None for p in self.flat.parameters], ()
+        self.flat.collect_grad()
         self._timer.compute += time.perf_counter() - began
         return gradient
+
+    def mean_grad(self, batch: Batch) -> Tensor:
+        """`ring.mean(grad(batch))`, in buckets that leave while backward goes on; to be read only.
+
+        A parameter that no rank used has no gradient in the next `step`. Raises as `grad`, and LinkError.
+        """
+        buckets = self._buckets
+        if buckets is None:
+            return self._mean_at_once(batch)
+        began, talked = time.perf_counter(), buckets.seconds
+        buckets.begin(batch.size)
+        if batch.size:
+            self._backward(batch)
+        self._mean, self._unused = buckets.finish()
+        self._timer.compute += time.perf_counter() - began - (buckets.seconds - talked)
+        return self._mean
+
+    def _mean_at_once(self, batch: Batch) -> Tensor:
+        mean: Tensor = self.ring.mean(self.grad(batch))
+        used = self.ring.max(torch.tensor(self._used, dtype=torch.uint8))
+        self._unused = [i for i, some in enumerate(used.tolist()) if not some]
+        return mean
+
+    def _backward(self, batch: Batch) -> float:
+        with user_code("loss"):
+            loss = self.workload.loss(self.flat.model, batch)
+        value = self._check(loss)
+        with user_code("loss"):
+            loss.backward()  # type: ignore[no-untyped-call]
+        self._timer.losses.append((value, batch.size))
+        return value
 
     def step(self, grad: Gradient | Tensor) -> None:
         """Let this worker's own optimizer apply a gradient vector."""
         began = time.perf_counter()
-        self.flat.load_grad(grad.vector if isinstance(grad, Gradient) else grad)
-        with user_code("optimizer.step"):
-            self.optimizer.step()
+        vector = grad.vector if isinstance(grad, Gradient) else grad
+        if vector is self._mean and self._only_reads:
+            self.flat.bind(vector)
+        else:
+            self.flat.load_grad(vector)
+        for i in self._unused:
+            self.flat.parameters[i].grad = None
+        if self._only_reads is None:  # found out once, on a copy
+            self._only_reads = _steps_by_reading(self.optimizer, self.flat.parameters)
+        else:
+            with user_code("optimizer.step"):
+                self.optimizer.step()
         self._timer.compute += time.perf_counter() - began
 
     # ---- what runs it
@@ -254,7 +299,7 @@ class Worker:
         else:
             torch.manual_seed(self.plan.seed * 1_000_003 + self.rank)
 
-    def _check(self, loss: Any) -> None:
+    def _check(self, loss: Any) -> float:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise WorkloadError(
@@ -268,6 +313,7 @@ class Worker:
                 rank=self.rank,
                 round=self.position - 1,
             )
+        return float(loss.item())
 
     def _start_round(self) -> Timer:
         self._timer = Timer(began=time.perf_counter())
@@ -296,6 +342,20 @@ class Worker:
             "bytes": moved - before.bytes,
             "lead": self.server.lead if self.server is not None else None,
         }
+
+
+def _steps_by_reading(optimizer: Any, params: list[nn.Parameter]) -> bool:
+    """Take a step; whether it, and every later one, leaves the gradients as they are.
+
+    Only torch's own optimizers without hooks always do what they did once; some of them write (SGD with nesterov and
+    foreach does).
+    """
+    before = [None if p.grad is None else p.grad._version for p in params]
+    with user_code("optimizer.step"):
+        optimizer.step()
+    after = [None if p.grad is None else p.grad._version for p in params]
+    own = type(optimizer).__module__.startswith("torch.optim.") and "step" not in vars(optimizer)
+    return own and before == after and not optimizer._optimizer_step_pre_hooks and not _GLOBAL_HOOKS
 
 
 def model_of(workload: Workload) -> nn.Module:

@@ -18,7 +18,7 @@ FLOORS = [
     # the two ways of talking
     "ring optim server",
     # what is learnt
-    "data workload checkpoint snapshot worker decide",
+    "data workload checkpoint snapshot buckets worker decide",
     # a run
     "actors addresses meeting group journal progress report preflight driver driver_actor training loop server_group",
     # the service

@@ -134,7 +134,8 @@ def test_bad_options_in_python(make):
 def test_the_catalogue_tells_everything():
     told = {item["name"]: item for item in catalogue()}
     assert set(told) == set(CATALOGUE) == {"all_reduce", "parameter_server"}
-    assert told["all_reduce"]["options"] == [{"name": "compression", "type": "str | None", "default": None}]
+    assert told["all_reduce"]["options"] == [{"name": "compression", "type": "str | None", "default": None},
+                                             {"name": "bucket_mb", "type": "float | None", "default": None}]
     options = {o["name"]: o["default"] for o in told["parameter_server"]["options"]}
     assert options == {"shards": 1, "staleness": 0, "compression": None}
     assert all(item["summary"] for item in told.values())

@@ -62,6 +62,27 @@ def server(
 
 
 @app.command()
+def step(
+    workers: Annotated[int, typer.Option(help="Workers.")] = 2,
+    contenders: Annotated[str, typer.Option(help="Contenders: own, one_bucket (without overlap), alone (no "
+                                            "communication), ddp, ray_train.")] = "own,one_bucket,alone,ddp",
+    hidden: Annotated[int, typer.Option(help="Width of the hidden layers; 2048 are 4.3 million parameters.")] = 2048,
+    repeats: Annotated[int, typer.Option(help="Turns of 20 steps for each.")] = 9,
+    address: Address = None,
+    output: Format = Output.table,
+    as_json: Json = False,
+) -> None:
+    """A training step between Ray actors: AllReduce beside torch's DDP on gloo and beside workers that do not talk."""
+    from rayps.bench.step import bench_step
+
+    rows = _run(address, workers, lambda cluster: bench_step(cluster, workers, contenders.split(","), hidden=hidden,
+                                                             repeats=repeats))
+    _show(Output.json if as_json else output, rows, {
+        "contender": "contender", "rate": "steps/s", "step": "ms a step", "compute": "compute", "waiting": "waiting",
+        "moving": "moving", "times_ddp": "x ddp", "of_alone": "of alone"})
+
+
+@app.command()
 def hosts(
     count: Annotated[int, typer.Option("--hosts", help="Hosts: network namespaces, which need root.")] = 2,
     ranks: Annotated[str, typer.Option(help="Ranks on each host, e.g. 1,2.")] = "1,2",
@@ -98,14 +119,67 @@ def stragglers(
     data: Annotated[Path | None, typer.Option(help="Folder with digits.parquet; default: examples/data.")] = None,
     address: Address = None,
     output: Format = Output.table,
+    as_json: Json = False,
 ) -> None:
     """Time to equal accuracy under staleness 0, 8 and none where workers are slow."""
     from rayps.bench.stragglers import bench_stragglers
 
     rows = _run(address, workers, lambda cluster: bench_stragglers(
         cluster, workers, scenes.split(","), pace=pace, repeats=repeats, folder=data))
-    _show(output, rows, {"scene": "scene", "staleness": "staleness", "seconds": "seconds", "rounds": "rounds",
-                         "idle": "idle share", "times_synchronous": "x synchronous"})
+    _show(Output.json if as_json else output, rows, {
+        "scene": "scene", "staleness": "staleness", "seconds": "seconds", "rounds": "rounds",
+        "idle": "idle share", "times_synchronous": "x synchronous"})
+
+
+@app.command()
+def shards(
+    counts: Annotated[str, typer.Option(help="Numbers of shards, each on a host of its own.")] = "1,2,4",
+    workers: Annotated[int, typer.Option(help="Workers, together on one host with a wide line.")] = 1,
+    rate: Annotated[str, typer.Option(help="What each shard's line carries, each way.")] = "100mbit",
+    size: Annotated[str, typer.Option(help="Size of the parameters.")] = "40MB",
+    repeats: Annotated[int, typer.Option(help="Turns of each.")] = 5,
+    output: Format = Output.table,
+    as_json: Json = False,
+) -> None:
+    """Push and pull with shards on hosts (network namespaces, which need root) on shaped lines."""
+    found = _sizes(size)
+    from rayps.bench.shards import bench_shards
+
+    rows = bench_shards(_whole(counts, "counts"), rate=rate, size=found[0], workers=workers, repeats=repeats)
+    _show(Output.json if as_json else output, rows, {
+        "bytes": "bytes", "shards": "shards", "workers": "workers", "rate": "line", "seconds": "seconds",
+        "limit": "line's limit", "of_limit": "of limit", "times_first": "x first", "memory": "bytes a shard"})
+
+
+@app.command()
+def laws(
+    workers: Annotated[str, typer.Option(help="Numbers of workers.")] = "2,4,8",
+    shards: Annotated[str, typer.Option(help="Numbers of shards; 0 leaves the server out.")] = "1,2,4,8",
+    size: Annotated[str, typer.Option(help="Size of the vector.")] = "1MB",
+    rate: Annotated[str, typer.Option(help="What each host's line carries, each way.")] = "100mbit",
+    slow_link: Annotated[str | None, typer.Option(help="Also the ring with one line at this rate.")] = None,
+    repeats: Annotated[int, typer.Option(help="Turns of each.")] = 3,
+    picture: Annotated[Path | None, typer.Option(help="Draw the rows into this SVG file.")] = None,
+    output: Format = Output.table,
+    as_json: Json = False,
+) -> None:
+    """Bytes and time against the number of workers, for every algorithm and number of shards, beside the formulas.
+
+    Every worker and shard is a host of its own: a network namespace, which needs root.
+    """
+    (found,) = _sizes(size)[:1]
+    from rayps.bench.laws import bench_laws
+    from rayps.bench.laws import picture as drawn
+
+    rows = bench_laws(_whole(workers, "workers"), [each for each in _whole(shards, "shards") if each], size=found,
+                      rate=rate, slow_link=slow_link, repeats=repeats)
+    _show(Output.json if as_json else output, rows, {
+        "way": "way", "workers": "workers", "shards": "shards", "slow": "slow line", "busiest": "bytes of busiest",
+        "busiest_law": "by the book", "total": "bytes of all", "total_law": "by the book", "seconds": "seconds",
+        "seconds_law": "by the book", "times_law": "x book"})
+    if picture is not None:
+        picture.write_text(drawn(rows), encoding="utf-8")
+        show.note(f"drawn into {picture}")
 
 
 def _run(address: str | None, workers: int, measure: Any) -> list[Any]:

@@ -3,6 +3,7 @@
 Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009.
 Every worker holds all parameters w and its own optimizer. In round t, worker i computes g_i on its
 batch of n_i samples; the ring gives everyone g = sum(n_i g_i) / sum(n_i); everyone takes the same step.
+Gradients leave in buckets of `bucket_mb` (10^6 bytes; 0 = all at once, none = chosen) while backward goes on.
 `compression` (fp16, bf16, int8, top_k, top_k:FRACTION, auto) says how the g_i travel, with error feedback.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from rayps.errors import ConfigError
 from rayps.strategies.base import Strategy, WorkerView, compression_of
 
 
@@ -19,12 +21,19 @@ class AllReduce(Strategy):
     """Equal workers, every round in step: exact, and the fastest when all machines are alike."""
 
     compression: str | None = None
+    bucket_mb: float | None = None
     name: ClassVar[str] = "all_reduce"
 
     def __post_init__(self) -> None:
         if self.compression is not None:
             compression_of(self.compression)
+        mb = self.bucket_mb
+        if mb is not None and (isinstance(mb, bool) or not isinstance(mb, (int, float)) or not 0 <= mb < float("inf")):
+            raise ConfigError(
+                f"bucket_mb is {mb!r}: give megabytes such as 4, 0 (one bucket after backward) or none (chosen)",
+                field="bucket_mb",
+            )
 
     def round(self, w: WorkerView) -> None:
         """g <- mean over workers; w <- w - step(g)."""
-        w.step(w.ring.mean(w.grad(w.batch())))
+        w.step(w.mean_grad(w.batch()))

@@ -1,0 +1,235 @@
+"""How fast a training step is: AllReduce in the real Worker, beside torch's DDP and beside workers that do not talk.
+
+Contenders take turns in one run: `own` and `one_bucket` (the same without overlap), `ddp` (DistributedDataParallel on
+gloo) and `alone` (side by side, no communication) in the same Ray actors, `ray_train` (TorchTrainer, which wraps the
+model in DDP) in actors of its own. The functions return rows and print nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rayps import data
+from rayps.bench.ray_train import RayTrain
+from rayps.cluster import Cluster, Handle
+from rayps.data import Batch, Data
+from rayps.errors import ConfigError
+from rayps.flat import FlatModel
+from rayps.ring import Ring
+from rayps.server.shard import Boundary
+from rayps.snapshot import Snapshot
+from rayps.strategies.all_reduce import AllReduce
+from rayps.worker import Worker, WorkerPlan
+from rayps.workload import Workload
+
+CONTENDERS = ("own", "one_bucket", "alone", "ddp", "ray_train")
+DEFAULT = "own,one_bucket,alone,ddp"
+_BATCH, _ROUNDS = 32, 64  # samples a step; steps an epoch
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """One contender. `rate` is a worker's steps a second, the median of the turns; the rest are milliseconds a step."""
+
+    contender: str
+    workers: int
+    parameters: int
+    repeats: int
+    rate: float
+    step: float
+    compute: float | None  # forward, backward and the optimizer, as the worker's points say
+    waiting: float | None
+    moving: float | None
+    times_ddp: float | None  # rate / DDP's (Ray Train's where ddp took no part)
+    of_alone: float | None  # rate / that of workers that do not communicate
+
+
+class Mlp(Workload):
+    """64 numbers in, two hidden layers, ten classes out."""
+
+    def __init__(self, hidden: int, size: int) -> None:
+        self._hidden, self._rows = hidden, _BATCH * _ROUNDS * size
+
+    def model(self) -> nn.Module:
+        """4.3 million parameters where hidden is 2048."""
+        n = self._hidden
+        return nn.Sequential(nn.Linear(64, n), nn.ReLU(), nn.Linear(n, n), nn.ReLU(), nn.Linear(n, 10))
+
+    def data(self) -> Data:
+        """Random rows; what is learnt does not matter here."""
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(self._rows, 64, generator=generator)
+        return data.tensors(x, torch.randint(0, 10, (self._rows,), generator=generator), batch_size=_BATCH)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Cross-entropy."""
+        return nn.functional.cross_entropy(model(batch.x), batch.y)
+
+    def optimizer(self, params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+        """Plain SGD."""
+        return torch.optim.SGD(params, lr=0.01)
+
+
+class StepBench:
+    """An actor: one worker of every contender."""
+
+    def __init__(self, rank: int, size: int, hidden: int) -> None:
+        torch.set_num_threads(1)
+        self._rank, self._size, self._work = rank, size, Mlp(hidden, size)
+        self._turns: dict[str, Callable[[int], dict[str, float]]] = {}
+        self._rings: list[Ring] = []
+
+    def port(self) -> int:
+        """Open the store through which DDP's ranks find each other."""
+        self._store: Any = dist.TCPStore("127.0.0.1", 0, self._size, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+        return int(self._store.port)
+
+    def prepare(self, name: str, contenders: list[str], port: int) -> None:
+        """Make every contender's model and connections."""
+        for contender in contenders:
+            if contender == "ddp":
+                self._turns[contender] = self._ddp(port)
+            elif contender == "alone":
+                self._turns[contender] = plain_steps(self._work, self._work.model())
+            elif contender != "ray_train":
+                self._turns[contender] = self._own(f"{name}-{contender}", 0 if contender == "one_bucket" else None)
+
+    def turn(self, contender: str, steps: int) -> dict[str, float]:
+        """So many steps: milliseconds a step, whole and by part."""
+        return self._turns[contender](steps)
+
+    def close(self) -> None:
+        """Leave the rings and DDP's group."""
+        for ring in self._rings:
+            ring.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _ddp(self, port: int) -> Callable[[int], dict[str, float]]:
+        store = self._store if self._rank == 0 else dist.TCPStore("127.0.0.1", port, self._size)  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=self._rank, world_size=self._size)
+        return plain_steps(self._work, nn.parallel.DistributedDataParallel(self._work.model()))
+
+    def _own(self, name: str, bucket_mb: float | None) -> Callable[[int], dict[str, float]]:
+        ring = Ring.join(name, self._rank, self._size)
+        self._rings.append(ring)
+        flat = FlatModel(self._work.model())
+        plan = WorkerPlan(
+            generation=0, rank=self._rank, size=self._size, strategy=AllReduce(bucket_mb=bucket_mb), ring=[], shards=[],
+            secret=b"", seed=0, start=0, end=0, boundary=Boundary(0, -1), evaluated=1 << 62, timeout=60.0,
+        )  # fmt: skip
+        worker = Worker(self._work, plan, Snapshot(flat.layout, flat.vector), ring, None)
+
+        def turn(steps: int) -> dict[str, float]:
+            points: list[dict[str, Any]] = []
+            worker.plan = dataclasses.replace(plan, end=worker.position + steps)
+            start = time.perf_counter()
+            worker.run(points.append, lambda part: None, lambda: False)
+            step = 1000 * (time.perf_counter() - start) / steps
+            rounds = [p for p in points if p["kind"] == "round"]
+            parts = {key: 1000 * statistics.mean(p[key] for p in rounds) for key in ("compute", "wait", "move")}
+            return {"step": step} | parts
+
+        return turn
+
+
+def plain_steps(work: Mlp, model: nn.Module) -> Callable[[int], dict[str, float]]:
+    """A plain torch loop: a function that takes so many steps and tells milliseconds a step."""
+    optimizer = work.optimizer(list(model.parameters()))
+    batches = _endless(work)
+
+    def turn(steps: int) -> dict[str, float]:
+        start = time.perf_counter()
+        for _ in range(steps):
+            batch = next(batches)
+            optimizer.zero_grad()
+            loss = work.loss(model, batch)
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            loss.item()
+        return {"step": 1000 * (time.perf_counter() - start) / steps}
+
+    return turn
+
+
+def _endless(work: Mlp) -> Iterator[Batch]:
+    rows = work.data()
+    while True:
+        yield from rows.batches(rank=0, size=1, seed=0, epoch=0)
+
+
+def bench_step(
+    cluster: Cluster,
+    workers: int,
+    contenders: Sequence[str],
+    *,
+    hidden: int = 2048,
+    steps: int = 20,
+    repeats: int = 9,
+    timeout: float = 120.0,
+) -> list[StepRow]:
+    """Training steps of an MLP 64-hidden-hidden-10 (SGD, batch 32, one thread a worker): a row for each contender.
+
+    Each takes `repeats` turns of `steps` steps, in changing order. Raises ConfigError, ClusterError, LinkError.
+    """
+    for contender in contenders:
+        if contender not in CONTENDERS:
+            raise ConfigError(f"no contender {contender!r}; use some of {', '.join(CONTENDERS)}", contender=contender)
+    name, names = f"step-{secrets.token_hex(4)}", list(contenders)
+    actors: list[Handle] = []
+    found: dict[str, list[dict[str, float]]] = {contender: [] for contender in names}
+    train = RayTrain(workers, hidden, timeout) if "ray_train" in names else None
+    try:
+        actors += [cluster.spawn("rayps.bench.step:StepBench", rank, workers, hidden) for rank in range(workers)]
+        port = actors[0].call("port").result(timeout)
+        together(actors, "prepare", name, names, port, timeout=timeout)
+        for turn in range(repeats + 1):
+            for contender in names[turn % len(names) :] + names[: turn % len(names)]:
+                if contender == "ray_train":
+                    assert train is not None
+                    parts = train.turn(steps)
+                else:
+                    parts = together(actors, "turn", contender, steps, timeout=timeout)
+                if turn:  # the first one touches new pages, and learns the order of backward
+                    found[contender].append(max(parts, key=lambda part: part["step"]))
+        together(actors, "close", timeout=timeout)
+    finally:
+        if train is not None:
+            train.close()
+        for actor in actors:
+            cluster.kill(actor)
+    return _rows(found, workers, hidden, repeats)
+
+
+def together(actors: list[Handle], method: str, *args: Any, timeout: float) -> list[Any]:
+    """Everyone's answer to the same call, by rank."""
+    replies = [actor.call(method, *args) for actor in actors]
+    return [reply.result(timeout) for reply in replies]
+
+
+def _rows(found: dict[str, list[dict[str, float]]], workers: int, hidden: int, repeats: int) -> list[StepRow]:
+    parameters = sum(p.numel() for p in Mlp(hidden, 1).model().parameters())
+    medians = {name: statistics.median(turn["step"] for turn in turns) for name, turns in found.items()}
+    ddp, alone = medians.get("ddp", medians.get("ray_train")), medians.get("alone")
+
+    def part(name: str, key: str) -> float | None:
+        return statistics.median(turn[key] for turn in found[name]) if key in found[name][0] else None
+
+    return [
+        StepRow(
+            name, workers, parameters, repeats, 1000 / step, step,
+            part(name, "compute"), part(name, "wait"), part(name, "move"),
+            ddp / step if ddp else None, alone / step if alone else None,
+        )
+        for name, step in medians.items()
+    ]  # fmt: skip
