@@ -25,6 +25,9 @@ class WorkerView(Protocol):
     def grad(self, batch: Any) -> Any:
         """The gradient of the loss on `batch`; it knows its number of samples."""
 
+    def mean_grad(self, batch: Any) -> Any:
+        """`ring.mean(grad(batch))`, sent in parts while the gradient is being made; to be read only."""
+
     def step(self, grad: Any) -> None:
         """Let this worker's own optimizer apply a gradient vector."""
 
@@ -44,6 +47,7 @@ class Strategy:
     name: ClassVar[str] = ""
     shards: int = 0  # servers that this strategy needs; 0 = workers speak only through the ring
     staleness: int | None = 0  # rounds a worker may lead the slowest when it pulls; None = no bound
+    replay_mb: float = 0.0  # 10^6 bytes of pushes that a worker keeps until they are saved, out of step
     compression: str | None = None  # how gradients travel: see `compression_of`; None = as they are
     gathers: bool = True  # whether on_round is to be called with everyone's values
     borrows: ClassVar[bool] = False  # on_push and on_round only read values and keep none: no copy is made for them
