@@ -50,7 +50,7 @@ class Mesh:
     @property
     def bytes_sent(self) -> int:
         """Bytes that have left this rank."""
-        return self._sent + sum(link.bytes_sent for link in self._links.values())
+        return self._sent + sum(link.bytes_sent for link in list(self._links.values()))
 
     @property
     def transports(self) -> dict[int, str]:
@@ -383,11 +383,11 @@ class Mesh:
     def _part(self, farewell: Callable[[Link], None], failed: bool) -> None:
         self._parted = True
         self._sent = self.bytes_sent
-        for link in self._links.values():
+        for link in list(self._links.values()):
             with contextlib.suppress(LinkError):  # that one is gone already
                 farewell(link)
         end = time.monotonic() + LINGER_SECONDS
-        for link in self._links.values():
+        for link in list(self._links.values()):
             with contextlib.suppress(LinkError):
                 link.say_last(end, read=failed)
             link.close()
