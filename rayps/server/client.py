@@ -64,6 +64,7 @@ class Server:
         self._ranges, self._defer, self._independent = ranges, defer, independent
         self._lists = None if layout is None else IdLists(layout, ranges)
         self._posted: _Posted | None = None  # a push that has not left yet
+        self._resting: tuple[int, float] | None = None  # the same, whole and in the desk: its step and weight
         self._landed: tuple[Tensor, list[Place]] | None = None  # where the last whole pull went
         self._turns = Turns(
             rank, dtype, ranges, links, timeout=timeout, step=step, relink=relink, resident=resident, keep=keep
@@ -100,6 +101,12 @@ class Server:
         count = vector.numel()
         self._must_fit(lo, lo + count)
         self.settle()
+        if self._defer and self.feedback is None and count == self.size and self._turns.swift:
+            self._laid(vector, 0, count)
+            self.bytes_moved += count * self.dtype.itemsize
+            self._resting = self._turns.step, weight
+            self._turns.step += 1
+            return
         if self.feedback is None:
             laid: Tensor | list[Tensor] = self._laid(vector, lo, count)
             self.bytes_moved += count * self.dtype.itemsize
@@ -160,6 +167,9 @@ class Server:
 
     def settle(self) -> None:
         """Return once every push is acknowledged."""
+        if self._resting is not None:
+            (step, weight), self._resting = self._resting, None
+            self._turns.exchange(self._whole_pushes(step, weight, self._turns.pieces))
         if self._posted is not None:
             posted, self._posted = self._posted, None
             self._turns.exchange(posted.asks)
@@ -209,8 +219,13 @@ class Server:
         if out is None:
             out = self.home if whole and kind is Kind.PULL else None
         out, places = self._landing(out, lo, hi)
+        self.bytes_moved += (hi - lo) * self.dtype.itemsize
         posted = self._posted
         together = self._independent and consistent and len(self._ranges) > 1
+        if self._resting is not None and whole and kind is Kind.PULL and not together:
+            (step, weight), self._resting = self._resting, None
+            self.lead = self._turns.push_pull(step, weight, places, consistent)
+            return out
         if kind is Kind.PULL and whole and posted is not None and posted.whole and not together:
             self._posted = None
             asks = [
@@ -225,7 +240,6 @@ class Server:
             self._pulled(asks, consistent)
         else:
             self._turns.exchange(asks, consistent)
-        self.bytes_moved += (hi - lo) * self.dtype.itemsize
         return out
 
     def _pulled(self, asks: list[Ask], consistent: bool) -> None:
@@ -293,13 +307,16 @@ class Server:
             ]
         if count == self.size:
             pieces = self._turns.pieces if self._turns.desk is not None else [laid[a:b] for a, b in self._ranges]
-            return [Ask(i, kind, step, 0, weight, b - a, pieces[i]) for i, (a, b) in enumerate(self._ranges)]
+            return self._whole_pushes(step, weight, pieces)
         asks = []
         for i, (a, b) in enumerate(self._ranges):
             start, stop = max(a, lo), min(b, lo + count)
             piece = laid[start - lo : stop - lo] if start < stop else laid[:0]
             asks.append(Ask(i, kind, step, start - a if start < stop else 0, weight, piece.numel(), piece))
         return asks
+
+    def _whole_pushes(self, step: int, weight: float, pieces: list[Tensor]) -> list[Ask]:
+        return [Ask(i, Kind.PUSH, step, 0, weight, b - a, pieces[i]) for i, (a, b) in enumerate(self._ranges)]
 
     # ---- rows
 

@@ -41,6 +41,9 @@ class Ledger:
             ValueError: the rank is not of this group, or the step lies `WINDOW` or more above the first gap.
         """
         mark = self._mark(rank)
+        if step == mark and not self._above[rank]:  # in order, as nearly always
+            self.marks[rank] = mark + 1
+            return True
         if self.seen(rank, step):
             return False
         if step - mark >= WINDOW:

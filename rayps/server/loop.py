@@ -146,12 +146,36 @@ class ShardLoop:
             if box is not None and box.words[ASKED] != box.seen:
                 served = True
                 kind, a, b, count, weight = box.take()
+                request = Request(guest, kind, box.seen, a, b, weight, None, count)
                 try:
-                    self._handle(Request(guest, kind, box.seen, a, b, weight, None, count))
+                    with self._lock:
+                        if kind == Kind.PUSH_PULL and count == box.elements and not self._readers.busy:
+                            self._turn(request, box)
+                        else:
+                            self._try(request)
                 except LinkError as error:
                     self._lose(guest, error)
         self._ring()
         return served
+
+    def _turn(self, request: Request, box: Box) -> None:
+        """As `_push_pull`, of a whole slice in a box while nobody holds the shard: the commonest request, in few calls."""
+        shard, rank = self.shard, request.guest.rank
+        try:
+            if rank < 0:
+                raise fenced(request.guest)
+            shard.push(rank, request.a, box.gradient, request.weight, 0, True)
+        except Exception as error:
+            self._fail(request, error)
+            return
+        passing("shard: applied, not acknowledged")
+        if shard.may_pull(rank):
+            box.answer(request.tag, shard.pulled(rank), shard.version, shard.durable[rank])
+            self._answered.append(box)
+        else:
+            request.kind, request.a, request.b = Kind.PULL, 0, box.elements
+            self._pull(request)
+        passing("shard: acknowledged, not saved")
 
     def _ring(self) -> None:
         """Wake whom was answered: after all of them, for the one that wakes may take this processor at once."""
@@ -217,12 +241,16 @@ class ShardLoop:
             if answer is None:
                 raise ValueError(f"there is no request of kind {request.kind}")
             answer(request)
-        except (ValueError, RaypsError) as error:
-            self._refuse(request, error)
-        except Exception as error:  # a fault of ours: whoever asked must hear of it, and the loop go on
+        except Exception as error:
+            self._fail(request, error)
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        """Tell whoever asked what went wrong; a fault of ours too, and the loop goes on."""
+        if not isinstance(error, (ValueError, RaypsError)):
             name = f"shard-{self.shard.index}"
-            log.exception("%s failed", name)
-            self._refuse(request, RaypsError(f"{name} failed: {type(error).__name__}: {error}"))
+            log.error("%s failed", name, exc_info=error)
+            error = RaypsError(f"{name} failed: {type(error).__name__}: {error}")
+        self._refuse(request, error)
 
     def _join(self, request: Request) -> None:
         shard, guest, rank = self.shard, request.guest, request.a

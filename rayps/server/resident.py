@@ -125,7 +125,7 @@ class Box:
         self._view, self.words = box.view, box.view.cast("q")
         self._fence = Fence()
         self.seen = 0  # the last request that was taken out
-        self._elements = like.numel()
+        self.elements = like.numel()
         self.gradient = tensor_in(gradient, like.dtype, like.numel(), at=lo * like.element_size())
 
     def take(self) -> tuple[int, int, int, int, float]:
@@ -136,10 +136,10 @@ class Box:
 
     def value(self, offset: int, count: int) -> Tensor:
         """The payload, where it lies. Raises ValueError."""
-        if offset == 0 and count == self._elements:
+        if offset == 0 and count == self.elements:
             return self.gradient
-        if offset < 0 or count < 0 or offset + count > self._elements:
-            raise ValueError(f"a push of {count} elements at {offset} does not fit into {self._elements}")
+        if offset < 0 or count < 0 or offset + count > self.elements:
+            raise ValueError(f"a push of {count} elements at {offset} does not fit into {self.elements}")
         return self.gradient[offset : offset + count]
 
     def answer(self, tag: int, lead: int, version: int, durable: int, says: int = IN_MEMORY) -> None:

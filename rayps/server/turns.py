@@ -21,8 +21,8 @@ from rayps.link.shared import SharedLink
 from rayps.server.cut import furthest
 from rayps.server.kept import Kept
 from rayps.server.messages import PUSHES, Kind
-from rayps.server.resident import AVAILABLE, SLICE, Desk
-from rayps.server.ways import Answer, Ask, ByMemory, ByMessage, Way, together
+from rayps.server.resident import AVAILABLE, SLICE, Desk, Fence
+from rayps.server.ways import Answer, Ask, ByMemory, ByMessage, Place, Way, together
 
 LOSSES = 4  # in a row of one shard, until its worker gives up
 
@@ -52,8 +52,14 @@ class Turns:
         self._tag = 0
         self._kept = Kept(len(links), keep if relink is not None else 0)
         self._rejoined = 0  # times that a lost shard was found again
+        self._quiet = False  # whether all shards have answered
+        self._fence = Fence()
         self._ways: list[Way] = []
+        self._boxes: list[ByMemory] | None = None
         steps = [self._join(i, link, step) for i, link in enumerate(links)]
+        boxes = [way for way in self._ways if isinstance(way, ByMemory)]
+        if relink is None and len(boxes) == len(links):
+            self._boxes = boxes
         # a push that its former holder cut off between shards is completed by pushing that step again
         self.step = min(steps)
 
@@ -64,6 +70,7 @@ class Turns:
             PeerTimeout, PeerLost: a shard was silent or is lost, and cannot be found again.
         """
         began = time.monotonic()
+        self._quiet = False
         self._tag = tag = self._tag + 1
         ways, lost = self._ways, set[int]()
         for ask in asks:
@@ -85,6 +92,38 @@ class Turns:
         self.seconds_waiting += time.monotonic() - began
         return answers
 
+    @property
+    def swift(self) -> bool:
+        """Whether `push_pull` may be used: memory is shared with all shards, and nothing is said again."""
+        return self._boxes is not None
+
+    def push_pull(self, step: int, weight: float, places: list[Place], consistent: bool) -> int:
+        """Push what lies in the desk and pull the whole vector; by how many rounds this worker leads.
+
+        As `exchange` with a request for each shard, in fewer calls. Raises PeerTimeout, PeerLost.
+        """
+        began = time.monotonic()
+        boxes = self._boxes
+        assert boxes is not None
+        if not self._quiet:
+            self.rest()
+        self._quiet = False
+        self._tag = tag = self._tag + 1
+        for way, (a, b) in zip(boxes, self._ranges, strict=True):
+            way.put(tag, Kind.PUSH_PULL, step, 0, b - a, weight)
+            passing("worker: between shards")
+        self._fence()
+        for way in boxes:
+            way.ring()
+        passing("worker: pushed, not heard")
+        lead = 0
+        for way, place in zip(boxes, places, strict=True):
+            lead = max(lead, way.take(tag, place, consistent))
+        self._quiet = True
+        passing("worker: acknowledged")
+        self.seconds_waiting += time.monotonic() - began
+        return lead
+
     def _hear(self, tag: int, ask: Ask, consistent: bool, lost: bool) -> Answer:
         try:
             if lost:
@@ -103,8 +142,10 @@ class Turns:
 
     def rest(self) -> None:
         """Return once no shard has a use for the payload of an earlier request. Raises PeerTimeout, PeerLost."""
-        for way in self._ways:
-            way.rest()
+        if not self._quiet:
+            for way in self._ways:
+                way.rest()
+            self._quiet = True
 
     def close(self) -> None:
         """Leave, and give up what is shared."""

@@ -215,11 +215,24 @@ class ByMemory:
         if ask.kind in ALWAYS_BY_MESSAGE:
             self._messages.ask(tag, ask)
             return
-        words = self._words
         kind, a = (ask.kind, ask.a) if ask.rows is None else (Kind.PULL, 0)  # rows are found in the shard's memory
-        REQUEST.pack_into(self._view, REQUEST_AT, kind, a, ask.b, ask.elements, ask.weight)
-        self._asked = words[ASKED] = tag
+        self.put(tag, kind, a, ask.b, ask.elements, ask.weight)
         self._fence()
+
+    def put(self, tag: int, kind: int, a: int, b: int, elements: int, weight: float) -> None:
+        """Put a request into the box; the one before must be answered, and a fence and `ring` must follow."""
+        REQUEST.pack_into(self._view, REQUEST_AT, kind, a, b, elements, weight)
+        self._asked = self._words[ASKED] = tag
+
+    def take(self, tag: int, place: Place, consistent: bool) -> int:
+        """The whole slice, as the answer to a request that was put; by how many rounds this worker leads."""
+        words = self._words
+        if words[ANSWERED] != tag:
+            self._wait(tag)
+        if consistent or words[SAYS] == BY_MESSAGE:
+            return self.hear(tag, Ask(0, Kind.PUSH_PULL, 0, 0, place=place), consistent).lead
+        np.copyto(place, self._params)
+        return words[LEAD]
 
     def ring(self) -> None:
         """Wake the shard where it sleeps."""
