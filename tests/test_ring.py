@@ -15,8 +15,9 @@ import torch
 
 from rayps.cluster import rendezvous
 from rayps.errors import ConfigError, LinkError, PeerLost, PeerTimeout
-from rayps.link import Listener
+from rayps.link import Listener, parse_address
 from rayps.ring import Ring
+from rayps.ring.join import meet
 from rayps.ring.mesh import Mesh
 
 SECRET = b"r" * 32
@@ -26,6 +27,7 @@ INTS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
 
 def form(n, timeout=20.0, generation=0, listeners=None, **options):
     """The rings of n ranks, formed at once by threads."""
+    options.setdefault("streams", 1)  # to measure how many fill the line takes time, and is a test of its own
     with contextlib.ExitStack() as stack:
         if listeners is None:
             listeners = [
@@ -53,7 +55,8 @@ def errors(rings, work):
         return [call.exception(60) for call in [pool.submit(work, ring) for ring in rings]]
 
 
-GROUPS = [(1, "shm"), (2, "shm"), (2, "tcp"), (3, "tcp"), (4, "shm"), (5, "shm")]
+GROUPS = [(1, "shm"), (2, "shm"), (2, "tcp"), (3, "tcp"), (4, "shm")]
+ALGORITHMS = ["ring", "tree", "one_shot", "two_shot", "star", "hierarchical"]
 
 
 @pytest.fixture(scope="module", params=GROUPS, ids=lambda group: f"{group[0]}-{group[1]}")
@@ -119,20 +122,34 @@ def test_large_sums_do_not_deadlock(rings):
         assert torch.equal(got, torch.full((size,), sum(range(1, len(rings) + 1)) + 0.0))
 
 
-@pytest.mark.parametrize("algorithm", ["ring", "tree", "one_shot", "two_shot", "star"])
-@pytest.mark.parametrize("dtype", FLOATS + INTS[:1], ids=str)
-def test_every_algorithm_equals_the_star(rings, algorithm, dtype):
-    for size in [*sizes(len(rings)), 70_001, 700_001]:
-        parts = [values(r, size, dtype) for r in range(len(rings))]
+@pytest.mark.parametrize(("n", "transport"), [
+    (1, "shm"), (2, "tcp"), (3, "shm"), (4, "tcp"), (5, "tcp"), (6, "shm"), (7, "tcp"), (8, "shm"),
+], ids=str)  # fmt: skip
+def test_every_algorithm_equals_the_star(n, transport):
+    rings = form(n, prefer=transport, algorithm="star", streams=2)
+    cases = [(dtype, size) for dtype in FLOATS + INTS for size in sizes(n)] + [(torch.float32, 1_000_003)]
+    parts = {case: [values(rank, case[1], case[0]) for rank in range(n)] for case in cases}
+
+    def work(ring, algorithm, kind):
+        return [getattr(ring, kind)(parts[case][ring.rank].clone(), algorithm=algorithm) for case in cases]
+
+    for algorithm in ALGORITHMS:
         for kind in ("sum", "max"):
-            got = every(rings, lambda r, p=parts, k=kind: getattr(r, k)(p[r.rank].clone(), algorithm=algorithm))
-            assert all(torch.equal(other, got[0]) for other in got)
-            if kind == "max":
-                assert torch.equal(got[0], torch.stack(parts).max(0).values)
-            elif algorithm in ("star", "one_shot", "two_shot"):
-                assert torch.equal(got[0], law(parts))
-            else:
-                assert close_enough(got[0], parts)
+            got = every(rings, lambda ring, a=algorithm, k=kind: work(ring, a, k))
+            for i, case in enumerate(cases):
+                assert all(torch.equal(other[i], got[0][i]) for other in got)
+                if kind == "max":
+                    assert torch.equal(got[0][i], torch.stack(parts[case]).max(0).values)
+                elif algorithm in ("star", "one_shot", "two_shot"):
+                    assert torch.equal(got[0][i], law(parts[case]))
+                else:
+                    assert close_enough(got[0][i], parts[case])
+        for dtype in FLOATS:  # whole numbers have one sum, in whatever order
+            whole = [values(rank, 257, torch.int64).to(dtype) for rank in range(n)]
+            for got in every(rings, lambda ring, a=algorithm, w=whole: ring.sum(w[ring.rank].clone(), algorithm=a)):
+                assert torch.equal(got, law(whole))
+    for ring in rings:
+        ring.close()
 
 
 def test_lists_of_tensors_of_several_dtypes(rings):
@@ -222,6 +239,39 @@ def test_choices_say_what_and_why_and_can_be_given_back(rings):
         rings[0].sum(torch.ones(3), algorithm="magic")
 
 
+def test_several_streams_share_what_is_large():
+    rings = form(3, prefer="tcp", streams=3, algorithm="two_shot")
+    assert [ring.choices["streams"] for ring in rings] == [3] * 3
+    before = [[link.bytes_sent for link in ring._mesh._links.values()] for ring in rings]
+    assert [len(some) for some in before] == [6] * 3
+    for algorithm in ("two_shot", "ring"):
+        for got in every(rings, lambda ring, a=algorithm: ring.sum(torch.ones(3_000_000), algorithm=a)):
+            assert torch.equal(got, torch.full((3_000_000,), 3.0))
+    for ring, some in zip(rings, before, strict=True):
+        assert all(link.bytes_sent > b for link, b in zip(ring._mesh._links.values(), some, strict=True))
+    rings[1].close()
+    for error in errors([rings[0], rings[2]], lambda ring: ring.sum(torch.ones(3_000_000))):
+        assert isinstance(error, PeerLost) and error.data["peer"] == "rank 1"
+    for ring in rings:
+        ring.close()
+
+
+def test_how_many_streams_fill_the_line_is_measured_and_the_others_are_closed():
+    rings = form(2, prefer="tcp", streams=0)
+    for ring in rings:
+        count = ring.choices["streams"]
+        assert count in ring.choices["streams_seconds"] and min(ring.choices["streams_seconds"]) == 1
+        assert ring.choices == rings[0].choices
+        assert len(ring._mesh._links) == count == ring._mesh.streams
+    again = form(2, prefer="tcp", streams=0, table=rings[0].choices)
+    assert again[0].choices["streams"] == rings[0].choices["streams"]
+    assert "streams_seconds" not in again[0].choices
+    for ring in (*rings, *again):
+        ring.close()
+    with pytest.raises(ConfigError, match="streams is 99: give 1 to 16"):
+        form(2, streams=99)
+
+
 @pytest.mark.parametrize("hosts", [[0, 0, 1, 1], [0, 1, 0, 1, 1], [0, 1, 1]], ids=str)
 def test_hierarchical_adds_inside_hosts_then_between_them(hosts):
     """Two hosts are made by closing the unix door to the ranks of the other one."""
@@ -233,7 +283,8 @@ def test_hierarchical_adds_inside_hosts_then_between_them(hosts):
     ]
     with ThreadPoolExecutor(n) as pool:
         calls = [
-            pool.submit(Ring.form, i, tables[i], doors[i], secret=SECRET, generation=0, timeout=20) for i in range(n)
+            pool.submit(Ring.form, i, tables[i], doors[i], secret=SECRET, generation=0, timeout=20, streams=1)
+            for i in range(n)
         ]
         rings = [call.result() for call in calls]
     assert rings[0].choices["hosts"] == [[i for i in range(n) if hosts[i] == h] for h in (0, 1)]
@@ -456,6 +507,63 @@ def test_a_rank_that_dies_in_a_collective_is_named_by_everyone(victim, algorithm
         ring.close()
 
 
+@pytest.mark.parametrize("step", [1, 2, 3])
+@pytest.mark.parametrize("victim", [2, 4, 6])
+def test_no_rank_returns_a_sum_that_lacks_the_leaves_below_a_dead_node(victim, step, monkeypatch):
+    rings = form(8, timeout=20.0, algorithm="tree")
+    steps = [0] * 8
+    finish = Mesh._finish
+
+    def fail(mesh, *args, **kwargs):
+        steps[mesh.rank] += 1
+        if mesh.rank == victim and steps[victim] == step:
+            for link in mesh._links.values():
+                link.close()
+            raise SystemExit
+        finish(mesh, *args, **kwargs)
+
+    monkeypatch.setattr(Mesh, "_finish", fail)
+    sums = [torch.full((1000,), 2.0**rank) for rank in range(8)]
+    found = errors(rings, lambda ring: ring.sum(sums[ring.rank]))
+    if step == 1:
+        assert found[0] is not None  # the root cannot have what the victim kept
+    for rank, error in enumerate(found):
+        if error is None:
+            assert torch.equal(sums[rank], torch.full((1000,), 255.0))
+        elif rank != victim:
+            assert isinstance(error, PeerLost) and error.data["peer"] == f"rank {victim}"
+            with pytest.raises(PeerLost):  # what is half added cannot be added to
+                rings[rank].sum(sums[rank])
+    monkeypatch.undo()
+    for ring in rings:
+        ring.close()
+
+
+def test_what_was_cut_off_in_shared_memory_is_never_used_again():
+    listeners = [Listener(f"worker-{i}", SECRET) for i in range(3)]
+    rings = form(3, listeners=listeners)
+    buffers = every(rings, lambda ring: ring.buffer(500_000).fill_(1.0))
+    assert every(rings, lambda ring: ring.total(buffers[ring.rank])[0].item()) == [3.0] * 3
+
+    def work(ring):
+        if ring.rank == 1:
+            time.sleep(0.1)
+            ring.abort()
+        return ring.total(buffers[ring.rank])
+
+    for error in errors(rings, work):
+        assert isinstance(error, PeerLost) and error.data["peer"] == "rank 1"
+    for error in errors(rings, lambda ring: ring.total(buffers[ring.rank])):
+        assert isinstance(error, PeerLost)
+    again = form(3, generation=1, listeners=listeners)
+    fresh = every(again, lambda ring: ring.buffer(500_000).fill_(2.0))
+    buffers[1].fill_(1e9)  # a rank of the dead generation that wakes up late
+    for total in every(again, lambda ring: ring.total(fresh[ring.rank])):
+        assert torch.equal(total, torch.full((500_000,), 6.0))
+    for thing in (*rings, *again, *listeners):
+        thing.close()
+
+
 def test_an_abort_reaches_everyone_and_the_next_generation_starts_clean():
     listeners = [Listener(f"worker-{i}", SECRET) for i in range(4)]
     rings = form(4, listeners=listeners)
@@ -534,7 +642,7 @@ def test_missing_ranks_are_named_when_forming():
 # Processes
 
 
-def _process(rank, addresses, name, out, prefer):
+def _process(rank, addresses, name, out, prefer):  # `out` is its own: a frozen process may hold a queue's lock
     with Listener(name, SECRET) as listener:
         out.put((rank, listener.address))
         table = addresses.get(timeout=60)
@@ -552,22 +660,23 @@ def _process(rank, addresses, name, out, prefer):
 @pytest.mark.parametrize("prefer", ["shm", "tcp"])
 @pytest.mark.parametrize(("sign", "kind"), [(signal.SIGKILL, "PeerLost"), (signal.SIGSTOP, "PeerTimeout")])
 def test_a_killed_or_frozen_process_is_named_by_everyone(sign, kind, prefer):
-    context = get_context("spawn")
-    out, n = context.Queue(), 3
-    tables = [context.Queue() for _ in range(n)]
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["torch", "rayps.ring", __name__])  # imported once, not by each child
+    n = 3
+    outs, tables = ([context.Queue() for _ in range(n)] for _ in range(2))
     children = [
-        context.Process(target=_process, args=(r, tables[r], f"worker-{r}", out, prefer), daemon=True)
+        context.Process(target=_process, args=(r, tables[r], f"worker-{r}", outs[r], prefer), daemon=True)
         for r in range(n)
     ]
     for child in children:
         child.start()
     try:
-        found = dict(out.get(timeout=60) for _ in range(n))
+        found = dict(out.get(timeout=60) for out in outs)
         for table in tables:
             table.put([found[r] for r in range(n)])
-        assert dict(out.get(timeout=60) for _ in range(n)) == dict.fromkeys(range(n), 3.0)
+        assert dict(out.get(timeout=60) for out in outs) == dict.fromkeys(range(n), 3.0)
         os.kill(children[1].pid, sign)
-        assert dict(out.get(timeout=30) for _ in range(n - 1)) == dict.fromkeys((0, 2), (kind, "rank 1"))
+        assert dict(out.get(timeout=30) for out in (outs[0], outs[2])) == dict.fromkeys((0, 2), (kind, "rank 1"))
     finally:
         for child in children:
             child.kill()
@@ -577,9 +686,9 @@ def test_a_killed_or_frozen_process_is_named_by_everyone(sign, kind, prefer):
 # Joining by name
 
 
-def join(name, n, timeout=20.0, ranks=None):
+def join(name, n, timeout=20.0, ranks=None, **options):
     with ThreadPoolExecutor(n) as pool:
-        calls = [pool.submit(Ring.join, name, r, n, timeout=timeout) for r in ranks or range(n)]
+        calls = [pool.submit(Ring.join, name, r, n, timeout=timeout, **options) for r in ranks or range(n)]
         return [call.exception() or call.result() for call in calls]
 
 
@@ -615,19 +724,37 @@ def test_join_names_who_is_missing():
         Ring.join("x", 2, 2)
 
 
-def test_fifty_groups_leave_no_descriptor_and_no_thread():
+def test_a_ring_that_meets_by_name_listens_at_the_clusters_address(monkeypatch):
+    monkeypatch.setattr("rayps.ring.join.host_address", lambda: "127.0.0.2")
+    with ThreadPoolExecutor(2) as pool:
+        met = [call.result() for call in [pool.submit(meet, "where", r, 2, 20.0, None) for r in range(2)]]
+    for listener, _, _, addresses in met:
+        assert [parse_address(address).host for address in addresses] == ["127.0.0.2"] * 2
+        listener.close()
+
+
+def test_two_hundred_groups_leave_no_descriptor_no_thread_and_no_memory():
     def cycle(i):
-        rings = join(f"cycle-{i % 3}", 3)
-        if i % 2:
-            every(rings, lambda ring: ring.sum(torch.ones(10)))
-        for ring in random.Random(i).sample(rings, 3):
+        rings = join(f"cycle-{i % 3}", 2 + i % 2, algorithm="two_shot")
+        every(rings, lambda ring: ring.sum(torch.ones(10)))
+        if i % 4 == 0:
+            every(rings, lambda ring: ring.total(ring.buffer(100_000)))
+        for ring in random.Random(i).sample(rings, len(rings)):
             ring.abort() if i % 5 == 0 else ring.close()
 
-    cycle(0)
-    gc.collect()
-    before = len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
-    for i in range(50):
+    def held():
+        gc.collect()
+        maps = Path("/proc/self/maps").read_text()
+        return len(list(Path("/proc/self/fd").iterdir())), threading.active_count(), maps.count("memfd:rayps")
+
+    def resident():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    for i in range(20):
         cycle(i)
-    gc.collect()
-    assert len(list(Path("/proc/self/fd").iterdir())) <= before[0]
-    assert threading.active_count() <= before[1]
+    before, bytes_before = held(), resident()
+    for i in range(200):
+        cycle(i)
+    after = held()
+    assert all(now <= then for now, then in zip(after, before, strict=True)), (before, after)
+    assert resident() - bytes_before < 8 << 20  # 200 boards would be 1,600 MB
