@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rayps.addresses import Addresses
 from rayps.cluster import host_address
-from rayps.errors import RaypsError, StaleGeneration
+from rayps.errors import LinkError, RaypsError, StaleGeneration
 from rayps.flat import FlatModel, beside
 from rayps.link import Link, Listener, connect
 from rayps.logs import LogBuffer
@@ -92,6 +92,7 @@ class WorkerActor:
         self._facts = WorkerFacts(rank, 0, "idle")
         self._parts: Parts[WorkerPart] = Parts()
         self._lock = threading.Lock()
+        self._recovering = threading.Lock()
         self._shards = Addresses()
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
@@ -153,6 +154,19 @@ class WorkerActor:
     def rewire(self, shard: int, address: str) -> None:
         """Tell that a shard has been replaced and where it is now."""
         self._shards.change(shard, address)
+        with self._lock:
+            finished = self._facts.status == "finished"
+        if finished:
+            self._recover()
+
+    def _recover(self) -> None:
+        """Say again to replaced shards what they lack, where the plan's thread has ended and asks nobody any more."""
+        with self._recovering:
+            for shard in self._shards.unseen() if self._ties.server is not None else []:
+                try:
+                    self._ties.server.recover(shard)  # type: ignore[union-attr]
+                except LinkError as error:  # it died again, and its next replacement will be told
+                    log.info("%s", error)
 
     def evaluate(self, vector: Tensor | None, buffers: dict[str, Tensor]) -> dict[str, tuple[float, int]]:
         """Sums and sample counts of every metric over this worker's share, at the given parameters."""
@@ -200,6 +214,8 @@ class WorkerActor:
         if error is not None:
             ties.part()
             ties.close()
+        elif not stop.is_set():
+            self._recover()  # whoever told of a new shard before the status changed has left it to this thread
 
     def _prepare(self, plan: WorkerPlan, snapshot: Snapshot, stop: threading.Event, ties: _Ties) -> Worker:
         workload = self._load()
@@ -244,6 +260,9 @@ class WorkerActor:
             relink=relink,
             defer=True,
             consistent=plan.strategy.staleness is not None,
+            independent=not plan.strategy.lockstep,
+            keep=plan.strategy.kept_bytes,
+            layout=snapshot.layout,
         )
 
     def _relink(self, shard: int, plan: WorkerPlan) -> Link:
@@ -332,7 +351,7 @@ class ShardActor:
             params=snapshot.params[plan.lo : plan.hi],
             factory=factory,
             strategy=plan.strategy,
-            start=snapshot.positions,
+            start=snapshot.ledger(plan.lo, plan.hi),
             boundary=plan.boundary,
         )
         shard.load(snapshot.moments, layout)
@@ -346,6 +365,11 @@ class ShardActor:
     def part(self, rounds: int) -> ShardPart | None:
         """This shard's share of the checkpoint after `rounds`, if it is still kept."""
         return None if self._loop is None else self._loop.part(rounds)
+
+    def saved(self, rounds: int) -> None:
+        """Note that the snapshot after `rounds` is kept elsewhere: what it holds is durable."""
+        if self._loop is not None:
+            self._loop.saved(rounds)
 
     def close(self) -> None:
         """Stop serving."""

@@ -28,6 +28,11 @@ class Addresses:
             self._changes[shard] += 1
             self._news.notify_all()
 
+    def unseen(self) -> list[int]:
+        """The shards whose new address nobody has asked for."""
+        with self._news:
+            return [i for i, count in enumerate(self._changes) if count > self._seen[i]]
+
     def changed(self, shard: int, timeout: float) -> str:
         """Wait for a shard's new address.
 

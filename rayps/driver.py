@@ -181,8 +181,8 @@ class Driver:
     def _run_phase(self, group: Group, phase: Phase, end: int) -> None:
         assert self._snapshot is not None
         every = self._steps if self.spec.checkpoint_every is None else self.spec.checkpoint_every
-        if self._snapshot.positions:  # a phase begins in step, also after a phase that was not
-            self._snapshot.positions = self._aligned(phase)
+        if phase.strategy.lockstep:  # such a phase begins in step, also after one that was not
+            self._snapshot.align()
         while True:
             self._generation += 1
             self._broken_since = None
@@ -215,11 +215,6 @@ class Driver:
             round=self._snapshot.round,
             generation=self._generation + 1,
         )
-
-    def _aligned(self, phase: Phase) -> list[int]:
-        assert self._snapshot is not None
-        positions = self._snapshot.positions
-        return [min(positions)] * len(positions) if phase.strategy.lockstep else positions
 
     def _watch(self, group: Group, rounds: Rounds, phase: Phase, end: int) -> Restart | None:
         """Poll until the generation ends; None = it reached `end`, a Restart = everyone must begin again."""
@@ -313,6 +308,8 @@ class Driver:
         self._file(rounds.add(points))
         self.journal.lines(group.lines())
         self._report.look(group, rounds.strategy)
+        for name, count in self._report.newly_lost(group):
+            self.journal.event("lost", f"{name} lacks {count} pushes: the workers kept them no more", pushes=count)
         self._show()
 
     def _file(self, merged: list[Point]) -> None:
@@ -337,6 +334,7 @@ class Driver:
             state = newer.to_state(strategy=str(self.spec.strategy), seed=self.spec.seed, generation=self._generation)
             self._saved = checkpoint.save(self._checkpoints, newer.round, state)
             self.journal.event("checkpoint", f"saved round {newer.round}", round=newer.round, path=str(self._saved))
+        group.saved(newer.round)
 
     def _evaluate(self, group: Group, phase: Phase, end: int) -> dict[str, float]:
         """Evaluate the end of a phase; who dies meanwhile is replaced as in training, and all evaluate again."""

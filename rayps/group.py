@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,9 +20,9 @@ from rayps.cluster import Bundle, Cluster, Gang, Handle, Reply
 from rayps.errors import ActorDied, ClusterError
 from rayps.meeting import Meeting
 from rayps.metrics import means
-from rayps.partition import slices
+from rayps.server.rows import cuts
 from rayps.server.shard import Boundary, ShardFacts
-from rayps.snapshot import Snapshot, positions_of
+from rayps.snapshot import Snapshot
 from rayps.strategy import Strategy
 from rayps.worker import WorkerPlan
 
@@ -192,11 +192,8 @@ class Group:
         self._settle([reply], [self.workers[rank]])
 
     def replace_shard(self, index: int, snapshot: Snapshot) -> None:
-        """Restore a shard from a snapshot while the workers go on, and tell them where it is."""
+        """Restore a shard from a snapshot and tell the workers, who say again what they pushed to it since."""
         self._kill(self.shards[index])
-        # the workers have gone on since: the rounds in between are lost to this shard, their clocks are not
-        reached = [w.facts.position if isinstance(w.facts, WorkerFacts) else 0 for w in self.workers]
-        snapshot = replace(snapshot, positions=[max(pair) for pair in zip(snapshot.positions, reached, strict=True)])
         self.shards[index] = shard = self._spawn_shard(index)
         self._place([shard])
         if shard.dead:
@@ -247,8 +244,7 @@ class Group:
         return ShardPlan(orders.generation, index, lo, hi, orders.strategy, orders.boundary)
 
     def _ranges(self, snapshot: Snapshot) -> list[tuple[int, int]]:
-        wanted = len(self.shards)
-        return [(cut.start, cut.stop) for cut in slices(snapshot.layout.size, wanted)] if wanted else []
+        return cuts(snapshot.layout, len(self.shards)) if self.shards else []
 
     def _known(self) -> Orders:
         assert self._orders is not None, "begin() comes first"
@@ -335,6 +331,11 @@ class Group:
                 return found
         return None
 
+    def saved(self, rounds: int) -> None:
+        """Tell the shards that the driver has the state after `rounds`: what it holds need not be said again."""
+        for shard in [shard for shard in self.shards if not shard.dead]:
+            shard.handle.call("saved", rounds)  # where it is not heard, workers keep their pushes for longer
+
     def _concerned(self) -> list[Member]:
         """The members who must give their shares of one and the same round.
 
@@ -369,7 +370,7 @@ def assemble(base: Snapshot, workers: list[Any], shards: list[Any]) -> Snapshot:
     moments = optim.join([part.moments for part in shards], base.layout) if from_shards else workers[0].moments
     # shards at a round boundary know how far each worker's pushes got; the slowest shard counts
     positions = (
-        [min(done) for done in zip(*(positions_of(part.done) for part in shards), strict=True)]
+        [min(marks) for marks in zip(*(part.ledger.marks.values() for part in shards), strict=True)]
         if from_shards
         else [part.round for part in workers]
     )
@@ -382,6 +383,7 @@ def assemble(base: Snapshot, workers: list[Any], shards: list[Any]) -> Snapshot:
         positions,
         base.steps_per_epoch,
         ring=base.ring,
+        ledgers=[(part.lo, part.lo + part.params.numel(), part.ledger) for part in shards],
     )
 
 

@@ -22,6 +22,7 @@ class Report:
         self.steps_per_epoch = 1
         self._throughput = Throughput()
         self._pace = Throughput()  # rounds a second
+        self._lost: dict[str, int] = {}  # by shard
         self._latest: dict[int, deque[Point]] = {}
         self._facts: dict[str, Any] = {"loss": None, "staleness": {}, "workers": [], "shards": []}
 
@@ -50,6 +51,16 @@ class Report:
         self._facts["strategy"] = strategy
         self._facts["workers"] = [self._worker(rank, member) for rank, member in enumerate(group.workers)]
         self._facts["shards"] = [_shard(index, member) for index, member in enumerate(group.shards)]
+
+    def newly_lost(self, group: Group) -> list[tuple[str, int]]:
+        """The shards that had to give up pushes since they were last asked, and how many."""
+        found = []
+        for member in group.shards:
+            lost = member.facts.lost if isinstance(member.facts, ShardFacts) else 0
+            if lost > (known := self._lost.get(member.name, 0)):
+                found.append((member.name, lost - known))
+            self._lost[member.name] = lost
+        return found
 
     def begin_again(self) -> None:
         """A new generation: rates start anew."""

@@ -152,9 +152,3 @@ class Snapshot:
 
 def _shapes(layout: Layout) -> dict[str, tuple[int, ...]]:
     return {entry.name: entry.shape for entry in layout.entries}
-
-
-
-def positions_of(done: dict[int, int]) -> list[int]:
-    """A clock's rounds by rank as a list."""
-    return [done[rank] for rank in sorted(done)]

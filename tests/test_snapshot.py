@@ -5,7 +5,7 @@ from torch import nn
 from rayps import checkpoint, optim
 from rayps.errors import CheckpointError
 from rayps.flat import FlatModel, beside
-from rayps.snapshot import Snapshot, positions_of
+from rayps.snapshot import Snapshot
 
 
 def made(steps=3, positions=(6, 6)):
@@ -85,4 +85,3 @@ def test_another_number_of_workers_only_between_epochs():
 def test_its_round_is_the_slowest_ones():
     assert made(positions=(7, 5))[1].round == 5
     assert made(positions=())[1].round == 0
-    assert positions_of({1: 5, 0: 9}) == [9, 5]

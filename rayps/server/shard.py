@@ -44,6 +44,7 @@ class ShardPart:
     """A shard's share of a checkpoint, after `round` rounds of the slowest worker."""
 
     round: int
+    lo: int
     params: Tensor
     moments: Moments
     ledger: Ledger
@@ -106,7 +107,10 @@ class Shard:
         self._optimizer = SlicedOptimizer(factory, layout, self.params, lo, hi)
         self._inbox: dict[int, dict[int, tuple[Tensor, float, Area]]] = {}
         self._lent: set[tuple[int, int]] = set()  # step and rank of what lies in the inbox and belongs to its pusher
-        self._touched: Area = (0, self.params.numel())
+        self._count = self.params.numel()
+        self._whole: Area = (0, self._count)
+        self._touched: Area = self._whole
+        self._slowest = self.clock.slowest  # rounds that are closed
 
     def load(self, moments: Moments, layout: Layout) -> None:
         """Take over an optimizer state of whole parameters."""
@@ -118,9 +122,11 @@ class Shard:
         words = self.slice.words
         words[STEPS] += 1  # odd: whoever reads now reads a mixture
         try:
-            if isinstance(touched, Rows):
+            if touched is self._whole:
+                self._optimizer.step(grad, scale)
+            elif isinstance(touched, Rows):
                 step_rows(self._optimizer, touched, grad, scale)
-            elif touched[1] - touched[0] == self.params.numel():
+            elif touched[1] - touched[0] == self._count:
                 self._optimizer.step(grad, scale)
             else:
                 self._step_range(grad * scale, *touched)
@@ -173,43 +179,38 @@ class Shard:
         Raises:
             ValueError: too many steps were skipped, the rank is unknown, or the value does not fit.
         """
-        area = self._area(value, offset, rows)
-        slowest = self.clock.slowest
+        count = value.numel()
+        area = self._whole if count == self._count and not offset and rows is None else self._area(count, offset, rows)
         if not self.ledger.add(rank, step):
             return False
-        self._count_age(rank)
-        if rows is None and value.numel() < self.params.numel():
-            value, lent = _padded(value, offset, self.params.numel()), False
+        if rank in self._pulled_at:  # it has pulled from this shard, and not only from one that this one replaces
+            self.ages[self.version - self._pulled_at[rank]] += 1
+        if rows is None and count < self._count:
+            value, lent = _padded(value, offset, self._count), False
         elif lent and not self._borrows:
             value, lent = value.clone(), False
-        if _elements(area):
+        if count:
             self._touched = area
             self.strategy.on_push(self, value, weight)
         if self._gathers:
             self._inbox.setdefault(step, {})[rank] = (value, weight, area)
             if lent:
                 self._lent.add((step, rank))
-        if step == slowest:  # else the slowest is another
-            self._finish(slowest)
+        if step == self._slowest:  # else the slowest is another
+            self._finish()
         return True
 
-    def _area(self, value: Tensor, offset: int, rows: Rows | None) -> Area:
-        count, size = value.numel(), self.params.numel()
+    def _area(self, count: int, offset: int, rows: Rows | None) -> Area:
         if rows is not None and count != rows.elements:
             raise ValueError(f"a push of {count} elements does not fit into rows of {rows.elements}")
-        if offset < 0 or count + offset > size:
-            raise ValueError(f"a push of {count} elements at {offset} does not fit into {size}")
+        if offset < 0 or count + offset > self._count:
+            raise ValueError(f"a push of {count} elements at {offset} does not fit into {self._count}")
         return rows if rows is not None else (offset, offset + count)
-
-    def _count_age(self, rank: int) -> None:
-        if rank in self._pulled_at:  # it has pulled from this shard, and not only from one that this one replaces
-            self.ages[self.version - self._pulled_at[rank]] += 1
 
     def skip(self, rank: int, step: int) -> None:
         """Give up a rank's pushes below `step`: nobody has them any more."""
-        slowest = self.clock.slowest
         self.lost += self.ledger.skip(rank, step)
-        self._finish(slowest)
+        self._finish()
 
     def own(self, rank: int) -> None:
         """Copy what still counts of a rank's pushes out of the rank's own memory."""
@@ -219,12 +220,13 @@ class Shard:
                 value, weight, area = self._inbox[step][rank]
                 self._inbox[step][rank] = value.clone(), weight, area
 
-    def _finish(self, slowest: int) -> None:
-        """Close the rounds that everyone has pushed by now; `slowest` is how many had been before."""
-        for finished in range(slowest, self.clock.slowest):
+    def _finish(self) -> None:
+        """Close the rounds that everyone has pushed by now."""
+        before, self._slowest = self._slowest, self.clock.slowest
+        for finished in range(before, self._slowest):
             if self._gathers:
                 held = sorted(self._inbox.pop(finished, {}).items())
-                values, self._touched = gathered([(value, area) for _, (value, _, area) in held], self.params.numel())
+                values, self._touched = gathered([(value, area) for _, (value, _, area) in held], self._count)
                 if _elements(self._touched):
                     self.strategy.on_round(self, values, [weight for _, (_, weight, _) in held])
             if finished + 1 in self._boundary or finished + 1 == self.parts.wanted:
@@ -240,7 +242,7 @@ class Shard:
 
     def pulled(self, rank: int) -> int:
         """Count a pull; by how many rounds `rank` leads the slowest."""
-        lead = self.clock.lead(rank)
+        lead = self.ledger.marks[rank] - self._slowest
         self.staleness[lead] += 1
         self._pulled_at[rank] = self.version
         return lead
@@ -250,7 +252,7 @@ class Shard:
         return self.params[lo:hi]
 
     def _snapshot(self, rounds: int) -> None:
-        part = ShardPart(rounds, self.params.clone(), self._optimizer.moments(), self.ledger.copy())
+        part = ShardPart(rounds, self.lo, self.params.clone(), self._optimizer.moments(), self.ledger.copy())
         self.parts.keep(rounds, part)
         passing("shard: saved, not collected")
 

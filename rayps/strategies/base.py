@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Protocol
 from rayps.errors import ConfigError
 
 COMPRESSIONS = ("fp16", "bf16", "int8", "top_k", "auto")
+REPLAY_MB = 256.0
 TOP_K = 0.01  # of the elements, unless said otherwise
 
 
@@ -47,7 +48,7 @@ class Strategy:
     name: ClassVar[str] = ""
     shards: int = 0  # servers that this strategy needs; 0 = workers speak only through the ring
     staleness: int | None = 0  # rounds a worker may lead the slowest when it pulls; None = no bound
-    replay_mb: float = 0.0  # 10^6 bytes of pushes that a worker keeps until they are saved, out of step
+    replay_mb: float | None = None  # 10^6 bytes of pushes that a worker keeps until they are saved; None = REPLAY_MB
     compression: str | None = None  # how gradients travel: see `compression_of`; None = as they are
     gathers: bool = True  # whether on_round is to be called with everyone's values
     borrows: ClassVar[bool] = False  # on_push and on_round only read values and keep none: no copy is made for them
@@ -56,6 +57,11 @@ class Strategy:
     def lockstep(self) -> bool:
         """Whether all workers are at the same round, so that one death stops them all."""
         return self.shards == 0 or self.staleness == 0
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of pushes that a worker keeps; none in step, where everyone goes back to the same snapshot."""
+        return 0 if self.lockstep else int(1e6 * (REPLAY_MB if self.replay_mb is None else self.replay_mb))
 
     def split(self, model: Any, ring: Any) -> Any:
         """Which part of the model lives on this worker; the whole of it unless said otherwise."""

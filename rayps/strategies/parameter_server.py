@@ -7,6 +7,8 @@ s = 0: the servers wait for all N pushes and step once by their mean, weighted b
 s > 0: each push is applied as it comes, scaled by 1/N; a pull waits while the puller leads by more than s.
 s = None: the same without the wait.
 `compression` (fp16, bf16, int8, top_k, top_k:FRACTION, auto) says how the pushes travel, with error feedback.
+s != 0: a worker keeps its newest pushes until a snapshot has them, up to `replay_mb` (10^6 bytes; none = 256), and says
+them again to a server that is restored; what is beyond is lost with the server, with 0 all since the snapshot.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ class ParameterServer(Strategy):
     shards: int = 1
     staleness: int | None = 0
     compression: str | None = None
+    replay_mb: float | None = None
     name: ClassVar[str] = "parameter_server"
     borrows: ClassVar[bool] = True
 
@@ -36,6 +39,12 @@ class ParameterServer(Strategy):
             raise ConfigError(
                 f"staleness is {s!r}: give 0 (synchronous), a whole number of rounds, or none (asynchronous)",
                 field="staleness",
+            )
+        r = 0 if self.replay_mb is None else self.replay_mb
+        if isinstance(r, bool) or not isinstance(r, (int, float)) or not 0 <= r < float("inf"):
+            raise ConfigError(
+                f"replay_mb is {r!r}: give the 10^6 bytes of pushes that a worker may keep, 0 or more",
+                field="replay_mb",
             )
         if self.compression is not None:
             compression_of(self.compression)
