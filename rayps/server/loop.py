@@ -159,7 +159,7 @@ class ShardLoop:
         return served
 
     def _turn(self, request: Request, box: Box) -> None:
-        """As `_push_pull`, of a whole slice in a box while nobody holds the shard: the commonest request, in few calls."""
+        """As `_push_pull`, of a whole slice in a box while nobody holds the shard: the commonest turn, in few calls."""
         shard, rank = self.shard, request.guest.rank
         try:
             if rank < 0:
