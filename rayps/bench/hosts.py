@@ -56,11 +56,15 @@ class HostRank:
         """Where the others reach this rank."""
         return self._listener.address
 
-    def form(self, addresses: list[str], streams: int = 0) -> dict[str, Any]:
-        """Form the ring; its choices."""
+    def form(
+        self, addresses: list[str], streams: int = 0, generation: int = 0, algorithm: str = "auto"
+    ) -> dict[str, Any]:
+        """Form the ring, in place of an earlier one; its choices."""
+        if self._ring is not None:
+            self._ring.close()
         self._ring = Ring.form(
-            self._rank, addresses, self._listener, secret=self._secret, generation=0, timeout=self._timeout,
-            streams=streams,
+            self._rank, addresses, self._listener, secret=self._secret, generation=generation, timeout=self._timeout,
+            streams=streams, algorithm=algorithm,
         )  # fmt: skip
         return self._ring.choices
 

@@ -61,7 +61,7 @@ class Mpich:
         """Seconds of one all-reduce of `size` bytes on the slowest rank, as the mean of `calls`."""
         for pipe in self._pipes:
             pipe.send((size, calls))
-        return max(self._answer(pipe) for pipe in self._pipes)
+        return max(float(self._answer(pipe)) for pipe in self._pipes)
 
     def _answer(self, pipe: Connection) -> Any:
         try:

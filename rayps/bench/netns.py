@@ -81,9 +81,21 @@ class Hosts:
         _run(switch, "ip", f"link add {port} type veth peer name eth0 netns {pid}\n"
                            f"link set {port} master switch up")
         _run(pid, "ip", f"addr add {address}/16 dev eth0\nlink set eth0 up\nlink set lo up")
+        self.shape(host, rate)
+
+    def shape(self, host: int, rate: str) -> None:
+        """Give a host's line another rate."""
         burst = max(16_000, int(bits(rate) / 8 * 0.002))
-        _run(switch, "tc", f"qdisc add dev {port} root tbf rate {rate} burst {burst} latency 50ms")
-        _run(pid, "tc", f"qdisc add dev eth0 root tbf rate {rate} burst {burst} latency 50ms")
+        for namespace, device in ((self._holders[0].pid, f"port{host}"), (self._holders[1 + host].pid, "eth0")):
+            _run(namespace, "tc", f"qdisc replace dev {device} root tbf rate {rate} burst {burst} latency 50ms")
+
+    def sent(self, host: int) -> int:
+        """Bytes that have left the host by its line, as the kernel counts them."""
+        for line in Path(f"/proc/{self._holders[1 + host].pid}/net/dev").read_text().splitlines():
+            name, _, numbers = line.partition(":")
+            if name.strip() == "eth0":
+                return int(numbers.split()[8])
+        raise ClusterError(f"host {host} has no line any more", host=host)
 
     def spawn(self, host: int, target: str, *args: Any) -> HostActor:
         """Start an actor, an instance of the class `module:Class`, as a process on that host."""
