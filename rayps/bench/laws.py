@@ -1,0 +1,249 @@
+"""What every way of talking costs as workers grow in number, beside the formulas of the textbooks.
+
+Every worker and every shard is a process on a host of its own, a network namespace whose line has a stated rate, so
+that bytes are counted by the kernel at the lines and seconds are those of the busiest line.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import pickle
+import secrets
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rayps.bench.hosts import HostRank, every
+from rayps.bench.netns import HostActor, Hosts, bits
+from rayps.bench.picture import Chart, Line, page
+from rayps.bench.shards import HostShard, HostWorker
+from rayps.errors import ConfigError
+from rayps.server_group import ServerGroup
+
+ALGORITHMS = ("ring", "two_shot", "tree", "star", "one_shot")
+_START_SECONDS = 120.0
+_TURN_SECONDS = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class LawRow:
+    """One way of talking between so many workers. Bytes are those that leave a host; seconds are medians."""
+
+    way: str  # an algorithm of a ring, or "server"
+    workers: int
+    shards: int  # 0 for a ring
+    bytes: int  # of the vector
+    slow: str  # the rate of the last worker's line where it is another than the others'; else ""
+    busiest: float  # bytes that leave the busiest rank, or the busiest shard, in one turn
+    busiest_law: float
+    total: float  # bytes that leave all hosts
+    total_law: float
+    seconds: float
+    seconds_law: float
+    times_law: float  # seconds / seconds_law
+
+
+@dataclass(frozen=True, slots=True)
+class Law:
+    """Bytes by the textbook: that leave the busiest rank or shard, that leave all, that the busiest line must carry."""
+
+    busiest: float
+    total: float
+    line: float
+
+
+def textbook(way: str, workers: int, size: float, shards: int = 0) -> Law:
+    """What one turn of `size` bytes costs. Raises ConfigError for an unknown way.
+
+    For a server a turn is a push and a pull of everything by every worker, and the busiest is the busiest shard.
+    """
+    n, depth = workers, math.ceil(math.log2(workers)) if workers else 0
+    laws: dict[str, Callable[[], Law]] = {
+        "ring": lambda: Law(2 * (n - 1) / n * size, 2 * (n - 1) * size, 2 * (n - 1) / n * size),
+        "two_shot": lambda: Law(2 * (n - 1) / n * size, 2 * (n - 1) * size, 2 * (n - 1) / n * size),
+        "tree": lambda: Law(depth * size, 2 * (n - 1) * size, 2 * depth * size),
+        "star": lambda: Law((n - 1) * size, 2 * (n - 1) * size, 2 * (n - 1) * size),
+        "one_shot": lambda: Law((n - 1) * size, n * (n - 1) * size, (n - 1) * size),
+        "server": lambda: Law(n * size / shards, 2 * n * size, 2 * max(n / shards, 1) * size),
+    }
+    if way not in laws or (way == "server" and shards < 1):
+        raise ConfigError(f"no law for {way!r} with {shards} shards; use {', '.join(laws)}", way=way)
+    return laws[way]()
+
+
+class LawActor(HostRank):
+    """An actor on a host: a rank of a ring, a worker of a server, or a shard."""
+
+    def __init__(self, rank: int, address: str, secret: bytes, timeout: float) -> None:
+        super().__init__(rank, address, secret, timeout)
+        self._host = address
+        self._worker = HostWorker(rank)
+        self._shard: HostShard | None = None
+
+    def worker(self, method: str, *args: Any) -> Any:
+        """As a worker of a server."""
+        return getattr(self._worker, method)(*args)
+
+    def serve(self, *args: Any) -> None:
+        """Become a shard."""
+        self._shard = HostShard(self._host, *args)
+
+    def shard(self, method: str, *args: Any) -> Any:
+        """As a shard; `close` ends it."""
+        return getattr(self._shard, method)(*args)
+
+
+class _ShardHandle:
+    """A shard on one of the hosts, as a group of servers sees it."""
+
+    def __init__(self, actor: HostActor) -> None:
+        self._actor, self.name = actor, actor.name
+
+    def call(self, method: str, *args: Any) -> Any:
+        return self._actor.call("shard", method, *args)
+
+
+class _OnHosts:
+    """As much of a cluster as a ServerGroup needs."""
+
+    def __init__(self, actors: Sequence[HostActor]) -> None:
+        self._actors = itertools.cycle(actors)
+
+    def spawn(self, target: str, *args: Any, **_: Any) -> _ShardHandle:
+        actor = next(self._actors)
+        actor.call("serve", *args).result(_START_SECONDS)
+        return _ShardHandle(actor)
+
+    def share(self, value: Any) -> bytes:
+        return pickle.dumps(value)
+
+    def kill(self, handle: _ShardHandle) -> None:
+        handle.call("close").result(_START_SECONDS)
+
+
+class _Bench:
+    """The hosts of a run: the workers' first, then the shards'."""
+
+    def __init__(self, hosts: Hosts, workers: int, shards: int, size: int, rate: str, repeats: int) -> None:
+        self._hosts, self._size, self._rate, self._repeats = hosts, size, rate, repeats
+        self._generations = itertools.count()
+        secret = secrets.token_bytes(32)
+        actors = [
+            hosts.spawn(i, "rayps.bench.laws:LawActor", i, hosts.addresses[i], secret, 60.0)
+            for i in range(workers + shards)
+        ]
+        for actor in actors:
+            actor.started.result(_START_SECONDS)
+        self._workers, self._shards = actors[:workers], actors[workers:]
+
+    def ring(self, algorithms: Sequence[str], workers: int, slow: str = "") -> list[LawRow]:
+        """A row for each algorithm between the first `workers`."""
+        ranks, rows = self._workers[:workers], list[LawRow]()
+        addresses = every(ranks, "address", timeout=_START_SECONDS)
+        every(ranks, "form", addresses, 1, next(self._generations), "ring", timeout=_START_SECONDS)
+        if slow:
+            self._hosts.shape(workers - 1, slow)
+        for name in algorithms:
+            before = self._sent()
+            found = every(ranks, "measure", self._size, [name], self._repeats, timeout=_TURN_SECONDS)
+            left = [(b - a) / self._repeats for a, b in zip(before, self._sent(), strict=True)]
+            seconds = statistics.median(map(max, zip(*(rank[name] for rank in found), strict=True)))
+            rows.append(self._row(name, workers, 0, slow, max(left), sum(left), seconds))
+        if slow:
+            self._hosts.shape(workers - 1, self._rate)
+        return rows
+
+    def server(self, workers: int, shards: int) -> LawRow:
+        """Push and pull of everything by the first `workers`, asynchronously."""
+        ranks, where = self._workers[:workers], _OnHosts(self._shards)
+        with ServerGroup(torch.zeros(self._size // 4), shards=shards, optimizer=_sgd, staleness=None, workers=workers,
+                         cluster=where) as group:  # type: ignore[arg-type]  # fmt: skip
+            every(ranks, "worker", "join", group, timeout=_TURN_SECONDS)
+            before = self._sent()
+            turns = [every(ranks, "worker", "turn", timeout=_TURN_SECONDS) for _ in range(self._repeats)]
+            left = [(b - a) / self._repeats for a, b in zip(before, self._sent(), strict=True)]
+            every(ranks, "worker", "leave", timeout=_START_SECONDS)
+        seconds = statistics.median(max(end for _, end in turn) - min(begin for begin, _ in turn) for turn in turns)
+        busiest = max(left[len(self._workers) :])
+        return self._row("server", workers, shards, "", busiest, sum(left), seconds)
+
+    def _sent(self) -> list[int]:
+        return [self._hosts.sent(host) for host in range(len(self._hosts.addresses))]
+
+    def _row(
+        self, way: str, workers: int, shards: int, slow: str, busiest: float, total: float, seconds: float
+    ) -> LawRow:
+        law = textbook(way, workers, self._size, shards)
+        expected = law.line / (bits(slow or self._rate) / 8)
+        return LawRow(way, workers, shards, self._size, slow, busiest, law.busiest, total, law.total, seconds, expected,
+                      seconds / expected)  # fmt: skip
+
+
+def bench_laws(
+    workers: Sequence[int] = (2, 4, 8), shards: Sequence[int] = (1, 2, 4, 8), *,
+    algorithms: Sequence[str] = ALGORITHMS, size: int = 1_000_000, rate: str = "100mbit", slow_link: str | None = None,
+    repeats: int = 3,
+) -> list[LawRow]:  # fmt: skip
+    """A row for each algorithm and each number of shards between each number of workers.
+
+    With `slow_link` also rows of the ring with one worker's line at that rate. Raises ConfigError, ClusterError.
+    """
+    if min(workers, default=0) < 2 or min(shards, default=1) < 1 or repeats < 1:
+        raise ConfigError(f"workers {list(workers)}, shards {list(shards)}, repeats {repeats}: give at least 2, 1, 1")
+    for name in algorithms:
+        textbook(name, 2, size)
+    bits(slow_link or rate)
+    most, servers = max(workers), max(shards, default=0)
+    rows: list[LawRow] = []
+    with Hosts(most + servers, rate) as hosts:
+        bench = _Bench(hosts, most, servers, size // 4 * 4, rate, repeats)
+        for count in workers:
+            rows += bench.ring(algorithms, count)
+        for count in workers if slow_link else ():
+            rows += bench.ring(["ring"], count, str(slow_link))
+        rows += [bench.server(count, each) for each in shards for count in workers]
+    return rows
+
+
+def picture(rows: Sequence[LawRow]) -> str:
+    """The rows as an SVG: dots are measured, lines are the textbook's."""
+    rings = [row for row in rows if row.way != "server" and not row.slow]
+    slow = [row for row in rows if row.slow]
+    servers = [row for row in rows if row.way == "server"]
+
+    def lines(some: Sequence[LawRow], name: Callable[[LawRow], str], what: str, unit: float) -> list[Line]:
+        return [
+            Line(
+                each,
+                [(row.workers, getattr(row, what) / unit) for row in some if name(row) == each],
+                [(row.workers, getattr(row, f"{what}_law") / unit) for row in some if name(row) == each],
+            )
+            for each in dict.fromkeys(map(name, some))
+        ]
+
+    def shard_name(row: LawRow) -> str:
+        return f"{row.shards} shard{'s' if row.shards > 1 else ''}"
+
+    def slow_name(row: LawRow) -> str:
+        return f"one at {row.slow}" if row.slow else "all alike"
+
+    charts = [
+        Chart("Bytes that leave the busiest rank", "workers", "MB", lines(rings, lambda r: r.way, "busiest", 1e6)),
+        Chart("Bytes that leave all ranks", "workers", "MB", lines(rings, lambda r: r.way, "total", 1e6)),
+        Chart("Time of an all-reduce", "workers", "seconds", lines(rings, lambda r: r.way, "seconds", 1)),
+        Chart("Bytes that leave the busiest shard", "workers", "MB", lines(servers, shard_name, "busiest", 1e6)),
+        Chart("Time of a push and a pull", "workers", "seconds", lines(servers, shard_name, "seconds", 1)),
+    ]
+    if slow:
+        alike = [row for row in rings if row.way == "ring"]
+        charts.append(Chart("The ring follows its slowest line", "workers", "seconds",
+                            lines([*alike, *slow], slow_name, "seconds", 1)))  # fmt: skip
+    return page(charts)
+
+
+def _sgd(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.01)
