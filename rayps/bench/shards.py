@@ -1,0 +1,172 @@
+"""How push and pull grow with the number of shards, each on a host of its own whose line has a stated rate.
+
+The hosts are network namespaces (`rayps.bench.netns`); the workers share one host with a line that is wide enough for
+all shards. What one shard's line has to carry, both ways one after the other, is the limit: a shard answers once it
+has the whole push.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import pickle
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rayps.actors import ShardActor, ShardPlan
+from rayps.bench.netns import HostActor, Hosts, bits
+from rayps.errors import ConfigError
+from rayps.link import Listener
+from rayps.server_group import ServerGroup, SharedParameters
+
+_START_SECONDS = 60.0
+_TURN_SECONDS = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class ShardsRow:
+    """One number of shards at one size. Seconds are medians of a turn: a push and a pull of everything."""
+
+    bytes: int
+    shards: int
+    workers: int
+    rate: str  # of each shard's line, each way
+    repeats: int
+    seconds: float
+    limit: float  # seconds that the lines need: 2 x workers x bytes / shards / rate
+    of_limit: float  # limit / seconds
+    times_first: float  # how many times as fast as the first number of shards in this run
+    memory: float  # bytes that serving has added to a shard's process: the largest of the shards
+
+
+class HostShard(ShardActor):
+    """A shard that listens on its host's address."""
+
+    def __init__(self, address: str, index: int, secret: bytes, factory: bytes) -> None:
+        super().__init__(index, secret, factory, threads=1)
+        self._listener.close()
+        self._listener = Listener(f"shard-{index}", secret, host=address)
+        warm = torch.nn.Parameter(torch.zeros(1))
+        warm.grad = torch.ones(1)
+        _sgd([warm]).step()  # loads what an optimizer needs, which is not the parameters' memory
+        self._before = _resident()
+
+    def begin(self, plan: ShardPlan, snapshot: Any) -> None:
+        """As a shard's; the snapshot comes pickled, since pipes would pass its tensors by descriptor."""
+        super().begin(plan, pickle.loads(snapshot))
+
+    def memory(self) -> float:
+        """Bytes that serving has taken so far."""
+        return _resident() - self._before
+
+
+class HostWorker:
+    """One worker that pushes and pulls."""
+
+    def __init__(self, rank: int) -> None:
+        torch.set_num_threads(1)
+        self._rank = rank
+        self._server: SharedParameters | None = None
+        self._gradient = torch.empty(0)
+
+    def join(self, group: ServerGroup) -> None:
+        """Link up with the shards, and take a first turn: it touches new pages."""
+        self._server = group.join(self._rank)
+        self._gradient = torch.rand(group.layout.size)
+        self._server.push_pull(self._gradient)
+
+    def turn(self) -> tuple[float, float]:
+        """Begin and end (wall clock) of a push and a pull."""
+        assert self._server is not None, "join comes first"
+        began = time.time()
+        self._server.push_pull(self._gradient)
+        return began, time.time()
+
+    def leave(self) -> None:
+        """End the links."""
+        if self._server is not None:
+            self._server.close()
+
+
+class _OnHosts:
+    """As much of a cluster as a ServerGroup needs: each shard goes to the next host."""
+
+    def __init__(self, hosts: Hosts) -> None:
+        self._hosts, self._next = hosts, itertools.count(1)
+        self.shards: list[HostActor] = []
+
+    def spawn(self, target: str, *args: Any, **_: Any) -> HostActor:
+        host = next(self._next)
+        actor = self._hosts.spawn(host, "rayps.bench.shards:HostShard", self._hosts.addresses[host], *args)
+        actor.started.result(_START_SECONDS)
+        self.shards.append(actor)
+        return actor
+
+    def share(self, value: Any) -> bytes:
+        return pickle.dumps(value)
+
+    def kill(self, handle: Any) -> None:
+        handle.kill()
+
+
+def bench_shards(
+    counts: Sequence[int] = (1, 2, 4), *, rate: str = "100mbit", size: int = 20_000_000, workers: int = 1,
+    repeats: int = 5, worker_rate: str = "10gbit",
+) -> list[ShardsRow]:  # fmt: skip
+    """A row for each number of shards in `counts`; `size` in bytes of float32.
+
+    Raises:
+        ConfigError: a number is below 1, or a rate cannot be read.
+        ClusterError: no hosts can be made here.
+    """
+    if min([*counts, workers, repeats], default=0) < 1:
+        raise ConfigError(f"shards {list(counts)}, workers {workers}, repeats {repeats}: give numbers of at least 1")
+    line = bits(rate) / 8
+    found = [_with_shards(count, rate, size, workers, repeats, worker_rate) for count in counts]
+    rows = []
+    for count, (seconds, memory) in zip(counts, found, strict=True):
+        limit = 2 * workers * size / count / line
+        rows.append(ShardsRow(size, count, workers, rate, repeats, seconds, limit, limit / seconds,
+                              found[0][0] / seconds, memory))  # fmt: skip
+    return rows
+
+
+def _with_shards(
+    count: int, rate: str, size: int, workers: int, repeats: int, worker_rate: str
+) -> tuple[float, float]:
+    """Seconds of a turn, and the bytes that the largest shard takes."""
+    with Hosts(1 + count, rate, slow={0: worker_rate}) as hosts:
+        where = _OnHosts(hosts)
+        with ServerGroup(torch.zeros(size // 4), shards=count, optimizer=_sgd, staleness=None, workers=workers,
+                         cluster=where) as group:  # type: ignore[arg-type]  # fmt: skip
+            actors = [hosts.spawn(0, "rayps.bench.shards:HostWorker", rank) for rank in range(workers)]
+            for actor in actors:
+                actor.started.result(_START_SECONDS)
+            _all(actors, "join", group)
+            turns = [_all(actors, "turn") for _ in range(repeats)]
+            memory = max(shard.call("memory").result(_START_SECONDS) for shard in where.shards)
+            _all(actors, "leave")
+    spans = [max(end for _, end in turn) - min(begin for begin, _ in turn) for turn in turns]
+    return statistics.median(spans), memory
+
+
+def _all(actors: list[HostActor], method: str, *args: Any) -> list[Any]:
+    replies = [actor.call(method, *args) for actor in actors]
+    return [reply.result(_TURN_SECONDS) for reply in replies]
+
+
+def _resident() -> float:
+    """This process's own memory in bytes, without the code that it shares; what was freed is given back first."""
+    ctypes.CDLL(None).malloc_trim(0)
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return 1024.0 * sum(int(line.split()[1]) for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
+
+
+def _sgd(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.01)
