@@ -98,6 +98,11 @@ class Driver:
         self._stop.set()
 
     @property
+    def saves(self) -> bool:
+        """Whether there is a folder for checkpoints."""
+        return self._checkpoints is not None
+
+    @property
     def status(self) -> Status:
         """Where the run stands."""
         return self._status
@@ -357,8 +362,10 @@ class Driver:
 
     def _stopped(self) -> str:
         done = self._snapshot.round if self._snapshot else 0
-        kept = f", {self._saved} is kept" if self._saved and self._checkpoints else ""
-        return f"stopped on request: round {done} of {self._ends[-1]}{kept}"
+        if self._checkpoints is None:
+            return f"stopped on request at round {self._report.reached(done)} of {self._ends[-1]}: nothing was kept"
+        kept = f"{self._saved} is kept" if self._saved else "nothing was kept yet"
+        return f"stopped on request at round {done} of {self._ends[-1]}: {kept}"
 
     def _say(self, status: Status, message: str) -> None:
         self._status, self._message = status, message

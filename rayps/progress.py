@@ -49,7 +49,7 @@ class Display:
 
     def event(self, event: dict[str, Any]) -> None:
         """Take in that something happened."""
-        if event["kind"] in ("checkpoint", "finished", "failed"):
+        if event["kind"] in ("checkpoint", "finished", "failed", "stopped"):
             return  # the end of the run is told by its result or its error
         style = "yellow" if event["kind"] in ("warning", "restarted", "replaced") else "dim"
         self._console.print(f"{event['kind']}: {event['message']}", style=style, markup=False)

@@ -8,10 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import shutil
 import socket
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -21,6 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from rayps.cluster import Bundle, Gang, Handle, Surroundings, provide, refuse_if_too_large, resolve
 from rayps.errors import ActorDied, ClusterError, NoResources, RaypsError
+from rayps.scratch import Scratch
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +95,22 @@ class RayHandle:
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> RayReply:
         """Call a method; at most once, never retried."""
-        return RayReply(getattr(self.actor, method).remote(*args, **kwargs), self.name)
+        return RayReply(self.actor.call.remote(method, *args, **kwargs), self.name)
+
+
+class _Shell:
+    """An actor's process: the class at a dotted name is imported here, and not by who starts the actor."""
+
+    def __init__(self, target: str, *args: Any, **kwargs: Any) -> None:
+        self._actor = resolve(target)(*args, **kwargs)
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """What the actor's method gives."""
+        return getattr(self._actor, method)(*args, **kwargs)
+
+
+def _shell(target: str) -> type:
+    return type(target.rpartition(":")[2], (_Shell,), {})  # Ray shows the class's name as the process's title
 
 
 class RayGang:
@@ -114,7 +127,7 @@ class RayGang:
 class RayCluster:
     """A Ray cluster that this process has joined, or started and will end."""
 
-    def __init__(self, temp: Path | None = None, *, joined_here: bool = True) -> None:
+    def __init__(self, temp: Scratch | None = None, *, joined_here: bool = True) -> None:
         self._temp = temp
         self._joined_here = joined_here
 
@@ -144,16 +157,16 @@ class RayCluster:
         """Start a private Ray on this machine with so many logical CPUs; `close()` ends it without a trace."""
         if ray.is_initialized():
             return cls(joined_here=False)
-        temp = Path(tempfile.mkdtemp(prefix="rayps-", dir=_short_temp()))
+        temp = Scratch()
         _private_token()
         _hush()
         try:
-            below = str(temp / "r")  # Ray opens its folder to everyone; the one above is ours alone
+            below = str(temp.path / "r")  # Ray opens its folder to everyone; the one above is ours alone
             ray.init(
                 address="local", num_cpus=cpus, num_gpus=gpus, namespace=NAMESPACE, _temp_dir=below, **_QUIET
             )
         except BaseException:
-            shutil.rmtree(temp, ignore_errors=True)
+            temp.close()
             raise
         return cls(temp)
 
@@ -192,7 +205,7 @@ class RayCluster:
                 ray.get_runtime_context().get_node_id(), soft=False
             )
         try:
-            actor = ray.remote(resolve(target)).options(**options).remote(*args, **kwargs)
+            actor = ray.remote(_shell(target)).options(**options).remote(target, *args, **kwargs)
         except ValueError as error:
             raise ClusterError(f"cannot start actor {name!r}: {_first_line(error)}") from error
         return RayHandle(name or target, actor)
@@ -244,7 +257,7 @@ class RayCluster:
         if self._joined_here:
             ray.shutdown()
         if self._temp is not None:
-            shutil.rmtree(self._temp, ignore_errors=True)
+            self._temp.close()
 
 
 def _bundle(resources: dict[str, float]) -> Bundle:
@@ -254,11 +267,6 @@ def _bundle(resources: dict[str, float]) -> Bundle:
 def _ray_bundle(bundle: Bundle) -> dict[str, float]:
     names = {"cpu": "CPU", "gpu": "GPU", "memory": "memory"}
     return {names[key]: amount for key, amount in bundle.items() if amount}
-
-
-def _short_temp() -> str:
-    # Ray puts unix sockets below its folder, and their paths may have 107 bytes at most
-    return tempfile.gettempdir() if len(tempfile.gettempdir()) <= 20 else "/tmp"
 
 
 def _private_token() -> None:

@@ -67,12 +67,16 @@ class Report:
         self._throughput, self._pace = Throughput(), Throughput()
         self._latest.clear()
 
+    def reached(self, done: int) -> int:
+        """The round that all workers have come to; `done` is that of the last snapshot."""
+        return max(done, min((worker["round"] for worker in self._facts["workers"]), default=0))
+
     def progress(self, done: int, **more: Any) -> dict[str, Any]:
         """Where the run stands; `done` is the round of its last snapshot."""
         facts = {"time": time.time(), **self._facts, **more}
         if not self.rounds:
             return facts
-        done = max(done, min((worker["round"] for worker in self._facts["workers"]), default=0))
+        done = self.reached(done)
         pace = self._pace.rate
         return facts | {
             "round": done,

@@ -6,7 +6,7 @@ import math
 import os
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,9 @@ from torch import nn
 from rayps import checkpoint as checkpoints
 from rayps import metrics
 from rayps.cluster import Cluster
-from rayps.driver import Driver
+from rayps.driver import Driver, Outcome
 from rayps.errors import CheckpointError, ConfigError, RaypsError, TrainingError
+from rayps.interrupt import stops
 from rayps.job import JobSpec, Status
 from rayps.journal import Journal
 from rayps.progress import Display
@@ -26,7 +27,7 @@ from rayps.strategy import parse, wire
 from rayps.workload import Workload, load
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class Result:
     """What a run gave: final metrics, the history of its rounds, its events, its model."""
 
@@ -34,8 +35,13 @@ class Result:
     history: pa.Table
     events: list[dict[str, Any]]
     checkpoint: Path | None
-    workload: Workload = field(repr=False)
-    snapshot: Snapshot = field(repr=False)
+    workload: Workload
+    snapshot: Snapshot
+
+    def __repr__(self) -> str:
+        found = ", ".join(f"{name}={value:.4g}" for name, value in self.metrics.items())
+        saved = f", checkpoint={str(self.checkpoint)!r}" if self.checkpoint else ""
+        return f"Result({found or 'no metrics'}, {self.history.num_rows} rounds, {len(self.events)} events{saved})"
 
     def model(self) -> nn.Module:
         """The trained model, on the CPU."""
@@ -64,32 +70,16 @@ def train(
     Raises:
         UserError: what was given cannot work (ConfigError, WorkloadError, DataError, CheckpointError).
         NoResources: the cluster cannot hold the workers.
+        KeyboardInterrupt: Ctrl-C; says what was kept. With a `checkpoint` folder a state is saved first.
         TrainingError: the run failed, e.g. its loss is not finite, or failed more often than max_failures.
     """
     phases = parse(strategy)
     name = workload if isinstance(workload, str) else f"{type(workload).__module__}:{type(workload).__qualname__}"
     spec = JobSpec(
-        name,
-        wire(phases),
-        workers,
-        epochs,
-        steps,
-        seed,
-        {"cpu": 1.0} | (resources or {}),
-        str(Path.cwd()),
-        checkpoint_every,
-        max_failures,
-        timeout,
-    ).check()
-    if isinstance(workload, str):
-        workload = load(workload)
-    if not isinstance(workload, Workload):
-        given = f"the class {workload.__name__}" if isinstance(workload, type) else type(workload).__name__
-        example = f"{workload.__name__}()" if isinstance(workload, type) else "Digits()"
-        raise ConfigError(
-            f"workload is {given}: give an instance of a class derived from rayps.Workload, such as {example}, "
-            "or its name 'digits.py:Digits'"
-        )
+        name, wire(phases), workers, epochs, steps, seed, {"cpu": 1.0} | (resources or {}), str(Path.cwd()),
+        checkpoint_every, max_failures, timeout,
+    ).check()  # fmt: skip
+    workload = _workload(workload)
     folder = Path(checkpoint) if checkpoint is not None else None
     resumed = _resume(resume, folder)
     if folder is not None:
@@ -99,14 +89,9 @@ def train(
     told = (display.event, display.lines) if display else (None, None)
     journal = Journal(on_progress=on_progress, on_event=told[0], on_lines=told[1])
     driver = Driver(workload, spec, journal, checkpoints=folder, resume=resumed, phases=phases, capture=cluster is None)
-    opened: Cluster | None = None
     try:
-        driver.preflight()  # what cannot work is said before Ray takes seconds to start
-        opened = cluster if cluster is not None else _open(address, spec, journal)
-        outcome = driver.run(opened)
+        outcome = _run(driver, cluster, address)
     finally:
-        if opened is not None and opened is not cluster:
-            opened.close()
         if display:
             display.close()
     if outcome.status is not Status.SUCCEEDED or outcome.snapshot is None:
@@ -114,6 +99,36 @@ def train(
     return Result(
         outcome.metrics, metrics.history(journal.points), journal.events, outcome.checkpoint, workload, outcome.snapshot
     )
+
+
+def _workload(given: Workload | str) -> Workload:
+    if isinstance(given, str):
+        given = load(given)
+    if not isinstance(given, Workload):
+        what = f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
+        example = f"{given.__name__}()" if isinstance(given, type) else "Digits()"
+        raise ConfigError(
+            f"workload is {what}: give an instance of a class derived from rayps.Workload, such as {example}, "
+            "or its name 'digits.py:Digits'"
+        )
+    return given
+
+
+def _run(driver: Driver, cluster: Cluster | None, address: str | None) -> Outcome:
+    """Run the driver on the cluster, or on one that is opened and closed for it. Ctrl-C says what was kept."""
+    driver.preflight()  # what cannot work is said before Ray takes seconds to start
+    opened = cluster if cluster is not None else _open(address, driver.spec, driver.journal)
+    try:
+        with stops(driver, lambda text: driver.journal.event("stopping", text)) as interrupts:
+            outcome = driver.run(opened)
+    finally:
+        if opened is not cluster:
+            opened.close()
+    if interrupts and outcome.status is Status.STOPPED:
+        way_on = "--resume (resume=True) goes on from there" if outcome.checkpoint else (
+            "give a folder for checkpoints (--checkpoint DIR, checkpoint=DIR) to be able to go on")
+        raise KeyboardInterrupt(f"{outcome.message}\n{way_on}")
+    return outcome
 
 
 def _open(address: str | None, spec: JobSpec, journal: Journal) -> Cluster:

@@ -14,13 +14,14 @@ FLOORS = [
     # pure: no thread, no socket
     "__init__ errors job clock partition flat compress metrics strategy strategies user_code logs failpoint",
     # where actors live, and how bytes travel between them
-    "cluster ray_cluster link",
+    "cluster scratch ray_cluster link",
     # the two ways of talking
     "ring optim server",
     # what is learnt
     "data workload checkpoint snapshot buckets worker decide",
     # a run
-    "actors addresses meeting group journal progress report preflight driver driver_actor training loop server_group",
+    "actors addresses meeting group journal progress report preflight driver driver_actor interrupt training loop "
+    "server_group",
     # the service
     "service client",
     # the command line, which may also train at once and serve; measurements

@@ -173,7 +173,7 @@ def test_inside_ray_the_surroundings_are_rays(ray_cluster):
 
 
 def test_outside_ray_the_surroundings_are_threads(monkeypatch):
-    monkeypatch.setattr(clusters, "_providers", [])
+    monkeypatch.setattr(clusters, "_providers", [lambda: None])
     values = clusters.rendezvous()
     values.put("key", b"value")
     assert clusters.rendezvous().get("key") == b"value"

@@ -1,6 +1,9 @@
 """`rayps.train` from one call to a result: arguments, progress, resume, and what it refuses."""
 
 import io
+import os
+import re
+import signal
 import threading
 import time
 from pathlib import Path
@@ -223,3 +226,60 @@ def test_the_given_cluster_is_left_open():
     assert cluster._handles == {}
     assert cluster.spawn("rayps.cluster:LocalCluster").call("total").result(5)["cpu"] == 64
     cluster.close()
+
+
+# ------------------------------------------------------------------------------------------ Ctrl-C
+
+
+class Presses:
+    """Ctrl-C, once the run has come so far; given as `progress`."""
+
+    def __init__(self, at_round, times=1):
+        self.at_round, self.times = at_round, times
+
+    def __call__(self, progress):
+        if self.times and progress["status"] in ("RUNNING", "STOPPING") and progress.get("round", 0) >= self.at_round:
+            self.times -= 1
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize("strategy", ["all_reduce", "parameter_server:shards=2", "parameter_server:staleness=none"])
+def test_ctrl_c_saves_a_checkpoint_and_says_how_to_go_on(tmp_path, strategy):
+    work = Small(n=600, pause=0.004)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        train(work, strategy, workers=2, epochs=3, checkpoint=tmp_path, progress=Presses(20))
+    assert signal.getsignal(signal.SIGINT) is before
+    saved = [path for path in tmp_path.iterdir() if path.name.startswith("step-")]
+    assert str(saved[0]) in str(caught.value)
+    assert "--resume" in str(caught.value)
+    assert 20 <= int(saved[0].name[5:]) < 100
+    assert len(str(caught.value).splitlines()) <= 3
+    again = train(work, strategy, workers=2, epochs=3, checkpoint=tmp_path, resume=True)
+    if "none" not in strategy:
+        assert distance(again.model(), plain(work, 2, epochs=3)[0]) < 1e-12
+
+
+def test_ctrl_c_without_a_folder_says_that_nothing_was_kept():
+    with pytest.raises(KeyboardInterrupt, match=r"nothing was kept\n.*--checkpoint DIR"):
+        train(Small(n=600, pause=0.004), workers=2, epochs=3, progress=Presses(20))
+
+
+def test_a_second_ctrl_c_ends_at_once(tmp_path):
+    class Stuck(Small):
+        def loss(self, model, batch):
+            time.sleep(0.5)
+            return super().loss(model, batch)
+
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        train(Stuck(n=600), workers=2, epochs=3, checkpoint=tmp_path, progress=Presses(0, times=2))
+    assert time.monotonic() - began < 20
+    assert not list(tmp_path.glob("step-*"))
+
+
+def test_a_result_is_short_to_look_at(tmp_path):
+    result = train(Small(), workers=2, epochs=1, checkpoint=tmp_path)
+    assert re.fullmatch(
+        rf"Result\(loss=\d.*, error=\S+, 6 rounds, {len(result.events)} events, checkpoint='\S+'\)", repr(result))
+    assert len(repr(result)) < 300

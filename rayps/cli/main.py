@@ -120,8 +120,8 @@ def main(arguments: list[str] | None = None) -> int:
         return code if isinstance(code, int) else 0
     except RaypsError as error:
         return _failed(str(error), error.exit_code)
-    except (KeyboardInterrupt, typer.Abort):
-        return _failed("interrupted", 130)
+    except (KeyboardInterrupt, typer.Abort) as error:
+        return _failed(str(error) or "interrupted", 130)
     except BrokenPipeError:
         sys.stderr.close()  # nobody reads any more: as quiet as other tools
         return 141

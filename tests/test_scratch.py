@@ -1,0 +1,70 @@
+"""A process's private folder, and what is swept after a process that was killed."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rayps.cluster import until
+from rayps.scratch import Scratch, sweep
+from rayps.service import processes
+
+CHILD = """
+import sys, time
+from pathlib import Path
+from rayps.scratch import Scratch
+scratch = Scratch(Path(sys.argv[1]))
+print(scratch.path, flush=True)
+time.sleep(60)
+"""
+RAY = """
+import time
+from rayps.ray_cluster import RayCluster
+cluster = RayCluster.local(cpus=1)
+print(cluster._temp.path, flush=True)
+time.sleep(120)
+"""
+
+
+def start(code, *args):
+    child = subprocess.Popen([sys.executable, "-c", code, *args], stdout=subprocess.PIPE, text=True)
+    return child, child.stdout.readline().strip()
+
+
+def test_a_folder_is_the_owners_alone_and_goes_with_it(tmp_path):
+    scratch = Scratch(tmp_path)
+    assert scratch.path.stat().st_mode & 0o777 == 0o700
+    assert sweep(tmp_path) == []
+    assert scratch.path.is_dir()
+    scratch.close()
+    assert list(tmp_path.iterdir()) == []
+    scratch.close()
+
+
+def test_only_the_folders_of_the_dead_are_swept(tmp_path):
+    child, path = start(CHILD, str(tmp_path))
+    (tmp_path / "rayps-of-a-daemon").mkdir()  # without a lock: somebody else's to remove
+    (tmp_path / "other").mkdir()
+    assert sweep(tmp_path) == []
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait()
+    mine = Scratch(tmp_path)  # a start sweeps
+    assert not Path(path).exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["other", "rayps-of-a-daemon", mine.path.name])
+    mine.close()
+
+
+@pytest.mark.ray
+@pytest.mark.chaos
+@pytest.mark.timeout(180)
+def test_a_private_ray_whose_owner_is_killed_leaves_nothing_after_the_next_start():
+    child, path = start(RAY)
+    assert path
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait()
+    assert until(lambda: not processes.left_in(path, None), 60)  # Ray's processes end with their owner
+    Scratch().close()
+    assert not Path(path).exists()
