@@ -6,7 +6,7 @@ Muon, L-BFGS: no). Whether one is, is found out by a probe, not by its name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +54,7 @@ class SlicedOptimizer:
         for leaf in self._leaves:
             leaf.param.grad = None  # the memory is the caller's
 
-    def step_mean(self, values: list[Tensor], weights: list[float]) -> None:
+    def step_mean(self, values: Sequence[Tensor], weights: Sequence[float]) -> None:
         """Apply sum(w_i v_i) / sum(w_i), added up in the order given; the weights must not add up to zero.
 
         A block of the sum is made while it fits into the cache, so that each value is read once.

@@ -93,8 +93,9 @@ class Worker:
             self.data = workload.data()
             self.steps_per_epoch = self.data.steps(plan.size)
         model = model_of(workload).to(device)
-        # gradients lie where the other ranks of this host can read them: a sum needs no copy
-        self.flat = FlatModel(plan.strategy.split(model, ring), ring.buffer if ring is not None else None)
+        # gradients lie where the other ranks, or the shards, of this host can read them: no copy is needed
+        shared = ring if ring is not None else server
+        self.flat = FlatModel(plan.strategy.split(model, ring), shared.buffer if shared is not None else None)
         self.choices: list[dict[str, Any]] = []  # what was chosen here, as events
         if ring is not None and plan.rank == 0 and plan.size > 1:
             self.choices.append({"kind": "choice", "message": ring.choice, "ring": ring.choices})

@@ -21,6 +21,7 @@ from rayps.server.ledger import Ledger
 from rayps.server.parts import Parts
 from rayps.server.resident import STEPS, Slice
 from rayps.server.rows import Area, Rows, gathered, step_rows
+from rayps.strategies.base import weighted_mean
 from rayps.strategy import Strategy
 
 
@@ -118,8 +119,7 @@ class Shard:
 
     def step(self, grad: Tensor, scale: float = 1.0) -> None:
         """Let the optimizer apply `scale` times a gradient slice; what no push has touched stays as it is."""
-        touched = self._touched
-        words = self.slice.words
+        touched, words = self._touched, self.slice.words
         words[STEPS] += 1  # odd: whoever reads now reads a mixture
         try:
             if touched is self._whole:
@@ -132,6 +132,18 @@ class Shard:
                 self._step_range(grad * scale, *touched)
         finally:
             words[STEPS] += 1
+        self.version += 1
+
+    def step_mean(self, values: Sequence[Tensor], weights: Sequence[float]) -> None:
+        """Let the optimizer apply sum(w_i v_i) / sum(w_i) of gradient slices, which are only read."""
+        if self._touched != self._whole:
+            self.step(weighted_mean(list(values), list(weights)))
+            return
+        self.slice.words[STEPS] += 1
+        try:
+            self._optimizer.step_mean(values, weights)
+        finally:
+            self.slice.words[STEPS] += 1
         self.version += 1
 
     def _step_range(self, grad: Tensor, a: int, b: int) -> None:

@@ -41,6 +41,9 @@ class ShardView(Protocol):
     def step(self, grad: Any, scale: float = 1.0) -> None:
         """Let the shard's own optimizer apply `scale` times a gradient slice, which is only read."""
 
+    def step_mean(self, values: Any, weights: Any) -> None:
+        """As `step` of sum(w_i v_i) / sum(w_i), in one go; not all weights may be zero."""
+
 
 class Strategy:
     """How to learn together: the worker half and the server half of one paper."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rayps.errors import ConfigError
-from rayps.strategies.base import ShardView, Strategy, WorkerView, compression_of, weighted_mean
+from rayps.strategies.base import ShardView, Strategy, WorkerView, compression_of
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,5 @@ class ParameterServer(Strategy):
 
     def on_round(self, shard: ShardView, values: list[Any], weights: list[float]) -> None:
         """s = 0: w <- w - step(sum(n_i g_i) / sum(n_i))."""
-        mean = weighted_mean(values, weights)
-        if mean is not None:
-            shard.step(mean)
+        if sum(weights):
+            shard.step_mean(values, weights)
