@@ -66,10 +66,11 @@ class Client:
         return Job(self, found)
 
     def job(self, job_id: str) -> Job:
-        """A job by its id.
+        """A job by its id, or the beginning of it.
 
         Raises:
             NotFound: there is none.
+            ConfigError: there are several.
         """
         return Job(self, self.call("GET", f"/api/v1/jobs/{_part(job_id)}"))
 

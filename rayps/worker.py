@@ -309,7 +309,7 @@ class Worker:
         if not math.isfinite(loss.item()):
             raise TrainingError(
                 f"the loss became {loss.item()} on worker-{self.rank} at round {self.position - 1} "
-                f"(epoch {self._epoch}):\n"
+                f"(epoch {self._epoch + 1}):\n"
                 "lower the learning rate, clip the gradient, or look for bad values in the data",
                 rank=self.rank,
                 round=self.position - 1,

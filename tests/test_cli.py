@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from service_site import Site
 
 import rayps
-from rayps.cli import doctor
+from rayps.cli import doctor, jobs, show
 from rayps.cli import main as cli
 from rayps.errors import ConfigError, NoResources, TrainingError
 from rayps.job import Status
@@ -232,3 +234,66 @@ def test_settings(tmp_path: Path) -> None:
     assert (found.port, found.allowed_hosts) == (2, ("a", "b"))
     assert found.prepare().jobs_dir.stat().st_mode & 0o777 == 0o700
     assert not Settings.read({"RAYPS_HOST": "0.0.0.0"}).loopback
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_ids_are_never_cut_and_the_last_column_wraps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "70")
+    monkeypatch.setattr("sys.stdout", out := Terminal())
+    long = "parameter_server:staleness=none,shards=4 > all_reduce"
+    show.table(["id", "strategy", "result"], [["0123456789ABCDEFGHJKMNPQRS", long, "one two three " * 6]],
+               cut=("strategy",))
+    text = out.getvalue()
+    assert "0123456789ABCDEFGHJKMNPQRS" in text
+    assert long not in text and long[:8] in text
+    assert text.split().count("three") == 6
+    assert max(map(len, text.splitlines()[1:])) <= 70  # below the heading, which is bold
+
+
+def test_a_silent_log_says_so(at: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    job = at.add()
+    assert cli.main(["logs", job[:20].lower()]) == 0
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert job in err and "said nothing" in err and "rayps events" in err
+
+
+def test_the_beginning_of_an_id_names_a_job(at: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    one, two = at.add(name="one"), at.add(name="two")
+    assert cli.main(["get", two]) == 0
+    assert "two" in capsys.readouterr().out
+    both = next(one[:n] for n in range(26, 3, -1) if one[:n] == two[:n])
+    for command in ("get", "logs", "metrics", "events", "stop"):
+        assert cli.main([command, both]) == 2, command
+        err = capsys.readouterr().err
+        assert f"several jobs begin with {both!r}" in err and len(re.findall(r"[0-9A-Z]{26}", err)) == 2
+    assert cli.main(["stop", two[: len(both) + 1]]) == 0
+    assert at.http.get(f"/api/v1/jobs/{two}").json()["stop_requested"]
+    assert not at.http.get(f"/api/v1/jobs/{one}").json()["stop_requested"]
+
+
+def test_following_says_the_end_once_and_not_every_step(capsys: pytest.CaptureFixture[str]) -> None:
+    class Followed:
+        id, result = "J", {"accuracy": 0.5}
+        data: ClassVar[dict[str, Any]] = {"status": "SUCCEEDED", "reason": "trained to the end"}
+
+        def follow(self) -> Iterator[tuple[str, Any]]:
+            yield "job", {"status": "QUEUED", "reason": None, "progress": None}
+            yield "events", {"events": [{"kind": "queued", "message": "x was submitted"}]}
+            yield "job", {"status": "QUEUED", "reason": "needs 8 CPUs, 2 free", "progress": None}
+            for i in range(100):
+                yield "job", {"status": "RUNNING", "reason": None,
+                              "progress": {"epoch": i // 50, "epochs": 2, "loss": 1.0 / (i + 1)}}
+            yield "events", {"events": [{"kind": "finished", "message": "trained to the end"}]}
+            yield "job", self.data
+
+    assert jobs._follow(Followed(), show.Output.table) == 0  # type: ignore[arg-type]
+    out, err = capsys.readouterr()
+    assert out == "accuracy 0.5\n"
+    assert err.splitlines() == [
+        "QUEUED: needs 8 CPUs, 2 free", "RUNNING epoch 1 of 2  loss 1", "RUNNING epoch 2 of 2  loss 0.0196",
+        "job J is SUCCEEDED: trained to the end"]

@@ -169,3 +169,20 @@ def _newer(path: Path) -> None:
     with sqlite3.connect(path) as db:
         db.execute("CREATE TABLE alembic_version (version_num VARCHAR(32) NOT NULL)")
         db.execute("INSERT INTO alembic_version VALUES ('9999')")
+
+
+def test_the_beginning_of_an_id_is_enough_where_it_is_one_jobs(tmp_path: Path) -> None:
+    async def body(store: Store) -> None:
+        first, _ = await store.add(SPEC, name="early", now=1e9)
+        second, _ = await store.add(SPEC, name="late", now=1.7e9)
+        third, _ = await store.add(SPEC, name="later", now=1.7e9)
+        for text in (first.id, first.id[:4], first.id[:9].lower()):
+            assert (await store.find(text)).id == first.id
+        assert (await store.find(third.id)).id == third.id
+        with pytest.raises(ConfigError) as caught:
+            await store.find(second.id[:8])
+        assert second.id in str(caught.value) and third.id in str(caught.value) and "later" in str(caught.value)
+        for text in ("", first.id[:3], "%___", "____", first.id + "0", "../../..", "ÄÖÜß", "x" * 500):
+            with pytest.raises(NotFound):
+                await store.find(text)
+    run(tmp_path, body)

@@ -60,8 +60,7 @@ async def show(job_id: str, known: Known) -> Any:
 @router.post("/{job_id}/stop", status_code=202, response_model=JobOut)
 async def stop(job_id: str, known: Known) -> Any:
     """Ask a job to stop; 409 when it has ended."""
-    await known.record(job_id)
-    record = await known.store.ask_stop(job_id)
+    record = await known.store.ask_stop((await known.record(job_id)).id)
     known.scheduler.wake()
     return JSONResponse(known.show(record), 202)
 
@@ -72,7 +71,7 @@ async def metrics(
     max_points: Annotated[int | None, Query(ge=2, le=5000)] = None,
 ) -> Any:
     """Metric points from a cursor, or with `max_points` the whole run in step-aligned buckets."""
-    await known.record(job_id)
+    job_id = (await known.record(job_id)).id
     path = known.folder(job_id) / "metrics.jsonl"
     if max_points is not None:
         return JSONResponse(await asyncio.to_thread(known.rollups.read, path, max_points))
@@ -86,7 +85,7 @@ async def logs(
     tail: Annotated[int | None, Query(ge=1, le=10_000)] = None,
 ) -> Any:
     """Log lines from a cursor, or the last `tail` ones."""
-    await known.record(job_id)
+    job_id = (await known.record(job_id)).id
     path = known.folder(job_id) / "log.txt"
     if tail is not None:
         cursor, limit = await asyncio.to_thread(folder.tail, path, tail), tail
@@ -98,7 +97,7 @@ async def logs(
 async def events(job_id: str, known: Known, cursor: Cursor = 0,
                  limit: Annotated[int, Query(ge=1, le=2000)] = 500) -> Any:
     """What happened to a job, by its driver and by the scheduler."""
-    await known.record(job_id)
+    job_id = (await known.record(job_id)).id
     noted = await known.store.events(job_id)
     path = known.folder(job_id) / "events.jsonl"
     found, after = await asyncio.to_thread(folder.events, path, noted, cursor, limit)

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from fastapi import Depends, Request
 
-from rayps.errors import NotFound, Unauthorized
+from rayps.errors import Unauthorized
 from rayps.service.scheduler import Scheduler, read_json
 from rayps.service.settings import Settings
 from rayps.service.store import Record, Store
@@ -38,14 +38,13 @@ class Service:
         return self.settings.jobs_dir / job_id
 
     async def record(self, job_id: str) -> Record:
-        """A job of the store.
+        """A job of the store, by its id or the beginning of it.
 
         Raises:
-            NotFound: there is none of that id.
+            NotFound: there is none.
+            ConfigError: there are several.
         """
-        if not (len(job_id) == 26 and job_id.isalnum() and job_id.isascii()):
-            raise NotFound(f"there is no job {job_id[:100]!r}: `rayps ls` lists them", status=404)
-        return await self.store.get(job_id)
+        return await self.store.find(job_id)
 
     def progress(self, job_id: str) -> dict[str, Any] | None:
         """What the driver last said; read again only when the file was replaced."""

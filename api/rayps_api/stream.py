@@ -82,7 +82,7 @@ async def stream(
                 yield message
         else:
             chosen = {topic for topic in TOPICS if topic in topics.split(",")}
-            async for message in _one(known, job, chosen, at):
+            async for message in _one(known, (await known.record(job)).id, chosen, at):
                 yield message
     finally:
         known.streams -= 1

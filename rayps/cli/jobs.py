@@ -15,7 +15,7 @@ from rayps.client import Client, Job
 from rayps.job import Status
 from rayps.service.job_file import read
 
-Id = Annotated[str, typer.Argument(metavar="ID", help="The job's id, as `rayps ls` shows it.")]
+Id = Annotated[str, typer.Argument(metavar="ID", help="The job's id, as `rayps ls` shows it, or its beginning.")]
 Format = Annotated[Output, typer.Option("--output", "-o", help="For a person (table) or a program (json).")]
 FAILED = 1
 DETACHED = 130
@@ -114,7 +114,7 @@ def ls(
     rows = [[job.id, job.data["name"], show.status(job.data["status"]), show.age(job.data["created_at"]),
              show.strategy(job.data["spec"]["strategy"]), job.data["spec"]["workers"],
              show.measures(job.result) or _short(job.data["reason"])] for job in jobs]
-    show.table(["id", "name", "status", "age", "strategy", "workers", "result"], rows)
+    show.table(["id", "name", "status", "age", "strategy", "workers", "result"], rows, cut=("name", "strategy"))
 
 
 def get(job_id: Id, output: Format = Output.table) -> None:
@@ -129,7 +129,7 @@ def get(job_id: Id, output: Format = Output.table) -> None:
         ("id", data["id"]), ("name", data["name"]), ("status", data["status"]), ("reason", data["reason"]),
         ("workload", spec["workload"]), ("strategy", show.strategy(spec["strategy"])),
         ("workers", spec["workers"]), ("submitted", data["created_at"]), ("started", data["started_at"]),
-        ("finished", data["finished_at"]), ("attempt", data["attempt"]),
+        ("finished", data["finished_at"]), ("attempt", data["attempt"]), ("failures", progress.get("failures")),
         ("round", f"{progress['round']} of {progress.get('rounds') or '?'}" if "round" in progress else None),
         ("loss", show.number(progress.get("loss"))), ("metrics", show.measures(data["metrics"])),
         ("checkpoint", data["checkpoint"])])
@@ -143,8 +143,13 @@ def logs(
     with Client() as client:
         job = client.job(job_id)
         try:
+            said = False
             for line in job.logs(follow=follow):
+                said = True
                 show.say(f"{line['time']} {line['source']} {line['text']}".strip())
+            if not said:
+                show.note(f"job {job.id} ({job.data['status']}) has said nothing: what a workload prints comes here, "
+                          f"and what happened to the job is in `rayps events {job.id}`")
         except KeyboardInterrupt:
             raise typer.Exit(DETACHED) from None
 

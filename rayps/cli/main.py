@@ -75,7 +75,8 @@ def serve(
     port: Annotated[int | None, typer.Option(help="Where to listen (8420; 0 = any free one).")] = None,
     address: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Join this Ray cluster instead of "
                                                 "running an own one.")] = None,
-    cpus: Annotated[int | None, typer.Option(help="Logical CPUs of the own Ray (at least 16, or the cores).")] = None,
+    cpus: Annotated[int | None, typer.Option(help="CPUs that jobs of the own Ray may take in all; they share "
+                                            "the cores (16, or the cores where there are more).")] = None,
     state_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Jobs and store (~/.rayps).")] = None,
     idle: Annotated[float | None, typer.Option(metavar="SECONDS", help="Without service and job, the own Ray "
                                                "ends itself after this (600).")] = None,

@@ -17,6 +17,9 @@ _COLOURS = {"SUCCEEDED": "green", "FAILED": "red", "STOPPED": "yellow", "RUNNING
             "UNKNOWN": "yellow"}
 
 
+_LAST = 24  # letters that the last column of a table keeps before others are cut
+
+
 class Output(enum.StrEnum):
     """For a person or for a program."""
 
@@ -41,14 +44,26 @@ def dump(data: Any) -> None:
     say(json.dumps(data, indent=2, ensure_ascii=False))
 
 
-def table(columns: list[str], rows: list[list[Any]]) -> None:
-    """Rows under headings; never cut off when it is not a terminal that reads."""
-    console = Console(soft_wrap=not sys.stdout.isatty(), highlight=False)
-    if not sys.stdout.isatty():
+def table(columns: list[str], rows: list[list[Any]], cut: tuple[str, ...] = ()) -> None:
+    """Rows under headings. On a terminal that is too narrow the columns named in `cut` are cut, and the last wraps.
+
+    Never changed when it is not a terminal that reads.
+    """
+    terminal = sys.stdout.isatty()
+    console = Console(soft_wrap=not terminal, highlight=False)
+    if not terminal:
         console.width = 10_000
+    widths = [max([len(column), *(len(str(row[i])) for row in rows)]) for i, column in enumerate(columns)]
+    room = console.width - 2 * (len(columns) - 1) - min(widths[-1], _LAST)
+    room -= sum(width for column, width in zip(columns[:-1], widths[:-1], strict=True) if column not in cut)
     found = Table(box=None, header_style="bold", pad_edge=False)
-    for column in columns:
-        found.add_column(column, no_wrap=True, overflow="ellipsis")
+    left = len(cut)
+    for column, width in zip(columns[:-1], widths[:-1], strict=True):
+        if column in cut:
+            width = max(min(width, room // left), 1)
+            room, left = room - width, left - 1
+        found.add_column(column, no_wrap=True, overflow="ellipsis", width=width)
+    found.add_column(columns[-1], no_wrap=not terminal, overflow="fold")
     for row in rows:
         found.add_row(*[cell if isinstance(cell, Text) else Text(str(cell)) for cell in row])
     console.print(found)

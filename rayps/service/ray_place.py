@@ -127,7 +127,8 @@ class OwnRay:
         if self._daemon is not None and self._daemon.poll() is None:
             return  # it is on its way, or waits for the one before to end
         make_token(self._dir)
-        log.info("starting Ray with %d logical CPUs", self._settings.cpus)
+        log.info("starting Ray: jobs may take %d CPUs in all, which share this machine's %d cores",
+                 self._settings.cpus, os.cpu_count() or 1)
         with (self._dir / LOG).open("ab") as out:
             self._daemon = subprocess.Popen(
                 [sys.executable, "-m", "rayps.service.ray_daemon", "--state-dir", str(self._dir),

@@ -26,6 +26,8 @@ from rayps.errors import ConfigError, Conflict, NotFound
 from rayps.job import JobSpec, Status, may_move
 from rayps.service.settings import private_write
 
+ID_LETTERS = 26
+FEWEST_LETTERS = 4  # of the beginning of an id
 _ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"  # Crockford's, as in ULID: sorts like the number
 _LIVE = [s.value for s in Status if not s.terminal]
 _CODE_SECONDS = 300.0
@@ -144,6 +146,27 @@ class Store:
         """
         async with self._reader.connect() as tx:
             return await _get(tx, job_id)
+
+    async def find(self, text: str) -> Record:
+        """The job of an id, or of the beginning of one (at least 4 letters), in capitals or not.
+
+        Raises:
+            NotFound: there is none.
+            ConfigError: there are several.
+        """
+        start = text.upper() if text.isascii() and text.isalnum() else ""
+        query = _jobs.select().where(_jobs.c.id.startswith(start)).order_by(_jobs.c.id).limit(3)
+        found = []
+        if FEWEST_LETTERS <= len(start) <= ID_LETTERS:
+            async with self._reader.connect() as tx:
+                found = [_record(row) for row in await tx.execute(query)]
+        if not found:
+            raise NotFound(f"there is no job {text[:100]!r}: `rayps ls` lists them", job=text[:100], status=404)
+        if len(found) > 1:
+            names = " and ".join(f"{job.id} ({job.name})" for job in found[:2]) + (", ..." if len(found) > 2 else "")
+            raise ConfigError(f"several jobs begin with {text!r}: {names}\ngive more of the id", field="job_id",
+                              code="ambiguous")
+        return found[0]
 
     async def page(self, *, status: Sequence[Status] = (), limit: int = 50,
                    before: str | None = None) -> list[Record]:

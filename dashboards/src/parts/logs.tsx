@@ -86,7 +86,7 @@ export function LogsCard({ feed }: { feed: Feed }) {
       <div class="log" ref={box} onScroll={scrolled} tabIndex={0} role="log" aria-label="Log lines" aria-live="off">
         {rows.length === 0 ? (
           <Empty title={query || source ? "No line matches" : live ? "No lines yet" : "Nothing was written"}>
-            {query || source ? `Among the newest ${count(Math.min(MOST_LINES, feed.lines.length))} lines; the download holds all.` : live ? "Workers write here as soon as they start." : null}
+            {query || source ? `Among the newest ${count(Math.min(MOST_LINES, feed.lines.length))} lines; the download holds all.` : live ? "What the workers print or log comes here." : null}
           </Empty>
         ) : (
           <div class="log-sizer" style={{ height: `${rows.length * ROW}px` }}>
