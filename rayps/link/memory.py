@@ -66,6 +66,10 @@ class Memory:
             os.close(self.fd)
             self.fd = -1
 
+    def __del__(self) -> None:
+        if getattr(self, "fd", -1) >= 0:  # the mapping has a descriptor of its own, and ends by itself
+            self.close_descriptor()
+
     def close(self) -> None:
         """Give up the memory; tensors that still use it keep it alive until they go. Safe to call twice."""
         self.close_descriptor()
