@@ -102,7 +102,13 @@ class Report:
 def _shard(index: int, member: Member) -> dict[str, Any]:
     facts = member.facts if isinstance(member.facts, ShardFacts) else None
     line = {"index": index, **_place(member)}
-    return line | ({"lo": facts.lo, "hi": facts.hi, "version": facts.version, "bytes": facts.bytes} if facts else {})
+    if facts is None:
+        return line
+    # pushes by how many versions old the parameters were on which they were computed
+    ages = {str(age): count for age, count in sorted(facts.ages.items())}
+    return line | {
+        "lo": facts.lo, "hi": facts.hi, "version": facts.version, "bytes": facts.bytes, "ages": ages,
+    }  # fmt: skip
 
 
 def _place(member: Member) -> dict[str, Any]:

@@ -20,9 +20,9 @@ from rayps.cluster import Cluster, Handle, surrounding
 from rayps.errors import ConfigError
 from rayps.flat import Gradient, Layout
 from rayps.link import connect
-from rayps.partition import slices
 from rayps.server import Server
 from rayps.server.coded import compress
+from rayps.server.rows import cuts
 from rayps.server.shard import Boundary
 from rayps.snapshot import Snapshot
 from rayps.strategies.parameter_server import ParameterServer
@@ -66,9 +66,10 @@ class ServerGroup:
         self.layout = Layout.of(named.items())
         self.workers, self.timeout, self.generation = workers, timeout, 1
         self._as_dict = not isinstance(params, Tensor)
-        self._consistent, self._compression = staleness is not None, compression
+        self._consistent, self._independent = staleness is not None, not strategy.lockstep
+        self._compression = compression
         self._secret = secrets.token_bytes(32)
-        self._ranges = [(cut.start, cut.stop) for cut in slices(self.layout.size, shards)]
+        self._ranges = cuts(self.layout, shards)
         factory = optimizer or _sgd
         optim.check_elementwise(factory, self.layout)
         vector = torch.cat([value.detach().reshape(-1).cpu() for value in named.values()])
@@ -126,6 +127,8 @@ class ServerGroup:
             defer=True,
             consistent=self._consistent,
             resident=resident,
+            independent=self._independent,
+            layout=self.layout,
         )
         if self._compression is not None:
             log.info(compress(server, self._compression)["message"])
@@ -149,7 +152,7 @@ class ServerGroup:
 
 
 class SharedParameters:
-    """One worker's view: pull and push, as a tensor or a state dict as it was given, whole or by range."""
+    """One worker's view: pull and push, as a tensor or a state dict as it was given, whole, by range or by row."""
 
     def __init__(self, server: Server, layout: Layout, as_dict: bool) -> None:
         self._server, self._layout, self._as_dict = server, layout, as_dict
@@ -159,27 +162,64 @@ class SharedParameters:
         """The number of this worker's next push."""
         return self._server.step
 
-    def pull(self, lo: int | None = None, hi: int | None = None, *, out: Tensor | None = None) -> Any:
+    def pull(
+        self,
+        lo: int | Tensor | None = None,
+        hi: int | None = None,
+        *,
+        table: str | None = None,
+        out: Tensor | None = None,
+        consistent: bool | None = None,
+    ) -> Any:
         """The parameters as they were given; with `lo` and `hi`, those elements of the flat vector.
 
-        They land in `out`, a contiguous CPU tensor of as many elements, else in new memory.
+        `pull(ids)`, with a tensor of whole numbers, gives those rows of a table, [len(ids), width]: a table is a
+        parameter of two or more dimensions, `table` its name where there are several. What is pulled lands in `out`, a
+        contiguous CPU tensor of as many elements, else in new memory. `consistent` reads all servers as of one moment,
+        which is the default unless the group is asynchronous (`staleness=None`).
         """
+        if isinstance(lo, Tensor):
+            return self._server.pull_rows(lo, table, out=out, consistent=consistent)
         if lo is not None or hi is not None:
-            return self._server.pull(lo or 0, hi, out=out)
-        return self._shaped(self._server.pull(out=out))
+            return self._server.pull(lo or 0, hi, out=out, consistent=consistent)
+        return self._shaped(self._server.pull(out=out, consistent=consistent))
 
-    def push(self, value: Any, *, weight: float = 1.0, lo: int | None = None) -> None:
+    def push(
+        self,
+        value: Any,
+        rows: Tensor | None = None,
+        *,
+        weight: float = 1.0,
+        lo: int | None = None,
+        table: str | None = None,
+    ) -> None:
         """Push a gradient of the parameters' shape, or a flat range of it that begins at element `lo`.
 
-        `weight` is its number of samples: the synchronous mean is weighted by it. Each call is one step.
+        `push(ids, rows)` pushes the gradient of those rows of a table, [len(ids), width], those of the same id added
+        up: the optimizer steps these rows alone. `weight` is its number of samples: the synchronous mean is weighted
+        by it. Each call is one step.
         """
-        self._server.push(self._checked(value) if lo is None else value, weight, lo or 0)
+        self._post(value, rows, weight, lo, table)
         self._server.settle()
 
-    def push_pull(self, value: Any, *, weight: float = 1.0, out: Tensor | None = None) -> Any:
-        """Push, then pull, in one turn."""
-        self._server.push(self._checked(value), weight)
-        return self._shaped(self._server.pull(out=out))
+    def push_pull(
+        self,
+        value: Any,
+        rows: Tensor | None = None,
+        *,
+        weight: float = 1.0,
+        table: str | None = None,
+        out: Tensor | None = None,
+    ) -> Any:
+        """Push, then pull the same, all parameters in one turn."""
+        self._post(value, rows, weight, None, table)
+        return self._shaped(self._server.pull(out=out)) if rows is None else self.pull(value, table=table, out=out)
+
+    def _post(self, value: Any, rows: Tensor | None, weight: float, lo: int | None, table: str | None) -> None:
+        if rows is not None:
+            self._server.push_rows(value, rows, weight, table)
+        else:
+            self._server.push(self._checked(value) if lo is None else value, weight, lo or 0)
 
     def buffer(self) -> Tensor:
         """A flat tensor, all zero, as long as the parameters: a gradient written into it is pushed without a copy.

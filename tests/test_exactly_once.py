@@ -64,6 +64,7 @@ def died(result):
 
 
 @pytest.mark.chaos
+@pytest.mark.timeout(200)
 @pytest.mark.parametrize("staleness", [0, 1, None])
 @pytest.mark.parametrize(("kind", "place"), [(kind, place) for kind, places in PLACES.items() for place in places])
 def test_a_death_at_a_named_place(kind, place, staleness):
@@ -74,6 +75,7 @@ def test_a_death_at_a_named_place(kind, place, staleness):
 
 
 @pytest.mark.chaos
+@pytest.mark.timeout(200)
 @pytest.mark.parametrize("round_", range(3))
 def test_several_deaths(round_):
     """A worker and a shard that die within one snapshot may lose what only that worker kept; nothing is added twice."""

@@ -115,24 +115,30 @@ class Server:
             self.bytes_moved += sum(len(piece) for piece in laid)
         self._post(self._pushes(weight, lo, count, laid), count == self.size)
 
-    def pull_rows(self, ids: Tensor, table: str | None = None, *, consistent: bool | None = None) -> Tensor:
+    def pull_rows(
+        self, ids: Tensor, table: str | None = None, *, out: Tensor | None = None, consistent: bool | None = None
+    ) -> Tensor:
         """The rows of a table with these ids, in their order and with their repetitions, as [len(ids), width].
 
-        A table is a parameter of two or more dimensions; `table` is its name, where there are several. Waits and
-        raises as `pull`, and ConfigError: there is no such table or row.
+        A table is a parameter of two or more dimensions; `table` is its name, where there are several. The rows land
+        in `out` where given. Waits and raises as `pull`, and ConfigError: there is no such table or row.
         """
         self.settle()
         listed = self._listed(ids, table)
         parts = listed.parts
         self._tell(listed, self._naming(listed, [(i, rows) for i, rows in parts if not self._turns.shares(i)]))
-        found = torch.empty(len(listed.ids.unique), listed.ids.table.width, dtype=self.dtype)
+        shape = (len(listed.ids.unique), listed.ids.table.width)
+        self._must_land(out, len(ids) * shape[1])
+        straight = out is not None and listed.ids.sorted
+        found = out.view(shape) if out is not None and straight else torch.empty(shape, dtype=self.dtype)
         asks = [
             Ask(i, Kind.PULL_ROWS, listed.number, 0, place=flat_bytes(found[slice(*listed.cuts[i])]), rows=rows)
             for i, rows in parts
         ]
         self._pulled(asks, self.consistent if consistent is None else consistent)
         self.bytes_moved += found.numel() * found.element_size()
-        return listed.ids.spread(found)
+        spread = listed.ids.spread(found)
+        return spread if straight or out is None else out.view(-1, shape[1]).copy_(spread)
 
     def push_rows(self, ids: Tensor, rows: Tensor, weight: float = 1.0, table: str | None = None) -> None:
         """Push a gradient [len(ids), width] of the rows with these ids; rows of the same id are added up.
@@ -253,6 +259,12 @@ class Server:
         if not 0 <= lo <= hi <= self.size:
             raise errors.ConfigError(f"range {lo} to {hi} is not within the {self.size} parameters")
 
+    def _must_land(self, out: Tensor | None, count: int) -> None:
+        if out is not None and (out.numel() != count or out.dtype != self.dtype or not out.is_contiguous()):
+            raise errors.ConfigError(
+                f"out is {out.dtype} of {out.numel()} elements: give a contiguous CPU tensor of {count} {self.dtype}"
+            )
+
     # ---- where things lie
 
     def _laid(self, vector: Tensor, lo: int, count: int) -> Tensor:
@@ -271,11 +283,8 @@ class Server:
         landed = self._landed
         if landed is not None and landed[0] is out and hi - lo == self.size:
             return landed
+        self._must_land(out, hi - lo)
         fresh = torch.empty(hi - lo, dtype=self.dtype) if out is None else out
-        if out is not None and (out.numel() != hi - lo or out.dtype != self.dtype or not out.is_contiguous()):
-            raise errors.ConfigError(
-                f"out is {out.dtype} of {out.numel()} elements: give a contiguous CPU tensor of {hi - lo} {self.dtype}"
-            )
         whole, item = flat_bytes(fresh), self.dtype.itemsize
         places = [whole[max(0, a - lo) * item : max(0, min(b, hi) - lo) * item] for a, b in self._ranges]
         if out is not None and hi - lo == self.size:

@@ -18,6 +18,8 @@ from rayps.server.guests import Guest, Request
 from rayps.server.messages import Kind
 from rayps.server.shard import Shard
 
+BEHIND_SECONDS = 0.5  # what has been applied elsewhere is here at once, or must be said again by somebody who waits
+
 
 class Readers:
     """The turns of a shard's readers. `reply`, `refuse` and `serve` are the loop's, for requests of any guest."""
@@ -63,6 +65,7 @@ class Readers:
             )  # fmt: skip
         self._cut.aim(request.numbers().tolist())
         self._aimed = request
+        self._cut.deadline = min(self._cut.deadline, time.monotonic() + BEHIND_SECONDS)
         self._again()
         self.look()
 
@@ -76,6 +79,7 @@ class Readers:
         aimed = self._aimed
         if aimed is not None and not self._cut.missing():
             self._aimed = None
+            self._cut.deadline = time.monotonic() + aimed.guest.patience  # to read
             self._reply(aimed, Kind.ACK, None)
         if self._waiting:
             self._grant()
@@ -121,12 +125,11 @@ class Readers:
             self._serve(push)
 
     def _cut_off(self, aimed: Request, missing: list[int]) -> PeerTimeout:
-        patience = aimed.guest.patience
         return PeerTimeout(
-            f"worker-{aimed.guest.rank} waited {patience:g} s for a push of rank {', '.join(map(str, missing))} that "
-            f"another shard has and shard-{self._shard.index} has not: did it die between two shards?\n"
-            "raise timeout if it may take longer",
-            peer=f"worker-{missing[0]}", seconds=patience,
+            f"worker-{aimed.guest.rank} waited for a push of rank {', '.join(map(str, missing))} that another shard "
+            f"has and shard-{self._shard.index} has not: did it die between two shards?\n"
+            "raise timeout if it may take longer, or pull with consistent=False",
+            peer=f"worker-{missing[0]}", seconds=aimed.guest.patience, behind=True,
         )  # fmt: skip
 
 

@@ -103,6 +103,11 @@ class Ids:
             wrong = int(self.unique[0] if self.unique[0] < 0 else self.unique[-1])
             raise ConfigError(f"there is no row {wrong} in {table.name!r}: its rows are 0 to {table.rows - 1}")
 
+    @property
+    def sorted(self) -> bool:
+        """Whether they were given as they travel."""
+        return self._places is None
+
     def same(self, given: Tensor, table: Table) -> bool:
         """Whether these are the ids that are given again."""
         return table == self.table and given.shape == self.given.shape and torch.equal(given, self.given)

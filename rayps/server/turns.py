@@ -207,16 +207,27 @@ class Turns:
         Raises:
             PeerTimeout: a push that one shard has did not reach another, or the shards were held for too long.
         """
+        deadline = time.monotonic() + self._timeout
         while True:
-            rejoined = self._rejoined
-            with self._held():
-                answers = self.exchange(asks)
-            if self._rejoined == rejoined:  # else a shard was not the one that was held
-                return answers
+            rejoined, began = self._rejoined, time.monotonic()
+            try:
+                with self._held():
+                    answers = self.exchange(asks)
+            except PeerTimeout as error:
+                if not error.data.get("behind") or time.monotonic() > deadline:
+                    raise
+                continue  # whoever must say something again may wait for a shard that was held here
+            if self._rejoined == rejoined and time.monotonic() - began < self._timeout:
+                return answers  # else a shard was not the one that was held, or has gone on meanwhile
+            if time.monotonic() > deadline:
+                raise PeerTimeout(
+                    f"the shards could not be held and read within {self._timeout:g} s: raise timeout, or pull with "
+                    "consistent=False",
+                    peer="shard-0", seconds=self._timeout,
+                )  # fmt: skip
 
     @contextlib.contextmanager
     def _held(self) -> Iterator[None]:
-        began = time.monotonic()
         first, *others = [Ask(i, Kind.HOLD, 0, 0) for i in range(len(self._ways))]
         try:
             answers = self.exchange([first._replace(a=1)]) + self.exchange(others)
@@ -229,12 +240,6 @@ class Turns:
             for i, way in enumerate(self._ways):
                 with contextlib.suppress(LinkError):  # a shard lets go when it loses the link
                     way.by_message.ask(0, Ask(i, Kind.RELEASE, 0, 0))
-        if time.monotonic() - began > self._timeout:
-            raise PeerTimeout(
-                f"the shards were held for longer than {self._timeout:g} s and went on meanwhile: raise timeout, or "
-                "pull with consistent=False",
-                peer="shard-0", seconds=self._timeout,
-            )  # fmt: skip
 
     # ---- joining
 
