@@ -22,6 +22,7 @@ from rayps.ring import Ring
 from rayps.ring.pieces import Sent, pieces
 
 AUTO_MB = 4.0
+HELD_ELEMENTS = 1 << 14  # fewer are copied: another call takes longer
 
 
 class Buckets:
@@ -104,20 +105,33 @@ class Buckets:
         if not self._active or p.grad is None:
             return
         grad, p.grad = dense(p.grad), None
-        bucket, view = self._bucket_of[i], self._flat.views[i]
+        bucket = self._bucket_of[i]
         self._times[i] += 1
         self._arrivals.append(i)
         with torch.no_grad():
             if bucket in self._left:
                 self._add_late(i, grad)
             elif self._times[i] > 1:
-                view.add_(grad)
+                self._pieces.let_go(bucket)
+                self._flat.views[i].add_(grad)
             else:
-                view.copy_(grad)
+                self._put(i, bucket, grad)
         if self._expected is not None and self._times[i] == self._expected[i]:
             self._missing[bucket] -= 1
             if not self._missing[bucket]:
                 self._leave(bucket)
+
+    def _put(self, i: int, bucket: int, grad: Tensor) -> None:
+        """Copy a gradient to where it stands in the vector, but for what only this rank will read of it."""
+        entry, mine = self._flat.layout.entries[i], self._pieces.mine(bucket)
+        lo, hi = max(entry.lo, mine.start), min(entry.hi, mine.stop)
+        if hi - lo < HELD_ELEMENTS or not grad.is_contiguous():
+            self._flat.views[i].copy_(grad)
+            return
+        vector, flat = self._flat.packed, grad.view(-1)
+        vector[entry.lo : lo].copy_(flat[: lo - entry.lo])
+        vector[hi : entry.hi].copy_(flat[hi - entry.lo :])
+        self._pieces.hold(bucket, lo, flat[lo - entry.lo : hi - entry.lo])
 
     def _leave(self, bucket: int) -> None:
         for i in self._buckets[bucket]:

@@ -110,9 +110,11 @@ def plans(ring):
     yield 2, {}
 
 
+@pytest.mark.parametrize("held", [1, 7, 1 << 14])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("bucket_mb", SIZES)
-def test_buckets_equal_one_mean_after_backward(rings, bucket_mb, dtype):
+def test_buckets_equal_one_mean_after_backward(rings, bucket_mb, dtype, held, monkeypatch):
+    monkeypatch.setattr("rayps.buckets.HELD_ELEMENTS", held)
     rounds = [list(plans(ring)) for ring in rings]
     expected = every(rings, lambda ring: law(ring, rounds[ring.rank], dtype))
     found = every(rings, lambda ring: bucketed(ring, rounds[ring.rank], dtype, bucket_mb))
@@ -177,9 +179,12 @@ def test_between_hosts_buckets_leave_in_the_order_of_rank_0s_first_backward():
         ring.close()
 
 
+@pytest.mark.parametrize("held", [1, 1 << 14])
 @pytest.mark.parametrize("bucket_mb", SIZES)
-def test_gradients_that_come_in_parts(rings, bucket_mb):
+def test_gradients_that_come_in_parts(rings, bucket_mb, held, monkeypatch):
     """Two backwards, re-entrant checkpoints and whole graphs: what comes late is added, what is expected is awaited."""
+
+    monkeypatch.setattr("rayps.buckets.HELD_ELEMENTS", held)
 
     def twice(model, x):
         model(x).sum().backward()

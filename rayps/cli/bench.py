@@ -68,16 +68,24 @@ def step(
                                             "communication), ddp, ray_train.")] = "own,one_bucket,alone,ddp",
     hidden: Annotated[int, typer.Option(help="Width of the hidden layers; 2048 are 4.3 million parameters.")] = 2048,
     repeats: Annotated[int, typer.Option(help="Turns of 20 steps for each.")] = 9,
+    memory: Annotated[bool, typer.Option("--memory", help="The memory of a step instead of its time.")] = False,
     address: Address = None,
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
     """A training step between Ray actors: AllReduce beside torch's DDP on gloo and beside workers that do not talk."""
+    names, form = contenders.split(","), Output.json if as_json else output
+    if memory:
+        from rayps.bench.memory import bench_memory
+
+        rows = _run(address, workers, lambda cluster: bench_memory(cluster, workers, names, hidden=hidden))
+        _show(form, rows, {"contender": "contender", "model_bytes": "bytes of the model", "grown": "grown by",
+                           "extra": "beyond alone", "extra_gradients": "in gradients"})
+        return
     from rayps.bench.step import bench_step
 
-    rows = _run(address, workers, lambda cluster: bench_step(cluster, workers, contenders.split(","), hidden=hidden,
-                                                             repeats=repeats))
-    _show(Output.json if as_json else output, rows, {
+    rows = _run(address, workers, lambda cluster: bench_step(cluster, workers, names, hidden=hidden, repeats=repeats))
+    _show(form, rows, {
         "contender": "contender", "rate": "steps/s", "step": "ms a step", "compute": "compute", "waiting": "waiting",
         "moving": "moving", "times_ddp": "x ddp", "of_alone": "of alone"})
 
@@ -136,7 +144,7 @@ def shards(
     counts: Annotated[str, typer.Option(help="Numbers of shards, each on a host of its own.")] = "1,2,4",
     workers: Annotated[int, typer.Option(help="Workers, together on one host with a wide line.")] = 1,
     rate: Annotated[str, typer.Option(help="What each shard's line carries, each way.")] = "100mbit",
-    size: Annotated[str, typer.Option(help="Size of the parameters.")] = "40MB",
+    size: Annotated[str, typer.Option(help="Size of the parameters.")] = "20MB",
     repeats: Annotated[int, typer.Option(help="Turns of each.")] = 5,
     output: Format = Output.table,
     as_json: Json = False,

@@ -35,6 +35,15 @@ class Pieces(Protocol):
     def begin(self, samples: int) -> None:
         """A new mean, of which this rank's part is the mean over `samples` samples."""
 
+    def mine(self, i: int) -> slice:
+        """The elements of piece `i` that no other rank reads in the vector: they may be held elsewhere."""
+
+    def hold(self, i: int, lo: int, data: Tensor) -> None:
+        """Elements of piece `i` from `lo` on, all of them `mine`, lie in `data` (flat) until they are added."""
+
+    def let_go(self, i: int) -> None:
+        """Copy into the vector what is held of piece `i`, which has not been given."""
+
     def give(self, i: int) -> None:
         """Piece `i` of this rank's vector is there, and stays as it is."""
 
@@ -62,7 +71,22 @@ def pieces(ring: Ring, vector: Tensor, cuts: Sequence[slice], marks: int) -> Pie
     return Read(ring, board, vector, where, cuts, marks)
 
 
-class Single:
+class _Whole:
+    """Nothing is held elsewhere."""
+
+    def mine(self, i: int) -> slice:
+        """See Pieces."""
+        return slice(0, 0)
+
+    def hold(self, i: int, lo: int, data: Tensor) -> None:
+        """See Pieces."""
+        raise AssertionError("there is nothing that no other rank reads")
+
+    def let_go(self, i: int) -> None:
+        """See Pieces."""
+
+
+class Single(_Whole):
     """The mean over one rank: its own vector, to the bit."""
 
     def __init__(self, vector: Tensor) -> None:
@@ -97,10 +121,8 @@ class Read:
         self._resident = board._residents[number]
         self._mean = tensor_of(self._resident.out[offset : offset + self._size], vector.dtype)
         width = vector.element_size()
-        self._own = []
-        for cut in cuts:
-            lo, hi = part(cut.stop - cut.start, ring.size, ring.rank)
-            self._own.append(slice(offset + (cut.start + lo) * width, offset + (cut.start + hi) * width))
+        own = [self.mine(i) for i in range(len(cuts))]
+        self._own = [slice(offset + each.start * width, offset + each.stop * width) for each in own]
         with ring._collective():
             board.buffer(8 * (1 + len(cuts)) + marks)  # what each rank says of itself, for all to read
         notes = board._residents[-1].parts
@@ -109,12 +131,30 @@ class Read:
         self._marks = [note[8 * (1 + len(cuts)) :] for note in notes]
         self._turn = 0
         self._open: list[int] = []
+        self._held: dict[int, list[tuple[int, Any]]] = {}  # piece -> where in the resident vector, and the bytes
 
     def begin(self, samples: int) -> None:
         """See Pieces."""
         self._turn += 1
         self._samples[self._ring.rank][0] = samples
         self._open = list(range(len(self._cuts)))
+        self._held.clear()
+
+    def mine(self, i: int) -> slice:
+        """See Pieces."""
+        cut = self._cuts[i]
+        lo, hi = part(cut.stop - cut.start, self._ring.size, self._ring.rank)
+        return slice(cut.start + lo, cut.start + hi)
+
+    def hold(self, i: int, lo: int, data: Tensor) -> None:
+        """See Pieces."""
+        at = self._where[1] + lo * self._dtype.itemsize
+        self._held.setdefault(i, []).append((at, data.view(torch.uint8).numpy()))
+
+    def let_go(self, i: int) -> None:
+        """See Pieces."""
+        for at, data in self._held.pop(i, []):
+            self._resident.parts[self._ring.rank][at : at + len(data)] = data
 
     def give(self, i: int) -> None:
         """See Pieces. Adds what everyone has given."""
@@ -147,10 +187,23 @@ class Read:
         """See Pieces. Whoever comes first is added first."""
 
     def _add(self, piece: int) -> None:
-        own = self._own[piece]
+        """Add this rank's part of a piece, what is held elsewhere and what lies in the vector by turns."""
+        at, own = self._own[piece].start, self._own[piece]
         weights = np.concatenate(self._samples)
-        _fold([each[own] for each in self._resident.parts], self._resident.out[own], self._dtype, "add", weights)
+        for lo, data in sorted(self._held.pop(piece, []), key=lambda held: held[0]):
+            self._fold(slice(at, lo), weights)
+            self._fold(slice(lo, lo + len(data)), weights, data)
+            at = lo + len(data)
+        self._fold(slice(at, own.stop), weights)
         self._open.remove(piece)
+
+    def _fold(self, where: slice, weights: Any, own: Any = None) -> None:
+        if where.start == where.stop:
+            return
+        sources = [each[where] for each in self._resident.parts]
+        if own is not None:
+            sources[self._ring.rank] = own
+        _fold(sources, self._resident.out[where], self._dtype, "add", weights)
 
     def _count(self, start: float) -> None:
         spent = time.perf_counter() - start
@@ -158,7 +211,7 @@ class Read:
         self._ring._seconds += spent
 
 
-class Sent:
+class Sent(_Whole):
     """Pieces that leave by the ring's background thread, in the order agreed."""
 
     def __init__(self, ring: Ring, vector: Tensor, cuts: Sequence[slice]) -> None:
