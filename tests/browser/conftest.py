@@ -4,10 +4,9 @@ RAYPS_REQUIRE_ALL=1 such a skip is a failure.
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import os
 import shutil
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from http.server import ThreadingHTTPServer
@@ -80,11 +79,9 @@ def tab(chromium: Any) -> Iterator[Callable[..., Any]]:
 
 
 def _fake(**options: Any) -> ThreadingHTTPServer:
-    spec = importlib.util.spec_from_file_location("fake_service", ROOT / "dashboards/dev/fake_service.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["fake_service"] = module
-    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "dashboards/dev")
+        module = importlib.import_module("fake_service")
     server: ThreadingHTTPServer = module.serve(0, **options)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return server
