@@ -25,6 +25,7 @@ from rayps.partition import part
 from rayps.ring.mesh import Mesh
 
 PIECE_BYTES = 1 << 20  # of a vector that is copied in and out; small enough to stay in the cache
+_MANY_BYTES = 1 << 19  # the same where there are many: everyone's two must stay there
 SMALL_BYTES = 64 << 10  # up to here one barrier and N times the additions beat two barriers
 _BLOCK = 1 << 15  # elements added at a time: they stay in the nearest cache
 _SLOTS, _TABLE, _BELLS = 1, 2, 3  # keys of what ranks offer to each other; buffers have 10 and above
@@ -189,7 +190,8 @@ class Board:
         if x.numel() == 0:
             return
         data, width = _data(x), x.element_size()
-        pieces = [slice(a, min(a + PIECE_BYTES, len(data))) for a in range(0, len(data), PIECE_BYTES)]
+        step = PIECE_BYTES if len(data) <= PIECE_BYTES else _MANY_BYTES
+        pieces = [slice(a, min(a + step, len(data))) for a in range(0, len(data), step)]
         self._put(data[pieces[0]], len(data), 2)
         for i, piece in enumerate(pieces):
             parity = (self._turn - 1) & 1

@@ -122,7 +122,8 @@ class Own:
 
     def _measure(self) -> list[dict[str, Any]]:
         """Time every candidate at a few sizes; all ranks agree on the slowest rank's view."""
-        names = ["one_shot", "two_shot"] if self.board else ["ring", "two_shot", "tree", "one_shot"]
+        # in the order of the bytes that they read or send
+        names = ["two_shot", "one_shot"] if self.board else ["ring", "two_shot", "tree", "one_shot"]
         if 1 < len(self._hosts) < self._mesh.size:
             names.insert(0, "hierarchical")
         rows: list[dict[str, Any]] = []
@@ -133,8 +134,8 @@ class Own:
             seconds = dict(zip(tried, times, strict=True))
             rows.append({"up_to": 2 * size, "algorithm": min(seconds, key=seconds.__getitem__), "seconds": seconds})
             slow |= {name for name in tried if seconds[name] > _SLOW_SECONDS and name != rows[-1]["algorithm"]}
-        if self.board is None:  # the names come in the order of the bytes that they send between hosts
-            rows[-1]["algorithm"] = next(name for name in tried if seconds[name] * _WORTH <= min(times))
+        # beyond the largest probe what sends more falls behind
+        rows[-1]["algorithm"] = next(name for name in tried if seconds[name] * _WORTH <= min(times))
         rows[-1]["up_to"] = None
         return rows
 
