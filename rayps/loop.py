@@ -186,6 +186,8 @@ def wrap(model: nn.Module, optimizer: Optimizer, strategy: Any = "all_reduce") -
     chosen, name = phases[0].strategy, f"{here.name}/{next(here.wraps)}"
     flat = FlatModel(model)
     ring = Ring.join(name, here.rank, here.size, timeout=here.timeout)
+    if here.rank == 0 and here.size > 1:
+        log.info(ring.choice)
     for value in [flat.vector, *beside(model).values()]:
         ring.broadcast(value)
     group, server = None, None
