@@ -190,6 +190,28 @@ def laws(
         show.note(f"drawn into {picture}")
 
 
+@app.command()
+def compression(
+    count: Annotated[int, typer.Option("--hosts", help="Hosts: network namespaces, which need root.")] = 2,
+    ranks: Annotated[int, typer.Option(help="Ranks on each host.")] = 1,
+    rate: Annotated[str, typer.Option(help="What each host's line carries, each way.")] = "100mbit",
+    size: Annotated[str, typer.Option(help="Size of the gradient.")] = "10MB",
+    names: Annotated[str, typer.Option(help="fp16, bf16, int8, top_k, top_k:FRACTION, auto; off is always there.")]
+    = "fp16,bf16,int8,top_k,auto",
+    repeats: Annotated[int, typer.Option(help="Turns of each.")] = 5,
+    output: Format = Output.table,
+    as_json: Json = False,
+) -> None:
+    """The mean of a gradient over a ring, as it is and compressed, on shaped lines; what auto chooses there."""
+    found = _sizes(size)
+    from rayps.bench.compression import bench_compression
+
+    rows = bench_compression(count, ranks, rate, found[0], names.split(","), repeats=repeats)
+    _show(Output.json if as_json else output, rows, {
+        "compression": "compression", "seconds": "seconds", "sent": "bytes sent", "times_off": "x off",
+        "picked": "picked", "why": "why"})
+
+
 def _run(address: str | None, workers: int, measure: Any) -> list[Any]:
     if workers < 1:
         raise ConfigError(f"workers is {workers}: give at least 1", field="workers")

@@ -1,0 +1,104 @@
+"""What compression gains: the mean of a gradient over a ring, as it is and encoded, on lines of a stated rate.
+
+The hosts are network namespaces (`rayps.bench.netns`); with one host the ranks talk through shared memory. `auto` is
+what training would choose there, and why. All contenders take turns in one run.
+"""
+
+from __future__ import annotations
+
+import secrets
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rayps.bench.hosts import HostRank, every
+from rayps.bench.netns import Hosts
+from rayps.errors import ConfigError
+from rayps.flat import Gradient
+from rayps.ring.compressed import compressed
+from rayps.strategies.base import compression_of
+
+OFF = "off"
+_START_SECONDS = 60.0
+_RUN_SECONDS = 900.0
+
+
+@dataclass(frozen=True, slots=True)
+class CompressionRow:
+    """One way of travelling. Seconds are the median of the slowest rank."""
+
+    bytes: int
+    compression: str
+    hosts: int
+    ranks: int  # on each host
+    rate: str  # of each host's line, each way
+    seconds: float
+    sent: float  # bytes that a rank sends for one mean, over links or for others to read
+    times_off: float  # how many times as fast as without compression
+    picked: str  # what was used: differs from `compression` under auto
+    why: str
+
+
+class CompressionRank(HostRank):
+    """An actor: one rank whose gradients travel in several ways."""
+
+    def means(self, size: int, names: list[str], repeats: int) -> dict[str, tuple[list[float], float, dict[str, Any]]]:
+        """By name: seconds of every repetition, bytes that left for one mean, and the choice as an event."""
+        ring = self._ring
+        assert ring is not None, "form comes first"
+        gradient = Gradient(ring.buffer(max(1, size // 4) + 1), samples=32)
+        ways = {name: (ring, {"compression": OFF, "message": "given"}) if name == OFF
+                else compressed(ring, name, gradient) for name in names}  # fmt: skip
+        found: dict[str, tuple[list[float], float, dict[str, Any]]] = {}
+        for name, (_, event) in ways.items():
+            found[name] = ([], 0.0, event)
+        sample = torch.randn(len(gradient.packed))
+        for turn in range(repeats + 1):
+            for name, (way, event) in ways.items():
+                gradient.packed.copy_(sample)
+                ring.barrier()
+                before, start = ring.bytes_sent, time.perf_counter()
+                way.mean(gradient, in_place=False)
+                seconds = time.perf_counter() - start
+                if turn:  # the first one touches new pages
+                    found[name] = ([*found[name][0], seconds], float(ring.bytes_sent - before), event)
+        return found
+
+
+def bench_compression(
+    hosts: int = 2, ranks: int = 1, rate: str = "100mbit", size: int = 10_000_000,
+    names: Sequence[str] = (OFF, "fp16", "bf16", "int8", "top_k", "auto"), *, repeats: int = 5,
+) -> list[CompressionRow]:  # fmt: skip
+    """A row for each of `names`, "off" first; `size` in bytes of float32.
+
+    Raises:
+        ConfigError: there is no such compression, or fewer than two ranks.
+        ClusterError: no hosts can be made here.
+    """
+    names = [OFF, *(name for name in names if name != OFF)]
+    for name in names[1:]:
+        compression_of(name)
+    if hosts < 1 or ranks < 1 or hosts * ranks < 2 or repeats < 1:
+        raise ConfigError(f"{hosts} hosts of {ranks} ranks, {repeats} repeats: give at least 2 ranks and 1 repeat")
+    secret = secrets.token_bytes(32)
+    with Hosts(hosts, rate) as net:
+        places = [host for host in range(hosts) for _ in range(ranks)]
+        actors = [net.spawn(host, "rayps.bench.compression:CompressionRank", rank, net.addresses[host], secret, 120.0)
+                  for rank, host in enumerate(places)]  # fmt: skip
+        for actor in actors:
+            actor.started.result(_START_SECONDS)
+        every(actors, "form", every(actors, "address", timeout=_START_SECONDS), timeout=_START_SECONDS)
+        found = every(actors, "means", size, names, repeats, timeout=_RUN_SECONDS)
+    medians = {name: statistics.median(map(max, zip(*(rank[name][0] for rank in found), strict=True)))
+               for name in names}  # fmt: skip
+    return [
+        CompressionRow(
+            size, name, hosts, ranks, rate, medians[name], max(rank[name][1] for rank in found),
+            medians[OFF] / medians[name], found[0][name][2]["compression"], found[0][name][2]["message"],
+        )
+        for name in names
+    ]  # fmt: skip
