@@ -73,9 +73,20 @@ class SlicedOptimizer:
             self._scratch = torch.empty_like(self.params)
         return self._scratch
 
+    def plain_rate(self, leaf: nn.Parameter) -> float | None:
+        """The factor of the gradient, where a step of this leaf adds it to the parameters and does nothing else."""
+        if not self._sgd or self._hooked:
+            return None
+        group = next(group for group in self.optimizer.param_groups if any(p is leaf for p in group["params"]))
+        return (group["lr"] if group["maximize"] else -group["lr"]) if _is_plain(group) else None
+
+    @property
+    def _hooked(self) -> bool:
+        return bool(self.optimizer._optimizer_step_pre_hooks or self.optimizer._optimizer_step_post_hooks)
+
     def _step_plainly(self, grad: Tensor, scale: float) -> bool:
         """SGD without memory is one operation, bit for bit what torch's own loop does; False where it is not that."""
-        if self.optimizer._optimizer_step_pre_hooks or self.optimizer._optimizer_step_post_hooks:
+        if self._hooked:
             return False
         groups = self.optimizer.param_groups
         for group in groups:

@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from test_server import N, START, every, house  # noqa: F401  (a fixture)
+from test_server import START, N, every, house  # noqa: F401  (a fixture)
 from torch.optim import SGD
 
 from rayps.errors import PeerLost, PeerTimeout

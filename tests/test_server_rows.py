@@ -137,6 +137,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing(call, words):
 
 
 def test_a_row_that_would_be_cut_between_servers_is_refused():
-    with rayps.ServerGroup(torch.zeros(2, 9), shards=4, cluster=LocalCluster()) as shared:
-        with pytest.raises(ConfigError, match="rows of '' have 9 elements and are cut between servers"):
-            shared.join(0).pull(torch.tensor([0]))
+    words = "rows of '' have 9 elements and are cut between servers"
+    with (rayps.ServerGroup(torch.zeros(2, 9), shards=4, cluster=LocalCluster()) as shared,
+          pytest.raises(ConfigError, match=words)):
+        shared.join(0).pull(torch.tensor([0]))

@@ -49,16 +49,29 @@ def server(
     shards: Annotated[int, typer.Option(help="Servers.")] = 2,
     sizes: Sizes = "10KB,1MB,40MB",
     transports: Annotated[str, typer.Option(help="Contenders: own, resident, message, ray.")] = "own,ray",
+    rows: Annotated[int, typer.Option(help="Pull and push so many rows of a table by id, instead of vectors; "
+                                     "contenders own (the same ids again), fresh (others each time), ray.")] = 0,
+    dim: Annotated[int, typer.Option(help="Elements of a row.")] = 16,
     address: Address = None,
     output: Format = Output.table,
+    as_json: Json = False,
 ) -> None:
     """Push and pull between Ray actors, asynchronously: turns a second, and how many times those of Ray calls."""
-    found = _sizes(sizes)
+    found, form = _sizes(sizes), Output.json if as_json else output
+    if rows:
+        from rayps.bench.rows import CONTENDERS, bench_rows
+
+        names = CONTENDERS if transports == "own,ray" else tuple(transports.split(","))
+        table = _run(address, workers, lambda cluster: bench_rows(cluster, workers, shards, rows, dim, names))
+        _show(form, table, {"rows": "rows", "dim": "dim", "contender": "ids", "turns": "turns/s",
+                            "bandwidth": "bytes/s", "times_ray": "x ray"})
+        return
     from rayps.bench.server import bench_server
 
-    rows = _run(address, workers, lambda cluster: bench_server(cluster, workers, shards, found, transports.split(",")))
-    _show(output, rows, {"bytes": "bytes", "contender": "transport", "turns": "turns/s", "bandwidth": "bytes/s",
-                         "times_ray": "x ray"})
+    names = tuple(transports.split(","))
+    measured = _run(address, workers, lambda cluster: bench_server(cluster, workers, shards, found, names))
+    _show(form, measured, {"bytes": "bytes", "contender": "transport", "turns": "turns/s", "bandwidth": "bytes/s",
+                           "times_ray": "x ray"})
 
 
 @app.command()

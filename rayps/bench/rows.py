@@ -1,0 +1,158 @@
+"""How fast rows by id are: pull and push of many rows of a table, over rayps' links beside plain Ray actor calls.
+
+Contenders alternate in one run between the same actors: `own` asks for the same ids each time, as a worker does that
+goes over its data again; `fresh` for other ids each time; `ray` for the same ones, cut and sorted beforehand.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from rayps.cluster import Cluster, Handle
+from rayps.errors import ConfigError
+from rayps.partition import slices
+from rayps.server_group import ServerGroup
+
+CONTENDERS = ("own", "fresh", "ray")
+SPARSITY = 4  # rows of the table for each row that is asked for
+_LR = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class RowsRow:
+    """One contender. `turns` are pulls with their pushes a second, of all workers together."""
+
+    rows: int
+    dim: int
+    contender: str
+    workers: int
+    shards: int
+    repeats: int
+    turns: float
+    bandwidth: float  # bytes of rows a second, both ways
+    times_ray: float | None  # how many times as many turns as Ray calls in this run, where they took part
+
+
+class RayTable:
+    """The plain way: a part of a table whose methods are called through Ray."""
+
+    def __init__(self, rows: int, dim: int) -> None:
+        self._table = np.zeros((rows, dim), np.float32)
+
+    def pull(self, ids: Any) -> Any:
+        """These rows."""
+        return self._table[ids]
+
+    def push(self, ids: Any, rows: Any) -> None:
+        """Step these rows; no id comes twice."""
+        self._table[ids] -= _LR * rows
+
+
+class RowsBench:
+    """An actor: one worker that pulls and pushes rows."""
+
+    def __init__(self, rank: int) -> None:
+        torch.set_num_threads(1)
+        self._rank = rank
+
+    def own(self, group: ServerGroup, rows: int, turns: int, fresh: bool) -> tuple[float, float]:
+        """Begin and end (wall clock) of so many turns over links."""
+        server, dim = group.join(self._rank), group.layout.entries[0].shape[1]
+        batches = _batches(self._rank, rows, turns + 1 if fresh else 1)
+        grad, out = torch.rand(rows, dim), torch.empty(rows, dim)
+        began = 0.0
+        for turn in range(turns + 1):
+            if turn == 1:
+                began = time.time()
+            ids = torch.from_numpy(batches[turn % len(batches)])
+            server.pull(ids, out=out)
+            server.push(ids, grad)
+        ended = time.time()
+        server.close()
+        return began, ended
+
+    def ray(self, shards: list[Handle], rows: int, dim: int, turns: int) -> tuple[float, float]:
+        """Begin and end (wall clock) of so many turns through actor calls."""
+        ids = np.sort(_batches(self._rank, rows, 1)[0])
+        bounds = [cut.start for cut in slices(rows * SPARSITY, len(shards))]
+        places = [*np.searchsorted(ids, bounds).tolist(), rows]
+        cuts = [slice(a, b) for a, b in zip(places[:-1], places[1:], strict=True)]
+        local = [ids[cut] - bound for cut, bound in zip(cuts, bounds, strict=True)]
+        grad = np.random.default_rng(0).random((rows, dim), np.float32)
+        out, began = np.empty_like(grad), 0.0
+        for turn in range(turns + 1):
+            if turn == 1:
+                began = time.time()
+            asked = [shard.call("pull", some) for shard, some in zip(shards, local, strict=True)]
+            for reply, cut in zip(asked, cuts, strict=True):
+                out[cut] = reply.result(60.0)
+            said = [shard.call("push", some, grad[cut]) for shard, some, cut in zip(shards, local, cuts, strict=True)]
+            for reply in said:
+                reply.result(60.0)
+        return began, time.time()
+
+
+def _batches(rank: int, rows: int, count: int) -> list[Any]:
+    """Unique ids in any order."""
+    chance = np.random.default_rng(rank)
+    return [chance.permutation(rows * SPARSITY)[:rows] for _ in range(count)]
+
+
+def bench_rows(
+    cluster: Cluster,
+    workers: int,
+    shards: int,
+    rows: int,
+    dim: int,
+    contenders: Sequence[str] = CONTENDERS,
+    *,
+    repeats: int = 5,
+    turns: int = 40,
+) -> list[RowsRow]:
+    """Asynchronous pull and push of `rows` unique ids x `dim` floats of a table four times as long.
+
+    Raises:
+        ConfigError: there is no such contender, or nothing to ask for.
+    """
+    for contender in contenders:
+        if contender not in CONTENDERS:
+            raise ConfigError(f"no contender {contender!r}; use some of {', '.join(CONTENDERS)}")
+    if rows < 1 or dim < 1:
+        raise ConfigError(f"{rows} rows of {dim} elements were asked for: give at least 1 of each", field="rows")
+    table = torch.zeros(rows * SPARSITY, dim)
+    actors = [cluster.spawn("rayps.bench.rows:RowsBench", rank) for rank in range(workers)]
+    handles = [cluster.spawn("rayps.bench.rows:RayTable", c.stop - c.start, dim) for c in slices(len(table), shards)]
+    group = ServerGroup(table, shards=shards, optimizer=_sgd, staleness=None, workers=workers, cluster=cluster)
+    rates: dict[str, list[float]] = {name: [] for name in contenders}
+    try:
+        for _ in range(repeats):
+            for name in contenders:
+                count = max(3, turns // 4) if name == "ray" else turns
+                if name == "ray":
+                    replies = [actor.call("ray", handles, rows, dim, count) for actor in actors]
+                else:
+                    replies = [actor.call("own", group, rows, count, name == "fresh") for actor in actors]
+                spans = [reply.result(600.0) for reply in replies]
+                seconds = max(end for _, end in spans) - min(begin for begin, _ in spans)
+                rates[name].append(workers * count / seconds)
+    finally:
+        group.close()
+        for handle in [*actors, *handles]:
+            cluster.kill(handle)
+    medians = {name: statistics.median(found) for name, found in rates.items()}
+    ray, size = medians.get("ray"), 2 * 4 * rows * dim
+    return [
+        RowsRow(rows, dim, name, workers, shards, repeats, rate, size * rate, rate / ray if ray else None)
+        for name, rate in medians.items()
+    ]
+
+
+def _sgd(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=_LR)

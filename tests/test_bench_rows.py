@@ -1,0 +1,24 @@
+"""The bench of rows measures what it says, on a cluster of threads; nothing here is timed."""
+
+import pytest
+
+from rayps.bench.rows import bench_rows
+from rayps.cluster import LocalCluster
+from rayps.errors import ConfigError
+
+
+def test_each_contender_gives_a_row():
+    cluster = LocalCluster()
+    rows = bench_rows(cluster, 2, 2, 50, 4, repeats=1, turns=4)
+    cluster.close()
+    assert [row.contender for row in rows] == ["own", "fresh", "ray"]
+    for row in rows:
+        assert (row.rows, row.dim, row.workers, row.shards) == (50, 4, 2, 2)
+        assert row.bandwidth == pytest.approx(2 * 4 * 50 * 4 * row.turns)
+    assert rows[2].times_ray == 1.0
+
+
+@pytest.mark.parametrize(("rows", "contenders", "words"), [(0, ["own"], "0 rows"), (5, ["mpi"], "own, fresh, ray")])
+def test_bad_input_is_named(rows, contenders, words):
+    with pytest.raises(ConfigError, match=words):
+        bench_rows(LocalCluster(), 1, 1, rows, 4, contenders)
