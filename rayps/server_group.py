@@ -156,6 +156,7 @@ class SharedParameters:
 
     def __init__(self, server: Server, layout: Layout, as_dict: bool) -> None:
         self._server, self._layout, self._as_dict = server, layout, as_dict
+        self._as_vector = not as_dict and len(layout.entries[0].shape) == 1
 
     @property
     def step(self) -> int:
@@ -256,6 +257,8 @@ class SharedParameters:
         return torch.cat([named[name].detach().reshape(-1).cpu() for name in shapes])
 
     def _shaped(self, vector: Tensor) -> Any:
+        if self._as_vector:
+            return vector
         named = {e.name: vector[e.lo : e.hi].view(e.shape) for e in self._layout.entries}
         return named if self._as_dict else named[""]
 

@@ -30,7 +30,7 @@ class Memory:
         try:
             self._map: mmap.mmap | None = mmap.mmap(fd, size, prot=protection)
         except BaseException:
-            os.close(fd)
+            self.close_descriptor()
             raise
         self.view = memoryview(self._map)
 
