@@ -198,6 +198,8 @@ def test_a_service_that_is_killed_leaves_no_hole(serve: Serve, work: Path) -> No
     assert read_record(serve.state) == daemon
     job = serve.client().job(job.id)
     assert job.wait(120).data["status"] == "SUCCEEDED" and job.data["attempt"] == 1
+    assert serve.process is not None
+    assert "libtorch" not in Path(f"/proc/{serve.process.pid}/maps").read_text()  # its jobs' processes have it
     assert [p["round"] for p in job.metrics() if p["kind"] == "round"] == list(range(80))
 
 

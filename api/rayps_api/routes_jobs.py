@@ -13,13 +13,10 @@ from rayps.errors import ConfigError
 from rayps.job import JobSpec, Status
 from rayps.strategy import parse, wire
 from rayps_api import folder
-from rayps_api.schemas import Events, JobIn, JobOut, JobsOut, Lines, Points, ProblemOut, Series
+from rayps_api.schemas import Events, JobIn, JobOut, JobsOut, Lines, Points, Series, problems
 from rayps_api.service import Known
 
-_PROBLEMS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ProblemOut, "content": {"application/problem+json": {}}}
-    for status in (401, 404, 409, 422)}
-router = APIRouter(prefix="/api/v1/jobs", tags=["jobs"], responses=_PROBLEMS)
+router = APIRouter(prefix="/api/v1/jobs", tags=["jobs"], responses=problems(400, 401, 403, 404, 409, 413, 422))
 
 Cursor = Annotated[int, Query(ge=0, lt=2**53)]
 

@@ -14,13 +14,13 @@ import rayps.strategy
 from rayps.errors import ConfigError
 from rayps.job import Status
 from rayps_api.guard import COOKIE, Guard
-from rayps_api.schemas import ClusterOut, Login, Ready, StrategyOut
+from rayps_api.schemas import ClusterOut, Login, Ready, StrategyOut, problems
 from rayps_api.service import Known, Service
 
-router = APIRouter()
+router = APIRouter(responses=problems(401, 403))
 
 
-@router.post("/api/v1/session", status_code=204, tags=["session"], responses={401: {}, 429: {}})
+@router.post("/api/v1/session", status_code=204, tags=["session"], responses=problems(400, 413, 422, 429))
 async def login(body: Login, request: Request) -> Response:
     """Exchange a one-time code, or the token, for the dashboard's cookie."""
     running: Service = request.app.state.service
@@ -86,7 +86,8 @@ async def readyz(request: Request) -> Any:
     return JSONResponse({"ready": view.ready, "reason": view.reason}, 200 if view.ready else 503)
 
 
-@router.get("/metrics", tags=["health"])
+@router.get("/metrics", tags=["health"], response_class=Response,
+            responses={200: {"content": {CONTENT_TYPE_LATEST: {"schema": {"type": "string"}}}}})
 async def prometheus(known: Known) -> Response:
     """The service's own figures, for Prometheus."""
     registry = CollectorRegistry()

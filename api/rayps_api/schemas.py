@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http
 import math
 from datetime import UTC, datetime
 from typing import Annotated, Any
@@ -154,6 +155,12 @@ class ProblemOut(BaseModel):
     code: str
     errors: list[dict[str, str]]
     request_id: str
+
+
+def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """How a route documents the problems that it answers with."""
+    content = {"application/problem+json": {"schema": ProblemOut.model_json_schema()}}
+    return {status: {"description": http.HTTPStatus(status).phrase, "content": content} for status in statuses}
 
 
 def job_out(record: Record, progress: dict[str, Any] | None) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from fastapi.sse import EventSourceResponse, ServerSentEvent
 
 from rayps.errors import ConfigError
 from rayps_api import folder
+from rayps_api.schemas import problems
 from rayps_api.service import MOST_STREAMS, Known, Service
 
 TOPICS = ("job", "metrics", "logs", "events")
@@ -29,7 +30,7 @@ _LIST_PAUSE = 0.5
 _LONGEST = 3600.0  # seconds; then the reader comes back with its cursor
 _LIST = 100
 
-router = APIRouter(tags=["stream"])
+router = APIRouter(tags=["stream"], responses=problems(401, 403, 404, 422, 429))
 
 
 @dataclass(slots=True)

@@ -1,0 +1,44 @@
+"""The REST interface against its own OpenAPI: whatever the schema allows, and some that it does not, is answered
+as the schema says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from service_site import Site
+
+schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
+checks = pytest.importorskip("schemathesis.specs.openapi.checks")
+WITHOUT_END = "/api/v1/stream"
+
+
+@pytest.mark.timeout(300)
+def test_every_answer_is_as_the_schema_says(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    try:
+        site.add(name="one")
+        schema = schemathesis.openapi.from_dict(site.http.get("/openapi.json").json())
+        operations = [found.ok() for found in schema.get_all_operations()]
+        tried = {f"{one.method.upper()} {one.path}" for one in operations if one.path != WITHOUT_END}
+        assert {"POST /api/v1/jobs", "GET /api/v1/jobs/{job_id}/metrics"} <= tried
+        for operation in operations:
+            if operation.path != WITHOUT_END:
+                _try(site, operation)
+    finally:
+        site.close()
+
+
+def _try(site: Site, operation) -> None:  # type: ignore[no-untyped-def]
+    @settings(max_examples=20, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(case=operation.as_strategy())
+    def once(case) -> None:  # type: ignore[no-untyped-def]
+        # a job may be refused for more than a schema can say, such as a file that is not there: with 422, as it says
+        excluded = [checks.positive_data_acceptance]
+        if operation.path == "/readyz":
+            excluded.append(schemathesis.checks.not_a_server_error)  # 503 is what it has to say here
+        case.call_and_validate(base_url=site.url, headers={"Authorization": f"Bearer {site.token}"},
+                               excluded_checks=excluded)
+
+    once()
