@@ -2,6 +2,7 @@
 
 import pytest
 
+from rayps.bench.reads import bench_reads
 from rayps.bench.rows import bench_rows
 from rayps.cluster import LocalCluster
 from rayps.errors import ConfigError
@@ -22,3 +23,12 @@ def test_each_contender_gives_a_row():
 def test_bad_input_is_named(rows, contenders, words):
     with pytest.raises(ConfigError, match=words):
         bench_rows(LocalCluster(), 1, 1, rows, 4, contenders)
+
+
+def test_reads_are_measured_with_and_without_holding_the_shards():
+    cluster = LocalCluster()
+    rows = bench_reads(cluster, 2, 2, [400], repeats=1)
+    cluster.close()
+    assert [(row.bytes, row.contender) for row in rows] == [(400, "independent"), (400, "consistent")]
+    assert rows[0].share == 1.0
+    assert rows[1].share == pytest.approx(rows[1].turns / rows[0].turns)

@@ -6,6 +6,7 @@ goes over its data again; `fresh` for other ids each time; `ray` for the same on
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Sequence
@@ -83,7 +84,7 @@ class RowsBench:
         ids = np.sort(_batches(self._rank, rows, 1)[0])
         bounds = [cut.start for cut in slices(rows * SPARSITY, len(shards))]
         places = [*np.searchsorted(ids, bounds).tolist(), rows]
-        cuts = [slice(a, b) for a, b in zip(places[:-1], places[1:], strict=True)]
+        cuts = [slice(a, b) for a, b in itertools.pairwise(places)]
         local = [ids[cut] - bound for cut, bound in zip(cuts, bounds, strict=True)]
         grad = np.random.default_rng(0).random((rows, dim), np.float32)
         out, began = np.empty_like(grad), 0.0

@@ -52,6 +52,8 @@ def server(
     rows: Annotated[int, typer.Option(help="Pull and push so many rows of a table by id, instead of vectors; "
                                      "contenders own (the same ids again), fresh (others each time), ray.")] = 0,
     dim: Annotated[int, typer.Option(help="Elements of a row.")] = 16,
+    reads: Annotated[bool, typer.Option("--reads", help="Pulls that read all servers as of one moment, beside pulls "
+                                        "that do not, under staleness 8.")] = False,
     address: Address = None,
     output: Format = Output.table,
     as_json: Json = False,
@@ -65,6 +67,12 @@ def server(
         table = _run(address, workers, lambda cluster: bench_rows(cluster, workers, shards, rows, dim, names))
         _show(form, table, {"rows": "rows", "dim": "dim", "contender": "ids", "turns": "turns/s",
                             "bandwidth": "bytes/s", "times_ray": "x ray"})
+        return
+    if reads:
+        from rayps.bench.reads import bench_reads
+
+        measured = _run(address, workers, lambda cluster: bench_reads(cluster, workers, shards, found))
+        _show(form, measured, {"bytes": "bytes", "contender": "pulls", "turns": "turns/s", "share": "of independent"})
         return
     from rayps.bench.server import bench_server
 

@@ -1,0 +1,88 @@
+"""What it costs to read all servers as of one moment: pulls that hold the shards beside pulls that do not.
+
+Bounded staleness, a push and a pull of the whole vector a turn; both contenders alternate between the same actors.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rayps.cluster import Cluster, Handle
+from rayps.server_group import ServerGroup
+
+STALENESS = 8
+CONTENDERS = ("independent", "consistent")
+
+
+@dataclass(frozen=True, slots=True)
+class ReadsRow:
+    """One contender at one size. `turns` are pushes with their pulls a second, of all workers together."""
+
+    bytes: int
+    contender: str
+    workers: int
+    shards: int
+    repeats: int
+    turns: float
+    share: float  # of the turns of the independent pulls
+
+
+class ReadsBench:
+    """An actor: one worker that pushes and pulls."""
+
+    def __init__(self, rank: int) -> None:
+        torch.set_num_threads(1)
+        self._rank = rank
+
+    def turns(self, group: ServerGroup, turns: int, consistent: bool) -> tuple[float, float]:
+        """Begin and end (wall clock) of so many turns."""
+        server = group.join(self._rank)
+        grad, out = server.buffer(), torch.empty(group.layout.size)
+        began = 0.0
+        for turn in range(turns + 1):
+            if turn == 1:
+                began = time.time()
+            server.push(grad)
+            server.pull(out=out, consistent=consistent)
+        ended = time.time()
+        server.close()
+        return began, ended
+
+
+def bench_reads(
+    cluster: Cluster, workers: int, shards: int, sizes: Sequence[int], *, repeats: int = 5
+) -> list[ReadsRow]:
+    """Two rows for each of `sizes` (bytes): without and with `consistent`."""
+    actors = [cluster.spawn("rayps.bench.reads:ReadsBench", rank) for rank in range(workers)]
+    try:
+        found: list[ReadsRow] = []
+        for size in sizes:
+            found += _at_size(cluster, actors, shards, max(shards, size // 4), repeats)
+        return found
+    finally:
+        for actor in actors:
+            cluster.kill(actor)
+
+
+def _at_size(cluster: Cluster, actors: list[Handle], shards: int, n: int, repeats: int) -> list[ReadsRow]:
+    workers, turns = len(actors), 300 if n <= 1 << 16 else 60 if n <= 1 << 19 else 6
+    rates: dict[str, list[float]] = {name: [] for name in CONTENDERS}
+    with ServerGroup(
+        torch.zeros(n), shards=shards, staleness=STALENESS, workers=workers, cluster=cluster
+    ) as group:  # its clocks go on: every worker takes as many turns as the others
+        for _ in range(repeats):
+            for name in CONTENDERS:
+                replies = [actor.call("turns", group, turns, name == "consistent") for actor in actors]
+                spans = [reply.result(600.0) for reply in replies]
+                seconds = max(end for _, end in spans) - min(begin for begin, _ in spans)
+                rates[name].append(workers * turns / seconds)
+    medians = {name: statistics.median(found) for name, found in rates.items()}
+    return [
+        ReadsRow(4 * n, name, workers, shards, repeats, rate, rate / medians["independent"])
+        for name, rate in medians.items()
+    ]
