@@ -34,8 +34,9 @@ class Buckets:
     def __init__(self, flat: FlatModel, ring: Ring, bucket_mb: float | None = None) -> None:
         """`bucket_mb` is in 10^6 bytes; None = chosen here, 0 = one bucket after backward."""
         self._flat, self._ring = flat, ring
-        self.early = bucket_mb != 0
-        self._buckets = cut(flat.layout, math.inf if bucket_mb == 0 else 1e6 * (bucket_mb or AUTO_MB))
+        size, self._why = (bucket_mb, "as given") if bucket_mb is not None else chosen(flat, ring)
+        self.early = size > 0
+        self._buckets = cut(flat.layout, 1e6 * size or math.inf)
         self._bucket_of = {i: b for b, members in enumerate(self._buckets) for i in members}
         entries = flat.layout.entries
         spans = [slice(entries[members[-1]].lo, entries[members[0]].hi) for members in self._buckets]
@@ -59,7 +60,7 @@ class Buckets:
         """How the gradients leave, as an event."""
         when = "while backward goes on" if self.early else "after backward"
         size = self._flat.layout.size * self._flat.layout.dtype.itemsize / 1e6
-        message = f"{size:.3g} MB of gradients leave {when}, in {len(self)} bucket{'s'[: len(self) != 1]}"
+        message = f"{size:.3g} MB of gradients leave {when}, in {len(self)} bucket{'s'[: len(self) != 1]}: {self._why}"
         return {"kind": "choice", "message": message, "buckets": len(self)}
 
     @property
@@ -167,6 +168,17 @@ def _hook(buckets: weakref.ref[Buckets], i: int) -> Callable[[Tensor], None]:
             found._take(i, p)
 
     return hook
+
+
+def chosen(flat: FlatModel, ring: Ring) -> tuple[float, str]:
+    """The size of buckets in 10^6 bytes where none is given, and why; 0 = one bucket after backward."""
+    if "hosts" not in ring.choices:
+        return 0.0, "a process group adds them"
+    if len(ring.choices["hosts"]) > 1:
+        return AUTO_MB, "they travel between hosts, which takes longer than it takes a thread to send them"
+    if flat.packed.device.type == "cpu":
+        return AUTO_MB, "ranks of one host read them where they lie, without a thread"
+    return 0.0, "between ranks of one host a thread that sends takes a core from those that compute"
 
 
 def cut(layout: Layout, size: float) -> list[list[int]]:

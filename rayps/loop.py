@@ -185,6 +185,7 @@ def wrap(model: nn.Module, optimizer: Optimizer, strategy: Any = "all_reduce") -
         raise ConfigError("wrap takes one strategy: a loop of your own changes it by wrapping again", field="strategy")
     chosen, name = phases[0].strategy, f"{here.name}/{next(here.wraps)}"
     flat = FlatModel(model)
+    flat.drop_grad()  # none yet, as in plain torch: what has none after backward was not used
     ring = Ring.join(name, here.rank, here.size, timeout=here.timeout)
     if here.rank == 0 and here.size > 1:
         log.info(ring.choice)
@@ -217,12 +218,8 @@ def wrap(model: nn.Module, optimizer: Optimizer, strategy: Any = "all_reduce") -
     def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
         return turns.step(closure, self.samples)
 
-    def zero_grad(self: Any, set_to_none: bool = True) -> None:
-        flat.drop_grad() if set_to_none else flat.zero_grad()
-
     # bound, as torch's schedulers of the learning rate expect it
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
-    optimizer.zero_grad = MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
     turns.start()
     return model, optimizer
 

@@ -363,11 +363,36 @@ def test_torchs_own_optimizers_read_the_mean_where_it_lies():
 
 
 def test_the_events_say_how_gradients_leave():
-    for strategy, words in [(AllReduce(), "while backward goes on, in 1 bucket"),
-                            (AllReduce(bucket_mb=1e-6), "while backward goes on, in 4 buckets"),
-                            (AllReduce(bucket_mb=0), "after backward, in 1 bucket")]:
+    for strategy, words in [(AllReduce(), "while backward goes on, in 1 bucket: ranks of one host read them"),
+                            (AllReduce(bucket_mb=1e-6), "while backward goes on, in 4 buckets: as given"),
+                            (AllReduce(bucket_mb=0), "after backward, in 1 bucket: as given")]:
         result = train(Small(n=12), strategy, workers=2, epochs=1)
         assert [event for event in result.events if event["kind"] == "choice" and words in event["message"]], words
+
+
+@pytest.mark.parametrize(("options", "early", "words"), [
+    ({"prefer": "shm"}, True, "where they lie"), ({"prefer": "tcp"}, True, "between hosts"),
+    ({"backend": "gloo"}, False, "process group")])
+def test_buckets_are_chosen_by_what_the_ring_goes_over(options, early, words):
+    rings = form(2, **options)
+
+    def work(ring):
+        flat = FlatModel(net(), ring.buffer)
+        buckets = Buckets(flat, ring)
+        for turn in range(2):
+            buckets.begin(ring.rank)
+            loss_of(flat.model, ring.rank, turn).backward()
+            mean = buckets.finish()[0].clone()
+        return buckets.early, buckets.choice["message"], mean
+
+    alone = FlatModel(net())
+    loss_of(alone.model, 1, 1).backward()
+    only = alone.collect_grad()[:-1]  # rank 0 has no samples, so the mean is rank 1's gradient
+    for found in every(rings, work):
+        assert found[0] == early and words in found[1]
+        assert torch.allclose(found[2], only, atol=1e-6)
+    for ring in rings:
+        ring.close()
 
 
 @pytest.mark.parametrize("given", [-1, True, "big", float("inf"), float("nan")])

@@ -154,6 +154,62 @@ def test_a_closure_is_called_once():
     assert all(n == 1 or n == 2 for _, n in run(train_fn, workers=2))
 
 
+@pytest.mark.parametrize("strategy", IN_STEP, ids=str)
+def test_several_backwards_add_up_to_one_step(strategy):
+    work = Fixed(n=48, batch=4, optimizer="momentum")
+
+    def train_fn():
+        world = rayps.world()
+        model = work.model()
+        optimizer = work.optimizer(list(model.parameters()))
+        rayps.wrap(model, optimizer, strategy)
+        for batch in work.data().batches(rank=world.rank, size=world.size, seed=0, epoch=0):
+            optimizer.zero_grad()
+            for half in (slice(0, 2), slice(2, 4)):  # two means over two samples, of which the mean is taken
+                (((model(batch.x[half]) - batch.y[half]) ** 2).mean() / 2).backward()
+            optimizer.step()
+        return vector(model)
+
+    for found in run(train_fn, workers=2):
+        assert distance(found, law(work, 2, epochs=1)) < EXACT
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
+@pytest.mark.parametrize("to_none", [True, False])
+def test_what_no_rank_has_used_is_skipped_as_in_plain_torch(optimizer, to_none):
+    def steps(model, optimizer, parts):
+        for turn in range(4):
+            optimizer.zero_grad(set_to_none=to_none)
+            for rank in parts:
+                x = torch.full((2, 5), 0.3 + rank + turn, dtype=torch.float64)
+                used = [model[0], model[2]] if (rank + turn) % 3 else [model[0], model.switched, model[2]]
+                for layer in used:
+                    x = layer(x)
+                (x.square().mean() / len(parts)).backward()
+            optimizer.step()
+        return vector(model)
+
+    def make():
+        model = Fixed().model()
+        generator = torch.Generator().manual_seed(5)
+        for name, shape in (("switched", (7, 7)), ("spare", (2, 2))):
+            layer = torch.nn.Linear(*shape).double()
+            with torch.no_grad():
+                for p in layer.parameters():
+                    p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64) / 3)
+            model.add_module(name, layer)
+        return model, OPTIMIZERS[optimizer](list(model.parameters()))
+
+    def train_fn():
+        model, own = make()
+        rayps.wrap(model, own)
+        return steps(model, own, [rayps.world().rank])
+
+    expected = steps(*make(), [0, 1])
+    for found in run(train_fn, workers=2):
+        assert distance(found, expected) < EXACT
+
+
 def test_two_models_wrapped_in_one_run():
     def train_fn():
         models = [torch.nn.Linear(2, 1) for _ in range(2)]
