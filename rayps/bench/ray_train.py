@@ -95,4 +95,7 @@ def _loop(config: dict[str, Any]) -> None:
         steps = json.loads(turn.read_text())
         if steps == 0:
             return
-        _publish(folder / f"done-{number}-{rank}", run(steps))
+        start = time.process_time()
+        found = run(steps)
+        found["cpu"] = 1000 * (time.process_time() - start) / steps
+        _publish(folder / f"done-{number}-{rank}", found)

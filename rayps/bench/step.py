@@ -47,6 +47,7 @@ class StepRow:
     repeats: int
     rate: float
     step: float
+    cpu: float  # of the worker's process: does not count waiting, nor what others on the machine take
     compute: float | None  # forward, backward and the optimizer, as the worker's points say
     waiting: float | None
     moving: float | None
@@ -106,7 +107,9 @@ class StepBench:
 
     def turn(self, contender: str, steps: int) -> dict[str, float]:
         """So many steps: milliseconds a step, whole and by part."""
-        return self._turns[contender](steps)
+        start = time.process_time()
+        found = self._turns[contender](steps)
+        return found | {"cpu": 1000 * (time.process_time() - start) / steps}
 
     def close(self) -> None:
         """Leave the rings and DDP's group."""
@@ -227,7 +230,7 @@ def _rows(found: dict[str, list[dict[str, float]]], workers: int, hidden: int, r
 
     return [
         StepRow(
-            name, workers, parameters, repeats, 1000 / step, step,
+            name, workers, parameters, repeats, 1000 / step, step, part(name, "cpu") or 0.0,
             part(name, "compute"), part(name, "wait"), part(name, "move"),
             ddp / step if ddp else None, alone / step if alone else None,
         )

@@ -107,8 +107,8 @@ def step(
 
     rows = _run(address, workers, lambda cluster: bench_step(cluster, workers, names, hidden=hidden, repeats=repeats))
     _show(form, rows, {
-        "contender": "contender", "rate": "steps/s", "step": "ms a step", "compute": "compute", "waiting": "waiting",
-        "moving": "moving", "times_ddp": "x ddp", "of_alone": "of alone"})
+        "contender": "contender", "rate": "steps/s", "step": "ms a step", "cpu": "cpu ms", "compute": "compute",
+        "waiting": "waiting", "moving": "moving", "times_ddp": "x ddp", "of_alone": "of alone"})
 
 
 @app.command()
