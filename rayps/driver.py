@@ -177,6 +177,12 @@ class Driver:
             saved.check(snapshot.layout)
             saved.resize(self.spec.workers, self._steps)
             self.journal.event("resumed", f"resumed from {self._resume} at round {saved.round}", round=saved.round)
+            if saved.round >= self._ends[-1]:
+                self.journal.event(
+                    "warning",
+                    f"the checkpoint is of round {saved.round} and the run ends at round {self._ends[-1]}: "
+                    "it is evaluated, and nothing is left to train; give more epochs or steps",
+                )
             # an earlier driver of this very run may have died before the evaluation that belongs to the checkpoint
             self._evaluated = saved.round if self.journal.evaluated is None else self.journal.evaluated
             return saved

@@ -187,6 +187,16 @@ def test_train_fails_with_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert found == code and out == "" and len(err.strip().splitlines()) <= 1
 
 
+def test_an_interrupted_train_says_what_was_kept(monkeypatch: pytest.MonkeyPatch,
+                                                 capsys: pytest.CaptureFixture[str]) -> None:
+    def train(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt("stopped on request at round 7 of 9: ck/step-7 is kept\n--resume goes on")
+
+    monkeypatch.setattr(rayps, "train", train, raising=False)
+    assert run(capsys, "train", "a:B") == (
+        130, "", "rayps: stopped on request at round 7 of 9: ck/step-7 is kept\n--resume goes on\n")
+
+
 def test_train_passes_everything_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     given: dict[str, Any] = {}
 

@@ -283,3 +283,11 @@ def test_a_result_is_short_to_look_at(tmp_path):
     assert re.fullmatch(
         rf"Result\(loss=\d.*, error=\S+, 6 rounds, {len(result.events)} events, checkpoint='\S+'\)", repr(result))
     assert len(repr(result)) < 300
+
+
+def test_a_resumed_run_that_is_over_says_so(tmp_path):
+    train(Small(), workers=2, steps=6, checkpoint=tmp_path)
+    result = train(Small(), workers=2, steps=4, checkpoint=tmp_path, resume=True)
+    told = [event["message"] for event in result.events if event["kind"] == "warning"]
+    assert ["round 6" in text and "round 4" in text and "nothing is left" in text for text in told] == [True]
+    assert result.metrics["error"] > 0

@@ -112,9 +112,9 @@ def ls(
         show.dump([job.data for job in jobs])
         return
     rows = [[job.id, job.data["name"], show.status(job.data["status"]), show.age(job.data["created_at"]),
-             show.strategy(job.data["spec"]["strategy"]), job.data["spec"]["workers"],
+             f"{job.data['spec']['workers']} x {show.strategy(job.data['spec']['strategy'])}",
              show.measures(job.result) or _short(job.data["reason"])] for job in jobs]
-    show.table(["id", "name", "status", "age", "strategy", "workers", "result"], rows, cut=("name", "strategy"))
+    show.table(["id", "name", "status", "age", "workers", "result"], rows, cut=("name", "workers"))
 
 
 def get(job_id: Id, output: Format = Output.table) -> None:
@@ -202,7 +202,7 @@ def open_page() -> None:
 
 def _short(text: str | None) -> str:
     lines = (text or "").splitlines()
-    return lines[0][:60] if lines else ""
+    return lines[0].partition(": /")[0][:60] if lines else ""
 
 
 def add(app: typer.Typer) -> None:

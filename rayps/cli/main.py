@@ -55,10 +55,13 @@ def train(
 ) -> None:
     """Train here and now, without a service; ends with the final metrics."""
     resources = {"cpu": cpus_per_worker, **({"gpu": gpus_per_worker} if gpus_per_worker else {})}
-    result = rayps.train(
-        target, strategy=strategy, workers=workers, epochs=epochs, steps=steps, seed=seed, checkpoint=checkpoint,
-        checkpoint_every=checkpoint_every, resume=resume, resources=resources, address=address,
-        max_failures=max_failures, timeout=timeout, progress=True)
+    try:
+        result = rayps.train(
+            target, strategy=strategy, workers=workers, epochs=epochs, steps=steps, seed=seed, checkpoint=checkpoint,
+            checkpoint_every=checkpoint_every, resume=resume, resources=resources, address=address,
+            max_failures=max_failures, timeout=timeout, progress=True)
+    except KeyboardInterrupt as error:  # typer would swallow what it says
+        raise typer.Exit(_failed(str(error) or "interrupted before training began", 130)) from None
     if output is Output.json:
         saved = None if result.checkpoint is None else str(result.checkpoint)
         show.dump({"metrics": result.metrics, "rounds": result.history.num_rows, "checkpoint": saved})

@@ -15,9 +15,8 @@ from rich.text import Text
 
 _COLOURS = {"SUCCEEDED": "green", "FAILED": "red", "STOPPED": "yellow", "RUNNING": "cyan", "RECOVERING": "yellow",
             "UNKNOWN": "yellow"}
-
-
-_LAST = 24  # letters that the last column of a table keeps before others are cut
+_LAST = 14  # letters that the last column of a table keeps before others are cut
+_CUT = 6  # letters that are left of one that is cut
 
 
 class Output(enum.StrEnum):
@@ -60,7 +59,7 @@ def table(columns: list[str], rows: list[list[Any]], cut: tuple[str, ...] = ()) 
     left = len(cut)
     for column, width in zip(columns[:-1], widths[:-1], strict=True):
         if column in cut:
-            width = max(min(width, room // left), 1)
+            width = max(min(width, room // left), min(width, _CUT))
             room, left = room - width, left - 1
         found.add_column(column, no_wrap=True, overflow="ellipsis", width=width)
     found.add_column(columns[-1], no_wrap=not terminal, overflow="fold")

@@ -161,7 +161,9 @@ class Store:
             async with self._reader.connect() as tx:
                 found = [_record(row) for row in await tx.execute(query)]
         if not found:
-            raise NotFound(f"there is no job {text[:100]!r}: `rayps ls` lists them", job=text[:100], status=404)
+            few = 0 < len(start) < FEWEST_LETTERS
+            short = f"; give at least {FEWEST_LETTERS} letters of one's id" if few else ""
+            raise NotFound(f"there is no job {text[:100]!r}: `rayps ls` lists them{short}", job=text[:100], status=404)
         if len(found) > 1:
             names = " and ".join(f"{job.id} ({job.name})" for job in found[:2]) + (", ..." if len(found) > 2 else "")
             raise ConfigError(f"several jobs begin with {text!r}: {names}\ngive more of the id", field="job_id",
