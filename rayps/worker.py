@@ -330,16 +330,19 @@ class Worker:
         waiting, moving, moved = self._traffic()
         losses = self._timer.losses
         samples = sum(count for _, count in losses)
+        seconds = time.perf_counter() - self._timer.began
+        exposed = max(0.0, seconds - self._timer.compute)  # what a background thread does meanwhile takes no time
+        wait = min(waiting - before.waiting, exposed)
         return {
             "kind": "round",
             "round": self.position - 1,
             "epoch": (self.position - 1) // self.steps_per_epoch,
             "loss": sum(loss * count for loss, count in losses) / samples if samples else None,
             "samples": samples,
-            "seconds": time.perf_counter() - self._timer.began,
+            "seconds": seconds,
             "compute": self._timer.compute,
-            "wait": waiting - before.waiting,
-            "move": moving - before.moving,
+            "wait": wait,
+            "move": min(moving - before.moving, exposed - wait),
             "bytes": moved - before.bytes,
             "lead": self.server.lead if self.server is not None else None,
         }
