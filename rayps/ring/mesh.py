@@ -23,7 +23,7 @@ from rayps.ring.wires import Place, Wires
 LINGER_SECONDS = 0.25  # how long a rank that leaves tries to get its last words out
 GRACE_SECONDS = 0.5  # how long an inquest waits for signs of life, a part of the time-out
 _AHEAD_BYTES = 1 << 20  # that a relay keeps queued: the line must not run dry while numbers are added
-_IN, _OUT = select.POLLIN, select.POLLOUT
+_IN = select.POLLIN
 
 
 class Mesh:
@@ -39,7 +39,7 @@ class Mesh:
         self._mail: dict[tuple[int, int], deque[Any]] = {}
         self._heard: set[int] = set()
         self._left: set[int] = set()  # ranks that have said goodbye
-        self._number = 0
+        self.number = 0  # of the collective that is under way
         self._step = 0
         self._sent = 0
         self._quiet = 0.0  # seconds since what we wait for has moved
@@ -79,7 +79,7 @@ class Mesh:
     def begin(self) -> None:
         """A new collective: what is still under way from the one before is not taken for it."""
         self.check()
-        self._number += 1
+        self.number += 1
         self._step = 0
 
     def exchange(self, sends: Sequence[Piece], receives: Sequence[Piece]) -> None:
@@ -89,9 +89,9 @@ class Mesh:
         """
         step = self._step
         self._step += 1
-        message = Message(Kind.DATA, tag=self._number, a=step)
+        message = Message(Kind.DATA, tag=self.number, a=step)
         wants: dict[int, Want] = {
-            key: (Kind.DATA, self._number, step, into) for key, into in self._links.stripes(receives)
+            key: (Kind.DATA, self.number, step, into) for key, into in self._links.stripes(receives)
         }
         self._run(message, self._links.stripes(sends), wants)
 
@@ -107,7 +107,7 @@ class Mesh:
         def push() -> None:
             nonlocal gone
             while todo and self._links[key := self._links.stream(right, gone)].queued < _AHEAD_BYTES:
-                self._links[key].queue(Message(Kind.DATA, tag=self._number, a=gone), todo.popleft(), copy=False)
+                self._links[key].queue(Message(Kind.DATA, tag=self.number, a=gone), todo.popleft(), copy=False)
                 gone += 1
                 sending.add(key)
 
@@ -116,7 +116,7 @@ class Mesh:
                 todo.append(buffer)
                 push()
             for into, then in arrivals:
-                want = (Kind.DATA, self._number, taken, into)
+                want = (Kind.DATA, self.number, taken, into)
                 self._finish(sending, {self._links.stream(left, taken): want}, push, drain=False)
                 taken += 1
                 if (onward := then()) is not None:
@@ -132,7 +132,7 @@ class Mesh:
         self.exchange(nothing, nothing)
 
     def blame(self, words: str) -> LinkError:
-        """The error for a failure that was seen elsewhere: the lost or silent rank where one can be found."""
+        """The error for a failure that was seen elsewhere: the lost or silent rank if one can be found."""
         try:
             for peer in self._links:
                 self._listen(peer)
@@ -151,27 +151,25 @@ class Mesh:
         self.check()
         self._run(Message(Kind.POINT), [], {source: (Kind.POINT, tag, 0, into)})
 
-    @property
-    def number(self) -> int:
-        """The number of the collective that is under way."""
-        return self._number
-
     def link(self, peer: int) -> Link:
         """The link to rank `peer`."""
         return self._links[peer]
 
     def await_bell(self, bell: int, absent: Callable[[], set[int]]) -> None:
         """Wait until `bell` is readable, which the ranks that are `absent` have yet to ring. Raises as `exchange`."""
-        self._links.poll.register(bell, _IN)
-        try:
-            with self._guarded():
-                while True:
-                    if self._left and (gone := self._left & absent()):  # who rings and leaves was here
-                        raise self._gone(min(gone))
+        alone, start = self._inside is None, time.perf_counter()
+        with self._guarded():
+            # within a relay the line must go on; otherwise, mostly, the bell is all that stirs
+            rang = alone and self._links.only_hears(bell, self._patience())
+            self._quiet = time.perf_counter() - start
+            self.seconds_waiting += self._quiet
+            if rang:
+                return
+            with self._links.hearing(bell):
+                while not (gone := self._left and self._left & absent()):  # who rings and leaves was here
                     if not self._pause(set(), {}, bell):
                         return
-        finally:
-            self._links.poll.unregister(bell)
+                raise self._gone(min(gone))
 
     def check(self) -> None:
         """Raises the error that ended this mesh."""
@@ -372,7 +370,7 @@ class Mesh:
             return
         self.dead = self.dead or error  # another thread waits in here: wake it, it will say so to everyone
         for link in list(self._links.values()):
-            link.hang_up()
+            link.hang_up(last_words=True)
 
     def close(self) -> None:
         """Leave. Ranks that still need this one see it as lost, others go on. Safe to call twice."""

@@ -6,6 +6,8 @@ stream, so that a rank is the number of its first link.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import select
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -28,6 +30,7 @@ class Wires(dict[int, Link]):
         self.ranks = [number for number in self if number < size]
         self.poll = select.poll()
         self._masks = dict.fromkeys(self, 0)
+        self._ears: dict[int, select.poll] = {}  # by bell: it and all links
         self._by_descriptor = {link.fileno(): number for number, link in self.items()}
         for number, link in self.items():
             link.peer = f"rank {number % size}"
@@ -47,6 +50,25 @@ class Wires(dict[int, Link]):
         else:
             self.poll.unregister(self[number])
 
+    def only_hears(self, bell: int, seconds: float) -> bool:
+        """Wait for any link and the bell, and whether it was the bell alone."""
+        ears = self._ears.get(bell)
+        if ears is None:
+            ears = self._ears[bell] = select.poll()
+            for descriptor in (bell, *self._by_descriptor):
+                ears.register(descriptor, select.POLLIN)
+        ready = ears.poll(max(0, math.ceil(seconds * 1000)))
+        return len(ready) == 1 and ready[0][0] == bell
+
+    @contextlib.contextmanager
+    def hearing(self, bell: int) -> Iterator[None]:
+        """Let `poll` look for the bell too."""
+        self.poll.register(bell, select.POLLIN)
+        try:
+            yield
+        finally:
+            self.poll.unregister(bell)
+
     def at(self, descriptor: int) -> int:
         """The number of the link that `poll` found; -1 for what is no link."""
         return self._by_descriptor.get(descriptor, -1)
@@ -55,6 +77,7 @@ class Wires(dict[int, Link]):
         """Take a link out, unwatched."""
         self.watch(number, 0)
         link = self.pop(number)
+        self._ears.clear()
         del self._by_descriptor[link.fileno()]
         return link
 
@@ -77,4 +100,5 @@ class Wires(dict[int, Link]):
         super().clear()
         self.ranks = []
         self._masks.clear()
+        self._ears.clear()
         self._by_descriptor.clear()
