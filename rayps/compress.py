@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -117,7 +118,7 @@ class Largest:
         k = self.size(x.numel()) // 8
         if x.numel() > torch.iinfo(torch.int32).max:
             raise ConfigError(f"top_k counts to 2^31 elements and the vector has {x.numel()}: use more shards, or int8")
-        places = x.abs().topk(k, sorted=False).indices.sort().values
+        places = _largest(x.abs(), k).sort().values
         values = _within(x[places], torch.float32)
         return torch.cat([places.to(torch.int32).view(torch.uint8), values.view(torch.uint8)])
 
@@ -184,10 +185,21 @@ class ErrorFeedback:
 def _within(x: Tensor, dtype: torch.dtype) -> Tensor:
     """`x` in a dtype of smaller range; finite values stay finite."""
     limit = torch.finfo(dtype).max
-    if torch.finfo(x.dtype).max <= limit:
+    if torch.finfo(x.dtype).max <= limit or x.numel() == 0:
+        return x.to(dtype)
+    least, most = torch.aminmax(x)
+    if -limit <= least and most <= limit:  # as good as always; not where there is a NaN
         return x.to(dtype)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))  # bfloat16 has not the digits of the limit
     return torch.where(wide.isinf(), wide, wide.clamp(-limit, limit)).to(dtype)
+
+
+def _largest(x: Tensor, k: int) -> Tensor:
+    """Where the k largest are, in any order; NaN counts as large."""
+    if x.device.type != "cpu" or k == 0:
+        return x.topk(k, sorted=False).indices
+    wide = x.to(torch.promote_types(x.dtype, torch.float32)).numpy()
+    return torch.from_numpy(np.argpartition(wide, len(wide) - k)[len(wide) - k :])  # ten times as fast as topk
 
 
 def _blocks(n: int) -> int:

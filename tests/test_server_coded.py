@@ -177,18 +177,28 @@ def test_payloads_that_are_wrong_are_refused():
         link.close()
 
 
-def test_auto_leaves_pushes_as_they_are_on_one_host_and_says_why():
-    with House(2, 1, None, n=200_000) as house:
+def test_auto_leaves_pushes_as_they_are_where_shards_read_them_in_shared_memory():
+    with House(2, 1, None) as house:
         server = house.join(0)
         facts = compress(server, "auto")
         assert facts["compression"] == "off"
         assert server.feedback is None
+        assert "on this host" in facts["message"]
+        server.close()
+
+
+def test_auto_says_what_it_measured():
+    with House(2, 1, None, n=200_000, prefer="tcp") as house:
+        server = house.join(0)
+        facts = compress(server, "auto")
+        assert (server.feedback is None) == (facts["compression"] == "off")
+        assert set(facts["seconds"]) == {"off", "fp16", "int8"}
         assert "200000 elements took" in facts["message"]
         server.close()
 
 
 def test_auto_encodes_where_the_line_is_slow():
-    with House(1, 1, None, n=2000) as house:
+    with House(1, 1, None, n=2000, prefer="tcp") as house:
         server = house.join(0)
         read = server.read
         server.read = lambda lo, hi: (time.sleep(0.2), read(lo, hi))[1]

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from rayps.compress import CANDIDATES, MARGIN, ErrorFeedback, choice, codec, decoded
+from rayps.server.ways import ByMemory
 
 if TYPE_CHECKING:
     from rayps.server.client import Server
@@ -54,12 +55,15 @@ def value_of(payload: memoryview | bytearray, dtype: torch.dtype) -> Tensor:
 def compress(server: Server, compression: str) -> dict[str, Any]:
     """Let a server's pushes travel as `compression` says; the choice as an event.
 
-    `auto` compares what a read of up to 2^20 elements takes with what encoding and decoding as many takes, beside the
-    share of the bytes that is left: for this worker and its lines, each may choose another.
+    `auto` leaves them as they are where shards read a worker's gradient in shared memory. Elsewhere it compares what a
+    read of up to 2^20 elements takes with what encoding and decoding as many takes, beside the share of the bytes that
+    is left: for this worker and its lines, each may choose another.
     """
     if compression != "auto":
         server.feedback = ErrorFeedback(codec(compression), server.size, server.dtype)
         return choice("server", compression, "given")
+    if all(isinstance(way, ByMemory) for way in server._turns._ways):
+        return choice("server", "off", "all shards are on this host and read them where they lie")
     n = min(server.size, PROBE_ELEMENTS)
     x = torch.randn(n).to(server.dtype)
     line = _seconds(lambda: server.read(0, n))
