@@ -20,6 +20,7 @@ from rayps.partition import slices
 from rayps.server_group import ServerGroup
 
 CONTENDERS = ("own", "resident", "message", "ray")
+START_SECONDS = 0.3  # until all workers have joined
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +56,8 @@ class ServerBench:
         torch.set_num_threads(1)
         self._rank = rank
 
-    def own(self, group: ServerGroup, turns: int, kind: str = "own") -> tuple[float, float]:
-        """Begin and end (wall clock) of so many turns over links.
+    def own(self, group: ServerGroup, turns: int, kind: str, start: float) -> tuple[float, float]:
+        """Begin and end (wall clock) of so many turns over links, from the time `start` on.
 
         `own` pushes an ordinary tensor, `resident` one that lies where the shards read it, and `message` sends
         messages as between hosts, although over shared memory.
@@ -66,15 +67,15 @@ class ServerBench:
         out = torch.empty(group.layout.size)
         torch.rand(len(grad), out=grad)
         server.push_pull(grad, out=out)
-        began = time.time()
+        began = _await(start)
         for _ in range(turns):
             server.push_pull(grad, out=out)
         ended = time.time()
         server.close()
         return began, ended
 
-    def ray(self, shards: list[Handle], n: int, turns: int) -> tuple[float, float]:
-        """Begin and end (wall clock) of so many turns through actor calls."""
+    def ray(self, shards: list[Handle], n: int, turns: int, start: float) -> tuple[float, float]:
+        """Begin and end (wall clock) of so many turns through actor calls, from the time `start` on."""
         grad, out = np.random.default_rng(0).random(n, np.float32), np.empty(n, np.float32)
         cuts = slices(n, len(shards))
 
@@ -84,7 +85,7 @@ class ServerBench:
                 out[cut] = reply.result(60.0)
 
         turn()
-        began = time.time()
+        began = _await(start)
         for _ in range(turns):
             turn()
         return began, time.time()
@@ -124,15 +125,16 @@ def _at_size(
     size = len(actors)
     group = ServerGroup(torch.zeros(n), shards=shards, optimizer=_sgd, staleness=None, workers=size, cluster=cluster)
     handles = [cluster.spawn("rayps.bench.server:RayShard", c.stop - c.start) for c in slices(n, shards)]
-    counts = {name: max(3, _turns(4 * n) // (10 if name == "ray" else 1)) for name in contenders}
+    counts = {name: _turns(4 * n, name) for name in contenders}
     rates: dict[str, list[float]] = {name: [] for name in contenders}
     try:
         for _ in range(repeats):
             for name in contenders:
+                start = time.time() + START_SECONDS
                 if name == "ray":
-                    replies = [actor.call("ray", handles, n, counts[name]) for actor in actors]
+                    replies = [actor.call("ray", handles, n, counts[name], start) for actor in actors]
                 else:
-                    replies = [actor.call("own", group, counts[name], name) for actor in actors]
+                    replies = [actor.call("own", group, counts[name], name, start) for actor in actors]
                 spans = [reply.result(600.0) for reply in replies]
                 seconds = max(end for _, end in spans) - min(begin for begin, _ in spans)
                 rates[name].append(len(actors) * counts[name] / seconds)
@@ -148,8 +150,15 @@ def _at_size(
     ]
 
 
-def _turns(size: int) -> int:
-    return 4000 if size <= 1 << 16 else 1000 if size <= 2 << 20 else 20
+def _await(start: float) -> float:
+    """Sleep until the wall clock shows `start`, so that all workers begin at once; the time that it shows then."""
+    time.sleep(max(0.0, start - time.time()))
+    return time.time()
+
+
+def _turns(size: int, contender: str) -> int:
+    slow, swift = (300, 10_000) if size <= 1 << 16 else (60, 3000) if size <= 2 << 20 else (8, 60)
+    return slow if contender == "ray" else max(slow, swift // 4) if contender == "message" else swift
 
 
 def _sgd(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
