@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,7 @@ class WorkerActor:
         self._facts = WorkerFacts(rank, 0, "idle")
         self._parts: Parts[WorkerPart] = Parts()
         self._lock = threading.Lock()
-        self._recovering = threading.Lock()
+        self._link: Callable[[int], Link] | None = None
         self._shards = Addresses()
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
@@ -152,21 +153,15 @@ class WorkerActor:
             return self._parts.get(max(self._parts, default=0) if rounds is None else rounds)
 
     def rewire(self, shard: int, address: str) -> None:
-        """Tell that a shard has been replaced and where it is now."""
+        """Tell that a shard has been replaced and where it is now; what it lacks of this worker is said again."""
         self._shards.change(shard, address)
-        with self._lock:
-            finished = self._facts.status == "finished"
-        if finished:
-            self._recover()
-
-    def _recover(self) -> None:
-        """Say again to replaced shards what they lack, where the plan's thread has ended and asks nobody any more."""
-        with self._recovering:
-            for shard in self._shards.unseen() if self._ties.server is not None else []:
-                try:
-                    self._ties.server.recover(shard)  # type: ignore[union-attr]
-                except LinkError as error:  # it died again, and its next replacement will be told
-                    log.info("%s", error)
+        server, link = self._ties.server, self._link
+        if server is not None and link is not None:
+            try:
+                # at once: the plan's thread may wait for another shard, or have ended, and others wait for its pushes
+                server.replay(shard, lambda: link(shard), lambda: shard in self._shards.unseen())
+            except LinkError as error:  # it died again, and its next replacement will be told
+                log.info("%s", error)
 
     def evaluate(self, vector: Tensor | None, buffers: dict[str, Tensor]) -> dict[str, tuple[float, int]]:
         """Sums and sample counts of every metric over this worker's share, at the given parameters."""
@@ -214,8 +209,6 @@ class WorkerActor:
         if error is not None:
             ties.part()
             ties.close()
-        elif not stop.is_set():
-            self._recover()  # whoever told of a new shard before the status changed has left it to this thread
 
     def _prepare(self, plan: WorkerPlan, snapshot: Snapshot, stop: threading.Event, ties: _Ties) -> Worker:
         workload = self._load()
@@ -247,6 +240,7 @@ class WorkerActor:
                 timeout=plan.timeout,
             )
 
+        self._link = link
         ranges = [(lo, hi) for _, lo, hi in plan.shards]
         links = [link(i) for i in range(len(ranges))]
         relink = None if plan.strategy.lockstep else lambda shard: self._relink(shard, plan)
@@ -299,12 +293,14 @@ class _Ties:
         if self.ring is not None:
             self.ring.abort()
         if self.server is not None:
-            self.server.close()
+            self.server.hang_up()
 
     def close(self) -> None:
         """Once the thread has ended."""
         if self.ring is not None:
             self.ring.close()
+        if self.server is not None:
+            self.server.close()
 
 
 @dataclass(frozen=True, slots=True)

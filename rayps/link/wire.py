@@ -326,10 +326,12 @@ class Link:
         why = f" ({error.strerror})" if error is not None and error.strerror else ""
         return PeerLost(f"{self.peer!r} closed the connection or died{why}", peer=self.peer)
 
-    def hang_up(self) -> None:
-        """Make whoever waits on this link, on either side, see it as lost. Any thread may call it."""
+    def hang_up(self, *, last_words: bool = False) -> None:
+        """Make whoever waits on this link, on either side, see it as lost. Any thread may call it; only the link's own
+        may close it. With `last_words` this side may still say something.
+        """
         with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RD)
+            self._sock.shutdown(socket.SHUT_RD if last_words else socket.SHUT_RDWR)
 
     def say_last(self, end: float, read: bool) -> None:
         """Get what is queued to the peer before this end closes, until the `time.monotonic` deadline `end`.

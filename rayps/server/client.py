@@ -191,18 +191,21 @@ class Server:
             return torch.zeros(size, dtype=dtype)
         return desk.gradient[:size]
 
+    def hang_up(self) -> None:
+        """End what another thread waits for in here, as lost; that thread is to `close`. Any thread may call it."""
+        self._turns.hang_up()
+
     def close(self) -> None:
         """Leave; the shards forget the connection, not the rank's clock."""
         self._turns.close()
 
-    def recover(self, shard: int) -> None:
-        """Find a shard again that was lost while nothing was asked, and say again what it lacks; nothing is posted.
+    def replay(self, shard: int, link: Callable[[], Link], wanted: Callable[[], bool]) -> None:
+        """Say again to a replaced shard what it lacks, over a link of its own, if that is still `wanted`; any thread.
 
         Raises:
-            PeerTimeout: it was not replaced in time.
-            PeerLost: it was lost again.
+            PeerTimeout, PeerLost: it died again.
         """
-        self._turns.rejoin(shard, self.step)
+        self._turns.replay(shard, link, wanted)
 
     @property
     def step(self) -> int:
@@ -275,7 +278,9 @@ class Server:
         mine = desk.whole if count == self.size else desk.gradient[lo : lo + count]
         if not desk.holds(vector, lo):
             self._turns.rest()
-            mine.copy_(vector.detach() if vector.dim() == 1 else vector.detach().reshape(-1))
+            if vector.requires_grad:
+                vector = vector.detach()
+            mine.copy_(vector if vector.dim() == 1 else vector.reshape(-1))
         return mine
 
     def _landing(self, out: Tensor | None, lo: int, hi: int) -> tuple[Tensor, list[Place]]:

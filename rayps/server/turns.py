@@ -7,6 +7,7 @@ shards are read as of one moment while they are held (`rayps.server.cut`).
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -51,7 +52,9 @@ class Turns:
         self._timeout, self._relink, self._resident = timeout, relink, resident
         self._tag = 0
         self._kept = Kept(len(links), keep if relink is not None else 0)
+        self._rejoining = [threading.Lock() for _ in links]
         self._rejoined = 0  # times that a lost shard was found again
+        self._acknowledged = max(step, 0)  # steps that all shards have acknowledged
         self._quiet = False  # whether all shards have answered
         self._fence = Fence()
         self._ways: list[Way] = []
@@ -61,7 +64,7 @@ class Turns:
         if relink is None and len(boxes) == len(links):
             self._boxes = boxes
         # a push that its former holder cut off between shards is completed by pushing that step again
-        self.step = min(steps)
+        self.step = self._acknowledged = min(steps)
 
     def exchange(self, asks: list[Ask], consistent: bool = True) -> list[Answer]:
         """Ask several shards at once, then hear them all; the answers are in the order of `asks`.
@@ -88,6 +91,8 @@ class Turns:
         if len(lines) > 1:
             together(lines, tag)
         answers = [self._hear(tag, ask, consistent, ask.shard in lost) for ask in asks]
+        if asks and asks[0].kind in PUSHES:
+            self._acknowledged = asks[0].a + 1
         passing("worker: acknowledged")
         self.seconds_waiting += time.monotonic() - began
         return answers
@@ -147,6 +152,11 @@ class Turns:
                 way.rest()
             self._quiet = True
 
+    def hang_up(self) -> None:
+        """Make whoever waits in here, and the shards, see this worker as lost. Any thread may call it."""
+        for way in self._ways:
+            way.hang_up()
+
     def close(self) -> None:
         """Leave, and give up what is shared."""
         for way in self._ways:
@@ -165,28 +175,45 @@ class Turns:
                 size = sum(ask.piece.numel() * ask.piece.element_size() for ask in copies if ask.piece is not None)
                 self._kept.keep(shard, step, copies, size)
 
-    def rejoin(self, shard: int, step: int) -> None:
-        """Find a lost shard again, and say again what it lacks; `step` is the first one that is not kept.
+    def replay(self, shard: int, link: Callable[[], Link], wanted: Callable[[], bool]) -> None:
+        """Say again to a replaced shard what it lacks, over a link of its own; from any thread, if still `wanted`.
 
-        Raises:
-            PeerTimeout: it was not replaced in time.
-            PeerLost: it was lost again.
+        This worker may wait for another shard meanwhile, and the others for what this one lacks of it.
+        Raises PeerTimeout, PeerLost.
         """
+        with self._rejoining[shard]:
+            if wanted():
+                way, tag = ByMessage(link(), self._timeout), 0
+                try:
+                    joining = Ask(shard, Kind.JOIN, self._rank, self._first(shard), self._timeout)
+                    said = self._kept.since(shard, _once(way, tag, joining).version)
+                    for tag, ask in enumerate((ask for _, asks in said for ask in asks), 1):
+                        _once(way, tag, ask)
+                finally:
+                    way.close()
+
+    def _rejoin(self, shard: int) -> None:
+        """Find a lost shard again, and say again what it lacks."""
         assert self._relink is not None
         self._ways[shard].close()
         self._rejoined += 1
-        mark = self._join(shard, self._relink(shard), self._kept.first(shard, step))
-        way = self._ways[shard].by_message  # the desk holds another push by now
-        for _, asks in self._kept.since(shard, mark):
-            for ask in asks:
-                self._one(way, ask, True)
+        with self._rejoining[shard]:
+            mark = self._join(shard, self._relink(shard), self._first(shard))
+            way = self._ways[shard].by_message  # the desk holds another push by now
+            for _, asks in self._kept.since(shard, mark):
+                for ask in asks:
+                    self._one(way, ask, True)
         self.told[shard].clear()
+
+    def _first(self, shard: int) -> int:
+        """The earliest step that can be said again: what is kept, or is not acknowledged yet."""
+        return self._kept.first(shard, self._acknowledged)
 
     def _recover(self, ask: Ask, consistent: bool) -> Answer:
         """Find a lost shard again and repeat a request; one that had applied it knows, and does not do so again."""
         for left in reversed(range(LOSSES)):
             try:
-                self.rejoin(ask.shard, ask.a if ask.kind in PUSHES else self.step)
+                self._rejoin(ask.shard)
                 return self._one(self._ways[ask.shard], ask, consistent)
             except PeerLost:
                 if not left:
@@ -233,7 +260,11 @@ class Turns:
             answers = self.exchange([first._replace(a=1)]) + self.exchange(others)
             reached = [torch.frombuffer(answer.payload, dtype=torch.int64).tolist() for answer in answers]
             target = furthest(reached)
-            late = [i for i, steps in enumerate(reached) if steps != target]
+            if len({steps[self._rank] for steps in reached}) > 1:
+                # a push of this rank was cut off between shards: no moment has it in all, until it is pushed again
+                late = []
+            else:
+                late = [i for i, steps in enumerate(reached) if steps != target]
             self.exchange([Ask(i, Kind.AIM, 0, 0, piece=torch.tensor(target)) for i in late])
             yield
         finally:
@@ -258,3 +289,8 @@ class Turns:
             self._ways[i] = ByMemory(link, box, self.desk, self._timeout)
         self._kept.durable(i, joined.durable)
         return joined.version
+
+
+def _once(way: ByMessage, tag: int, ask: Ask) -> Answer:
+    way.ask(tag, ask)
+    return way.hear(tag, ask, True)

@@ -96,6 +96,9 @@ class Way(Protocol):
     def rest(self) -> None:
         """Return once the shard has no use for the payload of any earlier request. Raises PeerTimeout, PeerLost."""
 
+    def hang_up(self) -> None:
+        """Make whoever waits here, and the shard, see this way as lost. Any thread may call it."""
+
     def close(self) -> None:
         """Close the link, give up what is shared. Safe to call twice."""
 
@@ -162,6 +165,10 @@ class ByMessage:
 
     def rest(self) -> None:
         """Nothing to wait for: what was said has left once it was answered."""
+
+    def hang_up(self) -> None:
+        """Make whoever waits here, and the shard, see this way as lost. Any thread may call it."""
+        self.link.hang_up()
 
     def close(self) -> None:
         """Close the link."""
@@ -313,6 +320,10 @@ class ByMemory:
     def _hush(self) -> None:
         with contextlib.suppress(BlockingIOError):  # rung for a shard that was heard meanwhile
             os.eventfd_read(self._my_bell)
+
+    def hang_up(self) -> None:
+        """Make whoever waits here, and the shard, see this way as lost. Any thread may call it."""
+        self.link.hang_up()
 
     def close(self) -> None:
         """Close the link, and give up the bell."""
