@@ -212,7 +212,8 @@ class Mesh:
                 if not self._links[key].queued:
                     sending.discard(key)
             if push is not None:
-                push()
+                push()  # what it queues may have left at once: then there is nothing to wait for
+                sending.difference_update([key for key in sending if not self._links[key].queued])
             if not wants and not (drain and sending):
                 return
             self._pause(sending, wants)
