@@ -6,15 +6,20 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.optim import SGD
 
 from rayps.errors import CheckpointError
 from rayps.failpoint import VARIABLE, parse
+from rayps.flat import Layout
 from rayps.server.kept import Kept
 from rayps.server.ledger import WINDOW, Ledger, anywhere
 from rayps.server.messages import Kind
+from rayps.server.shard import Boundary, Shard
 from rayps.server.ways import Ask
+from rayps.strategies.parameter_server import ParameterServer
 
 PUSHES = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 12)), max_size=60)
 
@@ -124,3 +129,127 @@ def test_a_failpoint_kills_at_its_visit_and_not_before():
                            timeout=60, check=False)
     assert ended.returncode == -signal.SIGKILL
     assert ended.stdout.split() == [b"0", b"1", b"2"]
+
+
+# ---------------------------------------------------------------- a world of shards and workers, without sockets
+
+
+RANKS, STEPS = 2, 5
+SLOTS = RANKS * STEPS  # on each shard: the slot of (rank, step)
+SLOT_LAYOUT = Layout.of([("slots", torch.empty(2 * SLOTS, dtype=torch.float64))])
+
+
+def pushed(rank, step):
+    value = torch.zeros(SLOTS, dtype=torch.float64)
+    value[rank * STEPS + step] = -RANKS  # a push is scaled by 1/N and subtracted
+    return value
+
+
+class World:
+    """Two real shards, two workers that keep their pushes, and a network that loses, repeats and reorders."""
+
+    def __init__(self):
+        self.saved = [(torch.zeros(SLOTS, dtype=torch.float64), Ledger([0] * RANKS)) for _ in range(2)]
+        self.shards = [self.restored(i) for i in range(2)]
+        self.kept = [Kept(2, 10**9) for _ in range(RANKS)]
+        self.step = [0] * RANKS
+        self.flying = []  # (shard, its life, rank, step)
+        self.lives = [0, 0]
+        self.acked = set()  # (shard, rank, step)
+
+    def restored(self, i):
+        params, ledger = self.saved[i]
+        return Shard(i, SLOT_LAYOUT, i * SLOTS, (i + 1) * SLOTS, params=params, factory=lambda p: SGD(p, lr=1.0),
+                     strategy=ParameterServer(staleness=None), start=ledger, boundary=Boundary(0, -1))
+
+    def push(self, rank):
+        step = self.step[rank]
+        if step < STEPS:
+            self.step[rank] += 1
+            for i in range(2):
+                self.kept[rank].keep(i, step, [Ask(i, Kind.PUSH, step, 0)], 8)
+                self.flying.append((i, self.lives[i], rank, step))
+
+    def deliver(self, n, keep):
+        if self.flying:
+            message = self.flying[n % len(self.flying)]
+            if not keep:
+                self.flying.remove(message)
+            i, life, rank, step = message
+            if life == self.lives[i]:  # a link to a shard that is gone leads nowhere
+                self.shards[i].push(rank, step, pushed(rank, step), 1.0)
+                self.acked.add((i, rank, step))
+
+    def lose(self, n):
+        if self.flying:
+            self.flying.pop(n % len(self.flying))
+
+    def again(self, rank, i):
+        mark = self.shards[i].ledger.marks[rank]
+        self.flying += [(i, self.lives[i], rank, step) for step, _ in self.kept[rank].since(i, mark)]
+
+    def save(self, i):
+        self.saved[i] = self.shards[i].params.clone(), self.shards[i].ledger.copy()
+        for rank in range(RANKS):
+            self.kept[rank].durable(i, self.saved[i][1].marks[rank])
+
+    def kill_shard(self, i):
+        self.lives[i] += 1
+        self.shards[i] = self.restored(i)
+        for rank in range(RANKS):
+            self.shards[i].skip(rank, self.kept[rank].first(i, self.step[rank]))
+            self.again(rank, i)
+
+    def kill_worker(self, rank):
+        self.flying = [message for message in self.flying if message[2] != rank]  # its links are fenced
+        self.step[rank] = min(shard.ledger.marks[rank] for shard in self.shards)
+        self.kept[rank] = Kept(2, 10**9)
+
+    def check(self):
+        for i, shard in enumerate(self.shards):
+            assert shard.params.max() <= 1, shard.params
+            for rank in range(RANKS):
+                for step in range(STEPS):
+                    held = shard.params[rank * STEPS + step]
+                    assert held in (0, 1)
+                    if self.saved[i][1].seen(rank, step):  # durable
+                        assert held == self.saved[i][0][rank * STEPS + step]
+                    if (i, rank, step) in self.acked and not self.lives[i]:
+                        assert held == 1
+
+    def finish(self):
+        for rank in range(RANKS):
+            while self.step[rank] < STEPS:
+                self.push(rank)
+            for i in range(2):
+                self.again(rank, i)
+        while self.flying:
+            self.deliver(0, False)
+
+
+MOVES = st.one_of(
+    st.tuples(st.just("push"), st.integers(0, RANKS - 1)),
+    st.tuples(st.just("deliver"), st.integers(0, 30), st.booleans()),
+    st.tuples(st.just("lose"), st.integers(0, 30)),
+    st.tuples(st.just("again"), st.integers(0, RANKS - 1), st.integers(0, 1)),
+    st.tuples(st.just("save"), st.integers(0, 1)),
+    st.tuples(st.just("kill_shard"), st.integers(0, 1)),
+    st.tuples(st.just("kill_worker"), st.integers(0, RANKS - 1)),
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.lists(MOVES, max_size=60))
+def test_whatever_is_lost_repeated_reordered_or_killed_each_push_counts_once(moves):
+    world, worker_died = World(), False
+    for name, *arguments in moves:
+        getattr(world, name)(*arguments)
+        worker_died = worker_died or name == "kill_worker"
+        world.check()
+    world.finish()
+    world.check()
+    for shard in world.shards:
+        missing = int((shard.params == 0).sum())
+        assert missing == shard.lost if not worker_died else missing <= shard.lost
+        if not worker_died:
+            assert shard.lost == 0  # nobody has forgotten anything
