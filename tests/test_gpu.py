@@ -22,7 +22,8 @@ class OnDevice(rayps.Workload):
         return torch.nn.functional.cross_entropy(model(batch.x), batch.y)
 
 
-@pytest.mark.parametrize("strategy", ["all_reduce", "parameter_server", "parameter_server:staleness=none"])
+@pytest.mark.parametrize("strategy", ["all_reduce", "parameter_server", "parameter_server:staleness=none",
+                                      "all_reduce:compression=int8", "parameter_server:compression=fp16"])
 def test_a_worker_that_asks_for_a_gpu_trains_on_it(strategy):
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device on this machine")

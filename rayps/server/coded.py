@@ -35,7 +35,7 @@ def coded(memory: ErrorFeedback, piece: Tensor, lo: int, weight: float) -> Tenso
     """
     n = piece.numel()
     if weight:
-        data = memory.encode(piece, lo).cpu()
+        data = memory.encode(piece.to(memory.residual.device), lo)
     else:
         data = memory.codec.encode(torch.zeros(n, dtype=memory.residual.dtype))
     head = torch.from_numpy(np.frombuffer(_HEAD.pack(memory.codec.code, n), np.uint8).copy())
