@@ -19,7 +19,7 @@ from rayps.link import Link
 from rayps.server.coded import coded
 from rayps.server.messages import CODED, PULLING, Kind
 from rayps.server.resident import flat_bytes
-from rayps.server.rows import IdLists, Listed, Rows
+from rayps.server.rows import IdLists, Listed, Rows, piece
 from rayps.server.turns import Turns
 from rayps.server.ways import Ask, Place
 
@@ -137,8 +137,7 @@ class Server:
         ]
         self._pulled(asks, self.consistent if consistent is None else consistent)
         self.bytes_moved += found.numel() * found.element_size()
-        spread = listed.ids.spread(found)
-        return spread if straight or out is None else out.view(-1, shape[1]).copy_(spread)
+        return listed.ids.spread(found, None if out is None else out.view(-1, shape[1]))
 
     def push_rows(self, ids: Tensor, rows: Tensor, weight: float = 1.0, table: str | None = None) -> None:
         """Push a gradient [len(ids), width] of the rows with these ids; rows of the same id are added up.
@@ -158,17 +157,14 @@ class Server:
         self.settle()
         naming = self._naming(listed, listed.parts)
         self._tell(listed, naming)
-        summed = listed.ids.summed(rows.detach().reshape(-1, width).to("cpu", self.dtype)).view(-1)
+        summed = listed.ids.summed(rows.detach().reshape(-1, width).to("cpu", self.dtype))
         if self._turns.desk is not None:
             self._turns.rest()
-        asks = [Ask(i, Kind.PUSH, self.step, 0, weight, 0, summed[:0]) for i in range(len(self._ranges))]
+        asks = [Ask(i, Kind.PUSH, self.step, 0, weight, 0, summed[0][:0]) for i in range(len(self._ranges))]
         for i, part in listed.parts:
-            first, last = (width * bound for bound in listed.cuts[i])
-            piece = summed[first:last]
-            if self._turns.shares(i):
-                piece = self._turns.pieces[i][: last - first].copy_(piece)
-            asks[i] = Ask(i, Kind.PUSH_ROWS, self.step, listed.number, weight, part.elements, piece)
-        self.bytes_moved += summed.numel() * summed.element_size()
+            laid = piece(summed, *listed.cuts[i], self._turns.pieces[i] if self._turns.shares(i) else None)
+            asks[i] = Ask(i, Kind.PUSH_ROWS, self.step, listed.number, weight, part.elements, laid)
+            self.bytes_moved += laid.numel() * laid.element_size()
         self._post(asks, False, naming)
 
     def settle(self) -> None:

@@ -119,24 +119,26 @@ class Ids:
         """Whether these are the ids that are given again."""
         return table == self.table and given.shape == self.given.shape and torch.equal(given, self.given)
 
-    def summed(self, rows: Tensor) -> Tensor:
-        """Rows [len(given), width] as they travel: [len(unique), width], those of the same id added up."""
-        rows = rows.contiguous()
-        if self._order is None:
-            return rows
-        if self._places is None:
-            return _taken(rows, self._order)
-        total = torch.zeros(len(self.unique), self.table.width, dtype=rows.dtype)
-        return total.index_put_((self._places,), rows, accumulate=True)
+    def summed(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Rows [len(given), width], those of the same id added up, and their order as they travel: None = as they are.
 
-    def spread(self, rows: Tensor) -> Tensor:
-        """Rows [len(unique), width] as they were asked for: [len(given), width]."""
+        `piece` gives a part of them.
+        """
+        rows = rows.contiguous()
+        if self._places is None:
+            return rows, self._order
+        total = torch.zeros(len(self.unique), self.table.width, dtype=rows.dtype)
+        return total.index_put_((self._places,), rows, accumulate=True), None
+
+    def spread(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
+        """Rows [len(unique), width] as they were asked for: [len(given), width], in `out` where given."""
         if self._order is None:
             return rows
+        spread = torch.empty(len(self.given), rows.shape[1], dtype=rows.dtype) if out is None else out
         if self._places is not None:
-            return _taken(rows, self._places)
-        spread = torch.empty_like(rows)
-        _cells(spread)[self._order.numpy()] = _cells(rows)
+            np.take(_cells(rows), self._places.numpy(), out=_cells(spread), mode="clip")
+        else:
+            _cells(spread)[self._order.numpy()] = _cells(rows)
         return spread
 
     def cut(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -195,6 +197,18 @@ def _cells(rows: Tensor) -> Any:
     if not rows.numel():
         return np.empty(0, np.dtype((np.void, 1)))
     return rows.view(-1).view(torch.uint8).numpy().view(np.dtype((np.void, rows.shape[1] * rows.element_size())))
+
+
+def piece(rows: tuple[Tensor, Tensor | None], first: int, last: int, out: Tensor | None = None) -> Tensor:
+    """What `Ids.summed` gave, rows `first` to `last` as they travel, flat; at the beginning of `out` where given."""
+    values, order = rows
+    count = (last - first) * values.shape[1]
+    if order is None:
+        part = values[first:last].view(-1)
+        return part if out is None else out[:count].copy_(part)
+    found = torch.empty(count, dtype=values.dtype) if out is None else out[:count]
+    np.take(_cells(values), order[first:last].numpy(), out=_cells(found.view(-1, values.shape[1])), mode="clip")
+    return found
 
 
 def _taken(rows: Tensor, places: Tensor) -> Tensor:
