@@ -56,6 +56,7 @@ def test_somebody_is_killed_out_of_step(ray_cluster, members):
     result = train(ray_cluster, ParameterServer(shards=2, staleness=None), Harm(members, 1, signal.SIGKILL))
     assert "restarted" not in kinds(result)
     assert [event["lost"] for event in told(result, "replaced")] == [[f"{members[:-1]}-1"]]
+    assert not told(result, "lost")  # whatever was pushed is in the model: see also test_exactly_once
 
 
 @pytest.mark.parametrize("strategy", [AllReduce(), ParameterServer(shards=2, staleness=1)], ids=["ring", "ssp"])
