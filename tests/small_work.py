@@ -129,8 +129,10 @@ class Watched(LocalCluster):
         def wait():
             while SEEN[tag] < seen:
                 time.sleep(0.002)
-            for victim in victims:
-                self.kill(self.actors[victim])
+            # all at once: an actor takes its time to end, and the others would be of the next generation by then
+            enders = [threading.Thread(target=self.kill, args=(self.actors[victim],)) for victim in victims]
+            for ender in enders:
+                ender.start()
 
         thread = threading.Thread(target=wait, daemon=True, name=f"killer-{tag}")
         thread.start()

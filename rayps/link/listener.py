@@ -127,7 +127,7 @@ class Listener:
 
     def fileno(self) -> int:
         """Readable when `accept_ready` has something to do; made for another selector."""
-        return self._selector.fileno()
+        return -1 if self._selector.get_map() is None else self._selector.fileno()
 
     def accept(self, timeout: float, want: Callable[[str], bool] | None = None) -> Link:
         """The next peer whose handshake succeeds; bad ones are dropped. Raises PeerTimeout.
