@@ -256,6 +256,17 @@ def test_several_streams_share_what_is_large():
         ring.close()
 
 
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_a_relay_that_may_queue_little_comes_to_its_end(transport, monkeypatch):
+    monkeypatch.setattr("rayps.ring.mesh._AHEAD_BYTES", 1)
+    rings = form(3, prefer=transport, algorithm="ring", timeout=5.0)
+    for _ in range(3):
+        for got in every(rings, lambda ring: ring.sum(torch.ones(3_000_001))):
+            assert torch.equal(got, torch.full((3_000_001,), 3.0))
+    for ring in rings:
+        ring.close()
+
+
 def test_how_many_streams_fill_the_line_is_measured_and_the_others_are_closed():
     rings = form(2, prefer="tcp", streams=0)
     for ring in rings:
