@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from test_consistent import joined
-from test_server import N, START, every, house  # noqa: F401  (a fixture)
+from test_server import START, N, every, house  # noqa: F401  (a fixture)
 
 from rayps.flat import Layout
 from rayps.server.messages import Kind
