@@ -97,14 +97,16 @@ class Ids:
         self.given = given.detach().to("cpu", torch.int64, copy=True)
         self.unique = self.given
         self._order: Tensor | None = None  # which of the given ids stands where, once sorted; None = they are sorted
-        self._places: Tensor | None = None  # where each of the given ids stands in `unique`; None = none comes twice
+        self._places = self.given  # where each of the given ids stands in `unique`, unless they are sorted
+        self._repeated = False
         if not bool((self.given[1:] > self.given[:-1]).all()):
             self.unique, self._order = torch.sort(self.given, stable=True)
             new = torch.ones(len(given), dtype=torch.bool)
             torch.ne(self.unique[1:], self.unique[:-1], out=new[1:])
-            if not bool(new.all()):
-                self._places = torch.empty_like(self.given)
-                self._places[self._order] = torch.cumsum(new, 0) - 1
+            self._places = torch.empty_like(self.given)
+            self._places[self._order] = torch.cumsum(new, 0) - 1
+            self._repeated = not bool(new.all())
+            if self._repeated:
                 self.unique = self.unique[new]
         if len(self.unique) and not 0 <= int(self.unique[0]) <= int(self.unique[-1]) < table.rows:
             wrong = int(self.unique[0] if self.unique[0] < 0 else self.unique[-1])
@@ -125,7 +127,7 @@ class Ids:
         `piece` gives a part of them.
         """
         rows = rows.contiguous()
-        if self._places is None:
+        if not self._repeated:
             return rows, self._order
         total = torch.zeros(len(self.unique), self.table.width, dtype=rows.dtype)
         return total.index_put_((self._places,), rows, accumulate=True), None
@@ -135,10 +137,7 @@ class Ids:
         if self._order is None:
             return rows
         spread = torch.empty(len(self.given), rows.shape[1], dtype=rows.dtype) if out is None else out
-        if self._places is not None:
-            np.take(_cells(rows), self._places.numpy(), out=_cells(spread), mode="clip")
-        else:
-            _cells(spread)[self._order.numpy()] = _cells(rows)
+        np.take(_cells(rows), self._places.numpy(), out=_cells(spread), mode="clip")
         return spread
 
     def cut(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
