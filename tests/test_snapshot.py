@@ -5,6 +5,7 @@ from torch import nn
 from rayps import checkpoint, optim
 from rayps.errors import CheckpointError
 from rayps.flat import FlatModel, beside
+from rayps.server.ledger import Ledger
 from rayps.snapshot import Snapshot
 
 
@@ -85,3 +86,18 @@ def test_another_number_of_workers_only_between_epochs():
 def test_its_round_is_the_slowest_ones():
     assert made(positions=(7, 5))[1].round == 5
     assert made(positions=())[1].round == 0
+
+
+def test_it_remembers_which_pushes_each_range_holds(tmp_path):
+    _, snapshot = made(positions=(6, 6))
+    half = snapshot.layout.size // 2
+    ahead, behind = Ledger([7, 6], {0: [9]}), Ledger([6, 6], {1: [8]})
+    snapshot.ledgers = [(0, half, ahead), (half, snapshot.layout.size, behind)]
+    checkpoint.save(tmp_path, 6, snapshot.to_state())
+    back = Snapshot.from_state(checkpoint.load(checkpoint.newest(tmp_path)))
+    assert back.ledger(0, half) == ahead and back.ledger(half, snapshot.layout.size) == behind
+    both = back.ledger(0, snapshot.layout.size)  # by one shard now: nothing may be added twice to any part
+    assert both == Ledger([7, 6], {0: [9], 1: [8]})
+    back.align()
+    assert back.ledger(0, half) == Ledger([6, 6])
+    assert made(positions=(3, 5))[1].ledger(0, 1) == Ledger([3, 5])
