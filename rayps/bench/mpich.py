@@ -24,9 +24,9 @@ _START_SECONDS = 60.0
 
 
 class Mpich:
-    """`ranks` processes of MPICH on this host."""
+    """`ranks` processes of MPICH on this host, as nice to others as the peers they are measured beside."""
 
-    def __init__(self, ranks: int, timeout: float) -> None:
+    def __init__(self, ranks: int, timeout: float, niceness: int = 0) -> None:
         beside = Path(sys.executable).parent / "mpiexec"
         found = str(beside) if beside.exists() else shutil.which("mpiexec")
         if found is None or importlib.util.find_spec("mpi4py") is None:
@@ -37,7 +37,8 @@ class Mpich:
             door.bind(str(self._folder / "door"))
             door.listen(ranks)
             door.settimeout(1.0)
-            command = [found, "-n", str(ranks), sys.executable, mpich_rank.__file__, door.getsockname()]
+            order = [sys.executable, mpich_rank.__file__, door.getsockname(), str(niceness)]
+            command = [found, "-n", str(ranks), *order]
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
             try:
                 self._welcome(door, ranks)

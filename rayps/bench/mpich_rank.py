@@ -6,6 +6,7 @@ It imports nothing of rayps. It waits for orders on a pipe, not in MPI, whose wa
 from __future__ import annotations
 
 import importlib
+import os
 import socket
 import sys
 import time
@@ -15,8 +16,9 @@ from typing import Any
 import numpy as np
 
 
-def main(address: str) -> None:
+def main(address: str, niceness: str) -> None:
     """Answer (bytes, calls) with the seconds of one all-reduce, until the caller hangs up."""
+    os.nice(int(niceness) - os.nice(0))
     mpi: Any = importlib.import_module("mpi4py.MPI")  # installed for this measurement only
     world = mpi.COMM_WORLD
     caller = socket.socket(socket.AF_UNIX)
