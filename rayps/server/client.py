@@ -274,9 +274,7 @@ class Server:
         mine = desk.whole if count == self.size else desk.gradient[lo : lo + count]
         if not desk.holds(vector, lo):
             self._turns.rest()
-            if vector.requires_grad:
-                vector = vector.detach()
-            mine.copy_(vector if vector.dim() == 1 else vector.reshape(-1))
+            desk.lay(vector.detach() if vector.requires_grad else vector, mine)
         return mine
 
     def _landing(self, out: Tensor | None, lo: int, hi: int) -> tuple[Tensor, list[Place]]:

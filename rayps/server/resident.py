@@ -30,6 +30,7 @@ AVAILABLE = link_memory.AVAILABLE and platform.machine() in ("x86_64", "AMD64")
 SLICE, BOX, GRADIENT, BELL = 1, 2, 3, 4  # keys under which memories and bells are offered
 
 PAGE = 4096
+SMALL = 1 << 18  # elements
 # words (int64) of a slice's first page
 STEPS = 0  # twice the number of steps, plus one while one is being taken
 ASLEEP = 8  # the shard waits for its bell
@@ -89,6 +90,8 @@ class Desk:
         self.memory = Memory.create((size + 1) * dtype.itemsize)  # pages are taken when they are first touched
         self.gradient = tensor_in(self.memory, dtype, size + 1)  # one more: a ring's gradients have it for the samples
         self.whole = self.gradient[:size]
+        # numpy is the shorter way for a few elements, and has no bfloat16; torch copies many in several threads
+        self._array = self.whole.numpy() if size <= SMALL and dtype != torch.bfloat16 else None
         self.bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._start = self.gradient.data_ptr()
 
@@ -99,6 +102,13 @@ class Desk:
             and vector.dtype == self.gradient.dtype
             and vector.is_contiguous()
         )
+
+    def lay(self, vector: Tensor, mine: Tensor) -> None:
+        """Copy a gradient into `mine`, which is `whole` or a part of the gradient's memory."""
+        if self._array is not None and mine is self.whole and vector.dtype == mine.dtype and vector.is_cpu:
+            np.copyto(self._array, vector.numpy().reshape(-1))
+        else:
+            mine.copy_(vector if vector.dim() == 1 else vector.reshape(-1))
 
     def offer(self, link: SharedLink) -> Memory:
         """Let a shard use this desk; the box that belongs to this link."""
