@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from rayps.addresses import Addresses
 from rayps.cluster import host_address
-from rayps.errors import LinkError, RaypsError, StaleGeneration
+from rayps.errors import LinkError, PeerLost, RaypsError, StaleGeneration
 from rayps.flat import FlatModel, beside
 from rayps.link import Link, Listener, connect
 from rayps.logs import LogBuffer
@@ -38,6 +39,7 @@ from rayps.workload import Workload, unpack
 
 log = logging.getLogger(__name__)
 
+TRY_SECONDS = 1.0  # to reach a shard that has just been replaced, before its address is looked up again
 JOIN_SECONDS = 5.0  # for a thread to notice that its plan has ended
 
 
@@ -231,19 +233,19 @@ class WorkerActor:
         return self._worker
 
     def _join(self, plan: WorkerPlan, snapshot: Snapshot) -> Server:
-        def link(shard: int) -> Link:
+        def link(shard: int, timeout: float = TRY_SECONDS) -> Link:
             return connect(
                 self._shards.current(shard),
                 name=f"worker-{plan.rank}",
                 secret=plan.secret,
                 generation=plan.generation,
-                timeout=plan.timeout,
+                timeout=timeout,
             )
 
         self._link = link
         ranges = [(lo, hi) for _, lo, hi in plan.shards]
-        links = [link(i) for i in range(len(ranges))]
-        relink = None if plan.strategy.lockstep else lambda shard: self._relink(shard, plan)
+        links = [link(i, plan.timeout) for i in range(len(ranges))]
+        relink = None if plan.strategy.lockstep else lambda shard: self._relink(shard, link, plan.timeout)
         return Server(
             plan.rank,
             snapshot.layout.dtype,
@@ -259,12 +261,18 @@ class WorkerActor:
             layout=snapshot.layout,
         )
 
-    def _relink(self, shard: int, plan: WorkerPlan) -> Link:
-        log.info("worker-%d lost shard-%d and waits for its replacement", plan.rank, shard)
-        address = self._shards.changed(shard, plan.timeout)
-        return connect(
-            address, name=f"worker-{plan.rank}", secret=plan.secret, generation=plan.generation, timeout=plan.timeout
-        )
+    def _relink(self, shard: int, link: Callable[[int], Link], timeout: float) -> Link:
+        log.info("%s lost shard-%d and waits for its replacement", self._listener.name, shard)
+        deadline = time.monotonic() + timeout
+        self._shards.changed(shard, timeout)
+        while True:
+            try:
+                return link(shard)
+            except PeerLost:  # perhaps the replacement has died too, and there is another one by now
+                if time.monotonic() > deadline:
+                    raise
+                if shard in self._shards.unseen():
+                    self._shards.changed(shard, timeout)
 
     def _report(self, point: dict[str, Any], stop: threading.Event) -> None:
         with self._lock:

@@ -5,6 +5,7 @@ row's own slots, one on each server, and the optimizer is SGD with a rate of 1, 
 """
 
 import random
+import time
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 
 import rayps
 from rayps import ParameterServer
+from rayps.cluster import LocalCluster
 
 WORKERS, SHARDS, ROWS = 3, 2, 36
 
@@ -26,8 +28,8 @@ class Slots(nn.Module):
 class Tally(rayps.Workload):
     """One slot a row and server; the mean loss of a batch of one row pushes that row's slots up by 1."""
 
-    def __init__(self, scale):
-        self.scale = scale  # what the server divides by
+    def __init__(self, scale, pause=0.0):
+        self.scale, self.pause = scale, pause  # what the server divides by; seconds
 
     def model(self):
         return Slots()
@@ -36,6 +38,7 @@ class Tally(rayps.Workload):
         return rayps.data.tensors(torch.arange(ROWS), torch.zeros(ROWS), batch_size=1)
 
     def loss(self, model, batch):
+        time.sleep(self.pause)
         return -self.scale * sum(model.slots[batch.x + shard * ROWS].sum() for shard in range(SHARDS))
 
     def optimizer(self, params):
@@ -87,6 +90,28 @@ def test_several_deaths(round_):
     lost = sum(event["pushes"] for event in result.events if event["kind"] == "lost")
     assert slots.max() <= 2, arm
     assert (2 - slots).sum() == lost, (arm, result.events)
+
+
+@pytest.mark.parametrize("staleness", [2, None])
+def test_shards_that_die_one_after_the_other_in_threads(staleness):
+    cluster, ends = LocalCluster(), []
+
+    def harm(progress):
+        worst = min((worker["round"] for worker in progress["workers"]), default=0)
+        if len(ends) < 3 and progress["status"] == "RUNNING" and worst > 3 * len(ends) + 2:
+            shards = [handle for name, handle in cluster._handles.items() if name.startswith("ShardActor")]
+            ends.append(shards[len(ends) % SHARDS].name)
+            cluster.kill(cluster.find(ends[-1]))
+
+    try:
+        result = rayps.train(Tally(WORKERS, 0.02), strategy=ParameterServer(shards=SHARDS, staleness=staleness),
+                             workers=WORKERS, epochs=2, cluster=cluster, checkpoint_every=5, progress=harm,
+                             timeout=20.0)
+    finally:
+        cluster.close()
+    assert len(ends) == 3 and len(died(result)) == 3
+    assert torch.equal(result.snapshot.params, torch.full((SHARDS * ROWS,), 2.0, dtype=torch.float64))
+    assert not [event for event in result.events if event["kind"] == "lost"]
 
 
 def test_without_deaths_the_same():

@@ -51,7 +51,8 @@ class Readers:
 
     def hold(self, request: Request) -> None:
         """Answer how far the shard has come with each rank, once it is this reader's turn; then hold it."""
-        request.deadline = time.monotonic() + request.guest.patience
+        # whom the first shard let in need not wait at the others, unless the first one died and two hold what they can
+        request.deadline = time.monotonic() + (request.guest.patience if request.a else BEHIND_SECONDS)
         self._waiting.append(request)
         self._grant()
 
@@ -96,7 +97,7 @@ class Readers:
         now = time.monotonic()
         for request in [waiting for waiting in self._waiting if waiting.deadline < now]:
             self._waiting.remove(request)
-            self._refuse(request, too_late(self._shard, request))
+            self._refuse(request, too_late(self._shard, request, behind=not request.a))
         if self._cut.holder is not None and self._cut.deadline < now:
             aimed, missing = self._aimed, self._cut.missing()
             self._let_go()
@@ -133,12 +134,13 @@ class Readers:
         )  # fmt: skip
 
 
-def too_late(shard: Shard, request: Request) -> PeerTimeout:
-    """Whom a pull has waited for in vain: the slowest ranks."""
+def too_late(shard: Shard, request: Request, behind: bool = False) -> PeerTimeout:
+    """Whom a pull has waited for in vain: the slowest ranks. `behind` = it is to be tried again."""
     late, patience = shard.clock.laggards(), request.guest.patience
     return PeerTimeout(
         f"worker-{request.guest.rank} waited {patience:g} s for rank {', '.join(map(str, late))} to push step "
         f"{shard.clock.slowest}: raise timeout if a step may take longer",
         peer=f"worker-{late[0]}",
         seconds=patience,
+        behind=behind,
     )
