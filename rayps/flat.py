@@ -113,7 +113,8 @@ class FlatModel:
                 view.copy_(p)
                 p.data = view
                 self.views.append(self.packed[entry.lo : entry.hi].view(entry.shape))
-        self.zero_grad()
+        for (_, p), view in zip(self._params, self.views, strict=True):
+            p.grad = view  # zeros; untouched, what is never written takes no memory
 
     @property
     def parameters(self) -> list[nn.Parameter]:

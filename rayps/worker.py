@@ -201,8 +201,8 @@ class Worker:
         """Let this worker's own optimizer apply a gradient vector."""
         began = time.perf_counter()
         vector = grad.vector if isinstance(grad, Gradient) else grad
-        if vector is self._mean and self._only_reads:
-            self.flat.bind(vector)
+        if vector is self._mean and self._only_reads is not False:
+            self.flat.bind(vector if self._only_reads else vector.clone())
         else:
             self.flat.load_grad(vector)
         for i in self._unused:

@@ -6,6 +6,7 @@ counted once. Each contender trains in actors of its own, which have trained a t
 
 from __future__ import annotations
 
+import ctypes
 import re
 import secrets
 import threading
@@ -46,6 +47,9 @@ class MemoryBench(StepBench):
     def peak(self, contender: str) -> int:
         """The highest proportional set size seen during some steps."""
         self.turn(contender, 3)
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)  # what the allocator keeps of making the model is not of training it
         sizes, done = [resident()], threading.Event()
 
         def look() -> None:
