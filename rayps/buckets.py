@@ -1,4 +1,3 @@
-# OVERLAP: 12:33:23 SERVER-EXACT by mistake reset this file to 12:21: rewrite newer edits (Buckets.choice...). Sorry.
 """The mean gradient of a model over a ring, in buckets that leave while backward goes on.
 
 Li et al., "PyTorch distributed: experiences on accelerating data parallel training", VLDB 2020. The gradient vector is
