@@ -619,6 +619,22 @@ def test_a_closed_ring_says_so():
     rings[1].close()
 
 
+def test_where_writes_may_be_seen_out_of_order_bells_do_it_all(monkeypatch):
+    monkeypatch.setattr("rayps.ring.board.ORDERED", False)
+    rings = form(4, prefer="shm")
+    for n in (1, 1000, 400_000):
+        x = [values(rank, n, torch.int64) for rank in range(4)]
+        expected = sum(x)
+        for algorithm in ("one_shot", "two_shot"):
+            got = every(rings, lambda ring, a=algorithm: ring.sum(x[ring.rank].clone(), algorithm=a))  # noqa: B023
+            assert all(torch.equal(each, expected) for each in got)
+    rings[2].close()
+    for error in errors([rings[0], rings[1], rings[3]], lambda ring: ring.sum(torch.ones(100_000))):
+        assert isinstance(error, PeerLost) and error.data["peer"] == "rank 2"
+    for ring in rings:
+        ring.close()
+
+
 @pytest.mark.parametrize("prefer", ["shm", "tcp"])
 def test_a_rank_may_leave_when_it_has_given_all(prefer):
     for i in range(10):

@@ -11,13 +11,29 @@ import contextlib
 import fcntl
 import mmap
 import os
+import platform
 import sys
+import threading
 
 from rayps.errors import LinkError
 
 AVAILABLE = sys.platform == "linux" and hasattr(os, "memfd_create")
+# whether other processes see what one writes in the order of writing; elsewhere only a call of the kernel makes sure
+ORDERED = platform.machine().lower() in ("x86_64", "amd64")
 
 _SEAL_FUTURE_WRITE = 0x10  # fcntl has no name for it
+
+
+class Fence:
+    """Makes what was written before it visible before what is read after it: a lock is such an instruction."""
+
+    def __init__(self) -> None:
+        lock = threading.Lock()
+        self._acquire, self._release = lock.acquire, lock.release
+
+    def __call__(self) -> None:
+        self._acquire()
+        self._release()
 
 
 class Memory:

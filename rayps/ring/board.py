@@ -2,12 +2,16 @@
 
 Each rank writes only what it owns and reads what the others own, so a frozen rank that wakes up after an abort can
 spoil nobody's data. The data is double: what is written after barrier b is read before barrier b+1 is entered, and
-written again only after barrier b+1, when everyone has read it. Bells are counters in the kernel (eventfd), one for
-even and one for odd barriers, so that a rank that is ahead is not counted twice.
+written again only after barrier b+1, when everyone has read it.
+
+Whoever comes to a barrier says so in shared memory; whoever waits long enough to sleep says that, too, and the last
+one to come rings their bells (counters in the kernel, eventfd). Where writes may be seen out of order, bells do it all:
+every rank rings everyone's, one for even and one for odd barriers, so that a rank ahead is not counted twice.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 import time
@@ -20,7 +24,7 @@ import torch
 from torch import Tensor
 
 from rayps.errors import LinkError
-from rayps.link.memory import Memory
+from rayps.link.memory import ORDERED, Fence, Memory
 from rayps.link.shared import SharedLink
 from rayps.partition import part
 from rayps.ring.mesh import Mesh
@@ -57,15 +61,17 @@ class Board:
         self._group = group
         self._place = group.index(mesh.rank)
         self._others = [peer for peer in group if peer != mesh.rank]
+        self._elsewhere = [group.index(peer) for peer in self._others]
         self._bells = [os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for _ in range(2)]
         self._theirs: list[list[int]] = [[], []]
         self._turn = 0
+        self._fence = Fence()
         self._offers = 10
         self._residents: list[Resident] = []
         self.bytes_shared = 0  # bytes that other ranks have read from this one
         try:
             slots = self._share(_SLOTS, 2 * PIECE_BYTES)
-            shared = self._share_one(_TABLE, 2 * PIECE_BYTES + len(group) * (2 * _ROW.size + 3 * 8))
+            shared = self._share_one(_TABLE, 2 * PIECE_BYTES + len(group) * (2 * _ROW.size + 4 * 8))
             self._trade_bells()
         except BaseException:
             self.close()
@@ -75,7 +81,8 @@ class Board:
         rows, numbers = np.split(shared[2 * PIECE_BYTES :], [2 * len(group) * _ROW.size])
         self._rows = [memoryview(half) for half in np.split(rows, 2)]  # type: ignore[arg-type]
         self._weights = np.split(numbers.view(np.float64)[: 2 * len(group)], 2)
-        self._turns = numbers.view(np.int64)[2 * len(group) :]  # how many barriers each rank has come to
+        # how many barriers each rank has come to, and whether it sleeps
+        self._turns, self._asleep = np.split(numbers.view(np.int64)[2 * len(group) :], 2)
         self._row = b""
 
     # Setting up
@@ -138,21 +145,47 @@ class Board:
 
     def barrier(self) -> None:
         """Return once every rank of the group is here; what each wrote before is visible to all."""
-        parity = self._turn & 1
         self._turn += 1
         self._turns[self._place] = self._turn
-        for bell in self._theirs[parity]:
-            os.eventfd_write(bell, 1)
+        if not ORDERED:
+            self._meet_by_bells()
+            return
+        self._fence()
+        if self._all_here():
+            for place, bell in zip(self._elsewhere, self._theirs[0], strict=True):
+                if self._asleep[place]:
+                    os.eventfd_write(bell, 1)
+            return
         start = time.perf_counter()
         for _ in range(_YIELDS):
-            if min(self._turns.tolist()) >= self._turn:
-                break
             os.sched_yield()
+            if self._all_here():
+                break
         self._mesh.seconds_waiting += time.perf_counter() - start
+        while not self._all_here():
+            self._sleep()
+
+    def _sleep(self) -> None:
+        """Wait for the bell; says so first, and then looks once more."""
+        self._asleep[self._place] = 1
+        self._fence()
+        if not self._all_here():
+            self._mesh.await_bell(self._bells[0], self._absent)
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._bells[0])
+        self._asleep[self._place] = 0
+
+    def _meet_by_bells(self) -> None:
+        parity = (self._turn - 1) & 1
+        for bell in self._theirs[parity]:
+            os.eventfd_write(bell, 1)
         mine, missing = self._bells[parity], len(self._others)
         while missing:
             self._mesh.await_bell(mine, self._absent)
             missing -= os.eventfd_read(mine)
+
+    def _all_here(self) -> bool:
+        return bool(min(self._turns.tolist()) >= self._turn)
 
     def _absent(self) -> set[int]:
         """The ranks that have not come to this rank's latest barrier."""

@@ -8,7 +8,6 @@ ranks the order of additions, so the last digit, follows the cuts.
 
 from __future__ import annotations
 
-import platform
 import time
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -17,14 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rayps.link.memory import ORDERED
 from rayps.partition import part
 from rayps.ring.board import Board, _fold, tensor_of
 from rayps.ring.handle import Handle
 from rayps.ring.ring import _HALF, Ring
 
 _KIND = 6  # of this collective in the board's table
-# there a store is seen only after those before it; elsewhere nothing is read before the bells, which are barriers
-_ORDERED = platform.machine().lower() in ("x86_64", "amd64")
 
 
 class Pieces(Protocol):
@@ -160,7 +158,7 @@ class Read:
         """See Pieces. Adds what everyone has given."""
         start = time.perf_counter()
         self._given[self._ring.rank][i] = self._turn
-        if _ORDERED:
+        if ORDERED:  # elsewhere nothing is read before the barrier
             for piece in [p for p in self._open if all(given[p] == self._turn for given in self._given)]:
                 self._add(piece)
         self._count(start)

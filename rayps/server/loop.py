@@ -20,11 +20,12 @@ from torch import Tensor
 from rayps.errors import LinkError, RaypsError
 from rayps.failpoint import passing
 from rayps.link import Listener, Message
+from rayps.link.memory import Fence
 from rayps.link.shared import SharedLink
 from rayps.server.guests import Guest, Request, fenced
 from rayps.server.messages import Kind, refusal
 from rayps.server.readers import Readers, too_late
-from rayps.server.resident import ASKED, ASLEEP, BELL, BY_MESSAGE, SLICE, Box, Fence, flat_bytes, offered
+from rayps.server.resident import ASKED, ASLEEP, BELL, BY_MESSAGE, SLICE, Box, flat_bytes, offered
 from rayps.server.rows import KEPT_LISTS, Rows, rows_here
 from rayps.server.shard import Shard, ShardFacts, ShardPart
 

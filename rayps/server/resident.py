@@ -11,9 +11,7 @@ has a counter that is odd while the shard steps: a reader who finds it changed h
 from __future__ import annotations
 
 import os
-import platform
 import struct
-import threading
 
 import numpy as np
 import torch
@@ -21,11 +19,11 @@ from torch import Tensor
 
 from rayps.link import Link
 from rayps.link import memory as link_memory
-from rayps.link.memory import Memory
+from rayps.link.memory import Fence, Memory
 from rayps.link.shared import SharedLink
 
-# The words below are written and read in an order that this kind of processor keeps; on others messages do the work.
-AVAILABLE = link_memory.AVAILABLE and platform.machine() in ("x86_64", "AMD64")
+# The words below are read in the order in which they are written; where that is not so, messages do the work.
+AVAILABLE = link_memory.AVAILABLE and link_memory.ORDERED
 
 SLICE, BOX, GRADIENT, BELL = 1, 2, 3, 4  # keys under which memories and bells are offered
 
@@ -40,18 +38,6 @@ IN_MEMORY, BY_MESSAGE = 0, 1  # where an answer is (the word SAYS)
 REQUEST = struct.Struct("<4qd")  # kind, a, b, elements of the payload, weight; behind the word ASKED
 ANSWER = struct.Struct("<4q")  # behind the word ANSWERED
 REQUEST_AT, ANSWER_AT = 8 * (ASKED + 1), 8 * (ANSWERED + 1)
-
-
-class Fence:
-    """Makes what was written before it visible before what is read after it: a lock is such an instruction."""
-
-    def __init__(self) -> None:
-        lock = threading.Lock()
-        self._acquire, self._release = lock.acquire, lock.release
-
-    def __call__(self) -> None:
-        self._acquire()
-        self._release()
 
 
 def flat_bytes(tensor: Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:

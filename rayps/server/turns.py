@@ -17,12 +17,12 @@ from torch import Tensor
 from rayps.errors import LinkError, PeerLost, PeerTimeout
 from rayps.failpoint import passing
 from rayps.link import Link
-from rayps.link.memory import Memory
+from rayps.link.memory import Fence, Memory
 from rayps.link.shared import SharedLink
 from rayps.server.cut import furthest
 from rayps.server.kept import Kept
 from rayps.server.messages import PUSHES, Kind
-from rayps.server.resident import AVAILABLE, SLICE, Desk, Fence
+from rayps.server.resident import AVAILABLE, SLICE, Desk
 from rayps.server.ways import Answer, Ask, ByMemory, ByMessage, Place, Way, together
 
 LOSSES = 4  # in a row of one shard, until its worker gives up

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rayps.errors import LinkError, PeerLost, PeerTimeout
 from rayps.link import Link, Message
-from rayps.link.memory import Memory
+from rayps.link.memory import Fence, Memory
 from rayps.link.shared import SharedLink
 from rayps.link.wire import EMPTY
 from rayps.server.messages import CODED, Kind, error_of
@@ -35,7 +35,6 @@ from rayps.server.resident import (
     VERSION,
     WAITS,
     Desk,
-    Fence,
     flat_bytes,
 )
 from rayps.server.rows import Rows, take_rows
