@@ -125,7 +125,7 @@ class WorkerActor:
         self._shards = Addresses([address for address, _, _ in plan.shards])
         self._listener.generation = plan.generation
         self._thread = threading.Thread(
-            target=self._run, args=(plan, snapshot, self._stop, self._ties), daemon=True, name=f"worker-{plan.rank}"
+            target=self._run, args=(plan, [snapshot], self._stop, self._ties), daemon=True, name=f"worker-{plan.rank}"
         )
         self._thread.start()
 
@@ -195,10 +195,10 @@ class WorkerActor:
             self._workload = unpack(self._packed)
         return self._workload
 
-    def _run(self, plan: WorkerPlan, snapshot: Snapshot, stop: threading.Event, ties: _Ties) -> None:
+    def _run(self, plan: WorkerPlan, given: list[Snapshot], stop: threading.Event, ties: _Ties) -> None:
         status, error = "finished", None
         try:
-            worker = self._prepare(plan, snapshot, stop, ties)
+            worker = self._prepare(plan, given.pop(), stop, ties)  # it is as large as the model: not kept meanwhile
             worker.run(lambda point: self._report(point, stop), lambda part: self._keep(part, stop), stop.is_set)
         except RaypsError as raised:
             status, error = "failed", raised
