@@ -21,7 +21,7 @@ from rayps.errors import ConfigError
 from rayps.flat import Gradient, Layout
 from rayps.link import connect
 from rayps.server import Server
-from rayps.server.coded import compress
+from rayps.server.compressed import compress
 from rayps.server.rows import cuts
 from rayps.server.shard import Boundary
 from rayps.snapshot import Snapshot

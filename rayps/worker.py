@@ -23,7 +23,7 @@ from rayps.flat import FlatModel, Gradient, beside
 from rayps.ring import Ring
 from rayps.ring.compressed import compressed
 from rayps.server import Server
-from rayps.server.coded import compress
+from rayps.server.compressed import compress
 from rayps.server.shard import Boundary
 from rayps.snapshot import Snapshot
 from rayps.strategy import Strategy

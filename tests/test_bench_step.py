@@ -1,7 +1,8 @@
 import pytest
 
 from rayps.bench.memory import bench_memory, resident
-from rayps.bench.step import Mlp, bench_step
+from rayps.bench.mlp import Mlp
+from rayps.bench.step import bench_step
 from rayps.cluster import LocalCluster
 from rayps.errors import ConfigError
 

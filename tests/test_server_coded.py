@@ -17,7 +17,8 @@ from rayps.flat import Gradient, Layout
 from rayps.link import Listener, Message, connect
 from rayps.partition import slices
 from rayps.server import Server, ShardLoop
-from rayps.server.coded import coded, compress, value_of
+from rayps.server.coded import coded, value_of
+from rayps.server.compressed import compress
 from rayps.server.messages import Kind
 from rayps.server.shard import Boundary, Shard
 from rayps.server_group import ServerGroup

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from rayps.bench.mlp import Mlp, plain_steps
 from rayps.cluster import until
 from rayps.errors import ClusterError, ConfigError
 
@@ -78,14 +79,13 @@ def _publish(path: Path, value: Any) -> None:
 
 def _loop(config: dict[str, Any]) -> None:
     """What a worker of the trainer runs."""
-    step = importlib.import_module("rayps.bench.step")  # in the trainer's process; that module imports this one
     torch = importlib.import_module("torch")
     torch_train = importlib.import_module("ray.train.torch")
     context = importlib.import_module("ray.train").get_context()
     torch.set_num_threads(1)
     folder, rank = Path(config["folder"]), context.get_world_rank()
-    work = step.Mlp(config["hidden"], context.get_world_size())
-    run = step.plain_steps(work, torch_train.prepare_model(work.model()))
+    work = Mlp(config["hidden"], context.get_world_size())
+    run = plain_steps(work, torch_train.prepare_model(work.model()))
     for number in range(1 << 30):
         turn = folder / f"turn-{number}"
         while not turn.exists():

@@ -11,18 +11,17 @@ import dataclasses
 import secrets
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from rayps import data
+from rayps.bench.mlp import Mlp, plain_steps
 from rayps.bench.ray_train import RayTrain
 from rayps.cluster import Cluster, Handle
-from rayps.data import Batch, Data
 from rayps.errors import ConfigError
 from rayps.flat import FlatModel
 from rayps.ring import Ring
@@ -30,11 +29,9 @@ from rayps.server.shard import Boundary
 from rayps.snapshot import Snapshot
 from rayps.strategies.all_reduce import AllReduce
 from rayps.worker import Worker, WorkerPlan
-from rayps.workload import Workload
 
 CONTENDERS = ("own", "one_bucket", "alone", "ddp", "ray_train")
 DEFAULT = "own,one_bucket,alone,ddp"
-_BATCH, _ROUNDS = 32, 64  # samples a step; steps an epoch
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,32 +50,6 @@ class StepRow:
     moving: float | None
     times_ddp: float | None  # rate / DDP's (Ray Train's where ddp took no part)
     of_alone: float | None  # rate / that of workers that do not communicate
-
-
-class Mlp(Workload):
-    """64 numbers in, two hidden layers, ten classes out."""
-
-    def __init__(self, hidden: int, size: int) -> None:
-        self._hidden, self._rows = hidden, _BATCH * _ROUNDS * size
-
-    def model(self) -> nn.Module:
-        """4.3 million parameters where hidden is 2048."""
-        n = self._hidden
-        return nn.Sequential(nn.Linear(64, n), nn.ReLU(), nn.Linear(n, n), nn.ReLU(), nn.Linear(n, 10))
-
-    def data(self) -> Data:
-        """Random rows; what is learnt does not matter here."""
-        generator = torch.Generator().manual_seed(1)
-        x = torch.randn(self._rows, 64, generator=generator)
-        return data.tensors(x, torch.randint(0, 10, (self._rows,), generator=generator), batch_size=_BATCH)
-
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Cross-entropy."""
-        return nn.functional.cross_entropy(model(batch.x), batch.y)
-
-    def optimizer(self, params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-        """Plain SGD."""
-        return torch.optim.SGD(params, lr=0.01)
 
 
 class StepBench:
@@ -144,31 +115,6 @@ class StepBench:
             return {"step": step} | parts
 
         return turn
-
-
-def plain_steps(work: Mlp, model: nn.Module) -> Callable[[int], dict[str, float]]:
-    """A plain torch loop: a function that takes so many steps and tells milliseconds a step."""
-    optimizer = work.optimizer(list(model.parameters()))
-    batches = _endless(work)
-
-    def turn(steps: int) -> dict[str, float]:
-        start = time.perf_counter()
-        for _ in range(steps):
-            batch = next(batches)
-            optimizer.zero_grad()
-            loss = work.loss(model, batch)
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            loss.item()
-        return {"step": 1000 * (time.perf_counter() - start) / steps}
-
-    return turn
-
-
-def _endless(work: Mlp) -> Iterator[Batch]:
-    rows = work.data()
-    while True:
-        yield from rows.batches(rank=0, size=1, seed=0, epoch=0)
 
 
 def bench_step(

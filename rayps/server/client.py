@@ -60,7 +60,7 @@ class Server:
         self.lead = 0  # by how many rounds this worker led the slowest at its last pull
         self.consistent = consistent
         self.dtype = dtype
-        self.feedback: ErrorFeedback | None = None  # where pushes are encoded: see `rayps.server.coded`
+        self.feedback: ErrorFeedback | None = None  # where pushes are encoded: see `rayps.server.compressed`
         self._ranges, self._defer, self._independent = ranges, defer, independent
         self._lists = None if layout is None else IdLists(layout, ranges)
         self._posted: _Posted | None = None  # a push that has not left yet

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from rayps.errors import StaleGeneration
 from rayps.link import Link
+from rayps.link.shared import SharedLink
 from rayps.server.coded import value_of
 from rayps.server.messages import CODED
-from rayps.server.resident import Box
+from rayps.server.resident import BELL, SLICE, Box, Slice, offered
 from rayps.server.rows import Rows
 
 
@@ -26,6 +27,21 @@ class Guest:
         self.box: Box | None = None
         self.full = False  # takes no more for now
         self.ids: dict[int, Rows] = {}  # by number: the rows that it named
+
+    def share(self, part: Slice, lo: int, bell: int) -> bool:
+        """Take the memory that a worker of this host has offered, and offer the shard's; whether there was any.
+
+        The shard's slice begins at element `lo`; `bell` wakes the shard. Raises ValueError when it is shared already.
+        """
+        link = self.link
+        if part.memory is None or not isinstance(link, SharedLink) or not offered(link):
+            return False
+        if self.box is not None:
+            raise ValueError(f"{link.peer} has joined by this link already")
+        self.box = Box(link, part.params, lo)
+        link.offer(SLICE, part.memory, read_only=True)
+        link.offer_descriptor(BELL, bell)
+        return True
 
 
 @dataclass(slots=True)

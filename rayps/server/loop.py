@@ -21,11 +21,10 @@ from rayps.errors import LinkError, RaypsError
 from rayps.failpoint import passing
 from rayps.link import Listener, Message
 from rayps.link.memory import Fence
-from rayps.link.shared import SharedLink
 from rayps.server.guests import Guest, Request, fenced
 from rayps.server.messages import Kind, refusal
 from rayps.server.readers import Readers, too_late
-from rayps.server.resident import ASKED, ASLEEP, BELL, BY_MESSAGE, SLICE, Box, flat_bytes, offered
+from rayps.server.resident import ASKED, ASLEEP, BY_MESSAGE, Box, flat_bytes
 from rayps.server.rows import KEPT_LISTS, Rows, rows_here
 from rayps.server.shard import Shard, ShardFacts, ShardPart
 
@@ -261,19 +260,9 @@ class ShardLoop:
         guest.rank, guest.patience = rank, request.weight
         if request.b >= 0:
             shard.skip(rank, request.b)
-        self._share(guest)
-        self._reply(request, Kind.ACK, a=shard.clock.done[rank])
-
-    def _share(self, guest: Guest) -> None:
-        """Take the memory that a worker of this host has offered, and offer the shard's."""
-        link, memory = guest.link, self.shard.slice.memory
-        if memory is not None and isinstance(link, SharedLink) and offered(link):
-            if guest.box is not None:
-                raise ValueError(f"{link.peer} has joined by this link already")
-            guest.box = Box(link, self.shard.params, self.shard.lo)
+        if guest.share(shard.slice, shard.lo, self._bell):
             self._boxes.append(guest)
-            link.offer(SLICE, memory, read_only=True)
-            link.offer_descriptor(BELL, self._bell)
+        self._reply(request, Kind.ACK, a=shard.clock.done[rank])
 
     def _read(self, request: Request) -> None:
         value = None if request.payload is None else self.shard.read(request.a, request.b)
