@@ -245,19 +245,19 @@ class Presses:
 
 @pytest.mark.parametrize("strategy", ["all_reduce", "parameter_server:shards=2", "parameter_server:staleness=none"])
 def test_ctrl_c_saves_a_checkpoint_and_says_how_to_go_on(tmp_path, strategy):
-    work = Small(n=600, pause=0.004)
+    work = Small(n=3000, pause=0.004)
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt) as caught:
-        train(work, strategy, workers=2, epochs=3, checkpoint=tmp_path, progress=Presses(20))
+        train(work, strategy, workers=2, epochs=1, checkpoint=tmp_path, progress=Presses(20))
     assert signal.getsignal(signal.SIGINT) is before
     saved = [path for path in tmp_path.iterdir() if path.name.startswith("step-")]
     assert str(saved[0]) in str(caught.value)
     assert "--resume" in str(caught.value)
-    assert 20 <= int(saved[0].name[5:]) < 100
+    assert 20 <= int(saved[0].name[5:]) < 500  # not of the epoch's end
     assert len(str(caught.value).splitlines()) <= 3
-    again = train(work, strategy, workers=2, epochs=3, checkpoint=tmp_path, resume=True)
+    again = train(work, strategy, workers=2, epochs=1, checkpoint=tmp_path, resume=True)
     if "none" not in strategy:
-        assert distance(again.model(), plain(work, 2, epochs=3)[0]) < 1e-12
+        assert distance(again.model(), plain(work, 2, epochs=1)[0]) < 1e-12
 
 
 def test_ctrl_c_without_a_folder_says_that_nothing_was_kept():
