@@ -98,6 +98,7 @@ class WorkerActor:
         self._link: Callable[[int], Link] | None = None
         self._shards = Addresses()
         self._thread: threading.Thread | None = None
+        self._ending, self._closed = threading.RLock(), False
         self._stop = threading.Event()
         self._ties = _Ties()
         self._worker: Worker | None = None
@@ -116,18 +117,20 @@ class WorkerActor:
         return Snapshot(flat.layout, flat.vector.clone(), buffers=buffers)
 
     def begin(self, plan: WorkerPlan, snapshot: Snapshot) -> None:
-        """End what runs, and start this plan; returns at once."""
-        self.abort()
-        with self._lock:
-            self._facts = WorkerFacts(plan.rank, plan.generation, "running", max(plan.start, 0))
-            self._parts = Parts()
-        self._stop, self._ties = threading.Event(), _Ties()
-        self._shards = Addresses([address for address, _, _ in plan.shards])
-        self._listener.generation = plan.generation
-        self._thread = threading.Thread(
-            target=self._run, args=(plan, [snapshot], self._stop, self._ties), daemon=True, name=f"worker-{plan.rank}"
-        )
-        self._thread.start()
+        """End what runs, and start this plan; returns at once. Raises PeerLost when this worker has been closed."""
+        with self._ending:
+            self.abort()
+            if self._closed:
+                raise PeerLost(f"worker-{plan.rank} has been closed", peer=f"worker-{plan.rank}")
+            with self._lock:
+                self._facts = WorkerFacts(plan.rank, plan.generation, "running", max(plan.start, 0))
+                self._parts = Parts()
+            self._stop, self._ties = threading.Event(), _Ties()
+            self._shards = Addresses([address for address, _, _ in plan.shards])
+            self._listener.generation = plan.generation
+            orders = (plan, [snapshot], self._stop, self._ties)
+            self._thread = threading.Thread(target=self._run, args=orders, daemon=True, name=f"worker-{plan.rank}")
+            self._thread.start()
 
     def poll(self, wanted: int) -> WorkerFacts:
         """What happened since the last poll; points and lines are handed over once. The part of `wanted` is kept."""
@@ -176,19 +179,22 @@ class WorkerActor:
 
     def abort(self) -> None:
         """End the running plan; its peers see this worker leave."""
-        self._stop.set()
-        self._shards.close()
-        self._ties.part()
-        if self._thread is not None:
-            # a long step of the user's cannot be cut short: it ends at its next exchange
-            self._thread.join(JOIN_SECONDS)
-            if not self._thread.is_alive():
-                self._ties.close()
+        with self._ending:
+            self._stop.set()
+            self._shards.close()
+            self._ties.part()
+            if self._thread is not None:
+                # a long step of the user's cannot be cut short: it ends at its next exchange
+                self._thread.join(JOIN_SECONDS)
+                if not self._thread.is_alive():
+                    self._ties.close()
 
     def close(self) -> None:
         """End the plan and stop listening."""
-        self.abort()
-        self._listener.close()
+        with self._ending:
+            self._closed = True
+            self.abort()
+            self._listener.close()
 
     def _load(self) -> Workload:
         if self._workload is None:

@@ -168,6 +168,7 @@ class _LocalHandle:
         self.name = name
         self.actor = actor
         self.dead = threading.Event()
+        self._ending = threading.Lock()
         self._calls = ThreadPoolExecutor(16, thread_name_prefix=name)
         self._waiting: set[Future[Any]] = set()
 
@@ -190,13 +191,16 @@ class _LocalHandle:
             reply.set_exception(error) if error else reply.set_result(value)
 
     def kill(self) -> None:
-        self.dead.set()
-        for reply in list(self._waiting):
-            if not reply.done():
-                reply.set_exception(ActorDied(f"actor {self.name} was killed", actor=self.name))
-        if hasattr(self.actor, "close"):
-            self.actor.close()
-        self._calls.shutdown(wait=False)
+        with self._ending:
+            if self.dead.is_set():
+                return
+            self.dead.set()
+            for reply in list(self._waiting):
+                if not reply.done():
+                    reply.set_exception(ActorDied(f"actor {self.name} was killed", actor=self.name))
+            if hasattr(self.actor, "close"):
+                self.actor.close()
+            self._calls.shutdown(wait=False)
 
 
 class LocalCluster:
