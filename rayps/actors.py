@@ -166,7 +166,7 @@ class WorkerActor:
                 # at once: the plan's thread may wait for another shard, or have ended, and others wait for its pushes
                 server.replay(shard, lambda: link(shard), lambda: shard in self._shards.unseen())
             except LinkError as error:  # it died again, and its next replacement will be told
-                log.info("%s", error)
+                log.info("%s", str(error))
 
     def evaluate(self, vector: Tensor | None, buffers: dict[str, Tensor]) -> dict[str, tuple[float, int]]:
         """Sums and sample counts of every metric over this worker's share, at the given parameters."""

@@ -184,7 +184,8 @@ class ShardLoop:
 
     def _lose(self, guest: Guest, error: LinkError) -> None:
         """A link that fails is dropped, whoever was being served; the others are served on."""
-        log.info("shard %d: lost %s: %s", self.shard.index, guest.link.peer, error)
+        # as text: a log that keeps its records would keep the error, its frames, and this shard with them
+        log.info("shard %d: lost %s: %s", self.shard.index, guest.link.peer, str(error))
         self._forget(guest)
 
     def _forget(self, guest: Guest) -> None:
