@@ -480,13 +480,16 @@ def test_facts_are_kept(rings):
 # Failures
 
 
-def test_a_rank_that_stays_away_is_named_by_everyone():
+@pytest.mark.parametrize("algorithm", ["ring", "tree", "star", "one_shot", "two_shot"])
+def test_a_rank_that_stays_away_is_named_by_everyone(algorithm):
+    """And has no sum when it comes at last: with one barrier only, all the others look as if they were there."""
     rings = form(4, timeout=1.0)
-    found = errors(rings[:3], lambda ring: ring.sum(torch.ones(10)))
+    found = errors(rings[:3], lambda ring: ring.sum(torch.ones(10), algorithm=algorithm))
     for error in found:
         assert isinstance(error, PeerTimeout)
         assert error.data["peer"] == "rank 3" and "rank 3 did not take part within 1 s" in error.message
-    assert isinstance(errors(rings[3:], lambda ring: ring.sum(torch.ones(10)))[0], LinkError)
+    late = errors(rings[3:], lambda ring: ring.sum(torch.ones(10), algorithm=algorithm))[0]
+    assert isinstance(late, LinkError)
     for ring in rings:
         ring.close()
 
@@ -620,7 +623,7 @@ def test_a_closed_ring_says_so():
 
 
 def test_where_writes_may_be_seen_out_of_order_bells_do_it_all(monkeypatch):
-    monkeypatch.setattr("rayps.ring.board.ORDERED", False)
+    monkeypatch.setattr("rayps.ring.barrier.ORDERED", False)
     rings = form(4, prefer="shm")
     for n in (1, 1000, 400_000):
         x = [values(rank, n, torch.int64) for rank in range(4)]
@@ -631,6 +634,12 @@ def test_where_writes_may_be_seen_out_of_order_bells_do_it_all(monkeypatch):
     rings[2].close()
     for error in errors([rings[0], rings[1], rings[3]], lambda ring: ring.sum(torch.ones(100_000))):
         assert isinstance(error, PeerLost) and error.data["peer"] == "rank 2"
+    for ring in rings:
+        ring.close()
+    rings = form(3, prefer="shm", timeout=0.5)
+    for part in (rings[:2], rings[2:]):
+        found = errors(part, lambda ring: ring.sum(torch.ones(10), algorithm="one_shot"))
+        assert all(isinstance(error, LinkError) for error in found)
     for ring in rings:
         ring.close()
 

@@ -3,18 +3,12 @@
 Each rank writes only what it owns and reads what the others own, so a frozen rank that wakes up after an abort can
 spoil nobody's data. The data is double: what is written after barrier b is read before barrier b+1 is entered, and
 written again only after barrier b+1, when everyone has read it.
-
-Whoever comes to a barrier says so in shared memory; whoever waits long enough to sleep says that, too, and the last
-one to come rings their bells (counters in the kernel, eventfd). Where writes may be seen out of order, bells do it all:
-every rank rings everyone's, one for even and one for odd barriers, so that a rank ahead is not counted twice.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import struct
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -24,15 +18,15 @@ import torch
 from torch import Tensor
 
 from rayps.errors import LinkError
-from rayps.link.memory import ORDERED, Fence, Memory
+from rayps.link.memory import Memory
 from rayps.link.shared import SharedLink
 from rayps.partition import part
+from rayps.ring.barrier import WORDS, Barrier
 from rayps.ring.mesh import Mesh
 
 PIECE_BYTES = 1 << 20  # of a vector that is copied in and out; small enough to stay in the cache
 _MANY_BYTES = 1 << 19  # the same where there are many: everyone's two must stay there
 SMALL_BYTES = 64 << 10  # up to here one barrier and N times the additions beat two barriers
-_YIELDS = 4  # times that a rank lets others have its core before it sleeps: mostly they come in that time
 _BLOCK = 1 << 15  # elements added at a time: they stay in the nearest cache
 _SLOTS, _TABLE, _BELLS = 1, 2, 3  # keys of what ranks offer to each other; buffers have 10 and above
 _ROW = struct.Struct("<5q")  # what each rank is about to do: collective, kind, bytes, buffer, offset
@@ -61,28 +55,18 @@ class Board:
         self._group = group
         self._place = group.index(mesh.rank)
         self._others = [peer for peer in group if peer != mesh.rank]
-        self._elsewhere = [group.index(peer) for peer in self._others]
-        self._bells = [os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for _ in range(2)]
-        self._theirs: list[list[int]] = [[], []]
-        self._turn = 0
-        self._fence = Fence()
         self._offers = 10
         self._residents: list[Resident] = []
         self.bytes_shared = 0  # bytes that other ranks have read from this one
-        try:
-            slots = self._share(_SLOTS, 2 * PIECE_BYTES)
-            shared = self._share_one(_TABLE, 2 * PIECE_BYTES + len(group) * (2 * _ROW.size + 4 * 8))
-            self._trade_bells()
-        except BaseException:
-            self.close()
-            raise
+        slots = self._share(_SLOTS, 2 * PIECE_BYTES)
+        shared = self._share_one(_TABLE, 2 * PIECE_BYTES + len(group) * (2 * _ROW.size + (2 + WORDS) * 8))
         self._slots = [[each[:PIECE_BYTES], each[PIECE_BYTES:]] for each in slots]
         self._out = [shared[:PIECE_BYTES], shared[PIECE_BYTES : 2 * PIECE_BYTES]]
         rows, numbers = np.split(shared[2 * PIECE_BYTES :], [2 * len(group) * _ROW.size])
         self._rows = [memoryview(half) for half in np.split(rows, 2)]  # type: ignore[arg-type]
         self._weights = np.split(numbers.view(np.float64)[: 2 * len(group)], 2)
-        # how many barriers each rank has come to, and whether it sleeps
-        self._turns, self._asleep = np.split(numbers.view(np.int64)[2 * len(group) :], 2)
+        words = numbers.view(np.int64)[2 * len(group) :]
+        self._barrier = Barrier(mesh, group, words, *self._trade_bells())
         self._row = b""
 
     # Setting up
@@ -115,13 +99,21 @@ class Board:
         memory.close_descriptor()
         return _bytes(memory)
 
-    def _trade_bells(self) -> None:
-        for peer in self._others:
-            for parity in (0, 1):
-                self._link(peer).offer_descriptor(_BELLS + parity, self._bells[parity])
-        self._meet()
-        for parity in (0, 1):
-            self._theirs[parity] = [self._link(peer).descriptors.pop(_BELLS + parity) for peer in self._others]
+    def _trade_bells(self) -> tuple[list[int], list[list[int]]]:
+        """Two bells of one's own, and the others' two, in the order of ranks."""
+        mine = [os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for _ in range(2)]
+        try:
+            for peer in self._others:
+                for parity, bell in enumerate(mine):
+                    self._link(peer).offer_descriptor(_BELLS + parity, bell)
+            self._meet()
+        except BaseException:
+            for bell in mine:
+                os.close(bell)
+            raise
+        return mine, [
+            [self._link(peer).descriptors.pop(_BELLS + parity) for peer in self._others] for parity in (0, 1)
+        ]
 
     def _meet(self) -> None:
         nothing = [(peer, memoryview(b"")) for peer in self._others]
@@ -141,58 +133,19 @@ class Board:
         """Whether `buffer` has ever been called."""
         return bool(self._residents)
 
-    # Bells
+    # Agreeing
 
     def barrier(self) -> None:
-        """Return once every rank of the group is here; what each wrote before is visible to all."""
-        self._turn += 1
-        self._turns[self._place] = self._turn
-        if not ORDERED:
-            self._meet_by_bells()
-            return
-        self._fence()
-        if self._all_here():
-            for place, bell in zip(self._elsewhere, self._theirs[0], strict=True):
-                if self._asleep[place]:
-                    os.eventfd_write(bell, 1)
-            return
-        start = time.perf_counter()
-        for _ in range(_YIELDS):
-            os.sched_yield()
-            if self._all_here():
-                break
-        self._mesh.seconds_waiting += time.perf_counter() - start
-        while not self._all_here():
-            self._sleep()
+        """Return once every rank of the group is here; what each wrote before is visible to all. Raises LinkError."""
+        self._barrier.meet()
 
-    def _sleep(self) -> None:
-        """Wait for the bell; says so first, and then looks once more."""
-        self._asleep[self._place] = 1
-        self._fence()
-        if not self._all_here():
-            self._mesh.await_bell(self._bells[0], self._absent)
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._bells[0])
-        self._asleep[self._place] = 0
-
-    def _meet_by_bells(self) -> None:
-        parity = (self._turn - 1) & 1
-        for bell in self._theirs[parity]:
-            os.eventfd_write(bell, 1)
-        mine, missing = self._bells[parity], len(self._others)
-        while missing:
-            self._mesh.await_bell(mine, self._absent)
-            missing -= os.eventfd_read(mine)
-
-    def _all_here(self) -> bool:
-        return bool(min(self._turns.tolist()) >= self._turn)
-
-    def _absent(self) -> set[int]:
-        """The ranks that have not come to this rank's latest barrier."""
-        return {rank for rank, turn in zip(self._group, self._turns.tolist(), strict=True) if turn < self._turn}
+    @property
+    def parity(self) -> int:
+        """Which of the two halves of what is double the next barrier makes readable."""
+        return self._barrier.turn & 1
 
     def _announce(self, kind: int, size: int, where: tuple[int, int] = (-1, 0), weight: float = 1.0) -> None:
-        parity = self._turn & 1
+        parity = self.parity
         self._row = _ROW.pack(self._mesh.number, kind, size, *where)
         self._rows[parity][self._place * _ROW.size : (self._place + 1) * _ROW.size] = self._row
         self._weights[parity][self._place] = weight
@@ -221,7 +174,7 @@ class Board:
         data = _data(x)
         for a in range(0, max(1, len(data)), PIECE_BYTES):
             piece = data[a : a + PIECE_BYTES]
-            parity = self._turn & 1
+            parity = self.parity
             self._put(piece, len(data), 1)
             self.bytes_shared += len(self._others) * len(piece)
             _fold([slots[parity][: len(piece)] for slots in self._slots], piece, x.dtype, fold)
@@ -235,7 +188,7 @@ class Board:
         pieces = [slice(a, min(a + step, len(data))) for a in range(0, len(data), step)]
         self._put(data[pieces[0]], len(data), 2)
         for i, piece in enumerate(pieces):
-            parity = (self._turn - 1) & 1
+            parity = 1 - self.parity
             size = piece.stop - piece.start
             lo, hi = part(size // width, len(self._group), self._place)
             own = slice(lo * width, hi * width)
@@ -252,7 +205,7 @@ class Board:
         data = _data(x)
         for a in range(0, max(1, len(data)), PIECE_BYTES):
             piece = data[a : a + PIECE_BYTES]
-            parity = self._turn & 1
+            parity = self.parity
             if self._place == root:
                 self._slots[root][parity][: len(piece)] = piece
                 self.bytes_shared += len(self._others) * len(piece)
@@ -266,7 +219,7 @@ class Board:
         return 2 * len(self._others) * size // len(self._group)
 
     def _put(self, piece: Bytes, total: int, kind: int) -> None:
-        parity = self._turn & 1
+        parity = self.parity
         self._slots[self._place][parity][: len(piece)] = piece
         self._announce(kind, total)
         self.barrier()
@@ -291,7 +244,7 @@ class Board:
         With `weight`, the mean weighted by everyone's weight.
         """
         number, offset = where
-        parity = self._turn & 1
+        parity = self.parity
         resident = self._residents[number]
         self._announce(3 if weight is None else 4, size, where, 0.0 if weight is None else weight)
         self.barrier()
@@ -307,9 +260,7 @@ class Board:
 
     def close(self) -> None:
         """Close the bells; the memory goes with its last user."""
-        for bell in [*self._bells, *self._theirs[0], *self._theirs[1]]:
-            os.close(bell)
-        self._bells, self._theirs = [], [[], []]
+        self._barrier.close()
         self._residents.clear()
 
 

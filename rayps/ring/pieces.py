@@ -169,7 +169,7 @@ class Read:
         self._marks[rank][:] = marks.numpy()
         board = self._board
         with self._ring._collective():
-            parity = board._turn & 1
+            parity = board.parity
             board._announce(_KIND, self._size, self._where)
             board.barrier()
             board._agree(parity)
