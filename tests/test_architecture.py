@@ -16,9 +16,9 @@ FLOORS = [
     # where actors live, and how bytes travel between them
     "cluster scratch ray_cluster link",
     # the two ways of talking
-    "ring optim server",
+    "ring optim server tables elastic",
     # what is learnt
-    "data workload checkpoint snapshot buckets worker decide",
+    "data workload checkpoint snapshot embedding buckets worker decide",
     # a run
     "actors addresses meeting group journal progress report preflight driver driver_actor interrupt training loop "
     "server_group",
