@@ -137,7 +137,7 @@ def test_the_catalogue_tells_everything():
     assert told["all_reduce"]["options"] == [{"name": "compression", "type": "str | None", "default": None},
                                              {"name": "bucket_mb", "type": "float | None", "default": None}]
     options = {o["name"]: o["default"] for o in told["parameter_server"]["options"]}
-    assert options == {"shards": 1, "staleness": 0, "compression": None, "replay_mb": None}
+    assert options == {"shards": 1, "staleness": 0, "compression": None, "replay_mb": None, "replicas": None}
     assert all(item["summary"] for item in told.values())
     json.dumps(catalogue())
 

@@ -18,6 +18,7 @@ class WorkerView(Protocol):
     size: int
     ring: Any
     server: Any
+    tables: Any
     params: Any
 
     def batch(self) -> Any:
@@ -53,8 +54,20 @@ class Strategy:
     staleness: int | None = 0  # rounds a worker may lead the slowest when it pulls; None = no bound
     replay_mb: float | None = None  # 10^6 bytes of pushes that a worker keeps until they are saved; None = REPLAY_MB
     compression: str | None = None  # how gradients travel: see `compression_of`; None = as they are
+    replicas: int | None = None  # copies of what a private server group holds; None = no such group
     gathers: bool = True  # whether on_round is to be called with everyone's values
+    means: ClassVar[bool] = False  # on_round is step_mean(values, weights), unless all weights are 0, and nothing else
     borrows: ClassVar[bool] = False  # on_push and on_round only read values and keep none: no copy is made for them
+
+    @property
+    def servers(self) -> int:
+        """The size of the elastic group that a job makes for itself, where none is named; 0 = it needs none."""
+        return self.shards if self.replicas is not None else 0
+
+    @property
+    def tables(self) -> Strategy | None:
+        """The strategy that servers of sparse tables follow; None = a model with tables cannot be trained."""
+        return None
 
     @property
     def lockstep(self) -> bool:

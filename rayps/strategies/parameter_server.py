@@ -9,6 +9,8 @@ s = None: the same without the wait.
 `compression` (fp16, bf16, int8, top_k, top_k:FRACTION, auto) says how the pushes travel, with error feedback.
 s != 0: a worker keeps its newest pushes until a snapshot has them, up to `replay_mb` (10^6 bytes; none = 256), and says
 them again to a server that is restored; what is beyond is lost with the server, with 0 all since the snapshot.
+`replicas` (none = fixed servers): the servers are an elastic group of `shards` of them, each slice held by 1 + replicas;
+a server that dies, dies without a restart of anything.
 """
 
 from __future__ import annotations
@@ -28,8 +30,10 @@ class ParameterServer(Strategy):
     staleness: int | None = 0
     compression: str | None = None
     replay_mb: float | None = None
+    replicas: int | None = None
     name: ClassVar[str] = "parameter_server"
     borrows: ClassVar[bool] = True
+    means: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if isinstance(self.shards, bool) or not isinstance(self.shards, int) or self.shards < 1:
@@ -46,8 +50,20 @@ class ParameterServer(Strategy):
                 f"replay_mb is {r!r}: give the 10^6 bytes of pushes that a worker may keep, 0 or more",
                 field="replay_mb",
             )
+        c = 0 if self.replicas is None else self.replicas
+        if isinstance(c, bool) or not isinstance(c, int) or not 0 <= c < self.shards:
+            raise ConfigError(
+                f"replicas is {c!r} and there are {self.shards} shards: give fewer copies than servers, 0 or more, or "
+                "none (fixed servers)",
+                field="replicas",
+            )
         if self.compression is not None:
             compression_of(self.compression)
+
+    @property
+    def tables(self) -> Strategy:
+        """Tables follow the same clock as the dense part."""
+        return self
 
     @property
     def gathers(self) -> bool:  # type: ignore[override]
