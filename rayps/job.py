@@ -69,6 +69,9 @@ class JobSpec:
     timeout: float = 60.0
     resume: str | None = None
     name: str | None = None
+    server_group: str | None = None  # an elastic server group of the cluster; None = servers of its own
+    branch: str | None = None  # another space on that group: begin with its parameters
+    quota: dict[str, float] | None = None  # on that group: "bytes", and "operations" a second
 
     def check(self) -> Self:
         """Refuse what can never run.
@@ -98,7 +101,27 @@ class JobSpec:
         if not _number(self.timeout) or not self.timeout > 0:
             raise ConfigError(f"timeout is {self.timeout!r}: give seconds above 0", field="timeout")
         self._check_resources()
+        self._check_group()
         return self
+
+    def _check_group(self) -> None:
+        for name in ("server_group", "branch"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value.strip()):
+                raise ConfigError(f"{name} is {value!r}: give a name, or none", field=name)
+        for name in ("branch", "quota"):
+            if getattr(self, name) is not None and self.server_group is None:
+                raise ConfigError(f"{name} is of a space on a server group: give server_group too", field=name)
+        quota = {} if self.quota is None else self.quota
+        if not isinstance(quota, dict) or any(
+            key not in ("bytes", "operations") or not _number(amount) or not 0 < amount < math.inf
+            for key, amount in quota.items()
+        ):
+            raise ConfigError(
+                f'quota is {self.quota!r}: give {{"bytes": ..., "operations": ...}}, of which one may be left out, '
+                "each above 0",
+                field="quota",
+            )
 
     def _check_resources(self) -> None:
         if not isinstance(self.resources, dict):
