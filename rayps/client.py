@@ -18,6 +18,7 @@ import httpx2
 
 from rayps.errors import ConfigError, Conflict, NotFound, RaypsError, ServiceError, Unauthorized, Unreachable
 from rayps.job import Status
+from rayps.service.remote_group import RemoteGroup
 from rayps.service.settings import Settings
 
 _ERRORS: dict[int, type[RaypsError]] = {
@@ -85,6 +86,24 @@ class Client:
             cursor = page["next_cursor"]
             if cursor is None:
                 break
+        return found
+
+    def start_servers(self, name: str, *, servers: int = 2, replicas: int = 1) -> RemoteGroup:
+        """Start a server group and give it back at once; `.wait()` waits until its servers are there.
+
+        Raises:
+            ConfigError: it can never be, Conflict: there is one of that name, Unreachable, Unauthorized.
+        """
+        body = {"name": name, "servers": servers, "replicas": replicas}
+        return RemoteGroup(self.call, self.call("POST", "/api/v1/server-groups", json=body))
+
+    def servers(self, name: str) -> RemoteGroup:
+        """A server group by its name. Raises NotFound, naming those that exist."""
+        return RemoteGroup(self.call, {"name": name}).refresh()
+
+    def server_groups(self) -> list[dict[str, Any]]:
+        """Every server group, in short."""
+        found: list[dict[str, Any]] = self.call("GET", "/api/v1/server-groups")["groups"]
         return found
 
     def strategies(self) -> list[dict[str, Any]]:

@@ -41,13 +41,13 @@ class NoPlace:
 class Site:
     """A real server on a free port, in a thread."""
 
-    def __init__(self, path: Path, port: int = 0) -> None:
+    def __init__(self, path: Path, port: int = 0, place: Any = None) -> None:
         self.settings = Settings(state_dir=path).prepare()
         self.token = ""
         self.code = ""
         self.service: Any = None
         self.loop: Any = None
-        self.app = create_app(self.settings, place=NoPlace(), started=self._started)
+        self.app = create_app(self.settings, place=place or NoPlace(), started=self._started)
         self.server = uvicorn.Server(uvicorn.Config(self.app, log_level="warning", timeout_graceful_shutdown=1))
         self.socket = socket.create_server(("127.0.0.1", port))
         self.port = self.socket.getsockname()[1]

@@ -10,13 +10,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 from fastapi import FastAPI
 
+from rayps.service.groups import Groups
 from rayps.service.ray_place import place as choose
 from rayps.service.scheduler import Place, Scheduler
 from rayps.service.settings import Settings
 from rayps.service.store import Store
-from rayps_api import pages, problems, routes_jobs, routes_root, stream
+from rayps_api import pages, problems, routes_jobs, routes_root, routes_servers, stream
 from rayps_api.guard import Guard
-from rayps_api.schemas import FIELDS
+from rayps_api.schemas import FIELDS, GROUP_FIELDS
 from rayps_api.service import Service
 
 log = logging.getLogger(__name__)
@@ -37,10 +38,12 @@ def create_app(settings: Settings, *, place: Place | None = None, keep: bool = F
         settings.prepare()
         store = await Store.open(settings.database)
         scheduler = Scheduler(store, place or choose(settings), settings.jobs_dir)
-        app.state.service = Service(settings, store, scheduler)
+        groups = Groups(scheduler, settings.servers_dir)
+        scheduler.group_hinders = groups.hinders
+        app.state.service = Service(settings, store, scheduler, groups)
         if started is not None:
             await started(app.state.service)
-        ticking = asyncio.create_task(scheduler.run())
+        ticking = asyncio.gather(scheduler.run(), groups.run())
         try:
             yield
         finally:
@@ -48,6 +51,7 @@ def create_app(settings: Settings, *, place: Place | None = None, keep: bool = F
             ticking.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await ticking
+            groups.close()
             running = await scheduler.close(end=not keep)
             if ended is not None:
                 ended(running, keep or not scheduler.place.owned)
@@ -57,8 +61,8 @@ def create_app(settings: Settings, *, place: Place | None = None, keep: bool = F
                   docs_url=None, redoc_url=None, openapi_url=None)
     app.state.failures = deque()
     app.add_middleware(Guard, settings=settings, failures=app.state.failures)
-    problems.install(app, FIELDS)
-    for router in (routes_jobs.router, routes_root.router, stream.router):
+    problems.install(app, {"/api/v1/jobs": FIELDS, "/api/v1/server-groups": GROUP_FIELDS})
+    for router in (routes_jobs.router, routes_servers.router, routes_root.router, stream.router):
         app.include_router(router)
     pages.install(app)
     return app

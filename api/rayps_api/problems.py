@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import http
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -36,8 +36,8 @@ def problem(request: Request, status: int, detail: str, *, code: str | None = No
     return JSONResponse(body, status, headers, media_type="application/problem+json")
 
 
-def install(app: FastAPI, fields: Sequence[str]) -> None:
-    """Answer every error of the app as a problem; `fields` are what a job may have, for hints."""
+def install(app: FastAPI, fields: Mapping[str, Sequence[str]]) -> None:
+    """Answer every error of the app as a problem; `fields` are what bodies below a path may have, for hints."""
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
@@ -56,7 +56,8 @@ def install(app: FastAPI, fields: Sequence[str]) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        errors = [_explain(e, fields) for e in error.errors()[:20]]
+        known = next((names for path, names in fields.items() if request.url.path.startswith(path)), ())
+        errors = [_explain(e, known) for e in error.errors()[:20]]
         return problem(request, 422, "; ".join(e["message"] for e in errors[:3]), errors=errors)
 
 

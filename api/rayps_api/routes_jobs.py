@@ -28,6 +28,8 @@ async def submit(
 ) -> Any:
     """File a job. With an Idempotency-Key a second identical request gives the first one's job, with 200."""
     spec, name = _spec(body)
+    if spec.server_group is not None:
+        known.groups.must_exist(spec.server_group)
     known.scheduler.refuse_too_large(spec)
     record, created = await known.store.add(spec, name=name, key=idempotency_key)
     known.scheduler.wake()

@@ -102,7 +102,21 @@ async def prometheus(known: Known) -> Response:
         gauge = Gauge(f"rayps_ray_{name}", f"Ray's {name} resources", ["kind"], registry=registry)
         for kind, amount in (bundle or {}).items():
             gauge.labels(kind).set(amount)
+    _of_groups(known, registry)
     return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+
+def _of_groups(known: Service, registry: CollectorRegistry) -> None:
+    servers = Gauge("rayps_group_servers", "Servers of a group by state", ["group", "state"], registry=registry)
+    gauges = {key: Gauge(f"rayps_space_{key}", what, ["group", "space"], registry=registry) for key, what in (
+        ("bytes", "Bytes that a job keeps on a server group"), ("rows", "Rows of its tables"),
+        ("operations_s", "Its requests a second"), ("rejected", "Its requests refused by a quota"))}
+    for group in known.groups.all():
+        for state in ("alive", "leaving", "dead"):
+            servers.labels(group["name"], state).set(sum(each.get("state") == state for each in group["servers"]))
+        for space in group["spaces"]:
+            for key, gauge in gauges.items():
+                gauge.labels(group["name"], str(space.get("name"))).set(space.get(key) or 0)
 
 
 @router.get("/openapi.json", include_in_schema=False)

@@ -10,6 +10,8 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from rayps.job import JobSpec, Status
+from rayps.service.groups import MOST_REPLICAS, MOST_SERVERS
+from rayps.service.groups import NAME as GROUP_NAME
 from rayps.service.store import Record
 
 NAME = r"^[A-Za-z0-9]([A-Za-z0-9 _.-]{0,62}[A-Za-z0-9])?$"
@@ -43,6 +45,9 @@ class JobIn(BaseModel):
     timeout: float = Field(60.0, gt=0, le=86400.0, allow_inf_nan=False)
     resume: Line | None = None
     name: str | None = Field(None, pattern=NAME)
+    server_group: str | None = Field(None, pattern=GROUP_NAME)
+    branch: Line | None = None
+    quota: dict[Line, Amount] | None = Field(None, examples=[{"bytes": 1e9, "operations": 500}])
 
 
 FIELDS = sorted(JobIn.model_fields)
@@ -112,6 +117,86 @@ class ClusterOut(BaseModel):
     reason: str | None
 
 
+class GroupIn(BaseModel):
+    """A server group to start: `servers` processes, and each segment's primary beside `replicas` copies."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: str = Field(pattern=GROUP_NAME, examples=["shared"])
+    servers: int = Field(2, ge=1, le=MOST_SERVERS)
+    replicas: int = Field(1, ge=0, le=MOST_REPLICAS)
+
+
+class ResizeIn(BaseModel):
+    """How many servers a group should have."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    servers: int = Field(ge=1, le=MOST_SERVERS)
+
+
+class DrainIn(BaseModel):
+    """The server that should leave."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    server: Line
+
+
+GROUP_FIELDS = sorted({*GroupIn.model_fields, *DrainIn.model_fields})
+
+
+class GroupJob(BaseModel):
+    """A job that uses a group."""
+
+    id: str
+    name: str
+    status: Status
+    workers: int
+
+
+class GroupOut(BaseModel):
+    """A server group as it stands. `settled`: every segment is held as wanted and nothing moves."""
+
+    name: str
+    status: str
+    reason: str | None
+    wanted: int
+    replicas: int
+    created_at: datetime
+    settled: bool
+    servers: list[dict[str, Any]]
+    spaces: list[dict[str, Any]]
+    moves: list[dict[str, Any]]
+    counts: dict[str, Any]
+    events: list[dict[str, Any]]
+    jobs: list[GroupJob]
+
+
+class GroupRow(BaseModel):
+    """A server group in short."""
+
+    name: str
+    status: str
+    reason: str | None
+    wanted: int
+    replicas: int
+    created_at: datetime
+    settled: bool
+    alive: int
+    bytes: float
+    operations_s: float
+    spaces: int
+    moves: int
+    jobs: int
+
+
+class GroupsOut(BaseModel):
+    """All server groups."""
+
+    groups: list[GroupRow]
+
+
 class Option(BaseModel):
     """An option of a strategy."""
 
@@ -176,6 +261,24 @@ def job_out(record: Record, progress: dict[str, Any] | None) -> dict[str, Any]:
 def spec_out(spec: JobSpec) -> dict[str, Any]:
     """A spec as JSON-ready data."""
     return spec.to_dict()
+
+
+def group_out(group: dict[str, Any], live: list[Record]) -> dict[str, Any]:
+    """A group of `rayps.service.groups` with the living jobs that name it, as JSON-ready data."""
+    jobs = [{"id": job.id, "name": job.name, "status": job.status.value, "workers": job.spec.workers}
+            for job in live if job.spec.server_group == group["name"]]
+    return {**group, "created_at": _stamp(group["created_at"]), "jobs": jobs}
+
+
+def group_row(group: dict[str, Any]) -> dict[str, Any]:
+    """The same in short."""
+    servers = group["servers"]
+    short = {key: group[key] for key in ("name", "status", "reason", "wanted", "replicas", "created_at", "settled")}
+    return short | {
+        "alive": sum(each.get("state") == "alive" for each in servers),
+        "bytes": sum(each.get("bytes") or 0 for each in servers),
+        "operations_s": sum(each.get("operations_s") or 0 for each in servers),
+        "spaces": len(group["spaces"]), "moves": len(group["moves"]), "jobs": len(group["jobs"])}
 
 
 def finite(value: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from fastapi import Depends, Request
 
 from rayps.errors import Unauthorized
+from rayps.service.groups import Groups
 from rayps.service.scheduler import Scheduler, read_json
 from rayps.service.settings import Settings
 from rayps.service.store import Record, Store
@@ -27,6 +28,7 @@ class Service:
     settings: Settings
     store: Store
     scheduler: Scheduler
+    groups: Groups
     rollups: Rollups = field(default_factory=Rollups)
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     streams: int = 0

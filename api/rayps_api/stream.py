@@ -1,4 +1,5 @@
-"""One server-sent-event stream per page: a job with its metrics, logs and events, or the list of jobs.
+"""One server-sent-event stream per page: a job with its metrics, logs and events, or the list of jobs; a server group,
+or the list of those.
 
 Every message carries as `id:` the durable cursor after it, byte offsets into the job's files, so that a
 reader who lost the connection, or the service, goes on where it was: nothing is lost and nothing comes twice.
@@ -19,8 +20,9 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Header, HTTPException, Query
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 
-from rayps.errors import ConfigError
+from rayps.errors import ConfigError, NotFound
 from rayps_api import folder
+from rayps_api.routes_servers import list_groups, show_group
 from rayps_api.schemas import problems
 from rayps_api.service import MOST_STREAMS, Known, Service
 
@@ -29,6 +31,7 @@ _PAUSE = 0.25
 _LIST_PAUSE = 0.5
 _LONGEST = 3600.0  # seconds; then the reader comes back with its cursor
 _LIST = 100
+ALL_GROUPS = "*"
 
 router = APIRouter(tags=["stream"], responses=problems(401, 403, 404, 422, 429))
 
@@ -60,12 +63,15 @@ async def _start(
     known: Known, job: Annotated[str | None, Query(max_length=100)] = None,
     cursor: Annotated[str, Query(max_length=100)] = "",
     last_event_id: Annotated[str | None, Header(max_length=100)] = None,
+    group: Annotated[str | None, Query(max_length=100)] = None,
 ) -> Cursor:
     """Refuse before the stream begins: once it has, it can say no error."""
     if known.streams >= MOST_STREAMS:
         raise HTTPException(429, f"{MOST_STREAMS} streams are open: close one", {"Retry-After": "5"})
     if job is not None:
         await known.record(job)
+    if group is not None and group != ALL_GROUPS:
+        known.groups.get(group)
     return Cursor.read(last_event_id or cursor)
 
 
@@ -74,11 +80,15 @@ async def stream(
     known: Known, at: Annotated[Cursor, Depends(_start)],
     job: Annotated[str | None, Query(max_length=100)] = None,
     topics: Annotated[str, Query(max_length=100)] = ",".join(TOPICS),
+    group: Annotated[str | None, Query(max_length=100)] = None,
 ) -> AsyncIterator[ServerSentEvent]:
-    """What happens to a job (or, without `job`, to any) as it happens."""
+    """What happens to a job (or, without `job`, to any) as it happens; with `group` a server group (`*`: the list)."""
     known.streams += 1
     try:
-        if job is None:
+        if group is not None:
+            async for message in _groups(known, group):
+                yield message
+        elif job is None:
             async for message in _list(known):
                 yield message
         else:
@@ -147,6 +157,23 @@ async def _list(known: Service) -> AsyncIterator[ServerSentEvent]:
                 changed.append(job)
         if changed:
             yield ServerSentEvent(raw_data=json.dumps({"jobs": changed}), event="jobs")
+        await _rest(known, _LIST_PAUSE)
+
+
+async def _groups(known: Service, name: str) -> AsyncIterator[ServerSentEvent]:
+    """A group, or all in short, whenever they changed; `end` when the group is gone."""
+    shown = ""
+    began = time.monotonic()
+    while not known.closing.is_set() and time.monotonic() - began < _LONGEST:
+        try:
+            data = await list_groups(known) if name == ALL_GROUPS else await show_group(known, name)
+        except NotFound as error:
+            yield ServerSentEvent(raw_data=json.dumps({"reason": str(error)}), event="end")
+            return
+        text = json.dumps(data)
+        if text != shown:
+            shown = text
+            yield ServerSentEvent(raw_data=text, event="groups" if name == ALL_GROUPS else "group")
         await _rest(known, _LIST_PAUSE)
 
 

@@ -28,10 +28,14 @@ def submit(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Stay until it has ended; Ctrl-C detaches.")] = False,
     changes: Annotated[list[str] | None, typer.Option(
         "--set", metavar="KEY=VALUE", help="Change a field of the file, e.g. --set workers=4.")] = None,
+    server_group: Annotated[str | None, typer.Option(
+        "--server-group", metavar="NAME", help="Keep its parameters on this group (`rayps servers ls`).")] = None,
     output: Format = Output.table,
 ) -> None:
     """Give a job to the service."""
     spec = read(file, changes or [])
+    if server_group is not None:
+        spec["server_group"] = server_group
     with Client() as client:
         job = client.submit(spec.pop("workload"), working_dir=spec.pop("working_dir", "."), **spec)
         if not follow:
@@ -128,7 +132,8 @@ def get(job_id: Id, output: Format = Output.table) -> None:
     show.facts([
         ("id", data["id"]), ("name", data["name"]), ("status", data["status"]), ("reason", data["reason"]),
         ("workload", spec["workload"]), ("strategy", show.strategy(spec["strategy"])),
-        ("workers", spec["workers"]), ("submitted", data["created_at"]), ("started", data["started_at"]),
+        ("workers", spec["workers"]), ("server group", spec.get("server_group")),
+        ("submitted", data["created_at"]), ("started", data["started_at"]),
         ("finished", data["finished_at"]), ("attempt", data["attempt"]), ("failures", progress.get("failures")),
         ("round", f"{progress['round']} of {progress.get('rounds') or '?'}" if "round" in progress else None),
         ("loss", show.number(progress.get("loss"))), ("metrics", show.measures(data["metrics"])),

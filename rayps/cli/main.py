@@ -11,6 +11,7 @@ import typer
 import rayps
 from rayps.cli import bench as cli_bench
 from rayps.cli import jobs as cli_jobs
+from rayps.cli import servers as cli_servers
 from rayps.cli import show
 from rayps.cli.show import Output
 from rayps.errors import RaypsError
@@ -114,6 +115,7 @@ def doctor(output: Annotated[Output, typer.Option("--output", "-o", help="table 
 
 
 cli_jobs.add(app)
+app.add_typer(cli_servers.app, name="servers")
 app.add_typer(cli_bench.app, name="bench")
 
 

@@ -35,6 +35,7 @@ class Facts:
     outcome: dict[str, Any] | None = None  # outcome.json
     progress: dict[str, Any] | None = None  # progress.json, when this attempt wrote it
     crash: str | None = None  # its driver lives, but its run ended with this error
+    group: str | None = None  # why the server group that it names cannot serve it yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +200,7 @@ def _queue(jobs: Sequence[Facts], drivers: Collection[str] | None, free: Bundle 
             room = {kind: amount - job.needs.get(kind, 0.0) for kind, amount in room.items()}
         else:
             actions += _wait(job, reason)
-            head = head or (job if _fits(job, total) else None)
+            head = head or (job if _fits(job, total) and job.group is None else None)
     return actions
 
 
@@ -222,6 +223,8 @@ def _hindrance(job: Facts, room: Bundle, total: Bundle, head: Facts | None) -> s
     for kind, amount in job.needs.items():
         if amount > total.get(kind, 0.0):
             return f"needs {_many(amount, kind)}, the whole cluster has {total.get(kind, 0.0):g}"
+    if job.group is not None:
+        return job.group
     if head is not None:
         return f"waits behind {head.name} ({head.id}), which was submitted before"
     for kind, amount in job.needs.items():

@@ -11,6 +11,7 @@ import contextlib
 import json
 import logging
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,6 +81,7 @@ class Scheduler:
         self.place = place
         self.view = View()
         self.joined = 0  # how often a Ray was joined
+        self.group_hinders: Callable[[JobSpec], str | None] = lambda _: None  # why a job's server group is not ready
         self._store = store
         self._jobs_dir = jobs_dir
         self._interval = interval
@@ -93,6 +95,11 @@ class Scheduler:
         self._asked: dict[str, float] = {}
         self._ended: dict[str, float] = {}
         self._wake = asyncio.Event()
+
+    @property
+    def cluster(self) -> Cluster | None:
+        """The cluster that was joined; None while no look at it succeeds."""
+        return self._cluster if self.view.ready else None
 
     @property
     def stuck(self) -> bool:
@@ -220,7 +227,8 @@ class Scheduler:
         return Facts(
             record.id, record.name, record.status, record.reason, needs(record.spec), record.attempt,
             record.failures, record.spec.max_failures, record.interrupted,
-            None if asked is None else max(0.0, time.time() - asked), outcome, progress, crash)
+            None if asked is None else max(0.0, time.time() - asked), outcome, progress, crash,
+            self.group_hinders(record.spec) if record.status is Status.QUEUED else None)
 
     def _dismiss(self) -> None:
         # a driver lives on after its outcome, as an actor with nothing to do: it gets a while to tidy up

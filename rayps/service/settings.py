@@ -65,6 +65,11 @@ class Settings:
         return self.state_dir / "jobs"
 
     @property
+    def servers_dir(self) -> Path:
+        """The folder that holds a folder per server group."""
+        return self.state_dir / "servers"
+
+    @property
     def token_file(self) -> Path:
         """The local client's bearer token, mode 0600."""
         return self.state_dir / "token"

@@ -1,0 +1,93 @@
+"""The routes of server groups. What a group is and does is its manager's to say; these ask, refuse and show."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Path, Query
+from fastapi.responses import JSONResponse
+
+from rayps.errors import Conflict, NotFound
+from rayps.service.groups import NAME
+from rayps_api.schemas import (
+    DrainIn,
+    GroupIn,
+    GroupOut,
+    GroupsOut,
+    ResizeIn,
+    finite,
+    group_out,
+    group_row,
+    problems,
+)
+from rayps_api.service import Known, Service
+
+router = APIRouter(prefix="/api/v1/server-groups", tags=["server groups"],
+                   responses=problems(400, 401, 403, 404, 409, 413, 422))
+
+Name = Annotated[str, Path(pattern=NAME, description="The group's name.")]
+
+
+@router.post("", status_code=201, response_model=GroupOut)
+async def start(body: GroupIn, known: Known) -> Any:
+    """Start a server group; it lives as long as the cluster, or until it is stopped."""
+    await known.groups.start(body.name, body.servers, body.replicas)
+    place = {"Location": f"/api/v1/server-groups/{body.name}"}
+    return JSONResponse(await show_group(known, body.name), 201, place)
+
+
+@router.get("", response_model=GroupsOut)
+async def page(known: Known) -> Any:
+    """Every server group, in short."""
+    return JSONResponse(await list_groups(known))
+
+
+@router.get("/{name}", response_model=GroupOut)
+async def show(name: Name, known: Known) -> Any:
+    """One group: its servers, what they hold for whom, and what moves."""
+    return JSONResponse(await show_group(known, name))
+
+
+@router.patch("/{name}", status_code=202, response_model=GroupOut)
+async def resize(name: Name, body: ResizeIn, known: Known) -> Any:
+    """Grow or shrink a group; segments move while jobs go on. 409 during a resize."""
+    await known.groups.resize(name, body.servers)
+    return JSONResponse(await show_group(known, name), 202)
+
+
+@router.post("/{name}/drain", status_code=202, response_model=GroupOut)
+async def drain(name: Name, body: DrainIn, known: Known) -> Any:
+    """Move everything off one server, which then leaves."""
+    await known.groups.drain(name, body.server)
+    return JSONResponse(await show_group(known, name), 202)
+
+
+@router.delete("/{name}", status_code=202, response_model=GroupOut)
+async def stop(
+    name: Name, known: Known,
+    force: Annotated[bool, Query(description="Also when jobs use it: they will fail.")] = False,
+) -> Any:
+    """End a group and all parameters on it; 409 while jobs use it."""
+    group = await show_group(known, name)
+    if group["jobs"] and not force:
+        jobs = ", ".join(f"{job['id']} ({job['name']})" for job in group["jobs"][:3])
+        more = ", ..." if len(group["jobs"]) > 3 else ""
+        raise Conflict(f"server group {name!r} is used by {jobs}{more}: stop them first (`rayps stop ID`), or stop the "
+                       "group with --force, which fails them", status=409)
+    await known.groups.stop(name)
+    with contextlib.suppress(NotFound):  # it may be gone already
+        group = await show_group(known, name)
+    return JSONResponse({**group, "status": "stopping"}, 202)
+
+
+async def show_group(known: Service, name: str) -> dict[str, Any]:
+    """A group with the jobs that use it, as JSON-ready data. Raises NotFound."""
+    shown: dict[str, Any] = finite(group_out(known.groups.get(name), await known.store.live()))
+    return shown
+
+
+async def list_groups(known: Service) -> dict[str, Any]:
+    """Every group in short, as JSON-ready data."""
+    live = await known.store.live()
+    return {"groups": [finite(group_row(group_out(group, live))) for group in known.groups.all()]}

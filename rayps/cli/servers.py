@@ -1,0 +1,177 @@
+"""`rayps servers`: server groups that jobs share: start, ls, show, resize, drain, stop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from rayps.cli import show
+from rayps.cli.show import Output
+from rayps.client import Client
+from rayps.errors import ServiceError
+from rayps.service.remote_group import RemoteGroup, standing
+
+app = typer.Typer(name="servers", no_args_is_help=True, rich_markup_mode=None,
+                  help="Server groups: parameter servers that live as long as the cluster and that several jobs share.")
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="The group's name, as `rayps servers ls` shows it.")]
+Format = Annotated[Output, typer.Option("--output", "-o", help="table or json.")]
+Json = Annotated[bool, typer.Option("--json", help="The same as --output json.")]
+Wait = Annotated[bool, typer.Option("--wait", help="Until it stands as wanted and nothing moves.")]
+Timeout = Annotated[float, typer.Option(metavar="SECONDS", min=0, help="How long --wait waits.")]
+_COLOURS = {"ready": "green", "alive": "green", "dead": "red", "degraded": "red", "unreachable": "red"}
+_EVENTS = 5
+
+
+@app.command()
+def start(
+    name: Name,
+    servers: Annotated[int, typer.Option(min=1, help="How many servers.")] = 2,
+    replicas: Annotated[int, typer.Option(min=0, help="Copies of each segment on other servers: 1 survives the loss "
+                                          "of any one server.")] = 1,
+    wait: Wait = False, timeout: Timeout = 300.0, output: Format = Output.table, as_json: Json = False,
+) -> None:
+    """Start a server group; then `rayps submit job.yaml --server-group NAME`."""
+    with Client() as client:
+        group = client.start_servers(name, servers=servers, replicas=replicas)
+        _said(group, wait, timeout, _form(output, as_json))
+
+
+@app.command()
+def ls(output: Format = Output.table, as_json: Json = False) -> None:
+    """List the server groups."""
+    with Client() as client:
+        found = client.server_groups()
+    if _form(output, as_json) is Output.json:
+        show.dump(found)
+        return
+    if not found:
+        show.note("there is no server group yet: `rayps servers start NAME --servers 3 --replicas 1` starts one")
+    show.table(["name", "status", "servers", "replicas", "spaces", "bytes", "requests/s", "jobs", "age", ""],
+               [[g["name"], _state(g["status"]), f"{g['alive']} of {g['wanted']}", g["replicas"], g["spaces"],
+                 size(g["bytes"]), show.number(float(g["operations_s"])), g["jobs"], show.age(g["created_at"]),
+                 g["reason"] or ""] for g in found])
+
+
+@app.command("show")
+def show_one(name: Name, output: Format = Output.table, as_json: Json = False) -> None:
+    """Show one group: its servers, what jobs keep on them, what moves, what happened."""
+    with Client() as client:
+        data = client.servers(name).data
+    if _form(output, as_json) is Output.json:
+        show.dump(data)
+        return
+    _tables(data)
+
+
+@app.command()
+def resize(
+    name: Name, servers: Annotated[int, typer.Argument(metavar="N", min=1, help="How many servers it should have.")],
+    wait: Wait = False, timeout: Timeout = 300.0, output: Format = Output.table, as_json: Json = False,
+) -> None:
+    """Grow or shrink a group while its jobs go on."""
+    with Client() as client:
+        _said(client.servers(name).resize(servers), wait, timeout, _form(output, as_json))
+
+
+@app.command()
+def drain(
+    name: Name, server: Annotated[str, typer.Argument(metavar="SERVER", help="As `rayps servers show` names it.")],
+    wait: Wait = False, timeout: Timeout = 300.0, output: Format = Output.table, as_json: Json = False,
+) -> None:
+    """Move everything off one server, which then leaves."""
+    with Client() as client:
+        _said(client.servers(name).drain(server), wait, timeout, _form(output, as_json))
+
+
+@app.command()
+def stop(
+    name: Name,
+    force: Annotated[bool, typer.Option("--force", help="Also when jobs use it: they will fail.")] = False,
+    wait: Wait = False, timeout: Timeout = 300.0, output: Format = Output.table, as_json: Json = False,
+) -> None:
+    """End a group and all parameters on it."""
+    with Client() as client:
+        _said(client.servers(name).stop(force=force), wait, timeout, _form(output, as_json))
+
+
+def size(value: float | None) -> str:
+    """Bytes in a unit that fits."""
+    rest, units = float(value or 0), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while rest >= 1024 and len(units) > 1:
+        rest, units = rest / 1024, units[1:]
+    return f"{rest:.0f} B" if units[0] == "B" else f"{rest:.1f} {units[0]}"
+
+
+def _form(output: Output, as_json: bool) -> Output:
+    return Output.json if as_json else output
+
+
+def _said(group: RemoteGroup, wait: bool, timeout: float, form: Output) -> None:
+    ending = group.data["status"] == "stopping"
+    if wait:
+        try:
+            group.wait(timeout)
+        except TimeoutError as error:
+            raise ServiceError(str(error)) from error
+    if form is Output.json:
+        show.dump(group.data)
+    elif ending:
+        show.say(f"{group.name} {'has stopped' if wait else 'will stop'}")
+    else:
+        show.say(f"{group.name} is {standing(group.data)}")
+        if not wait:
+            show.note(f"`rayps servers show {group.name}` says how it stands")
+
+
+def _tables(data: dict[str, Any]) -> None:
+    show.facts([
+        ("name", data["name"]), ("status", standing(data)), ("replicas", data["replicas"]),
+        ("started", data["created_at"]), ("counts", show.measures(data["counts"])),
+        ("jobs", ", ".join(f"{job['id']} ({job['name']})" for job in data["jobs"]))])
+    _section("servers", ["server", "state", "host", "pid", "primaries", "copies", "bytes", "rows", "requests/s", "cpu"],
+             data["servers"], lambda s: [
+                 s["name"], _state(s["state"]), s.get("host"), s.get("pid"), s.get("primaries"), s.get("copies"),
+                 size(s.get("bytes")), s.get("rows"), show.number(s.get("operations_s")), _percent(s.get("cpu"))])
+    _section("spaces", ["space", "workers", "segments", "tables", "bytes", "rows", "requests/s", "rejected", "quota"],
+             data["spaces"], lambda s: [
+                 s["name"], s.get("workers"), _held(s["segments"]), ", ".join(s.get("tables") or []) or "-",
+                 size(s.get("bytes")), s.get("rows"), show.number(s.get("operations_s")), s.get("rejected"),
+                 quota(s.get("quota"))])
+    _section("moves", ["space", "segment", "from", "to", "phase", "seconds", "bytes"], data["moves"], lambda m: [
+        m.get("space"), m.get("segment"), m.get("from") or "-", m.get("to"), m.get("phase"),
+        show.number(m.get("seconds")), size(m.get("bytes"))])
+    newest = data["events"][-_EVENTS:]
+    _section("events", ["when", "what", ""], newest, lambda e: [
+        show.clock(e["time"]), e["kind"], e["message"]])
+
+
+def _section(title: str, columns: list[str], found: list[dict[str, Any]],
+             row: Callable[[dict[str, Any]], list[Any]]) -> None:
+    if found:
+        show.say(f"\n{title}")
+        show.table(columns, [["" if cell is None else cell for cell in row(each)] for each in found])
+
+
+def _held(segments: list[dict[str, Any]]) -> str:
+    ready = sum(segment.get("state") == "ready" for segment in segments)
+    return str(len(segments)) if ready == len(segments) else f"{ready} of {len(segments)} ready"
+
+
+def quota(given: dict[str, Any] | None) -> str:
+    """A quota in words; "-" where there is none."""
+    found = given or {}
+    parts = [size(found["bytes"]) if found.get("bytes") is not None else "",
+             f"{found['operations']:g}/s" if found.get("operations") is not None else ""]
+    return ", ".join(part for part in parts if part) or "-"
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.0%}"
+
+
+def _state(word: str) -> Text:
+    return Text(word, style=_COLOURS.get(word, "yellow"))

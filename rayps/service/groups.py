@@ -1,0 +1,349 @@
+"""The server groups of this service: started, found again, looked at and ended, one idempotent look at a time.
+
+A group lives in the Ray cluster, as a detached actor named `rayps-servers-NAME` (its manager) and the servers that the
+manager starts. What is wanted of a group is a small file in a folder of its own, beside the manager's own record: a
+service that is started again finds its groups by name, and a manager that is gone is started again from that folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import re
+import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rayps.cluster import Cluster, Handle
+from rayps.errors import ActorDied, ClusterError, ConfigError, Conflict, NotFound, RaypsError
+from rayps.job import JobSpec
+from rayps.service.scheduler import Scheduler, read_json
+from rayps.service.settings import private_write
+
+log = logging.getLogger(__name__)
+
+MANAGER = "rayps.elastic.actors:ManagerActor"
+NAME = r"^[A-Za-z0-9]([A-Za-z0-9_-]{0,38}[A-Za-z0-9])?$"
+MOST_SERVERS, MOST_REPLICAS = 1000, 8
+_WATCHED_SECONDS, _QUIET_SECONDS = 0.5, 3.0  # between two looks, while somebody reads and while nobody does
+_ATTENTION = 10.0  # seconds that a reader counts as one
+_FRESH_SECONDS = 15.0  # older facts are not shown as the present
+_ANSWER_SECONDS = 10.0
+_END_SECONDS = 30.0
+_MOST_PAUSE = 30.0  # seconds between two attempts to start a manager that does not come up
+
+
+def actor(name: str) -> str:
+    """The name of a group's manager in the cluster."""
+    return f"rayps-servers-{name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is wanted of a group; kept in its folder."""
+
+    name: str
+    servers: int
+    replicas: int
+    created_at: float
+    stopping: bool = False
+    launched: bool = False  # its manager was started at least once
+
+    def write(self, folder: Path) -> None:
+        """Keep it."""
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        private_write(folder / "wanted.json", json.dumps(asdict(self)))
+
+
+@dataclass(slots=True)
+class Sight:
+    """A group as last seen."""
+
+    facts: dict[str, Any] | None = None
+    at: float = -1e9
+    handle: Handle | None = None
+    reason: str | None = None
+    asked: int = 0  # how often something was asked of it: facts from before are not of after
+    failures: int = 0
+    retry_at: float = 0.0
+
+
+@dataclass(slots=True)
+class _Held:
+    wanted: Wanted
+    sight: Sight = field(default_factory=Sight)
+
+
+class Groups:
+    """The groups that are wanted, and what their managers last said."""
+
+    def __init__(self, scheduler: Scheduler, folder: Path, *, manager: str = MANAGER) -> None:
+        self._scheduler = scheduler
+        self._folder = folder
+        self._manager = manager
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rayps-groups")
+        self._looking: asyncio.Future[None] | None = None
+        self._wake = asyncio.Event()
+        self._attention = -1e9
+        self._joined = 0
+        self._held = {wanted.name: _Held(wanted) for wanted in _read(folder)}
+
+    # what the routes ask
+
+    @property
+    def names(self) -> list[str]:
+        """The groups that are not on their way out."""
+        return sorted(name for name, held in self._held.items() if not held.wanted.stopping)
+
+    def all(self) -> list[dict[str, Any]]:
+        """Every group, as `get` gives it."""
+        return [self.get(name) for name in sorted(self._held)]
+
+    def get(self, name: str) -> dict[str, Any]:
+        """A group as it stands: the manager's facts where they are fresh, and what is known without them.
+
+        Raises:
+            NotFound: naming those that exist.
+        """
+        self._attention = time.monotonic()
+        held = self._find(name)
+        wanted, sight = held.wanted, held.sight
+        facts = dict(sight.facts or {})
+        fresh = sight.facts is not None and time.monotonic() - sight.at < _FRESH_SECONDS
+        status = str(facts.get("status", "ready")) if fresh else "unreachable" if sight.facts else "starting"
+        reason = None if fresh else sight.reason or self._scheduler.view.reason or "its manager is starting"
+        return {
+            "name": name, "status": "stopping" if wanted.stopping else status, "reason": reason,
+            "wanted": facts.get("wanted", wanted.servers) if fresh else wanted.servers, "replicas": wanted.replicas,
+            "created_at": wanted.created_at, "settled": fresh and not wanted.stopping and _settled(facts),
+            **{key: facts.get(key, []) for key in ("servers", "spaces", "moves", "events")},
+            "counts": facts.get("counts", {})}
+
+    def must_exist(self, name: str) -> None:
+        """Refuse a job on a group that there is not.
+
+        Raises:
+            ConfigError: naming those that exist.
+        """
+        if name not in self.names:
+            raise ConfigError(f"there is no server group {name!r}: {self._known()}", field="server_group",
+                              code="no_such_group")
+
+    def hinders(self, spec: JobSpec) -> str | None:
+        """Why a job has to wait for its server group; None when it need not."""
+        name = spec.server_group
+        if name is None:
+            return None
+        if name not in self.names:
+            return f"waits for server group {name!r}, which is not there: {self._known()}"
+        group = self.get(name)
+        if any(each.get("state") == "alive" for each in group["servers"]):
+            return None
+        return f"waits for server group {name!r}: {group['reason'] or 'no server of it is alive yet'}"
+
+    async def start(self, name: str, servers: int, replicas: int) -> None:
+        """Want a new group; it is started at the next look.
+
+        Raises:
+            ConfigError: it can never be.
+            Conflict: there is one of that name.
+        """
+        if not re.fullmatch(NAME, name):
+            raise ConfigError(f"name {name[:100]!r} should be letters, digits, - and _, at most 40", field="name")
+        _check_size(servers, replicas)
+        if name in self._held:
+            raise Conflict(f"there is a server group {name!r} already: give another name, `rayps servers resize "
+                           f"{name} {servers}`, or `rayps servers stop {name}` first", status=409)
+        wanted = Wanted(name, servers, replicas, time.time())
+        self._held[name] = _Held(wanted)
+        await asyncio.to_thread(wanted.write, self._folder / name)
+        log.info("server group %s: %d servers, %d replicas", name, servers, replicas)
+        self.wake()
+
+    async def resize(self, name: str, servers: int) -> None:
+        """Grow or shrink a group; moves go on after this has returned.
+
+        Raises:
+            NotFound, ConfigError: too few for the replicas, Conflict: it is not up, or resizing already.
+        """
+        held = self._find(name)
+        _check_size(servers, held.wanted.replicas)
+        await self._ask(held, "resize", servers)
+
+    async def drain(self, name: str, server: str) -> None:
+        """Move everything off a server, which then leaves.
+
+        Raises:
+            NotFound: there is no such group or server, ConfigError, Conflict: as for `resize`.
+        """
+        held = self._find(name)
+        there = [str(each.get("name")) for each in (held.sight.facts or {}).get("servers", [])]
+        if held.sight.facts is not None and server not in there:
+            raise NotFound(f"server group {name!r} has no server {server[:100]!r}: it has {', '.join(there) or 'none'}",
+                           status=404)
+        await self._ask(held, "drain", server)
+
+    async def stop(self, name: str) -> None:
+        """Want a group to end; its parameters go with it."""
+        held = self._find(name)
+        if not held.wanted.stopping:
+            held.wanted = replace(held.wanted, stopping=True)
+            await asyncio.to_thread(held.wanted.write, self._folder / name)
+        self.wake()
+
+    # what keeps them
+
+    def wake(self) -> None:
+        """Look now rather than at the next interval."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Look until cancelled; an error in one look is logged and the next one tries again."""
+        while True:
+            try:
+                await self.tick()
+            except Exception:  # whatever it is, the groups must go on being watched
+                log.exception("a look at the server groups failed; the next one tries again")
+            watched = time.monotonic() - self._attention < _ATTENTION
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), _WATCHED_SECONDS if watched else _QUIET_SECONDS)
+            self._wake.clear()
+
+    async def tick(self) -> None:
+        """Look at every group once, start what is missing, end what is not wanted."""
+        if not self._held:
+            return
+        loop = asyncio.get_running_loop()
+        if self._looking is None:
+            self._looking = loop.run_in_executor(self._thread, self._look, self._scheduler.cluster)
+        with contextlib.suppress(TimeoutError):  # a Ray that is gone: the same look is waited for again
+            await asyncio.wait_for(asyncio.shield(self._looking), _ANSWER_SECONDS)
+        if self._looking.done():
+            done, self._looking = self._looking, None
+            done.result()
+
+    def close(self) -> None:
+        """Let go; the groups live as long as their cluster."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _look(self, cluster: Cluster | None) -> None:
+        if self._joined != self._scheduler.joined:  # another Ray: what the last one gave us is void
+            self._joined = self._scheduler.joined
+            for held in self._held.values():
+                held.sight.handle = None
+        for name, held in list(self._held.items()):
+            try:
+                if held.wanted.stopping:
+                    self._end(name, held, cluster)
+                elif cluster is not None:
+                    self._keep(held, cluster)
+            except (RaypsError, OSError, RuntimeError, TimeoutError) as error:
+                first = str(error).splitlines()[0] if str(error) else type(error).__name__
+                if first != held.sight.reason:
+                    log.warning("server group %s: %s", name, error)
+                held.sight.reason = first
+
+    def _keep(self, held: _Held, cluster: Cluster) -> None:
+        """Find the manager, or start it; hear what it says."""
+        wanted, sight = held.wanted, held.sight
+        sight.handle = cluster.find(actor(wanted.name))
+        if sight.handle is None:
+            if time.monotonic() < sight.retry_at:
+                return
+            sight.retry_at = time.monotonic() + min(_MOST_PAUSE, 1.0 * 2.0**sight.failures)
+            sight.failures += 1
+            if sight.facts is not None:
+                log.warning("server group %s: its manager is gone, and is started again from its record", wanted.name)
+            held.wanted = replace(wanted, launched=True)
+            held.wanted.write(self._folder / wanted.name)
+            sight.reason = "its manager is starting"
+            sight.handle = cluster.spawn(
+                self._manager, wanted.name, wanted.servers, wanted.replicas, str(self._folder / wanted.name),
+                name=actor(wanted.name), detached=True, here=True, cpus=0.0)
+        try:
+            asked = sight.asked
+            facts = sight.handle.call("facts").result(timeout=_ANSWER_SECONDS)
+        except ActorDied:
+            sight.handle = None
+            raise
+        if asked == sight.asked:
+            sight.facts, sight.at = facts, time.monotonic()
+        sight.reason, sight.failures = None, 0
+
+    def _end(self, name: str, held: _Held, cluster: Cluster | None) -> None:
+        if cluster is None and held.wanted.launched:
+            held.sight.reason = f"ends when Ray answers: {self._scheduler.view.reason}"
+            return
+        handle = None if cluster is None else cluster.find(actor(name))
+        if handle is not None and cluster is not None:
+            try:
+                handle.call("stop").result(timeout=_END_SECONDS)
+            except (RaypsError, TimeoutError) as error:
+                log.warning("server group %s did not stop by itself and is killed: %s", name, error)
+            cluster.kill(handle)
+        shutil.rmtree(self._folder / name, ignore_errors=True)
+        self._held.pop(name, None)
+        log.info("server group %s has ended", name)
+
+    async def _ask(self, held: _Held, method: str, *args: Any) -> None:
+        """Call a method of a group's manager that is quick, and pass on what it refuses."""
+        name, handle = held.wanted.name, held.sight.handle
+        if held.wanted.stopping or handle is None:
+            why = "it is stopping" if held.wanted.stopping else self.get(name)["reason"]
+            raise Conflict(f"server group {name!r} cannot {method} now: {why};\n`rayps servers show {name}` says when "
+                           "it is ready", status=409)
+        def ask() -> None:
+            handle.call(method, *args).result(timeout=_ANSWER_SECONDS)
+            held.sight.asked += 1
+            held.sight.facts = handle.call("facts").result(timeout=_ANSWER_SECONDS)
+            held.wanted = replace(held.wanted, servers=held.sight.facts["wanted"])
+            held.wanted.write(self._folder / name)
+
+        try:
+            await asyncio.to_thread(ask)
+        except (ActorDied, ClusterError, TimeoutError) as error:
+            raise Conflict(f"server group {name!r} cannot {method} now: {str(error).splitlines()[0]}\nits manager is "
+                           "started again; try once more in some seconds", status=409) from error
+
+    def _find(self, name: str) -> _Held:
+        if name not in self._held:
+            raise NotFound(f"there is no server group {name[:100]!r}: {self._known()}", status=404)
+        return self._held[name]
+
+    def _known(self) -> str:
+        if not self.names:
+            return "there is none yet; start one with `rayps servers start NAME --servers 3 --replicas 1`"
+        return f"there is {', '.join(self.names)}; `rayps servers start` starts another"
+
+
+def _check_size(servers: int, replicas: int) -> None:
+    if not 1 <= servers <= MOST_SERVERS:
+        raise ConfigError(f"servers is {servers}: give 1 to {MOST_SERVERS}", field="servers")
+    if not 0 <= replicas <= MOST_REPLICAS:
+        raise ConfigError(f"replicas is {replicas}: give 0 to {MOST_REPLICAS}", field="replicas")
+    if servers < replicas + 1:
+        raise ConfigError(
+            f"servers is {servers} and replicas is {replicas}: each segment has a primary and {replicas} copies on "
+            f"servers of their own, so give at least {replicas + 1} servers, or start a group with fewer --replicas",
+            field="servers")
+
+
+def _settled(facts: dict[str, Any]) -> bool:
+    alive = sum(each.get("state") == "alive" for each in facts.get("servers", []))
+    held = all(segment.get("state") == "ready" for space in facts.get("spaces", []) for segment in space["segments"])
+    return facts.get("status") == "ready" and not facts.get("moves") and alive == facts.get("wanted") and held
+
+
+def _read(folder: Path) -> list[Wanted]:
+    found = []
+    for path in sorted(folder.glob("*/wanted.json")):
+        data = read_json(path)
+        with contextlib.suppress(TypeError):
+            if data is not None and data.get("name") == path.parent.name:
+                found.append(Wanted(**data))
+    return found

@@ -1,0 +1,240 @@
+"""Server groups over REST, the client and the command line, with a manager that is made up; and with none at all."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_manager import MANAGER, ThreadPlace
+from service_site import Site
+
+from rayps.cli import main as cli
+from rayps.client import Client
+from rayps.errors import ConfigError, Conflict, NotFound
+from rayps.job import JobSpec
+from rayps.service import groups as groups_module
+from rayps.service.groups import actor
+from rayps.service.plan import Facts, Start, Wait, plan
+
+GROUPS = "/api/v1/server-groups"
+
+
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch) -> ThreadPlace:
+    monkeypatch.setattr(groups_module.Groups.__init__, "__kwdefaults__", {"manager": MANAGER})
+    monkeypatch.setattr(groups_module, "_QUIET_SECONDS", 0.1)
+    monkeypatch.setattr(groups_module, "_WATCHED_SECONDS", 0.05)
+    return ThreadPlace()
+
+
+@pytest.fixture
+def site(tmp_path: Path, place: ThreadPlace) -> Iterator[Site]:
+    site = Site(tmp_path, place=place)
+    yield site
+    site.close()
+
+
+@pytest.fixture
+def client(site: Site) -> Iterator[Client]:
+    with Client(site.url, site.token) as client:
+        yield client
+
+
+@pytest.fixture
+def run(site: Site, monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    monkeypatch.setenv("RAYPS_URL", site.url)
+    monkeypatch.setenv("RAYPS_STATE_DIR", str(site.settings.state_dir))
+
+    def once(*arguments: str) -> tuple[int, str, str]:
+        code = cli.main(list(arguments))
+        return code, *capsys.readouterr()
+
+    return once
+
+
+def until(look: Callable[[], Any], what: str) -> Any:
+    deadline = time.monotonic() + 10
+    while not (found := look()):
+        assert time.monotonic() < deadline, f"never: {what}"
+        time.sleep(0.02)
+    return found
+
+
+def test_a_group_is_started_shown_resized_drained_and_stopped(site: Site, client: Client, place: ThreadPlace) -> None:
+    answer = site.http.post(GROUPS, json={"name": "shared", "servers": 3, "replicas": 1})
+    assert answer.status_code == 201 and answer.headers["location"] == f"{GROUPS}/shared"
+    group = client.servers("shared").wait(10)
+    assert [each["name"] for each in group.data["servers"]] == ["server-0", "server-1", "server-2"]
+    assert (group.data["status"], group.data["wanted"], group.data["reason"]) == ("ready", 3, None)
+    row = client.server_groups()[0]
+    assert (row["alive"], row["bytes"], row["operations_s"], row["spaces"]) == (3, 3000, 7.5, 0)
+    assert len(group.resize(4).wait(10).data["servers"]) == 4
+    assert len(group.drain("server-1").wait(10).data["servers"]) == 3
+    with pytest.raises(NotFound, match="it has server-0, server-1, server-2"):
+        group.drain("server-9")
+    with pytest.raises(Conflict, match="already"):
+        client.start_servers("shared")
+    manager = place.threads.find(actor("shared")).actor  # type: ignore[union-attr]
+    assert group.stop().data["status"] == "stopping"
+    group.wait(10)
+    assert manager.stopped and place.threads.find(actor("shared")) is None
+    assert client.server_groups() == [] and not (site.settings.servers_dir / "shared").exists()
+    with pytest.raises(NotFound, match="there is none yet; start one with `rayps servers start"):
+        client.servers("shared")
+
+
+BAD = [
+    ({}, "/name", "name is missing"),
+    ({"name": "a", "server": 3, "x": 1}, "/server", "there are name, replicas, server, servers"),
+    ({"name": "../x"}, "/name", "pattern"),
+    ({"name": "x" * 41}, "/name", "pattern"),
+    ({"name": "a", "servers": 0}, "/servers", "greater"),
+    ({"name": "a", "servers": 2.5}, "/servers", "integer"),
+    ({"name": "a", "servers": 1, "replicas": 1}, "/servers", "give at least 2 servers"),
+    ({"name": "a", "servers": 3, "replicas": -1}, "/replicas", "greater"),
+]
+
+
+@pytest.mark.parametrize(("body", "pointer", "says"), BAD)
+def test_bad_groups_are_refused_with_the_way_out(site: Site, body: Any, pointer: str, says: str) -> None:
+    if "x" in body:
+        body = {"name": "a", "x": 1}
+        pointer = "/x"
+    answer = site.http.post(GROUPS, json=body)
+    assert answer.status_code == 422 and answer.headers["content-type"] == "application/problem+json"
+    assert says in answer.json()["detail"] and answer.json()["errors"][0]["pointer"] == pointer
+
+
+def test_what_cannot_be_is_refused_and_changes_nothing(site: Site, client: Client, place: ThreadPlace) -> None:
+    group = client.start_servers("shared", servers=3, replicas=1).wait(10)
+    with pytest.raises(ConfigError, match="give at least 2 servers"):
+        group.resize(1)
+    until(lambda: place.threads.find(actor("shared")), "a manager").call("hang")
+    with pytest.raises(Conflict, match="resizing already"):
+        group.resize(5)
+    assert group.refresh().data["wanted"] == 3
+    job = site.http.post("/api/v1/jobs", json={"workload": "a:B", "server_group": "other"})
+    assert job.status_code == 422 and job.json()["errors"][0]["pointer"] == "/server_group"
+    assert "no server group 'other'" in job.json()["detail"] and "there is shared" in job.json()["detail"]
+
+
+def test_a_group_that_a_job_uses_is_not_stopped_without_force(site: Site, client: Client, place: ThreadPlace) -> None:
+    group = client.start_servers("shared").wait(10)
+    place.threads.spawn = lambda *a, **k: None  # type: ignore[method-assign, assignment]  # no driver in this test
+    job = site.add(server_group="shared")
+    place.threads.find(actor("shared")).actor.open_space(job)  # type: ignore[union-attr]
+    shown = until(lambda: group.refresh().data["spaces"], "the space")
+    assert shown[0]["name"] == job and group.data["jobs"][0]["id"] == job
+    with pytest.raises(Conflict, match=f"used by {job}"):
+        group.stop()
+    gauges = site.http.get("/metrics").text
+    assert f'rayps_space_bytes{{group="shared",space="{job}"}} 800.0' in gauges
+    assert 'rayps_group_servers{group="shared",state="alive"} 2.0' in gauges
+    group.stop(force=True).wait(10)
+
+
+def test_a_service_that_is_started_again_finds_its_group(tmp_path: Path, place: ThreadPlace) -> None:
+    first = Site(tmp_path, place=place)
+    with Client(first.url, first.token) as client:
+        client.start_servers("shared", servers=3).wait(10)
+    manager = place.threads.find(actor("shared"))
+    first.close()
+    again = Site(tmp_path, place=place)
+    try:
+        with Client(again.url, again.token) as client:
+            assert len(client.servers("shared").wait(10).data["servers"]) == 3
+        assert place.threads.find(actor("shared")) is manager
+    finally:
+        again.close()
+
+
+def test_a_manager_that_died_is_started_again_from_its_record(client: Client, place: ThreadPlace) -> None:
+    group = client.start_servers("shared", servers=3).wait(10).resize(5).wait(10)
+    before = place.threads.find(actor("shared"))
+    assert before is not None
+    place.threads.kill(before)
+    until(lambda: place.threads.find(actor("shared")) not in (None, before), "another manager")
+    assert len(group.wait(10).data["servers"]) == 5
+
+
+def test_without_ray_a_group_says_what_it_waits_for(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    try:
+        with Client(site.url, site.token) as client:
+            group = client.start_servers("shared")
+            assert (group.data["status"], group.data["reason"]) == ("starting", "Ray is starting")
+            with pytest.raises(Conflict, match="cannot resize now: Ray is starting"):
+                group.resize(3)
+            with pytest.raises(TimeoutError, match="starting, 0 of 2 servers: Ray is starting"):
+                group.wait(0.1)
+            group.stop().wait(10)  # it never began: nothing is left to wait for
+    finally:
+        site.close()
+
+
+def test_the_stream_of_a_group_ends_with_it(site: Site, client: Client) -> None:
+    group = client.start_servers("shared").wait(10)
+    assert site.http.get("/api/v1/stream?group=nobody").status_code == 404
+    seen = []
+    with site.http.stream("GET", "/api/v1/stream?group=shared", timeout=20) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("event: "):
+                seen.append(line.removeprefix("event: "))
+                if seen == ["group"]:
+                    group.stop()
+            if line.startswith("data: ") and seen[-1:] == ["end"]:
+                assert "no server group" in json.loads(line.removeprefix("data: "))["reason"]
+    assert seen[0] == "group" and seen[-1] == "end"
+
+
+def test_the_stream_of_all_groups(site: Site, client: Client) -> None:
+    client.start_servers("shared").wait(10)
+    with site.http.stream("GET", "/api/v1/stream?group=*", timeout=20) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: "):
+                assert json.loads(line.removeprefix("data: "))["groups"][0]["name"] == "shared"
+                break
+
+
+def test_the_command_line(run: Callable[..., tuple[int, str, str]], place: ThreadPlace, tmp_path: Path) -> None:
+    assert run("servers", "ls")[2].startswith("there is no server group yet")
+    code, out, err = run("servers", "start", "shared", "--servers", "3", "--replicas", "1", "--wait")
+    assert (code, out, err) == (0, "shared is ready, 3 of 3 servers\n", "")
+    place.threads.find(actor("shared")).actor.open_space("mine")  # type: ignore[union-attr]
+    until(lambda: "mine" in run("servers", "show", "shared")[1], "the space")
+    out = run("servers", "show", "shared")[1]
+    assert "server-2" in out and "9.8 KiB" in out and "started" in out
+    assert json.loads(run("servers", "show", "shared", "--json")[1])["name"] == "shared"
+    assert json.loads(run("servers", "ls", "--json")[1])[0]["alive"] == 3
+    assert "3 of 3" in run("servers", "ls")[1]
+    assert run("servers", "resize", "shared", "4", "--wait")[1] == "shared is ready, 4 of 4 servers\n"
+    assert run("servers", "drain", "shared", "server-0")[0] == 0
+    for arguments, wanted, says in [
+            (("show", "nobody"), 3, "there is shared"), (("start", "shared"), 5, "already"),
+            (("resize", "shared", "1"), 2, "at least 2 servers"), (("resize", "shared", "x"), 2, "integer"),
+            (("start", "a b"), 2, "pattern"), (("drain", "shared", "server-77"), 3, "no server 'server-77'")]:
+        code, out, err = run("servers", *arguments)
+        assert (code, out) == (wanted, "") and says in err and len(err.strip().splitlines()) <= 3, err
+    (tmp_path / "job.yaml").write_text("workload: a:B\n")
+    code, out, err = run("submit", str(tmp_path / "job.yaml"), "--server-group", "other")
+    assert code == 2 and "there is shared" in err
+    assert run("servers", "stop", "shared", "--wait")[1] == "shared has stopped\n"
+
+
+def test_a_job_waits_for_its_group_and_holds_up_no_other() -> None:
+    waits = Facts("1", group="waits for server group 'g': its manager is starting")
+    actions = plan([waits, Facts("2")], [], {"cpu": 4.0}, {"cpu": 4.0})
+    assert actions == [Wait("1", "waits for server group 'g': its manager is starting"), Start("2", 1)]
+
+
+def test_what_a_queued_job_is_told(site: Site, client: Client) -> None:
+    spec = JobSpec("a:B", server_group="shared")
+    assert "which is not there: there is none yet" in str(site.service.groups.hinders(spec))
+    client.start_servers("shared").wait(10)
+    assert site.service.groups.hinders(spec) is None
+    assert site.service.groups.hinders(JobSpec("a:B")) is None
