@@ -1,0 +1,82 @@
+"""The dense part under all-reduce, the sparse tables on servers.
+
+Lian et al., "Persia: an open, hybrid system scaling deep learning-based recommenders up to 100 trillion parameters",
+KDD 2022. A batch touches few rows of a table, so that gradients of rows seldom meet and may be applied late; all of the
+dense part is touched by every batch, and is kept in step.
+Each round a worker looks up its rows; the ring gives everyone g = sum(n_i g_i) / sum(n_i) of the dense part and all take
+the same step; the rows' gradients go to `servers` servers, which step them: with `staleness` none as they come, with s as
+they come while no worker leads by more than s rounds, with 0 once all have come, by their mean.
+`prefetch`: where the workload has `lookups`, the next batch's rows are pulled while this one computes, and lack this
+worker's newest push (with staleness 0 they are not). `replicas` are copies of each segment on other servers;
+`compression` and `bucket_mb` are those of all_reduce.
+"""
+
+from __future__ import annotations
+
+from dataclasses import InitVar, dataclass
+from typing import ClassVar
+
+from rayps.errors import ConfigError
+from rayps.strategies.all_reduce import AllReduce
+from rayps.strategies.base import Strategy, WorkerView
+from rayps.strategies.parameter_server import ParameterServer
+
+
+@dataclass(frozen=True)
+class Hybrid(Strategy):
+    """Dense part in step by all-reduce, sparse tables on servers: for recommenders."""
+
+    servers: int = 2  # type: ignore[assignment]
+    staleness: int | None = None
+    replicas: int = 0
+    prefetch: bool = True
+    compression: str | None = None
+    bucket_mb: float | None = None
+    dense: InitVar[AllReduce | None] = None
+    sparse: InitVar[ParameterServer | None] = None
+    name: ClassVar[str] = "hybrid"
+
+    def __post_init__(self, dense: AllReduce | None, sparse: ParameterServer | None) -> None:
+        """`dense` and `sparse` say the same in other words: Hybrid(sparse=ParameterServer(staleness=3), servers=4).
+
+        Raises:
+            ConfigError: a value cannot be.
+        """
+        self._take("dense", dense, AllReduce, ("compression", "bucket_mb"))
+        self._take("sparse", sparse, ParameterServer, ("staleness", "replicas"))
+        if sparse is not None and sparse.shards > 1:
+            object.__setattr__(self, "servers", sparse.shards)
+        if isinstance(self.servers, bool) or not isinstance(self.servers, int) or self.servers < 1:
+            raise ConfigError(f"servers is {self.servers!r}: give a whole number of at least 1", field="servers")
+        if not isinstance(self.prefetch, bool):
+            raise ConfigError(f"prefetch is {self.prefetch!r}: give true or false", field="prefetch")
+        _ = self.ring, self.tables  # they check their own options
+
+    def _take(self, name: str, part: Strategy | None, kind: type[Strategy], fields: tuple[str, ...]) -> None:
+        if part is None:
+            return
+        if not isinstance(part, kind):
+            raise ConfigError(f"{name} is {type(part).__name__}: hybrid takes {kind.__name__}(...) there", field=name)
+        for field in fields:
+            given = getattr(part, field)
+            if given is not None or field == "staleness":
+                object.__setattr__(self, field, given)
+
+    @property
+    def ring(self) -> AllReduce:
+        """The strategy of the dense part."""
+        return AllReduce(compression=self.compression, bucket_mb=self.bucket_mb)
+
+    @property
+    def tables(self) -> ParameterServer:
+        """The strategy of the tables' servers."""
+        return ParameterServer(shards=self.servers, staleness=self.staleness, replicas=self.replicas)
+
+    @property
+    def group_bytes(self) -> int:
+        """Only rows' gradients are kept."""
+        return self.tables.group_bytes
+
+    def round(self, w: WorkerView) -> None:
+        """g <- mean over workers; w <- w - step(g). The rows' gradients leave after it."""
+        self.ring.round(w)
