@@ -55,7 +55,11 @@ class SlicedOptimizer:
             leaf.param.grad = None  # the memory is the caller's
 
     def step_mean(self, values: Sequence[Tensor], weights: Sequence[float]) -> None:
-        """Apply sum(w_i v_i) / sum(w_i), added up in the order given; the weights must not add up to zero.
+        """Apply sum(w_i v_i) / sum(w_i), added up in the order given; the weights must not add up to zero."""
+        self.step(self.mean(values, weights))
+
+    def mean(self, values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+        """What `step_mean` applies; good until the next call of this optimizer.
 
         A block of the sum is made while it fits into the cache, so that each value is read once.
         """
@@ -65,7 +69,7 @@ class SlicedOptimizer:
             mean = torch.mul(values[0][block], weights[0] / total, out=spare[block])
             for value, weight in zip(values[1:], weights[1:], strict=True):
                 mean.add_(value[block], alpha=weight / total)
-        self.step(spare)
+        return spare
 
     def _spare(self) -> Tensor:
         """Room for one gradient, kept."""
@@ -118,11 +122,11 @@ class SlicedOptimizer:
 
     def load(self, moments: Moments, layout: Layout) -> None:
         """Take over a state of whole parameters; each piece gets its slice."""
-        whole, state = {entry.name: entry for entry in layout.entries}, self.moments()
-        for piece in self._pieces:
-            if moments.get(piece.name):
-                state[piece.name] = _cut_all(moments[piece.name], whole[piece.name], piece)
-        self._arrange(state)
+        self.restore(cut(moments, layout, self._lo, self._lo + self.params.numel()))
+
+    def restore(self, moments: Moments) -> None:
+        """Take over what `moments` gave, of the same elements; the tensors are this optimizer's from now on."""
+        self._arrange(self.moments() | moments)
 
     def _arrange(self, state: Moments) -> None:
         """Make the leaves anew, as few as there can be, with the state of each piece by name."""
@@ -256,6 +260,16 @@ def _retarget(
             if entry.name in here and stand_in in optimizer.state:  # Adagrad makes its state at once
                 state[entry.name] = _cut_all(optimizer.state[stand_in], entry, pieces[here[entry.name]])
     return optimizer, members, state
+
+
+def cut(moments: Moments, layout: Layout, lo: int, hi: int) -> Moments:
+    """What of the state of whole parameters belongs to elements lo to hi; tensors are copies."""
+    whole = {entry.name: entry for entry in layout.entries}
+    return {
+        piece.name: _cut_all(moments[piece.name], whole[piece.name], piece)
+        for piece in layout.pieces(lo, hi)
+        if moments.get(piece.name)
+    }
 
 
 def _cut_all(state: Mapping[str, Any], entry: Entry, piece: Entry) -> dict[str, Any]:

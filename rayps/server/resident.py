@@ -46,11 +46,18 @@ def flat_bytes(tensor: Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
 
 
 class Slice:
-    """A shard's parameters, in memory that workers of this host can read where there is such memory."""
+    """A shard's parameters, in memory that workers of this host can read where there is such memory.
 
-    def __init__(self, params: Tensor) -> None:
+    With `private` they stay in the memory in which they are given, and nobody else reads it.
+    """
+
+    def __init__(self, params: Tensor, *, private: bool = False) -> None:
         params = params.detach().reshape(-1)
         size = params.numel() * params.element_size()
+        self.memory = None
+        if private:
+            self.words, self.params = memoryview(bytearray(8 * (STEPS + 1))).cast("q"), params
+            return
         self.memory = Memory.create(PAGE + size) if AVAILABLE else None
         if self.memory is None:
             self.words = memoryview(bytearray(PAGE)).cast("q")

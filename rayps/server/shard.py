@@ -88,9 +88,11 @@ class Shard:
         strategy: Strategy,
         start: Ledger | Sequence[int],
         boundary: Boundary,
+        private: bool = False,
     ) -> None:
+        """With `private`, `params` is the shard's own from now on, and not in memory that others can read."""
         self.index, self.layout, self.lo, self.hi = index, layout, lo, hi
-        self.slice = Slice(params)
+        self.slice = Slice(params, private=private)
         self.params = self.slice.params
         self.ledger = start.copy() if isinstance(start, Ledger) else Ledger(start)
         self.durable = dict(self.ledger.marks)  # by rank: these steps are in a snapshot that is kept elsewhere
@@ -236,13 +238,17 @@ class Shard:
         """Close the rounds that everyone has pushed by now."""
         before, self._slowest = self._slowest, self.clock.slowest
         for finished in range(before, self._slowest):
-            if self._gathers:
-                held = sorted(self._inbox.pop(finished, {}).items())
-                values, self._touched = gathered([(value, area) for _, (value, _, area) in held], self._count)
-                if _elements(self._touched):
-                    self.strategy.on_round(self, values, [weight for _, (_, weight, _) in held])
+            self._close(finished)
             if finished + 1 in self._boundary or finished + 1 == self.parts.wanted:
                 self._snapshot(finished + 1)
+
+    def _close(self, finished: int) -> None:
+        """Do what the strategy does at the end of a round."""
+        if self._gathers:
+            held = sorted(self._inbox.pop(finished, {}).items())
+            values, self._touched = gathered([(value, area) for _, (value, _, area) in held], self._count)
+            if _elements(self._touched):
+                self.strategy.on_round(self, values, [weight for _, (_, weight, _) in held])
 
     def may_pull(self, rank: int) -> bool:
         """Whether a pull of `rank` may be served now."""
