@@ -18,10 +18,11 @@ from rayps.cluster import Cluster
 from rayps.decide import Continue, Fail, Finish, Replace, Restart, Stop, decide
 from rayps.decide import Facts as RunFacts
 from rayps.errors import RaypsError, TrainingError
-from rayps.group import Group, Orders
+from rayps.group import Group
 from rayps.job import JobSpec, Status
 from rayps.journal import Journal
 from rayps.metrics import Point, Rounds
+from rayps.plans import Orders
 from rayps.preflight import preflight
 from rayps.report import Report
 from rayps.server.shard import Boundary
@@ -212,7 +213,7 @@ class Driver:
             if restart is None:
                 return
             self._announce(restart, f"goes on from round {self._snapshot.round}")
-            for member in [*group.workers, *group.shards]:
+            for member in group.members:
                 if member.name in restart.lost and not member.dead:
                     member.dead = "silent"
 
@@ -292,7 +293,7 @@ class Driver:
         workers = [(w.name, w.facts) for w in group.workers if isinstance(w.facts, WorkerFacts)]
         current = [(name, f) for name, f in workers if f.generation == self._generation]
         errors = tuple((name, f.error) for name, f in current if f.status == "failed" and f.error is not None)
-        dead = tuple((m.name, m.dead) for m in [*group.workers, *group.shards] if m.dead)
+        dead = tuple((m.name, m.dead) for m in group.members if m.dead)
         if errors and self._broken_since is None:
             self._broken_since = time.monotonic()
         return RunFacts(

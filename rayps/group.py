@@ -1,63 +1,31 @@
-"""A generation of workers and shards: start, begin, poll, shut down, as one.
+"""A generation of workers and servers: start, begin, poll, shut down, as one. Polling never blocks.
 
-Polling never blocks: each member has at most one question open, and one that leaves its question
-unanswered past the deadline counts as dead. Which members to replace is decided by the driver.
+Which members to replace is decided by the driver.
 """
 
 from __future__ import annotations
 
 import secrets
-import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from rayps import optim
-from rayps.actors import Place, ShardPlan, WorkerFacts
-from rayps.cluster import Bundle, Cluster, Gang, Handle, Reply
+from rayps.actors import WorkerFacts
+from rayps.cluster import Bundle, Cluster, Gang
 from rayps.errors import ActorDied, ClusterError
 from rayps.meeting import Meeting
+from rayps.members import START_SECONDS, Member, place, settle
 from rayps.metrics import means
-from rayps.server.rows import cuts
-from rayps.server.shard import Boundary, ShardFacts
+from rayps.plans import Orders, WorkerPlan
+from rayps.shards import Servers, Shards
 from rayps.snapshot import Snapshot
-from rayps.strategy import Strategy
-from rayps.worker import WorkerPlan
-
-START_SECONDS = 180.0  # a process has this long to start and to import torch
-
-
-@dataclass(slots=True)
-class Member:
-    """One actor of the group as the driver sees it."""
-
-    name: str
-    handle: Handle
-    place: Place | None = None
-    facts: Any = None  # WorkerFacts or ShardFacts of the last poll
-    dead: str | None = None  # why it counts as dead
-    question: Reply | None = None
-    asked_at: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Orders:
-    """What every member of a generation is told."""
-
-    generation: int
-    strategy: Strategy
-    seed: int
-    end: int
-    boundary: Boundary
-    evaluated: int  # the last round whose evaluation is filed
-    timeout: float
 
 
 @dataclass(slots=True)
 class Group:
-    """The workers and shards of one job."""
+    """The workers and servers of one job. `space` is its place on an elastic server group, if it has one."""
 
     cluster: Cluster
     packed: bytes  # the workload
@@ -67,12 +35,26 @@ class Group:
     capture: bool = True
     secret: bytes = field(default_factory=lambda: secrets.token_bytes(32))
     workers: list[Member] = field(default_factory=list)
-    shards: list[Member] = field(default_factory=list)
+    space: Servers | None = None
+    _fixed: Shards = field(init=False)
     _gang: Gang | None = None
     _orders: Orders | None = None
     _meeting: Meeting | None = None
     _collected: int = 0  # the round of the newest state
     _evaluated: list[int] = field(default_factory=list)  # the last round after which each rank was heard to evaluate
+
+    def __post_init__(self) -> None:
+        self._fixed = Shards(self.cluster, self.packed, self.secret, self.working_dir)
+
+    @property
+    def shards(self) -> list[Member]:
+        """The job's own servers."""
+        return self._fixed.members
+
+    @property
+    def members(self) -> list[Member]:
+        """All actors of the job."""
+        return [*self.workers, *self.shards]
 
     # ---- starting and ending
 
@@ -86,7 +68,7 @@ class Group:
         self._gang = self.cluster.reserve([self.resources] * self.size, timeout)
         try:
             self.workers = [self._spawn_worker(rank) for rank in range(self.size)]
-            self._place(self.workers)
+            place(self.workers)
             for worker in self.workers:
                 if worker.dead:
                     raise ClusterError(f"{worker.name} did not start: {worker.dead}")
@@ -95,10 +77,13 @@ class Group:
             raise
 
     def close(self) -> None:
-        """End every member and give the resources back."""
-        for member in [*self.workers, *self.shards]:
-            self._kill(member)
-        self.workers, self.shards = [], []
+        """End every member, free what the job holds on a server group, and give the resources back."""
+        for member in self.workers:
+            self.cluster.kill(member.handle)
+        self.workers = []
+        self._fixed.close()
+        if self.space is not None:
+            self.space.close()
         if self._gang is not None:
             self._gang.release()
             self._gang = None
@@ -121,28 +106,6 @@ class Group:
         )
         return Member(f"worker-{rank}", handle)
 
-    def _spawn_shard(self, index: int) -> Member:
-        handle = self.cluster.spawn(
-            "rayps.actors:ShardActor", index, self.secret, self.packed, working_dir=self.working_dir, threads=1
-        )
-        return Member(f"shard-{index}", handle)
-
-    def _place(self, members: list[Member]) -> None:
-        """Learn where new members are; one that did not start counts as dead."""
-        for member, reply in [(member, member.handle.call("place")) for member in members]:
-            try:
-                member.place = reply.result(START_SECONDS)
-            except TimeoutError:
-                member.dead = (
-                    f"it did not start within {START_SECONDS:g} s: is the cluster overloaded? "
-                    "`rayps doctor` shows memory and cores"
-                )
-            except ClusterError as error:
-                member.dead = str(error.data.get("reason", error))
-
-    def _kill(self, member: Member) -> None:
-        self.cluster.kill(member.handle)
-
     # ---- a generation
 
     def initial(self, seed: int) -> Snapshot:
@@ -154,23 +117,17 @@ class Group:
         """Start a generation from a snapshot: dead members are replaced, living ones begin anew."""
         self._orders, self._meeting = orders, Meeting(orders.boundary)
         self._collected, self._evaluated = snapshot.round, [orders.evaluated] * self.size
-        for member in [m for m in [*self.workers, *self.shards] if m.dead]:
-            self._kill(member)
-        wanted = orders.strategy.shards
-        for extra in self.shards[wanted:]:
-            self._kill(extra)
+        for member in [m for m in self.workers if m.dead]:
+            self.cluster.kill(member.handle)
         self.workers = [self._spawn_worker(i) if m.dead else m for i, m in enumerate(self.workers)]
-        kept = self.shards[:wanted]
-        self.shards = [self._spawn_shard(i) if i >= len(kept) or kept[i].dead else kept[i] for i in range(wanted)]
-        self._place([m for m in [*self.workers, *self.shards] if m.place is None])
-        if any(member.dead for member in [*self.workers, *self.shards]):
+        new = self._fixed.prepare(0 if self._spaced else orders.strategy.shards)
+        place([*(m for m in self.workers if m.place is None), *new])
+        if any(member.dead for member in self.members):
             return  # the next poll says so, and the driver decides
         shared = self.cluster.share(snapshot)
-        self._settle(
-            [shard.handle.call("begin", self._shard_plan(i, snapshot), shared) for i, shard in enumerate(self.shards)],
-            self.shards,
-        )
-        self._settle(
+        for servers in self._servers():
+            servers.begin(orders, snapshot, shared)
+        settle(
             [
                 worker.handle.call("begin", self._worker_plan(rank, snapshot.positions[rank], snapshot), shared)
                 for rank, worker in enumerate(self.workers)
@@ -179,55 +136,31 @@ class Group:
         )
 
     def replace_worker(self, rank: int, snapshot: Snapshot) -> None:
-        """Start a worker anew while the others go on; it asks the shards which step is its next."""
+        """Start a worker anew while the others go on; it asks the servers which step is its next."""
         if self.workers[rank].dead:
-            self._kill(self.workers[rank])
+            self.cluster.kill(self.workers[rank].handle)
             self.workers[rank] = self._spawn_worker(rank)
-            self._place([self.workers[rank]])
+            place([self.workers[rank]])
         if self.workers[rank].dead:
             return  # the next poll says so
-        reply = self.workers[rank].handle.call(
-            "begin", self._worker_plan(rank, -1, snapshot), self.cluster.share(snapshot)
-        )
-        self._settle([reply], [self.workers[rank]])
+        plan = self._worker_plan(rank, -1, snapshot)
+        settle([self.workers[rank].handle.call("begin", plan, self.cluster.share(snapshot))], [self.workers[rank]])
 
     def replace_shard(self, index: int, snapshot: Snapshot) -> None:
         """Restore a shard from a snapshot and tell the workers, who say again what they pushed to it since."""
-        self._kill(self.shards[index])
-        self.shards[index] = shard = self._spawn_shard(index)
-        self._place([shard])
-        if shard.dead:
-            return
-        reply = shard.handle.call("begin", self._shard_plan(index, snapshot), self.cluster.share(snapshot))
-        self._settle([reply], [shard])
-        assert shard.place is not None
-        for worker in [w for w in self.workers if not w.dead]:
-            self._heard(worker, worker.handle.call("rewire", index, shard.place.address))
-
-    def _settle(self, replies: Sequence[Reply], members: list[Member]) -> None:
-        for reply, member in zip(replies, members, strict=True):
-            member.question, member.facts = None, None
-            self._heard(member, reply)
-
-    def _heard(self, member: Member, reply: Reply) -> None:
-        """Wait for an order to be taken; a member that does not take it counts as dead."""
-        try:
-            reply.result(START_SECONDS)
-        except ClusterError as error:
-            member.dead = str(error.data.get("reason", error))
-        except TimeoutError as error:
-            member.dead = str(error)
+        address = self._fixed.replace(index, snapshot)
+        if address is not None:
+            for worker in [w for w in self.workers if not w.dead]:
+                worker.heard(worker.handle.call("rewire", index, address))
 
     def _worker_plan(self, rank: int, start: int, snapshot: Snapshot) -> WorkerPlan:
-        orders = self._known()
-        ranges = self._ranges(snapshot)
-        shards = [(_address(m), lo, hi) for m, (lo, hi) in zip(self.shards, ranges, strict=True)]
+        orders, shards = self._known(), self._fixed.doors(snapshot)
         return WorkerPlan(
             orders.generation,
             rank,
             self.size,
             orders.strategy,
-            [] if shards else [_address(w) for w in self.workers],
+            [] if orders.strategy.shards else [w.address for w in self.workers],
             shards,
             self.secret,
             orders.seed,
@@ -236,15 +169,16 @@ class Group:
             orders.boundary,
             self._evaluated[rank],
             orders.timeout,
+            self.space.seat(rank) if self.space is not None and self._spaced else None,
         )
 
-    def _shard_plan(self, index: int, snapshot: Snapshot) -> ShardPlan:
-        orders = self._known()
-        lo, hi = self._ranges(snapshot)[index]
-        return ShardPlan(orders.generation, index, lo, hi, orders.strategy, orders.boundary)
+    @property
+    def _spaced(self) -> bool:
+        """Whether this generation needs the job's space, which holds the parameters, or tables, or both."""
+        return self.space is not None and self.space.serves(self._known().strategy)
 
-    def _ranges(self, snapshot: Snapshot) -> list[tuple[int, int]]:
-        return cuts(snapshot.layout, len(self.shards)) if self.shards else []
+    def _servers(self) -> list[Servers]:
+        return [self.space] if self.space is not None and self._spaced else [self._fixed]
 
     def _known(self) -> Orders:
         assert self._orders is not None, "begin() comes first"
@@ -257,35 +191,15 @@ class Group:
         orders, wanted = self._known(), self._wanted()
         points: list[dict[str, Any]] = []
         for rank, worker in enumerate(self.workers):
-            facts = self._ask(worker, orders, wanted)
+            facts = worker.ask(wanted, orders.timeout)
             if isinstance(facts, WorkerFacts) and facts.generation == orders.generation:
                 points += [{**point, "rank": rank} for point in facts.points]
         for point in points:
             if point["kind"] == "evaluation":
                 self._evaluated[point["rank"]] = point["round"]
-        for shard in self.shards:
-            self._ask(shard, orders, wanted)
+        for servers in self._servers():
+            servers.poll(orders, wanted)
         return points
-
-    def _ask(self, member: Member, orders: Orders, wanted: int) -> Any:
-        """The member's new facts, or None while it has not answered."""
-        if member.dead:
-            return None
-        if member.question is None:
-            member.question, member.asked_at = member.handle.call("poll", wanted), time.monotonic()
-            return None
-        silent = time.monotonic() - member.asked_at
-        if not member.question.done():
-            if silent > orders.timeout:
-                member.dead = f"{member.name} was silent for {silent:.0f} s (timeout {orders.timeout:g} s)"
-            return None
-        question, member.question = member.question, None
-        try:
-            member.facts = question.result(0)
-        except ClusterError as error:
-            member.dead = str(error.data.get("reason", error))
-            return None
-        return member.facts
 
     def hurry(self) -> None:
         """Let every member keep its share of the next round that all can still hear of, for a checkpoint now."""
@@ -294,10 +208,10 @@ class Group:
 
     def _wanted(self) -> int:
         """The round whose share every member is to keep; 0 while it is not known how far all have come."""
-        facts = [member.facts for member in self._concerned()]
-        if self._meeting is None or not all(facts):
+        concerned = self._concerned()
+        if self._meeting is None or concerned is None:
             return 0
-        return self._meeting.look([_holds(f) for f in facts], self._collected)
+        return self._meeting.look(concerned, self._collected)
 
     def lines(self) -> list[tuple[float, str, str]]:
         """The log lines that the last polls brought: time, who, text."""
@@ -313,37 +227,50 @@ class Group:
 
         `snapshot` is the state that the generation began from.
         """
-        if any(member.dead for member in [*self.workers, *self.shards]):
+        concerned = self._concerned()
+        if concerned is None or any(member.dead for member in self.members):
             return None
         in_step = self._known().strategy.lockstep
-        held = [_holds(member.facts)[1] if member.facts else [] for member in self._concerned()]
-        common = set.intersection(*map(set, held))
+        common = set.intersection(*(set(held) for _, held in concerned))
         for newest in sorted((r for r in common if r > snapshot.round), reverse=True):
-            parts = [worker.handle.call("part", newest if in_step else None) for worker in self.workers]
-            parts += [shard.handle.call("part", newest) for shard in self.shards]
+            workers = [worker.handle.call("part", newest if in_step else None) for worker in self.workers]
+            waits = [servers.parts(newest) for servers in self._servers()]
+            timeout = self._known().timeout
             try:
-                given = [part.result(self._known().timeout) for part in parts]
+                given = [part.result(timeout) for part in workers]
+                held = [part for wait in waits for part in wait(timeout)]
             except (ClusterError, TimeoutError):
                 return None  # somebody died or is silent: the next polls say who
-            if all(part is not None for part in (given if in_step else given[self.size :])):
-                found = assemble(snapshot, given[: self.size], given[self.size :])
+            if all(part is not None for part in ([*given, *held] if in_step else held)):
+                found = assemble(snapshot, given, held)
                 self._collected = found.round
                 return found
         return None
 
     def saved(self, rounds: int) -> None:
-        """Tell the shards that the driver has the state after `rounds`: what it holds need not be said again."""
-        for shard in [shard for shard in self.shards if not shard.dead]:
-            shard.handle.call("saved", rounds)  # where it is not heard, workers keep their pushes for longer
+        """Tell the servers that the driver has the state after `rounds`: what it holds need not be said again."""
+        for servers in self._servers():
+            servers.saved(rounds)
 
-    def _concerned(self) -> list[Member]:
-        """The members who must give their shares of one and the same round.
+    def _concerned(self) -> list[tuple[int, list[int]]] | None:
+        """How far the members have come who must give their shares of one and the same round, and what each holds.
 
-        In step that is everyone. Out of step a round is that of the slowest worker, which only shards know; what a
-        worker adds (its random state, the buffers) belongs to no round of the others.
+        In step that is everyone. Out of step a round is that of the slowest worker, which only servers know; what a
+        worker adds (its random state, the buffers) belongs to no round of the others. None: not all have said it.
         """
-        loose = self.shards and not self._known().strategy.lockstep
-        return self.shards if loose else [*self.workers, *self.shards]
+        facts = [worker.facts for worker in self.workers]
+        slowest = min((f.position if isinstance(f, WorkerFacts) else 0 for f in facts), default=0)
+        found: list[tuple[int, list[int]]] = []
+        for servers in self._servers():
+            held = servers.held(slowest)
+            if held is None:
+                return None
+            found += held
+        if found and not self._known().strategy.lockstep:
+            return found
+        if not all(facts):
+            return None
+        return [*((f.position, f.parts) for f in facts), *found]
 
     def evaluate(self, snapshot: Snapshot, timeout: float) -> dict[str, float] | None:
         """Every metric at the snapshot's parameters, as means over all samples of the evaluation data.
@@ -385,15 +312,3 @@ def assemble(base: Snapshot, workers: list[Any], shards: list[Any]) -> Snapshot:
         ring=base.ring,
         ledgers=[(part.lo, part.lo + part.params.numel(), part.ledger) for part in shards],
     )
-
-
-def _holds(facts: WorkerFacts | ShardFacts) -> tuple[int, list[int]]:
-    """How far a member has come, and the rounds whose shares it holds."""
-    if isinstance(facts, ShardFacts):
-        return facts.reached, facts.snapshots
-    return facts.position, facts.parts
-
-
-def _address(member: Member) -> str:
-    assert member.place is not None
-    return member.place.address

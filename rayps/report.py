@@ -7,7 +7,8 @@ from collections import deque
 from typing import Any
 
 from rayps.actors import WorkerFacts
-from rayps.group import Group, Member
+from rayps.group import Group
+from rayps.members import Member
 from rayps.metrics import Point, Throughput
 from rayps.server.shard import ShardFacts
 

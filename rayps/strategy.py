@@ -13,11 +13,12 @@ from typing import Any
 from rayps.errors import ConfigError
 from rayps.strategies.all_reduce import AllReduce
 from rayps.strategies.base import ShardView, Strategy, WorkerView
+from rayps.strategies.hybrid import Hybrid
 from rayps.strategies.parameter_server import ParameterServer
 
 __all__ = ["CATALOGUE", "Phase", "ShardView", "Strategy", "WorkerView", "catalogue", "parse", "phase_ends", "wire"]
 
-CATALOGUE: dict[str, type[Strategy]] = {kind.name: kind for kind in (AllReduce, ParameterServer)}
+CATALOGUE: dict[str, type[Strategy]] = {kind.name: kind for kind in (AllReduce, ParameterServer, Hybrid)}
 
 
 @dataclass(frozen=True, slots=True)

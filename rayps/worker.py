@@ -20,34 +20,14 @@ from rayps.buckets import Buckets
 from rayps.data import Batch
 from rayps.errors import TrainingError, WorkloadError
 from rayps.flat import FlatModel, Gradient, beside
+from rayps.plans import WorkerPlan
 from rayps.ring import Ring
 from rayps.ring.compressed import compressed
 from rayps.server import Server
 from rayps.server.compressed import compress
-from rayps.server.shard import Boundary
 from rayps.snapshot import Snapshot
-from rayps.strategy import Strategy
 from rayps.user_code import user_code
 from rayps.workload import Workload
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerPlan:
-    """One generation's orders to one worker. Positions count the batches that a rank consumes, from the run's begin."""
-
-    generation: int
-    rank: int
-    size: int
-    strategy: Strategy
-    ring: list[str]  # everyone's address
-    shards: list[tuple[str, int, int]]  # address, lo, hi
-    secret: bytes
-    seed: int
-    start: int  # position; -1 = ask the shards (a worker that replaces another)
-    end: int
-    boundary: Boundary
-    evaluated: int  # the last round after which this rank's evaluation was heard
-    timeout: float
 
 
 @dataclass(slots=True)
@@ -89,6 +69,7 @@ class Worker:
         self.rank, self.size, self.strategy = plan.rank, plan.size, plan.strategy
         self.ring: Any = ring
         self.server: Any = server
+        self.tables: Any = None
         with user_code("data"):
             self.data = workload.data()
             self.steps_per_epoch = self.data.steps(plan.size)

@@ -18,10 +18,10 @@ FLOORS = [
     # the two ways of talking
     "ring optim server tables elastic",
     # what is learnt
-    "data workload checkpoint snapshot embedding buckets worker decide",
+    "data workload checkpoint snapshot embedding buckets plans worker decide",
     # a run
-    "actors addresses meeting group journal progress report preflight driver driver_actor interrupt training loop "
-    "server_group",
+    "actors addresses elastic.job group interrupt journal loop meeting members place preflight progress report "
+    "server_group shard_actor shards ties training driver driver_actor",
     # the service
     "service client",
     # the command line, which may also train at once and serve; measurements

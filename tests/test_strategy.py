@@ -133,7 +133,7 @@ def test_bad_options_in_python(make):
 
 def test_the_catalogue_tells_everything():
     told = {item["name"]: item for item in catalogue()}
-    assert set(told) == set(CATALOGUE) == {"all_reduce", "parameter_server"}
+    assert set(told) == set(CATALOGUE) == {"all_reduce", "parameter_server", "hybrid"}
     assert told["all_reduce"]["options"] == [{"name": "compression", "type": "str | None", "default": None},
                                              {"name": "bucket_mb", "type": "float | None", "default": None}]
     options = {o["name"]: o["default"] for o in told["parameter_server"]["options"]}

@@ -79,6 +79,11 @@ class Strategy:
         """Bytes of pushes that a worker keeps; none in step, where everyone goes back to the same snapshot."""
         return 0 if self.lockstep else int(1e6 * (REPLAY_MB if self.replay_mb is None else self.replay_mb))
 
+    @property
+    def group_bytes(self) -> int:
+        """The same on an elastic group, where nobody goes back for a server's death."""
+        return int(1e6 * (REPLAY_MB if self.replay_mb is None else self.replay_mb))
+
     def split(self, model: Any, ring: Any) -> Any:
         """Which part of the model lives on this worker; the whole of it unless said otherwise."""
         return model

@@ -1,0 +1,52 @@
+"""What a driver tells the members of a generation: plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rayps.elastic.space import Space
+from rayps.server.shard import Boundary
+from rayps.strategy import Strategy
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """What every member of a generation is told."""
+
+    generation: int
+    strategy: Strategy
+    seed: int
+    end: int
+    boundary: Boundary
+    evaluated: int  # the last round whose evaluation is filed
+    timeout: float
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A rank's place in a space on an elastic server group; a later incarnation of the rank fences this one."""
+
+    door: dict[str, Any]  # the manager's address and the group's secret
+    space: Space
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlan:
+    """One generation's orders to one worker. Positions count the batches that a rank consumes, from the run's begin."""
+
+    generation: int
+    rank: int
+    size: int
+    strategy: Strategy
+    ring: list[str]  # everyone's address
+    shards: list[tuple[str, int, int]]  # address, lo, hi
+    secret: bytes
+    seed: int
+    start: int  # position; -1 = ask the servers (a worker that replaces another)
+    end: int
+    boundary: Boundary
+    evaluated: int  # the last round after which this rank's evaluation was heard
+    timeout: float
+    seat: Seat | None = None

@@ -1,0 +1,90 @@
+"""The shell around `Shard`: one server's process, which a driver starts, orders, asks and ends."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+
+import torch
+
+from rayps.cluster import host_address
+from rayps.link import Listener
+from rayps.optim import Factory
+from rayps.place import Place, enter
+from rayps.server.loop import ShardLoop
+from rayps.server.shard import Boundary, Shard, ShardFacts, ShardPart
+from rayps.snapshot import Snapshot
+from rayps.strategy import Strategy
+from rayps.workload import Workload, unpack
+
+
+@dataclass(frozen=True, slots=True)
+class ShardPlan:
+    """One generation's orders to one shard."""
+
+    generation: int
+    index: int
+    lo: int
+    hi: int
+    strategy: Strategy
+    boundary: Boundary
+
+
+class ShardActor:
+    """One server's process: serves its slice of the parameters over links."""
+
+    def __init__(
+        self, index: int, secret: bytes, factory: bytes, *, working_dir: str | None = None, threads: int | None = None
+    ) -> None:
+        if threads is not None:
+            torch.set_num_threads(threads)
+        enter(working_dir)
+        self._packed = factory
+        self._listener = Listener(f"shard-{index}", secret, host=host_address())
+        self._loop: ShardLoop | None = None
+
+    def place(self) -> Place:
+        """Where this shard runs and how workers reach it."""
+        return Place(socket.gethostname(), os.getpid(), self._listener.address)
+
+    def begin(self, plan: ShardPlan, snapshot: Snapshot) -> None:
+        """Serve this plan's slice of the snapshot from now on."""
+        if self._loop is not None:
+            self._loop.close()
+        found = unpack(self._packed)
+        factory: Factory = found.optimizer if isinstance(found, Workload) else found
+        layout = snapshot.layout
+        shard = Shard(
+            plan.index,
+            layout,
+            plan.lo,
+            plan.hi,
+            params=snapshot.params[plan.lo : plan.hi],
+            factory=factory,
+            strategy=plan.strategy,
+            start=snapshot.ledger(plan.lo, plan.hi),
+            boundary=plan.boundary,
+        )
+        shard.load(snapshot.moments, layout)
+        self._listener.generation = plan.generation
+        self._loop = ShardLoop(shard, self._listener)
+
+    def poll(self, wanted: int) -> ShardFacts | None:
+        """What the shard is asked about while it runs; None before it began. The part of `wanted` is kept."""
+        return None if self._loop is None else self._loop.facts(wanted)
+
+    def part(self, rounds: int) -> ShardPart | None:
+        """This shard's share of the checkpoint after `rounds`, if it is still kept."""
+        return None if self._loop is None else self._loop.part(rounds)
+
+    def saved(self, rounds: int) -> None:
+        """Note that the snapshot after `rounds` is kept elsewhere: what it holds is durable."""
+        if self._loop is not None:
+            self._loop.saved(rounds)
+
+    def close(self) -> None:
+        """Stop serving."""
+        if self._loop is not None:
+            self._loop.close()
+        self._listener.close()

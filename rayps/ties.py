@@ -1,0 +1,120 @@
+"""What binds a worker to its peers in one generation: a ring, servers, a place on an elastic server group."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rayps.addresses import Addresses
+from rayps.errors import LinkError, PeerLost
+from rayps.link import Link, Listener, connect
+from rayps.plans import WorkerPlan
+from rayps.ring import Ring
+from rayps.server import Server
+from rayps.snapshot import Snapshot
+
+log = logging.getLogger(__name__)
+
+TRY_SECONDS = 1.0  # to reach a shard that has just been replaced, before its address is looked up again
+
+
+class Ties:
+    """One generation's; a thread that ends late must not part those of the next. `shards` are fixed servers' addresses,
+    `ranges` their slices.
+    """
+
+    def __init__(self, shards: list[str], ranges: list[tuple[int, int]]) -> None:
+        self.ring: Ring | None = None
+        self.server: Server | None = None
+        self._shards, self._ranges = Addresses(shards), ranges
+        self._link: Callable[[int], Link] | None = None
+
+    def form(self, plan: WorkerPlan, snapshot: Snapshot, listener: Listener) -> None:
+        """Meet everyone that the plan names.
+
+        Raises:
+            PeerTimeout, PeerLost, StaleGeneration: somebody did not come, or this generation has ended.
+        """
+        if plan.strategy.shards == 0:
+            self.ring = Ring.form(
+                plan.rank,
+                plan.ring,
+                listener,
+                secret=plan.secret,
+                generation=plan.generation,
+                timeout=plan.timeout,
+                label="worker",
+                table=snapshot.ring,
+            )
+        else:
+            self.server = self._join(plan, snapshot)
+
+    def rewire(self, shard: int, address: str) -> None:
+        """A fixed shard has been replaced and is there now; what it lacks of this worker is said again. Any thread."""
+        self._shards.change(shard, address)
+        server, link = self.server, self._link
+        if server is not None and link is not None:
+            try:
+                # at once: the plan's thread may wait for another shard, or have ended, and others wait for its pushes
+                server.replay(shard, lambda: link(shard), lambda: shard in self._shards.unseen())
+            except LinkError as error:  # it died again, and its next replacement will be told
+                log.info("%s", str(error))
+
+    def part(self) -> None:
+        """From any thread: whoever waits for this worker sees it leave."""
+        self._shards.close()
+        for tie in self._all():
+            tie.abort() if isinstance(tie, Ring) else tie.hang_up()
+
+    def close(self) -> None:
+        """Once the thread has ended."""
+        for tie in self._all():
+            tie.close()
+
+    def _all(self) -> list[Any]:
+        return [tie for tie in (self.ring, self.server) if tie is not None]
+
+    # ---- fixed shards
+
+    def _join(self, plan: WorkerPlan, snapshot: Snapshot) -> Server:
+        def link(shard: int, timeout: float = TRY_SECONDS) -> Link:
+            return connect(
+                self._shards.current(shard),
+                name=f"worker-{plan.rank}",
+                secret=plan.secret,
+                generation=plan.generation,
+                timeout=timeout,
+            )
+
+        self._link = link
+        links = [link(i, plan.timeout) for i in range(len(self._ranges))]
+        relink = None if plan.strategy.lockstep else lambda shard: self._relink(plan, shard, link)
+        return Server(
+            plan.rank,
+            snapshot.layout.dtype,
+            self._ranges,
+            links,
+            timeout=plan.timeout,
+            step=plan.start,
+            relink=relink,
+            defer=True,
+            consistent=plan.strategy.staleness is not None,
+            independent=not plan.strategy.lockstep,
+            keep=plan.strategy.kept_bytes,
+            layout=snapshot.layout,
+        )
+
+    def _relink(self, plan: WorkerPlan, shard: int, link: Callable[[int], Link]) -> Link:
+        log.info("worker-%d lost shard-%d and waits for its replacement", plan.rank, shard)
+        deadline = time.monotonic() + plan.timeout
+        self._shards.changed(shard, plan.timeout)
+        while True:
+            try:
+                return link(shard)
+            except PeerLost:  # perhaps the replacement has died too, and there is another one by now
+                if time.monotonic() > deadline:
+                    raise
+                if shard in self._shards.unseen():
+                    self._shards.changed(shard, plan.timeout)
