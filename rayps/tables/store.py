@@ -1,0 +1,205 @@
+"""The rows of one segment: values, optimizer state, last use and true counts beside each other, found by id. Pure.
+
+A row that nobody stored has its first value all the same: `read` gives it, and `make` stores it. Call it under `lock`.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rayps.elastic.space import Table
+from rayps.tables.index import ABSENT, HashIndex
+from rayps.tables.initial import initial
+from rayps.tables.optim import Rule
+from rayps.tables.pages import BITS, ROWS, Field, Pages, places, release
+from rayps.tables.wire import Counts, Ids, cells
+
+_BLOCK = 2048  # rows stepped at a time: they stay in the cache
+LIFE = (Field("life", 3, "int64"),)  # uses by true counts, version of the last use, version of the last change
+USES, USED, CHANGED = range(3)
+
+
+@dataclass(slots=True)
+class Columns:
+    """Rows as arrays, in the order of their ids: what is dumped, saved and loaded."""
+
+    ids: Ids
+    rows: Any  # [n, dim]
+    state: dict[str, Any]  # by field of the optimizer: [n, width]
+    life: Any  # int64 [n, 3]: uses, version of the last use, version of the last change
+
+    def take(self, places: Any) -> Columns:
+        """Some of them."""
+        state = {name: value[places] for name, value in self.state.items()}
+        return Columns(self.ids[places], self.rows[places], state, self.life[places])
+
+
+class RowStore:
+    """Rows by id."""
+
+    def __init__(self, table: Table, rule: Rule) -> None:
+        self.table, self.rule = table, rule
+        self.fields = (Field("rows", table.dim, table.dtype), *rule.fields, *LIFE)
+        self._index = HashIndex()
+        self._pages = Pages(self.fields)
+        self._adopt(np.zeros(0, np.int64), plain=True)
+        self.row_bytes = self._pages.row_bytes + 24  # with its key and cells of the index
+
+    def _adopt(self, table: Any, plain: bool) -> None:
+        self._held = [table]  # the page table, in a list that whoever gives the pages back reads last
+        self._plain = plain  # the pages are in order: a slot is its own place
+        weakref.finalize(self, release, self._pages, self._held).atexit = False
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    @property
+    def lock(self) -> threading.RLock:
+        """Guards the memory, which branches share."""
+        return self._pages.lock
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows, their state and the index; a page that is shared counts by its users."""
+        users = self._pages.users[self._held[0]]
+        return int((1.0 / np.maximum(users, 1)).sum() * ROWS * self._pages.row_bytes) + self._index.nbytes
+
+    def find(self, ids: Ids) -> Any:
+        """The slot of each id, `ABSENT` where it is not stored. Good until the next `make`, `delete` or `load`."""
+        return self._index.find(ids)
+
+    def read(self, ids: Ids) -> Any:
+        """The rows of these ids, [n, dim]; first values of those that are not stored."""
+        slots = self._index.find(ids)
+        found = np.empty((len(ids), self.table.dim), self.table.dtype)
+        missing = np.flatnonzero(slots == ABSENT)
+        if len(missing) == len(ids):
+            return initial(self.table, ids)
+        self._take("rows", self._places(slots), found)
+        if len(missing):
+            found[missing] = initial(self.table, ids[missing])
+        return found
+
+    def make(self, ids: Ids, uses: Any, version: int) -> Any:
+        """Store rows that are not there, with their first values and `uses` before now; their slots."""
+        slots = self._index.insert(ids)
+        self._reach(self._index.top)
+        place = self._own(slots)
+        self._put("rows", place, initial(self.table, ids))
+        for field in self.rule.fields:
+            self._pages.columns[field.name].rows[place] = field.start
+        life = np.full((len(ids), 3), version, np.int64)
+        life[:, USES] = uses
+        self._put("life", place, life)
+        return slots
+
+    def use(self, slots: Any, counts: Counts, version: int, changed: bool) -> None:
+        """Count uses of rows, as often as each id really came."""
+        place = self._own(slots)
+        life = np.empty((len(slots), 3), np.int64)
+        self._take("life", place, life)
+        life[:, USES] += counts
+        life[:, USED] = version
+        if changed:
+            life[:, CHANGED] = version
+        self._put("life", place, life)
+
+    def step(self, slots: Any, grad: Tensor, scale: float) -> None:
+        """Let the optimizer step these rows by `scale` times a gradient [n, dim], which is only read."""
+        place = self._own(slots)
+        names = ["rows", *(field.name for field in self.rule.fields)]
+        for lo in range(0, len(place), _BLOCK):
+            part = place[lo : lo + _BLOCK]
+            held = {name: self._gather(name, part) for name in names}
+            state = {name: torch.from_numpy(value) for name, value in held.items()}
+            g = grad[lo : lo + _BLOCK] * scale
+            self.rule.step(state["rows"], state, g)
+            for name, value in held.items():
+                self._put(name, part, value)
+
+    def delete(self, ids: Ids) -> None:
+        """Forget rows, all of which are stored."""
+        self._index.delete(ids)
+
+    def life(self) -> tuple[Ids, Any]:
+        """Ids and life [n, 3] of all rows that are stored, in no order."""
+        slots = self._index.slots()
+        return self._index.keys[slots], self._gather("life", self._places(slots))
+
+    def export(self, ids: Ids | None = None) -> Columns:
+        """All rows, or those of `ids`, which are stored; in the order of the ids."""
+        slots = self._index.slots() if ids is None else self._index.find(np.sort(ids))
+        if ids is None:
+            slots = slots[np.argsort(self._index.keys[slots])]
+        place = self._places(slots)
+        state = {field.name: self._gather(field.name, place) for field in self.rule.fields}
+        return Columns(self._index.keys[slots], self._gather("rows", place), state, self._gather("life", place))
+
+    def load(self, columns: Columns) -> None:
+        """Store rows that are not there, with everything that belongs to them."""
+        if not len(columns.ids):
+            return
+        slots = self._index.insert(columns.ids)
+        self._reach(self._index.top)
+        place = self._own(slots)
+        self._put("rows", place, columns.rows)
+        for name, value in columns.state.items():
+            self._put(name, place, value)
+        self._put("life", place, columns.life)
+
+    def clear(self) -> None:
+        """Forget all rows."""
+        self._index = HashIndex()
+
+    def branch(self) -> RowStore:
+        """Another store with the same rows; pages are shared until one of them writes to them."""
+        other = RowStore.__new__(RowStore)
+        other.table, other.rule, other.fields, other.row_bytes = self.table, self.rule, self.fields, self.row_bytes
+        other._index, other._pages = self._index.branch(), self._pages
+        self._pages.users[self._held[0]] += 1
+        other._adopt(self._held[0].copy(), plain=False)
+        self._plain = False
+        return other
+
+    def _reach(self, top: int) -> None:
+        held = self._held[0]
+        missing = -(-top // ROWS) - len(held)
+        if missing > 0:
+            fresh = self._pages.give(missing)
+            self._plain = self._plain and bool(fresh[0] == len(held)) and bool(fresh[-1] == len(held) + missing - 1)
+            self._held[0] = np.concatenate([held, fresh])
+
+    def _places(self, slots: Any) -> Any:
+        return slots if self._plain else places(self._held[0], slots)
+
+    def _own(self, slots: Any) -> Any:
+        """Where rows are that will be written: pages that others have too are copied first."""
+        if self._plain:
+            return slots
+        table = self._held[0]
+        pages = np.unique(slots >> BITS)
+        shared = pages[self._pages.users[table[pages]] > 1]
+        if len(shared):
+            table[shared] = self._pages.copy(table[shared])
+        return places(table, slots)
+
+    def _gather(self, name: str, place: Any) -> Any:
+        column = self._pages.columns[name]
+        found = np.empty((len(place), column.width), column.dtype)
+        self._take(name, place, found)
+        return found
+
+    def _take(self, name: str, place: Any, out: Any) -> None:
+        if len(place):
+            np.take(self._pages.columns[name].cells, place, out=cells(out), mode="clip")
+
+    def _put(self, name: str, place: Any, values: Any) -> None:
+        if len(place):
+            self._pages.columns[name].cells[place] = cells(np.ascontiguousarray(values))
