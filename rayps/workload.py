@@ -20,7 +20,7 @@ import sys
 import sysconfig
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -58,6 +58,13 @@ class Workload(ABC):
     def evaluation_data(self) -> Data:
         """The rows to evaluate on; those of `data()` unless you say otherwise."""
         return self.data()
+
+    def lookups(self, batch: Batch) -> Mapping[str, Any]:
+        """The ids that `loss` will look up for the batch, by table, e.g. {"users": batch.x[:, 0]}; {} = not known.
+
+        Where they are known, rows are pulled while the batch before is computed, all tables' together.
+        """
+        return {}
 
 
 # ---------------------------------------------------------------------------------------------- by name

@@ -3,11 +3,11 @@
 Lian et al., "Persia: an open, hybrid system scaling deep learning-based recommenders up to 100 trillion parameters",
 KDD 2022. A batch touches few rows of a table, so that gradients of rows seldom meet and may be applied late; all of the
 dense part is touched by every batch, and is kept in step.
-Each round a worker looks up its rows; the ring gives everyone g = sum(n_i g_i) / sum(n_i) of the dense part and all take
-the same step; the rows' gradients go to `servers` servers, which step them: with `staleness` none as they come, with s as
-they come while no worker leads by more than s rounds, with 0 once all have come, by their mean.
+Each round a worker looks up its rows; the ring gives everyone g = sum(n_i g_i) / sum(n_i) of the dense part and all
+take the same step; the rows' gradients go to `servers` servers, which step them: with `staleness` none as they come,
+with s as they come while no worker leads by more than s rounds, with 0 once all have come, by their mean.
 `prefetch`: where the workload has `lookups`, the next batch's rows are pulled while this one computes, and lack this
-worker's newest push (with staleness 0 they are not). `replicas` are copies of each segment on other servers;
+worker's newest push (with staleness 0 they do not). `replicas` are copies of each segment on other servers;
 `compression` and `bucket_mb` are those of all_reduce.
 """
 
@@ -26,7 +26,7 @@ from rayps.strategies.parameter_server import ParameterServer
 class Hybrid(Strategy):
     """Dense part in step by all-reduce, sparse tables on servers: for recommenders."""
 
-    servers: int = 2  # type: ignore[assignment]
+    servers: int = 2
     staleness: int | None = None
     replicas: int = 0
     prefetch: bool = True

@@ -1,0 +1,209 @@
+"""A worker's tables: rows pulled by id, gradients of rows pushed, the rows of the next batch pulled ahead of time.
+
+The ids of a lookup are made unique and sorted once; the same list serves the pull and the push. Each table is cut into
+segments by a hash of the id (`rayps.tables.wire`); a step's push names every segment, so that all clocks advance.
+
+Prefetch: `Tables.ahead` is told the next batch while this one computes, and its rows are pulled by a thread over links
+of its own. They are then one round older than those of a pull at the round's begin: they lack this worker's newest
+push. With staleness 0 that would not be synchronous: there only the ids are sorted ahead, and the pull comes after the
+push.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rayps.elastic.messages import Kind
+from rayps.elastic.space import Space
+from rayps.tables import wire
+from rayps.tables.ahead import Ahead, Foretold
+from rayps.tables.lookup import Lookup, lookup_of, merged, spans
+
+
+class TableClient:
+    """One table of a space, seen by one worker. For one thread."""
+
+    def __init__(self, talk: Any, space: Space, name: str, half: bool = False) -> None:
+        """`talk` is a `rayps.elastic.talk.Talk`; with `half` rows travel as bfloat16. Raises ConfigError."""
+        self.table, self.first = space.table(name)
+        self.half = half
+        self.foretold: Callable[[str], Foretold | None] = lambda name: None
+        self.seconds = 0.0  # in pulls that a forward waited for
+        self._talk = talk
+        self._lockstep = space.strategy.lockstep
+        self._pending: list[tuple[Lookup, Tensor]] = []
+        self._last: tuple[Tensor, Lookup] | None = None
+
+    # ---- ids
+
+    def look(self, ids: Any) -> Lookup:
+        """Sort ids of any shape, an int64 tensor or array. Raises DataError for a negative one."""
+        given = torch.as_tensor(ids).detach().cpu()
+        last = self._last
+        if last is not None and (last[0] is ids or torch.equal(last[0], given)):
+            return last[1]
+        found = lookup_of(given, self.table)
+        self._last = given, found
+        return found
+
+    # ---- rows
+
+    def rows(self, ids: Tensor, learns: bool = True) -> tuple[Lookup, Tensor, Tensor]:
+        """What a forward needs: the lookup, its inverse, and its rows [n, dim]; from what was pulled ahead, if it was.
+
+        Where it `learns`, the rows are those of this round; else those of now. Raises LinkError, DataError.
+        """
+        began = time.perf_counter()
+        held = self.foretold(self.table.name) if learns else None
+        if held is None:
+            lookup = self.look(ids)
+            found = self.fetch(lookup, Kind.PULL if learns or self._lockstep else Kind.READ)
+        else:
+            lookup, found = self._of(held, ids)
+        self.seconds += time.perf_counter() - began
+        return lookup, lookup.inverse, found
+
+    def _of(self, held: Foretold, ids: Tensor) -> tuple[Lookup, Tensor]:
+        """Rows out of those that were foretold; what was not is pulled now."""
+        if held.given.shape == ids.shape and torch.equal(held.given, ids.cpu()):
+            return held.lookup, held.rows
+        lookup = self.look(ids)
+        places, known = held.lookup.places(lookup.ids)
+        found = held.rows[torch.from_numpy(places)] if len(held.rows) else self.room(lookup)
+        if not known.all():
+            rest = lookup_of(torch.from_numpy(lookup.ids[~known]), self.table)
+            found[torch.from_numpy(~known)] = self.fetch(rest)[rest.inverse]
+        return lookup, found
+
+    def pull(self, ids: Any, counts: Any = None) -> Tensor:
+        """The rows of ids of any shape: [*ids.shape, dim]. With `counts` (True) it makes and counts them."""
+        lookup = self.look(ids)
+        return self.fetch(lookup, uses=counts is not None)[lookup.inverse]
+
+    def fetch(self, lookup: Lookup, kind: Kind = Kind.PULL, uses: bool = False) -> Tensor:
+        """The rows of a lookup, [n, dim], in its order. Raises LinkError."""
+        rows = self.room(lookup)
+        self.land(lookup, rows, self._talk.exchange(kind, self.asked(lookup, uses), landing=self.landing(lookup, rows)))
+        return rows
+
+    def room(self, lookup: Lookup) -> Tensor:
+        """Memory for the rows of a lookup."""
+        return torch.empty(len(lookup.ids), self.table.dim, dtype=wire.DTYPES[self.table.dtype])
+
+    def asked(self, lookup: Lookup, uses: bool = False) -> dict[int, Any]:
+        """The pieces of a pull, by number of segment; none for segments without ids."""
+        return {
+            self.first + s: wire.encode_pull(lookup.ids[lo:hi], lookup.counts[lo:hi] if uses else None, self.half)
+            for s, lo, hi in spans(lookup)
+        }
+
+    def landing(self, lookup: Lookup, rows: Tensor) -> dict[int, memoryview] | None:
+        """Where in `rows` each segment's answer belongs; None where it comes in another dtype."""
+        if self.half:
+            return None
+        memory: Any = rows.numpy()
+        return {self.first + s: memoryview(memory[lo:hi]).cast("B") for s, lo, hi in spans(lookup)}
+
+    def land(self, lookup: Lookup, rows: Tensor, answers: Any) -> None:
+        """Put what has not landed yet into `rows`."""
+        if not self.half:
+            return
+        for s, lo, hi in spans(lookup):
+            rows[lo:hi] = wire.decode_rows(answers.pieces[self.first + s], hi - lo, self.table, half=True)
+
+    # ---- gradients
+
+    def gradient(self, ids: Lookup | Any, grads: Tensor) -> None:
+        """Keep gradients of rows for the coming push: [n, dim] of a lookup, or [*ids.shape, dim] of ids."""
+        if not isinstance(ids, Lookup):
+            lookup = self.look(ids)
+            summed = torch.zeros(len(lookup.ids), self.table.dim, dtype=wire.DTYPES[self.table.dtype])
+            summed.index_add_(0, lookup.inverse.reshape(-1), grads.reshape(-1, self.table.dim).to(summed.dtype))
+            ids, grads = lookup, summed
+        self._pending.append((ids, grads.detach()))
+
+    def drop(self) -> None:
+        """Forget the gradients that are kept."""
+        self._pending.clear()
+
+    def pieces(self) -> dict[int, Any]:
+        """The pieces of the coming push, for every segment of the table; what was kept is taken."""
+        empty = wire.empty_push(self.table)
+        found: dict[int, Any] = {self.first + s: empty for s in range(self.table.segments)}
+        if self._pending:
+            lookup, grads = self._pending[0] if len(self._pending) == 1 else merged(self._pending, self.table)
+            self._pending = []
+            for s, lo, hi in spans(lookup):
+                found[self.first + s] = wire.encode_push(
+                    lookup.ids[lo:hi], grads[lo:hi], lookup.counts[lo:hi], self.half
+                )
+        return found
+
+
+class Tables:
+    """All tables of a space for one worker: what it looks up in a round and pushes at its end.
+
+    `lookups(batch)` foretells ids by table; None = no prefetch. Each round: `begin`, lookups and backward, then either
+    `pieces` (which a push of the dense part takes along) or `push`.
+    """
+
+    def __init__(self, talk: Any, space: Space, *, lookups: Callable[[Any], Mapping[str, Any]] | None = None) -> None:
+        self.talk, self.space = talk, space
+        self.clients = {table.name: TableClient(talk, space, table.name) for table in space.tables}
+        self.step = 0
+        self._pushing = 0.0
+        self._ahead: Ahead | None = None
+        if lookups is not None:
+            self._ahead = Ahead(self.clients, talk, lookups, pulls=not space.strategy.lockstep)
+            for client in self.clients.values():
+                client.foretold = self._ahead.rows
+        self._said = (0.0, 0.0)
+
+    def begin(self, step: int) -> None:
+        """A round begins, whose push will be number `step`."""
+        self.step = step
+        if self._ahead is not None:
+            self._ahead.begin(step)
+
+    def ahead(self, batch: Any, model: Any = None) -> None:
+        """Tell the batch of a coming round; once for each, in order, the first one's before or after its `begin`."""
+        if self._ahead is not None:
+            self._ahead.tell(batch)
+
+    def pieces(self) -> dict[int, Any]:
+        """The pieces of every table segment for the coming push; what was collected since the last call is taken."""
+        found: dict[int, Any] = {}
+        for client in self.clients.values():
+            found.update(client.pieces())
+        return found
+
+    def push(self, step: int, weight: float) -> None:
+        """Push this round's gradients, means over `weight` samples, where no dense part does. Raises LinkError."""
+        began = time.perf_counter()
+        self.talk.exchange(Kind.PUSH, self.pieces(), step=step, weight=weight)
+        self.step = step + 1
+        self._pushing += time.perf_counter() - began
+
+    @property
+    def seconds_waiting(self) -> float:
+        """Seconds that the worker waited for its tables, ever."""
+        return self._pushing + sum(client.seconds for client in self.clients.values())
+
+    def point(self) -> dict[str, float]:
+        """Since the last call: seconds that pulls took, and how many of these the worker computed meanwhile."""
+        waited = sum(client.seconds for client in self.clients.values())
+        pulled = waited
+        if self._ahead is not None:
+            pulled = self._ahead.pulled + sum(client.seconds for client in self.clients.values()) - self._ahead.waited
+        before, self._said = self._said, (pulled, pulled - waited)
+        return {"pull": pulled - before[0], "pull_hidden": max(0.0, pulled - waited - before[1])}
+
+    def close(self) -> None:
+        """End the prefetch; the talk is its owner's."""
+        if self._ahead is not None:
+            self._ahead.close()
