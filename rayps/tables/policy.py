@@ -86,7 +86,7 @@ class Life:
         if self.limit is not None and self.limit < max(1, self._floor):
             least = max(1, self._floor) * table.segments * row_bytes
             raise ConfigError(f"table {table.name!r}: capacity is {policy.capacity} bytes: a row takes {row_bytes}, "
-                              f"and {table.segments} segments with a floor of {policy.floor} rows need at least {least}",
+                              f"and {table.segments} segments with a floor of {policy.floor} rows need {least}",
                               field="policy", table=table.name)  # fmt: skip
         self._key = np.int64(key_of(table.seed ^ 0x7A11))
         self._luck = np.uint64(min(int(policy.probability * 2.0**64), 2**64 - 1))

@@ -3,6 +3,7 @@
 A piece is n, flags and the elements of a row (int64 each), then n ids (int64, ascending, none twice), then, where the
 flags say so, n raw counts (uint32, filled up to 8 bytes): how often each id stood in the batch. A push goes on with n
 rows, a pull is answered by n rows and nothing else. Rows are of the table's dtype, or bfloat16 where the flags say so.
+A piece of no bytes names no ids.
 """
 
 from __future__ import annotations
@@ -116,7 +117,9 @@ def encode_push(ids: Ids, rows: Any, counts: Counts | None = None, half: bool = 
 
 
 def _head(data: Any, name: str, push: bool) -> tuple[Any, int, int, int]:
-    raw = np.frombuffer(data, np.uint8) if len(data) else np.empty(0, np.uint8)
+    if not len(data):  # nothing here, only the step
+        return np.zeros(0, np.uint8), 0, 0, 0
+    raw = np.frombuffer(data, np.uint8)
     if len(raw) < _HEAD:
         raise ConfigError(f"table {name!r}: a piece has {len(raw)} bytes: at least {_HEAD} were expected", table=name)
     n, flags, dim = raw[:_HEAD].view(np.int64).tolist()
@@ -129,8 +132,10 @@ def _head(data: Any, name: str, push: bool) -> tuple[Any, int, int, int]:
 
 def _ids(raw: Any, n: int, flags: int, name: str) -> tuple[Ids, Counts | None, int]:
     end = _HEAD + 8 * n
+    if not n:
+        return np.empty(0, np.int64), None, end
     ids = raw[_HEAD:end].view(np.int64)
-    if n and int(ids[0]) < 0:
+    if int(ids[0]) < 0:
         raise ConfigError(f"table {name!r}: id {int(ids[0])} is negative: ids are whole numbers from 0 to 2**63 - 1",
                           table=name, id=int(ids[0]))  # fmt: skip
     if n > 1 and not (ids[1:] > ids[:-1]).all():
@@ -162,7 +167,9 @@ def decode_push(data: Any, table: Table) -> Push:
     raw, n, flags, dim = _head(data, table.name, push=True)
     ids, counts, at = _ids(raw, n, flags, table.name)
     dtype = DTYPES[table.dtype]
-    if n and dim != table.dim:
+    if not n:
+        return Push(ids, np.empty(0, np.uint32), torch.empty(0, table.dim, dtype=dtype))
+    if dim != table.dim:
         raise ConfigError(f"table {table.name!r}: rows of {dim} elements came: it has {table.dim} (dim)",
                           table=table.name, dim=table.dim)  # fmt: skip
     size = n * dim * (2 if flags & HALF else dtype.itemsize)
@@ -171,8 +178,6 @@ def decode_push(data: Any, table: Table) -> Push:
                           f"({table.dtype} [{n}, {dim}])", table=table.name)  # fmt: skip
     if counts is None:
         counts = np.ones(n, np.uint32)
-    if not n:
-        return Push(ids, counts, torch.empty(0, table.dim, dtype=dtype))
     held = raw[at : at + size]
     if flags & HALF:
         rows = torch.from_numpy(held.view(np.int16).copy()).view(torch.bfloat16).to(dtype).view(n, dim)

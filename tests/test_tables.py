@@ -1,0 +1,401 @@
+"""Tables: pieces as they travel, the index, first values, the life of a row, Parquet, deltas."""
+
+import dataclasses
+import hashlib
+import warnings
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from rayps.elastic.space import Table
+from rayps.errors import CheckpointError, ConfigError, DataError
+from rayps.strategies.parameter_server import ParameterServer
+from rayps.tables import parquet, wire
+from rayps.tables.delta import Served, delta, read_delta
+from rayps.tables.index import ABSENT, FIRST, HashIndex
+from rayps.tables.initial import initial, quantile
+from rayps.tables.pages import ROWS
+from rayps.tables.segment import TableSegment, check_table
+
+TABLE = Table("users", 4, 3, optimizer={"name": "adagrad", "lr": 0.1})
+ASYNC = ParameterServer(staleness=None)
+
+
+def ids(*values):
+    return np.array(values, np.int64)
+
+
+def one(table, workers=1, strategy=ASYNC, index=0):
+    return TableSegment(table, index, strategy, workers)
+
+
+def say(segment, step, batch, rank=0):
+    """Push gradients of ones: id -> count."""
+    keys = sorted(batch)
+    rows = torch.ones(len(keys), segment.table.dim)
+    return segment.push(rank, step, 1.0, wire.encode_push(ids(*keys), rows, np.array([batch[k] for k in keys], np.uint32)))
+
+
+def stored(segment):
+    return segment.store.export().ids.tolist()
+
+
+# wire
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("n", [0, 1, 7])
+@pytest.mark.parametrize("read_only", [False, True])
+def test_pieces_come_back(half, n, read_only):
+    keys, rows = np.arange(n) * 3, torch.randn(n, 4)
+    counts = np.arange(n, dtype=np.uint32) + 1
+    piece = wire.encode_push(keys, rows, counts, half=half)
+    assert len(piece) % 8 == 0
+    sent = bytes(piece) if read_only else memoryview(piece)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        push = wire.decode_push(sent, TABLE)
+    assert push.ids.tolist() == keys.tolist() and push.counts.tolist() == counts.tolist()
+    assert torch.equal(push.rows, rows.to(torch.bfloat16).float() if half else rows)
+    asked = wire.decode_pull(bytes(wire.encode_pull(keys, counts, half=half)), TABLE)
+    assert asked.ids.tolist() == keys.tolist() and asked.half == half
+    answer = wire.encode_rows(rows.numpy(), half)
+    assert torch.equal(wire.decode_rows(bytes(answer), n, TABLE, half), push.rows)
+    assert wire.decode_push(b"", TABLE).ids.tolist() == wire.decode_push(wire.empty_push(TABLE), TABLE).ids.tolist() == []
+
+
+def test_a_push_is_cut_by_segments_and_nothing_is_lost():
+    keys = np.unique(np.random.default_rng(3).integers(0, 2**63 - 1, 5000))
+    rows = torch.randn(len(keys), 4)
+    order, bounds = wire.split(keys, 3)
+    found = {}
+    for index in range(3):
+        part = order[bounds[index] : bounds[index + 1]]
+        push = wire.decode_push(wire.encode_push(keys[part], rows, order=part), TABLE)
+        assert (wire.bucket(push.ids, 3) == index).all()
+        found |= zip(push.ids.tolist(), push.rows, strict=True)
+    assert sorted(found) == keys.tolist()
+    assert all(torch.equal(found[key], row) for key, row in zip(keys.tolist(), rows, strict=True))
+
+
+def test_buckets_are_even_whatever_the_ids():
+    for keys in (np.arange(40_000), np.arange(40_000) * 4096, np.arange(40_000) + 2**62):
+        held = np.bincount(wire.bucket(keys, 16), minlength=16)
+        assert held.min() > 2500 * 0.88 and held.max() < 2500 * 1.12
+
+
+def pieces_that_cannot_be():
+    good = wire.encode_push(ids(1, 2), torch.ones(2, 4))
+    nan = torch.ones(2, 4)
+    nan[1, 2] = float("nan")
+    yield "negative", wire.encode_push(ids(-5, 2), torch.ones(2, 4)), "id -5 is negative"
+    yield "unsorted", wire.encode_push(ids(9, 2), torch.ones(2, 4)), "id 2 comes after 9"
+    yield "twice", wire.encode_push(ids(2, 2), torch.ones(2, 4)), "none twice"
+    yield "dim", wire.encode_push(ids(1, 2), torch.ones(2, 5)), "rows of 5 elements came: it has 4"
+    yield "nan", wire.encode_push(ids(1, 2), nan), "the gradient of id 2 is not finite"
+    yield "torn", good[:40], "cannot hold|were expected"
+    yield "short", good[:10], "at least 24"
+    yield "pull", wire.encode_pull(ids(1, 2)), "a push with rows was expected"
+    yield "half", wire.encode_push(ids(1, 2), nan, half=True), "not finite"
+
+
+@pytest.mark.parametrize("name, piece, said", [pytest.param(*each, id=each[0]) for each in pieces_that_cannot_be()])
+def test_bad_pieces_are_refused_and_change_nothing(name, piece, said):
+    segment = one(TABLE)
+    say(segment, 0, {1: 1})
+    before = segment.dump()
+    for call in (segment.check, segment.push):
+        with pytest.raises(ConfigError, match=said) as found:
+            call(0, 1, 1.0, bytes(piece))
+        assert "'users'" in str(found.value)
+    assert segment.dump() == before
+    with pytest.raises(ConfigError, match="id -1 is negative"):
+        segment.pull(0, wire.encode_pull(ids(-1)))
+    assert segment.dump() == before
+
+
+@pytest.mark.parametrize("change, said", [
+    ({"dim": 0}, "dim is 0"),
+    ({"dtype": "int8"}, "give float32 or float64"),
+    ({"optimizer": {"name": "lamb"}}, "sgd, adagrad and adam"),
+    ({"optimizer": {"name": "sgd", "rate": 1}}, "it has lr"),
+    ({"optimizer": {"name": "adam", "betas": [1, 2]}}, "betas"),
+    ({"optimizer": {"name": "sgd", "lr": float("nan")}}, "at least 0"),
+    ({"init": {"name": "xavier"}}, "init is"),
+    ({"policy": {"evict": "random", "capacity": 1 << 20}}, "give lru or lfu"),
+    ({"policy": {"evict": "lru"}}, "there is no limit"),
+    ({"policy": {"capacity": 10}}, "a row takes"),
+    ({"policy": {"capacity": 1 << 12, "floor": 10_000}}, "a floor of 10000 rows"),
+    ({"policy": {"size": 10}}, "it has admit"),
+    ({"policy": {"probability": 0}}, "above 0"),
+    ({"policy": {"ttl": 0}}, "ttl is 0"),
+])  # fmt: skip
+def test_what_a_table_cannot_be_is_said(change, said):
+    check_table(TABLE)
+    with pytest.raises(ConfigError, match=said) as found:
+        check_table(dataclasses.replace(TABLE, **change))
+    assert "'users'" in str(found.value)
+
+
+# index
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_index_is_a_dict(seed):
+    chance = np.random.default_rng(seed)
+    index, twin = HashIndex(), {}
+    for turn in range(60):
+        keys = np.unique(chance.integers(0, 3000, chance.integers(1, 400)))
+        slots = index.find(keys)
+        assert [slot if slot != ABSENT else None for slot in slots.tolist()] == [twin.get(k) for k in keys.tolist()]
+        if chance.random() < 0.6:
+            new = keys[slots == ABSENT]
+            given = index.insert(new)
+            assert given.min(initial=FIRST) >= FIRST
+            twin |= zip(new.tolist(), given.tolist(), strict=True)
+        else:
+            gone = keys[slots != ABSENT]
+            index.delete(gone)
+            for key in gone.tolist():
+                del twin[key]
+        assert len(index) == len(twin) == len(set(twin.values())) == len(index.slots())
+        if turn == 30:
+            other, before = index.branch(), dict(twin)
+    assert index.top < 3000 + FIRST  # slots are given again
+    assert {k: s for k, s in zip(range(3000), other.find(np.arange(3000)).tolist(), strict=True) if s} == before
+
+
+# first values
+
+
+def test_first_values_depend_on_nothing_but_seed_and_id():
+    everyone = np.arange(10_000)
+    whole = initial(TABLE, everyone)
+    some = np.random.default_rng(0).permutation(everyone)
+    assert np.array_equal(initial(TABLE, some), whole[some])
+    assert not np.array_equal(initial(dataclasses.replace(TABLE, seed=1), everyone), whole)
+    assert np.array_equal(initial(dataclasses.replace(TABLE, name="b", segments=9), everyone), whole)
+    assert np.array_equal(initial(dataclasses.replace(TABLE, dim=3), everyone), whole[:, :3])
+
+
+def test_first_values_are_these_bits_on_every_machine():
+    kinds = [{"name": "normal", "scale": 0.01}, {"name": "uniform", "scale": 0.05}, {"name": "constant", "value": 2}]
+    said = [hashlib.sha256(initial(dataclasses.replace(TABLE, init=kind, dim=5), np.arange(5000)).tobytes()).hexdigest()
+            for kind in kinds]
+    assert [each[:12] for each in said] == BITS
+
+
+BITS = ["ffdd400c7b13", "ccbf6b428669", "45b8359b1c1c"]
+
+
+def test_normal_and_uniform_are_what_they_say():
+    table = dataclasses.replace(TABLE, dim=16, dtype="float64", init={"name": "normal", "scale": 2.0})
+    values = initial(table, np.arange(40_000)).reshape(-1) / 2
+    assert abs(values.mean()) < 0.005 and abs(values.std() - 1) < 0.005
+    assert abs((values**4).mean() - 3) < 0.05 and abs((values < -1).mean() - 0.158655) < 0.002
+    rows = values.reshape(-1, 16)
+    assert np.abs(np.corrcoef(rows.T) - np.eye(16)).max() < 0.025 and abs((rows[1:] * rows[:-1]).mean()) < 0.005
+    p = (np.arange(1 << 15) + 0.5) / (1 << 16)
+    assert np.allclose(quantile(p), torch.special.ndtri(torch.from_numpy(p)).numpy(), atol=1e-8)
+    uniform = initial(dataclasses.replace(table, init={"name": "uniform", "scale": 3.0}), np.arange(40_000))
+    assert abs(uniform.mean()) < 0.01 and abs(uniform.std() - 3**0.5) < 0.01 and np.abs(uniform).max() < 3
+
+
+# the life of a row
+
+
+def test_a_row_is_let_in_at_its_third_use_and_duplicates_are_uses():
+    table = dataclasses.replace(TABLE, policy={"admit": 3})
+    segment = one(table)
+    first = initial(table, ids(5))
+    say(segment, 0, {5: 1, 6: 3})
+    say(segment, 1, {5: 1})
+    assert stored(segment) == [6] and segment.life.candidates == 1
+    assert np.array_equal(segment.store.read(ids(5)), first)  # its gradients were dropped
+    say(segment, 2, {5: 2})
+    assert stored(segment) == [5, 6] and segment.life.candidates == 0
+    assert not np.array_equal(segment.store.read(ids(5)), first)
+    assert segment.store.export().life[:, 0].tolist() == [4, 3]  # those before it was let in too
+
+
+def test_chance_lets_in_the_same_rows_everywhere():
+    table = dataclasses.replace(TABLE, policy={"probability": 0.25})
+    at_once, slowly = one(table), one(table)
+    say(at_once, 0, dict.fromkeys(range(4000), 1))
+    for step in range(4):
+        say(slowly, step, dict.fromkeys(range(3999 - step, -1, -4), 1))
+    assert stored(at_once) == stored(slowly)
+    assert abs(len(stored(at_once)) - 1000) < 120
+    other = one(dataclasses.replace(table, seed=1))
+    say(other, 0, dict.fromkeys(range(4000), 1))
+    assert stored(other) != stored(at_once)
+
+
+def limited(rows, **policy):
+    segment = one(dataclasses.replace(TABLE, segments=1))
+    return one(dataclasses.replace(TABLE, segments=1, policy={"capacity": rows * segment.store.row_bytes, **policy}))
+
+
+def test_the_least_used_row_goes_by_raw_counts():
+    """A row that comes five times in one batch is used more than one that comes once in each of three batches."""
+    segment = limited(2, evict="lfu")
+    say(segment, 0, {1: 5, 2: 1})
+    say(segment, 1, {2: 1})
+    say(segment, 2, {2: 1})
+    say(segment, 3, {3: 4})
+    assert stored(segment) == [1, 3] and segment.life.evicted == 1
+    assert [(version, gone.tolist()) for version, gone in segment.life.log] == [(4, [2])]
+    assert np.array_equal(segment.store.read(ids(2)), initial(segment.table, ids(2)))  # it begins anew
+
+
+def test_the_row_used_longest_ago_goes():
+    segment = limited(2, evict="lru")
+    say(segment, 0, {1: 5, 2: 1})
+    say(segment, 1, {2: 1})
+    say(segment, 2, {3: 1})
+    assert stored(segment) == [2, 3]
+    say(segment, 3, {})
+    segment.pull(0, wire.encode_pull(ids(2), np.ones(1, np.uint32)))  # with counts: a use
+    segment.pull(0, wire.encode_pull(ids(3)))
+    say(segment, 4, {4: 1})
+    assert stored(segment) == [2, 4]
+
+
+def test_time_to_live_keeps_the_floor():
+    """However old all rows are, a floor of them stays: the ones used last."""
+    for floor, left in ((0, [9]), (3, [4, 5, 9])):
+        segment = one(dataclasses.replace(TABLE, segments=1, policy={"ttl": 8, "floor": floor}))
+        for step, key in enumerate((1, 2, 3, 4, 5)):
+            say(segment, step, {key: 1})
+        for step in range(5, 40):
+            say(segment, step, {9: 1})
+        assert stored(segment) == left
+
+
+def test_a_step_of_the_time_to_live_is_a_step_of_every_worker():
+    segment = TableSegment(dataclasses.replace(TABLE, policy={"ttl": 10}), 0, ASYNC, 4)
+    say(segment, 0, {1: 1})
+    for turn in range(1, 39):
+        say(segment, turn // 4, {}, rank=turn % 4)
+    assert stored(segment) == [1]
+    for turn in range(39, 52):
+        say(segment, turn // 4, {}, rank=turn % 4)
+    assert stored(segment) == []
+
+
+@pytest.mark.parametrize("policy", [
+    {"evict": "lfu", "admit": 2}, {"evict": "lru", "ttl": 12, "floor": 5}, {"probability": 0.5, "evict": "lfu"},
+])  # fmt: skip
+def test_copies_decide_the_same(policy):
+    chance = np.random.default_rng(7)
+    segment, copy = limited(40, **policy), limited(40, **policy)
+    for step in range(150):
+        batch = {int(k): int(c) for k, c in zip(chance.zipf(1.3, 12) % 200, chance.integers(1, 5, 12), strict=True)}
+        changes = say(segment, step, batch)
+        if step % 3 == 0:
+            changes += segment.pull(0, wire.encode_pull(ids(*sorted(batch)), np.ones(len(batch), np.uint32)))[2]
+        if step == 70:
+            copy = limited(40, **policy)
+            copy.load(segment.dump())
+        else:
+            for change in changes:
+                copy.replay(change)
+    assert copy.dump() == segment.dump()
+    assert segment.life.evicted > 0 and segment.rows <= 40
+
+
+# memory that branches share
+
+
+def test_a_branch_shares_pages_until_it_writes():
+    table = dataclasses.replace(TABLE, segments=1)
+    segment = one(table)
+    say(segment, 0, dict.fromkeys(range(ROWS * 40), 1))
+    alone = segment.nbytes
+    branch, before = segment.branch(), segment.dump()
+    given = branch.store._pages
+    used = given._top
+    say(branch, 0, {3: 1, 4: 1})
+    assert given._top == used + 1  # one page was copied
+    assert segment.dump() == before
+    assert segment.nbytes < alone
+    segment.store.clear()
+    assert stored(branch) == list(range(ROWS * 40))
+    del segment
+    assert (given.users[: given._top] <= 1).all()
+    del branch
+    assert not given.users.any()
+
+
+# Parquet
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "adam"])
+@pytest.mark.parametrize("segments", [1, 3, 5])
+def test_parquet_loads_on_any_number_of_segments(tmp_path, optimizer, segments):
+    table = dataclasses.replace(TABLE, optimizer={"name": optimizer}, policy={"admit": 2})
+    held = [one(table, workers=2, index=index) for index in range(3)]
+    counts = {k: 1 + k % 3 for k in range(500)}
+    for index, segment in enumerate(held):
+        say(segment, 0, {k: c for k, c in counts.items() if wire.bucket(ids(k), 3)[0] == index})
+    parquet.write(tmp_path, table, (segment.dump() for segment in held))
+    again = dataclasses.replace(table, segments=segments)
+    loaded = {index: TableSegment(again, index, ASYNC, 2) for index in range(segments)}
+    for index, state in parquet.read(tmp_path, again, workers=2):
+        loaded[index].load(state)
+    everyone = np.arange(500)
+    for old, new in ((held, 3), (list(loaded.values()), segments)):
+        where = wire.bucket(everyone, new)
+        for index, segment in enumerate(old):
+            say(segment, 1, {k: 1 for k in everyone[where == index].tolist()})
+    rows = [{k: (r.tolist(), u) for s in several for c in [s.store.export()]
+             for k, r, u in zip(c.ids.tolist(), c.rows, c.life[:, 0].tolist(), strict=True)}
+            for several in (held, loaded.values())]
+    assert rows[0] == rows[1] and len(rows[0]) == 500
+    if segments == 3:
+        assert [s.dump() for s in loaded.values()] == [s.dump() for s in held]
+    assert all(s.marks() == {0: 2 if segments == 3 else 1, 1: 0} or segments != 3 for s in loaded.values())
+
+
+def test_parquet_is_read_by_anybody_and_refused_where_it_does_not_fit(tmp_path):
+    segment = one(dataclasses.replace(TABLE, segments=1))
+    say(segment, 0, {7: 2, 9: 1})
+    parquet.write(tmp_path, segment.table, [segment.dump()])
+    found = pq.read_table(tmp_path / "rows-00000.parquet")
+    assert found["id"].to_pylist() == [7, 9] and found["uses"].to_pylist() == [2, 1]
+    assert np.allclose(found["sum"].to_pylist(), 1.0)
+    assert found["row"].to_pylist()[0] == segment.store.read(ids(7))[0].tolist()
+    for wrong in ({"dim": 5}, {"optimizer": {"name": "adam"}}):
+        with pytest.raises(CheckpointError, match="were expected"):
+            list(parquet.read(tmp_path, dataclasses.replace(segment.table, **wrong), 1))
+    with pytest.raises(CheckpointError, match="there are no files"):
+        list(parquet.read(tmp_path / "nowhere", segment.table, 1))
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        segment.load(segment.dump()[:60])
+
+
+# deltas
+
+
+def test_a_serving_system_follows_by_deltas():
+    chance = np.random.default_rng(5)
+    segment, served = limited(30, evict="lru"), Served()
+    for step in range(200):
+        say(segment, step, {int(k): 1 for k in chance.integers(0, 80, 6)})
+        if step % 7 == 0:
+            served.apply(delta(segment, served.versions.get(0, 0)))
+            columns = segment.store.export()
+            assert sorted(served.rows[0]) == columns.ids.tolist()
+            assert all(np.array_equal(served.rows[0][k], r) for k, r in zip(columns.ids.tolist(), columns.rows, strict=True))
+    small = read_delta(delta(segment, segment.version - 1))
+    assert len(small.ids) <= 6 and not small.whole
+    assert len(read_delta(delta(segment, segment.version)).ids) == 0
+    segment.life.log.clear()
+    segment.life.known_from = segment.version - 1  # what was evicted before is forgotten
+    assert read_delta(delta(segment, segment.version - 5)).whole
+    with pytest.raises(DataError, match="ask from there"):
+        Served().apply(delta(segment, segment.version))
+    with pytest.raises(DataError, match="cannot be read"):
+        read_delta(b"nonsense")
