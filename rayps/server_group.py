@@ -1,8 +1,10 @@
-"""A parameter server of one's own: shards as actors, shared by any actors of the user's.
+"""A parameter server of one's own, shared by any actors of the user's: on fixed servers, or on an elastic group.
 
 group = rayps.ServerGroup(params, shards=2, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), workers=4)
 server = group.join(rank)            # in each actor, which was given `group` as an argument
 server.push(grad); params = server.pull()
+
+With `replicas` or `group` the servers are elastic: they may die, and `group.resize(4)` while pushes and pulls go on.
 """
 
 from __future__ import annotations
@@ -17,13 +19,18 @@ from torch import Tensor
 from rayps import optim
 from rayps.actors import ShardPlan
 from rayps.cluster import Cluster, Handle, surrounding
+from rayps.elastic import group as elastic
+from rayps.elastic.client import ElasticServer
+from rayps.elastic.own import OwnSpace, cut
+from rayps.elastic.space import Quota, Space
 from rayps.errors import ConfigError
-from rayps.flat import Gradient, Layout
+from rayps.flat import Layout
 from rayps.link import connect
 from rayps.server import Server
 from rayps.server.compressed import compress
 from rayps.server.rows import cuts
 from rayps.server.shard import Boundary
+from rayps.server.shared import SharedParameters
 from rayps.snapshot import Snapshot
 from rayps.strategies.parameter_server import ParameterServer
 from rayps.workload import pack
@@ -34,15 +41,25 @@ START_SECONDS = 180.0
 
 
 class ServerGroup:
-    """Shared parameters on `shards` servers. Pass it to your actors; whoever made it ends it with `close()`.
+    """Shared parameters on servers. Pass it to your actors; whoever made it ends it with `close()`.
 
     `params` is a tensor or a state dict of floating tensors. `optimizer` builds a torch optimizer over a list of
     parameters (default: SGD with lr=1, which subtracts what is pushed). `staleness` is 0 (each round waits for all
-    `workers`), a number of rounds, or None (asynchronous). `compression` says how pushes travel, as a strategy's does.
-    `timeout` is in seconds.
+    `workers`), a number of rounds, or None (asynchronous). `timeout` is in seconds.
+
+    Without `replicas` and `group`, `shards` servers hold a part each, for as long as all of them live; `compression`
+    says how pushes travel, as a strategy's does.
+
+    With `replicas` an elastic group of `shards` servers is started and ended with this one. With replicas=1, every
+    part is on two servers, and a push is acknowledged once both have it (in step: once its round is closed, see
+    `SharedParameters.flush`); a server that dies is replaced, and nothing is lost unless two die within moments. With
+    replicas=0 the death of a server loses its parts, which is said. With `group`, a name or a
+    `rayps.elastic.group.Group`, the parameters are a space named `name` on a group that others use too, within `quota`.
+    `segments` is how many parts there are to move about.
 
     Raises:
         ConfigError, WorkloadError: the arguments cannot work.
+        Conflict: the group has a space of that name.
     """
 
     def __init__(
@@ -50,6 +67,11 @@ class ServerGroup:
         params: Tensor | dict[str, Tensor],
         *,
         shards: int = 1,
+        replicas: int | None = None,
+        group: str | elastic.Group | None = None,
+        name: str | None = None,
+        segments: int | None = None,
+        quota: Quota | None = None,
         optimizer: optim.Factory | None = None,
         staleness: int | None = 0,
         workers: int = 1,
@@ -57,7 +79,10 @@ class ServerGroup:
         timeout: float = 60.0,
         cluster: Cluster | None = None,
     ) -> None:
-        strategy = ParameterServer(shards=shards, staleness=staleness, compression=compression)
+        is_elastic = replicas is not None or group is not None
+        _refuse_mixtures(is_elastic, replicas, group, name, segments, quota, compression)
+        own = replicas if group is None else None
+        strategy = ParameterServer(shards=shards, staleness=staleness, compression=compression, replicas=own)
         if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
             raise ConfigError(
                 f"workers is {workers!r}: give the number of actors that will join, at least 1", field="workers"
@@ -69,14 +94,37 @@ class ServerGroup:
         self._consistent, self._independent = staleness is not None, not strategy.lockstep
         self._compression = compression
         self._secret = secrets.token_bytes(32)
-        self._ranges = cuts(self.layout, shards)
         factory = optimizer or _sgd
         optim.check_elementwise(factory, self.layout)
         vector = torch.cat([value.detach().reshape(-1).cpu() for value in named.values()])
-        snapshot = Snapshot(self.layout, vector, positions=[0] * workers)
         self._cluster: Cluster | None = cluster or surrounding()
         self._handles: list[Handle] = []
+        self._addresses: list[str] = []
+        self._own: OwnSpace | None = None
+        if is_elastic:
+            space = Space(name or f"shared-{secrets.token_hex(4)}", 0, workers, strategy, self.layout,
+                          cut(self.layout, segments), pack(factory), quota=quota or Quota())  # fmt: skip
+            self._own = self._opened(group, space, vector)
+            return
+        self._ranges = cuts(self.layout, shards)
+        snapshot = Snapshot(self.layout, vector, positions=[0] * workers)
         self._addresses = self._start(factory, strategy, snapshot)
+
+    def _opened(self, group: str | elastic.Group | None, space: Space, vector: Tensor) -> OwnSpace:
+        """The space on the group that was named, or on one that is started for it."""
+        assert self._cluster is not None
+        strategy, private = space.strategy, group is None
+        if group is None:
+            group = elastic.start(self._cluster, f"own-{secrets.token_hex(4)}", strategy.shards,
+                                  strategy.replicas or 0, detached=False, timeout=START_SECONDS)  # fmt: skip
+        elif isinstance(group, str):
+            group = elastic.find(self._cluster, group)
+        try:
+            return OwnSpace.open(group, space, vector, self.timeout, private=private, marks=[0] * self.workers)
+        except BaseException:
+            if private:
+                group.stop()
+            raise
 
     def _start(self, factory: optim.Factory, strategy: ParameterServer, snapshot: Snapshot) -> list[str]:
         assert self._cluster is not None
@@ -106,12 +154,14 @@ class ServerGroup:
         """
         return SharedParameters(self.server(rank, resident=resident), self.layout, self._as_dict)
 
-    def server(self, rank: int, *, resident: bool = True) -> Server:
+    def server(self, rank: int, *, resident: bool = True) -> Server | ElasticServer:
         """As `join`, with the parameters as one flat vector."""
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.workers:
             raise ConfigError(
                 f"rank {rank} is not one of {self.workers} workers (0 to {self.workers - 1})", field="rank"
             )
+        if self._own is not None:
+            return self._own.server(rank)
         links = [
             connect(
                 address, name=f"worker-{rank}", secret=self._secret, generation=self.generation, timeout=self.timeout
@@ -134,9 +184,55 @@ class ServerGroup:
             log.info(compress(server, self._compression)["message"])
         return server
 
+    # ---- elastic
+
+    def resize(self, servers: int) -> None:
+        """Have so many servers; parts move while pushes and pulls go on. `wait_settled` waits for it.
+
+        Raises:
+            ConfigError: none, or too few for the replicas; or the servers are fixed.
+            Conflict: a resize is under way.
+        """
+        self._elastic("resize").group.resize(servers)
+
+    def facts(self) -> dict[str, Any]:
+        """What the group's manager knows: servers, spaces, who holds what, moves, events. Raises ConfigError."""
+        return self._elastic("facts").facts()
+
+    def wait_settled(self, timeout: float | None = None) -> None:
+        """Return once every part has its server and its replicas, and none moves. Raises PeerTimeout, ConfigError."""
+        self._elastic("wait_settled").group.wait_settled(self.timeout if timeout is None else timeout)
+
+    def branch(self, name: str | None = None, *, quota: Quota | None = None) -> ServerGroup:
+        """Another group of parameters on the same servers that begins with these values and goes its own way.
+
+        Memory is shared until they differ. Its steps begin at 0. `close()` drops it, and leaves this one as it is.
+        Raises ConfigError, Conflict.
+        """
+        own = self._elastic("branch")
+        found = ServerGroup.__new__(ServerGroup)
+        found.__dict__.update(self.__dict__)
+        found._own = own.branch(name or f"{own.space.name}-{secrets.token_hex(4)}", quota)
+        return found
+
+    @property
+    def group(self) -> elastic.Group | None:
+        """The elastic group that this is on; None: the servers are fixed."""
+        return None if self._own is None else self._own.group
+
+    def _elastic(self, call: str) -> OwnSpace:
+        if self._own is None:
+            raise ConfigError(
+                f"{call} needs an elastic group: make this one with replicas=1 (or 0, which loses what a dead server "
+                "held), or with group=NAME on one that runs", field="replicas",
+            )  # fmt: skip
+        return self._own
+
     def close(self) -> None:
-        """End the shards. Only where the group was made; elsewhere it does nothing."""
-        if self._cluster is not None:
+        """End the servers, or drop the space on a group. Only where the group was made; elsewhere it does nothing."""
+        if self._cluster is not None and self._own is not None:
+            self._own.close()
+        elif self._cluster is not None:
             for handle in self._handles:
                 self._cluster.kill(handle)
             self._handles = []
@@ -151,116 +247,26 @@ class ServerGroup:
         self.close()
 
 
-class SharedParameters:
-    """One worker's view: pull and push, as a tensor or a state dict as it was given, whole, by range or by row."""
-
-    def __init__(self, server: Server, layout: Layout, as_dict: bool) -> None:
-        self._server, self._layout, self._as_dict = server, layout, as_dict
-        self._as_vector = not as_dict and len(layout.entries[0].shape) == 1
-
-    @property
-    def step(self) -> int:
-        """The number of this worker's next push."""
-        return self._server.step
-
-    def pull(
-        self,
-        lo: int | Tensor | None = None,
-        hi: int | None = None,
-        *,
-        table: str | None = None,
-        out: Tensor | None = None,
-        consistent: bool | None = None,
-    ) -> Any:
-        """The parameters as they were given; with `lo` and `hi`, those elements of the flat vector.
-
-        `pull(ids)`, with a tensor of whole numbers, gives those rows of a table, [len(ids), width]: a table is a
-        parameter of two or more dimensions, `table` its name where there are several. What is pulled lands in `out`, a
-        contiguous CPU tensor of as many elements, else in new memory. `consistent` reads all servers as of one moment,
-        which is the default unless the group is asynchronous (`staleness=None`).
-        """
-        if isinstance(lo, Tensor):
-            return self._server.pull_rows(lo, table, out=out, consistent=consistent)
-        if lo is not None or hi is not None:
-            return self._server.pull(lo or 0, hi, out=out, consistent=consistent)
-        return self._shaped(self._server.pull(out=out, consistent=consistent))
-
-    def push(
-        self,
-        value: Any,
-        rows: Tensor | None = None,
-        *,
-        weight: float = 1.0,
-        lo: int | None = None,
-        table: str | None = None,
-    ) -> None:
-        """Push a gradient of the parameters' shape, or a flat range of it that begins at element `lo`.
-
-        `push(ids, rows)` pushes the gradient of those rows of a table, [len(ids), width], those of the same id added
-        up: the optimizer steps these rows alone. `weight` is its number of samples: the synchronous mean is weighted
-        by it. Each call is one step.
-        """
-        self._post(value, rows, weight, lo, table)
-        self._server.settle()
-
-    def push_pull(
-        self,
-        value: Any,
-        rows: Tensor | None = None,
-        *,
-        weight: float = 1.0,
-        table: str | None = None,
-        out: Tensor | None = None,
-    ) -> Any:
-        """Push, then pull the same, all parameters in one turn."""
-        self._post(value, rows, weight, None, table)
-        return self._shaped(self._server.pull(out=out)) if rows is None else self.pull(value, table=table, out=out)
-
-    def _post(self, value: Any, rows: Tensor | None, weight: float, lo: int | None, table: str | None) -> None:
-        if rows is not None:
-            self._server.push_rows(value, rows, weight, table)
-        else:
-            self._server.push(self._checked(value) if lo is None else value, weight, lo or 0)
-
-    def buffer(self) -> Tensor:
-        """A flat tensor, all zero, as long as the parameters: a gradient written into it is pushed without a copy.
-
-        The shards read it where it lies: it may change again when `push` or `push_pull` has returned.
-        """
-        return self._server.buffer(self._layout.size, self._layout.dtype)
-
-    def read(self) -> Any:
-        """The parameters as they are now, outside the clock."""
-        return self._shaped(self._server.read())
-
-    def close(self) -> None:
-        """Leave."""
-        self._server.close()
-
-    def _checked(self, value: Any) -> Tensor | Gradient:
-        if isinstance(value, dict):
-            value = self._one_vector(value)
-        if not isinstance(value, Gradient) and value.numel() != self._layout.size:
-            raise ConfigError(
-                f"a push has {value.numel()} elements and there are {self._layout.size} parameters: "
-                "push all of them, or a range with lo="
-            )
-        found: Tensor | Gradient = value
-        return found
-
-    def _one_vector(self, named: dict[str, Tensor]) -> Tensor:
-        shapes = {entry.name: entry.shape for entry in self._layout.entries}
-        for name in sorted(shapes.keys() | named.keys()):
-            found = tuple(named[name].shape) if name in named else None
-            if found != shapes.get(name):
-                raise ConfigError(f"a push has {name!r} of shape {found}; in the parameters it is {shapes.get(name)}")
-        return torch.cat([named[name].detach().reshape(-1).cpu() for name in shapes])
-
-    def _shaped(self, vector: Tensor) -> Any:
-        if self._as_vector:
-            return vector
-        named = {e.name: vector[e.lo : e.hi].view(e.shape) for e in self._layout.entries}
-        return named if self._as_dict else named[""]
+def _refuse_mixtures(
+    is_elastic: bool,
+    replicas: object,
+    group: object,
+    name: object,
+    segments: object,
+    quota: object,
+    compression: object,
+) -> None:
+    """Say which arguments do not go together. Raises ConfigError."""
+    if group is not None and replicas is not None:
+        raise ConfigError("a group that runs has its replicas: leave out `replicas`, or `group`", field="replicas")
+    if is_elastic and compression is not None:
+        raise ConfigError(
+            "an elastic group takes pushes as they are: leave out `compression`, or `replicas` and `group`",
+            field="compression",
+        )
+    given = [key for key, value in [("name", name), ("segments", segments), ("quota", quota)] if value is not None]
+    if not is_elastic and given:
+        raise ConfigError(f"{given[0]} is for an elastic group: give replicas=1 or group=NAME too", field=given[0])
 
 
 def _named(params: Any) -> dict[str, Tensor]:

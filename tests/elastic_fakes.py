@@ -1,6 +1,6 @@
 """A server group that is not one: real links, threads that answer what a test wants, and segments that add up pushes.
 
-What the servers of a real group share by copies, these share by being one process. What a server has only filed (`file`)
+What the servers of a real group share by copies, these share by being one process. What a server has only `filed`
 dies with it.
 """
 

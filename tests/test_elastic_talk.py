@@ -57,7 +57,7 @@ def test_one_request_for_each_server_and_exchange(make):
 
 
 def test_ranges(make):
-    group, talk = make(size=10, segments=3)
+    _group, talk = make(size=10, segments=3)
     server = ElasticServer(talk)
     server.push(torch.ones(4, dtype=torch.float64), lo=2)
     expected = torch.tensor([0.0, 0, 1, 1, 1, 1, 0, 0, 0, 0], dtype=torch.float64)
@@ -228,7 +228,7 @@ def test_a_manager_that_is_lost_is_found_again_when_it_is_needed(make):
 
 
 def test_a_reader_has_links_of_its_own(make):
-    group, talk = make()
+    _group, talk = make()
     server, other = ElasticServer(talk), talk.reader()
     server.push(torch.ones(12, dtype=torch.float64))
     server.settle()

@@ -176,6 +176,10 @@ class Server:
             posted, self._posted = self._posted, None
             self._turns.exchange(posted.asks)
 
+    def flush(self) -> None:
+        """As `settle`: fixed servers have no copies that more could be waited for."""
+        self.settle()
+
     def buffer(self, size: int, dtype: torch.dtype) -> Tensor:
         """Memory of `size` elements, all zero, for gradients: what lies at its beginning is pushed without a copy.
 
