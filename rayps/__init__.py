@@ -19,6 +19,9 @@ __version__ = "0.1.0"
 _HOMES = {
     "AllReduce": "rayps.strategies.all_reduce",
     "Client": "rayps.client",
+    "Embedding": "rayps.embedding",
+    "EmbeddingBag": "rayps.embedding",
+    "Hybrid": "rayps.strategies.hybrid",
     "ParameterServer": "rayps.strategies.parameter_server",
     "RaypsError": "rayps.errors",
     "Result": "rayps.training",
@@ -27,6 +30,7 @@ _HOMES = {
     "Strategy": "rayps.strategies.base",
     "Workload": "rayps.workload",
     "data": "rayps.data",
+    "hash_ids": "rayps.tables.ids",
     "run": "rayps.loop",
     "train": "rayps.training",
     "world": "rayps.loop",
@@ -38,6 +42,8 @@ __all__ = sorted([*_HOMES, "__version__"])
 if TYPE_CHECKING:
     from rayps import data as data
     from rayps.client import Client as Client
+    from rayps.embedding import Embedding as Embedding
+    from rayps.embedding import EmbeddingBag as EmbeddingBag
     from rayps.errors import RaypsError as RaypsError
     from rayps.loop import run as run
     from rayps.loop import world as world
@@ -46,7 +52,9 @@ if TYPE_CHECKING:
     from rayps.server_group import ServerGroup as ServerGroup
     from rayps.strategies.all_reduce import AllReduce as AllReduce
     from rayps.strategies.base import Strategy as Strategy
+    from rayps.strategies.hybrid import Hybrid as Hybrid
     from rayps.strategies.parameter_server import ParameterServer as ParameterServer
+    from rayps.tables.ids import hash_ids as hash_ids
     from rayps.training import Result as Result
     from rayps.training import train as train
     from rayps.workload import Workload as Workload

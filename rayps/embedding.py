@@ -8,7 +8,9 @@ has a table in its own process, which takes a step by `step(model)`: the law tha
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from torch.nn import functional
 from rayps.elastic.space import Space, Table
 from rayps.errors import ConfigError, WorkloadError
 from rayps.strategies.parameter_server import ParameterServer
+from rayps.tables import parquet
 from rayps.tables.client import TableClient, Tables
 from rayps.tables.ids import hash_ids, ids_of
 from rayps.tables.local import InProcess
@@ -49,7 +52,6 @@ class _Rows(nn.Module):
         self.table = made_table(dim, table, seed, init, optimizer, policy, dtype, segments)
         self.wire = wire_of(wire)
         self._tables: Tables | None = None
-        self._client: TableClient | None = None
 
     @property
     def dim(self) -> int:
@@ -60,15 +62,22 @@ class _Rows(nn.Module):
         """What print(model) shows."""
         return f"{self.table.dim}, table={self.table.name!r}"
 
+    def step(self) -> None:
+        """In a loop of plain torch: let the table's own optimizer apply what backward has left; see `step`."""
+        step(self)
+
     def _bind(self, tables: Tables) -> None:
-        self._tables, self._client = tables, tables.clients[self.table.name]
-        self._client.half = self.wire == "bf16"
+        self._tables = tables
+        tables.clients[self.table.name].half = self.wire == "bf16"
 
     def _bound(self) -> TableClient:
-        if self._client is None:
+        return self._bound_tables().clients[self.table.name]
+
+    def _bound_tables(self) -> Tables:
+        if self._tables is None:
             self._bind(_local([self.table]))
-        assert self._client is not None
-        return self._client
+        assert self._tables is not None
+        return self._tables
 
     def _look(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """The rows of the ids, once each [n, dim], and for each of the ids given the number of its row."""
@@ -81,7 +90,7 @@ class _Rows(nn.Module):
         return rows, inverse.to(ids.device)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_tables": None, "_client": None}  # links and rows stay where they are
+        return self.__dict__ | {"_tables": None}  # links and rows stay where they are
 
 
 def _taker(client: TableClient, lookup: Lookup) -> Callable[[Tensor], None]:
@@ -241,15 +250,58 @@ def _local(found: Any) -> Tables:
     return Tables(InProcess(space), space)
 
 
+def save(model: nn.Module, folder: str | Path) -> None:
+    """Write the tables of a model in this process as Parquet, each into `folder`/NAME; `load` reads them."""
+    for tables in _locals(model):
+        for client in tables.clients.values():
+            segment = tables.talk.segments[client.first]
+            parquet.write(Path(folder) / client.table.name, client.table, [segment.dump()])
+
+
+def load(model: nn.Module, folder: str | Path) -> nn.Module:
+    """Let a model's tables be in this process, with the rows that Parquet files in `folder`/NAME hold, e.g. of a
+    checkpoint in its folder `tables`, by whatever number of segments.
+
+    Raises:
+        CheckpointError: there are none, or they are of another table.
+    """
+    tables = local(model)
+    for name, client in tables.clients.items() if tables is not None else ():
+        _fill(client, Path(folder) / name)
+    return model
+
+
+def load_states(model: nn.Module, states: Mapping[str, Iterable[Any]]) -> nn.Module:
+    """As `load`, from the states of all segments of a table (`TableSegment.dump`), by its name; others are empty."""
+    tables = local(model)
+    for name, client in tables.clients.items() if tables is not None else ():
+        if name in states:
+            with tempfile.TemporaryDirectory() as folder:
+                parquet.write(folder, client.table, states[name])
+                _fill(client, Path(folder))
+    return model
+
+
+def _fill(client: TableClient, folder: Path) -> None:
+    for index, state in parquet.read(folder, client.table, 1, marks=[0]):
+        client.talk.segments[client.first + index].load(state)
+
+
 def step(model: nn.Module) -> None:
     """In a loop of plain torch: let the tables' own optimizers apply what backward has left; after `optimizer.step()`.
 
     What is not applied is kept and added to the next backward's.
     """
-    for tables in {id(m._tables): m._tables for m in rows_of(model) if m._tables is not None}.values():
-        if not isinstance(tables.talk, InProcess):
-            raise ConfigError("step(model) is for tables in this process: on servers the strategy takes the step")
+    for tables in _locals(model):
         tables.push(tables.step, 1.0)
+
+
+def _locals(model: nn.Module) -> list[Tables]:
+    """The tables of a model that are in this process, once each. Raises ConfigError where they are on servers."""
+    found = list({id(tables): tables for tables in (module._bound_tables() for module in rows_of(model))}.values())
+    if any(not isinstance(tables.talk, InProcess) for tables in found):
+        raise ConfigError("the model's tables are on servers: there the strategy takes the step, and checkpoints save")
+    return found
 
 
 def try_out(workload: Workload, model: nn.Module) -> None:
@@ -279,5 +331,6 @@ def _check_lookups(given: Any, model: nn.Module) -> None:
 
 
 __all__ = [
-    "Embedding", "EmbeddingBag", "bind", "hash_ids", "ids_of", "local", "rows_of", "step", "tables_of", "try_out",
+    "Embedding", "EmbeddingBag", "bind", "hash_ids", "ids_of", "load", "load_states", "local", "rows_of", "save",
+    "step", "tables_of", "try_out",
 ]  # fmt: skip

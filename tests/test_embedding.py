@@ -13,8 +13,11 @@ from torch.nn import functional
 import rayps
 from rayps import embedding
 from rayps.embedding import Embedding, EmbeddingBag, hash_ids, ids_of, tables_of
-from rayps.errors import ConfigError, DataError, WorkloadError
+from rayps.errors import CheckpointError, ConfigError, DataError, WorkloadError
+from rayps.strategies.parameter_server import ParameterServer
 from rayps.tables.policy import Policy
+from rayps.tables.segment import TableSegment
+from rayps.tables.wire import bucket
 
 ROWS, DIM = 40, 6
 RULES = {
@@ -42,7 +45,7 @@ def weights(module):
 def stored(module):
     """Ids and true counts of the rows that the module's table has stored."""
     client = module._bound()
-    segment = client._talk.segments[client.first]
+    segment = client.talk.segments[client.first]
     columns = segment.store.export()
     return dict(zip(columns.ids.tolist(), columns.life[:, 0].tolist(), strict=True))
 
@@ -304,3 +307,43 @@ def test_a_workload_that_is_right():
 def test_what_is_wrong_is_said_before_training(work, text):
     with pytest.raises(rayps.RaypsError, match=text):
         embedding.try_out(work, work.model())
+
+
+# ---------------------------------------------------------------------------------------------- on disk
+
+
+def trained(seed=0):
+    model = Two()
+    embedding.local(model)
+    for ids in batches(seed, 3):
+        (model.a(ids).sum() + model.c(ids + 1).pow(2).sum()).backward()
+        embedding.step(model)
+    return model
+
+
+def test_a_model_is_saved_and_goes_on_alike(tmp_path):
+    model = trained()
+    embedding.save(model, tmp_path)
+    again = embedding.load(Two(), tmp_path)
+    for each in (model, again):
+        (each.a(torch.arange(9)).sum() ** 2 + each.c(torch.arange(9)).sum() ** 2).backward()
+        embedding.step(each)
+    assert torch.equal(weights(model.a), weights(again.a)) and torch.equal(weights(model.c), weights(again.c))
+    assert stored(model.a) == stored(again.a)
+
+
+def test_states_of_several_segments_are_one_table():
+    model = trained()
+    table = model.a.table
+    cut = [TableSegment(table, index, ParameterServer(staleness=0), 1) for index in range(table.segments)]
+    segment = model.a._bound().talk.segments[0]
+    columns = segment.store.export()
+    for index, part in enumerate(cut):
+        part.store.load(columns.take(bucket(columns.ids, table.segments) == index))
+    again = embedding.load_states(Two(), {"users": [part.dump() for part in cut]})
+    assert torch.equal(weights(model.a), weights(again.a)) and stored(model.a) == stored(again.a)
+
+
+def test_what_is_not_there_cannot_be_loaded(tmp_path):
+    with pytest.raises(CheckpointError):
+        embedding.load(Two(), tmp_path / "none")

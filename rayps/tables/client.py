@@ -34,7 +34,7 @@ class TableClient:
         self.half = half
         self.foretold: Callable[[str], Foretold | None] = lambda name: None
         self.seconds = 0.0  # in pulls that a forward waited for
-        self._talk = talk
+        self.talk = talk
         self._lockstep = space.strategy.lockstep
         self._pending: list[tuple[Lookup, Tensor]] = []
         self._last: tuple[Tensor, Lookup] | None = None
@@ -88,7 +88,7 @@ class TableClient:
     def fetch(self, lookup: Lookup, kind: Kind = Kind.PULL, uses: bool = False) -> Tensor:
         """The rows of a lookup, [n, dim], in its order. Raises LinkError."""
         rows = self.room(lookup)
-        self.land(lookup, rows, self._talk.exchange(kind, self.asked(lookup, uses), landing=self.landing(lookup, rows)))
+        self.land(lookup, rows, self.talk.exchange(kind, self.asked(lookup, uses), landing=self.landing(lookup, rows)))
         return rows
 
     def room(self, lookup: Lookup) -> Tensor:
