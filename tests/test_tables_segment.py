@@ -5,11 +5,9 @@ import pytest
 import torch
 
 from rayps.elastic.space import Table
-from rayps.errors import CheckpointError, ConfigError
-from rayps.server.ledger import WINDOW, Ledger
 from rayps.strategies.parameter_server import ParameterServer
 from rayps.tables.initial import initial
-from rayps.tables.segment import TableSegment, check_table
+from rayps.tables.segment import TableSegment
 from rayps.tables.wire import bucket, decode_rows, empty_push, encode_pull, encode_push
 
 OPTIMIZERS = {

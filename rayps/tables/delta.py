@@ -17,7 +17,7 @@ import pyarrow as pa
 from rayps.elastic.space import Table
 from rayps.errors import DataError
 from rayps.tables.segment import TableSegment
-from rayps.tables.store import CHANGED
+from rayps.tables.store import USED
 
 _KEY = b"rayps.delta"
 
@@ -49,7 +49,7 @@ def delta(segment: TableSegment, since: int) -> bytes:
         gone = segment.life.gone(since) if since > 0 else None
         ids, life = segment.store.life()
         whole = gone is None
-        columns = segment.store.export(ids if whole else ids[life[:, CHANGED] > since])
+        columns = segment.store.export(ids if whole else ids[life[:, USED] > since])
         lost = np.empty(0, np.int64)
         if gone is not None and len(gone):
             lost = np.setdiff1d(gone, ids)
@@ -62,7 +62,7 @@ def delta(segment: TableSegment, since: int) -> bytes:
     with pa.ipc.new_stream(sink, kind) as writer:
         kept = pa.FixedSizeListArray.from_arrays(pa.array(columns.rows.reshape(-1)), type=kind.field("row").type)
         writer.write_batch(pa.record_batch(
-            [pa.array(columns.ids), kept, pa.array(columns.life[:, CHANGED].copy()), _all(False, len(columns.ids))],
+            [pa.array(columns.ids), kept, pa.array(columns.life[:, USED].copy()), _all(False, len(columns.ids))],
             schema=kind))  # fmt: skip
         if len(lost):
             writer.write_batch(pa.record_batch(

@@ -30,6 +30,7 @@ class HashIndex:
         self._filled = 0  # cells that are not empty
         self._live = 0
         self._shared = False
+        self.lost = 0  # deletions so far: slots that were found before the last of them may be another's
 
     def __len__(self) -> int:
         return self._live
@@ -44,16 +45,16 @@ class HashIndex:
         cells, keys, mask = self._cells, self.keys, len(self._cells) - 1
         place = (mix(ids) & np.uint64(mask)).view(np.int64)
         slots = cells.take(place).astype(np.int64)
-        hit = keys.take(slots, mode="clip") == ids
-        rest = np.flatnonzero(~hit & (slots != ABSENT))
-        slots *= hit
+        rest = np.flatnonzero(keys.take(slots, mode="clip") != ids)
+        if len(rest):
+            rest = rest[slots.take(rest) != ABSENT]
+        at, wanted = place.take(rest), ids.take(rest)
         while len(rest):
-            at = (place[rest] + 1) & mask
-            place[rest] = at
-            found = cells[at]
-            same = keys[found] == ids[rest]
-            slots[rest[same]] = found[same]
-            rest = rest[~same & (found != ABSENT)]
+            at = (at + 1) & mask
+            found = cells.take(at)
+            slots[rest] = found
+            other = np.flatnonzero((keys.take(found) != wanted) & (found != ABSENT))
+            rest, at, wanted = rest.take(other), at.take(other), wanted.take(other)
         return slots
 
     def insert(self, ids: Ids) -> Any:
@@ -81,6 +82,7 @@ class HashIndex:
         cells[place] = _GONE
         self.keys[slots] = -1
         if len(slots):
+            self.lost += 1
             self._free.append(slots)
         self._live -= len(ids)
         return slots

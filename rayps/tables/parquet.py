@@ -1,7 +1,7 @@
 """A table as Parquet files, one for each segment, which any number of segments loads and anybody can query.
 
-Columns: id; row, a list of `dim` numbers; a column for each part of the optimizer's state; uses (true counts), used and
-changed (versions of the segment). Rows are in the order of their ids. Beside them, where ids are counted that are not
+Columns: id; row, a list of `dim` numbers; a column for each part of the optimizer's state; uses (true counts) and
+used (version of the segment). Rows are in the order of their ids. Beside them, where ids are counted that are not
 stored yet, `counted-NNNNN.parquet`: id, uses, used. What else a segment knows is in the files' metadata.
 """
 
@@ -25,7 +25,7 @@ from rayps.tables.pages import Field
 from rayps.tables.store import Columns
 from rayps.tables.wire import bucket
 
-_LIFE = ("uses", "used", "changed")
+_LIFE = ("uses", "used")
 _GROUP = 1 << 17  # rows of a row group
 _KEY = b"rayps.table"
 

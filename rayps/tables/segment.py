@@ -8,6 +8,7 @@ and counts them, and copies do the same.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -69,6 +70,7 @@ class TableSegment:
         """`start_marks`: by rank, its next step; 0 for all unless said otherwise. Raises ConfigError."""
         self.table, self.index, self.strategy, self.size = table, index, strategy, workers
         self.seq = self.version = self.operations = 0
+        self.copied = True  # whether changes go to copies; where not, they come back empty
         self.store = RowStore(table, rule_of(table))
         self._begin(Ledger([0] * workers if start_marks is None else start_marks))
 
@@ -84,6 +86,7 @@ class TableSegment:
         self._touched: tuple[Any, Any] = (None, None)  # slots, and which rows of the gradient these are (None: all)
         self._steps: list[Tensor] = []  # gradients stepped by, in a round
         self._checked: tuple[Any, Push] | None = None
+        self._found: deque[tuple[Ids, Any, Any, int]] = deque(maxlen=2 * self.size)  # with what was pulled last
 
     @property
     def rows(self) -> int:
@@ -142,7 +145,7 @@ class TableSegment:
         self.operations += 1
         if not self._gathers:
             self._apply(rank, step, weight, push)
-            return [b"".join([_head(_PUSH, rank, step, weight), data])]
+            return [b"".join([_head(_PUSH, rank, step, weight), data]) if self.copied else b""]
         self.ledger.add(rank, step)
         kept = push
         if self.clock.slowest <= step:  # it waits for others, and its memory is the caller's
@@ -156,7 +159,7 @@ class TableSegment:
         self.version += 1
         with self.store.lock:
             if len(push.ids) and weight:
-                self._use(push.ids, push.counts, changed=True)
+                self._use(push.ids, push.counts)
                 self.strategy.on_push(self, push.rows, weight)
             self._after()
         while self._closed < self.clock.slowest:
@@ -174,7 +177,7 @@ class TableSegment:
             weights: list[float] = [weight for _, (_, weight) in held]
             with self.store.lock:
                 if len(ids) and any(weights):
-                    self._use(ids, counts, changed=True)
+                    self._use(ids, counts)
                     self.strategy.on_round(self, values, weights)
                 self._after()
             pieces = [encode_push(ids, grad, counts) for grad in self._steps]
@@ -184,10 +187,23 @@ class TableSegment:
             self._keep()
         return changes
 
-    def _use(self, ids: Ids, counts: Counts, changed: bool) -> None:
-        """Find, let in and count rows; what follows steps those that are stored."""
+    def _slots(self, ids: Ids, rank: int = -1) -> tuple[Any, Any]:
+        """Where rows are, and which are not stored; found before, mostly: a rank pushes what it pulled."""
+        for known, slots, missing, lost in self._found:
+            if lost == self.store.lost and np.array_equal(known, ids):
+                if len(missing):  # somebody may have stored them since
+                    slots[missing] = self.store.find(ids[missing])
+                    missing = np.flatnonzero(slots == ABSENT)
+                return slots.copy(), missing
         slots = self.store.find(ids)
         missing = np.flatnonzero(slots == ABSENT)
+        if rank >= 0:
+            self._found.append((ids.copy(), slots, missing, self.store.lost))
+        return slots, missing
+
+    def _use(self, ids: Ids, counts: Counts) -> None:
+        """Find, let in and count rows; what follows steps those that are stored."""
+        slots, missing = self._slots(ids)
         if len(missing):
             good, uses = self.life.admit(ids[missing], counts[missing], self.version)
             come = missing[good]
@@ -197,12 +213,12 @@ class TableSegment:
         if len(missing) and not good.all():
             stored = np.flatnonzero(slots != ABSENT)
             slots, counts = slots[stored], counts[stored]
-        self.store.use(slots, counts, self.version, changed)
+        self.store.use(slots, counts, self.version)
         self._touched = (slots, stored)
 
     def step(self, grad: Tensor, scale: float = 1.0) -> None:
         """Let the optimizer apply `scale` times the gradient of the rows that are being pushed, [n, dim]."""
-        if self._gathers:
+        if self._gathers and self.copied:
             self._steps.append(grad * scale)
         slots, stored = self._touched
         self.store.step(slots, grad if stored is None else grad[torch.from_numpy(stored)], scale)
@@ -246,7 +262,7 @@ class TableSegment:
             for k in range(count):
                 push = decode_push(data[k * size : (k + 1) * size], self.table)
                 if k == 0:
-                    self._use(push.ids, push.counts, changed=True)
+                    self._use(push.ids, push.counts)
                 self.step(push.rows)
             self._steps = []
             self._after()
@@ -268,18 +284,18 @@ class TableSegment:
             if asked.counts is not None and len(asked.ids):
                 self._count(asked.ids, asked.counts)
                 changes = [b"".join([_head(_USE, rank, 0, 0.0), encode_pull(asked.ids, asked.counts)])]
-            rows = self.store.read(asked.ids)
+            rows = self.store.read(asked.ids, self._slots(asked.ids, rank)[0])
         return encode_rows(rows, asked.half), self.ledger.marks[rank] - self.clock.slowest, changes
 
     def read(self, data: Any) -> Any:
         """The same outside the clock; changes nothing."""
         asked = decode_pull(data, self.table)
         with self.store.lock:
-            return encode_rows(self.store.read(asked.ids), asked.half)
+            return encode_rows(self.store.read(asked.ids, self.store.find(asked.ids)), asked.half)
 
     def _count(self, ids: Ids, counts: Counts) -> None:
         with self.store.lock:
-            self._use(ids, counts, changed=False)
+            self._use(ids, counts)
             self._touched = (None, None)
             self._after()
 

@@ -21,9 +21,9 @@ from rayps.tables.optim import Rule
 from rayps.tables.pages import BITS, ROWS, Field, Pages, places, release
 from rayps.tables.wire import Counts, Ids, cells
 
-_BLOCK = 2048  # rows stepped at a time: they stay in the cache
-LIFE = (Field("life", 3, "int64"),)  # uses by true counts, version of the last use, version of the last change
-USES, USED, CHANGED = range(3)
+_BLOCK = 4096  # rows stepped at a time: they stay in the cache
+LIFE = (Field("life", 2, "int64"),)  # uses by true counts, version of the last use
+USES, USED = range(2)
 
 
 @dataclass(slots=True)
@@ -33,7 +33,7 @@ class Columns:
     ids: Ids
     rows: Any  # [n, dim]
     state: dict[str, Any]  # by field of the optimizer: [n, width]
-    life: Any  # int64 [n, 3]: uses, version of the last use, version of the last change
+    life: Any  # int64 [n, 2]: uses, version of the last use
 
     def take(self, places: Any) -> Columns:
         """Some of them."""
@@ -72,12 +72,16 @@ class RowStore:
         return int((1.0 / np.maximum(users, 1)).sum() * ROWS * self._pages.row_bytes) + self._index.nbytes
 
     def find(self, ids: Ids) -> Any:
-        """The slot of each id, `ABSENT` where it is not stored. Good until the next `make`, `delete` or `load`."""
+        """The slot of each id, `ABSENT` where it is not stored. One that is found is good as long as `lost` is the same."""
         return self._index.find(ids)
 
-    def read(self, ids: Ids) -> Any:
-        """The rows of these ids, [n, dim]; first values of those that are not stored."""
-        slots = self._index.find(ids)
+    @property
+    def lost(self) -> int:
+        """Deletions so far. Slots that were found are good until it is another number."""
+        return self._index.lost
+
+    def read(self, ids: Ids, slots: Any) -> Any:
+        """The rows of these ids, which `find` found there, [n, dim]; first values of those that are not stored."""
         found = np.empty((len(ids), self.table.dim), self.table.dtype)
         missing = np.flatnonzero(slots == ABSENT)
         if len(missing) == len(ids):
@@ -95,20 +99,17 @@ class RowStore:
         self._put("rows", place, initial(self.table, ids))
         for field in self.rule.fields:
             self._pages.columns[field.name].rows[place] = field.start
-        life = np.full((len(ids), 3), version, np.int64)
+        life = np.full((len(ids), 2), version, np.int64)
         life[:, USES] = uses
         self._put("life", place, life)
         return slots
 
-    def use(self, slots: Any, counts: Counts, version: int, changed: bool) -> None:
+    def use(self, slots: Any, counts: Counts, version: int) -> None:
         """Count uses of rows, as often as each id really came."""
         place = self._own(slots)
-        life = np.empty((len(slots), 3), np.int64)
-        self._take("life", place, life)
+        life = self._gather("life", place)
         life[:, USES] += counts
         life[:, USED] = version
-        if changed:
-            life[:, CHANGED] = version
         self._put("life", place, life)
 
     def step(self, slots: Any, grad: Tensor, scale: float) -> None:
@@ -129,7 +130,7 @@ class RowStore:
         self._index.delete(ids)
 
     def life(self) -> tuple[Ids, Any]:
-        """Ids and life [n, 3] of all rows that are stored, in no order."""
+        """Ids and life [n, 2] of all rows that are stored, in no order."""
         slots = self._index.slots()
         return self._index.keys[slots], self._gather("life", self._places(slots))
 

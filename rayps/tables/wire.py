@@ -8,6 +8,8 @@ A piece of no bytes names no ids.
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -75,7 +77,12 @@ def split(ids: Ids, segments: int) -> tuple[Any, list[int]]:
 
 def cells(rows: Any) -> Any:
     """Rows [n, width] as n cells of bytes in the same memory: numpy moves these several times as fast."""
-    return rows.view(np.dtype((np.void, rows.shape[1] * rows.itemsize))).reshape(-1)
+    return rows.view(_cell(rows.shape[1] * rows.itemsize)).reshape(-1)
+
+
+@functools.cache
+def _cell(size: int) -> Any:
+    return np.dtype(np.complex128) if size == 16 else np.dtype((np.void, size))  # numpy moves 16 bytes at once
 
 
 def _piece(flags: int, dim: int, ids: Ids, counts: Counts | None, tail: int) -> tuple[Any, int]:
@@ -183,7 +190,7 @@ def decode_push(data: Any, table: Table) -> Push:
         rows = torch.from_numpy(held.view(np.int16).copy()).view(torch.bfloat16).to(dtype).view(n, dim)
     else:
         rows = _tensor(held.view(np.float32 if dtype is torch.float32 else np.float64).reshape(n, dim))
-    if not bool(torch.isfinite(rows.sum())):  # the sum finds nearly always that all are: this costs little
+    if not math.isfinite(float(rows.sum())):  # the sum finds nearly always that all are: this costs little
         wrong = torch.isfinite(rows).all(1).logical_not().nonzero().view(-1)
         if len(wrong):
             first = int(ids[int(wrong[0])])
