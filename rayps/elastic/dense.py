@@ -7,14 +7,14 @@ all pushes, a change is the close of a round: their weighted mean where the stra
 
 from __future__ import annotations
 
-import struct
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rayps.elastic.held import CHANGE, MEAN, NEVER, ONE, PUSHED, VALUES, HeldShard, changes_by
 from rayps.elastic.space import Space
 from rayps.elastic.states import full_moments, pack_state, plain_moments, tensor_of, unpack_state
 from rayps.errors import CheckpointError, ConfigError
@@ -22,145 +22,8 @@ from rayps.flat import Layout
 from rayps.optim import Factory, Moments
 from rayps.optim import cut as cut_moments
 from rayps.server.ledger import WINDOW, Ledger
-from rayps.server.parts import Parts
 from rayps.server.resident import flat_bytes
-from rayps.server.shard import Boundary, Shard, ShardPart
-from rayps.strategies.base import Strategy, weighted_mean
-from rayps.strategy import Strategy as AnyStrategy
-
-_CHANGE = struct.Struct("<qqqd")  # what it is; then rank, step, weight, or round, number of values, 0
-_ONE = struct.Struct("<qqd")  # rank, bytes and weight of one value of a round
-PUSHED, MEAN, VALUES = 1, 2, 3
-_NEVER = Boundary(0, -1)
-
-
-def changes_by(strategy: AnyStrategy) -> int:
-    """What a change of a segment is under this strategy: PUSHED, MEAN or VALUES."""
-    if strategy.gathers and getattr(strategy, "means", False):
-        return MEAN
-    if strategy.gathers and type(strategy).on_push is Strategy.on_push:
-        return VALUES
-    return PUSHED
-
-
-class _Held(Shard):
-    """A shard that writes down how its rounds are closed, and can close them as another one did."""
-
-    def __init__(self, *args: Any, **more: Any) -> None:
-        super().__init__(*args, **more)
-        self.writes = False  # whether the closes of rounds are written down
-        self.changes: list[bytes] = []
-        self.by = changes_by(self.strategy)
-        self.wanted: set[int] = set()
-        self.kept: Parts[bytes] = Parts()
-        self.seq = 0
-        self._mean: bytes = b""
-
-    @property
-    def closed(self) -> int:
-        """Rounds that are closed."""
-        return self._slowest
-
-    def step(self, grad: Tensor, scale: float = 1.0) -> None:
-        if self.writes and self.by == MEAN:
-            self._mean = flat_bytes(grad).tobytes()
-        super().step(grad, scale)
-
-    def step_mean(self, values: Sequence[Tensor], weights: Sequence[float]) -> None:
-        whole = self._touched == self._whole
-        self.step(self._optimizer.mean(values, weights) if whole else weighted_mean(list(values), list(weights)))
-
-    def _close(self, finished: int) -> None:
-        write = self.writes and self.by != PUSHED
-        if write and self.by == VALUES:
-            self.changes.append(self._values(finished))
-        super()._close(finished)
-        if write and self.by == MEAN:
-            self.changes.append(_CHANGE.pack(MEAN, finished, bool(self._mean), 0.0) + self._mean)
-            self._mean = b""
-        if self.by != PUSHED:
-            self.seq += 1
-        self._keep(finished + 1)
-
-    def _values(self, finished: int) -> bytes:
-        held = sorted(self._inbox.get(finished, {}).items())
-        values = [flat_bytes(value).data if self._filled(area) else b"" for _, (value, _, area) in held]
-        heads = [_ONE.pack(held[i][0], len(value), held[i][1][1]) for i, value in enumerate(values)]
-        return b"".join([_CHANGE.pack(VALUES, finished, len(held), 0.0), *heads, *values])
-
-    def _filled(self, area: Any) -> bool:
-        """Whether a push was of all elements, and not of none."""
-        return list(area) == [0, self._count] and self._count > 0
-
-    def close_as(self, finished: int, mean: Tensor | None) -> None:
-        """Close a round with the mean that the primary made."""
-        for rank in self.ledger.marks:
-            self.ledger.skip(rank, finished + 1)
-        self._inbox.pop(finished, None)
-        self._slowest = finished + 1  # a state may have brought later rounds along: they are closed by later changes
-        if mean is not None:
-            self._touched = self._whole
-            self.step(mean)
-        self.seq += 1
-        self._keep(finished + 1)
-
-    def catch_up(self) -> None:
-        """Close what nobody else will close now."""
-        self.writes = False
-        self._finish()
-
-    def _keep(self, rounds: int) -> None:
-        if rounds in self.wanted:
-            self.kept.wanted = rounds
-            self.kept.keep(rounds, self.state(parts=False))
-            self.wanted = {wanted for wanted in self.wanted if wanted > rounds}
-
-    def state(self, parts: bool = True) -> bytes:
-        """All of it; without `parts`, as it is kept."""
-        tensors = [self.params]
-        moments = plain_moments(self._optimizer.moments(), tensors)
-        inbox = []
-        for step, of_step in self._inbox.items():
-            for rank, (value, weight, area) in of_step.items():
-                inbox.append([step, rank, weight, self._filled(area), len(tensors)])
-                tensors.append(value)
-        kept = {}
-        for rounds in sorted(self.kept) if parts else []:
-            kept[str(rounds)] = len(tensors)
-            tensors.append(tensor_of(self.kept[rounds], torch.uint8))
-        head = {
-            "seq": self.seq, "version": self.version, "ledger": self.ledger.to_json(), "moments": moments,
-            "groups": _plain_groups(self._optimizer.optimizer.param_groups), "inbox": inbox,
-            "kept": kept, "wanted": sorted(self.wanted),
-        }  # fmt: skip
-        return pack_state(head, tensors)
-
-    def restore(self, head: dict[str, Any], tensors: list[Tensor]) -> None:
-        """Take over the rest of what `state` gave: all but parameters and ledger."""
-        self.seq, self.version = head["seq"], head["version"]
-        self._optimizer.restore(full_moments(head["moments"], tensors))
-        for mine, given in zip(self._optimizer.optimizer.param_groups, head.get("groups", []), strict=False):
-            mine.update(given)
-        for step, rank, weight, whole, number in head["inbox"]:
-            area = self._whole if whole else (0, 0)
-            self._inbox.setdefault(step, {})[rank] = (tensors[number].clone(), weight, area)
-        for rounds, number in head["kept"].items():
-            self.kept[int(rounds)] = flat_bytes(tensors[number]).tobytes()
-        self.wanted = set(head["wanted"])
-
-    def moments(self) -> Moments:
-        """The optimizer's state by parameter name; copies."""
-        return self._optimizer.moments()
-
-    def groups(self) -> list[dict[str, Any]]:
-        """The numbers of the optimizer's groups."""
-        return _plain_groups(self._optimizer.optimizer.param_groups)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of parameters and optimizer state."""
-        held = [t for state in self._optimizer.optimizer.state.values() for t in state.values()]
-        return sum(t.numel() * t.element_size() for t in [self.params, *held] if isinstance(t, Tensor))
+from rayps.server.shard import ShardPart
 
 
 class DenseSegment:
@@ -186,16 +49,16 @@ class DenseSegment:
     def _settle(self, params: Tensor, ledger: Ledger) -> None:
         """Stand on memory of its own."""
         self._base = None
-        self._shard = _Held(
+        self._shard = HeldShard(
             self.index, self.layout, self.lo, self.hi, params=params, factory=self.factory,
-            strategy=self.space.strategy, start=ledger, boundary=_NEVER, private=True,
+            strategy=self.space.strategy, start=ledger, boundary=NEVER, private=True,
         )  # fmt: skip
-        self._buffer = memoryview(flat_bytes(self._shard.params)) if self.rows else memoryview(b"")
+        self._buffer = flat_bytes(self._shard.params).data if self.rows else memoryview(b"")
 
     # ---- what is the same in both lives
 
     @property
-    def shard(self) -> _Held:
+    def shard(self) -> HeldShard:
         """The shard, of its own or still its parent's: to be read only, where it is the parent's."""
         return self._shard if self._base is None else self._base.shard
 
@@ -203,6 +66,10 @@ class DenseSegment:
     def seq(self) -> int:
         """Changes that were applied."""
         return 0 if self._base is not None else self._shard.seq
+
+    @seq.setter
+    def seq(self, value: int) -> None:
+        self._own().seq = value
 
     @property
     def version(self) -> int:
@@ -238,7 +105,7 @@ class DenseSegment:
             return []
         value = tensor_of(data, self.layout.dtype)
         if shard.by == PUSHED:
-            change = b"".join([_CHANGE.pack(PUSHED, rank, step, weight), data]) if self.forwards else b""
+            change = b"".join([CHANGE.pack(PUSHED, rank, step, weight), data]) if self.forwards else b""
             shard.push(rank, step, value, weight)
             shard.seq += 1
             return [change]
@@ -251,8 +118,8 @@ class DenseSegment:
     def replay(self, change: memoryview) -> None:
         """Apply one item of what `push` gave on the primary. Raises ValueError."""
         view = memoryview(change).cast("B")
-        what, first, second, weight = _CHANGE.unpack_from(view)
-        shard, rest = self._own(), view[_CHANGE.size :]
+        what, first, second, weight = CHANGE.unpack_from(view)
+        shard, rest = self._own(), view[CHANGE.size :]
         shard.writes = False
         if what == PUSHED:
             shard.push(first, second, tensor_of(rest, self.layout.dtype), weight)
@@ -273,10 +140,10 @@ class DenseSegment:
         """Its memory is given up; who shares it gets memory of its own."""
         self._part_from_branches()
 
-    def _replay_values(self, shard: _Held, finished: int, count: int, rest: memoryview) -> None:
-        at = count * _ONE.size
+    def _replay_values(self, shard: HeldShard, finished: int, count: int, rest: memoryview) -> None:
+        at = count * ONE.size
         for i in range(count):
-            rank, size, weight = _ONE.unpack_from(rest, i * _ONE.size)
+            rank, size, weight = ONE.unpack_from(rest, i * ONE.size)
             value = tensor_of(rest[at : at + size], self.layout.dtype).clone()
             at += size
             shard.push(rank, finished, value, weight)  # what a state brought along is known
@@ -291,14 +158,14 @@ class DenseSegment:
         """The ranks that pulls wait for."""
         return list(range(self.space.workers)) if self._base is not None else self._shard.clock.laggards()
 
-    def pull(self, rank: int, data: memoryview = memoryview(b"")) -> tuple[Any, int, list[bytes]]:  # noqa: B008
+    def pull(self, rank: int, data: memoryview = memoryview(b"")) -> tuple[Any, int, list[bytes]]:
         """All elements, as a view that is good until the next push; the lead; nothing for copies."""
         self.operations += 1
         if rank not in range(self.space.workers):
             raise ValueError(f"rank {rank} is not one of {self.space.workers} workers")
         return self.read(data), 0 if self._base is not None else self._shard.pulled(rank), []
 
-    def read(self, data: memoryview = memoryview(b"")) -> Any:  # noqa: B008
+    def read(self, data: memoryview = memoryview(b"")) -> Any:
         """All elements, as a view that is good until the next push."""
         return self._buffer if self._base is None else self._base.read(data)
 
@@ -357,7 +224,7 @@ class DenseSegment:
         base._branches = [ref for ref in base._branches if ref() is not None] + [weakref.ref(made)]
         return made
 
-    def _own(self) -> _Held:
+    def _own(self) -> HeldShard:
         """The shard, to write to: in memory that nobody else reads."""
         self._part_from_branches()
         if self._base is not None:
@@ -375,12 +242,6 @@ class DenseSegment:
         head, tensors = unpack_state(self.dump())
         self._settle(base.shard.params.clone(), Ledger([0] * self.space.workers))
         self._shard.restore(head, tensors)
-
-
-def _plain_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    plain = (int, float, str, bool, type(None), tuple)
-    return [{key: value for key, value in group.items() if key != "params" and isinstance(value, plain)}
-            for group in groups]  # fmt: skip
 
 
 def _state(params: Tensor, moments: Moments, groups: list[dict[str, Any]], ledger: Ledger, version: int = 0) -> bytes:

@@ -15,9 +15,15 @@ class Segment(Protocol):
     """One segment of a space, as its primary and as a copy."""
 
     seq: int  # how many changes were applied: what `push` gave back, one by one
-    version: int  # steps that the optimizer has taken here
     operations: int  # pushes and pulls, for the load
-    rows: int  # of a table; elements of the dense vector
+
+    @property
+    def version(self) -> int:
+        """Steps that the optimizer has taken here."""
+
+    @property
+    def rows(self) -> int:
+        """Of a table; elements of the dense vector."""
 
     @property
     def nbytes(self) -> int:

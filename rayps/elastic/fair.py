@@ -1,0 +1,177 @@
+"""Whose request a server takes next: the spaces share its time equally, whoever asks more often. Pure.
+
+Each space has a line of its own, and a clock that shows how much service it has had. The line with the least goes next;
+a line that was empty begins at the clock of the one that was served last, so nobody saves up time by asking nothing.
+Start-time fair queueing: Goyal, Vin and Cheng, SIGCOMM 1996. A line may also be bound to a number of operations a
+second (a token bucket): its requests then wait, and none is lost.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+LINE_BYTES = 64 << 20  # what a space may have waiting before its links are not read any more
+BURST_SECONDS = 0.25  # a bucket holds as many operations as fit into this time, and at least one
+
+
+class Bucket:
+    """So many operations a second, with a small store of those that were not used."""
+
+    def __init__(self, rate: float, now: float) -> None:
+        self._left, self._at = 0.0, now
+        self.rate = rate
+        self._left = self._size
+
+    @property
+    def _size(self) -> float:
+        return max(1.0, self.rate * BURST_SECONDS)
+
+    def set(self, rate: float, now: float) -> None:
+        """Another rate from now on."""
+        if rate != self.rate:
+            self._fill(now)
+            self.rate = rate
+            self._left = min(self._left, self._size)
+
+    def take(self, now: float) -> bool:
+        """Use one operation; False where none is left."""
+        self._fill(now)
+        if self._left < 1.0:
+            return False
+        self._left -= 1.0
+        return True
+
+    def ready_at(self) -> float:
+        """When there will be one."""
+        return self._at + max(0.0, 1.0 - self._left) / self.rate
+
+    def _fill(self, now: float) -> None:
+        self._left = min(self._size, self._left + (now - self._at) * self.rate)
+        self._at = now
+
+
+@dataclass(slots=True)
+class _Line(Generic[T]):
+    """What waits for one space."""
+
+    urgent: deque[tuple[T, int]] = field(default_factory=deque)  # of other servers: their workers wait for it
+    items: deque[tuple[T, int, bool]] = field(default_factory=deque)
+    bytes: int = 0
+    clock: float = 0.0  # seconds of service
+    bucket: Bucket | None = None
+    blocked: bool = False  # not known yet
+    waits: bool = False  # the first item has been counted as throttled
+    throttled: int = 0
+
+
+class Fair(Generic[T]):
+    """Lines by space, and who is next. `T` is a request."""
+
+    def __init__(self, limit: int = LINE_BYTES) -> None:
+        self.limit = limit
+        self._lines: dict[int, _Line[T]] = {}
+        self._busy: dict[int, _Line[T]] = {}  # those with something in them
+        self._now = 0.0  # the clock of the line that was served last
+
+    def __len__(self) -> int:
+        return sum(len(line.urgent) + len(line.items) for line in self._busy.values())
+
+    def put(self, space: int, item: T, size: int, *, counts: bool = True, urgent: bool = False) -> None:
+        """Queue a request of `size` bytes; `counts`: it is an operation in the sense of the quota."""
+        line = self._line(space)
+        if space not in self._busy:
+            self._busy[space] = line
+            line.clock = max(line.clock, self._now)
+        line.bytes += size
+        if urgent:
+            line.urgent.append((item, size))
+        else:
+            line.items.append((item, size, counts))
+
+    def room(self, space: int) -> bool:
+        """Whether more of this space may be read."""
+        line = self._busy.get(space)
+        return line is None or line.bytes < self.limit
+
+    def next(self, now: float) -> tuple[int, T] | None:
+        """The space and its request that are served now; None where none is there, or all must wait."""
+        best, number = None, -1
+        for space, line in self._busy.items():
+            if not line.blocked and (best is None or line.clock < best.clock) and self._ready(line, now):
+                best, number = line, space
+        if best is None:
+            return None
+        self._now = best.clock
+        if best.urgent:
+            item, size = best.urgent.popleft()
+        else:
+            item, size, counts = best.items.popleft()
+            if counts and best.bucket is not None:
+                best.bucket.take(now)
+            best.waits = False
+        best.bytes -= size
+        if not best.urgent and not best.items:
+            del self._busy[number]
+        return number, item
+
+    def spent(self, space: int, seconds: float) -> None:
+        """What serving it took."""
+        self._line(space).clock += seconds
+
+    def wake_at(self, now: float) -> float | None:
+        """When something that waits for its quota may be served; None where nothing does."""
+        times = [line.bucket.ready_at() for line in self._busy.values()
+                 if line.bucket is not None and not line.blocked and not self._ready(line, now)]  # fmt: skip
+        return min(times, default=None)
+
+    def limit_rate(self, space: int, rate: float | None, now: float) -> None:
+        """At most `rate` operations a second of this space here; None = no limit."""
+        line = self._line(space)
+        if rate is None:
+            line.bucket = None
+        elif line.bucket is None:
+            line.bucket = Bucket(rate, now)
+        else:
+            line.bucket.set(rate, now)
+
+    def block(self, space: int, blocked: bool) -> None:
+        """Serve nothing of this space, or go on."""
+        self._line(space).blocked = blocked
+
+    def throttled(self, space: int) -> int:
+        """Requests that had to wait for the quota."""
+        line = self._lines.get(space)
+        return 0 if line is None else line.throttled
+
+    def queued(self, space: int) -> int:
+        """Bytes that wait."""
+        line = self._lines.get(space)
+        return 0 if line is None else line.bytes
+
+    def drop(self, space: int) -> list[T]:
+        """Forget a space; what waited."""
+        line = self._lines.pop(space, None)
+        self._busy.pop(space, None)
+        return [] if line is None else [item for item, *_ in (*line.urgent, *line.items)]
+
+    def _line(self, space: int) -> _Line[T]:
+        line = self._lines.get(space)
+        if line is None:
+            line = self._lines[space] = _Line(clock=self._now)
+        return line
+
+    @staticmethod
+    def _ready(line: _Line[T], now: float) -> bool:
+        if line.bucket is None or line.urgent or not line.items[0][2]:
+            return True
+        line.bucket._fill(now)
+        if line.bucket._left >= 1.0:
+            return True
+        if not line.waits:
+            line.waits = True
+            line.throttled += 1
+        return False
