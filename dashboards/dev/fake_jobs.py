@@ -155,7 +155,13 @@ class FakeJob:
         count, size = now["shards"], 38_410
         cuts = [size * i // count for i in range(count + 1)]
         return [{"index": i, "host": "node-a", "pid": 4400 + i, "lo": cuts[i], "hi": cuts[i + 1], "version": self.round * 4 - i,
-                 "bytes": (cuts[i + 1] - cuts[i]) * 12} for i in range(count)]
+                 "bytes": (cuts[i + 1] - cuts[i]) * 12, "ages": self.ages(i)} for i in range(count)]
+
+    def ages(self, shard: int) -> dict[str, int]:
+        """How old the pushes were that a shard has applied, in versions."""
+        bound = self.strategy_at(self.round).get("staleness")
+        most = 6 if bound is None else bound
+        return {str(age): int(self.round * 4 * 0.55**age * (1 + 0.1 * shard)) for age in range(most + 1)}
 
     def to_json(self) -> dict[str, Any]:
         """The job as the service sends it."""

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fake_jobs import ENDS, FakeJob, World, sample_jobs
+from fake_servers import FakeGroup, sample_groups
 
 DIST = Path(__file__).resolve().parents[1] / "dist"
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
@@ -37,6 +38,7 @@ class Handler(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     world: World
+    groups: dict[str, FakeGroup]
     code: str
 
     def log_message(self, format: str, *args: Any) -> None:
@@ -48,6 +50,9 @@ class Handler(BaseHTTPRequestHandler):
         query = dict(urllib.parse.parse_qsl(url.query))
         if url.path == "/fake/offline":
             self.world.offline_until = time.time() + float(query.get("seconds", "3"))
+            return self.reply(204)
+        if url.path == "/fake/kill":
+            self.groups[query["group"]].kill(query["server"])
             return self.reply(204)
         if self.world.offline():
             self.close_connection = True
@@ -70,6 +75,8 @@ class Handler(BaseHTTPRequestHandler):
             if given.get("code") != self.code and given.get("token") != "rps_fake":
                 return self.problem(401, "Wrong code", "The code was used before or is too old.")
             return self.reply(204, headers={"Set-Cookie": "rayps_session=ok; HttpOnly; SameSite=Strict; Path=/"})
+        if parts[0] == "server-groups":
+            return self.change_group(parts, json.loads(body or b"{}"))
         job = self.world.jobs.get(parts[1]) if len(parts) == 3 and parts[2] == "stop" else None
         if job is None:
             return self.problem(404, "Not found", "There is nothing here.")
@@ -78,6 +85,32 @@ class Handler(BaseHTTPRequestHandler):
         job.stop_requested, job.status = True, "STOPPING" if job.started else "STOPPED"
         job.version += 1
         return self.reply(202, job.to_json())
+
+    do_PATCH = do_DELETE = do_POST
+
+    def change_group(self, parts: list[str], body: dict[str, Any]) -> None:
+        """Start, resize, drain or stop a server group."""
+        if len(parts) == 1:
+            self.groups[body["name"]] = FakeGroup(body["name"], body["servers"], body["replicas"], [], time.time())
+            return self.reply(201, self.groups[body["name"]].to_json())
+        group = self.groups.get(parts[1])
+        if group is None:
+            return self.problem(404, "Not found", f"there is no server group {parts[1]!r}")
+        refused = None
+        if self.command == "DELETE":
+            group.stopping = True
+            self.groups.pop(group.name)
+        elif self.command == "PATCH":
+            refused = group.resize(body["servers"])
+        else:
+            refused = group.drain(body["server"])
+        return self.problem(409, "Conflict", refused) if refused else self.reply(202, self.group_json(group))
+
+    def group_json(self, group: FakeGroup) -> dict[str, Any]:
+        """A group with the jobs whose spaces it holds."""
+        jobs = [self.world.jobs[space["name"]] for space in group.spaces if space["name"] in self.world.jobs]
+        return group.to_json() | {"jobs": [{"id": job.id, "name": job.name, "status": job.status,
+                                            "workers": job.spec["workers"]} for job in jobs]}
 
     def api(self, parts: list[str], query: dict[str, str]) -> None:
         """The read routes below /api/v1."""
@@ -91,6 +124,11 @@ class Handler(BaseHTTPRequestHandler):
             return self.reply(200, {"jobs": jobs, "next_cursor": None})
         if parts == ["stream"]:
             return self.stream(query)
+        if parts == ["server-groups"]:
+            return self.reply(200, {"groups": [group.row() for group in self.groups.values()]})
+        if parts[0] == "server-groups":
+            group = self.groups.get(parts[1])
+            return self.reply(200, self.group_json(group)) if group else self.problem(404, "Not found", "no such group")
         job = world.jobs.get(parts[1]) if len(parts) > 1 else None
         if job is None:
             return self.problem(404, "Not found", "There is no such job.")
@@ -113,7 +151,9 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.close_connection = True
         try:
-            if "job" in query:
+            if "group" in query:
+                self.follow_groups(query["group"])
+            elif "job" in query:
                 self.follow(self.world.jobs[query["job"]], query.get("cursor", ""))
             else:
                 self.follow_all()
@@ -131,6 +171,20 @@ class Handler(BaseHTTPRequestHandler):
             if data:
                 self.send("jobs", {"jobs": data}, "")
             time.sleep(0.5)
+
+    def follow_groups(self, name: str) -> None:
+        """A server group four times a second, or the list of them."""
+        while not self.world.offline():
+            group = self.groups.get(name)
+            if group is not None:
+                group.step()
+            if name == "*":
+                self.send("groups", {"groups": [group.row() for group in self.groups.values()]}, "")
+            elif group is None:
+                return self.send("end", {"reason": "gone"}, "")
+            else:
+                self.send("group", self.group_json(group), "")
+            time.sleep(0.25)
 
     def follow(self, job: FakeJob, cursor: str) -> None:
         """One job from the cursor on."""
@@ -182,7 +236,8 @@ class Handler(BaseHTTPRequestHandler):
 def serve(port: int = 0, empty: bool = False, speed: float = 12.0, code: str = "letmein") -> ThreadingHTTPServer:
     """A server on loopback that is ready to be run; port 0 takes a free one."""
     world = World([] if empty else sample_jobs(speed))
-    handler = type("BoundHandler", (Handler,), {"world": world, "code": code})
+    groups = {} if empty else sample_groups()
+    handler = type("BoundHandler", (Handler,), {"world": world, "groups": groups, "code": code})
     server = Server(("127.0.0.1", port), handler)
     return server
 

@@ -1,6 +1,6 @@
 /* Calls of the service's REST interface. Addresses are relative to the page, so a path prefix needs no setting. */
 import { parse } from "./lib/json";
-import type { ClusterState, Job, LogLine, Problem } from "./types";
+import type { ClusterState, Group, GroupRow, Job, LogLine, Problem } from "./types";
 
 const base = new URL("api/v1/", document.baseURI);
 
@@ -82,4 +82,30 @@ export async function logTail(id: string, tail: number): Promise<{ lines: LogLin
 export async function logPage(id: string, cursor: number, limit = 1000): Promise<{ lines: LogLine[]; cursor: number }> {
   const url = address(`jobs/${encodeURIComponent(id)}/logs`, { cursor, limit });
   return (await call("GET", url)) as { lines: LogLine[]; cursor: number };
+}
+
+const groupPath = (name: string) => `server-groups/${encodeURIComponent(name)}`;
+
+export async function groups(): Promise<GroupRow[]> {
+  return ((await call("GET", address("server-groups"))) as { groups: GroupRow[] }).groups;
+}
+
+export async function group(name: string): Promise<Group> {
+  return (await call("GET", address(groupPath(name)))) as Group;
+}
+
+export async function startGroup(name: string, servers: number, replicas: number): Promise<Group> {
+  return (await call("POST", address("server-groups"), { name, servers, replicas })) as Group;
+}
+
+export async function resizeGroup(name: string, servers: number): Promise<Group> {
+  return (await call("PATCH", address(groupPath(name)), { servers })) as Group;
+}
+
+export async function drainServer(name: string, server: string): Promise<Group> {
+  return (await call("POST", address(`${groupPath(name)}/drain`), { server })) as Group;
+}
+
+export async function stopGroup(name: string): Promise<Group> {
+  return (await call("DELETE", address(groupPath(name)))) as Group;
 }

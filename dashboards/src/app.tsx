@@ -6,9 +6,11 @@ import { now, theme, type Theme } from "./clock";
 import { count } from "./lib/format";
 import { Dialog } from "./parts/bits";
 import { Mark, MoonIcon, PlugIcon, SunIcon, SystemIcon } from "./parts/icons";
+import { GroupPage } from "./pages/group";
 import { JobPage } from "./pages/job";
 import { JobsPage } from "./pages/jobs";
 import { LoginPage } from "./pages/login";
+import { ServersPage } from "./pages/servers";
 import { go, href, route } from "./route";
 import { link, retryNow, session } from "./stream";
 import type { ClusterState } from "./types";
@@ -30,17 +32,28 @@ export function App() {
       <a class="skip" href="#main" onClick={skip}>Skip to the content</a>
       <Header />
       <Banner />
-      <div id="main" tabIndex={-1}>{page === "jobs" && id ? <JobPage key={id} id={id} /> : <JobsPage />}</div>
+      <div id="main" tabIndex={-1}>{shown(page, id)}</div>
       <Help />
     </>
   );
 }
 
+function shown(page: string | undefined, id: string | undefined) {
+  if (page === "servers") return id ? <GroupPage key={id} name={id} /> : <ServersPage />;
+  return page === "jobs" && id ? <JobPage key={id} id={id} /> : <JobsPage />;
+}
+
+const PAGES: [string, string][] = [["jobs", "Jobs"], ["servers", "Servers"]];
+
 function Header() {
+  const at = route.value.path[0] ?? "jobs";
   return (
     <header class="top">
       <div class="top-in">
         <a class="brand" href={href(["jobs"])} aria-label="rayps, all jobs"><Mark /><span>rayps</span></a>
+        <nav class="top-nav" aria-label="Pages">
+          {PAGES.map(([key, name]) => <a key={key} href={href([key])} aria-current={at === key ? "page" : undefined}>{name}</a>)}
+        </nav>
         <Cluster />
         <ThemeButton />
         <button type="button" class="button-icon" title="Keyboard help (?)" aria-label="Keyboard help" aria-keyshortcuts="?" onClick={() => (help.value = true)}><span class="question" aria-hidden="true">?</span></button>
@@ -128,7 +141,7 @@ const KEYS: [string[], string][] = [
   [["j", "k"], "next and previous row"],
   [["Enter"], "open the row"],
   [["u"], "back to the list"],
-  [["←", "→"], "move through a chart in focus; drag to zoom, double-click to see all"],
+  [["←", "→"], "move through a chart or ring in focus; drag to zoom, double-click to see all"],
   [["?"], "this help"],
   [["Esc"], "leave a field, close a dialog"],
 ];
@@ -161,7 +174,7 @@ function keys(event: KeyboardEvent): void {
     field.focus();
     field.select();
   } else if (event.key === "j" || event.key === "k") walk(event.key === "j" ? 1 : -1);
-  else if (event.key === "u" && route.value.path.length > 1) go(["jobs"]);
+  else if (event.key === "u" && route.value.path.length > 1) go(route.value.path.slice(0, 1));
   else if (event.key === "?") help.value = true;
 }
 

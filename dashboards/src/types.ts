@@ -50,6 +50,7 @@ export interface ShardRow {
   hi?: number;
   version?: number;
   bytes?: number;
+  ages?: Record<string, number>; // pushes by how many versions old they were when applied
 }
 
 export interface Progress {
@@ -136,6 +137,96 @@ export interface ClusterState {
   total: Record<string, number>;
   free: Record<string, number>;
   reason: string | null;
+}
+
+/** A server of a group. */
+export interface GroupServer {
+  name: string;
+  address?: string | null;
+  host?: string | null;
+  pid?: number | null;
+  state: "alive" | "leaving" | "dead" | string;
+  bytes?: number | null;
+  rows?: number | null;
+  operations_s?: number | null;
+  cpu?: number | null; // share of one core
+  seen_s?: number | null;
+  primaries?: number;
+  copies?: number;
+}
+
+export interface GroupSegment {
+  index: number;
+  table: string | null;
+  primary: string | null;
+  copies: string[];
+  generation: number;
+  bytes?: number | null;
+  rows?: number | null;
+  operations_s?: number | null;
+  state: "ready" | "copying" | "moving" | "lost" | string;
+}
+
+/** What one job keeps on a group. */
+export interface GroupSpace {
+  name: string;
+  number: number;
+  workers?: number;
+  version?: number;
+  bytes?: number | null;
+  rows?: number | null;
+  operations_s?: number | null;
+  rejected?: number | null;
+  quota?: { bytes?: number | null; operations?: number | null } | null;
+  branch_of?: string | null;
+  tables?: string[];
+  segments: GroupSegment[];
+}
+
+export interface GroupMove {
+  space: string;
+  segment: number;
+  from: string | null;
+  to: string;
+  phase: "copying" | "handing" | string;
+  seconds?: number | null;
+  bytes?: number | null;
+}
+
+export interface GroupEvent {
+  time: number;
+  kind: string;
+  message: string;
+  [fact: string]: unknown;
+}
+
+export interface GroupHead {
+  name: string;
+  status: string;
+  reason: string | null;
+  wanted: number;
+  replicas: number;
+  created_at: string;
+  settled: boolean;
+}
+
+export interface Group extends GroupHead {
+  servers: GroupServer[];
+  spaces: GroupSpace[];
+  moves: GroupMove[];
+  counts: Record<string, number>;
+  events: GroupEvent[];
+  jobs: { id: string; name: string; status: Status; workers: number }[];
+}
+
+/** A group in the list. */
+export interface GroupRow extends GroupHead {
+  alive: number;
+  bytes: number;
+  operations_s: number;
+  spaces: number;
+  moves: number;
+  jobs: number;
 }
 
 /** RFC 9457 problem details. */

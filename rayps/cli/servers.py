@@ -50,7 +50,7 @@ def ls(output: Format = Output.table, as_json: Json = False) -> None:
         return
     if not found:
         show.note("there is no server group yet: `rayps servers start NAME --servers 3 --replicas 1` starts one")
-    show.table(["name", "status", "servers", "replicas", "spaces", "bytes", "requests/s", "jobs", "age", ""],
+    show.table(["name", "status", "servers", "replicas", "spaces", "bytes", "operations/s", "jobs", "age", ""],
                [[g["name"], _state(g["status"]), f"{g['alive']} of {g['wanted']}", g["replicas"], g["spaces"],
                  size(g["bytes"]), show.number(float(g["operations_s"])), g["jobs"], show.age(g["created_at"]),
                  g["reason"] or ""] for g in found])
@@ -132,11 +132,11 @@ def _tables(data: dict[str, Any]) -> None:
         ("name", data["name"]), ("status", standing(data)), ("replicas", data["replicas"]),
         ("started", data["created_at"]), ("counts", show.measures(data["counts"])),
         ("jobs", ", ".join(f"{job['id']} ({job['name']})" for job in data["jobs"]))])
-    _section("servers", ["server", "state", "host", "pid", "primaries", "copies", "bytes", "rows", "requests/s", "cpu"],
-             data["servers"], lambda s: [
+    columns = ["server", "state", "host", "pid", "primaries", "copies", "bytes", "rows", "operations/s", "cpu"]
+    _section("servers", columns, data["servers"], lambda s: [
                  s["name"], _state(s["state"]), s.get("host"), s.get("pid"), s.get("primaries"), s.get("copies"),
                  size(s.get("bytes")), s.get("rows"), show.number(s.get("operations_s")), _percent(s.get("cpu"))])
-    _section("spaces", ["space", "workers", "segments", "tables", "bytes", "rows", "requests/s", "rejected", "quota"],
+    _section("spaces", ["space", "workers", "segments", "tables", "bytes", "rows", "operations/s", "rejected", "quota"],
              data["spaces"], lambda s: [
                  s["name"], s.get("workers"), _held(s["segments"]), ", ".join(s.get("tables") or []) or "-",
                  size(s.get("bytes")), s.get("rows"), show.number(s.get("operations_s")), s.get("rejected"),

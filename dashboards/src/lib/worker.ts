@@ -40,3 +40,18 @@ export function median(values: readonly number[]): number | null {
   const half = sorted.length >> 1;
   return sorted.length % 2 ? sorted[half]! : (sorted[half - 1]! + sorted[half]!) / 2;
 }
+
+/** Ages above this one are counted with it. */
+const OLDEST = 11;
+
+/** Pushes by age as shares of one, from age 0 to the widest; null where none was counted. */
+export function ageBars(ages: Record<string, number> | undefined): { age: number; share: number; more: boolean }[] | null {
+  const found = Object.entries(ages ?? {}).map(([age, pushes]) => ({ age: Number(age), pushes })).filter((entry) => Number.isInteger(entry.age) && entry.age >= 0 && entry.pushes > 0);
+  const all = found.reduce((sum, entry) => sum + entry.pushes, 0);
+  if (all === 0) return null;
+  const widest = Math.max(...found.map((entry) => entry.age));
+  const top = Math.min(OLDEST, widest);
+  const bars = Array.from({ length: top + 1 }, (_, age) => ({ age, share: 0, more: age === top && widest > top }));
+  for (const entry of found) bars[Math.min(entry.age, top)]!.share += entry.pushes / all;
+  return bars;
+}

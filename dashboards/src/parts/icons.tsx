@@ -1,5 +1,6 @@
 /* The few drawings of the page, as inline SVG in the colour of the text around them. */
 import type { ComponentChildren } from "preact";
+import { GROUP_TONES } from "../lib/servers";
 import type { Status } from "../types";
 
 function Icon({ children, size = 16 }: { children: ComponentChildren; size?: number }) {
@@ -39,6 +40,21 @@ export function StatusIcon({ status }: { status: Status }) {
     case "STARTING": return <Icon size={14}><circle cx="8" cy="8" r="5" stroke-dasharray="3 3" /></Icon>;
     case "RUNNING": return <Icon size={14}><path d="M5.5 3.8v8.4L12 8z" fill="currentColor" /></Icon>;
   }
+}
+
+const GROUP_SHAPES: Record<string, Status> = {
+  ready: "SUCCEEDED", healing: "RECOVERING", resizing: "RUNNING", degraded: "FAILED", starting: "STARTING", stopping: "STOPPING",
+  stopped: "STOPPED", unreachable: "UNKNOWN",
+};
+
+/** How a server group stands, as a word, a shape and a colour. */
+export function GroupBadge({ status, large = false }: { status: string; large?: boolean }) {
+  return (
+    <span class={`badge tone-${GROUP_TONES[status] ?? "idle"}${large ? " badge-large" : ""}`} data-status={status}>
+      <StatusIcon status={GROUP_SHAPES[status] ?? "UNKNOWN"} />
+      {status.charAt(0).toUpperCase() + status.slice(1)}
+    </span>
+  );
 }
 
 export const CopyIcon = () => <Icon><rect x="5.5" y="5.5" width="8" height="8" rx="1.5" /><path d="M10.5 3.5v-.2a1 1 0 0 0-1-1H3.3a1 1 0 0 0-1 1v6.2a1 1 0 0 0 1 1h.2" /></Icon>;

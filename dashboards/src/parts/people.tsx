@@ -3,7 +3,7 @@ import { useEffect, useRef } from "preact/hooks";
 import { color, painted } from "../clock";
 import type { Feed, Snapshot } from "../feed";
 import { bytes, count, duration, percent, plural, short } from "../lib/format";
-import { judge, median, type Verdict } from "../lib/worker";
+import { ageBars, judge, median, type Verdict } from "../lib/worker";
 import { staleBound } from "../lib/strategy";
 import { ended } from "../lib/status";
 import type { ShardRow, WorkerRow } from "../types";
@@ -124,13 +124,14 @@ export function ShardsCard({ feed }: { feed: Feed }) {
   const shards = feed.job.value?.progress?.shards ?? [];
   const total = Math.max(1, ...shards.map((shard) => shard.hi ?? 0));
   const size = shards.reduce((sum, shard) => sum + (shard.bytes ?? 0), 0);
+  const aged = shards.some((shard) => ageBars(shard.ages) !== null);
   return (
     <Card title="Shards" id="shards" note={shards.length ? `${plural(shards.length, "shard")}, ${bytes(size)}` : undefined}>
       {shards.length === 0 ? <p class="card-foot">None at the moment; they appear here while a parameter server is at work.</p> : (
         <div class="scroll-x">
           <table class="plain">
-            <thead><tr><th class="num">Shard</th><th>Host</th><th class="col-range">Range of parameters</th><th class="num">Version</th><th class="num">Size</th></tr></thead>
-            <tbody>{shards.map((shard) => <ShardLine key={shard.index} shard={shard} total={total} />)}</tbody>
+            <thead><tr><th class="num">Shard</th><th>Host</th><th class="col-range">Range of parameters</th><th class="num">Version</th>{aged && <th title="How many rounds behind the pushes were that this shard applied">Age of pushes</th>}<th class="num">Size</th></tr></thead>
+            <tbody>{shards.map((shard) => <ShardLine key={shard.index} shard={shard} total={total} aged={aged} />)}</tbody>
           </table>
         </div>
       )}
@@ -138,7 +139,7 @@ export function ShardsCard({ feed }: { feed: Feed }) {
   );
 }
 
-function ShardLine({ shard, total }: { shard: ShardRow; total: number }) {
+function ShardLine({ shard, total, aged }: { shard: ShardRow; total: number; aged: boolean }) {
   const { lo = 0, hi = 0 } = shard;
   return (
     <tr>
@@ -151,9 +152,19 @@ function ShardLine({ shard, total }: { shard: ShardRow; total: number }) {
         <span class="range-text">{hi > lo ? `${count(lo)} – ${count(hi)}` : "not known yet"}</span>
       </td>
       <td class="num">{count(shard.version)}</td>
+      {aged && <td><Ages ages={shard.ages} /></td>}
       <td class="num">{bytes(shard.bytes)}</td>
     </tr>
   );
+}
+
+/** The ages of a shard's pushes as a strip of bars, from 0 to the widest. */
+function Ages({ ages }: { ages: Record<string, number> | undefined }) {
+  const bars = ageBars(ages);
+  if (!bars) return <span class="faint">–</span>;
+  const words = bars.map((bar) => `${percent(bar.share, bar.share < 0.1 ? 1 : 0)} ${bar.age}${bar.more ? " or more" : ""} behind`).join(", ");
+  const most = Math.max(...bars.map((bar) => bar.share));
+  return <div class="ages" role="img" aria-label={words} title={words}>{bars.map((bar) => <span key={bar.age} style={{ height: `${Math.max(bar.share ? 6 : 0, (bar.share / most) * 100)}%` }} />)}</div>;
 }
 
 export function StalenessCard({ feed }: { feed: Feed }) {
