@@ -79,15 +79,15 @@ class _Rows(nn.Module):
         assert self._tables is not None
         return self._tables
 
-    def _look(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The rows of the ids, once each [n, dim], and for each of the ids given the number of its row."""
+    def _look(self, ids: Tensor) -> tuple[Lookup, Tensor]:
+        """Which rows the ids need, and these, once each [n, dim]; a backward to them goes into the coming push."""
         client, learns = self._bound(), torch.is_grad_enabled()
-        lookup, inverse, rows = client.rows(ids, learns=learns)
+        lookup, rows = client.rows(ids, learns=learns)
         rows = rows.to(ids.device)
         if learns:
             rows = rows.detach().requires_grad_()
             rows.register_post_accumulate_grad_hook(_taker(client, lookup))  # type: ignore[no-untyped-call]
-        return rows, inverse.to(ids.device)
+        return lookup, rows
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_tables": None}  # links and rows stay where they are
@@ -121,8 +121,8 @@ class Embedding(_Rows):
         given = ids_of(ids, self.table.name)
         if not given.numel():
             return torch.zeros(*given.shape, self.dim, dtype=getattr(torch, self.table.dtype), device=given.device)
-        rows, inverse = self._look(given)
-        return functional.embedding(inverse, rows)
+        lookup, rows = self._look(given)
+        return functional.embedding(lookup.inverse.to(given.device), rows)
 
 
 class EmbeddingBag(_Rows):
@@ -151,8 +151,11 @@ class EmbeddingBag(_Rows):
         bags = len(given) if offsets is None else len(offsets)
         if not given.numel():
             return torch.zeros(bags, self.dim, dtype=getattr(torch, self.table.dtype), device=given.device)
-        rows, inverse = self._look(given)
-        return functional.embedding_bag(inverse, rows, offsets, mode=self.mode, per_sample_weights=per_sample_weights)
+        lookup, rows = self._look(given)
+        if lookup.order is not None:  # torch adds up in the order of the rows' numbers: however many segments there are
+            rows = rows[lookup.order.to(given.device)]
+        numbers = lookup.numbers.to(given.device)
+        return functional.embedding_bag(numbers, rows, offsets, mode=self.mode, per_sample_weights=per_sample_weights)
 
     def _offsets(self, ids: Tensor, offsets: Tensor | None) -> Tensor | None:
         if ids.dim() == 2 and offsets is None:

@@ -53,8 +53,8 @@ class TableClient:
 
     # ---- rows
 
-    def rows(self, ids: Tensor, learns: bool = True) -> tuple[Lookup, Tensor, Tensor]:
-        """What a forward needs: the lookup, its inverse, and its rows [n, dim]; from what was pulled ahead, if it was.
+    def rows(self, ids: Tensor, learns: bool = True) -> tuple[Lookup, Tensor]:
+        """What a forward needs: the lookup and its rows [n, dim]; from what was pulled ahead, if it was.
 
         Where it `learns`, the rows are those of this round; else those of now. Raises LinkError, DataError.
         """
@@ -66,7 +66,7 @@ class TableClient:
         else:
             lookup, found = self._of(held, ids)
         self.seconds += time.perf_counter() - began
-        return lookup, lookup.inverse, found
+        return lookup, found
 
     def _of(self, held: Foretold, ids: Tensor) -> tuple[Lookup, Tensor]:
         """Rows out of those that were foretold; what was not is pulled now."""

@@ -22,17 +22,18 @@ class Lookup:
     counts: Any
     bounds: list[int]  # segment s has ids[bounds[s]:bounds[s + 1]]
     inverse: Tensor  # of the ids' shape: which row is each one's
-    _order: Any = None
+    numbers: Tensor  # of the ids' shape: the same, were the rows in the order of all ids,
+    order: Tensor | None = None  # [n]: in which these are the rows; None where the rows are so already
 
     def places(self, ids: Any) -> tuple[Any, Any]:
         """Where other ids stand in this lookup, and which of them do."""
-        if self._order is None:
-            self._order = np.argsort(self.ids)
-        ordered = self.ids[self._order]
+        if not len(self.ids):
+            return np.zeros(len(ids), np.int64), np.zeros(len(ids), bool)
+        order = np.arange(len(self.ids)) if self.order is None else self.order.numpy()
+        ordered = self.ids[order]
         at = np.searchsorted(ordered, ids)
         at[at == len(ordered)] = 0
-        known = ordered[at] == ids if len(ordered) else np.zeros(len(ids), bool)
-        return self._order[at] if len(ordered) else at, known
+        return order[at], ordered[at] == ids
 
 
 def lookup_of(ids: Tensor, table: Table) -> Lookup:
@@ -49,10 +50,11 @@ def lookup_of(ids: Tensor, table: Table) -> Lookup:
     found, many = unique.numpy(), counts.numpy().astype(np.uint32)
     order, bounds = wire.split(found, table.segments)
     if table.segments == 1:
-        return Lookup(found, many, bounds, inverse)
+        return Lookup(found, many, bounds, inverse, inverse)
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
-    return Lookup(found[order], many[order], bounds, torch.from_numpy(place)[inverse])
+    rank = torch.from_numpy(place)
+    return Lookup(found[order], many[order], bounds, rank[inverse], inverse, rank)
 
 
 def merged(pending: list[tuple[Lookup, Tensor]], table: Table) -> tuple[Lookup, Tensor]:

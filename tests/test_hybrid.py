@@ -1,0 +1,312 @@
+"""The hybrid: what workers with tables learn is what one process learns; what a prefetch may and may not change."""
+
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import rayps
+from rayps import embedding
+from rayps.elastic.messages import Kind
+from rayps.elastic.space import Space
+from rayps.elastic.talk import Answers
+from rayps.embedding import Embedding, EmbeddingBag
+from rayps.errors import ConfigError, LinkError
+from rayps.link.wire import EMPTY, as_bytes
+from rayps.strategies.hybrid import Hybrid
+from rayps.strategies.parameter_server import ParameterServer
+from rayps.strategy import parse, wire
+from rayps.tables.segment import TableSegment
+
+ROWS = 60
+
+
+# ---------------------------------------------------------------------------------------------- the strategy
+
+
+def test_the_parts_of_a_hybrid():
+    found = Hybrid(servers=3, staleness=2, replicas=1, compression="bf16", bucket_mb=1)
+    assert found.tables == ParameterServer(shards=3, staleness=2, replicas=1)
+    assert found.ring == rayps.AllReduce(compression="bf16", bucket_mb=1)
+    assert found.shards == 0 and found.lockstep  # its dense part is
+    assert Hybrid().tables.staleness is None
+    both = Hybrid(dense=rayps.AllReduce(bucket_mb=1), sparse=ParameterServer(shards=3, staleness=2), servers=5)
+    assert both == Hybrid(servers=3, staleness=2, bucket_mb=1)
+    assert Hybrid(sparse=ParameterServer(staleness=None)) == Hybrid()
+
+
+def test_its_text_and_wire_forms():
+    (phase,) = parse("hybrid:servers=3,staleness=2,replicas=1,prefetch=false")
+    assert phase.strategy == Hybrid(servers=3, staleness=2, replicas=1, prefetch=False)
+    assert parse(wire([phase]))[0].strategy == phase.strategy
+    assert parse(wire(parse(Hybrid())))[0].strategy == Hybrid()
+    assert rayps.AllReduce().tables is None
+
+
+@pytest.mark.parametrize("options, text", [
+    ({"servers": 0}, "servers is 0"), ({"servers": True}, "servers is True"), ({"staleness": -1}, "staleness is -1"),
+    ({"replicas": 2}, "replicas is 2"), ({"prefetch": 3}, "prefetch is 3"), ({"compression": "zip"}, "compression"),
+    ({"dense": ParameterServer()}, "dense is ParameterServer"), ({"sparse": rayps.AllReduce()}, "sparse is AllReduce")])
+def test_options_that_cannot_be(options, text):
+    with pytest.raises(ConfigError, match=text):
+        Hybrid(**options)
+
+
+# ---------------------------------------------------------------------------------------------- servers of this process
+
+
+class Servers:
+    """The segments of a space, for several threads; each worker's talk is `talk(rank)`."""
+
+    def __init__(self, tables, workers, staleness):
+        self.space = Space("job", 1, workers, ParameterServer(staleness=staleness), tables=tables)
+        self.changed = threading.Condition()
+        self.segments = [TableSegment(*self.space.table_of(index), self.space.strategy, workers)
+                         for index in range(self.space.segments)]
+
+    def talk(self, rank):
+        return TalkOf(self, rank)
+
+    @property
+    def rows(self):
+        return sum(segment.rows for segment in self.segments)
+
+
+class TalkOf:
+    timeout = 10.0
+
+    def __init__(self, servers, rank):
+        self.servers, self.rank, self.asked, self.readers, self.slow = servers, rank, [], [], 0.0
+        self.broken = None
+
+    def reader(self):
+        self.readers.append(TalkOf(self.servers, self.rank))
+        self.readers[-1].slow, self.readers[-1].broken = self.slow, self.broken
+        return self.readers[-1]
+
+    def exchange(self, kind, pieces, *, step=0, weight=0.0, landing=None):
+        self.asked.append((kind, sorted(pieces)))
+        time.sleep(self.slow)
+        if self.broken:
+            raise self.broken
+        segments, found = self.servers.segments, {}
+        with self.servers.changed:
+            for index, piece in pieces.items():
+                view = memoryview(as_bytes(piece))
+                if kind is Kind.PUSH:
+                    segments[index].push(self.rank, step, weight, view)
+                    self.servers.changed.notify_all()
+                    continue
+                if kind is Kind.PULL:
+                    may = self.servers.changed.wait_for(lambda i=index: segments[i].may_pull(self.rank), self.timeout)
+                    assert may, f"rank {self.rank} waits for {segments[index].laggards()}"
+                value = segments[index].read(view)
+                if landing is not None and index in landing:
+                    as_bytes(landing[index])[:] = as_bytes(value)
+                else:
+                    found[index] = value
+        return Answers(found, 0, 0, 0)
+
+    def hang_up(self):
+        pass
+
+    def close(self):
+        pass
+
+
+class Model(nn.Module):
+    def __init__(self, segments=4, dtype="float64", rule="adagrad:lr=0.1"):
+        super().__init__()
+        options = {"optimizer": rule, "dtype": dtype, "segments": segments}
+        self.users = Embedding(5, "users", seed=1, **options)
+        self.films = Embedding(5, "films", seed=2, **options)
+        self.genres = EmbeddingBag(5, "genres", mode="mean", **options)
+
+    def forward(self, x):
+        return (self.users(x[:, 0]) * (self.films(x[:, 1]) + self.genres(x[:, 2:]))).sum(1)
+
+
+def lookups(batch):
+    return {"users": batch.x[:, 0], "films": batch.x[:, 1], "genres": batch.x[:, 2:]}
+
+
+def batches(count, size, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [rayps.data.Batch(torch.randint(0, ROWS, (size, 5), generator=generator),
+                             torch.randn(size, generator=generator, dtype=torch.float64), size) for _ in range(count)]
+
+
+def loss(model, batch):
+    return ((model(batch.x) - batch.y) ** 2).mean()
+
+
+def values(model):
+    x = torch.arange(ROWS)
+    with torch.no_grad():
+        return torch.cat([model.users(x), model.films(x), model.genres(x[:, None])])
+
+
+def alone(given, **options):
+    """The law: one process, a table of its own."""
+    model = Model(**options)
+    embedding.local(model)
+    for batch in given:
+        loss(model, batch).backward()
+        embedding.step(model)
+    return model
+
+
+def work(servers, rank, given, told=None, **options):
+    """One worker's rounds, as `Worker` runs them; its model, still bound."""
+    model = Model(**options)
+    talk = servers.talk(rank)
+    tables = embedding.bind(model, talk, servers.space, told)
+    for step, batch in enumerate(given):
+        tables.begin(step)
+        if step == 0:
+            tables.ahead(batch)
+        tables.ahead(given[step + 1] if step + 1 < len(given) else None)
+        if batch.size:
+            loss(model, batch).backward()
+        tables.push(step, float(batch.size))
+    tables.close()
+    return model, tables
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("staleness", [0, 2, None])
+@pytest.mark.parametrize("rule", ["sgd:lr=0.3", "adagrad:lr=0.1", "adam:lr=0.01"])
+def test_one_worker_is_one_process_to_the_bit(rule, staleness, dtype):
+    given = [rayps.data.Batch(b.x, b.y.to(getattr(torch, dtype)), b.size) for b in batches(6, 8)]
+    options = {"rule": rule, "dtype": dtype}
+    servers = Servers(embedding.tables_of(Model(**options)), 1, staleness)
+    model, _ = work(servers, 0, given, **options)
+    assert torch.equal(values(model), values(alone(given, **options)))
+
+
+@pytest.mark.parametrize("told", [None, lookups], ids=["plain", "prefetch"])
+def test_workers_in_step_are_the_union_of_their_batches(told):
+    sizes = [5, 3, 0]  # of the ranks; means are weighted by them, and one has run out of rows
+    whole = batches(5, sum(sizes))
+    parts = [[], [], []]
+    for batch in whole:
+        for rank, (x, y) in enumerate(zip(batch.x.split(sizes), batch.y.split(sizes), strict=True)):
+            parts[rank].append(rayps.data.Batch(x, y, len(x)))
+    servers = Servers(embedding.tables_of(Model()), 3, 0)
+    found = {}
+    threads = [threading.Thread(target=lambda r=r: found.update({r: work(servers, r, parts[r], told)[0]}), daemon=True)
+               for r in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    law = values(alone(whole))
+    for rank in range(3):
+        assert (values(found[rank]) - law).abs().max() < 1e-12
+    assert torch.equal(values(found[0]), values(found[2]))
+
+
+# ---------------------------------------------------------------------------------------------- prefetch
+
+
+def test_in_step_a_prefetch_changes_nothing_and_pulls_all_tables_at_once():
+    given = batches(6, 8)
+    servers = Servers(embedding.tables_of(Model()), 1, 0)
+    model, tables = work(servers, 0, given, lookups)
+    assert torch.equal(values(model), values(alone(given)))
+    pulls = [segments for kind, segments in tables.talk.asked if kind is Kind.PULL]
+    assert len(pulls) == 6 + 3  # one for each round, and three of `values`
+    assert not tables.talk.readers
+
+
+def test_what_was_pulled_ahead_is_one_round_older():
+    given = batches(6, 8)
+    servers = Servers(embedding.tables_of(Model(rule="sgd:lr=0.3")), 1, None)
+    model = Model(rule="sgd:lr=0.3")
+    tables = embedding.bind(model, servers.talk(0), servers.space, lookups)
+    tables.ahead(given[0])
+    for step, batch in enumerate(given):
+        tables.begin(step)
+        tables.ahead(given[step + 1] if step + 1 < len(given) else None)
+        for coming in tables._ahead._coming.values():
+            assert coming.done.wait(10)  # the next batch's rows are here before this one's push
+        loss(model, batch).backward()
+        tables.push(step, 8.0)
+    tables.close()
+    assert not any(kind is Kind.PULL for kind, _ in tables.talk.asked)
+    assert torch.allclose(values(model), delayed(given), rtol=0, atol=1e-12)
+    assert not torch.allclose(values(model), values(alone(given, rule="sgd:lr=0.3")), rtol=0, atol=1e-6)
+
+
+def delayed(given):
+    """Gradients at the rows of the round before: w[t+1] = w[t] - lr g(w[t-1]), written out."""
+    now = values(Model(rule="sgd:lr=0.3"))
+    before = now.clone()
+    for batch in given:
+        rows = before.clone().requires_grad_()
+        x = batch.x
+        found = (rows[x[:, 0]] * (rows[ROWS + x[:, 1]] + rows[2 * ROWS + x[:, 2:]].mean(1))).sum(1)
+        ((found - batch.y) ** 2).mean().backward()
+        before, now = now, now - 0.3 * rows.grad
+    return now
+
+
+def test_what_was_not_foretold_is_pulled_now():
+    given = batches(4, 8)
+    servers = Servers(embedding.tables_of(Model()), 1, 0)
+    model, _ = work(servers, 0, given, lambda batch: {"users": batch.x[:4, 0], "films": batch.x[:, [1, 0]]})
+    assert torch.equal(values(model), values(alone(given)))
+
+
+def test_how_much_of_the_pull_is_hidden_is_measured():
+    given = batches(2, 8)
+    servers = Servers(embedding.tables_of(Model()), 1, None)
+    talk = servers.talk(0)
+    talk.slow = 0.05
+    model = Model()
+    tables = embedding.bind(model, talk, servers.space, lookups)
+    tables.ahead(given[0])
+    tables._ahead._coming[0].done.wait(10)
+    tables.begin(0)
+    loss(model, given[0])
+    point = tables.point()
+    assert point["pull"] >= 0.05 and point["pull_hidden"] >= 0.9 * 0.05
+    assert tables.point() == {"pull": 0.0, "pull_hidden": 0.0}
+    tables.begin(1)
+    loss(model, given[1])  # was not told: nothing is hidden
+    point = tables.point()
+    assert point["pull"] >= 3 * 0.05 and point["pull_hidden"] == 0.0
+    tables.close()
+
+
+def test_what_a_prefetch_meets_is_said_where_the_rows_are_needed():
+    servers = Servers(embedding.tables_of(Model()), 1, None)
+    talk = servers.talk(0)
+    talk.broken = LinkError("server-1 is gone", peer="server-1")
+    model, batch = Model(), batches(1, 4)[0]
+    tables = embedding.bind(model, talk, servers.space, lookups)
+    tables.ahead(batch)
+    tables.begin(0)
+    with pytest.raises(LinkError, match="server-1 is gone"):
+        loss(model, batch)
+    tables.close()
+
+
+def test_a_push_names_every_segment():
+    servers = Servers(embedding.tables_of(Model()), 1, 0)
+    model, tables = work(servers, 0, batches(1, 1))
+    assert tables.talk.asked[-1] == (Kind.PUSH, list(range(12)))
+    assert all(segment.version == 1 for segment in servers.segments)
+    before = servers.rows
+    values(model)
+    assert servers.rows == before  # an evaluation makes none
+
+
+def test_a_space_with_other_tables_is_refused():
+    servers = Servers(embedding.tables_of(Model()), 1, 0)
+    with pytest.raises(ConfigError, match="table 'users' has optimizer"):
+        embedding.bind(Model(rule="sgd"), servers.talk(0), servers.space)
+    with pytest.raises(ConfigError, match="there is no table 'cities'"):
+        embedding.bind(Embedding(2, "cities"), servers.talk(0), servers.space)
