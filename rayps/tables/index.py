@@ -1,8 +1,9 @@
 """Where the row of an id is: a hash index of open addressing, looked up for many ids at a time. Pure numpy.
 
-A cell holds the slot whose key it stands for, so that a lookup reads a cell and a key; 8 to 16 bytes of cells and 8 of
+A cell holds the slot whose key it stands for, so that a lookup reads a cell and a key; 10 to 24 bytes of cells and 8 of
 keys a row. Slots are given by the index: those that were freed last come back first. Knuth, "The Art of Computer
-Programming", vol. 3, section 6.4 (linear probing; deleted cells are marked and go with the next rebuilding).
+Programming", vol. 3, section 6.4 (open addressing; deleted cells are marked and go with the next rebuilding);
+steps of 1, 2, 3, ... reach every cell of a table whose size is a power of two (exercise 20).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ ABSENT = 0  # the slot of an id that is not there; nobody's key
 _GONE = 1  # in a cell: its key was deleted
 FIRST = 2  # the first slot that is given
 _LEAST = 64
+_SPARSE = 3  # at most one cell in so many is filled: a look-up goes on until the unluckiest id has found its own
 
 
 class HashIndex:
@@ -49,8 +51,10 @@ class HashIndex:
         if len(rest):
             rest = rest[slots.take(rest) != ABSENT]
         at, wanted = place.take(rest), ids.take(rest)
+        step = 0
         while len(rest):
-            at = (at + 1) & mask
+            step += 1
+            at = (at + step) & mask
             found = cells.take(at)
             slots[rest] = found
             other = np.flatnonzero((keys.take(found) != wanted) & (found != ABSENT))
@@ -61,7 +65,7 @@ class HashIndex:
         """A slot for each id, int64 [n]; none of them may be there, or twice."""
         count = len(ids)
         self._own()
-        if (self._filled + count) * 2 > len(self._cells):
+        if (self._filled + count) * _SPARSE > len(self._cells):
             self._rebuild(self._live + count)
         slots = self._give(count)
         self.keys[slots] = ids
@@ -75,10 +79,11 @@ class HashIndex:
         cells, mask = self._cells, len(self._cells) - 1
         slots = self.find(ids)
         place = (mix(ids) & np.uint64(mask)).view(np.int64)
-        rest = np.arange(len(ids))
+        rest, step = np.arange(len(ids)), 0
         while len(rest):
+            step += 1
             rest = rest[cells[place[rest]] != slots[rest]]
-            place[rest] = (place[rest] + 1) & mask
+            place[rest] = (place[rest] + step) & mask
         cells[place] = _GONE
         self.keys[slots] = -1
         if len(slots):
@@ -121,7 +126,7 @@ class HashIndex:
 
     def _rebuild(self, wanted: int) -> None:
         size = _LEAST
-        while size < wanted * 2 + wanted // 4:  # room to grow by: rebuilding costs as much as all the inserting
+        while size < (wanted + wanted // 4) * _SPARSE:  # room to grow: rebuilding costs as much as all the inserting
             size *= 2
         self._cells = np.zeros(size, np.int32)
         self._filled = 0
@@ -132,11 +137,12 @@ class HashIndex:
         """Put slots into the first cells that are free on their ids' ways; of several for one cell the last wins."""
         cells, mask = self._cells, len(self._cells) - 1
         place = (mix(ids) & np.uint64(mask)).view(np.int64)
-        slots = slots.astype(np.int32)
+        slots, step = slots.astype(np.int32), 0
         while len(slots):
+            step += 1
             before = cells[place]
             free = before <= _GONE
             cells[place[free]] = slots[free]
             lost = cells[place] != slots
             self._filled += int(np.count_nonzero(~lost & (before == ABSENT)))
-            slots, place = slots[lost], (place[lost] + 1) & mask
+            slots, place = slots[lost], (place[lost] + step) & mask

@@ -1,0 +1,193 @@
+"""How fast a sparse table's segments are in one process, beside what memory allows: torch's index_select for a pull and
+index_add_ for a push of the same ids on a dense table. And how large a table is, in memory and on disk.
+
+Times are of one thread's own processor time, so that who else is busy on the machine counts little.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rayps.elastic.space import Table
+from rayps.errors import ConfigError
+from rayps.strategies.parameter_server import ParameterServer
+from rayps.tables import parquet
+from rayps.tables.segment import TableSegment, check_table
+from rayps.tables.wire import bucket, encode_pull, encode_push, split
+
+OPTIMIZERS = ("sgd", "adagrad", "adam")
+_CHUNK = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class TableRow:
+    """One optimizer on one number of segments; medians."""
+
+    rows: int
+    ids: int  # of one batch, each once
+    dim: int
+    segments: int
+    optimizer: str
+    zipf: float | None
+    repeats: int
+    pull: float  # rows a second
+    push: float
+    torch_pull: float  # index_select
+    torch_push: float  # index_add_
+    of_limit: float  # torch's time for both by the table's time for both
+    row_bytes: float  # of memory, for each row
+    made: float  # rows a second that were made, from seed and id
+
+
+@dataclass(frozen=True, slots=True)
+class FilesRow:
+    """A table as Parquet."""
+
+    rows: int
+    dim: int
+    segments: int
+    loaded_on: int  # segments
+    row_bytes: float  # of memory, for each row
+    file_bytes: float  # on disk, for each row
+    save: float  # seconds
+    load: float
+
+
+def bench_tables(
+    rows: int,
+    ids: int,
+    dim: int,
+    segments: Sequence[int],
+    optimizers: Sequence[str],
+    *,
+    zipf: float | None = None,
+    repeats: int = 15,
+) -> list[TableRow]:
+    """Pull and push of batches of `ids` ids of a table with `rows` rows; Zipf-distributed ids, once each, with `zipf`.
+
+    Raises:
+        ConfigError: there is no such optimizer, or nothing to ask for.
+    """
+    if rows < 1 or ids < 1 or repeats < 1:
+        raise ConfigError(f"{ids} ids of {rows} rows were asked for, {repeats} times: give at least 1 of each",
+                          field="rows")  # fmt: skip
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return [_measure(_table(rows, dim, count, name), rows, ids, zipf, repeats)
+                for name, count in itertools.product(optimizers, segments)]  # fmt: skip
+    finally:
+        torch.set_num_threads(before)
+
+
+def _table(rows: int, dim: int, segments: int, optimizer: str) -> Table:
+    table = Table("bench", dim, segments, optimizer={"name": optimizer, "lr": 0.1})
+    check_table(table)
+    return table
+
+
+def filled(table: Table, rows: int) -> tuple[list[TableSegment], float]:
+    """A table's segments with the rows 0 to `rows` - 1, and the seconds that it took to make these."""
+    found = [TableSegment(table, index, ParameterServer(staleness=None), 1) for index in range(table.segments)]
+    began = time.thread_time()
+    for lo in range(0, rows, _CHUNK):
+        ids = np.arange(lo, min(rows, lo + _CHUNK))
+        order, bounds = split(ids, table.segments)
+        for segment, (a, b) in zip(found, itertools.pairwise(bounds), strict=True):
+            segment.copied = False
+            if a < b:
+                with segment.store.lock:
+                    segment.store.make(ids[order[a:b]], np.ones(b - a, np.int64), 0)
+    return found, time.thread_time() - began
+
+
+def _measure(table: Table, rows: int, ids: int, zipf: float | None, repeats: int) -> TableRow:
+    segments, making = filled(table, rows)
+    dense, chance = torch.zeros(rows, table.dim), np.random.default_rng(0)
+    times: list[tuple[int, list[float]]] = []
+    for step in range(repeats + 2):
+        batch = _batch(chance, rows, ids, zipf)
+        times.append((len(batch), _turn(segments, dense, batch, step)))
+    found = times[2:]  # the first ones grow the process
+    rates = [statistics.median(count / each[k] for count, each in found) for k in range(4)]
+    share = statistics.median((each[0] + each[1]) / (each[2] + each[3]) for _, each in found)
+    memory = sum(segment.nbytes for segment in segments) / rows
+    return TableRow(rows, int(statistics.median(count for count, _ in found)), table.dim, table.segments,
+                    table.optimizer["name"], zipf, repeats, rates[2], rates[3], rates[0], rates[1], share, memory,
+                    rows / making)  # fmt: skip
+
+
+def _batch(chance: np.random.Generator, rows: int, ids: int, zipf: float | None) -> Any:
+    if zipf is not None:
+        return np.unique((chance.zipf(zipf, ids) - 1) % rows)
+    return np.unique(chance.integers(0, rows, ids)) if ids * 4 < rows else np.sort(chance.permutation(rows)[:ids])
+
+
+def _turn(segments: list[TableSegment], dense: torch.Tensor, ids: Any, step: int) -> list[float]:
+    """Processor seconds of index_select, index_add_, the pulls and the pushes of a batch."""
+    table = segments[0].table
+    grad, order_bounds, places = torch.rand(len(ids), table.dim), split(ids, table.segments), torch.from_numpy(ids)
+    order, bounds = order_bounds
+    parts = [order[a:b] for a, b in itertools.pairwise(bounds)]
+    pulls = [memoryview(encode_pull(ids[part])) for part in parts]
+    pushes = [memoryview(encode_push(ids[part], grad, np.ones(len(part), np.uint32), order=part)) for part in parts]
+    times = [time.thread_time()]
+    dense.index_select(0, places)
+    times.append(time.thread_time())
+    dense.index_add_(0, places, grad)
+    times.append(time.thread_time())
+    for segment, piece in zip(segments, pulls, strict=True):
+        segment.pull(0, piece)
+    times.append(time.thread_time())
+    for segment, piece in zip(segments, pushes, strict=True):
+        segment.check(0, step, 1.0, piece)
+        segment.push(0, step, 1.0, piece)
+    times.append(time.thread_time())
+    return [b - a for a, b in itertools.pairwise(times)]
+
+
+def bench_files(rows: int, dim: int, segments: int, loaded_on: int, folder: Path | None = None) -> FilesRow:
+    """Save a table of `rows` rows with Adagrad as Parquet, and load it on another number of segments.
+
+    Raises:
+        ConfigError: there are no rows, or no segments.
+    """
+    if rows < 1 or loaded_on < 1:
+        raise ConfigError(f"{rows} rows on {loaded_on} segments were asked for: give at least 1 of each", field="rows")
+    table = _table(rows, dim, segments, "adagrad")
+    held, _ = filled(table, rows)
+    memory = sum(segment.nbytes for segment in held) / rows
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        began = time.perf_counter()
+        written = parquet.write(place, table, (segment.dump() for segment in held))
+        saving = time.perf_counter() - began
+        size = sum(path.stat().st_size for path in written) / rows
+        del held
+        again = replace(table, segments=loaded_on)
+        began, count = time.perf_counter(), 0
+        kept = []
+        for index, state in parquet.read(place, again, workers=1):
+            segment = TableSegment(again, index, ParameterServer(staleness=None), 1)
+            segment.load(state)
+            kept.append(segment)
+            count += segment.rows
+        loading = time.perf_counter() - began
+    if count != rows:
+        raise RuntimeError(f"{count} rows were loaded of {rows}")
+    return FilesRow(rows, dim, segments, loaded_on, memory, size, saving, loading)
+
+
+def skew(rows: int, ids: int, zipf: float, segments: int) -> float:
+    """The busiest segment's share of a Zipf batch's rows by the mean share: what a hash of the ids leaves uneven."""
+    held = np.bincount(bucket(_batch(np.random.default_rng(0), rows, ids, zipf), segments), minlength=segments)
+    return float(held.max() / held.mean())

@@ -1,0 +1,58 @@
+"""`rayps bench tables`: a sparse table's segments in one process, beside what memory allows."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rayps.cli import show
+from rayps.cli.show import Output
+from rayps.errors import ConfigError
+
+
+def tables(
+    rows: Annotated[int, typer.Option(help="Rows of the table.")] = 1_000_000,
+    ids: Annotated[int, typer.Option(help="Ids of a batch, each once; with --zipf how many are drawn.")] = 50_000,
+    dim: Annotated[int, typer.Option(help="Elements of a row.")] = 16,
+    segments: Annotated[str, typer.Option(help="Numbers of segments.")] = "1,16",
+    optimizers: Annotated[str, typer.Option(help="Some of sgd, adagrad, adam.")] = "sgd,adagrad,adam",
+    zipf: Annotated[float | None, typer.Option(help="Ids by this Zipf exponent, above 1.")] = None,
+    files: Annotated[int, typer.Option(help="Instead: save --rows rows as Parquet and load them on so many segments.")]
+    = 0,
+    folder: Annotated[Path | None, typer.Option(help="Where --files writes.")] = None,
+    repeats: Annotated[int, typer.Option(help="Batches of each.")] = 15,
+    output: Annotated[Output, typer.Option("--output", "-o", help="table or json.")] = Output.table,
+    as_json: Annotated[bool, typer.Option("--json", help="The same as --output json.")] = False,
+) -> None:
+    """Rows of a sparse table pulled and pushed a second, beside torch's index_select and index_add_ on the same ids."""
+    counts = _whole(segments)
+    from rayps.bench.tables import bench_files, bench_tables
+
+    form = Output.json if as_json else output
+    if files:
+        saved = [bench_files(rows, dim, count, files, folder) for count in counts]
+        _show(form, saved, {"rows": "rows", "segments": "segments", "loaded_on": "loaded on",
+                            "row_bytes": "bytes a row", "file_bytes": "on disk", "save": "save s", "load": "load s"})
+        return
+    measured = bench_tables(rows, ids, dim, counts, optimizers.split(","), zipf=zipf, repeats=repeats)
+    _show(form, measured, {"optimizer": "optimizer", "segments": "segments", "ids": "ids", "pull": "pulled/s",
+                           "push": "pushed/s", "torch_pull": "select/s", "torch_push": "add/s",
+                           "of_limit": "of limit", "row_bytes": "bytes a row", "made": "made/s"})
+
+
+def _whole(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"segments {text!r} cannot be read: write whole numbers such as 1,16",
+                          field="segments") from None  # fmt: skip
+
+
+def _show(output: Output, rows: list[Any], columns: dict[str, str]) -> None:
+    if output is Output.json:
+        show.dump([dataclasses.asdict(row) for row in rows])
+        return
+    show.table(list(columns.values()), [[show.number(getattr(row, name)) for name in columns] for row in rows])
