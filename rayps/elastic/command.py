@@ -52,7 +52,9 @@ class Command:
         self.link: Link | None = None
         self.every = heartbeat
         self.next_beat = 0.0
+        self.alone_since: float | None = time.monotonic()  # None: the manager is there
         self._beats = 0
+        self._told = 0  # tag of the newest orders
         self._reports: list[Report] = []
 
     def say(self, report: Report) -> None:
@@ -61,7 +63,7 @@ class Command:
 
     def met(self, link: Link) -> None:
         """The manager is there: say who this is, and what is held."""
-        self.link = link
+        self.link, self.alone_since, self._told = link, None, 0
         desk = self._desk
         holds = {
             str(number): [[h.index, h.role.value, h.generation] for h in held.holdings.values()]
@@ -71,6 +73,10 @@ class Command:
         self._send(Kind.REGISTER, body)
         self._reports = self._all()
         self.next_beat = time.monotonic()
+
+    def left(self) -> None:
+        """The manager is gone."""
+        self.link, self.alone_since = None, time.monotonic()
 
     def hear(self, message: Message) -> None:
         """Do what the manager says."""
@@ -92,6 +98,7 @@ class Command:
             if held is not None:
                 self._holdings.obey(held, [Order.of(row) for row in body["holdings"]])
                 self._desk.learnt(held.space)
+            self._told = max(self._told, message.tag)
         elif message.kind == Kind.BRANCH:
             held, parent = self._holdings.spaces.get(message.a), self._holdings.spaces.get(message.b)
             for index, generation in json.loads(bytes(message.payload))["segments"]:
@@ -113,7 +120,7 @@ class Command:
                 row = [report.event.value, report.segment, report.generation, report.name]
                 spaces.setdefault(report.space, []).append(row)
             for number, rows in spaces.items():
-                self._send(Kind.REPORT, {"space": number, "events": rows})
+                self._send(Kind.REPORT, {"space": number, "events": rows}, self._told)
         if now >= self.next_beat:
             self.next_beat = now + self.every
             self._beats += 1

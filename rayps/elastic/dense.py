@@ -38,7 +38,7 @@ class DenseSegment:
         self.lo, self.hi = space.cuts[index]
         self.rows = self.hi - self.lo
         self.operations = 0
-        self.forwards = True  # whether anyone wants to know the changes
+        self.copied = True  # whether changes go to copies; where not, they come back empty
         self.by = changes_by(space.strategy)
         self._size = self.rows * self.layout.dtype.itemsize
         self._base = base
@@ -105,15 +105,15 @@ class DenseSegment:
             return []
         value = tensor_of(data, self.layout.dtype)
         if shard.by == PUSHED:
-            change = b"".join([CHANGE.pack(PUSHED, rank, step, weight), data]) if self.forwards else b""
+            change = b"".join([CHANGE.pack(PUSHED, rank, step, weight), data]) if self.copied else b""
             shard.push(rank, step, value, weight)
             shard.seq += 1
             return [change]
-        shard.writes = self.forwards
+        shard.writes = self.copied
         before = shard.seq
         shard.push(rank, step, value, weight)
         changes, shard.changes = shard.changes, []
-        return changes if self.forwards else [b""] * (shard.seq - before)
+        return changes if self.copied else [b""] * (shard.seq - before)
 
     def replay(self, change: memoryview) -> None:
         """Apply one item of what `push` gave on the primary. Raises ValueError."""

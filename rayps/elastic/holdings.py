@@ -18,6 +18,7 @@ from rayps.elastic.segment import Segment
 from rayps.elastic.space import Space
 from rayps.errors import WorkloadError
 from rayps.optim import Factory
+from rayps.tables.segment import TableSegment
 
 
 class Report(NamedTuple):
@@ -74,6 +75,11 @@ class Holding:
         applied = self.segment.durable(rank)
         return applied if self.copies else min(applied, self.saved.get(rank, 0))
 
+    def marks(self) -> dict[int, int]:
+        """By rank: its next step."""
+        assert self.segment is not None
+        return self.segment.marks()
+
     def state_is_kept(self, rounds: int) -> None:
         """The state after `rounds` is kept elsewhere."""
         marks = self.saving.get(rounds)
@@ -91,6 +97,7 @@ class Held:
         self.incarnations: dict[int, int] = {}  # by rank: the highest seen
         self.parked: list[Any] = []  # requests that wait for the clock
         self.withheld: list[Any] = []  # answers that wait for copies
+        self.unborn: set[tuple[int, int]] = set()  # segments and generations that were to begin from what is not here
         self.operations = 0
         self.rejected = 0
         self.seconds = 0.0
@@ -123,17 +130,12 @@ class Held:
         found = self.space.table_of(index)
         if found is None:
             return DenseSegment(self.space, index, self.factory)
-        return table_segment(found[0], found[1], self.space)
+        return TableSegment(found[0], found[1], self.space.strategy, self.space.workers)
 
     @property
     def nbytes(self) -> int:
         """Bytes of what it is primary of."""
         return sum(holding.segment.nbytes for holding in self.primaries() if holding.segment is not None)
-
-
-def table_segment(table: Any, index: int, space: Space) -> Segment:
-    """An empty segment of a table."""
-    raise NotImplementedError(f"tables: segment {index} of {table.name} in {space.name}")
 
 
 class Acts(Protocol):
@@ -200,12 +202,16 @@ class Holdings:
         """Begin a segment of a space with what its parent's holds here; False where that is not here."""
         base = parent.holdings.get(index)
         if base is None or base.segment is None or not base.serves or not base.usable:
+            held.unborn.add((index, generation))
             return False
         known = held.holdings.get(index)
         if known is not None and known.generation >= generation and known.usable:
             return True
+        segment: Segment
         if isinstance(base.segment, DenseSegment):
-            segment: Segment = base.segment.branch(held.space)
+            segment = base.segment.branch(held.space)
+        elif isinstance(base.segment, TableSegment):
+            segment = base.segment.branch(held.space.workers, held.space.strategy)
         else:
             segment = base.segment.branch()
         held.holdings[index] = Holding(held, index, Role.PRIMARY, generation, segment, line=generation, since=_now())
@@ -231,6 +237,8 @@ class Holdings:
 
     def _primary(self, held: Held, holding: Holding | None, order: Order) -> None:
         anew = holding is None or holding.generation < order.generation or holding.role != Role.PRIMARY
+        if holding is None and (order.segment, order.generation) in held.unborn:
+            return
         if holding is None:
             dense = held.space.table_of(order.segment) is None
             usable = not dense and not order.lost

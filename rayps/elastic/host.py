@@ -58,7 +58,7 @@ class Host:
         self._fair: Fair[Request] = Fair()
         self._copies = Copies(self)
         self._holdings = Holdings(self)
-        self._serving = Serving(self._holdings, self._copies, self)
+        self._serving = Serving(self._copies, self, name)
         self._command = Command(self, self._holdings, self._copies, heartbeat)
         self._load = Load()
         self._guests: dict[int, Guest] = {}
@@ -81,6 +81,12 @@ class Host:
     def alive(self) -> bool:
         """Whether it serves."""
         return self._thread.is_alive()
+
+    @property
+    def alone(self) -> float:
+        """Seconds since the manager was lost, or since the beginning; 0 while it is there."""
+        since = self._command.alone_since
+        return 0.0 if since is None else time.monotonic() - since
 
     def close(self) -> None:
         """End the loop and its links; the listener stays open. Safe to call twice."""

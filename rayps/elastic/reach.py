@@ -157,7 +157,7 @@ class Reach:
             log.info("%s: lost the manager: %s", self._name, error)
             self._poll.unregister(link.fileno())
             link.close()
-            self._command.link = None
+            self._command.left()
             self._look_for_manager()
             return
         self.flush_manager()

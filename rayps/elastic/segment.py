@@ -15,7 +15,8 @@ class Segment(Protocol):
     """One segment of a space, as its primary and as a copy."""
 
     seq: int  # how many changes were applied: what `push` gave back, one by one
-    operations: int  # pushes and pulls, for the load
+    operations: int  # pushes and pulls, for the load; rows of them, for a table
+    copied: bool  # whether changes go to copies; where not, they come back empty
 
     @property
     def version(self) -> int:

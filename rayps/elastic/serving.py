@@ -7,15 +7,15 @@ then all are applied. No answer leaves before copies have what it says (`Copies.
 from __future__ import annotations
 
 import logging
+import math
 import struct
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from rayps.elastic.copies import Copies, stuck_on
-from rayps.elastic.dense import DenseSegment
 from rayps.elastic.guests import NOBODY, Guest, Request, Withheld, fenced
-from rayps.elastic.holdings import Held, Holding, Holdings
+from rayps.elastic.holdings import Held, Holding
 from rayps.elastic.messages import Kind, Piece, numbers, pack, unpack
 from rayps.elastic.segment import Segment
 from rayps.errors import ConfigError, PeerTimeout, RaypsError, StaleGeneration
@@ -40,8 +40,9 @@ class Mouth(Protocol):
 class Serving:
     """Answers requests about what is held."""
 
-    def __init__(self, holdings: Holdings, copies: Copies, mouth: Mouth) -> None:
-        self._holdings, self._copies, self._mouth = holdings, copies, mouth
+    def __init__(self, copies: Copies, mouth: Mouth, name: str) -> None:
+        self._copies, self._mouth = copies, mouth
+        self._name = name
         self._answers: dict[int, Callable[[Held, Request], None]] = {
             Kind.PUSH: self._push, Kind.PULL: self._wait, Kind.PUSH_PULL: self._push_pull, Kind.READ: self._read,
             Kind.LOAD: self._load, Kind.PART: self._part, Kind.SAVED: self._saved, Kind.FLUSH: self._wait,
@@ -145,8 +146,7 @@ class Serving:
                 _segment(holding).check(rank, step, weight, piece.data)
         for holding, piece in zip(touched, request.pieces, strict=True):
             segment = _segment(holding)
-            if isinstance(segment, DenseSegment):
-                segment.forwards = bool(holding.copies)
+            segment.copied = bool(holding.copies)
             changes = segment.push(rank, step, weight, piece.data)
             passing("host: applied, not forwarded")
             if changes:
@@ -175,6 +175,8 @@ class Serving:
         """Serve what waits for the clock now, or park it."""
         if not self._serve_waiting(held, request):
             seconds = request.b / 1000 if request.b > 0 else request.guest.patience
+            if request.kind == Kind.PART and request.b <= 0:
+                seconds = math.inf  # its link says when nobody waits any more
             request.deadline = time.monotonic() + seconds
             held.parked.append(request)
 
@@ -182,7 +184,7 @@ class Serving:
         rank = request.guest.rank
         touched = [held.holdings[piece.segment] for piece in request.pieces]
         if request.kind == Kind.FLUSH:
-            if any(_segment(h).marks().get(rank, 0) > _segment(h).durable(rank) for h in touched):
+            if any(h.marks().get(rank, 0) > _segment(h).durable(rank) for h in touched):
                 return False
             self._reply(request, Kind.ACK, touched)
         elif request.kind == Kind.PART:
@@ -252,20 +254,24 @@ class Serving:
         if rounds >= 0:
             for holding in touched:
                 segment = _segment(holding)
-                if segment.part(rounds) is None:
-                    if min(segment.marks().values(), default=0) >= rounds:
+                closed = min(segment.marks().values(), default=0)
+                if segment.part(rounds) is None and closed != rounds:
+                    if closed > rounds:
                         raise RaypsError(f"the state after round {rounds} is not kept any more, or was not asked for "
                                          f"in time (segment {holding.index} of {held.space.name!r})")
                     segment.keep([rounds])
         self._wait(held, request)
 
     def _serve_part(self, request: Request, touched: list[Holding]) -> bool:
-        rounds = request.a
-        states = [_segment(h).dump() if rounds < 0 else _segment(h).part(rounds) for h in touched]
-        if any(state is None for state in states):
-            return False
+        rounds, states = request.a, []
+        for segment in map(_segment, touched):
+            now = rounds < 0 or min(segment.marks().values(), default=0) == rounds
+            state = segment.part(rounds) or (segment.dump() if now else None)
+            if state is None:
+                return False
+            states.append(state)
         for holding in touched:
-            holding.saving[rounds] = dict(_segment(holding).marks()) if rounds < 0 else _all(holding, rounds)
+            holding.saving[rounds] = {r: min(s, rounds) if rounds >= 0 else s for r, s in holding.marks().items()}
         pieces = [Piece(p.segment, p.generation, s) for p, s in zip(request.pieces, states, strict=True)]
         self._reply(request, Kind.VALUE, touched, payload=pack(pieces))
         return True
@@ -337,8 +343,8 @@ class Serving:
                              for rank in _segment(held.holdings[p.segment]).laggards()})  # fmt: skip
             names = ", ".join(f"rank {rank}" for rank in behind) or "nobody"
             self.fail(held, request, PeerTimeout(
-                f"{request.guest.link.peer} waited too long for {names} (the knob is `timeout`)",
-                peer=names, ranks=behind,
+                f"{request.guest.link.peer} waited too long on {self._name} for {names} (the knob is `timeout`)",
+                peer=names, ranks=behind, server=self._name,
             ))  # fmt: skip
         for answer in [waiting for waiting in held.withheld if waiting.deadline < now]:
             held.withheld.remove(answer)
@@ -352,11 +358,6 @@ class Serving:
 def _segment(holding: Holding) -> Segment:
     assert holding.segment is not None
     return holding.segment
-
-
-def _all(holding: Holding, rounds: int) -> dict[int, int]:
-    """What a state after `rounds` surely holds."""
-    return {rank: min(step, rounds) for rank, step in _segment(holding).marks().items()}
 
 
 def _over(held: Held, used: int, most: int) -> ConfigError:
