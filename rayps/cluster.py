@@ -59,9 +59,14 @@ class Cluster(Protocol):
         here: bool = False,
         gang: Gang | None = None,
         index: int | None = None,
+        restarts: int = 0,
         **kwargs: Any,
     ) -> Handle:
-        """Start an actor; `here` keeps it on this host, `gang` and `index` put it into a reserved bundle."""
+        """Start an actor; `here` keeps it on this host, `gang` and `index` put it into a reserved bundle.
+
+        `restarts`: how often it is made anew, with the same arguments, after its process died (-1: always); an actor of
+        threads never is.
+        """
 
     def find(self, name: str) -> Handle | None:
         """The living actor of that name."""
@@ -222,6 +227,7 @@ class LocalCluster:
         here: bool = False,
         gang: Gang | None = None,
         index: int | None = None,
+        restarts: int = 0,
         **kwargs: Any,
     ) -> _LocalHandle:
         """See Cluster."""

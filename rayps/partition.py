@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import bisect
 import hashlib
+import math
 from collections.abc import Sequence
 
 from rayps.errors import ConfigError
@@ -29,20 +30,75 @@ def slices(n: int, parts: int) -> list[slice]:
     return [slice(n * i // parts, n * (i + 1) // parts) for i in range(parts)]
 
 
-def place(segments: Sequence[str], servers: Sequence[str], points: int = 128) -> list[int]:
+def place(
+    segments: Sequence[str], servers: Sequence[str], points: int = 128, bound: float | None = None
+) -> list[int]:
     """Which server holds each segment: the index of its server on a consistent-hash ring.
 
     Every server stands at `points` places of the ring, a segment belongs to the next server clockwise. A server that
     joins or leaves moves about 1/n of the segments, and only to or from itself; the same names always give the same
-    places, on every machine. Karger et al., Consistent hashing and random trees, 1997. Raises ConfigError.
+    places, on every machine. Karger et al., Consistent hashing and random trees, 1997.
+
+    With `bound` no server holds more than `bound` times the mean (rounded up): a segment walks on clockwise past full
+    servers. A few more segments move then, also between servers that stay. Mirrokni et al., Consistent hashing with
+    bounded loads, SODA 2018. Raises ConfigError.
+    """
+    return [found[0] for found in spots(segments, servers, 0, points=points, bound=bound)]
+
+
+def spots(
+    segments: Sequence[str],
+    servers: Sequence[str],
+    replicas: int,
+    *,
+    hosts: Sequence[str] | None = None,
+    points: int = 128,
+    bound: float | None = None,
+) -> list[tuple[int, ...]]:
+    """As `place`, and behind each segment's server the next `replicas` further ones clockwise, for copies.
+
+    `hosts` are the machines of the servers: copies go to other machines than the server's own first, and to as many
+    different ones as there are. Where there are fewer servers, there are fewer copies. Raises ConfigError.
     """
     if not servers or len(set(servers)) != len(servers):
         raise ConfigError(f"segments need servers of different names, got {list(servers)!r}", servers=list(servers))
     if points < 1:
         raise ConfigError(f"a server needs a place on the ring; give points >= 1, not {points}", points=points)
+    if bound is not None and bound < 1:
+        raise ConfigError(f"no server may hold less than the mean; give bound >= 1, not {bound:g}", bound=bound)
     ring = sorted((_hash(f"{name}#{point}"), i) for i, name in enumerate(servers) for point in range(points))
     places = [at for at, _ in ring]
-    return [ring[bisect.bisect_right(places, _hash(segment)) % len(ring)][1] for segment in segments]
+    room = len(segments) if bound is None else math.ceil(bound * len(segments) / len(servers))
+    held = [0] * len(servers)
+    found: list[tuple[int, ...]] = [()] * len(segments)
+    # in the order of the ring, so that the order in which segments are given does not matter
+    for at, _, number in sorted((_hash(segment), segment, number) for number, segment in enumerate(segments)):
+        first = bisect.bisect_right(places, at)
+        around = _clockwise(ring, first, len(servers) if replicas or bound is not None else 1)
+        owner = next(server for server in around if held[server] < room)
+        held[owner] += 1
+        found[number] = (owner, *_copies(owner, around, replicas, hosts))
+    return found
+
+
+def _clockwise(ring: list[tuple[int, int]], first: int, servers: int) -> list[int]:
+    """The servers in the order in which one meets them from here."""
+    met: dict[int, None] = {}
+    for step in range(len(ring)):
+        met.setdefault(ring[(first + step) % len(ring)][1])
+        if len(met) == servers:
+            break
+    return list(met)
+
+
+def _copies(owner: int, around: list[int], replicas: int, hosts: Sequence[str] | None) -> list[int]:
+    left, taken = [server for server in around if server != owner], [owner]
+    while left and len(taken) <= replicas:
+        used = set() if hosts is None else {hosts[server] for server in taken}
+        best = next((server for server in left if hosts is not None and hosts[server] not in used), left[0])
+        left.remove(best)
+        taken.append(best)
+    return taken[1:]
 
 
 def _hash(text: str) -> int:

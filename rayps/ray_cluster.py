@@ -181,6 +181,7 @@ class RayCluster:
         here: bool = False,
         gang: Gang | None = None,
         index: int | None = None,
+        restarts: int = 0,
         **kwargs: Any,
     ) -> RayHandle:
         """See Cluster."""
@@ -188,7 +189,7 @@ class RayCluster:
             "num_cpus": cpus,
             "num_gpus": gpus,
             "max_concurrency": 16,
-            "max_restarts": 0,
+            "max_restarts": restarts,
             "max_task_retries": 0,
             "namespace": NAMESPACE,
         }

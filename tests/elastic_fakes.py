@@ -1,196 +1,114 @@
-"""A server group that is not one: real links, threads that answer what a test wants, and segments that add up pushes.
+"""Servers that hold nothing, over real links: they say what a real one would say, at once or when told to."""
 
-What the servers of a real group share by copies, these share by being one process. What a server has only `filed`
-dies with it.
-"""
-
+import contextlib
 import json
+import os
+import pickle
 import threading
 import time
+from typing import ClassVar
 
-import numpy as np
-import torch
+from rayps.elastic.messages import Event, Kind, Role
+from rayps.errors import LinkError
+from rayps.link import Message, connect
 
-from rayps.elastic.map import Holding, SpaceMap
-from rayps.elastic.messages import Kind, Piece, numbers, pack, unpack
-from rayps.elastic.space import Space
-from rayps.errors import LinkError, PeerTimeout
-from rayps.flat import Layout
-from rayps.link import Listener, Message
-from rayps.server.messages import refusal
-from rayps.strategies.parameter_server import ParameterServer
-
-SECRET = b"fake" * 8
+HOSTS = {}  # by name: the living ones, for the tests to look at
 
 
-def space_of(size, segments, staleness=None, workers=1):
-    layout = Layout.of([("w", torch.zeros(size, dtype=torch.float64))])
-    cuts = tuple((size * i // segments, size * (i + 1) // segments) for i in range(segments))
-    return Space("job", 7, workers, ParameterServer(staleness=staleness), layout, cuts)
+class FakeHost:
+    """Takes the arguments of HostActor."""
 
+    machines: ClassVar = {}  # by server: its machine
+    hold: ClassVar = set()  # kinds of events that are not said
 
-class Loop:
-    """A thread with a listener; `handle(link, message)` answers."""
-
-    def __init__(self, name):
-        self.name, self.links, self.closing = name, [], False
-        self.listener = Listener(name, SECRET)
-        self.thread = threading.Thread(target=self.run, daemon=True)
-        self.thread.start()
-
-    def run(self):
-        while not self.closing:
-            while (link := self.listener.accept_ready()) is not None:
-                self.links.append(link)
-            for link in list(self.links):
-                try:
-                    link.flush()
-                    for message in link.feed():
-                        self.handle(link, message)
-                except LinkError:
-                    link.close()
-                    self.links.remove(link)
-            self.turn()
-            time.sleep(0.001)
-        for link in self.links:
-            link.close()
-        self.listener.close()
-
-    def turn(self):
-        pass
-
-    def close(self):
-        self.closing = True
-        self.thread.join(5)
-
-
-class Manager(Loop):
-    def __init__(self, group):
-        self.group, self.watching, self.told = group, [], 0
-        super().__init__("manager")
-
-    def handle(self, link, message):
-        assert message.kind == Kind.WATCH and message.a == 7
-        self.watching.append(link)
-        self.tell(link)
-
-    def tell(self, link):
-        link.queue(Message(Kind.MAP), json.dumps(self.group.map.to_json()).encode())
-
-    def turn(self):
-        if self.told != self.group.map.version:
-            self.told = self.group.map.version
-            for link in self.watching:
-                if not link.closed:
-                    self.tell(link)
-
-
-class Server(Loop):
-    def __init__(self, name, group):
-        self.group, self.ranks, self.parked, self.filed = group, {}, [], {}
+    def __init__(self, server, group, secret, manager):
+        self.name, self.secret, self.manager = server, secret, manager
+        self.spaces, self.orders, self.branches, self.forgotten = {}, {}, [], []
+        self.log = []
+        self.load = {}
         self.mute = False
-        super().__init__(name)
+        self._link, self._closing, self._lock = None, threading.Event(), threading.RLock()
+        self._connect()
+        HOSTS[server] = self
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
 
-    def handle(self, link, message):
-        group = self.group
-        with group.lock:
-            if self.mute:
-                return
-            if message.kind == Kind.JOIN:
-                self.ranks[link] = message.b
-                held = [i for i, each in enumerate(group.map.holdings) if each.primary == self.name]
-                pairs = [n for i in held for n in (i, group.marks[i].get(message.b, 0))]
-                link.queue(Message(Kind.JOINED, message.tag), numbers(pairs))
-                return
-            pieces = unpack(message.payload)
-            stale = [p.segment for p in pieces if not self.holds(p)]
-            group.heard.append((self.name, Kind(message.kind), message.a, [p.segment for p in pieces]))
-            if stale:
-                link.queue(Message(Kind.STALE, message.tag), numbers(stale))
-            else:
-                self.serve(link, message, pieces)
+    def _connect(self):
+        self._link = connect(self.manager, name=self.name, secret=self.secret, generation=0, timeout=0.5)
+        holds = {}
+        for (space, index), (role, generation, _) in self.orders.items():
+            holds.setdefault(str(space), []).append([index, role, generation])
+        self._say(Kind.REGISTER, {"name": self.name, "address": f"{self.name}@127.0.0.1:1/", "pid": os.getpid(),
+                                  "host": self.machines.get(self.name, "here"), "holds": holds})
+        for (space, index), order in list(self.orders.items()):
+            self._answer(space, index, order, None)
 
-    def holds(self, piece):
-        holding = self.group.map.holdings[piece.segment]
-        return (holding.primary, holding.generation) == (self.name, piece.generation)
+    def _say(self, kind, body, tag=0):
+        with self._lock:
+            self._link.send(Message(kind, tag=tag), json.dumps(body).encode(), timeout=5)
 
-    def serve(self, link, message, pieces):
-        group, rank = self.group, self.ranks[link]
-        mark = 0
-        if message.kind in (Kind.PUSH, Kind.PUSH_PULL):
-            for segment, _, data in pieces:
-                if group.files:
-                    self.filed[segment, rank, message.a] = np.frombuffer(data, np.float64).copy()
-                elif group.marks[segment].get(rank, 0) <= message.a:
-                    group.marks[segment][rank] = message.a + 1
-                    if len(data):
-                        group.values[segment] += message.weight * np.frombuffer(data, np.float64)
-            mark = 0 if group.files else message.a + 1
-        if message.kind in (Kind.PUSH, Kind.FLUSH):
-            link.queue(Message(Kind.ACK, message.tag, weight=mark))
-        elif group.parks and message.kind != Kind.READ:
-            self.parked.append((link, message, pieces, time.monotonic() + message.b / 1000))
-        else:
-            self.answer(link, message, pieces, mark)
+    def _run(self):
+        beat = 0.0
+        while not self._closing.is_set():
+            try:
+                with self._lock:
+                    if not self.mute and time.monotonic() - beat > 0.05:
+                        beat = time.monotonic()
+                        self._say(Kind.HEARTBEAT, self.load)
+                    for message in [] if self.mute else self._link.feed():
+                        self._take(message)
+            except LinkError:
+                if self._closing.is_set():
+                    break
+                with contextlib.suppress(LinkError):
+                    self._link.close()
+                    self._connect()
+            time.sleep(0.002)
+        self._link.close()
 
-    def answer(self, link, message, pieces, mark=0):
-        found = pack([Piece(s, g, self.group.values[s].tobytes()) for s, g, _ in pieces])
-        link.queue(Message(Kind.VALUE, message.tag, 3, 1, mark), found)
-
-    def turn(self):
-        with self.group.lock:
-            parked, self.parked = self.parked, []
-            for link, message, pieces, until in parked:
-                if not all(map(self.holds, pieces)):
-                    link.queue(Message(Kind.STALE, message.tag), numbers(p.segment for p in pieces))
-                elif not self.group.parks:
-                    self.answer(link, message, pieces)
-                elif time.monotonic() > until:
-                    said, body = refusal(message.tag, PeerTimeout("waits for rank 3", peer=self.name))
-                    said.kind = Kind.ERROR
-                    link.queue(said, body)
+    def _take(self, message):
+        if message.kind == Kind.SPACE:
+            self.spaces[message.a] = pickle.loads(bytes(message.payload))
+        elif message.kind == Kind.FORGET:
+            self.forgotten.append(message.a)
+            self.orders = {key: order for key, order in self.orders.items() if key[0] != message.a}
+            self.spaces.pop(message.a, None)
+        elif message.kind == Kind.BRANCH:
+            self.branches.append((message.a, message.b, json.loads(bytes(message.payload))["segments"]))
+        elif message.kind == Kind.ORDERS:
+            body = json.loads(bytes(message.payload))
+            assert body["space"] in self.spaces, "orders before the space"
+            for index, role, generation, copies, _ in body["holdings"]:
+                key, order = (body["space"], index), (role, generation, copies)
+                self.log.append((*key, role, generation, tuple(copies)))
+                before = self.orders.get(key)
+                if role == Role.NONE:
+                    self.orders.pop(key, None)
                 else:
-                    self.parked.append((link, message, pieces, until))
+                    self.orders[key] = order
+                    self._answer(*key, order, before, message.tag)
 
+    def _answer(self, space, index, order, before, tag=0):
+        role, generation, copies = order
+        if role == Role.PRIMARY:
+            self.report(space, tag, [Event.READY, index, generation, ""])
+        if role in (Role.PRIMARY, Role.LEAVING):
+            self.report(space, tag, *[[Event.SYNCED, index, generation, copy] for copy in copies])
+        if role == Role.LEAVING:
+            self.report(space, tag, [Event.HANDED, index, generation, ""])
 
-class FakeGroup:
-    def __init__(self, space, servers):
-        self.space, self.lock = space, threading.RLock()
-        self.values = [np.zeros(b - a) for a, b in space.cuts]
-        self.marks = [{} for _ in space.cuts]
-        self.heard, self.files, self.parks = [], False, False
-        self.map = SpaceMap(0, tuple(Holding(None) for _ in space.cuts), {})
-        self.servers = {}
-        for i in range(servers):
-            self.add(f"s{i}")
-        for i in range(len(space.cuts)):
-            self.give(i, f"s{i % servers}")
-        self.manager = Manager(self)
+    def report(self, space, tag, *events):
+        events = [event for event in events if event[0] not in self.hold]
+        if events:
+            self._say(Kind.REPORT, {"space": space, "events": events}, tag)
 
-    def add(self, name):
-        self.servers[name] = Server(name, self)
-        with self.lock:
-            where = self.map.addresses | {name: self.servers[name].listener.address}
-            self.map = SpaceMap(self.map.version + 1, self.map.holdings, where)
-
-    def give(self, segment, server):
-        """Another primary, in another generation."""
-        with self.lock:
-            held = list(self.map.holdings)
-            held[segment] = Holding(server, (), held[segment].generation + 1)
-            self.map = SpaceMap(self.map.version + 1, tuple(held), self.map.addresses)
-
-    def kill(self, name):
-        self.servers[name].close()
-
-    def door(self):
-        return {"address": self.manager.listener.address, "secret": SECRET}
-
-    def value(self):
-        with self.lock:
-            return torch.from_numpy(np.concatenate(self.values))
+    def say_all(self):
+        """What was held back."""
+        with self._lock:
+            for (space, index), order in self.orders.items():
+                self._answer(space, index, order, None)
 
     def close(self):
-        self.manager.close()
-        for server in self.servers.values():
-            server.close()
+        self._closing.set()
+        self._thread.join(5)
+        HOSTS.pop(self.name, None)

@@ -92,9 +92,11 @@ class _Guest:
 
 
 class Listener:
-    """Where an actor can be called. Only peers that know the secret get in."""
+    """Where an actor can be called. Only peers that know the secret get in. `port` 0 is any that is free."""
 
-    def __init__(self, name: str, secret: bytes, generation: int = 0, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self, name: str, secret: bytes, generation: int = 0, host: str = "127.0.0.1", port: int = 0
+    ) -> None:
         self.name = name
         self.generation = generation
         self._secret = secret
@@ -102,7 +104,7 @@ class Listener:
         self._ready: list[Link] = []
         self._doors: list[socket.socket] = []
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        tcp = self._open(family, (host, 0))
+        tcp = self._open(family, (host, port))
         unix = ""
         if _ABSTRACT:
             unix = f"rayps-{secrets.token_hex(16)}"
@@ -111,6 +113,8 @@ class Listener:
 
     def _open(self, family: int, where: tuple[str, int] | str) -> socket.socket:
         door = socket.socket(family, socket.SOCK_STREAM)
+        if not isinstance(where, str) and where[1]:  # a port that was one's own before, perhaps a moment ago
+            door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             door.bind(where)
         except OSError as error:
