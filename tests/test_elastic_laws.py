@@ -1,4 +1,4 @@
-"""An elastic group is as good as fixed servers, and both as one process: to the bit, whatever happens to its servers."""
+"""An elastic group is what fixed servers are, and one process: to the bit, whatever happens to its servers."""
 
 import secrets
 import threading
@@ -9,7 +9,7 @@ import torch
 from torch.optim import SGD, Adam
 
 import rayps
-from rayps.cluster import LocalCluster
+from rayps.cluster import LocalCluster, until
 from rayps.elastic import group as elastic
 
 STEPS, SIZE = 12, 203
@@ -76,8 +76,11 @@ def cluster():
     found = LocalCluster()
     yield found
     found.close()
-    left = [thread.name for thread in threading.enumerate() if "server-" in thread.name and thread.is_alive()]
-    assert not left, left
+
+    def left():
+        return [thread.name for thread in threading.enumerate() if "server-" in thread.name]
+
+    assert until(lambda: not left(), 10.0), left()
 
 
 def group(cluster, workers, **options):

@@ -61,7 +61,6 @@ class OwnSpace:
         found = cls(group, opened, timeout, private=private, replicas=int(group.facts()["replicas"]))
         talk = Talk(group.door(), opened, -1, timeout=timeout)
         try:
-            talk.join()
             assert opened.layout is not None
             states = {i: state_of(vector[a:b], opened.layout, a, marks=marks) for i, (a, b) in enumerate(opened.cuts)}
             talk.exchange(Kind.LOAD, states)

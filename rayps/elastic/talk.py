@@ -88,7 +88,7 @@ class Talk:
         )  # fmt: skip
 
     def join(self) -> dict[int, int]:
-        """Say who this is to all servers; this rank's next step by segment.
+        """Say who this is to all servers; this rank's next step by segment. Rank -1 has none, and need not join.
 
         Raises:
             PeerTimeout, PeerLost: a server does not answer, or a segment is lost.
@@ -96,7 +96,7 @@ class Talk:
         """
         self._begin()
         lines, found = self._lines, dict[int, int]()
-        while True:
+        while self.rank >= 0:
             self._listen()
             missing = [index for index in range(self.space.segments) if index not in found]
             for server, segments in lines.map.by_server(missing).items():
@@ -111,6 +111,7 @@ class Talk:
                 return found
             self._check_lost(missing)
             lines.wait(missing)
+        return found
 
     def exchange(
         self,
