@@ -22,12 +22,12 @@ from rayps.flat import FlatModel, beside
 from rayps.link import Listener
 from rayps.logs import LogBuffer
 from rayps.place import Place, enter
-from rayps.plans import WorkerPlan
+from rayps.plans import WorkerPart, WorkerPlan
 from rayps.server.parts import Parts
 from rayps.shard_actor import ShardActor, ShardPlan
 from rayps.snapshot import Snapshot
 from rayps.ties import Ties
-from rayps.worker import Worker, WorkerPart, model_of
+from rayps.worker import Worker, model_of
 from rayps.workload import Workload, unpack
 
 log = logging.getLogger(__name__)
@@ -196,7 +196,7 @@ class WorkerActor:
         ties.form(plan, snapshot, self._listener)
         if stop.is_set():
             raise StaleGeneration(f"generation {plan.generation} was ended before it began", peer="driver")
-        self._worker = Worker(workload, plan, snapshot, ties.ring, ties.server, self._device)
+        self._worker = Worker(workload, plan, snapshot, ties.ring, ties.server, self._device, ties.talk)
         return self._worker
 
     def _report(self, point: dict[str, Any], stop: threading.Event) -> None:

@@ -2,7 +2,8 @@
 
     step-00000171/
         model.safetensors  optim.safetensors ...   one file for each prefix of the keys
-        manifest.json                              last: sizes, SHA-256, shapes, dtypes, meta, its own hash
+        tables/NAME/rows-00000.parquet ...         sparse tables, where there are some: see `rayps.tables.parquet`
+    manifest.json                              last: sizes, SHA-256, shapes, dtypes, meta, its own hash
 
 A checkpoint is written beside its place and renamed into it: a name without ".tmp-" was whole at that time.
 """
@@ -16,7 +17,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,13 @@ from rayps.errors import CheckpointError
 FORMAT = "rayps-checkpoint"
 VERSION = 1
 MANIFEST = "manifest.json"
+TABLES = "tables"
 
 _log = logging.getLogger(__name__)
 _STEP = re.compile(r"step-(\d{8,})")
 _PREFIX = re.compile(r"[A-Za-z0-9_]+")
 _FILE = re.compile(r"[A-Za-z0-9_]+\.safetensors")
+_BESIDE = re.compile(rf"{TABLES}/[A-Za-z0-9_][A-Za-z0-9_.-]*/[A-Za-z0-9_-]+\.parquet")
 
 
 @dataclass(slots=True)
@@ -48,8 +51,13 @@ class State:
 # ---------------------------------------------------------------------------------------------- write
 
 
-def save(folder: str | Path, step: int, state: State, keep: int = 2) -> Path:
+def save(
+    folder: str | Path, step: int, state: State, keep: int = 2, *, beside: Callable[[Path], list[Path]] | None = None
+) -> Path:
     """Write a checkpoint of `step` and remove all but the last `keep`. The folder has one writer.
+
+    `beside` writes further files into the folder `tables` that it is given, and says which: they are part of the
+    checkpoint, hashed as all.
 
     Checkpoints of later steps are removed too: the run went back, and those belong to a course it left.
 
@@ -61,7 +69,7 @@ def save(folder: str | Path, step: int, state: State, keep: int = 2) -> Path:
     draft = folder / f"{final.name}.tmp-{uuid.uuid4().hex}"
     try:
         draft.mkdir(parents=True)
-        _write(draft, step, state)
+        _write(draft, step, state, beside(draft / TABLES) if beside is not None else [])
         if final.exists():
             final.rename(folder / f"{final.name}.tmp-{uuid.uuid4().hex}")
         draft.rename(final)
@@ -77,7 +85,7 @@ def save(folder: str | Path, step: int, state: State, keep: int = 2) -> Path:
     return final
 
 
-def _write(draft: Path, step: int, state: State) -> None:
+def _write(draft: Path, step: int, state: State, more: list[Path]) -> None:
     files: dict[str, Any] = {}
     for prefix, tensors in sorted(_by_prefix(state.tensors).items()):
         path = draft / f"{prefix}.safetensors"
@@ -91,13 +99,19 @@ def _write(draft: Path, step: int, state: State) -> None:
         meta = json.loads(json.dumps(state.meta))  # as it will be read again: text keys, no tuples
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"the checkpoint's meta is not plain JSON: {error}") from error
-    body = {"format": FORMAT, "version": VERSION, "step": step, "files": files, "meta": meta}
+    body = {"format": FORMAT, "version": VERSION, "step": step, "files": files, "meta": meta,
+            "beside": {str(path.relative_to(draft)): _sealed(path) for path in more}}
     text = json.dumps({**body, "sha256": _seal(body)}, indent=1)
     with (draft / MANIFEST).open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
     _sync(draft)
+
+
+def _sealed(path: Path) -> dict[str, Any]:
+    _sync(path)
+    return {"size": path.stat().st_size, "sha256": _hash(path)}
 
 
 def _by_prefix(tensors: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
@@ -156,6 +170,7 @@ def load(path: str | Path) -> State:
     path = Path(path)
     manifest = _manifest(path)
     state = State(meta=manifest["meta"])
+    _verify_beside(path, manifest)
     for name, facts in _files(path, manifest):
         _verify(path, name, facts)
         state.tensors.update(_tensors(path, name, facts["tensors"]))
@@ -169,7 +184,9 @@ def verify(path: str | Path) -> None:
         CheckpointError: as `load` does.
     """
     path = Path(path)
-    for name, facts in _files(path, _manifest(path)):
+    manifest = _manifest(path)
+    _verify_beside(path, manifest)
+    for name, facts in _files(path, manifest):
         _verify(path, name, facts)
 
 
@@ -254,6 +271,13 @@ def _files(path: Path, manifest: dict[str, Any]) -> Iterator[tuple[str, dict[str
         if not _FILE.fullmatch(name):
             raise _torn(path, f"its manifest names the file {name!r}")
         yield name, facts
+
+
+def _verify_beside(path: Path, manifest: dict[str, Any]) -> None:
+    for name, facts in manifest.get("beside", {}).items():
+        if not _BESIDE.fullmatch(name):
+            raise _torn(path, f"its manifest names the file {name!r}")
+        _verify(path, name, facts)
 
 
 def _verify(path: Path, name: str, facts: dict[str, Any]) -> None:

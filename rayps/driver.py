@@ -8,20 +8,25 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from dataclasses import dataclass, field, replace
+import uuid
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from rayps import checkpoint
 from rayps.actors import WorkerFacts
+from rayps.beginning import Beginning
 from rayps.cluster import Cluster
 from rayps.decide import Continue, Fail, Finish, Replace, Restart, Stop, decide
 from rayps.decide import Facts as RunFacts
+from rayps.elastic.job import JobSpace, space_of
+from rayps.elastic.space import Table
 from rayps.errors import RaypsError, TrainingError
 from rayps.group import Group
 from rayps.job import JobSpec, Status
 from rayps.journal import Journal
 from rayps.metrics import Point, Rounds
+from rayps.news import News
+from rayps.outcome import Outcome
 from rayps.plans import Orders
 from rayps.preflight import preflight
 from rayps.report import Report
@@ -34,29 +39,6 @@ log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1
 LEAVE_SECONDS = 20.0  # for a last checkpoint after a stop; the service waits longer than that
-
-
-@dataclass(slots=True)
-class Outcome:
-    """How a run ended."""
-
-    status: Status
-    message: str
-    metrics: dict[str, float] = field(default_factory=dict)
-    snapshot: Snapshot | None = None
-    checkpoint: Path | None = None
-    error: Exception | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """What `outcome.json` says."""
-        return {
-            "status": self.status,
-            "message": self.message,
-            "metrics": self.metrics,
-            "finished_at": time.time(),
-            "checkpoint": str(self.checkpoint) if self.checkpoint else None,
-            "error": type(self.error).__name__ if self.error else None,
-        }
 
 
 class _StoppedByUser(Exception):
@@ -77,12 +59,18 @@ class Driver:
         capture: bool = True,
         phases: list[Phase] | None = None,
         failures: int = 0,
+        name: str | None = None,
+        again: bool = False,
     ) -> None:
+        """`name` is that of the job, and of its space on a server group. `again`: an earlier driver of it has died."""
         self.workload, self.spec, self.journal = workload, spec.check(), journal
         self.phases = phases or parse(spec.strategy)
         self._checkpoints, self._resume, self._capture = checkpoints, resume, capture
         self._steps = 0  # batches per worker and epoch, and the position at which each phase ends:
         self._ends: list[int] = []  # known after the preflight
+        self._name, self._again = name or spec.name or f"job-{uuid.uuid4().hex[:8]}", again
+        self._tables: tuple[Table, ...] = ()  # of the model
+        self._news = News()
         self._stop = threading.Event()
         self._failures = failures  # of the whole job, whatever drivers it had
         self._generation = 0
@@ -122,9 +110,12 @@ class Driver:
                 {"cpu": 1.0} | self.spec.resources,
                 self.spec.working_dir,
                 self._capture,
+                space=self._space(cluster),
             )
             group.start(self.spec.timeout)
             outcome = Outcome(Status.SUCCEEDED, "trained to the end", self._run_phases(group))
+            if self._tables and self._checkpoints is None and group.space is not None:
+                outcome.tables = group.space.whole_tables()
         except _StoppedByUser:
             outcome = Outcome(Status.STOPPED, self._stopped())
         except RaypsError as error:
@@ -135,6 +126,7 @@ class Driver:
         finally:
             if group is not None:
                 self.journal.lines(group.lines())
+                self._tell(group, over=True)
                 group.close()
         outcome.snapshot, outcome.checkpoint = self._snapshot, self._saved
         self._seal(outcome)
@@ -146,17 +138,31 @@ class Driver:
         Raises:
             DataError, WorkloadError, ConfigError: what is wrong and the way out.
         """
-        self._steps, warnings = preflight(self.workload, self.phases, self.spec.workers)
+        self._steps, warnings, self._tables = preflight(self.workload, self.phases, self.spec)
         for warning in warnings:
             self.journal.event("warning", warning)
         self._ends = phase_ends(self.phases, self._steps, epochs=self.spec.epochs, steps=self.spec.steps)
         self._report.rounds, self._report.steps_per_epoch = self._ends[-1], self._steps
 
+    def _space(self, cluster: Cluster) -> JobSpace | None:
+        """This job's place on a server group, if it needs one."""
+        strategies = [phase.strategy for phase in self.phases]
+        space = space_of(
+            cluster, self.spec, strategies, self._name, lambda: pack(self.workload.optimizer), self._tables
+        )
+        if space is not None and self._again and not space.own:
+            space.take_over()
+        return space
+
     # ---- phases and generations
 
     def _run_phases(self, group: Group) -> dict[str, float]:
         """All phases from the first snapshot; gives the final metrics."""
-        self._snapshot, metrics = self._first(group), dict[str, float]()
+        begin = Beginning(self.spec, self._resume, self._steps, self._ends[-1])
+        self._snapshot, metrics = begin.snapshot(group, self.phases[0].strategy, self.journal), dict[str, float]()
+        if begin.resumed:
+            # an earlier driver of this very run may have died before the evaluation that belongs to the checkpoint
+            self._evaluated = self._snapshot.round if self.journal.evaluated is None else self.journal.evaluated
         for phase, end in zip(self.phases, self._ends, strict=True):
             nothing_left = end == self._ends[-1] and self._generation == 0  # the workers only evaluate
             if self._snapshot.round < end or nothing_left:
@@ -170,25 +176,6 @@ class Driver:
                 self._run_phase(group, phase, end)
                 metrics = self._evaluate(group, phase, end)
         return metrics
-
-    def _first(self, group: Group) -> Snapshot:
-        snapshot = group.initial(self.spec.seed)
-        if self._resume is not None:
-            saved = Snapshot.from_state(checkpoint.load(self._resume))
-            saved.check(snapshot.layout)
-            saved.resize(self.spec.workers, self._steps)
-            self.journal.event("resumed", f"resumed from {self._resume} at round {saved.round}", round=saved.round)
-            if saved.round >= self._ends[-1]:
-                self.journal.event(
-                    "warning",
-                    f"the checkpoint is of round {saved.round} and the run ends at round {self._ends[-1]}: "
-                    "it is evaluated, and nothing is left to train; give more epochs or steps",
-                )
-            # an earlier driver of this very run may have died before the evaluation that belongs to the checkpoint
-            self._evaluated = saved.round if self.journal.evaluated is None else self.journal.evaluated
-            return saved
-        snapshot.positions, snapshot.steps_per_epoch = [0] * self.spec.workers, self._steps
-        return snapshot
 
     def _run_phase(self, group: Group, phase: Phase, end: int) -> None:
         assert self._snapshot is not None
@@ -304,7 +291,7 @@ class Driver:
             failures=self._failures,
             max_failures=self.spec.max_failures,
             broken_for=0.0 if self._broken_since is None else time.monotonic() - self._broken_since,
-            lockstep=phase.strategy.lockstep,
+            lockstep=phase.strategy.lockstep and not group.holds_tables,
             stop=self._stop.is_set(),
         )
 
@@ -317,12 +304,20 @@ class Driver:
                 self._snapshot.ring = point["ring"]  # also for the generations and the runs that go on from here
         points = self.journal.choices(found)
         self._report.hear(points)
+        self._news.hear(points)
+        self._tell(group)
         self._file(rounds.add(points))
         self.journal.lines(group.lines())
         self._report.look(group, rounds.strategy)
         for name, count in self._report.newly_lost(group):
             self.journal.event("lost", f"{name} lacks {count} pushes: the workers kept them no more", pushes=count)
         self._show()
+
+    def _tell(self, group: Group, over: bool = False) -> None:
+        """File what happened to the server group."""
+        if group.space is not None:
+            for event in self._news.tell(group.space.news(), over):
+                self.journal.event(**event)
 
     def _file(self, merged: list[Point]) -> None:
         for point in merged:
@@ -344,9 +339,10 @@ class Driver:
         self._snapshot = newer
         if self._checkpoints is not None:
             state = newer.to_state(strategy=str(self.spec.strategy), seed=self.spec.seed, generation=self._generation)
-            self._saved = checkpoint.save(self._checkpoints, newer.round, state)
+            beside = group.space.write_tables(newer.round) if group.space is not None else None
+            self._saved = checkpoint.save(self._checkpoints, newer.round, state, beside=beside)
             self.journal.event("checkpoint", f"saved round {newer.round}", round=newer.round, path=str(self._saved))
-        group.saved(newer.round)
+        group.saved(newer)
 
     def _evaluate(self, group: Group, phase: Phase, end: int) -> dict[str, float]:
         """Evaluate the end of a phase; who dies meanwhile is replaced as in training, and all evaluate again."""

@@ -9,10 +9,11 @@ from typing import Any
 
 from rayps import checkpoint
 from rayps.cluster import surrounding
-from rayps.driver import Driver, Outcome
+from rayps.driver import Driver
 from rayps.errors import RaypsError
 from rayps.job import JobSpec, Status
 from rayps.journal import Journal
+from rayps.outcome import Outcome
 from rayps.workload import load
 
 
@@ -48,8 +49,9 @@ class DriverActor:
                 journal.event("began_again", f"attempt {self._attempt} has no checkpoint to go on from: from round 0")
             workload = load(spec.workload, spec.working_dir)
             self._driver = Driver(
-                workload, spec, journal, checkpoints=checkpoints, resume=resume, failures=self._failures
-            )
+                workload, spec, journal, checkpoints=checkpoints, resume=resume, failures=self._failures,
+                name=self._folder.name, again=self._attempt > 1,
+            )  # fmt: skip
             if self._stopped.is_set():
                 self._driver.stop()
             status = self._driver.run(surrounding()).status

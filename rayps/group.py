@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,6 +22,9 @@ from rayps.plans import Orders, WorkerPlan
 from rayps.shards import Servers, Shards
 from rayps.snapshot import Snapshot
 
+if TYPE_CHECKING:
+    from rayps.elastic.job import JobSpace
+
 
 @dataclass(slots=True)
 class Group:
@@ -35,7 +38,7 @@ class Group:
     capture: bool = True
     secret: bytes = field(default_factory=lambda: secrets.token_bytes(32))
     workers: list[Member] = field(default_factory=list)
-    space: Servers | None = None
+    space: JobSpace | None = None
     _fixed: Shards = field(init=False)
     _gang: Gang | None = None
     _orders: Orders | None = None
@@ -55,6 +58,13 @@ class Group:
     def members(self) -> list[Member]:
         """All actors of the job."""
         return [*self.workers, *self.shards]
+
+    @property
+    def holds_tables(self) -> bool:
+        """Whether the parameters are in one space with tables, which are too large to go back to a snapshot."""
+        return self._orders is not None and self._orders.strategy.shards > 0 and self._spaced and bool(
+            self.space is not None and self.space.tables
+        )  # fmt: skip
 
     # ---- starting and ending
 
@@ -247,10 +257,10 @@ class Group:
                 return found
         return None
 
-    def saved(self, rounds: int) -> None:
-        """Tell the servers that the driver has the state after `rounds`: what it holds need not be said again."""
+    def saved(self, snapshot: Snapshot) -> None:
+        """Tell the servers that the driver has this state: what it holds need not be said again."""
         for servers in self._servers():
-            servers.saved(rounds)
+            servers.saved(snapshot)
 
     def _concerned(self) -> list[tuple[int, list[int]]] | None:
         """How far the members have come who must give their shares of one and the same round, and what each holds.

@@ -1,10 +1,13 @@
-"""What a driver tells the members of a generation: plain data."""
+"""What a driver tells the members of a generation, and what it gets of a worker: plain data."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
+from rayps import optim
 from rayps.elastic.space import Space
 from rayps.server.shard import Boundary
 from rayps.strategy import Strategy
@@ -50,3 +53,14 @@ class WorkerPlan:
     evaluated: int  # the last round after which this rank's evaluation was heard
     timeout: float
     seat: Seat | None = None
+
+
+@dataclass(slots=True)
+class WorkerPart:
+    """A worker's share of a checkpoint; parameters and moments from rank 0 of a strategy without servers."""
+
+    round: int
+    params: Tensor | None
+    moments: optim.Moments
+    buffers: dict[str, Tensor]
+    rng: Tensor

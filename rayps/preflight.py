@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import inspect
+from typing import NamedTuple
 
 import torch
 from torch.optim import Optimizer
 
 from rayps import optim
 from rayps.data import Data
+from rayps.elastic.space import Table
+from rayps.embedding import tables_of, try_out
 from rayps.errors import ConfigError, WorkloadError
 from rayps.flat import Layout
-from rayps.strategy import Phase
+from rayps.job import JobSpec
+from rayps.strategy import Phase, Strategy
 from rayps.user_code import user_code
 from rayps.worker import model_of
 from rayps.workload import Workload
 
 
-def preflight(workload: Workload, phases: list[Phase], workers: int) -> tuple[int, list[str]]:
-    """Try data, model and optimizer: the number of batches per worker and epoch, and warnings for the user.
+class Findings(NamedTuple):
+    """Batches per worker and epoch, warnings for the user, and the model's sparse tables."""
+
+    steps: int
+    warnings: list[str]
+    tables: tuple[Table, ...]
+
+
+def preflight(workload: Workload, phases: list[Phase], spec: JobSpec) -> Findings:
+    """Try data, model and optimizer.
 
     Raises:
         DataError, WorkloadError, ConfigError: what is wrong and the way out.
@@ -26,18 +38,47 @@ def preflight(workload: Workload, phases: list[Phase], workers: int) -> tuple[in
     data = _data(workload)
     with torch.random.fork_rng(devices=[]):  # the user's own random numbers stay as they were
         model = model_of(workload)
+        tables = tables_of(model)
+        if tables:
+            try_out(workload, model)
+    for phase in phases:
+        _check_servers(phase.strategy, spec, tables)
     layout = Layout.of((name, p) for name, p in model.named_parameters() if p.requires_grad)
     _refuse_closure(optim.build(workload.optimizer, layout))
     warnings = []
     if any(phase.strategy.shards for phase in phases):
         optim.check_elementwise(workload.optimizer, layout)
         loose = any(not phase.strategy.lockstep for phase in phases)
-        if loose and workers > 1 and optim.ignores_scale(workload.optimizer, layout):
+        if loose and spec.workers > 1 and optim.ignores_scale(workload.optimizer, layout):
             warnings.append(
                 "each push is scaled by 1/N, but this optimizer takes steps of the same "
                 "size whatever the gradient's: N workers take N times the steps; lower its learning rate"
             )
-    return data.steps(workers), warnings
+    return Findings(data.steps(spec.workers), warnings, tables)
+
+
+def _check_servers(strategy: Strategy, spec: JobSpec, tables: tuple[Table, ...]) -> None:
+    name = strategy.name or type(strategy).__name__
+    if tables and strategy.tables is None:
+        known = ", ".join(repr(table.name) for table in tables)
+        raise ConfigError(
+            f"the model has sparse tables ({known}), and {name} has no servers for them: use "
+            "the strategy hybrid, or parameter_server",
+            field="strategy",
+        )
+    if spec.server_group is not None and strategy.shards == 0 and not tables:
+        raise ConfigError(
+            f"server_group is {spec.server_group!r}, and {name} without sparse tables needs no servers: "
+            "leave it out, or use parameter_server",
+            field="server_group",
+        )
+    elastic = spec.server_group is not None or strategy.servers > 0 or bool(tables)
+    if elastic and strategy.shards > 0 and strategy.compression is not None:
+        raise ConfigError(
+            f"compression is {strategy.compression!r}: pushes to an elastic server group travel as they are; leave it "
+            "out, or use fixed servers (no server_group, no replicas, no tables)",
+            field="compression",
+        )
 
 
 def _data(workload: Workload) -> Data:

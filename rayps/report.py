@@ -52,6 +52,8 @@ class Report:
         self._facts["strategy"] = strategy
         self._facts["workers"] = [self._worker(rank, member) for rank, member in enumerate(group.workers)]
         self._facts["shards"] = [_shard(index, member) for index, member in enumerate(group.shards)]
+        if group.space is not None:
+            self._facts["server_group"] = group.space.facts()
 
     def newly_lost(self, group: Group) -> list[tuple[str, int]]:
         """The shards that had to give up pushes since they were last asked, and how many."""

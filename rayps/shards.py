@@ -42,8 +42,8 @@ class Servers(Protocol):
         Raises (when waited for): ClusterError, TimeoutError: somebody died or is silent.
         """
 
-    def saved(self, rounds: int) -> None:
-        """Tell that the state after `rounds` is kept elsewhere."""
+    def saved(self, snapshot: Snapshot) -> None:
+        """Tell that this state is kept elsewhere."""
 
     def close(self) -> None:
         """End what is the job's own."""
@@ -108,10 +108,10 @@ class Shards:
         """See Servers."""
         return _waiting([member.handle.call("part", rounds) for member in self.members])
 
-    def saved(self, rounds: int) -> None:
+    def saved(self, snapshot: Snapshot) -> None:
         """See Servers."""
         for member in [member for member in self.members if not member.dead]:
-            member.handle.call("saved", rounds)  # where it is not heard, workers keep their pushes for longer
+            member.handle.call("saved", snapshot.round)  # where it is not heard, workers keep their pushes for longer
 
     def close(self) -> None:
         """See Servers."""

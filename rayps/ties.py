@@ -8,7 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 from rayps.addresses import Addresses
+from rayps.elastic.client import ElasticServer
+from rayps.elastic.talk import Talk
 from rayps.errors import LinkError, PeerLost
+from rayps.flat import Layout
 from rayps.link import Link, Listener, connect
 from rayps.plans import WorkerPlan
 from rayps.ring import Ring
@@ -27,7 +30,8 @@ class Ties:
 
     def __init__(self, shards: list[str], ranges: list[tuple[int, int]]) -> None:
         self.ring: Ring | None = None
-        self.server: Server | None = None
+        self.server: Server | ElasticServer | None = None
+        self.talk: Talk | None = None  # about the job's space on an elastic group
         self._shards, self._ranges = Addresses(shards), ranges
         self._link: Callable[[int], Link] | None = None
 
@@ -37,7 +41,15 @@ class Ties:
         Raises:
             PeerTimeout, PeerLost, StaleGeneration: somebody did not come, or this generation has ended.
         """
-        if plan.strategy.shards == 0:
+        strategy, seat = plan.strategy, plan.seat
+        if seat is not None:
+            # in step a round that is open must be kept whole, whatever its size: nobody goes back for a server's death
+            keep = max(strategy.group_bytes, 4 * _bytes(snapshot.layout) if seat.space.strategy.lockstep else 0)
+            self.talk = Talk(
+                seat.door, seat.space, plan.rank, incarnation=seat.incarnation, timeout=plan.timeout,
+                name=f"worker-{plan.rank}", keep=keep,
+            )  # fmt: skip
+        if strategy.shards == 0:
             self.ring = Ring.form(
                 plan.rank,
                 plan.ring,
@@ -48,14 +60,18 @@ class Ties:
                 label="worker",
                 table=snapshot.ring,
             )
+        elif self.talk is not None:
+            self.server = ElasticServer(self.talk)
         else:
             self.server = self._join(plan, snapshot)
+        if self.ring is not None and self.talk is not None:
+            self.talk.join()
 
     def rewire(self, shard: int, address: str) -> None:
         """A fixed shard has been replaced and is there now; what it lacks of this worker is said again. Any thread."""
         self._shards.change(shard, address)
         server, link = self.server, self._link
-        if server is not None and link is not None:
+        if isinstance(server, Server) and link is not None:
             try:
                 # at once: the plan's thread may wait for another shard, or have ended, and others wait for its pushes
                 server.replay(shard, lambda: link(shard), lambda: shard in self._shards.unseen())
@@ -74,7 +90,7 @@ class Ties:
             tie.close()
 
     def _all(self) -> list[Any]:
-        return [tie for tie in (self.ring, self.server) if tie is not None]
+        return [tie for tie in (self.ring, self.server, self.talk) if tie is not None]
 
     # ---- fixed shards
 
@@ -118,3 +134,7 @@ class Ties:
                     raise
                 if shard in self._shards.unseen():
                     self._shards.changed(shard, plan.timeout)
+
+
+def _bytes(layout: Layout) -> int:
+    return layout.size * layout.dtype.itemsize

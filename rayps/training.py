@@ -6,7 +6,7 @@ import math
 import os
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,18 @@ from torch import nn
 from rayps import checkpoint as checkpoints
 from rayps import metrics
 from rayps.cluster import Cluster
-from rayps.driver import Driver, Outcome
+from rayps.driver import Driver
+from rayps.embedding import load, load_states, tables_of
 from rayps.errors import CheckpointError, ConfigError, RaypsError, TrainingError
 from rayps.interrupt import stops
 from rayps.job import JobSpec, Status
 from rayps.journal import Journal
+from rayps.outcome import Outcome
 from rayps.progress import Display
 from rayps.snapshot import Snapshot
 from rayps.strategy import parse, wire
-from rayps.workload import Workload, load
+from rayps.workload import Workload
+from rayps.workload import load as load_workload
 
 
 @dataclass(slots=True, repr=False)
@@ -37,6 +40,7 @@ class Result:
     checkpoint: Path | None
     workload: Workload
     snapshot: Snapshot
+    tables: dict[str, list[Any]] = field(default_factory=dict)  # states of sparse tables, where no checkpoint has them
 
     def __repr__(self) -> str:
         found = ", ".join(f"{name}={value:.4g}" for name, value in self.metrics.items())
@@ -44,8 +48,11 @@ class Result:
         return f"Result({found or 'no metrics'}, {self.history.num_rows} rounds, {len(self.events)} events{saved})"
 
     def model(self) -> nn.Module:
-        """The trained model, on the CPU."""
-        return self.snapshot.fill(self.workload.model())
+        """The trained model, on the CPU, with its sparse tables in this process."""
+        model = self.snapshot.fill(self.workload.model())
+        if self.tables:
+            return load_states(model, self.tables)
+        return load(model, self.checkpoint / checkpoints.TABLES) if self.checkpoint and tables_of(model) else model
 
 
 def train(
@@ -53,7 +60,8 @@ def train(
     steps: int | None = None, seed: int = 0, checkpoint: str | Path | None = None, checkpoint_every: int | None = None,
     resume: bool | str | Path = False, resources: dict[str, float] | None = None, address: str | None = None,
     max_failures: int = 3, timeout: float = 60.0, progress: bool | Callable[[dict[str, Any]], None] = True,
-    cluster: Cluster | None = None,
+    cluster: Cluster | None = None, server_group: str | None = None, branch: str | None = None,
+    quota: dict[str, float] | None = None, name: str | None = None,
 ) -> Result:  # fmt: skip
     """Train a workload with `workers` Ray actors and give back the result.
 
@@ -67,6 +75,10 @@ def train(
     of one worker: {"cpu": 1, "gpu": 1}. A worker or shard that dies is replaced up to `max_failures` times; a peer
     that is silent for `timeout` seconds counts as dead. `progress` is shown on stderr, or given to your function.
 
+    `server_group` names an elastic server group of the cluster at `address` (`rayps servers start`), on which the job
+    has a space of its own `name`, within `quota`: {"bytes": ..., "operations": a second}. `branch` is the name of
+    another space there, with whose parameters it begins.
+
     Raises:
         UserError: what was given cannot work (ConfigError, WorkloadError, DataError, CheckpointError).
         NoResources: the cluster cannot hold the workers.
@@ -74,11 +86,15 @@ def train(
         TrainingError: the run failed, e.g. its loss is not finite, or failed more often than max_failures.
     """
     phases = parse(strategy)
-    name = workload if isinstance(workload, str) else f"{type(workload).__module__}:{type(workload).__qualname__}"
+    kind = workload if isinstance(workload, str) else f"{type(workload).__module__}:{type(workload).__qualname__}"
     spec = JobSpec(
-        name, wire(phases), workers, epochs, steps, seed, {"cpu": 1.0} | (resources or {}), str(Path.cwd()),
-        checkpoint_every, max_failures, timeout,
+        kind, wire(phases), workers, epochs, steps, seed, {"cpu": 1.0} | (resources or {}), str(Path.cwd()),
+        checkpoint_every, max_failures, timeout, name=name, server_group=server_group, branch=branch, quota=quota,
     ).check()  # fmt: skip
+    if server_group is not None and cluster is None and address is None:
+        raise ConfigError(
+            f"server_group is {server_group!r}: give the address of the cluster on which it runs too", field="address"
+        )
     workload = _workload(workload)
     folder = Path(checkpoint) if checkpoint is not None else None
     resumed = _resume(resume, folder)
@@ -97,13 +113,14 @@ def train(
     if outcome.status is not Status.SUCCEEDED or outcome.snapshot is None:
         raise outcome.error if isinstance(outcome.error, RaypsError) else TrainingError(outcome.message)
     return Result(
-        outcome.metrics, metrics.history(journal.points), journal.events, outcome.checkpoint, workload, outcome.snapshot
-    )
+        outcome.metrics, metrics.history(journal.points), journal.events, outcome.checkpoint, workload,
+        outcome.snapshot, outcome.tables,
+    )  # fmt: skip
 
 
 def _workload(given: Workload | str) -> Workload:
     if isinstance(given, str):
-        given = load(given)
+        given = load_workload(given)
     if not isinstance(given, Workload):
         what = f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
         example = f"{given.__name__}()" if isinstance(given, type) else "Digits()"

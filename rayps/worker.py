@@ -18,9 +18,12 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks as _GLOBAL_HOOKS
 from rayps import optim
 from rayps.buckets import Buckets
 from rayps.data import Batch
+from rayps.elastic.client import ElasticServer
+from rayps.elastic.talk import Talk
+from rayps.embedding import bind
 from rayps.errors import TrainingError, WorkloadError
 from rayps.flat import FlatModel, Gradient, beside
-from rayps.plans import WorkerPlan
+from rayps.plans import WorkerPart, WorkerPlan
 from rayps.ring import Ring
 from rayps.ring.compressed import compressed
 from rayps.server import Server
@@ -28,17 +31,6 @@ from rayps.server.compressed import compress
 from rayps.snapshot import Snapshot
 from rayps.user_code import user_code
 from rayps.workload import Workload
-
-
-@dataclass(slots=True)
-class WorkerPart:
-    """A worker's share of a checkpoint; parameters and moments from rank 0 of a strategy without servers."""
-
-    round: int
-    params: Tensor | None
-    moments: optim.Moments
-    buffers: dict[str, Tensor]
-    rng: Tensor
 
 
 @dataclass(slots=True)
@@ -62,9 +54,11 @@ class Worker:
         plan: WorkerPlan,
         snapshot: Snapshot,
         ring: Ring | None,
-        server: Server | None,
+        server: Server | ElasticServer | None,
         device: str = "cpu",
+        talk: Talk | None = None,
     ) -> None:
+        """`talk` is about the job's space on a server group, where it has one."""
         self.workload, self.plan, self.device = workload, plan, device
         self.rank, self.size, self.strategy = plan.rank, plan.size, plan.strategy
         self.ring: Any = ring
@@ -97,12 +91,19 @@ class Worker:
         self.load(snapshot)
         if server is not None and device == "cpu":
             server.home = self.flat.vector  # a pull lands in the model at once
-        if server is not None and plan.strategy.compression is not None:
+        if talk is not None and talk.space.tables:
+            foretell = workload.lookups if getattr(plan.strategy, "prefetch", True) else None
+            self.tables = bind(self.flat.model, talk, talk.space, foretell)
+            if isinstance(server, ElasticServer):
+                server.extras = self.tables.pieces
+        if isinstance(server, Server) and plan.strategy.compression is not None:
             self.choices.append(compress(server, plan.strategy.compression))
         self.position = server.step if server is not None else plan.start
         self.wanted = 0  # the round whose part the driver waits for
         self._batches: Iterator[Batch] = iter(())
         self._epoch = -1
+        self._coming: Batch | None = None  # the batch after this one, where its rows are looked up ahead
+        self._samples = 0  # of the batch under way
         self._timer = Timer()
 
     # ---- what a strategy sees
@@ -119,7 +120,17 @@ class Worker:
 
     def batch(self) -> Batch:
         """The next batch of this worker's share of the data."""
-        epoch, index = divmod(self.position, self.steps_per_epoch)
+        batch, self._coming = self._coming, None
+        if batch is None:
+            batch = self._next(self.position)
+        self.position += 1
+        if self.tables is not None and self.position < self.plan.end:
+            self._coming = self._next(self.position)
+        self._samples = batch.size
+        return batch.to(self.device) if self.device != "cpu" else batch
+
+    def _next(self, position: int) -> Batch:
+        epoch, index = divmod(position, self.steps_per_epoch)
         with user_code("data"):
             if epoch != self._epoch:
                 self._epoch = epoch
@@ -127,8 +138,9 @@ class Worker:
                     rank=self.rank, size=self.size, seed=self.plan.seed, epoch=epoch, start=index
                 )
             batch = next(self._batches)
-        self.position += 1
-        return batch.to(self.device) if self.device != "cpu" else batch
+        if self.tables is not None:
+            self.tables.ahead(batch)
+        return batch
 
     def grad(self, batch: Batch) -> Gradient:
         """The gradient of the loss on `batch`; an empty batch gives zeros with no samples.
@@ -206,8 +218,12 @@ class Worker:
             report(choice)
         self._evaluate(report)  # what a death before this generation has cut short
         while self.position < self.plan.end and not stopped():
-            before = self._start_round()
+            before, step = self._start_round(), self.position
+            if self.tables is not None:
+                self.tables.begin(step)
             self.strategy.round(self)
+            if self.tables is not None and self.server is None:
+                self.tables.push(step, float(self._samples))
             report(self._point(before))
             if self.position in self.plan.boundary or self.position == self.wanted:
                 keep(self.part())
@@ -290,7 +306,7 @@ class Worker:
         if not math.isfinite(loss.item()):
             raise TrainingError(
                 f"the loss became {loss.item()} on worker-{self.rank} at round {self.position - 1} "
-                f"(epoch {self._epoch + 1}):\n"
+                f"(epoch {(self.position - 1) // self.steps_per_epoch + 1}):\n"
                 "lower the learning rate, clip the gradient, or look for bad values in the data",
                 rank=self.rank,
                 round=self.position - 1,
@@ -305,6 +321,9 @@ class Worker:
     def _traffic(self) -> tuple[float, float, int]:
         if self.server is not None:
             return self.server.seconds_waiting, 0.0, self.server.bytes_moved
+        if self.tables is not None:
+            waiting = self.ring.seconds_waiting + self.tables.seconds_waiting
+            return waiting, self.ring.seconds_moving, self.ring.bytes_sent
         return self.ring.seconds_waiting, self.ring.seconds_moving, self.ring.bytes_sent
 
     def _point(self, before: Timer) -> dict[str, Any]:
@@ -326,6 +345,7 @@ class Worker:
             "move": min(moving - before.moving, exposed - wait),
             "bytes": moved - before.bytes,
             "lead": self.server.lead if self.server is not None else None,
+            **(self.tables.point() if self.tables is not None else {}),
         }
 
 

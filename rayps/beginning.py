@@ -1,0 +1,61 @@
+"""What a run begins with: parameters drawn from the seed, a checkpoint, or another job's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rayps import checkpoint
+from rayps.group import Group
+from rayps.job import JobSpec
+from rayps.journal import Journal
+from rayps.snapshot import Snapshot
+from rayps.strategy import Strategy
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """Of a job that has `steps` batches per worker and epoch, and ends at the position `end`."""
+
+    spec: JobSpec
+    resume: Path | None
+    steps: int
+    end: int
+
+    @property
+    def resumed(self) -> bool:
+        """Whether it begins with a checkpoint."""
+        return self.resume is not None
+
+    def snapshot(self, group: Group, strategy: Strategy, journal: Journal) -> Snapshot:
+        """The first state; `strategy` is that of the first phase.
+
+        Raises:
+            CheckpointError: the checkpoint cannot be used, or is of another model.
+            NotFound, ConfigError: there is no space to branch, or it is of another model.
+        """
+        drawn = group.initial(self.spec.seed)
+        if self.resume is not None:
+            return self._resumed(self.resume, drawn, group, journal)
+        if self.spec.branch is not None and group.space is not None:
+            found = group.space.branch(self.spec.branch, strategy, drawn.layout)
+            journal.event("branched", f"begins with what space {self.spec.branch!r} holds now")
+            found.buffers, drawn = drawn.buffers, found
+        drawn.positions, drawn.steps_per_epoch = [0] * self.spec.workers, self.steps
+        return drawn
+
+    def _resumed(self, path: Path, drawn: Snapshot, group: Group, journal: Journal) -> Snapshot:
+        saved = Snapshot.from_state(checkpoint.load(path))
+        saved.check(drawn.layout)
+        same = len(saved.positions) == self.spec.workers
+        saved.resize(self.spec.workers, self.steps)
+        if group.space is not None and group.space.tables:
+            group.space.load_tables(path / checkpoint.TABLES, same)
+        journal.event("resumed", f"resumed from {path} at round {saved.round}", round=saved.round)
+        if saved.round >= self.end:
+            journal.event(
+                "warning",
+                f"the checkpoint is of round {saved.round} and the run ends at round {self.end}: "
+                "it is evaluated, and nothing is left to train; give more epochs or steps",
+            )
+        return saved
