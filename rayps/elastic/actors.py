@@ -7,13 +7,12 @@ import logging
 import os
 import socket
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rayps.cluster import Cluster, host_address, rendezvous, surrounding
+from rayps.cluster import Cluster, LocalCluster, host_address, rendezvous, surrounding
 from rayps.elastic.host import Host
 from rayps.elastic.manager import Manager
 from rayps.elastic.names import enlist, key_of, strike
@@ -87,21 +86,14 @@ class HostActor:
         return self._address if found is None else found.decode()
 
     def _look(self) -> None:
-        alone_since = None
         while not self._closing.wait(LOOK_SECONDS):
-            now = time.monotonic()
-            alone_since = None if getattr(self._host, "linked", True) else (alone_since or now)
-            if alone_since is not None and now - alone_since > ALONE_SECONDS:
+            if self._host.alone > ALONE_SECONDS:
                 log.warning("the manager of server group %s does not come back: this server ends", self._group)
                 with contextlib.suppress(Exception):
                     self.close()
-                if _own_process():
+                if not isinstance(surrounding(), LocalCluster):  # then it is a process of its own
                     os._exit(0)
                 return
-
-
-def _own_process() -> bool:
-    return type(surrounding()).__name__ == "RayCluster"
 
 
 __all__ = ["HostActor", "ManagerActor"]

@@ -9,6 +9,7 @@ A move is a new copy, a promotion and a goodbye; a recovery is a promotion and a
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -127,7 +128,7 @@ def settled(facts: Facts) -> bool:
     """Whether each segment is where it belongs with its copies, and as many servers are there as are wanted."""
     staying = sum(server.state == State.ALIVE for server in facts.servers)
     return (
-        not decide(facts)
+        not decide(dataclasses.replace(facts, apart=frozenset()))
         and staying == len(facts.servers) == facts.wanted
         and all(seat.ready and not seat.making and seat.heir is None for seat in facts.seats)
     )

@@ -164,6 +164,7 @@ class Keeper:
                     self._apart[pair] = time.monotonic() + APART_SECONDS
         if dropped:
             self.commit()  # the primary hears that the copy is gone before it hears of it again
+            self.changed = True
 
     def lost(self, member: Member, why: str, *, broken: bool) -> None:
         """A server is gone, as far as can be seen: what others have is taken over at once."""

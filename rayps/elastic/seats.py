@@ -125,7 +125,9 @@ def hear(seat: Seat, reporter: str, event: str, generation: int, name: str) -> S
     """The seat after a server's report; the same one where the report is not about it as it is now."""
     if generation != seat.generation:
         return seat
-    if event == Event.ASKED:  # said by the copy itself
+    if event == Event.ASKED:  # said by the copy itself, or by a primary that has nothing to begin from
+        if reporter == seat.primary and not seat.born:
+            return dataclasses.replace(seat, primary=None)
         return without_copy(seat, reporter) if reporter in seat.copies else seat
     if reporter != seat.primary:
         return seat
