@@ -10,6 +10,8 @@ import pyarrow as pa
 
 Point = dict[str, Any]
 
+# means over ranks; the last two where there are sparse tables: in pulls of rows, and of these while it computed
+SECONDS = ("seconds", "compute", "wait", "move", "pull", "pull_hidden")
 KEPT_ROUNDS = 5_000  # a round that some rank never reports (it was replaced) is given out after so many newer ones
 
 
@@ -52,7 +54,8 @@ class Rounds:
         losses = [(p["loss"], p["samples"]) for p in points if p["loss"] is not None]
         heard = sum(n for _, n in losses)
         leads = Counter(p["lead"] for p in points if p["lead"] is not None)  # a ring has none
-        mean = {key: sum(p[key] for p in points) / len(points) for key in ("seconds", "compute", "wait", "move")}
+        known = [key for key in SECONDS if all(key in p for p in points)]
+        mean = {key: sum(p[key] for p in points) / len(points) for key in known}
         return {
             "kind": "round",
             "round": number,
@@ -117,6 +120,8 @@ COLUMNS: list[tuple[str, pa.DataType]] = [
     ("compute", pa.float64()),
     ("wait", pa.float64()),
     ("move", pa.float64()),
+    ("pull", pa.float64()),
+    ("pull_hidden", pa.float64()),
     ("bytes", pa.int64()),
     ("staleness", pa.int64()),
     ("generation", pa.int64()),
@@ -140,6 +145,11 @@ def history(points: list[Point]) -> pa.Table:
             for name, value in point["metrics"].items():
                 evaluated.setdefault(f"evaluation_{name}", {})[point["round"] - 1] = value
     order = sorted(rounds)
-    columns = {name: pa.array([rounds[r].get(name) for r in order], kind) for name, kind in COLUMNS}
+    found = {name for point in rounds.values() for name in point}
+    columns = {
+        name: pa.array([rounds[r].get(name) for r in order], kind)
+        for name, kind in COLUMNS
+        if name in found or not name.startswith("pull")
+    }
     columns |= {name: pa.array([by_round.get(r) for r in order], pa.float64()) for name, by_round in evaluated.items()}
     return pa.table(columns)

@@ -9,12 +9,13 @@ from torch import nn
 
 import rayps
 from rayps import embedding
+from rayps.cluster import LocalCluster
 from rayps.elastic.messages import Kind
 from rayps.elastic.space import Space
 from rayps.elastic.talk import Answers
 from rayps.embedding import Embedding, EmbeddingBag
 from rayps.errors import ConfigError, LinkError
-from rayps.link.wire import EMPTY, as_bytes
+from rayps.link.wire import as_bytes
 from rayps.strategies.hybrid import Hybrid
 from rayps.strategies.parameter_server import ParameterServer
 from rayps.strategy import parse, wire
@@ -310,3 +311,129 @@ def test_a_space_with_other_tables_is_refused():
         embedding.bind(Model(rule="sgd"), servers.talk(0), servers.space)
     with pytest.raises(ConfigError, match="there is no table 'cities'"):
         embedding.bind(Embedding(2, "cities"), servers.talk(0), servers.space)
+
+
+# ---------------------------------------------------------------------------------------------- whole runs
+
+
+class Net(nn.Module):
+    """A dense part over the tables' rows, and a weight of its own."""
+
+    def __init__(self, rule):
+        super().__init__()
+        self.tables = Model(rule=rule)
+        self.dense = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+
+    def forward(self, x):
+        return self.tables(x) + self.dense(self.tables.users(x[:, 0]))[:, 0]
+
+
+class Films(rayps.Workload):
+    def __init__(self, told=False, rule="adagrad:lr=0.1", n=50, batch=4, net=Net):
+        self.told, self.rule, self.n, self.batch, self.net = told, rule, n, batch, net
+
+    def model(self):
+        return self.net(self.rule)
+
+    def data(self):
+        generator = torch.Generator().manual_seed(3)
+        x = torch.randint(0, ROWS, (self.n, 5), generator=generator)
+        return rayps.data.tensors(x, torch.sin(x[:, 0].double()) + torch.cos(x[:, 1].double()), batch_size=self.batch)
+
+    def loss(self, model, batch):
+        return ((model(batch.x) - batch.y) ** 2).mean()
+
+    def optimizer(self, params):
+        return torch.optim.SGD(params, lr=0.05, momentum=0.9)
+
+    def lookups(self, batch):
+        return lookups(batch) if self.told else {}
+
+
+def both(model):
+    return torch.cat([values(model.tables).reshape(-1), *(p.detach().reshape(-1) for p in model.dense.parameters())])
+
+
+def plain(workload, workers=1, epochs=2):
+    """One process, no platform, the union of everyone's batches."""
+    torch.manual_seed(0)
+    model = workload.model()
+    embedding.local(model)
+    optimizer = workload.optimizer(list(model.parameters()))
+    data, losses = workload.data(), []
+    for epoch in range(epochs):
+        dealt = [list(data.batches(rank=r, size=workers, seed=0, epoch=epoch)) for r in range(workers)]
+        for parts in zip(*dealt, strict=True):
+            whole = [batch for batch in parts if batch.size]
+            union = rayps.data.Batch(torch.cat([b.x for b in whole]), torch.cat([b.y for b in whole]),
+                                     sum(b.size for b in whole))
+            optimizer.zero_grad()
+            loss = workload.loss(model, union)
+            loss.backward()
+            optimizer.step()
+            embedding.step(model)
+            losses.append(loss.item())
+    return model, losses
+
+
+def run(workload, strategy, workers, **options):
+    cluster = LocalCluster()
+    try:
+        return rayps.train(workload, strategy=strategy, workers=workers, cluster=cluster, progress=False, timeout=20,
+                           **{"epochs": 2, **options})
+    finally:
+        cluster.close()
+
+
+SERVED = ["hybrid:servers=2,staleness=0", "hybrid:servers=2,staleness=0,replicas=1",
+          "parameter_server:shards=2,staleness=0,replicas=1"]
+
+
+@pytest.mark.parametrize("told", [False, True], ids=["plain", "prefetch"])
+@pytest.mark.parametrize("strategy", SERVED)
+def test_a_run_of_one_worker_is_one_process_to_the_bit(strategy, told):
+    result = run(Films(told), strategy, 1)
+    model, losses = plain(Films(told))
+    assert result.history["loss"].to_pylist() == losses
+    assert torch.equal(both(result.model()), both(model))
+
+
+@pytest.mark.parametrize("strategy", SERVED)
+def test_a_run_in_step_is_the_union_of_the_batches(strategy):
+    result = run(Films(told=True), strategy, 3)
+    model, losses = plain(Films(), 3)
+    assert (both(result.model()) - both(model)).abs().max() < 1e-12
+    assert result.history["loss"].to_pylist() == pytest.approx(losses, abs=1e-12)
+    with torch.no_grad():  # what was evaluated is the model of the end
+        data = Films().data()
+        assert result.metrics["loss"] == pytest.approx(Films().loss(model, data).item(), abs=1e-12)
+
+
+@pytest.mark.parametrize("strategy", ["hybrid:servers=2", "hybrid:servers=2,staleness=2,prefetch=false",
+                                      "parameter_server:shards=2,staleness=none,replicas=0"])
+def test_a_run_out_of_step_learns_and_applies_each_push_once(strategy):
+    result = run(Films(told=True, n=300, batch=10), strategy, 3, epochs=6)
+    losses = result.history["loss"].to_pylist()
+    assert sum(losses[-10:]) < 0.5 * sum(losses[:10])
+    table = result.model().tables.users
+    uses = sum(segment.store.export().life[:, 0].sum() for segment in
+               [table._bound().talk.segments[table._bound().first]])
+    assert uses == 6 * 300 * 2  # twice for each row of the data
+    if "hybrid:servers=2" == strategy:
+        assert {"pull", "pull_hidden"} <= set(result.history.column_names)
+
+
+def test_all_reduce_has_no_place_for_tables():
+    with pytest.raises(ConfigError, match=r"sparse tables.*hybrid|sparse tables.*Hybrid"):
+        run(Films(), "all_reduce", 2)
+
+
+class Wrong(nn.Module):
+    def __init__(self, rule):
+        super().__init__()
+        self.a, self.b, self.out = Embedding(4, "users"), Embedding(8, "users"), nn.Linear(4, 1)
+
+
+def test_a_table_of_two_dims_is_found_before_training():
+    with pytest.raises(ConfigError, match="table 'users' is used with dim 4 and with dim 8"):
+        run(Films(net=Wrong), "hybrid", 2)

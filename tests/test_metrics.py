@@ -103,3 +103,12 @@ def test_an_evaluation_lacks_the_share_of_one_who_died_before_it_was_heard():
     assert not [p for p in rounds.add([point(1, 0)]) if p["kind"] == "evaluation"]  # its share may still come
     found = [p for p in rounds.add([point(1, 1)]) if p["kind"] == "evaluation"]
     assert [(p["round"], p["metrics"], p["missing"]) for p in found] == [(1, {"loss": 2.0}, [1])]
+
+
+def test_pulls_of_rows_are_told_where_there_are_tables():
+    rounds = Rounds(2, 1, "hybrid")
+    merged = rounds.add([point(0, 0, pull=0.5, pull_hidden=0.25), point(1, 0, pull=0.25, pull_hidden=0.25)])
+    assert (merged[0]["pull"], merged[0]["pull_hidden"]) == (0.375, 0.25)
+    assert history(merged)["pull_hidden"].to_pylist() == [0.25]
+    [merged] = Rounds(1, 1, "all_reduce").add([point(0, 0)])
+    assert "pull" not in merged and "pull" not in history([merged]).column_names
