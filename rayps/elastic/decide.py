@@ -30,6 +30,7 @@ class Facts:
     wanted: int  # servers
     replicas: int  # copies of each segment, where there are servers for them
     starting: int = 0  # servers that are on their way
+    gathering: bool = False  # they will be here soon: what has its copies waits for them, and moves once, not twice
     placed_by_load: Mapping[SeatId, str] = field(default_factory=dict)  # primaries that are not where the ring says
     apart: frozenset[tuple[str, str]] = frozenset()  # a primary and a server that it has just failed to copy to
     moves: int = 2  # segments that a server may move, or copy, at a time, so that training goes on
@@ -128,7 +129,7 @@ def settled(facts: Facts) -> bool:
     """Whether each segment is where it belongs with its copies, and as many servers are there as are wanted."""
     staying = sum(server.state == State.ALIVE for server in facts.servers)
     return (
-        not decide(dataclasses.replace(facts, apart=frozenset()))
+        not decide(dataclasses.replace(facts, apart=frozenset(), gathering=False))
         and staying == len(facts.servers) == facts.wanted
         and all(seat.ready and not seat.making and seat.heir is None for seat in facts.seats)
     )
@@ -262,7 +263,10 @@ class _Seats:
             return None
         missing = [name for name in wanted if name not in seat.holders and self._up(name)]
         # a copy before a move: who is in sync can be promoted whatever happens
-        missing.sort(key=lambda name: len(seat.synced) >= self._copies(seat) and name != wanted[0])
+        whole = len(seat.synced) >= self._copies(seat)
+        if whole and self._facts.gathering:
+            return None
+        missing.sort(key=lambda name: whole and name != wanted[0])
         for name in missing:
             if (seat.primary, name) not in self._facts.apart and self._free(limit, seat.primary, name):
                 self._occupy(seat.primary, name)

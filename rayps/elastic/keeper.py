@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 BROKEN_SECONDS = 1.0  # a server whose connection broke may connect again within this
 SILENT_SECONDS = 10.0  # one that says nothing may speak again within this; until then only it has what has no copy
 AWAY_SECONDS = 5.0  # after a manager began again, for the servers to find it
+GATHER_SECONDS = 10.0  # how long moves wait for servers that were ordered together
 RETRY_SECONDS = 2.0  # between two tries to start a server
 APART_SECONDS = 1.0  # until a copy that could not be made is tried again
 EVENTS = 200
@@ -62,6 +63,7 @@ class Keeper:
         self.departed: deque[tuple[float, Member]] = deque(maxlen=16)
         self.changed = False  # something is to be written, and told
         self._apart: dict[tuple[str, str], float] = {}
+        self._gather_until = 0.0
         self._heat, self._looked, self._ticked = Heat(), 0.0, time.monotonic()
         for name, told in record.servers.items():
             member = Member(name, State.AWAY, told.address, told.host, told.pid, leaving=told.leaving)
@@ -85,6 +87,7 @@ class Keeper:
             self.record.wanted,
             self.record.replicas,
             len(self.starting),
+            bool(self.starting) and time.monotonic() < self._gather_until,
             self.record.placed_by_load,
             frozenset(self._apart),
         )
@@ -197,6 +200,8 @@ class Keeper:
             del self.starting[name]
             self.crew.end(name)
             self.changed = True
+        if self._gather_until and now > self._gather_until:
+            self._gather_until, self.changed = 0.0, True
         for pair in [pair for pair, until in self._apart.items() if until < now]:
             del self._apart[pair]
             self.changed = True
@@ -217,6 +222,7 @@ class Keeper:
             self.tongue.hang_up(member.caller)
             member.caller = None
         self.crew.end(member.name)
+        self.gather()
         self.changed = True
 
     def _rebalance(self, balance: Balance, now: float) -> None:
@@ -276,6 +282,10 @@ class Keeper:
                 self._retire(name)
             case _:
                 self._do_to_seat(decision)
+
+    def gather(self) -> None:
+        """Servers will be started: moves wait for them, but not for long."""
+        self._gather_until = time.monotonic() + GATHER_SECONDS
 
     def _start(self, count: int) -> None:
         for _ in range(count):

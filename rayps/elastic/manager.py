@@ -195,6 +195,7 @@ class Manager:
         self._keeper.event("resizing", f"resizing from {record.wanted} to {servers} servers", servers=servers)
         record.resizing = (record.wanted, servers)
         record.wanted = servers
+        self._keeper.gather()
         self._keeper.think()
 
     def facts(self) -> dict[str, Any]:
