@@ -75,6 +75,12 @@ class FakeManager:
     def drain(self, server: str) -> None:
         self.resize(self.servers - 1)
 
+    def set_quota(self, name: str, quota: dict[str, Any]) -> None:
+        next(space for space in self.spaces if space["name"] == name)["quota"] = quota
+
+    def drop(self, name: str) -> None:
+        self.spaces = [space for space in self.spaces if space["name"] != name]
+
     def stop(self) -> None:
         self.stopped = True
         self.record.unlink(missing_ok=True)

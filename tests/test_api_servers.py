@@ -14,6 +14,7 @@ from service_site import Site
 
 from rayps.cli import main as cli
 from rayps.client import Client
+from rayps.cluster import surrounding
 from rayps.errors import ConfigError, Conflict, NotFound
 from rayps.job import JobSpec
 from rayps.service import groups as groups_module
@@ -90,7 +91,8 @@ def test_a_group_is_started_shown_resized_drained_and_stopped(site: Site, client
 
 BAD = [
     ({}, "/name", "name is missing"),
-    ({"name": "a", "server": 3, "x": 1}, "/server", "there are name, replicas, server, servers"),
+    ({"name": "a", "x": 1}, "/x", "there are bytes, name, operations, replicas, server, servers"),
+    ({"name": "a", "replica": 1}, "/replica", "did you mean 'replicas'?"),
     ({"name": "../x"}, "/name", "pattern"),
     ({"name": "x" * 41}, "/name", "pattern"),
     ({"name": "a", "servers": 0}, "/servers", "greater"),
@@ -102,9 +104,6 @@ BAD = [
 
 @pytest.mark.parametrize(("body", "pointer", "says"), BAD)
 def test_bad_groups_are_refused_with_the_way_out(site: Site, body: Any, pointer: str, says: str) -> None:
-    if "x" in body:
-        body = {"name": "a", "x": 1}
-        pointer = "/x"
     answer = site.http.post(GROUPS, json=body)
     assert answer.status_code == 422 and answer.headers["content-type"] == "application/problem+json"
     assert says in answer.json()["detail"] and answer.json()["errors"][0]["pointer"] == pointer
@@ -132,6 +131,11 @@ def test_a_group_that_a_job_uses_is_not_stopped_without_force(site: Site, client
     assert shown[0]["name"] == job and group.data["jobs"][0]["id"] == job
     with pytest.raises(Conflict, match=f"used by {job}"):
         group.stop()
+    with pytest.raises(Conflict, match="has not ended"):
+        group.drop(job)
+    assert group.set_quota(job, operations=50).data["spaces"][0]["quota"] == {"bytes": None, "operations": 50}
+    with pytest.raises(NotFound, match=f"no space 'other': it has {job}"):
+        group.set_quota("other", bytes=1)
     gauges = site.http.get("/metrics").text
     assert f'rayps_space_bytes{{group="shared",space="{job}"}} 800.0' in gauges
     assert 'rayps_group_servers{group="shared",state="alive"} 2.0' in gauges
@@ -212,6 +216,10 @@ def test_the_command_line(run: Callable[..., tuple[int, str, str]], place: Threa
     assert json.loads(run("servers", "show", "shared", "--json")[1])["name"] == "shared"
     assert json.loads(run("servers", "ls", "--json")[1])[0]["alive"] == 3
     assert "3 of 3" in run("servers", "ls")[1]
+    assert run("servers", "quota", "shared", "mine", "--bytes", "2048")[1] == "mine may take 2.0 KiB\n"
+    assert run("servers", "quota", "shared", "mine")[1] == "mine may take what it wants\n"
+    assert run("servers", "drop", "shared", "mine")[1] == "mine is dropped\n"
+    assert run("servers", "drop", "shared", "mine")[0] == 3
     assert run("servers", "resize", "shared", "4", "--wait")[1] == "shared is ready, 4 of 4 servers\n"
     assert run("servers", "drain", "shared", "server-0")[0] == 0
     for arguments, wanted, says in [
@@ -230,6 +238,27 @@ def test_a_job_waits_for_its_group_and_holds_up_no_other() -> None:
     waits = Facts("1", group="waits for server group 'g': its manager is starting")
     actions = plan([waits, Facts("2")], [], {"cpu": 4.0}, {"cpu": 4.0})
     assert actions == [Wait("1", "waits for server group 'g': its manager is starting"), Start("2", 1)]
+
+
+def test_a_real_manager_on_threads(tmp_path: Path, place: ThreadPlace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups_module.Groups.__init__, "__kwdefaults__", {"manager": groups_module.MANAGER})
+    place.threads = surrounding()  # type: ignore[assignment]  # a manager starts its servers in what surrounds it
+    site = Site(tmp_path, place=place)
+    try:
+        with Client(site.url, site.token) as client:
+            group = client.start_servers("real", servers=2, replicas=1).wait(60)
+            assert {"name", "state", "bytes", "operations_s", "cpu", "seen_s", "primaries", "copies"} <= set(
+                group.data["servers"][0])
+            assert len(group.resize(3).wait(60).data["servers"]) == 3
+            gone = group.data["servers"][0]["name"]
+            group.drain(gone).wait(60)
+            assert [each["name"] for each in group.data["servers"] if each["state"] == "alive"].count(gone) == 0
+            with pytest.raises(NotFound, match="no space"):
+                group.drop("nothing")
+            group.stop().wait(60)
+        assert place.threads.find(actor("real")) is None
+    finally:
+        site.close()
 
 
 def test_what_a_queued_job_is_told(site: Site, client: Client) -> None:

@@ -15,6 +15,7 @@ from rayps_api.schemas import (
     GroupIn,
     GroupOut,
     GroupsOut,
+    QuotaIn,
     ResizeIn,
     finite,
     group_out,
@@ -27,6 +28,8 @@ router = APIRouter(prefix="/api/v1/server-groups", tags=["server groups"],
                    responses=problems(400, 401, 403, 404, 409, 413, 422))
 
 Name = Annotated[str, Path(pattern=NAME, description="The group's name.")]
+
+Space = Annotated[str, Path(min_length=1, max_length=200, description="A space's name: that of its job.")]
 
 
 @router.post("", status_code=201, response_model=GroupOut)
@@ -79,6 +82,24 @@ async def stop(
     with contextlib.suppress(NotFound):  # it may be gone already
         group = await show_group(known, name)
     return JSONResponse({**group, "status": "stopping"}, 202)
+
+
+@router.patch("/{name}/spaces/{space}", status_code=202, response_model=GroupOut)
+async def limit(name: Name, space: Space, body: QuotaIn, known: Known) -> Any:
+    """Set what a job's space may take; null = no limit."""
+    await known.groups.limit(name, space, {"bytes": body.bytes, "operations": body.operations})
+    return JSONResponse(await show_group(known, name), 202)
+
+
+@router.delete("/{name}/spaces/{space}", status_code=202, response_model=GroupOut)
+async def drop(name: Name, space: Space, known: Known) -> Any:
+    """Forget a space, such as a branch that is not wanted any more; 409 while its job runs."""
+    group = await show_group(known, name)
+    if any(job["id"] == space for job in group["jobs"]):
+        raise Conflict(f"space {space!r} is of a job that has not ended: stop it first with `rayps stop {space}`",
+                       status=409)
+    await known.groups.drop(name, space)
+    return JSONResponse(await show_group(known, name), 202)
 
 
 async def show_group(known: Service, name: str) -> dict[str, Any]:

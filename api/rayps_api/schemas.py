@@ -143,7 +143,16 @@ class DrainIn(BaseModel):
     server: Line
 
 
-GROUP_FIELDS = sorted({*GroupIn.model_fields, *DrainIn.model_fields})
+class QuotaIn(BaseModel):
+    """What a space may take: bytes in all, and requests a second over all servers; null = no limit."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    bytes: int | None = Field(None, ge=1, lt=2**63)
+    operations: float | None = Field(None, gt=0, le=1e12, allow_inf_nan=False)
+
+
+GROUP_FIELDS = sorted({*GroupIn.model_fields, *DrainIn.model_fields, *QuotaIn.model_fields})
 
 
 class GroupJob(BaseModel):

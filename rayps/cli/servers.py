@@ -18,6 +18,7 @@ app = typer.Typer(name="servers", no_args_is_help=True, rich_markup_mode=None,
                   help="Server groups: parameter servers that live as long as the cluster and that several jobs share.")
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The group's name, as `rayps servers ls` shows it.")]
+Space = Annotated[str, typer.Argument(metavar="SPACE", help="The space's name: that of its job.")]
 Format = Annotated[Output, typer.Option("--output", "-o", help="table or json.")]
 Json = Annotated[bool, typer.Option("--json", help="The same as --output json.")]
 Wait = Annotated[bool, typer.Option("--wait", help="Until it stands as wanted and nothing moves.")]
@@ -50,7 +51,7 @@ def ls(output: Format = Output.table, as_json: Json = False) -> None:
         return
     if not found:
         show.note("there is no server group yet: `rayps servers start NAME --servers 3 --replicas 1` starts one")
-    show.table(["name", "status", "servers", "replicas", "spaces", "bytes", "operations/s", "jobs", "age", ""],
+    show.table(["name", "status", "servers", "replicas", "spaces", "bytes", "requests/s", "jobs", "age", ""],
                [[g["name"], _state(g["status"]), f"{g['alive']} of {g['wanted']}", g["replicas"], g["spaces"],
                  size(g["bytes"]), show.number(float(g["operations_s"])), g["jobs"], show.age(g["created_at"]),
                  g["reason"] or ""] for g in found])
@@ -85,6 +86,26 @@ def drain(
     """Move everything off one server, which then leaves."""
     with Client() as client:
         _said(client.servers(name).drain(server), wait, timeout, _form(output, as_json))
+
+
+@app.command("quota")
+def set_quota(
+    name: Name, space: Space,
+    most: Annotated[int | None, typer.Option("--bytes", min=1, help="Of parameters, optimizer state and rows.")] = None,
+    operations: Annotated[float | None, typer.Option(help="Requests a second, over all servers.")] = None,
+) -> None:
+    """Limit what a job may take of a group; what is left out has no limit."""
+    with Client() as client:
+        client.servers(name).set_quota(space, bytes=most, operations=operations)
+    show.say(f"{space} may take {quota({'bytes': most, 'operations': operations}).replace('-', 'what it wants')}")
+
+
+@app.command()
+def drop(name: Name, space: Space) -> None:
+    """Forget a space: of a job that has ended, or a branch."""
+    with Client() as client:
+        client.servers(name).drop(space)
+    show.say(f"{space} is dropped")
 
 
 @app.command()
@@ -132,11 +153,11 @@ def _tables(data: dict[str, Any]) -> None:
         ("name", data["name"]), ("status", standing(data)), ("replicas", data["replicas"]),
         ("started", data["created_at"]), ("counts", show.measures(data["counts"])),
         ("jobs", ", ".join(f"{job['id']} ({job['name']})" for job in data["jobs"]))])
-    columns = ["server", "state", "host", "pid", "primaries", "copies", "bytes", "rows", "operations/s", "cpu"]
+    columns = ["server", "state", "host", "pid", "primaries", "copies", "bytes", "requests/s", "cpu"]
     _section("servers", columns, data["servers"], lambda s: [
                  s["name"], _state(s["state"]), s.get("host"), s.get("pid"), s.get("primaries"), s.get("copies"),
-                 size(s.get("bytes")), s.get("rows"), show.number(s.get("operations_s")), _percent(s.get("cpu"))])
-    _section("spaces", ["space", "workers", "segments", "tables", "bytes", "rows", "operations/s", "rejected", "quota"],
+                 size(s.get("bytes")), show.number(s.get("operations_s")), _percent(s.get("cpu"))])
+    _section("spaces", ["space", "workers", "segments", "tables", "bytes", "rows", "requests/s", "held back", "quota"],
              data["spaces"], lambda s: [
                  s["name"], s.get("workers"), _held(s["segments"]), ", ".join(s.get("tables") or []) or "-",
                  size(s.get("bytes")), s.get("rows"), show.number(s.get("operations_s")), s.get("rejected"),

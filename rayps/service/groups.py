@@ -188,6 +188,18 @@ class Groups:
                            status=404)
         await self._ask(held, "drain", server)
 
+    async def limit(self, name: str, space: str, quota: dict[str, float | None]) -> None:
+        """Set what a space may take: {"bytes": ..., "operations": a second}, None: no limit. Raises as `drain` does."""
+        held = self._find(name)
+        self._must_hold(held, space)
+        await self._ask(held, "set_quota", space, quota)
+
+    async def drop(self, name: str, space: str) -> None:
+        """Forget a space and free its memory. Raises as `drain` does."""
+        held = self._find(name)
+        self._must_hold(held, space)
+        await self._ask(held, "drop", space)
+
     async def stop(self, name: str) -> None:
         """Want a group to end; its parameters go with it."""
         held = self._find(name)
@@ -310,6 +322,13 @@ class Groups:
             raise Conflict(f"server group {name!r} cannot {method} now: {str(error).splitlines()[0]}\nits manager is "
                            "started again; try once more in some seconds", status=409) from error
 
+    def _must_hold(self, held: _Held, space: str) -> None:
+        facts = held.sight.facts
+        there = [str(each.get("name")) for each in (facts or {}).get("spaces", [])]
+        if facts is not None and space not in there:
+            raise NotFound(f"server group {held.wanted.name!r} has no space {space[:100]!r}: "
+                           f"it has {', '.join(there) or 'none'}", status=404)
+
     def _find(self, name: str) -> _Held:
         if name not in self._held:
             raise NotFound(f"there is no server group {name[:100]!r}: {self._known()}", status=404)
@@ -328,8 +347,9 @@ def _check_size(servers: int, replicas: int) -> None:
         raise ConfigError(f"replicas is {replicas}: give 0 to {MOST_REPLICAS}", field="replicas")
     if servers < replicas + 1:
         raise ConfigError(
-            f"servers is {servers} and replicas is {replicas}: each segment has a primary and {replicas} copies on "
-            f"servers of their own, so give at least {replicas + 1} servers, or start a group with fewer --replicas",
+            f"servers is {servers} and replicas is {replicas}: a segment's primary and its "
+            f"{'copy' if replicas == 1 else 'copies'} are on servers of their own, so give at least {replicas + 1} "
+            "servers, or start a group with fewer --replicas",
             field="servers")
 
 

@@ -51,6 +51,17 @@ class RemoteGroup:
         self.data = self._call("POST", f"{self._path}/drain", json={"server": server})
         return self
 
+    def set_quota(self, space: str, *, bytes: int | None = None, operations: float | None = None) -> Self:
+        """Set what a job's space may take in all, and requests a second; None = no limit. Raises NotFound, Conflict."""
+        path = f"{self._path}/spaces/{urllib.parse.quote(space, safe='')}"
+        self.data = self._call("PATCH", path, json={"bytes": bytes, "operations": operations})
+        return self
+
+    def drop(self, space: str) -> Self:
+        """Forget a space whose job has ended, or a branch. Raises NotFound, Conflict while its job runs."""
+        self.data = self._call("DELETE", f"{self._path}/spaces/{urllib.parse.quote(space, safe='')}")
+        return self
+
     def stop(self, *, force: bool = False) -> Self:
         """End it, and all parameters on it. Raises Conflict while jobs use it, unless `force`."""
         self.data = self._call("DELETE", self._path, params={"force": "true"} if force else {})

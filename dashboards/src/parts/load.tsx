@@ -14,7 +14,7 @@ export function HeatCard({ group, space }: { group: Group; space: string }) {
   const spaces = group.spaces.filter((each) => !space || each.name === space);
   const byJob = jobs.value || segments.length > MOST_COLUMNS;
   return (
-    <Card title="Load" id="load" note="operations a second" tools={<>
+    <Card title="Load" id="load" note="operations a second: pushes and pulls of parameters, rows of tables" tools={<>
       <Ramp />
       <button type="button" class="button toggle" aria-pressed={!byJob} disabled={segments.length > MOST_COLUMNS} onClick={() => (jobs.value = false)}>Segments</button>
       <button type="button" class="button toggle" aria-pressed={byJob} onClick={() => (jobs.value = true)}>Jobs</button>
@@ -36,6 +36,7 @@ function BySegment({ group, segments }: { group: Group; segments: Placed[] }) {
   const at = useSignal("");
   const servers = inOrder(group.servers);
   const mean = segments.reduce((sum, segment) => sum + (segment.operations_s ?? 0), 0) / segments.length;
+  const sums = servers.map((server) => segments.reduce((sum, segment) => sum + (segment.primary === server.name ? segment.operations_s ?? 0 : 0), 0));
   const starts = segments.map((segment, i) => (segment.first ? i : -1)).filter((i) => i >= 0);
   const say = (segment: Placed, role: string) => `${segmentName(segment)} of ${spaceName(segment.space, group.jobs)}, ${role}: ${short(segment.operations_s)} operations/s, ${bytes(segment.bytes)}`;
   const inset = Math.min(0.12, segments.length / 600);
@@ -44,7 +45,7 @@ function BySegment({ group, segments }: { group: Group; segments: Placed[] }) {
       <div class="heat-map">
         <ul class="heat-names" aria-hidden="true">{servers.map((server) => <Name key={server.name} server={server} group={group} />)}</ul>
         <svg class="heat-cells" viewBox={`0 0 ${segments.length} ${servers.length * ROW}`} preserveAspectRatio="none" height={servers.length * ROW}
-          role="img" aria-label={loads(servers)} onMouseLeave={() => (at.value = "")}>
+          role="img" aria-label={loads(servers, sums)} onMouseLeave={() => (at.value = "")}>
           {servers.map((server, y) => <rect key={server.name} class="heat-row" x={0} y={y * ROW + 1} width={segments.length} height={ROW - 2} />)}
           {segments.flatMap((segment, x) => servers.map((server, y) => {
             const primary = segment.primary === server.name;
@@ -55,7 +56,7 @@ function BySegment({ group, segments }: { group: Group; segments: Placed[] }) {
           }))}
           {starts.slice(1).map((x) => <line key={x} class="heat-cut" x1={x} x2={x} y1={0} y2={servers.length * ROW} />)}
         </svg>
-        <ul class="heat-sums" aria-hidden="true">{servers.map((server) => <li key={server.name}>{short(server.operations_s)}</li>)}</ul>
+        <ul class="heat-sums" aria-hidden="true">{servers.map((server, y) => <li key={server.name}>{short(sums[y])}</li>)}</ul>
       </div>
       <p class="card-foot heat-foot">{at.value || "A filled cell is a segment on its primary, a thin one a copy. Columns are segments, by job."}</p>
     </>
@@ -75,7 +76,7 @@ function ByJob({ group, spaces }: { group: Group; spaces: Group["spaces"] }) {
           <tr key={server.name}>
             <td><Name server={server} group={group} /></td>
             {spaces.map((space, x) => { const value = table[y]?.[x] ?? 0; return <td key={space.name} class="num"><span class={`heat-value heat-${level(value, mean)}`}>{short(value)}</span></td>; })}
-            <td class="num">{short(server.operations_s)}</td>
+            <td class="num">{short(table[y]?.reduce((sum, value) => sum + value, 0))}</td>
           </tr>
         ))}</tbody>
       </table>
@@ -110,6 +111,6 @@ export function HotCard({ group, space }: { group: Group; space: string }) {
   );
 }
 
-function loads(servers: GroupServer[]): string {
-  return `Operations a second of ${plural(servers.length, "server")}: ${servers.map((server) => `${server.name} ${short(server.operations_s)}`).join(", ")}`;
+function loads(servers: GroupServer[], sums: number[]): string {
+  return `Operations a second of ${plural(servers.length, "server")}: ${servers.map((server, y) => `${server.name} ${short(sums[y])}`).join(", ")}`;
 }

@@ -1,6 +1,6 @@
 /* The hash ring of a group: a segment for each arc, coloured by its primary; its copies on the rings inside. */
 import { useSignal, type Signal } from "@preact/signals";
-import { bytes, plural, short } from "../lib/format";
+import { bytes, count, plural, short } from "../lib/format";
 import { arcs, inOrder, placed, sector, segmentName, spaceName, tint, type Placed } from "../lib/servers";
 import type { Group, GroupMove } from "../types";
 import { Card, Empty } from "./bits";
@@ -17,7 +17,7 @@ export type Marked = Signal<string | null>;
 export function RingCard({ group, space, marked, onSpace }: { group: Group; space: string; marked: Marked; onSpace: (space: string) => void }) {
   const segments = placed(group.spaces, space);
   return (
-    <Card title="Ring" id="ring" note={segments.length ? plural(segments.length, "segment") : undefined}
+    <Card title="Ring" id="ring" note={segments.length ? "primaries outside, copies inside" : undefined}
       tools={group.spaces.length > 1 && <SpaceChoice group={group} space={space} onSpace={onSpace} />}>
       {segments.length === 0 ? <Empty title="Nothing is kept here yet">Segments appear as soon as a job with <code>server_group: {group.name}</code> starts.</Empty> : <>
         <Ring group={group} segments={segments} marked={marked} />
@@ -78,11 +78,10 @@ function Ring({ group, segments, marked }: { group: Group; segments: Placed[]; m
 }
 
 function Overview({ group, segments }: { group: Group; segments: Placed[] }) {
-  const load = segments.reduce((sum, segment) => sum + (segment.operations_s ?? 0), 0);
   return (
     <>
-      <b>{short(load)}</b>
-      <span>operations/s</span>
+      <b>{count(segments.length)}</b>
+      <span>segments</span>
       <span class="faint">{bytes(segments.reduce((sum, segment) => sum + (segment.bytes ?? 0), 0))}</span>
       <span class="faint">{group.replicas === 0 ? "no copies" : group.replicas === 1 ? "1 copy each" : `${group.replicas} copies each`}</span>
     </>
@@ -124,7 +123,7 @@ function SegmentTable({ group, segments }: { group: Group; segments: Placed[] })
       <summary>As a table</summary>
       {open.value && <div class="scroll-x segment-table" tabIndex={0} aria-label="Segments">
         <table class="plain">
-          <thead><tr><th>Job</th><th>Segment</th><th>Primary</th><th>Copies</th><th class="num">Generation</th><th>State</th><th class="num">Operations/s</th><th class="num">Size</th></tr></thead>
+          <thead><tr><th>Job</th><th>Segment</th><th>Primary</th><th>Copies</th><th class="num">Generation</th><th>State</th><th class="num" title="Pushes and pulls of a dense segment, rows of a table's">Operations/s</th><th class="num">Size</th></tr></thead>
           <tbody>{segments.map((segment) => (
             <tr key={`${segment.space}/${segment.index}`}>
               <td>{spaceName(segment.space, group.jobs)}</td><td>{segmentName(segment)}</td><td>{segment.primary ?? "none"}</td><td>{segment.copies.join(", ") || "none"}</td>
