@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import pickle
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -21,6 +22,8 @@ from rayps.elastic.messages import Event, Kind
 from rayps.elastic.space import Space
 from rayps.errors import LinkError
 from rayps.link import Link, Message
+
+WORK_SECONDS = 30.0
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +59,9 @@ class Command:
         self._beats = 0
         self._told = 0  # tag of the newest orders
         self._reports: list[Report] = []
+        self.lock = threading.RLock()  # of the link: the loop's, and that of `beat_for`
+        self._turned = time.monotonic()  # when the loop came by last
+        self._load: dict[str, Any] = {"spaces": {}}
 
     def say(self, report: Report) -> None:
         """Report at the end of this turn; what is said without a manager is found again in what is held."""
@@ -76,7 +82,8 @@ class Command:
 
     def left(self) -> None:
         """The manager is gone."""
-        self.link, self.alone_since = None, time.monotonic()
+        with self.lock:
+            self.link, self.alone_since = None, time.monotonic()
 
     def hear(self, message: Message) -> None:
         """Do what the manager says."""
@@ -111,6 +118,7 @@ class Command:
 
     def turn(self, now: float) -> None:
         """Say what is to be said: reports, and the heartbeat when it is due."""
+        self._turned = now
         if self.link is None:
             return
         if self._reports:
@@ -122,12 +130,28 @@ class Command:
             for number, rows in spaces.items():
                 self._send(Kind.REPORT, {"space": number, "events": rows}, self._told)
         if now >= self.next_beat:
+            self._load = self._desk.facts()
+            self._beat(now)
+
+    def beat_for(self, now: float) -> None:
+        """The heartbeat of a loop that is busy with one long request, such as a large state: it is not dead. From
+        another thread; after `WORK_SECONDS` in the same request it is not said to be alive any more.
+        """
+        with self.lock:
+            late = now > self.next_beat + self.every
+            if self.link is not None and late and now - self._turned < WORK_SECONDS:
+                self._beat(now)
+
+    def _beat(self, now: float) -> None:
+        with self.lock:
             self.next_beat = now + self.every
             self._beats += 1
-            self._send(Kind.HEARTBEAT, self._desk.facts(), self._beats)
+            self._send(Kind.HEARTBEAT, self._load, self._beats)
 
     def _send(self, kind: Kind, body: dict[str, Any], tag: int = 0) -> None:
-        if self.link is not None:
+        with self.lock:
+            if self.link is None:
+                return
             with contextlib.suppress(LinkError):  # found again when it is read
                 self.link.queue(Message(kind, tag), json.dumps(body).encode())
 

@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 LINE_BYTES = 64 << 20  # what a space may have waiting before its links are not read any more
+_ROUNDING = 1e-6
 BURST_SECONDS = 0.25  # a bucket holds as many operations as fit into this time, and at least one
 
 
@@ -33,25 +34,26 @@ class Bucket:
     def set(self, rate: float, now: float) -> None:
         """Another rate from now on."""
         if rate != self.rate:
-            self._fill(now)
+            self.ready(now)
             self.rate = rate
             self._left = min(self._left, self._size)
 
     def take(self, now: float) -> bool:
         """Use one operation; False where none is left."""
-        self._fill(now)
-        if self._left < 1.0:
+        if not self.ready(now):
             return False
         self._left -= 1.0
         return True
 
+    def ready(self, now: float) -> bool:
+        """Whether there is one."""
+        self._left = min(self._size, self._left + (now - self._at) * self.rate)
+        self._at = now
+        return self._left >= 1.0 - _ROUNDING
+
     def ready_at(self) -> float:
         """When there will be one."""
         return self._at + max(0.0, 1.0 - self._left) / self.rate
-
-    def _fill(self, now: float) -> None:
-        self._left = min(self._size, self._left + (now - self._at) * self.rate)
-        self._at = now
 
 
 @dataclass(slots=True)
@@ -168,8 +170,7 @@ class Fair(Generic[T]):
     def _ready(line: _Line[T], now: float) -> bool:
         if line.bucket is None or line.urgent or not line.items[0][2]:
             return True
-        line.bucket._fill(now)
-        if line.bucket._left >= 1.0:
+        if line.bucket.ready(now):
             return True
         if not line.waits:
             line.waits = True

@@ -128,7 +128,7 @@ class HeldShard(Shard):
         self.seq, self.version = head["seq"], head["version"]
         self._optimizer.restore(full_moments(head["moments"], tensors))
         for mine, given in zip(self._optimizer.optimizer.param_groups, head.get("groups", []), strict=False):
-            mine.update(given)
+            mine.update({key: tuple(value) if isinstance(value, list) else value for key, value in given.items()})
         for step, rank, weight, whole, number in head["inbox"]:
             area = self._whole if whole else (0, 0)
             self._inbox.setdefault(step, {})[rank] = (tensors[number].clone(), weight, area)

@@ -7,6 +7,7 @@ obeys the manager (`rayps.elastic.command`). Whatever waits, such as a connectio
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import queue
@@ -16,6 +17,8 @@ import threading
 import time
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from rayps.elastic import copying
 from rayps.elastic.command import Address, Command
@@ -53,6 +56,7 @@ class Host:
         heartbeat: float = 0.1,
     ) -> None:
         """`manager` is the address of the manager's listener, or gives the one where it is now."""
+        _warm_up()
         self.name, self.address, self.where = name, listener.address, host or socket.gethostname()
         self._listener, self._secret = listener, secret
         self._fair: Fair[Request] = Fair()
@@ -81,6 +85,11 @@ class Host:
     def alive(self) -> bool:
         """Whether it serves."""
         return self._thread.is_alive()
+
+    @property
+    def linked(self) -> bool:
+        """Whether the manager is there."""
+        return self._command.link is not None
 
     @property
     def alone(self) -> float:
@@ -351,3 +360,12 @@ class Host:
             os.eventfd_read(self._bell)
         while not self._arrived.empty():
             self._arrived.get()()
+
+
+@functools.cache
+def _warm_up() -> None:
+    """Let torch import what it needs for an optimizer's first step: seconds in which nobody would be served."""
+    for kind in (torch.optim.SGD, torch.optim.Adam):
+        param = torch.nn.Parameter(torch.zeros(1))
+        param.grad = torch.zeros(1)
+        kind([param], lr=0.1).step()

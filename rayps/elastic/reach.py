@@ -10,6 +10,7 @@ import contextlib
 import logging
 import select
 import threading
+import time
 from collections.abc import Callable
 
 from rayps.elastic.command import Address, Command
@@ -38,6 +39,11 @@ class Reach:
         self._peers: dict[int, Peer] = {}
         self._closing = threading.Event()
         self._look_for_manager()
+        threading.Thread(target=self._beat, name=f"{name}-heart", daemon=True).start()
+
+    def _beat(self) -> None:
+        while not self._closing.wait(self._command.every):
+            self._command.beat_for(time.monotonic())
 
     def attend(self, descriptor: int) -> bool:
         """Something has arrived, or may leave; False where the link is none of these."""
@@ -56,8 +62,10 @@ class Reach:
         self._closing.set()
         for peer in list(self._peers.values()):
             self._copies.lost(peer, "this server is closing")
-        if self._command.link is not None:
-            self._command.link.close()
+        with self._command.lock:
+            if self._command.link is not None:
+                self._command.link.close()
+                self._command.left()
 
     def _call(self, address: str) -> Link:
         return connect(address, name=self._name, secret=self._secret, generation=0, timeout=DIAL_SECONDS)
@@ -151,13 +159,15 @@ class Reach:
 
     def _attend_manager(self, link: Link) -> None:
         try:
-            for message in link.feed():
+            with self._command.lock:
+                messages = link.feed()
+            for message in messages:
                 self._command.hear(message)
         except LinkError as error:
             log.info("%s: lost the manager: %s", self._name, error)
             self._poll.unregister(link.fileno())
-            link.close()
             self._command.left()
+            link.close()
             self._look_for_manager()
             return
         self.flush_manager()
@@ -166,6 +176,6 @@ class Reach:
         """Send what leaves."""
         link = self._command.link
         if link is not None:
-            with contextlib.suppress(LinkError):  # found again when it is read
+            with self._command.lock, contextlib.suppress(LinkError):  # found again when it is read
                 link.flush()
                 self._watch(link)
