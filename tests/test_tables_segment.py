@@ -43,7 +43,9 @@ class Twin:
         value, optimizer = self.row(key)
         grad = grad.clone().view(1, -1)
         sparse = isinstance(optimizer, torch.optim.SparseAdam)
-        value.grad = torch.sparse_coo_tensor([[0]], grad, value.shape, check_invariants=False).coalesce() if sparse else grad
+        if sparse:
+            grad = torch.sparse_coo_tensor([[0]], grad, value.shape, check_invariants=False).coalesce()
+        value.grad = grad
         optimizer.step()
         self.counts[key] += count
 

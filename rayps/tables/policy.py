@@ -5,7 +5,8 @@ A table's `policy` is plain data: {"admit": 3, "probability": 0.1, "evict": "lfu
 "capacity": 10**9}; what is left out does not happen. An id is stored at its `admit`-th use, and, of all ids, a share
 `probability` at all; before that it answers its first value, and its gradients are dropped. Beyond `capacity` bytes
 rows go by last use (lru) or by true counts (lfu: duplicates count); not used for `ttl` steps they go too, but never
-below a `floor` of rows. Numbers are of the whole table and are shared out among its segments.
+below a `floor` of rows. With `memory` bytes, rows beyond them lie on disk, in `folder`, until a push names them: that
+changes no value and no decision. Numbers are of the whole table and are shared out among its segments.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class Policy:
     ttl: int | None = None
     floor: int = 0
     capacity: int | None = None
-    memory: int | None = None  # bytes of rows in memory; what was used longest ago lies on disk
+    memory: int | None = None  # bytes of rows in memory; those used longest ago lie on disk
+    folder: str | None = None  # where they lie; None: where temporary files do
 
     @classmethod
     def of(cls, table: Table) -> Policy:
@@ -60,6 +62,9 @@ class Policy:
         p = found.probability
         if isinstance(p, bool) or not isinstance(p, (int, float)) or not 0 < p <= 1:
             raise ConfigError(f"table {table.name!r}: probability is {p!r}: give a share above 0 and up to 1",
+                              field="policy", table=table.name)  # fmt: skip
+        if found.folder is not None and not isinstance(found.folder, str):
+            raise ConfigError(f"table {table.name!r}: folder is {found.folder!r}: give a path",
                               field="policy", table=table.name)  # fmt: skip
         if found.evict not in (None, "lru", "lfu"):
             raise ConfigError(f"table {table.name!r}: evict is {found.evict!r}: give lru or lfu",

@@ -25,7 +25,7 @@ from rayps.strategy import Strategy
 from rayps.tables import initial, state
 from rayps.tables.index import ABSENT
 from rayps.tables.optim import rule_of
-from rayps.tables.policy import Life
+from rayps.tables.policy import Life, Policy
 from rayps.tables.store import RowStore
 from rayps.tables.wire import (
     DTYPES,
@@ -71,7 +71,7 @@ class TableSegment:
         self.table, self.index, self.strategy, self.size = table, index, strategy, workers
         self.seq = self.version = self.operations = 0
         self.copied = True  # whether changes go to copies; where not, they come back empty
-        self.store = RowStore(table, rule_of(table))
+        self.store = self._store()
         self._begin(Ledger([0] * workers if start_marks is None else start_marks))
 
     def _begin(self, ledger: Ledger) -> None:
@@ -87,6 +87,11 @@ class TableSegment:
         self._steps: list[Tensor] = []  # gradients stepped by, in a round
         self._checked: tuple[Any, Push] | None = None
         self._found: deque[tuple[Ids, Any, Any, int]] = deque(maxlen=2 * self.size)  # with what was pulled last
+
+    def _store(self) -> RowStore:
+        policy = Policy.of(self.table)
+        memory = None if policy.memory is None else policy.memory // self.table.segments
+        return RowStore(self.table, rule_of(self.table), memory, policy.folder)
 
     @property
     def rows(self) -> int:
@@ -181,7 +186,8 @@ class TableSegment:
                     self.strategy.on_round(self, values, weights)
                 self._after()
             pieces = [encode_push(ids, grad, counts) for grad in self._steps]
-            changes.append(b"".join([_head(_ROUND, len(pieces), self._closed, 0.0), *pieces]))
+            head = _head(_ROUND, len(pieces), self._closed, 0.0)
+            changes.append(b"".join([head, *pieces]) if self.copied else b"")
             self._steps = []
             self._closed += 1
             self._keep()
@@ -204,6 +210,9 @@ class TableSegment:
     def _use(self, ids: Ids, counts: Counts) -> None:
         """Find, let in and count rows; what follows steps those that are stored."""
         slots, missing = self._slots(ids)
+        if len(missing) and self.store.warm(ids[missing]):
+            slots[missing] = self.store.find(ids[missing])
+            missing = np.flatnonzero(slots == ABSENT)
         if len(missing):
             good, uses = self.life.admit(ids[missing], counts[missing], self.version)
             come = missing[good]
@@ -234,6 +243,7 @@ class TableSegment:
     def _after(self) -> None:
         self.seq += 1
         self.life.evict(self.store, self.version)
+        self.store.cool()
 
     # copies
 
@@ -283,7 +293,8 @@ class TableSegment:
         with self.store.lock:
             if asked.counts is not None and len(asked.ids):
                 self._count(asked.ids, asked.counts)
-                changes = [b"".join([_head(_USE, rank, 0, 0.0), encode_pull(asked.ids, asked.counts)])]
+                head = _head(_USE, rank, 0, 0.0)
+                changes = [b"".join([head, encode_pull(asked.ids, asked.counts)]) if self.copied else b""]
             rows = self.store.read(asked.ids, self._slots(asked.ids, rank)[0])
         return encode_rows(rows, asked.half), self.ledger.marks[rank] - self.clock.slowest, changes
 
@@ -346,7 +357,7 @@ class TableSegment:
             raise CheckpointError(f"table {self.table.name!r}: segment {head.get('index')} of {head.get('segments')} "
                                   f"came: {self.index} of {self.table.segments} was expected",
                                   table=self.table.name)  # fmt: skip
-        store = RowStore(self.table, self.store.rule)
+        store = self._store()
         columns = state.as_columns(self.table, self.store.rule.fields, arrays)
         ledger = Ledger.from_json(head["ledger"])
         if len(ledger.marks) != self.size:

@@ -1,6 +1,7 @@
 """The rows of one segment: values, optimizer state, last use and true counts beside each other, found by id. Pure.
 
-A row that nobody stored has its first value all the same: `read` gives it, and `make` stores it. Call it under `lock`.
+A row that nobody stored has its first value all the same: `read` gives it, and `make` stores it. Rows beyond a limit
+lie on disk, those used longest ago, until `warm` brings them back. Call it under `lock`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rayps.elastic.space import Table
+from rayps.tables.disk import Disk
 from rayps.tables.index import ABSENT, HashIndex
 from rayps.tables.initial import initial
 from rayps.tables.optim import Rule
@@ -22,6 +24,7 @@ from rayps.tables.pages import BITS, ROWS, Field, Pages, places, release
 from rayps.tables.wire import Counts, Ids, cells
 
 _BLOCK = 4096  # rows stepped at a time: they stay in the cache
+_LEAST = 64  # rows of a segment that are in memory whatever the limit
 LIFE = (Field("life", 2, "int64"),)  # uses by true counts, version of the last use
 USES, USED = range(2)
 
@@ -42,15 +45,18 @@ class Columns:
 
 
 class RowStore:
-    """Rows by id."""
+    """Rows by id; beyond `memory` bytes on disk, in `folder`."""
 
-    def __init__(self, table: Table, rule: Rule) -> None:
+    def __init__(self, table: Table, rule: Rule, memory: int | None = None, folder: str | None = None) -> None:
         self.table, self.rule = table, rule
         self.fields = (Field("rows", table.dim, table.dtype), *rule.fields, *LIFE)
         self._index = HashIndex()
         self._pages = Pages(self.fields)
         self._adopt(np.zeros(0, np.int64), plain=True)
         self.row_bytes = self._pages.row_bytes + 24  # with its key and cells of the index
+        self._limit = None if memory is None else max(_LEAST, memory // self.row_bytes)
+        self._folder = folder
+        self._disk: Disk | None = None
 
     def _adopt(self, table: Any, plain: bool) -> None:
         self._held = [table]  # the page table, in a list that whoever gives the pages back reads last
@@ -58,7 +64,12 @@ class RowStore:
         weakref.finalize(self, release, self._pages, self._held).atexit = False
 
     def __len__(self) -> int:
-        return len(self._index)
+        return len(self._index) + self.cold
+
+    @property
+    def cold(self) -> int:
+        """Rows that lie on disk."""
+        return 0 if self._disk is None else len(self._disk)
 
     @property
     def lock(self) -> threading.RLock:
@@ -67,12 +78,14 @@ class RowStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the rows, their state and the index; a page that is shared counts by its users."""
+        """Bytes in memory of the rows, their state and the index; a page that is shared counts by its users."""
         users = self._pages.users[self._held[0]]
-        return int((1.0 / np.maximum(users, 1)).sum() * ROWS * self._pages.row_bytes) + self._index.nbytes
+        return int((1.0 / np.maximum(users, 1)).sum() * ROWS * self._pages.row_bytes) + self._index.nbytes + (
+            0 if self._disk is None else self._disk.nbytes
+        )
 
     def find(self, ids: Ids) -> Any:
-        """The slot of each id, `ABSENT` where it is not stored. One that is found is good as long as `lost` is the same."""
+        """The slot of each id, `ABSENT` where it is not in memory. Those found are good while `lost` is the same."""
         return self._index.find(ids)
 
     @property
@@ -81,15 +94,48 @@ class RowStore:
         return self._index.lost
 
     def read(self, ids: Ids, slots: Any) -> Any:
-        """The rows of these ids, which `find` found there, [n, dim]; first values of those that are not stored."""
+        """The rows of ascending ids, which `find` found there, [n, dim]; first values of those that are not stored."""
         found = np.empty((len(ids), self.table.dim), self.table.dtype)
         missing = np.flatnonzero(slots == ABSENT)
-        if len(missing) == len(ids):
-            return initial(self.table, ids)
-        self._take("rows", self._places(slots), found)
+        if len(missing) < len(ids):
+            self._take("rows", self._places(slots), found)
         if len(missing):
             found[missing] = initial(self.table, ids[missing])
+            if self.cold:
+                held, values = self.cold_rows(ids[missing])
+                found[np.searchsorted(ids, held)] = values["rows"]
         return found
+
+    def cold_rows(self, ids: Ids) -> tuple[Ids, dict[str, Any]]:
+        """Those of the ids whose rows lie on disk, ascending, and their values by field; they stay there."""
+        assert self._disk is not None
+        return self._disk.peek(ids)
+
+    def warm(self, ids: Ids) -> bool:
+        """Bring rows back from the disk, where some of these lie there; whether some did."""
+        if not self.cold:
+            return False
+        held, values = self.cold_rows(ids)
+        if len(held):
+            self._fill(held, values)
+            self._disk.delete(held)  # type: ignore[union-attr]  # some lie there
+        return len(held) > 0
+
+    def cool(self) -> None:
+        """Put the rows used longest ago on disk, where there are more in memory than may be."""
+        if self._limit is None or len(self._index) <= self._limit:
+            return
+        if self._disk is None:
+            self._disk = Disk(self.fields, self._folder)
+        slots = self._index.slots()
+        place = self._places(slots)
+        used = self._gather("life", place)[:, USED]
+        coldest = np.argpartition(used, len(used) - self._limit * 7 // 8)[: len(used) - self._limit * 7 // 8]
+        for lo in range(0, len(coldest), _BLOCK):
+            some = coldest[lo : lo + _BLOCK]
+            values = {field.name: self._gather(field.name, place[some]) for field in self.fields}
+            self._disk.put(self._index.keys[slots[some]], values)
+        self._index.delete(self._index.keys[slots[coldest]])
 
     def make(self, ids: Ids, uses: Any, version: int) -> Any:
         """Store rows that are not there, with their first values and `uses` before now; their slots."""
@@ -127,43 +173,60 @@ class RowStore:
 
     def delete(self, ids: Ids) -> None:
         """Forget rows, all of which are stored."""
+        if self._disk is not None:
+            there = self._index.find(ids) == ABSENT
+            self._disk.delete(ids[there])
+            ids = ids[~there]
         self._index.delete(ids)
 
     def life(self) -> tuple[Ids, Any]:
         """Ids and life [n, 2] of all rows that are stored, in no order."""
         slots = self._index.slots()
-        return self._index.keys[slots], self._gather("life", self._places(slots))
+        ids, life = self._index.keys[slots], self._gather("life", self._places(slots))
+        if not self.cold:
+            return ids, life
+        held, other = self._disk.column("life")  # type: ignore[union-attr]  # some lie there
+        return np.concatenate([ids, held]), np.concatenate([life, other])
 
     def export(self, ids: Ids | None = None) -> Columns:
         """All rows, or those of `ids`, which are stored; in the order of the ids."""
-        slots = self._index.slots() if ids is None else self._index.find(np.sort(ids))
-        if ids is None:
-            slots = slots[np.argsort(self._index.keys[slots])]
+        slots = self._index.slots() if ids is None else self._index.find(ids)
+        slots = slots[slots != ABSENT]
+        slots = slots[np.argsort(self._index.keys[slots])]
         place = self._places(slots)
         state = {field.name: self._gather(field.name, place) for field in self.rule.fields}
-        return Columns(self._index.keys[slots], self._gather("rows", place), state, self._gather("life", place))
+        found = Columns(self._index.keys[slots], self._gather("rows", place), state, self._gather("life", place))
+        if self._disk is None or not self.cold:
+            return found
+        held, values = self._disk.all() if ids is None else self._disk.peek(ids)
+        state = {name: np.concatenate([value, values[name]]) for name, value in state.items()}
+        rows, life = np.concatenate([found.rows, values["rows"]]), np.concatenate([found.life, values["life"]])
+        both = np.concatenate([found.ids, held])
+        return Columns(both, rows, state, life).take(np.argsort(both))
 
     def load(self, columns: Columns) -> None:
         """Store rows that are not there, with everything that belongs to them."""
-        if not len(columns.ids):
-            return
-        slots = self._index.insert(columns.ids)
+        step = len(columns.ids) if self._limit is None else max(1, self._limit)
+        for lo in range(0, len(columns.ids), max(1, step)):
+            part = slice(lo, lo + step)
+            values = {name: value[part] for name, value in columns.state.items()}
+            self._fill(columns.ids[part], {**values, "rows": columns.rows[part], "life": columns.life[part]})
+            self.cool()
+
+    def _fill(self, ids: Ids, values: dict[str, Any]) -> None:
+        slots = self._index.insert(ids)
         self._reach(self._index.top)
         place = self._own(slots)
-        self._put("rows", place, columns.rows)
-        for name, value in columns.state.items():
+        for name, value in values.items():
             self._put(name, place, value)
-        self._put("life", place, columns.life)
-
-    def clear(self) -> None:
-        """Forget all rows."""
-        self._index = HashIndex()
 
     def branch(self) -> RowStore:
         """Another store with the same rows; pages are shared until one of them writes to them."""
         other = RowStore.__new__(RowStore)
         other.table, other.rule, other.fields, other.row_bytes = self.table, self.rule, self.fields, self.row_bytes
+        other._limit, other._folder = self._limit, self._folder
         other._index, other._pages = self._index.branch(), self._pages
+        other._disk = None if self._disk is None else self._disk.branch()
         self._pages.users[self._held[0]] += 1
         other._adopt(self._held[0].copy(), plain=False)
         self._plain = False
