@@ -316,6 +316,8 @@ class Driver:
     def _tell(self, group: Group, over: bool = False) -> None:
         """File what happened to the server group."""
         if group.space is not None:
+            if over:
+                group.space.look()
             for event in self._news.tell(group.space.news(), over):
                 self.journal.event(**event)
 

@@ -43,6 +43,12 @@ def preflight(workload: Workload, phases: list[Phase], spec: JobSpec) -> Finding
             try_out(workload, model)
     for phase in phases:
         _check_servers(phase.strategy, spec, tables)
+    if spec.server_group is not None and not tables and not any(phase.strategy.shards for phase in phases):
+        raise ConfigError(
+            f"server_group is {spec.server_group!r}, and {_name(phases[0].strategy)} without sparse tables needs no "
+            "servers: leave it out, or use parameter_server",
+            field="server_group",
+        )
     layout = Layout.of((name, p) for name, p in model.named_parameters() if p.requires_grad)
     _refuse_closure(optim.build(workload.optimizer, layout))
     warnings = []
@@ -58,19 +64,12 @@ def preflight(workload: Workload, phases: list[Phase], spec: JobSpec) -> Finding
 
 
 def _check_servers(strategy: Strategy, spec: JobSpec, tables: tuple[Table, ...]) -> None:
-    name = strategy.name or type(strategy).__name__
     if tables and strategy.tables is None:
         known = ", ".join(repr(table.name) for table in tables)
         raise ConfigError(
-            f"the model has sparse tables ({known}), and {name} has no servers for them: use "
+            f"the model has sparse tables ({known}), and {_name(strategy)} has no servers for them: use "
             "the strategy hybrid, or parameter_server",
             field="strategy",
-        )
-    if spec.server_group is not None and strategy.shards == 0 and not tables:
-        raise ConfigError(
-            f"server_group is {spec.server_group!r}, and {name} without sparse tables needs no servers: "
-            "leave it out, or use parameter_server",
-            field="server_group",
         )
     elastic = spec.server_group is not None or strategy.servers > 0 or bool(tables)
     if elastic and strategy.shards > 0 and strategy.compression is not None:
@@ -106,3 +105,7 @@ def _refuse_closure(optimizer: Optimizer) -> None:
             f"optimizer(params) gave {name}, whose step() needs {', '.join(needed)}: a round has one gradient to give "
             "it, under every strategy\nuse an optimizer whose step() needs no closure, such as SGD, Adam or Adagrad"
         )
+
+
+def _name(strategy: Strategy) -> str:
+    return strategy.name or type(strategy).__name__

@@ -18,6 +18,7 @@ import pickle
 import site
 import sys
 import sysconfig
+import threading
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -206,24 +207,28 @@ def _instance(kind: type[Workload], target: str) -> Workload:
 # ---------------------------------------------------------------------------------------------- by value
 
 
+_packing = threading.Lock()  # what is pickled by value is said to all of the process
+
+
 def pack(workload: Any) -> bytes:
     """A workload or a training function as bytes, with the user's modules in them.
 
     Raises:
         WorkloadError: if something in it cannot be sent, such as an open file or a lock.
     """
-    known = cloudpickle.list_registry_pickle_by_value()
-    keys = [key for key in list(sys.modules) if key not in known and _is_users(sys.modules[key])]
-    for key in keys:
-        cloudpickle.register_pickle_by_value(sys.modules[key])
-    try:
-        return bytes(cloudpickle.dumps(workload))
-    except Exception as error:
-        raise WorkloadError(f"{_name(workload)} cannot be sent to workers: {type(error).__name__}: {error}\n"
-                            "create such things inside model(), data() or loss(), not in __init__") from error
-    finally:
+    with _packing:
+        known = cloudpickle.list_registry_pickle_by_value()
+        keys = [key for key in list(sys.modules) if key not in known and _is_users(sys.modules[key])]
         for key in keys:
-            cloudpickle.unregister_pickle_by_value(sys.modules[key])
+            cloudpickle.register_pickle_by_value(sys.modules[key])
+        try:
+            return bytes(cloudpickle.dumps(workload))
+        except Exception as error:
+            raise WorkloadError(f"{_name(workload)} cannot be sent to workers: {type(error).__name__}: {error}\n"
+                                "create such things inside model(), data() or loss(), not in __init__") from error
+        finally:
+            for key in keys:
+                cloudpickle.unregister_pickle_by_value(sys.modules[key])
 
 
 def unpack(packed: bytes) -> Any:

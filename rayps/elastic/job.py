@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,7 @@ class JobSpace:
         self._saved_tables: tuple[Path, bool] | None = None
         self._branched = False  # the space is a branch, which holds its values already
         self._facts: dict[str, Any] = {}
-        self._news: list[dict[str, Any]] = []
+        self._news: deque[dict[str, Any]] = deque()
         self._since = time.time()
         self._over = threading.Event()
         self._lock = threading.Lock()  # of the space as it changes, against who restores it
@@ -126,7 +127,7 @@ class JobSpace:
             self._open(follows, dense, snapshot)
         self._collect()
         if self._looker is None:
-            self._looker = threading.Thread(target=self._look, daemon=True, name=f"looker-{self.name}")
+            self._looker = threading.Thread(target=self._follow, daemon=True, name=f"looker-{self.name}")
             self._looker.start()
 
     def _open(self, strategy: Strategy, layout: Layout | None, snapshot: Snapshot) -> None:
@@ -234,18 +235,25 @@ class JobSpace:
 
     # ---- watching
 
-    def _look(self) -> None:
-        """Follow the group, and load again what it lost."""
-        while not self._over.wait(LOOK_SECONDS):
-            try:
-                facts = self.group.facts()
+    def _follow(self) -> None:
+        """Follow the group until the end."""
+        while True:
+            self.look()
+            if self._over.wait(LOOK_SECONDS):
+                return
+
+    def look(self) -> None:
+        """See how the group is, and load again what it lost. Any thread; what fails is told."""
+        try:
+            facts = self.group.facts()
+            with self._lock:
                 self._facts = facts
                 self._hear(facts)
                 self._restore(facts)
-            except (RaypsError, TimeoutError) as error:  # a manager that restarts: it is asked again
-                log.debug("%s", error)
-            except Exception:
-                log.exception("the group %r cannot be followed", self.name)
+        except (RaypsError, TimeoutError) as error:  # a manager that restarts: it is asked again
+            log.info("server group %r does not answer: %s", self.group.name, error)
+        except Exception:
+            log.exception("server group %r cannot be followed", self.group.name)
 
     def _hear(self, facts: dict[str, Any]) -> None:
         fresh = [event for event in facts["events"] if event["time"] > self._since]
@@ -254,14 +262,12 @@ class JobSpace:
         self._news += [event for event in fresh if event["kind"] in NEWS and event.get("space") in (None, self.name)]
 
     def _restore(self, facts: dict[str, Any]) -> None:
-        with self._lock:
-            space, base = self.space, self._base
-            mine = _mine(facts, space)
-            lost = [segment["index"] for segment in mine.get("segments", []) if segment["state"] == "lost"]
-            if space is None or base is None or not lost or self._over.is_set():
-                return
-            self._load(space, base, lost, {})
-            self.group.restored(space.number, lost)
+        space, base = self.space, self._base
+        lost = [segment["index"] for segment in _mine(facts, space).get("segments", []) if segment["state"] == "lost"]
+        if space is None or base is None or not lost or self._over.is_set():
+            return
+        self._load(space, base, lost, {})
+        self.group.restored(space.number, lost)
         self._news.append({
             "kind": "restored", "time": time.time(), "segments": lost,
             "message": f"{len(lost)} segments had no copy and were loaded again from round {base.round}: workers say "
@@ -270,8 +276,7 @@ class JobSpace:
 
     def news(self) -> list[dict[str, Any]]:
         """What happened to the group since this was asked last: events with a kind, a message and a time."""
-        found, self._news = self._news, []
-        return found
+        return [self._news.popleft() for _ in range(len(self._news))]
 
     def facts(self) -> dict[str, Any]:
         """Where the space stands, for `progress.json`."""

@@ -1,0 +1,335 @@
+"""Jobs on an elastic server group, on a cluster of threads: results, deaths, branches, resumes, and what is left."""
+
+import importlib
+import itertools
+import json
+import threading
+
+import pytest
+import torch
+from small_work import SEEN, Small, Watched, distance, kinds, plain
+
+import rayps
+from rayps import AllReduce, ParameterServer
+from rayps.cluster import until
+from rayps.driver import Driver
+from rayps.elastic.group import start
+from rayps.elastic.job import cut
+from rayps.errors import ConfigError, NotFound, RaypsError, WorkloadError
+from rayps.flat import Layout
+from rayps.job import JobSpec, Status
+from rayps.journal import Journal
+
+EXACT = 1e-12
+PRIVATE = ParameterServer(shards=3, replicas=1)
+
+
+@pytest.fixture
+def tag(request):
+    SEEN.clear()
+    return request.node.nodeid
+
+
+@pytest.fixture
+def cluster():
+    found = Watched()
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def group(cluster):
+    with start(cluster, "main", servers=3, replicas=1, detached=False) as found:
+        yield found
+
+
+def train(work, strategy, cluster, **options):
+    options = {"workers": 3, "epochs": 2, "progress": False, "timeout": 30.0} | options
+    return rayps.train(work, strategy=strategy, cluster=cluster, **options)
+
+
+def same(a, b):
+    return torch.equal(a.snapshot.params, b.snapshot.params)
+
+
+def spaces(group):
+    return [space["name"] for space in group.facts()["spaces"]]
+
+
+# ----------------------------------------------------------------------------------------- results
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_in_step_the_result_is_that_of_fixed_servers_to_the_bit(cluster, group, optimizer):
+    work = Small(n=36, optimizer=optimizer)
+    fixed = train(work, ParameterServer(shards=2), cluster)
+    private = train(work, PRIVATE, cluster)
+    named = train(work, ParameterServer(), cluster, server_group="main", name="job")
+    assert same(fixed, private) and same(fixed, named)
+    law, losses, evaluations = plain(work, 3, epochs=2)
+    assert distance(named.model(), law) < EXACT
+    assert named.history.column("loss").to_pylist() == pytest.approx(losses, abs=EXACT)
+    assert named.metrics["loss"] == pytest.approx(evaluations[-1], abs=EXACT)
+    assert spaces(group) == []
+
+
+@pytest.mark.parametrize("staleness", [2, None])
+def test_out_of_step_every_round_is_told_once(cluster, group, staleness):
+    result = train(Small(n=120), ParameterServer(staleness=staleness), cluster, server_group="main")
+    assert result.history.column("round").to_pylist() == list(range(28))
+    if staleness is not None:
+        assert max(result.history.column("staleness").to_pylist()) <= staleness
+    assert spaces(group) == []
+
+
+def test_the_strategy_may_change_between_epochs(cluster, group):
+    work = Small(n=36, optimizer="momentum")
+    phases = [(1, ParameterServer()), (1, AllReduce()), (1, ParameterServer(staleness=0))]
+    result = train(work, phases, cluster, server_group="main", epochs=None)
+    assert distance(result.model(), plain(work, 3, epochs=3)[0]) < EXACT
+
+
+def test_two_jobs_on_one_group_each_equal_their_result_alone(cluster, group):
+    works = {"one": Small(n=60, optimizer="adam", pause=0.002), "two": Small(n=48, optimizer="momentum", pause=0.002)}
+    alone = {name: train(work, ParameterServer(shards=2), cluster) for name, work in works.items()}
+    found, seen = {}, []
+
+    def run(name):
+        found[name] = train(works[name], ParameterServer(), cluster, server_group="main", name=name,
+                            progress=lambda _: seen.append(tuple(spaces(group))))
+
+    threads = [threading.Thread(target=run, args=(name,)) for name in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert all(same(found[name], alone[name]) for name in works)
+    assert {"one", "two"} in map(set, seen)
+    assert spaces(group) == []
+
+
+def test_a_group_that_grows_and_shrinks_meanwhile_changes_nothing(cluster, group, tag):
+    work = Small(n=90, optimizer="adam", pause=0.004, tag=tag)
+    alone = train(work, ParameterServer(shards=2), cluster)
+    SEEN.clear()
+    sizes = iter([4, 2])
+
+    def resize(progress):
+        if SEEN[tag] > 20 and group.settled():
+            for size in [next(sizes, None)]:
+                if size is not None:
+                    group.resize(size)
+
+    result = train(work, ParameterServer(), cluster, server_group="main", epochs=3, progress=resize)
+    assert same(result, train(work, ParameterServer(shards=2), cluster, epochs=3))
+    assert next(sizes, None) is None
+    assert group.facts()["counts"]["moves"] > 0
+    assert alone
+
+
+# ------------------------------------------------------------------------------------------ deaths
+
+
+def test_a_server_that_dies_is_no_restart(cluster, tag):
+    work = Small(n=90, optimizer="adam", pause=0.004, tag=tag)
+    fixed = train(work, ParameterServer(shards=2), cluster)
+    SEEN.clear()
+    cluster.kill_when(tag, 30, ("HostActor", "server-1"))
+    result = train(work, PRIVATE, cluster)
+    assert same(result, fixed)
+    assert not {"restarted", "replaced"} & set(kinds(result))
+    lost = [event for event in result.events if event["kind"] == "server_lost"]
+    assert [event["server"] for event in lost] == ["server-1"]
+    assert lost[0]["longest_wait"] > 0 and "longest" in lost[0]["message"]
+    assert sum(cluster.spawned["WorkerActor", rank] for rank in range(3)) == 6  # of both runs
+
+
+@pytest.mark.parametrize("staleness", [0, None])
+def test_without_copies_what_is_lost_comes_back_from_the_last_checkpoint_and_the_workers(cluster, tag, staleness):
+    work = Small(n=90, pause=0.004, tag=tag)
+    fixed = train(work, ParameterServer(shards=2), cluster, checkpoint_every=4)
+    SEEN.clear()
+    cluster.kill_when(tag, 45, ("HostActor", "server-1"))
+    strategy = ParameterServer(shards=3, staleness=staleness, replicas=0)
+    result = train(work, strategy, cluster, checkpoint_every=4)
+    assert {"segment_lost", "restored"} <= set(kinds(result))
+    assert result.history.column("round").to_pylist() == list(range(20))
+    if staleness == 0:
+        assert same(result, fixed)
+
+
+def test_in_step_a_dead_worker_means_going_on_from_the_last_snapshot(cluster, tag):
+    work = Small(n=60, optimizer="adam", pause=0.004, tag=tag)
+    cluster.kill_when(tag, 40, ("WorkerActor", 1))
+    result = train(work, PRIVATE, cluster, epochs=3)
+    assert distance(result.model(), plain(work, 3, epochs=3)[0]) < EXACT
+    assert result.history.column("round").to_pylist() == list(range(21))
+    assert [event["lost"] for event in result.events if event["kind"] == "restarted"] == [["worker-1"]]
+
+
+def test_out_of_step_a_dead_worker_is_replaced_while_the_others_go_on(cluster, tag):
+    cluster.kill_when(tag, 40, ("WorkerActor", 1))
+    work = Small(n=120, pause=0.004, tag=tag)
+    result = train(work, ParameterServer(shards=3, replicas=1, staleness=2), cluster)
+    assert [event["lost"] for event in result.events if event["kind"] == "replaced"] == [["worker-1"]]
+    assert "restarted" not in kinds(result)
+    assert result.history.column("round").to_pylist() == list(range(28))
+
+
+# -------------------------------------------------------------------------------- branch and resume
+
+
+def test_a_job_may_begin_with_what_another_holds(cluster, group, tag):
+    work = Small(n=36, optimizer="momentum", pause=0.01, tag=tag)
+    found = {}
+
+    def first():
+        found["first"] = train(work, ParameterServer(), cluster, server_group="main", name="first", epochs=8)
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    assert until(lambda: SEEN[tag] > 40, 30)
+    branch = train(work, ParameterServer(staleness=1), cluster, server_group="main", name="second", workers=2,
+                   branch="first", epochs=1)
+    thread.join(60)
+    assert distance(found["first"].model(), plain(work, 3, epochs=8)[0]) < EXACT  # it never noticed
+    losses = branch.history.column("loss").to_pylist()
+    assert losses[0] < 0.8 * plain(work, 2, epochs=1)[1][0]  # it did not begin anew
+    assert "branched" in kinds(branch)
+    assert spaces(group) == []
+
+
+class Wider(Small):
+    def model(self):
+        return torch.nn.Linear(5, 1).double()
+
+
+def test_a_branch_of_nothing_or_of_another_model(cluster, group, tag):
+    with pytest.raises(NotFound, match="nobody"):
+        train(Small(), ParameterServer(), cluster, server_group="main", branch="nobody")
+    stopped, thread = running(cluster, Small(n=6000, pause=0.004, tag=tag), "first")
+    assert until(lambda: SEEN[tag] > 6, 20)
+    with pytest.raises(ConfigError, match="another model"):
+        train(Wider(), ParameterServer(), cluster, server_group="main", branch="first")
+    assert spaces(group) == ["first"]
+    stopped.stop()
+    thread.join(20)
+    assert spaces(group) == []
+
+
+def test_a_checkpoint_of_two_servers_goes_on_with_three(cluster, tmp_path):
+    work = Small(n=36, optimizer="adam")
+    train(work, ParameterServer(shards=2, replicas=0), cluster, epochs=1, checkpoint=tmp_path)
+    result = train(work, PRIVATE, cluster, epochs=3, checkpoint=tmp_path, resume=True)
+    assert "resumed" in kinds(result)
+    assert distance(result.model(), plain(work, 3, epochs=3)[0]) < EXACT
+
+
+def test_checkpoints_come_although_rounds_are_fast(cluster, tmp_path):
+    result = train(Small(n=9), PRIVATE, cluster, steps=600, epochs=None, checkpoint_every=1, checkpoint=tmp_path)
+    saved = [event["round"] for event in result.events if event["kind"] == "checkpoint"]
+    assert saved[0] < 600 and saved[-1] == 600 and saved == sorted(saved)
+
+
+# -------------------------------------------------------------------------------- what ends, and how
+
+
+def running(cluster, work, name, tmp_path=None, **more):
+    spec = JobSpec("x:Small", {"name": "parameter_server"}, 2, epochs=2, server_group="main", **more)
+    driver = Driver(work, spec, Journal(tmp_path), capture=False, name=name,
+                    checkpoints=tmp_path / "checkpoints" if tmp_path else None)
+    thread = threading.Thread(target=lambda: outcomes.append(driver.run(cluster)))
+    driver.outcomes = outcomes = []
+    thread.start()
+    return driver, thread
+
+
+def test_a_stop_frees_the_space_and_keeps_a_checkpoint(cluster, group, tag, tmp_path):
+    driver, thread = running(cluster, Small(n=6000, pause=0.004, tag=tag), "job", tmp_path)
+    assert until(lambda: SEEN[tag] > 60, 20)
+    assert spaces(group) == ["job"]
+    driver.stop()
+    thread.join(20)
+    assert driver.outcomes[0].status is Status.STOPPED
+    assert 0 < int(driver.outcomes[0].checkpoint.name[5:]) < 1000
+    assert spaces(group) == []
+    progress = json.loads((tmp_path / "progress.json").read_text())["server_group"]
+    assert (progress["name"], progress["space"], progress["replicas"]) == ("main", "job", 1)
+    assert sum(server["segments"] for server in progress["servers"]) == progress["segments"] == 8
+    driver.journal.close()
+
+
+class Fails(Small):
+    def loss(self, model, batch):
+        if importlib.import_module("small_work").SEEN[self.tag] > 20:
+            raise ValueError("boom")
+        return super().loss(model, batch)
+
+
+def test_a_failure_frees_the_space(cluster, group, tag):
+    with pytest.raises(WorkloadError, match="boom"):
+        train(Fails(n=60, tag=tag), ParameterServer(), cluster, server_group="main")
+    assert spaces(group) == []
+
+
+def test_nothing_of_a_private_group_is_left(cluster):
+    train(Small(n=12), PRIVATE, cluster, epochs=1)
+    assert until(lambda: not [name for name in cluster._handles if "rayps-server" in name], 10), cluster._handles
+    names = [thread.name for thread in threading.enumerate()]
+    assert until(lambda: not [t for t in threading.enumerate() if t.name.startswith(("looker", "collector"))], 5), names
+
+
+# ------------------------------------------------------------------------------------- clear errors
+
+
+def test_a_group_that_is_not_there(cluster, group):
+    with pytest.raises(ConfigError, match="'main'") as caught:
+        train(Small(), ParameterServer(), cluster, server_group="prod")
+    assert "rayps servers start prod" in str(caught.value)
+    assert not cluster.spawned["WorkerActor", 0]
+
+
+@pytest.mark.parametrize(("strategy", "options", "word"), [
+    (AllReduce(), {"server_group": "main"}, "needs no servers"),
+    (ParameterServer(compression="fp16"), {"server_group": "main"}, "compression"),
+    (ParameterServer(shards=2, replicas=1, compression="int8"), {}, "compression"),
+    (ParameterServer(), {"branch": "other"}, "server_group"),
+    (ParameterServer(), {"server_group": "main", "quota": {"rows": 3}}, "quota"),
+])
+def test_what_cannot_be_is_said_before_anything_starts(cluster, strategy, options, word):
+    with pytest.raises(ConfigError, match=word):
+        train(Small(), strategy, cluster, **options)
+    assert not cluster.spawned
+
+
+def test_a_name_that_is_open_is_refused(cluster, group, tag):
+    driver, thread = running(cluster, Small(n=6000, pause=0.004, tag=tag), "job")
+    assert until(lambda: SEEN[tag] > 6, 20)
+    with pytest.raises(RaypsError, match="job"):
+        train(Small(), ParameterServer(), cluster, server_group="main", name="job")
+    assert spaces(group) == ["job"]
+    before = SEEN[tag]
+    assert until(lambda: SEEN[tag] > before + 10, 20)
+    driver.stop()
+    thread.join(20)
+
+
+def test_a_quota_of_bytes_is_an_error_with_the_knob_and_nobody_else_notices(cluster, group, tag):
+    driver, thread = running(cluster, Small(n=6000, pause=0.004, tag=tag), "other")
+    assert until(lambda: SEEN[tag] > 6, 20)
+    with pytest.raises(RaypsError, match="quota"):
+        train(Small(), ParameterServer(), cluster, server_group="main", name="job", quota={"bytes": 100})
+    before = SEEN[tag]
+    assert until(lambda: SEEN[tag] > before + 10, 20)
+    assert spaces(group) == ["other"]
+    driver.stop()
+    thread.join(20)
+
+
+def test_segments_are_enough_to_spread_and_not_more_than_elements():
+    def sized(n):
+        return cut(Layout.of([("a", torch.zeros(n))]))
+
+    assert [len(sized(n)) for n in (1, 5, 8, 1000, 100_000, 10_000_000)] == [1, 5, 8, 8, 12, 32]
+    for bounds in (sized(77), sized(10**6)):
+        assert bounds[0][0] == 0 and all(a[1] == b[0] for a, b in itertools.pairwise(bounds))
