@@ -69,7 +69,8 @@ class TableSegment:
     ) -> None:
         """`start_marks`: by rank, its next step; 0 for all unless said otherwise. Raises ConfigError."""
         self.table, self.index, self.strategy, self.size = table, index, strategy, workers
-        self.seq = self.version = self.operations = 0
+        self.seq = self.version = 0
+        self.operations = 0  # ids pulled and pushed: every step names every segment, and only ids tell a hot one
         self.copied = True  # whether changes go to copies; where not, they come back empty
         self.store = self._store()
         self._begin(Ledger([0] * workers if start_marks is None else start_marks))
@@ -147,7 +148,7 @@ class TableSegment:
             self.check(rank, step, weight, data)
         assert self._checked is not None
         push, self._checked = self._checked[1], None
-        self.operations += 1
+        self.operations += len(push.ids)
         if not self._gathers:
             self._apply(rank, step, weight, push)
             return [b"".join([_head(_PUSH, rank, step, weight), data]) if self.copied else b""]
@@ -288,7 +289,7 @@ class TableSegment:
             ConfigError: see `rayps.tables.wire.decode_pull`.
         """
         asked = decode_pull(data, self.table)
-        self.operations += 1
+        self.operations += len(asked.ids)
         changes: list[bytes] = []
         with self.store.lock:
             if asked.counts is not None and len(asked.ids):

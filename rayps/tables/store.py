@@ -29,6 +29,18 @@ LIFE = (Field("life", 2, "int64"),)  # uses by true counts, version of the last 
 USES, USED = range(2)
 
 
+_threads = threading.local()
+
+
+def _scratch(*fields: Any) -> list[Any]:
+    """This thread's memory for a block of a gradient and of fields: new memory would have to be mapped each time."""
+    held: dict[Any, list[Any]] = _threads.__dict__
+    if fields not in held:
+        held.clear()
+        held[fields] = [np.empty((_BLOCK, each.width), each.dtype) for each in (fields[0], *fields[1])]
+    return held[fields]
+
+
 @dataclass(slots=True)
 class Columns:
     """Rows as arrays, in the order of their ids: what is dumped, saved and loaded."""
@@ -161,12 +173,15 @@ class RowStore:
     def step(self, slots: Any, grad: Tensor, scale: float) -> None:
         """Let the optimizer step these rows by `scale` times a gradient [n, dim], which is only read."""
         place = self._own(slots)
-        names = ["rows", *(field.name for field in self.rule.fields)]
+        fields = self.fields[:-1]  # all but the life
+        spare = _scratch(self.fields[0], fields)
         for lo in range(0, len(place), _BLOCK):
             part = place[lo : lo + _BLOCK]
-            held = {name: self._gather(name, part) for name in names}
+            held = {field.name: value[: len(part)] for field, value in zip(fields, spare[1:], strict=True)}
+            for name, value in held.items():
+                self._take(name, part, value)
             state = {name: torch.from_numpy(value) for name, value in held.items()}
-            g = grad[lo : lo + _BLOCK] * scale
+            g = torch.mul(grad[lo : lo + _BLOCK], scale, out=torch.from_numpy(spare[0][: len(part)]))
             self.rule.step(state["rows"], state, g)
             for name, value in held.items():
                 self._put(name, part, value)

@@ -142,6 +142,8 @@ def _ids(raw: Any, n: int, flags: int, name: str) -> tuple[Ids, Counts | None, i
     if not n:
         return np.empty(0, np.int64), None, end
     ids = raw[_HEAD:end].view(np.int64)
+    if not ids.flags.aligned:  # every sum over them would copy them
+        ids = ids.copy()
     if int(ids[0]) < 0:
         raise ConfigError(f"table {name!r}: id {int(ids[0])} is negative: ids are whole numbers from 0 to 2**63 - 1",
                           table=name, id=int(ids[0]))  # fmt: skip
