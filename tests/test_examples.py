@@ -12,12 +12,15 @@ import pytest
 import torch
 import yaml
 
+import rayps
+from rayps.cluster import LocalCluster
 from rayps.job import JobSpec
 from rayps.strategy import parse
 from rayps.workload import Workload, load, pack
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-WORKLOADS = {"digits.py:Digits": (10_000, 2_000), "flights.py:LateFlight": (60_000, 12_000)}
+WORKLOADS = {"digits.py:Digits": (10_000, 2_000), "flights.py:LateFlight": (60_000, 12_000),
+             "recommender.py:LateDeparture": (100_000, 20_000)}
 
 
 def module(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
@@ -29,7 +32,7 @@ def module(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return made
 
 
-@pytest.mark.parametrize("name", ["digits", "flights", "own_loop", "two_doors"])
+@pytest.mark.parametrize("name", ["digits", "flights", "own_loop", "recommender", "two_doors"])
 def test_it_imports_and_says_what_it_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = module(name, monkeypatch)
     assert callable(made.main) and "expect" in f"{made.__doc__} {Path(str(made.__file__)).read_text()}"
@@ -47,9 +50,9 @@ def test_the_data_is_whole(target: str) -> None:
 
 def test_data_and_workloads_are_small() -> None:
     assert sum(path.stat().st_size for path in EXAMPLES.glob("data/*.parquet")) < 4e6
-    for name in ("digits", "flights"):
+    for name, first in (("digits", "Digits"), ("flights", "LateFlight"), ("recommender", "LateDeparture")):
         tree = ast.parse((EXAMPLES / f"{name}.py").read_text())
-        kind = next(node for node in tree.body if isinstance(node, ast.ClassDef))
+        kind = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == first)
         code = sum(1 for line in ast.unparse(kind).splitlines() if line.strip() and '"""' not in line)
         assert code <= 40
 
@@ -97,6 +100,29 @@ def test_late_flights_are_foretold() -> None:
     assert found["accuracy"] >= 0.895 and found["loss"] < 0.28
     rate = 0.2377  # of late flights in the test set: what one knows without features
     assert found["loss"] < -(rate * math.log(rate) + (1 - rate) * math.log(1 - rate)) / 1.8
+
+
+def test_late_departures_are_foretold_by_servers_as_by_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, cluster = module("recommender", monkeypatch), LocalCluster()
+    work, steps = made.LateDeparture(), 60
+    try:
+        result = rayps.train(work, strategy="hybrid:servers=2", workers=2, steps=steps, cluster=cluster, progress=False)
+    finally:
+        cluster.close()
+    found, alone = made.auc(work, result.model()), made.auc(work, made.single(work, 1, 2 * steps))
+    assert found > 0.70 and abs(found - alone) < 0.03
+    assert made.auc(work, work.model()) == pytest.approx(0.5, abs=0.05)
+
+
+def test_a_generated_table_is_as_large_as_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, cluster = module("recommender", monkeypatch), LocalCluster()
+    try:
+        result = rayps.train(made.Generated(25_000), strategy="hybrid:servers=2", workers=2, cluster=cluster,
+                             progress=False)
+    finally:
+        cluster.close()
+    table = result.model()["rows"]
+    assert sum(segment.rows for segment in table._bound().talk.segments.values()) == 25_000
 
 
 def test_help_needs_no_cluster() -> None:

@@ -419,7 +419,7 @@ def test_a_run_out_of_step_learns_and_applies_each_push_once(strategy):
     uses = sum(segment.store.export().life[:, 0].sum() for segment in
                [table._bound().talk.segments[table._bound().first]])
     assert uses == 6 * 300 * 2  # twice for each row of the data
-    if "hybrid:servers=2" == strategy:
+    if strategy == "hybrid:servers=2":
         assert {"pull", "pull_hidden"} <= set(result.history.column_names)
 
 
