@@ -13,6 +13,8 @@ from typing import Any
 ENDS = {"SUCCEEDED", "FAILED", "STOPPED"}
 ASYNC = {"name": "parameter_server", "shards": 2, "staleness": None}
 SSP = {"name": "parameter_server", "shards": 3, "staleness": 3}
+HYBRID = {"name": "hybrid", "servers": 3, "staleness": None, "replicas": 1, "prefetch": True, "compression": None,
+          "bucket_mb": None}
 PHASED = [{"epochs": 2, "strategy": ASYNC}, {"strategy": {"name": "all_reduce"}}]
 
 
@@ -175,6 +177,12 @@ class FakeJob:
                 "failures": self.generation - 1, "strategy": self.strategy_at(self.round), "staleness": self.staleness,
                 "workers": self.worker_rows(), "shards": self.shard_rows(),
             }
+            if self.spec.get("server_group"):
+                rows = [{"name": f"server-{i}", "host": "node-a", "state": "alive", "bytes": 31_000_000 + i * 900_000,
+                         "operations_s": 401.5 + i, "cpu": 0.21, "segments": 18 + i} for i in range(3)]
+                progress["server_group"] = {
+                    "name": self.spec["server_group"], "own": False, "space": self.id, "status": "ready", "replicas": 1,
+                    "segments": 56, "servers": rows, "moves": 0, "bytes": 93_000_000, "rows": 1_190_000}
         return {
             "id": self.id, "name": self.name, "status": self.status, "reason": self.reason, "spec": self.spec, "attempt": 1,
             "created_at": iso(self.created), "started_at": iso(self.started), "finished_at": iso(self.finished),
@@ -229,6 +237,8 @@ def sample_jobs(speed: float) -> list[FakeJob]:
     live = FakeJob("01JD8Q4V7M3K2X9A5T6B8C0DEF", "digits-phased", spec(digits, PHASED), now - 101, straggler=2, speed=speed,
                    loses_worker_at=700)
     done = FakeJob("01JD8Q1B5N7P9R2S4T6V8W0XYZ", "digits-ssp", spec(digits, SSP), now - 1260)
+    on_group = FakeJob("01JD8Q0A4M6N8P0Q2R4S6T8UVW", "flights-hybrid", spec(
+        "examples/recommender.py:Flights", HYBRID, server_group="shared"), now - 1500)
     failed = FakeJob("01JD8PZ3C5D7E9F1G3H5J7K9LM", "income-adam", spec("examples/income.py:Income", {"name": "all_reduce"}, 2),
                      now - 3900, nan_at=312, fails_at=340)
     queued = FakeJob("01JD8Q5W1X3Y5Z7A9B1C3D5EFG", "digits-wide", spec(digits, {"name": "all_reduce"}, 32), now - 22,
@@ -241,7 +251,8 @@ def sample_jobs(speed: float) -> list[FakeJob]:
     _past(stopped, 85_990, 611)
     stopped.end("STOPPED", (stopped.started or 0) + 40, "Stopped by request.")
     _past(plain, 90_400, plain.rounds)
-    return [live, done, failed, queued, stopped, plain]
+    _past(on_group, 1480, on_group.rounds)
+    return [live, done, on_group, failed, queued, stopped, plain]
 
 
 def _past(job: FakeJob, seconds_ago: float, rounds: int) -> None:

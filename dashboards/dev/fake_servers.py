@@ -206,7 +206,7 @@ class FakeGroup:
 
 def sample_groups() -> dict[str, FakeGroup]:
     """One busy group and an idle one."""
-    ssp, phased = "01JD8Q1B5N7P9R2S4T6V8W0XYZ", "01JD8Q4V7M3K2X9A5T6B8C0DEF"
-    busy = FakeGroup("shared", 3, 1, [(phased, [(None, 32)]), (ssp, [(None, 16), ("users", 24), ("items", 16)])])
+    flights, phased = "01JD8Q0A4M6N8P0Q2R4S6T8UVW", "01JD8Q4V7M3K2X9A5T6B8C0DEF"
+    busy = FakeGroup("shared", 3, 1, [(phased, [(None, 32)]), (flights, [(None, 16), ("users", 24), ("items", 16)])])
     idle = FakeGroup("spare", 1, 0, [], time.time() - 700)
     return {"shared": busy, "spare": idle}

@@ -71,6 +71,23 @@ export interface Progress {
   staleness?: Record<string, number> | null;
   workers?: WorkerRow[];
   shards?: ShardRow[];
+  server_group?: JobServers | null;
+}
+
+/** The elastic servers of a job, as its driver sees them. */
+export interface JobServers {
+  name: string;
+  own?: boolean; // of this job alone
+  space?: string;
+  status?: string;
+  replicas?: number;
+  segments?: number;
+  servers?: { name: string; host?: string | null; state?: string; bytes?: number | null; operations_s?: number | null; cpu?: number | null; segments?: number }[];
+  moves?: number | unknown[];
+  bytes?: number | null;
+  rows?: number | null;
+  operations_s?: number | null;
+  branch_of?: string | null;
 }
 
 export interface Job {

@@ -1,6 +1,7 @@
 /* The pure half of the pages of server groups: the ring's arcs, who holds what, what is hot, what a loss would cost. */
 import { describe, expect, it } from "vitest";
 import { arcs, bySpace, hottest, inOrder, level, moved, movedSegment, placed, replication, risk, sector, segmentName, skew, spaceName, tint } from "../src/lib/servers";
+import { words } from "../src/lib/strategy";
 import { ageBars } from "../src/lib/worker";
 import type { Group, GroupSegment, GroupServer, GroupSpace } from "../src/types";
 
@@ -105,6 +106,15 @@ describe("names", () => {
     expect(spaceName("01ABC", [{ id: "01ABC", name: "digits" }])).toBe("digits");
     expect(spaceName("mine", [])).toBe("mine");
     expect(spaceName("01JD8Q1B5N7P9R2S4T6V8W0XYZ", [])).toBe("01JD8Q1B5N…W0XYZ".replace("W0XYZ", "8W0XYZ"));
+  });
+});
+
+describe("strategies on elastic servers", () => {
+  it("are said in words", () => {
+    expect(words({ name: "hybrid", servers: 2, staleness: null, replicas: 1, prefetch: true, compression: null, bucket_mb: null }))
+      .toBe("Hybrid, tables on 2 servers, asynchronous, 1 copy");
+    expect(words({ name: "parameter_server", shards: 3, staleness: 2, replicas: 1 })).toBe("Parameter server, staleness ≤ 2, 3 shards, 1 copy");
+    expect(words({ name: "hybrid", prefetch: false })).toBe("Hybrid, asynchronous, prefetch false");
   });
 });
 

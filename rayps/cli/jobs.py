@@ -30,12 +30,13 @@ def submit(
         "--set", metavar="KEY=VALUE", help="Change a field of the file, e.g. --set workers=4.")] = None,
     server_group: Annotated[str | None, typer.Option(
         "--server-group", metavar="NAME", help="Keep its parameters on this group (`rayps servers ls`).")] = None,
+    branch: Annotated[str | None, typer.Option(
+        metavar="SPACE", help="Begin with the parameters of another job there, by its id.")] = None,
     output: Format = Output.table,
 ) -> None:
     """Give a job to the service."""
     spec = read(file, changes or [])
-    if server_group is not None:
-        spec["server_group"] = server_group
+    spec |= {key: value for key, value in (("server_group", server_group), ("branch", branch)) if value is not None}
     with Client() as client:
         job = client.submit(spec.pop("workload"), working_dir=spec.pop("working_dir", "."), **spec)
         if not follow:

@@ -54,6 +54,8 @@ def train(
     gpus_per_worker: Annotated[float, typer.Option(metavar="N", help="GPUs that each worker reserves.")] = 0.0,
     server_group: Annotated[str | None, typer.Option(metavar="NAME", help="Keep the parameters on this group of the "
                                                      "cluster at --address.")] = None,
+    branch: Annotated[str | None, typer.Option(metavar="SPACE", help="Begin with the parameters of another space of "
+                                               "that group.")] = None,
     output: Annotated[Output, typer.Option("--output", "-o", help="table or json.")] = Output.table,
 ) -> None:
     """Train here and now, without a service; ends with the final metrics."""
@@ -62,7 +64,8 @@ def train(
         result = rayps.train(
             target, strategy=strategy, workers=workers, epochs=epochs, steps=steps, seed=seed, checkpoint=checkpoint,
             checkpoint_every=checkpoint_every, resume=resume, resources=resources, address=address,
-            max_failures=max_failures, timeout=timeout, server_group=server_group, progress=True)
+            max_failures=max_failures, timeout=timeout, server_group=server_group, branch=branch,
+            progress=True)
     except KeyboardInterrupt as error:  # typer would swallow what it says
         raise typer.Exit(_failed(str(error) or "interrupted before training began", 130)) from None
     if output is Output.json:

@@ -68,7 +68,7 @@ def test_a_group_is_drawn_and_lives(tab: Tab, fake: Fake) -> None:
     assert "Segments by primary: server-0" in (page.get_attribute(".ring", "aria-label") or "")
     assert "Any one server may die" in page.inner_text("#replication")
     assert page.locator("#servers tbody tr").count() == 3
-    assert "digits-ssp" in page.inner_text("#spaces") and "190.7 MiB" in page.inner_text("#spaces")
+    assert "flights-hybrid" in page.inner_text("#spaces") and "190.7 MiB" in page.inner_text("#spaces")
     assert "users 0" in page.inner_text("#hot")
     before = page.inner_text(".tiles")
     until(page, "(old) => document.querySelector('.tiles').innerText !== old", before)
@@ -181,6 +181,17 @@ def test_everything_that_can_be_used_has_a_name(tab: Tab, fake: Fake) -> None:
         return [...document.querySelectorAll(used)].filter((e) => !named(e)).map((e) => e.outerHTML.slice(0, 120));
     }""")
     assert nameless == []
+
+
+def test_a_job_leads_to_its_group(tab: Tab, fake: Fake) -> None:
+    page = tab()
+    page.goto(f"{fake()}#code=letmein")
+    page.click("text=flights-hybrid")
+    page.wait_for_selector("#elastic table")
+    assert "Hybrid, tables on 3 servers, asynchronous, 1 copy" in page.inner_text(".job-line")
+    assert page.locator("#elastic tbody tr").count() == 3 and page.locator("#shards").count() == 0
+    page.click("text=Open shared")
+    until(page, "() => document.querySelectorAll('.ring .arc').length === 56")
 
 
 def test_push_ages_of_shards(tab: Tab, fake: Fake) -> None:

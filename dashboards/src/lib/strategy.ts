@@ -12,12 +12,14 @@ export function phases(spec: StrategySpec | null | undefined): PhaseWire[] {
 /** One strategy in words: "Parameter server, asynchronous, 2 shards". */
 export function words(strategy: StrategyWire): string {
   if (strategy.name === "all_reduce") return "All-reduce";
+  if (strategy.name === "hybrid") return hybrid(strategy);
   if (strategy.name !== "parameter_server") return sentence(strategy.name) + others(strategy, []);
   const parts = ["Parameter server"];
   if ("staleness" in strategy) parts.push(staleWords(strategy["staleness"]));
   const shards = strategy["shards"];
   if (typeof shards === "number") parts.push(shards === 1 ? "1 shard" : `${shards} shards`);
-  return parts.join(", ") + others(strategy, ["staleness", "shards"]);
+  const copies = copyWords(strategy["replicas"]);
+  return parts.join(", ") + (copies && `, ${copies}`) + others(strategy, ["staleness", "shards", "replicas"]);
 }
 
 /** One strategy without its number of shards, for a narrow column. */
@@ -88,6 +90,18 @@ function parseText(source: string): StrategyWire {
     out[key.trim()] = value.trim() === "none" ? null : Number.isNaN(Number(value)) ? value.trim() : Number(value);
   }
   return out;
+}
+
+/** Dense part by all-reduce, tables on servers; switches that stand as they usually do are left out. */
+function hybrid(strategy: StrategyWire): string {
+  const servers = strategy["servers"];
+  const parts = ["Hybrid", typeof servers === "number" ? `tables on ${servers === 1 ? "1 server" : `${servers} servers`}` : "", staleWords(strategy["staleness"] ?? null), copyWords(strategy["replicas"])];
+  const said = ["servers", "staleness", "replicas", ...(strategy["prefetch"] === false ? [] : ["prefetch"]), ...["compression", "bucket_mb"].filter((key) => strategy[key] == null)];
+  return parts.filter(Boolean).join(", ") + others(strategy, said);
+}
+
+function copyWords(replicas: unknown): string {
+  return typeof replicas !== "number" || replicas === 0 ? "" : replicas === 1 ? "1 copy" : `${replicas} copies`;
 }
 
 function staleWords(value: unknown): string {

@@ -10,6 +10,7 @@ import { ended, share, TONES, WORDS } from "../lib/status";
 import { current, describe, length, phases, usesServer, words } from "../lib/strategy";
 import { Ago, Badge, Bar, Copy, Dialog, Empty } from "../parts/bits";
 import { LossCard, RateCard } from "../parts/curves";
+import { ElasticCard } from "../parts/elastic";
 import { EventsCard, ResultCard, SpecCard } from "../parts/facts";
 import { StopIcon } from "../parts/icons";
 import { LogsCard } from "../parts/logs";
@@ -40,7 +41,7 @@ export function JobPage({ id }: { id: string }) {
           {server && <StalenessCard feed={feed} />}
         </div>
         <div class="wide"><WorkersCard feed={feed} /></div>
-        {server && <div class="wide"><ShardsCard feed={feed} /></div>}
+        {job.progress?.server_group ? <div class="wide"><ElasticCard feed={feed} /></div> : server && <div class="wide"><ShardsCard feed={feed} /></div>}
         <LogsCard feed={feed} />
         <EventsCard feed={feed} />
         <div class="wide pair"><ResultCard job={job} /><SpecCard job={job} /></div>
@@ -67,6 +68,7 @@ function Head({ job, feed }: { job: Job; feed: Feed }) {
         <span>{describe(job.spec.strategy)}</span>
         <span>{plural(job.spec.workers ?? 1, "worker")}</span>
         {length(job.spec) && <span>{length(job.spec)}</span>}
+        {typeof job.spec["server_group"] === "string" && <span>on&nbsp;<a href={href(["servers", job.spec["server_group"]])}>{job.spec["server_group"]}</a></span>}
         <span>submitted&nbsp;<Ago at={created} /></span>
         {job.attempt > 1 && <span>attempt {job.attempt}</span>}
       </p>

@@ -7,7 +7,7 @@ import type { Job, JobEvent } from "../types";
 import { Card, Copy, Empty } from "./bits";
 
 const TONE: Record<string, string> = {
-  failed: "bad", worker_lost: "bad", shard_lost: "bad", driver_lost: "bad", warning: "warn", restarted: "warn", replaced: "warn",
+  failed: "bad", worker_lost: "bad", shard_lost: "bad", driver_lost: "bad", server_lost: "bad", segment_lost: "bad", restored: "warn", resized: "run", warning: "warn", restarted: "warn", replaced: "warn",
   finished: "ok", succeeded: "ok", checkpoint: "idle", phase: "run", started: "run",
 };
 
