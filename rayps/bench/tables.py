@@ -130,7 +130,7 @@ def _measure(table: Table, rows: int, ids: int, zipf: float | None, repeats: int
 def _batch(chance: np.random.Generator, rows: int, ids: int, zipf: float | None) -> Any:
     if zipf is not None:
         return np.unique((chance.zipf(zipf, ids) - 1) % rows)
-    return np.unique(chance.integers(0, rows, ids)) if ids * 4 < rows else np.sort(chance.permutation(rows)[:ids])
+    return np.sort(chance.choice(rows, min(ids, rows), replace=False))
 
 
 def _turn(segments: list[TableSegment], dense: torch.Tensor, ids: Any, step: int) -> list[float]:
