@@ -37,7 +37,8 @@ def test_files_are_measured(tmp_path):
 
 def test_what_cannot_be_measured_is_said():
     for call in (lambda: bench_tables(0, 1, 1, [1], ["sgd"]), lambda: bench_files(0, 1, 1, 1),
-                 lambda: bench_tables(10, 1, 1, [0], ["sgd"]), lambda: bench_tables(10, 1, 1, [1], ["lamb"])):  # fmt: skip
+                 lambda: bench_tables(10, 1, 1, [0], ["sgd"]),
+                 lambda: bench_tables(10, 1, 1, [1], ["lamb"])):  # fmt: skip
         with pytest.raises(ConfigError):
             call()
 
