@@ -112,3 +112,24 @@ def test_a_push_cut_off_between_shards_is_named_by_who_waits_for_it(house):  # n
     new.push(ONES)  # completed
     found = moved(reader.pull())
     assert (found == 0.5).all()
+
+
+def test_a_shard_that_was_replaced_while_it_was_held_is_held_again(house, monkeypatch):  # noqa: F811
+    one = house(2, 2, None, plain)
+    reader = joined(one, 0)
+    joined(one, 1)
+    first, second = one.loops
+    aim, tries = second._answers[Kind.AIM], []
+
+    def forgetful(request):
+        if not tries:
+            second._readers._let_go()  # a replacement knows of no reader
+        tries.append(request)
+        second.shard.push(1, 0, torch.ones(N - one.ranges[0][1], dtype=torch.float64), 1.0)  # and is told what it lacks
+        aim(request)
+
+    monkeypatch.setitem(second._answers, Kind.AIM, forgetful)
+    with first._lock:
+        first.shard.push(1, 0, torch.ones(one.ranges[0][1], dtype=torch.float64), 1.0)
+    assert (moved(reader.pull()) == 0.5).all()
+    assert len(tries) == 1  # by the second try both had come as far

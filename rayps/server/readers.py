@@ -57,12 +57,12 @@ class Readers:
         self._grant()
 
     def aim(self, request: Request) -> None:
-        """Answer once the shard has come so far. Raises PeerTimeout: the reader does not hold it any more."""
+        """Answer once the shard has come so far. Raises PeerTimeout: the reader does not hold it, and is to try again."""
         if self._cut.holder is not request.guest:
             raise PeerTimeout(
-                f"shard-{self._shard.index} was held for longer than {request.guest.patience:g} s (the knob is "
-                "`timeout`) and has been let go",
-                peer=request.guest.link.peer, seconds=request.guest.patience,
+                f"worker-{request.guest.rank} does not hold shard-{self._shard.index}: it was held for longer than "
+                f"{request.guest.patience:g} s (the knob is `timeout`) and let go, or is a replacement of the one held",
+                peer=request.guest.link.peer, seconds=request.guest.patience, behind=True,
             )  # fmt: skip
         self._cut.aim(request.numbers().tolist())
         self._aimed = request
