@@ -57,7 +57,7 @@ class Readers:
         self._grant()
 
     def aim(self, request: Request) -> None:
-        """Answer once the shard has come so far. Raises PeerTimeout: the reader does not hold it, and is to try again."""
+        """Answer once the shard has come so far. Raises PeerTimeout: the reader does not hold it (any more)."""
         if self._cut.holder is not request.guest:
             raise PeerTimeout(
                 f"worker-{request.guest.rank} does not hold shard-{self._shard.index}: it was held for longer than "
