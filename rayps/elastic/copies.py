@@ -113,7 +113,9 @@ class Copies:
             copy = Copy(holding, peer, Stage.DUE if promised else Stage.NEW, whole=not anew)
             holding.copies[server] = peer.copies[holding.index] = copy
             peer.todo.append(copy)
+            _tell(holding)
             self.pump(peer)
+        _tell(holding)
         self._hand(holding)
         self._calls.settled(space, anew=True)
 
@@ -305,6 +307,12 @@ class Copies:
         if holding.handed:
             found.append(Report(number, Event.HANDED, holding.index, holding.generation))
         return found
+
+
+def _tell(holding: Holding) -> None:
+    """Let a segment write its changes down only where there are copies; before the state that they follow is made."""
+    if holding.segment is not None:
+        holding.segment.copied = bool(holding.copies)
 
 
 def stuck_on(needs: dict[Peer, int]) -> list[str]:

@@ -117,6 +117,8 @@ class Host:
                 self._look(self._patience())
                 self._serve_all()
                 self._tend()
+        except Exception:  # it is dead, and its links say so to everyone
+            log.exception("%s failed", self.name)
         finally:
             for guest in list(self._guests.values()):
                 self._lose(guest, "this server is closing")

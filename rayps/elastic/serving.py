@@ -92,12 +92,19 @@ class Serving:
                     peer=guest.link.peer, generation=incarnation, expected=seen,
                 )  # fmt: skip
             held.incarnations[rank] = incarnation
+            self._fence(held, rank, incarnation)
         guest.space, guest.rank, guest.incarnation = held.number, rank, incarnation
         if len(request.payload) == _SECONDS.size:
             (guest.patience,) = _SECONDS.unpack(request.payload)
         mine = [holding for holding in held.primaries() if holding.usable]
         pairs = [] if rank == READER else [v for h in mine for v in (h.index, _segment(h).durable(rank))]
         self._reply(request, Kind.JOINED, mine, payload=numbers(pairs))
+
+    def _fence(self, held: Held, rank: int, incarnation: int) -> None:
+        """What an older worker of this rank waits for, it hears no more."""
+        for request in [r for r in held.parked if r.guest.rank == rank and r.guest.incarnation < incarnation]:
+            _remove(held.parked, request)
+            self.fail(held, request, fenced(request.guest))
 
     def fences(self, held: Held, request: Request) -> bool:
         """Whether a request comes from a rank that a newer worker has taken."""
@@ -146,7 +153,6 @@ class Serving:
                 _segment(holding).check(rank, step, weight, piece.data)
         for holding, piece in zip(touched, request.pieces, strict=True):
             segment = _segment(holding)
-            segment.copied = bool(holding.copies)
             changes = segment.push(rank, step, weight, piece.data)
             passing("host: applied, not forwarded")
             if changes:
@@ -216,11 +222,13 @@ class Serving:
     def wake(self, held: Held) -> None:
         """Serve the parked requests that need not wait any more."""
         for request in list(held.parked):
+            if request not in held.parked:
+                continue  # its guest was lost while another was served
             try:
                 if self._serve_waiting(held, request):
-                    held.parked.remove(request)
+                    _remove(held.parked, request)
             except Exception as error:
-                held.parked.remove(request)
+                _remove(held.parked, request)
                 self.fail(held, request, error)
 
     # ---- states
@@ -236,7 +244,7 @@ class Serving:
         most = held.space.quota.bytes
         replaced = {holding.index for holding, _ in made}
         used = sum(segment.nbytes for _, segment in made)
-        used += sum(_segment(h).nbytes for h in held.primaries() if h.index not in replaced)
+        used += sum(_segment(h).nbytes for h in held.primaries() if h.usable and h.index not in replaced)
         if most is not None and used > most:
             raise _over(held, used, most)
         for holding, segment in made:
@@ -244,6 +252,7 @@ class Serving:
             segment.seq = max(segment.seq, old.seq) + 1  # no copy of what was before looks like this one
             getattr(old, "close", lambda: None)()
             holding.segment, holding.usable, holding.line = segment, True, holding.generation
+            segment.copied = bool(holding.copies)
             self._copies.restate(holding)
         self._reply(request, Kind.ACK, [holding for holding, _ in made])
         self.wake(held)
@@ -338,7 +347,7 @@ class Serving:
     def expire(self, held: Held, now: float) -> None:
         """Refuse what has waited too long, naming whom it waited for."""
         for request in [waiting for waiting in held.parked if waiting.deadline < now]:
-            held.parked.remove(request)
+            _remove(held.parked, request)
             behind = sorted({rank for p in request.pieces if p.segment in held.holdings
                              for rank in _segment(held.holdings[p.segment]).laggards()})  # fmt: skip
             names = ", ".join(f"rank {rank}" for rank in behind) or "nobody"
@@ -347,7 +356,7 @@ class Serving:
                 peer=names, ranks=behind, server=self._name,
             ))  # fmt: skip
         for answer in [waiting for waiting in held.withheld if waiting.deadline < now]:
-            held.withheld.remove(answer)
+            _remove(held.withheld, answer)
             names = ", ".join(stuck_on(answer.needs))
             self.fail(held, answer.request, PeerTimeout(
                 f"the copies on {names} have not acknowledged what {answer.request.guest.link.peer} pushed or read "
@@ -358,6 +367,11 @@ class Serving:
 def _segment(holding: Holding) -> Segment:
     assert holding.segment is not None
     return holding.segment
+
+
+def _remove(waiting: list[Any], item: object) -> None:
+    if item in waiting:  # else it went with its guest, who was lost meanwhile
+        waiting.remove(item)
 
 
 def _over(held: Held, used: int, most: int) -> ConfigError:
