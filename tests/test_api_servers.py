@@ -139,6 +139,9 @@ def test_a_group_that_a_job_uses_is_not_stopped_without_force(site: Site, client
     gauges = site.http.get("/metrics").text
     assert f'rayps_space_bytes{{group="shared",space="{job}"}} 800.0' in gauges
     assert 'rayps_group_servers{group="shared",state="alive"} 2.0' in gauges
+    body = {"workload": "a:B", "server_group": "shared", "branch": job[:-3].lower()}
+    branch = site.http.post("/api/v1/jobs", json=body)
+    assert branch.json()["spec"]["branch"] == job
     group.stop(force=True).wait(10)
 
 

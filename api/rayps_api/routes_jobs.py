@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query
 from fastapi.responses import JSONResponse
 
-from rayps.errors import ConfigError
+from rayps.errors import ConfigError, NotFound
 from rayps.job import JobSpec, Status
 from rayps.strategy import parse, wire
 from rayps_api import folder
@@ -30,6 +32,9 @@ async def submit(
     spec, name = _spec(body)
     if spec.server_group is not None:
         known.groups.must_exist(spec.server_group)
+    if spec.branch is not None:  # a space is named by its job's id, of which the beginning is enough
+        with contextlib.suppress(NotFound):
+            spec = replace(spec, branch=(await known.store.find(spec.branch)).id)
     known.scheduler.refuse_too_large(spec)
     record, created = await known.store.add(spec, name=name, key=idempotency_key)
     known.scheduler.wake()
