@@ -1,7 +1,10 @@
 """A group of real servers: threads of a `LocalCluster`, or processes that are killed."""
 
+import os
 import pickle
+import signal
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -203,3 +206,36 @@ def test_servers_that_do_not_come_are_said(cluster, monkeypatch):
     monkeypatch.setattr(cluster, "spawn", refuse)
     with pytest.raises(Exception, match="0 of 2 servers of group 'none' .*no room on this machine"):
         elastic.start(cluster, "none", 2, 1, timeout=1.0)
+
+
+@pytest.mark.ray
+@pytest.mark.chaos
+@pytest.mark.timeout(300)
+def test_on_ray_servers_and_the_manager_are_killed(ray_cluster, tmp_path):
+    with elastic.start(ray_cluster, "on-ray", 2, 1, folder=tmp_path) as group:
+        own = opened(group)
+        server = own.server(0)
+        group.wait_settled(60.0)
+        push(server, 1)
+        os.kill(group.facts()["servers"][0]["pid"], signal.SIGKILL)
+        push(server, 1)
+        group.wait_settled(120.0)
+        assert group.facts()["counts"]["promotions"] > 0 and "server-2" in names(group)
+        before, pid = group.map(1), ray_cluster.find("rayps-servers-on-ray").call("ping").result(30.0)
+        os.kill(pid, signal.SIGKILL)  # Ray makes it anew, and it goes on from its record
+        push(server, 1)
+        group.wait_settled(120.0)
+        assert group.map(1).holdings == before.holdings
+        assert ray_cluster.find("rayps-servers-on-ray").call("ping").result(30.0) != pid
+        assert {event["kind"] for event in group.facts()["events"]} >= {"manager_back"}
+        group.resize(3)
+        push(server, 1)
+        group.wait_settled(120.0)
+        assert torch.equal(server.pull(), torch.arange(SIZE, dtype=torch.float32) - 4)
+        assert group.facts()["counts"]["lost"] == 0
+        server.close()
+        pids = [each["pid"] for each in group.facts()["servers"] if each["state"] == "alive"]
+        assert len(pids) == 3
+    assert until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 30.0)
+    with pytest.raises(ConfigError):
+        elastic.find(ray_cluster, "on-ray")
