@@ -1,6 +1,7 @@
 """Training on real Ray actors, all on one shared cluster: few tests, since each actor costs seconds."""
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -14,6 +15,7 @@ from traces import Traces
 
 import rayps
 from rayps import AllReduce, ParameterServer, Ring, ServerGroup
+from rayps.elastic.group import start
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 EXACT = 1e-12
@@ -70,6 +72,27 @@ def test_ring_and_server_group_between_a_users_own_actors(ray_cluster):
         assert torch.allclose(after, torch.tensor([0.0, 0, -2, -2, -2, 0, 0, 0]))
     for actor in actors:
         ray.kill(actor)
+
+
+def test_a_job_on_an_elastic_group_notices_neither_a_killed_server_nor_a_new_one(ray_cluster):
+    work = Small(n=120, batch=3, optimizer="adam", pause=0.02)
+    killed = []
+
+    def harm(progress):
+        if progress.get("round", 0) > 4 and not killed:
+            server = next(server for server in group.facts()["servers"] if server["primaries"])
+            killed.append(server["name"])
+            os.kill(server["pid"], signal.SIGKILL)
+
+    with start(ray_cluster, "prod", servers=2, replicas=1, detached=False) as group:
+        result = rayps.train(work, strategy=ParameterServer(), workers=2, epochs=2, cluster=ray_cluster,
+                             server_group="prod", name="job", progress=harm)
+        assert group.facts()["spaces"] == []
+    law, losses, _ = plain(work, 2, epochs=2)
+    assert distance(result.model(), law) < EXACT
+    assert result.history.column("loss").to_pylist() == pytest.approx(losses, abs=EXACT)
+    told = [event for event in result.events if event["kind"] in ("server_lost", "restarted", "replaced")]
+    assert [(event["kind"], event.get("server")) for event in told] == [("server_lost", killed[0])]
 
 
 def test_a_loop_of_ones_own_equals_one_process(ray_cluster):
