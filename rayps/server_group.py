@@ -220,6 +220,11 @@ class ServerGroup:
         """The elastic group that this is on; None: the servers are fixed."""
         return None if self._own is None else self._own.group
 
+    @property
+    def space(self) -> Space | None:
+        """These parameters' space on the elastic group; None: the servers are fixed."""
+        return None if self._own is None else self._own.space
+
     def _elastic(self, call: str) -> OwnSpace:
         if self._own is None:
             raise ConfigError(

@@ -16,7 +16,7 @@ import pytest
 import torch
 from process_cluster import ProcessCluster
 
-from rayps.cluster import LocalCluster
+from rayps.cluster import LocalCluster, until
 from rayps.elastic import group as elastic
 from rayps.elastic.own import OwnSpace, cut
 from rayps.elastic.space import Space
@@ -90,14 +90,12 @@ class Ledger:
         return [each for each in self.group.facts()["servers"] if each["state"] == "alive"]
 
     def kill(self, name=None):
-        """kill -9 of a server, by default of any."""
-        found = [each for each in self.alive() if name in (None, each["name"])]
-        if found:
-            victim = random.choice(found)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(victim["pid"], signal.SIGKILL)
-            return victim["name"]
-        return None
+        """kill -9 of a server, by default of any; returns when it is missed."""
+        victim = random.choice([each for each in self.alive() if name in (None, each["name"])])
+        deaths = self.group.facts()["counts"]["deaths"]
+        os.kill(victim["pid"], signal.SIGKILL)
+        assert until(lambda: self.group.facts()["counts"]["deaths"] > deaths, SECONDS)
+        return victim["name"]
 
     def close(self):
         try:
@@ -113,6 +111,12 @@ def ledger(**options):
     found = Ledger(**options)
     try:
         yield found
+    except BaseException:
+        with contextlib.suppress(Exception):
+            facts = found.group.facts()
+            print(facts["counts"], facts["servers"], facts["moves"], sep="\n")
+            print(*(f"{each['time']:.3f} {each['message']}" for each in facts["events"]), sep="\n")
+        raise
     finally:
         found.close()
 

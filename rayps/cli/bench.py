@@ -10,12 +10,15 @@ from typing import Annotated, Any
 import typer
 
 from rayps.cli import show
+from rayps.cli.bench_elastic import faults, jobs, resize
 from rayps.cli.bench_tables import tables
 from rayps.cli.show import Output
 from rayps.errors import ConfigError
 
 app = typer.Typer(no_args_is_help=True, help="Measure the data plane beside its peers, in one run.")
 app.command()(tables)
+for command in (faults, resize, jobs):
+    app.command()(command)
 
 Sizes = Annotated[str, typer.Option(help="Sizes of the vector, e.g. 10KB,1MB (1 KB = 1000 bytes).")]
 Address = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Measure on this Ray cluster.")]

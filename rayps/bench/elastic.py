@@ -1,0 +1,152 @@
+"""What the benches of an elastic group share: a worker that pushes and pulls until it is told to stop, and notes when.
+
+Every push adds 1 to one slot and a number of its own to another, in each segment: a push that was lost or applied twice
+anywhere is seen at the end, even where one of each would cancel out.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rayps.cluster import Cluster, Handle
+from rayps.server_group import ServerGroup
+
+SEGMENTS = 32
+KINDS = 2  # slots of a rank in a segment: how many pushes, and the sum of their numbers
+WAIT_SECONDS = 300.0
+
+
+@dataclass(slots=True)
+class Pushed:
+    """What one worker did: how many pushes were acknowledged, and when (wall clock), each with its pull."""
+
+    rank: int
+    pushes: int
+    times: list[float] = field(default_factory=list)
+    error: str = ""
+
+
+class PushBench:
+    """An actor: one worker. `pause` seconds are slept between pushes."""
+
+    def __init__(self, rank: int) -> None:
+        torch.set_num_threads(1)
+        self._rank = rank
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._done = Pushed(rank, 0)
+
+    def begin(self, group: ServerGroup, pause: float = 0.0) -> int:
+        """Join, and push from now on, in a thread; the number of the first push."""
+        server = group.join(self._rank)
+        first = server.step
+        self._stop.clear()
+        self._done = Pushed(self._rank, first)
+        self._thread = threading.Thread(target=self._push, args=(server, group, pause), daemon=True)
+        self._thread.start()
+        return first
+
+    def pushes(self) -> int:
+        """How many are acknowledged so far."""
+        return self._done.pushes
+
+    def end(self) -> Pushed:
+        """Stop after the push that is under way; what was done."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(WAIT_SECONDS)
+        return self._done
+
+    def _push(self, server: Any, group: ServerGroup, pause: float) -> None:
+        done, size = self._done, group.layout.size
+        grad, out = torch.zeros(size, dtype=torch.float64), torch.empty(size, dtype=torch.float64)
+        places = slots(size, group.workers, self._rank)
+        try:
+            while not self._stop.is_set():
+                step = server.step
+                grad[places[0]] = -float(group.workers)  # which is what the servers divide by
+                grad[places[1]] = -float(group.workers * number(self._rank, step))
+                server.push_pull(grad, out=out)
+                done.pushes = step + 1
+                done.times.append(time.time())
+                if pause:
+                    time.sleep(pause)
+        except Exception as error:  # the bench reports it
+            done.error = f"{type(error).__name__}: {error}"
+        finally:
+            server.close()
+
+
+def number(rank: int, step: int) -> int:
+    """A number of a push's own, below 2^20."""
+    return (rank * 7919 + step * 104_729) % 1_048_573
+
+
+def slots(size: int, workers: int, rank: int) -> tuple[Tensor, Tensor]:
+    """Where a rank counts and adds up in each segment of a vector of `size` elements."""
+    starts = torch.tensor([size * i // SEGMENTS for i in range(SEGMENTS)])
+    return starts + KINDS * rank, starts + KINDS * rank + 1
+
+
+def exact(values: Tensor, workers: int, done: Sequence[Pushed]) -> list[str]:
+    """What is wrong in the slots, in words: nothing where every acknowledged push is there once."""
+    wrong = []
+    for each in done:
+        counts, sums = (values[places].tolist() for places in slots(len(values), workers, each.rank))
+        total = sum(number(each.rank, step) for step in range(each.pushes))
+        for segment, (count, added) in enumerate(zip(counts, sums, strict=True)):
+            if abs(count - each.pushes) > 0.25 or abs(added - total) > 0.25:
+                wrong.append(f"rank {each.rank} pushed {each.pushes}, segment {segment} has {count:g}")
+    return wrong
+
+
+class Crowd:
+    """Workers that push until they are stopped."""
+
+    def __init__(self, cluster: Cluster, workers: int) -> None:
+        self._cluster = cluster
+        self.actors: list[Handle] = [cluster.spawn("rayps.bench.elastic:PushBench", rank) for rank in range(workers)]
+
+    def begin(self, group: ServerGroup, pause: float = 0.0) -> None:
+        """All join and push."""
+        for reply in [actor.call("begin", group, pause) for actor in self.actors]:
+            reply.result(WAIT_SECONDS)
+
+    def end(self) -> list[Pushed]:
+        """All stop; what each did."""
+        found: list[Pushed] = [reply.result(WAIT_SECONDS) for reply in [a.call("end") for a in self.actors]]
+        return found
+
+    def close(self) -> None:
+        """End the actors."""
+        for actor in self.actors:
+            self._cluster.kill(actor)
+
+
+def rate(done: Sequence[Pushed], since: float, until: float) -> float:
+    """Pushes a second of all workers together between two times."""
+    count = sum(since <= t < until for each in done for t in each.times)
+    return count / max(until - since, 1e-9)
+
+
+def longest_gap(done: Sequence[Pushed], since: float, until: float) -> float:
+    """The longest time that any worker was without an acknowledged push, of those gaps that reach into since..until."""
+    worst = 0.0
+    for each in done:
+        for before, after in zip(each.times, each.times[1:], strict=False):
+            if after > since and before < until:
+                worst = max(worst, after - before)
+    return worst
+
+
+def median(values: Sequence[float]) -> float:
+    """The median; 0 of nothing."""
+    return statistics.median(values) if values else 0.0

@@ -1,0 +1,121 @@
+"""Servers that are killed under load: is every push there once, and for how long does nobody's push get through?
+
+Li et al. (OSDI 2014, section 5.4) report 0.8 s to recover, for a counting sketch.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+from rayps.bench.elastic import SEGMENTS, Crowd, exact, longest_gap, median, rate
+from rayps.cluster import Cluster, until
+from rayps.errors import ConfigError
+from rayps.server_group import ServerGroup
+
+CALM_SECONDS = 2.0  # of pushes before the first kill, and after the last
+AROUND_SECONDS = 5.0  # how long after a kill a gap counts as its own
+SETTLE_SECONDS = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class FaultsRow:
+    """Kills under load. Gaps are in seconds: the longest of any worker without an acknowledged push, for each kill."""
+
+    kills: int
+    servers: int
+    workers: int
+    replicas: int
+    staleness: int | None
+    bytes: int
+    seed: int
+    pushes: int
+    ledger_exact: bool
+    median_gap_s: float
+    worst_gap_s: float
+    pushes_s_before: float
+    pushes_s_after: float
+    calm_gap_s: float  # the longest gap while nobody was killed
+    settled_s: float  # median time until all copies, and a new server, were there again
+    seconds: float
+    wrong: list[str] = field(default_factory=list)  # the first ten slots that are not as they should be
+    gaps: list[float] = field(default_factory=list)
+
+
+def bench_faults(
+    cluster: Cluster,
+    *,
+    kills: int = 50,
+    servers: int = 3,
+    workers: int = 4,
+    replicas: int = 1,
+    staleness: int | None = None,
+    size: int = 1_000_000,
+    seed: int | None = None,
+) -> FaultsRow:
+    """Kill servers at random moments while workers push and pull vectors of `size` bytes.
+
+    The servers that are killed must be on this host.
+
+    Raises:
+        ConfigError: there are to be no kills, or nothing would be left of what they held.
+    """
+    if kills < 1 or replicas < 1 or servers < 2:
+        raise ConfigError(
+            f"kills is {kills}, replicas {replicas}, servers {servers}: give at least 1, 1 and 2, or what a dead "
+            "server held would be lost", field="replicas",
+        )  # fmt: skip
+    seed = random.SystemRandom().randrange(2**31) if seed is None else seed
+    chance, began = random.Random(seed), time.time()
+    n = max(SEGMENTS * 2 * workers, size // 8)
+    crowd = Crowd(cluster, workers)
+    try:
+        with ServerGroup(torch.zeros(n, dtype=torch.float64), shards=servers, replicas=replicas, workers=workers,
+                         staleness=staleness, segments=SEGMENTS, cluster=cluster) as group:  # fmt: skip
+            crowd.begin(group)
+            time.sleep(1.0)
+            calm = time.time()
+            time.sleep(CALM_SECONDS)
+            moments, settled = _killing(group, kills, chance)
+            after = time.time()
+            time.sleep(CALM_SECONDS)
+            ended = time.time()
+            done = crowd.end()
+            values = group.server(0).read()
+    finally:
+        crowd.close()
+    wrong = [each.error for each in done if each.error] + exact(values, workers, done)
+    ends = [*moments[1:], ended]
+    gaps = [longest_gap(done, at, min(end, at + AROUND_SECONDS)) for at, end in zip(moments, ends, strict=True)]
+    return FaultsRow(
+        kills, servers, workers, replicas, staleness, 8 * n, seed, sum(each.pushes for each in done), not wrong,
+        median(gaps), max(gaps), rate(done, calm, moments[0]), rate(done, after, ended),
+        longest_gap(done, calm, moments[0] - 0.1), median(settled), time.time() - began, wrong[:10], gaps,
+    )  # fmt: skip
+
+
+def _killing(group: ServerGroup, kills: int, chance: random.Random) -> tuple[list[float], list[float]]:
+    """When each kill was, and how long it took until everything was whole again."""
+    moments, settled, here = list[float](), list[float](), socket.gethostname()
+    while len(moments) < kills:
+        group.wait_settled(SETTLE_SECONDS)
+        time.sleep(chance.random())
+        facts = group.facts()
+        there = [each for each in facts["servers"] if each["state"] == "alive"]
+        mine = [each for each in there if each["host"] == here]
+        if not mine:
+            hosts = sorted({each["host"] for each in there})
+            raise ConfigError(f"no server is on this host ({here}), they are on {hosts}: run the bench on one of these")
+        victim, deaths = chance.choice(mine), facts["counts"]["deaths"]
+        moments.append(time.time())
+        os.kill(victim["pid"], signal.SIGKILL)
+        until(lambda: group.facts()["counts"]["deaths"] > deaths, SETTLE_SECONDS)  # noqa: B023  called at once
+        group.wait_settled(SETTLE_SECONDS)
+        settled.append(time.time() - moments[-1])
+    return moments, settled

@@ -1,0 +1,164 @@
+"""Two jobs on one group: does each end as it does alone, how much does one that floods the group slow the other, and is
+its memory free when it ends?
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rayps.bench.elastic import SEGMENTS, WAIT_SECONDS, Crowd, median
+from rayps.cluster import Cluster, Handle
+from rayps.elastic import group as elastic
+from rayps.elastic.group import Group
+from rayps.errors import ConfigError
+from rayps.server_group import ServerGroup
+
+PAUSE_SECONDS = 0.005  # a round's computing, slept
+
+
+@dataclass(frozen=True, slots=True)
+class NeighboursRow:
+    """Two synchronous jobs alone and together, and the first beside one that floods. Rates are rounds a second."""
+
+    servers: int
+    workers: int
+    bytes: int
+    same_first: bool  # the first job's parameters to the bit, beside the second
+    same_second: bool
+    same_flooded: bool  # the first job's, beside the flood
+    rounds_s_alone: float
+    rounds_s_together: float
+    rounds_s_flooded: float
+    rounds_s_busy: float  # beside processes that take as much of the machine, and leave the group alone
+    slowdown_together: float  # times slower than alone
+    slowdown_flooded: float
+    slowdown_busy: float
+    flood_pushes_s: float
+    group_bytes_before: int  # as the group counts, without and with the flood's space, and when that was dropped
+    group_bytes_with: int
+    group_bytes_after: int
+    memory_before: int | None  # resident bytes of the servers' processes; None: they are on other hosts
+    memory_with: int | None
+    memory_after: int | None
+
+
+class BusyBench:
+    """An actor that keeps a processor busy."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+
+    def burn(self, seconds: float) -> int:
+        """Add up vectors for so long."""
+        a, count, end = torch.zeros(100_000), 0, time.time() + seconds
+        while time.time() < end:
+            a.add_(1.0)
+            count += 1
+        return count
+
+
+def bench_jobs(
+    cluster: Cluster,
+    *,
+    servers: int = 2,
+    workers: int = 2,
+    flooders: int = 2,
+    size: int = 1_000_000,
+    rounds: int = 300,
+) -> NeighboursRow:
+    """Jobs of `workers` on parameters of `size` bytes, and a flood of `flooders` that push as fast as they can.
+
+    Raises:
+        ConfigError: there are fewer than two servers, which is where copies are.
+    """
+    if servers < 2:
+        raise ConfigError(f"servers is {servers}: give at least 2, for each part is held twice", field="servers")
+    n = max(SEGMENTS * 2 * max(workers, flooders), size // 4)
+    running = elastic.start(cluster, f"bench-{secrets.token_hex(4)}", servers, 1, detached=False)
+    actors = [[cluster.spawn("rayps.bench.resize:TrainBench", rank) for rank in range(workers)] for _ in range(2)]
+    busy = [cluster.spawn("rayps.bench.neighbours:BusyBench") for _ in range(flooders)]
+    crowd = Crowd(cluster, flooders)
+    try:
+        _train(cluster, running, actors[:1], n, 20)  # everybody has run once
+        (alone,) = _train(cluster, running, actors[:1], n, rounds)
+        (second,) = _train(cluster, running, actors[1:], n, rounds)
+        first_beside, second_beside = _train(cluster, running, actors, n, rounds)
+        burning = [actor.call("burn", 1.2 * rounds / alone[0]) for actor in busy]
+        (beside_busy,) = _train(cluster, running, actors[:1], n, rounds)
+        for reply in burning:
+            reply.result(WAIT_SECONDS)
+        before = _memory(running)
+        with ServerGroup(torch.zeros(n, dtype=torch.float64), group=running, name="flood", workers=flooders,
+                         staleness=None, segments=SEGMENTS, cluster=cluster) as flood:  # fmt: skip
+            crowd.begin(flood)
+            began = time.time()
+            (flooded,) = _train(cluster, running, actors[:1], n, rounds)
+            done = crowd.end()
+            pushes = sum(len(each.times) for each in done) / (time.time() - began)
+            with_it = _memory(running)
+        time.sleep(1.0)
+        after = _memory(running)
+    finally:
+        crowd.close()
+        for actor in [*busy, *(each for some in actors for each in some)]:
+            cluster.kill(actor)
+        running.stop()
+    return NeighboursRow(
+        servers, workers, 4 * n, _same(alone, first_beside), _same(second, second_beside), _same(alone, flooded),
+        alone[0], first_beside[0], flooded[0], beside_busy[0], alone[0] / first_beside[0], alone[0] / flooded[0],
+        alone[0] / beside_busy[0], pushes, before[0], with_it[0], after[0], before[1], with_it[1], after[1],
+    )  # fmt: skip
+
+
+def _train(
+    cluster: Cluster, running: Group, jobs: list[list[Handle]], n: int, rounds: int
+) -> list[tuple[float, list[np.ndarray[Any, Any]]]]:
+    """Of each job, run at the same time: rounds a second, and the parameters that its workers end with."""
+    groups = [
+        ServerGroup(torch.zeros(n), group=running, name=f"job-{secrets.token_hex(4)}", workers=len(actors),
+                    segments=SEGMENTS, optimizer=_adam, cluster=cluster)
+        for actors in jobs
+    ]  # fmt: skip
+    try:
+        running.wait_settled(WAIT_SECONDS)
+        replies = [[actor.call("train", group, rounds, PAUSE_SECONDS) for actor in actors]
+                   for group, actors in zip(groups, jobs, strict=True)]  # fmt: skip
+        found = []
+        for of_job in replies:
+            ended = [reply.result(WAIT_SECONDS) for reply in of_job]
+            times = ended[0][0]
+            steps = np.diff(times[len(times) // 10 :])
+            found.append((1 / max(median(steps.tolist()), 1e-9), [each[2] for each in ended]))
+        return found
+    finally:
+        for group in groups:
+            group.close()
+
+
+def _same(one: tuple[float, list[Any]], other: tuple[float, list[Any]]) -> bool:
+    return all(bool((a == b).all()) for a, b in zip(one[1], other[1], strict=True))
+
+
+def _memory(running: Group) -> tuple[int, int | None]:
+    """Bytes that the group counts, and those of its processes."""
+    time.sleep(0.5)  # a few heartbeats
+    servers = running.facts()["servers"]
+    found = 0
+    for server in servers:
+        path = Path(f"/proc/{server['pid']}/status")
+        if not path.exists():
+            return sum(each["bytes"] for each in servers), None
+        resident = next(line for line in path.read_text().splitlines() if line.startswith("VmRSS"))
+        found += 1024 * int(resident.split()[1])
+    return sum(each["bytes"] for each in servers), found
+
+
+def _adam(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Adam(params, lr=0.01)

@@ -1,0 +1,163 @@
+"""A group that grows and shrinks under a synchronous run: the bytes that move, the dip, and whether a bit changes."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rayps.bench.elastic import SEGMENTS
+from rayps.cluster import Cluster, Handle
+from rayps.elastic.map import SpaceMap
+from rayps.errors import ConfigError
+from rayps.server_group import ServerGroup
+
+CALM_SECONDS = 3.0
+BIN_SECONDS = 0.25
+LOW = 0.8  # of the usual rate: what is below is a dip
+WAIT_SECONDS = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class ResizeRow:
+    """One resize. `moved` is the share of the parameters that got another primary, `by_the_book` what must move at
+    least."""
+
+    before: int
+    after: int
+    workers: int
+    replicas: int
+    bytes: int
+    moved: float
+    by_the_book: float
+    moved_bytes: int  # as the manager counted
+    seconds: float  # until all was settled
+    rounds_s: float  # before
+    dip: float  # share of the rate that was missing in the worst quarter of a second
+    dip_seconds: float  # for which the rate was below 0.8 of the usual
+    same_bits: bool  # as a run without resizes; of the whole run
+    same_curve: bool
+
+
+class TrainBench:
+    """An actor: one worker of a synchronous run on a quadratic, with gradients that depend on all that came before."""
+
+    def __init__(self, rank: int) -> None:
+        torch.set_num_threads(1)
+        self._rank = rank
+
+    def train(self, group: ServerGroup, rounds: int, pause: float) -> tuple[list[float], list[float], Any]:
+        """When each round ended (wall clock), its losses, and the parameters at the end."""
+        server, n = group.join(self._rank), group.layout.size
+        noise = torch.Generator().manual_seed(self._rank)
+        target = torch.randn(n, generator=torch.Generator().manual_seed(99))
+        times, losses = [], []
+        params = server.pull()
+        out = torch.empty_like(params)
+        for _ in range(rounds):
+            error = params - target
+            losses.append(float(error.square().mean()))
+            grad = error.add_(torch.randn(n, generator=noise), alpha=0.1)
+            time.sleep(pause)
+            params = server.push_pull(grad, out=out)
+            times.append(time.time())
+        server.close()
+        return times, losses, params.numpy()
+
+
+def bench_resize(
+    cluster: Cluster,
+    *,
+    sizes: tuple[int, ...] = (2, 4, 3),
+    workers: int = 2,
+    replicas: int = 1,
+    size: int = 4_000_000,
+    pause: float = 0.005,
+) -> list[ResizeRow]:
+    """A row for each resize of `sizes` (servers) under a run on parameters of `size` bytes.
+
+    Raises:
+        ConfigError: there is no resize.
+    """
+    if len(sizes) < 2:
+        raise ConfigError(f"sizes is {sizes}: give at least two numbers of servers, such as 2,4,3", field="sizes")
+    actors = [cluster.spawn("rayps.bench.resize:TrainBench", rank) for rank in range(workers)]
+    try:
+        n = max(SEGMENTS, size // 4)
+        rounds = _rounds(cluster, actors, n, sizes[0], replicas, pause)
+        found, rows = _run(cluster, actors, n, sizes, replicas, pause, rounds)
+        law, _ = _run(cluster, actors, n, sizes[:1], replicas, pause, len(found[0][0]))
+    finally:
+        for actor in actors:
+            cluster.kill(actor)
+    same = all((a[2] == b[2]).all() for a, b in zip(found, law, strict=True))
+    curve = all(a[1] == b[1] for a, b in zip(found, law, strict=True))
+    return [ResizeRow(**row, same_bits=bool(same), same_curve=curve) for row in rows]
+
+
+def _rounds(cluster: Cluster, actors: list[Handle], n: int, servers: int, replicas: int, pause: float) -> int:
+    """How many rounds take long enough for all that is to happen: measured by 30."""
+    found, _ = _run(cluster, actors, n, (servers,), replicas, pause, 30)
+    seconds = found[0][0][-1] - found[0][0][9]
+    return int(20 / max(seconds, 0.01) * 30)
+
+
+def _run(
+    cluster: Cluster, actors: list[Handle], n: int, sizes: tuple[int, ...], replicas: int, pause: float, rounds: int
+) -> tuple[list[Any], list[dict[str, Any]]]:
+    """One run with these resizes under it: what the workers gave, and a row for each."""
+    with ServerGroup(torch.zeros(n), shards=sizes[0], replicas=replicas, workers=len(actors), segments=SEGMENTS,
+                     optimizer=_adam, cluster=cluster) as group:  # fmt: skip
+        replies = [actor.call("train", group, rounds, pause) for actor in actors]
+        spans = [_resized(group, before, after) for before, after in itertools.pairwise(sizes)]
+        found = [reply.result(WAIT_SECONDS) for reply in replies]
+    times = found[0][0]
+    rows = []
+    for span in spans:
+        since, until, row = span.pop("since"), span.pop("until"), span
+        usual, dip, low = _dip(times, since, until)
+        rows.append(row | {"workers": len(actors), "replicas": replicas, "bytes": 4 * n, "rounds_s": usual,
+                           "dip": dip, "dip_seconds": low, "seconds": until - since})  # fmt: skip
+    return found, rows
+
+
+def _resized(group: ServerGroup, before: int, after: int) -> dict[str, Any]:
+    time.sleep(CALM_SECONDS)
+    running, space = group.group, group.space
+    assert running is not None and space is not None
+    old, counts = running.map(space.number), running.facts()["counts"]
+    since = time.time()
+    group.resize(after)
+    group.wait_settled(WAIT_SECONDS)
+    until = time.time()
+    new = running.map(space.number)
+    moved = running.facts()["counts"]["moved_bytes"] - counts["moved_bytes"]
+    book = abs(after - before) / max(before, after)
+    return {"before": before, "after": after, "moved": _moved(old, new, space.cuts), "by_the_book": book,
+            "moved_bytes": moved, "since": since, "until": until}  # fmt: skip
+
+
+def _moved(old: SpaceMap, new: SpaceMap, cuts: tuple[tuple[int, int], ...]) -> float:
+    total = cuts[-1][1]
+    return sum(hi - lo for (lo, hi), a, b in zip(cuts, old.holdings, new.holdings, strict=True)
+               if a.primary != b.primary) / total  # fmt: skip
+
+
+def _dip(times: list[float], since: float, until: float) -> tuple[float, float, float]:
+    """The usual rate before, the share of it that was missing at worst, and for how long it was low."""
+    usual = sum(since - CALM_SECONDS + 0.5 <= t < since for t in times) / (CALM_SECONDS - 0.5)
+    bins = []
+    at = since
+    while at < until + 1.0 and at + BIN_SECONDS < times[-1]:
+        bins.append(sum(at <= t < at + BIN_SECONDS for t in times) / BIN_SECONDS)
+        at += BIN_SECONDS
+    if not bins or not usual:
+        return usual, 0.0, 0.0
+    return usual, max(0.0, 1 - min(bins) / usual), BIN_SECONDS * sum(each < LOW * usual for each in bins)
+
+
+def _adam(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Adam(params, lr=0.01)

@@ -1,0 +1,182 @@
+"""`rayps bench faults`, `resize` and `jobs`: an elastic server group under kills, resizes and neighbours."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Any
+
+import typer
+
+from rayps.cli import show
+from rayps.cli.show import Output
+from rayps.errors import ConfigError
+
+Address = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Measure on this Ray cluster.")]
+Format = Annotated[Output, typer.Option("--output", "-o", help="table or json.")]
+Json = Annotated[bool, typer.Option("--json", help="The same as --output json.")]
+Servers = Annotated[int, typer.Option(help="Servers of the group.")]
+Workers = Annotated[int, typer.Option(help="Workers.")]
+Megabytes = Annotated[float, typer.Option("--mb", help="10^6 bytes of parameters.")]
+
+
+def faults(
+    kills: Annotated[int, typer.Option(help="How many servers are killed, one after the other.")] = 50,
+    servers: Servers = 3,
+    workers: Workers = 4,
+    replicas: Annotated[int, typer.Option(help="Copies of each part on other servers.")] = 1,
+    staleness: Annotated[str, typer.Option(help="0 (in step), a number of rounds, or none.")] = "none",
+    megabytes: Megabytes = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Of the moments and the servers; default: a new one.")] = None,
+    address: Address = None,
+    output: Format = Output.table,
+    as_json: Json = False,
+) -> None:
+    """Kill servers (kill -9) under load: whether every push is there once, and how long none got through."""
+    stale = _staleness(staleness)
+    from rayps.bench.faults import bench_faults
+
+    row = _run(
+        address,
+        workers,
+        lambda cluster: bench_faults(
+            cluster,
+            kills=kills,
+            servers=servers,
+            workers=workers,
+            replicas=replicas,
+            staleness=stale,
+            size=int(megabytes * 1e6),
+            seed=seed,
+        ),
+    )
+    if as_json or output is Output.json:
+        show.dump(dataclasses.asdict(row))
+        return
+    _show(
+        output,
+        [row],
+        {
+            "kills": "kills",
+            "ledger_exact": "ledger exact",
+            "median_gap_s": "median gap s",
+            "worst_gap_s": "worst gap s",
+            "calm_gap_s": "without kills",
+            "pushes_s_before": "pushes/s before",
+            "pushes_s_after": "after",
+            "settled_s": "whole again s",
+            "pushes": "pushes",
+        },
+    )
+
+
+def resize(
+    sizes: Annotated[str, typer.Option(help="Numbers of servers, one after the other.")] = "2,4,3",
+    workers: Workers = 2,
+    replicas: Annotated[int, typer.Option(help="Copies of each part on other servers.")] = 1,
+    megabytes: Megabytes = 4.0,
+    address: Address = None,
+    output: Format = Output.table,
+    as_json: Json = False,
+) -> None:
+    """Resize the group under a synchronous run: the bytes that move, the dip, and whether a bit changes."""
+    try:
+        counts = tuple(int(part) for part in sizes.split(","))
+    except ValueError:
+        raise ConfigError(f"sizes {sizes!r} cannot be read: write whole numbers such as 2,4,3", field="sizes") from None
+    from rayps.bench.resize import bench_resize
+
+    rows = _run(
+        address,
+        workers,
+        lambda cluster: bench_resize(
+            cluster, sizes=counts, workers=workers, replicas=replicas, size=int(megabytes * 1e6)
+        ),
+    )
+    _show(
+        Output.json if as_json else output,
+        rows,
+        {
+            "before": "servers",
+            "after": "then",
+            "moved": "moved",
+            "by_the_book": "by the book",
+            "moved_bytes": "bytes",
+            "seconds": "seconds",
+            "rounds_s": "rounds/s",
+            "dip": "dip",
+            "dip_seconds": "below 0.8 for s",
+            "same_bits": "same bits",
+            "same_curve": "same curve",
+        },
+    )
+
+
+def jobs(
+    servers: Servers = 2,
+    workers: Workers = 2,
+    flooders: Annotated[int, typer.Option(help="Workers that push as fast as they can.")] = 2,
+    megabytes: Megabytes = 1.0,
+    rounds: Annotated[int, typer.Option(help="Rounds of each run.")] = 300,
+    address: Address = None,
+    output: Format = Output.table,
+    as_json: Json = False,
+) -> None:
+    """Two jobs on one group: as alone to the bit, how much a flood slows its neighbour, memory that is freed."""
+    from rayps.bench.neighbours import bench_jobs
+
+    row = _run(
+        address,
+        2 * workers + 2 * flooders,
+        lambda cluster: bench_jobs(
+            cluster, servers=servers, workers=workers, flooders=flooders, size=int(megabytes * 1e6), rounds=rounds
+        ),
+    )
+    if as_json or output is Output.json:
+        show.dump(dataclasses.asdict(row))
+        return
+    _show(
+        output,
+        [row],
+        {
+            "same_first": "first same",
+            "same_second": "second same",
+            "same_flooded": "flooded same",
+            "rounds_s_alone": "rounds/s alone",
+            "slowdown_together": "together x",
+            "slowdown_flooded": "flooded x",
+            "slowdown_busy": "busy machine x",
+            "group_bytes_before": "bytes before",
+            "group_bytes_with": "with flood",
+            "group_bytes_after": "after",
+        },
+    )
+
+
+def _staleness(text: str) -> int | None:
+    if text.strip().lower() == "none":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(
+            f"staleness {text!r} cannot be read: write 0, a number of rounds, or none", field="staleness"
+        ) from None
+
+
+def _run(address: str | None, workers: int, measure: Any) -> Any:
+    if workers < 1:
+        raise ConfigError(f"workers is {workers}: give at least 1", field="workers")
+    from rayps.ray_cluster import RayCluster
+
+    cluster = RayCluster.join(address) if address else RayCluster.local(cpus=workers)
+    try:
+        return measure(cluster)
+    finally:
+        cluster.close()
+
+
+def _show(output: Output, rows: list[Any], columns: dict[str, str]) -> None:
+    if output is Output.json:
+        show.dump([dataclasses.asdict(row) for row in rows])
+        return
+    show.table(list(columns.values()), [[show.number(getattr(row, name)) for name in columns] for row in rows])
