@@ -261,6 +261,44 @@ def test_what_was_not_foretold_is_pulled_now():
     assert torch.equal(values(model), values(alone(given)))
 
 
+class Shifted(Model):
+    """Writes to its batch before it looks it up."""
+
+    def forward(self, x):
+        x += 1
+        return super().forward(x)
+
+
+def test_ids_that_change_after_they_were_told_are_looked_up_as_they_are():
+    given = batches(3, 8)
+    servers = Servers(embedding.tables_of(Model()), 1, 0)
+    model = Shifted()
+    tables = embedding.bind(model, servers.talk(0), servers.space, lookups)
+    law, x = Model(), given[0].x
+    embedding.local(law)
+    for step in range(3):  # the same memory again and again
+        tables.begin(step)
+        tables.ahead(given[0])
+        before = x.clone()
+        model(x).sum().backward()
+        tables.push(step, 8.0)
+        law(before + 1).sum().backward()
+        embedding.step(law)
+    tables.close()
+    assert torch.equal(values(model), values(law))
+
+
+def test_strings_may_be_told():
+    work = Servers(embedding.tables_of(Embedding(3, "planes")), 1, 0)
+    module = Embedding(3, "planes")
+    tables = embedding.bind(module, work.talk(0), work.space, lambda batch: {"planes": batch.x})
+    tables.begin(0)
+    tables.ahead(rayps.data.Batch(["N1", "N2", "N1"], None, 3))
+    assert torch.equal(module(["N1", "N2", "N1"]), Embedding(3, "planes")(["N1", "N2", "N1"]))
+    assert tables._ahead._coming[0].rows["planes"].shape == (2, 3)
+    tables.close()
+
+
 def test_how_much_of_the_pull_is_hidden_is_measured():
     given = batches(2, 8)
     servers = Servers(embedding.tables_of(Model()), 1, None)

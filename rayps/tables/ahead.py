@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from rayps.elastic.messages import Kind
 from rayps.errors import PeerTimeout
+from rayps.tables.ids import ids_of
 from rayps.tables.lookup import Lookup, lookup_of
 from rayps.user_code import user_code
 
@@ -82,7 +82,8 @@ class Ahead:
         if batch is not None and batch.size:
             with user_code("lookups"):
                 found = self._lookups(batch)
-            given = {name: torch.as_tensor(ids).detach().cpu() for name, ids in found.items() if name in self._clients}
+            # copies, for the user may write to the batch before its turn has come
+            given = {name: ids_of(ids, name).cpu().clone() for name, ids in found.items() if name in self._clients}
         coming = _Coming(given)
         if self._told >= self._begun and given:
             self._coming[self._told] = coming

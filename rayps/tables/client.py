@@ -44,12 +44,9 @@ class TableClient:
     def look(self, ids: Any) -> Lookup:
         """Sort ids of any shape, an int64 tensor or array. Raises DataError for a negative one."""
         given = torch.as_tensor(ids).detach().cpu()
-        last = self._last
-        if last is not None and (last[0] is ids or torch.equal(last[0], given)):
-            return last[1]
-        found = lookup_of(given, self.table)
-        self._last = given, found
-        return found
+        if self._last is None or not torch.equal(self._last[0], given):
+            self._last = given.clone(), lookup_of(given, self.table)  # the caller may write to its ids
+        return self._last[1]
 
     # ---- rows
 
