@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from rayps.elastic.holdings import Holding, Report
-from rayps.elastic.messages import Event, Kind, Role, read_numbers
+from rayps.elastic.messages import Event, Kind, Piece, Role, pack, read_numbers
 from rayps.errors import LinkError
 from rayps.failpoint import passing
 from rayps.link import Link, Message
@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 MARK = struct.Struct("<qq")  # changes, generation of the last
 NEVER = 1 << 62  # a tag that is not reached
+SMALL = 1 << 16  # bytes of a change that is copied once more, to go with others
 ROOM = 32 << 20  # bytes that wait on a link before a further state is made
 
 
@@ -162,13 +163,24 @@ class Copies:
 
     # ---- what is sent
 
-    def forward(self, holding: Holding, changes: Iterable[bytes]) -> None:
-        """Send what was just applied to all copies that have, or will have got, their state before it."""
-        holding.line = holding.generation
-        for copy in holding.copies.values():
-            if copy.stage == Stage.SENT:
+    def forward(self, changed: Iterable[tuple[Holding, list[bytes]]]) -> None:
+        """Send what was just applied to all copies that have, or will have got, their state before it.
+
+        Small changes for one server go in one message (FORWARD with b = -1: head and pieces), each of them once.
+        """
+        small: dict[Peer, list[tuple[Copy, bytes]]] = {}
+        for holding, changes in changed:
+            holding.line = holding.generation
+            for copy in holding.copies.values():
+                if copy.stage != Stage.SENT:
+                    continue
+                if len(changes) == 1 and len(changes[0]) <= SMALL:
+                    small.setdefault(copy.peer, []).append((copy, changes[0]))
+                    continue
                 for change in changes:
                     self._send(copy, Kind.FORWARD, change)
+        for peer, items in small.items():
+            self._send_many(peer, items)
 
     def pump(self, peer: Peer) -> None:
         """Send the states that are due, as the link takes them."""
@@ -193,14 +205,24 @@ class Copies:
             self._calls.settled(peer.space, anew=True)
 
     def _send(self, copy: Copy, kind: Kind, payload: bytes) -> None:
-        peer, holding = copy.peer, copy.holding
+        copy.tag = copy.peer.sent + 1
+        self._say(copy.peer, kind, copy.holding.index, float(copy.holding.generation), payload)
+
+    def _send_many(self, peer: Peer, items: list[tuple[Copy, bytes]]) -> None:
+        if len(items) == 1:
+            self._send(items[0][0], Kind.FORWARD, items[0][1])
+            return
+        for copy, _ in items:
+            copy.tag = peer.sent + 1
+        pieces = [Piece(copy.holding.index, copy.holding.generation, change) for copy, change in items]
+        self._say(peer, Kind.FORWARD, -1, 0.0, pack(pieces))
+
+    def _say(self, peer: Peer, kind: Kind, index: int, generation: float, payload: bytes | bytearray) -> None:
+        peer.sent += 1
         if peer.link is None or peer.lost:
             return
-        peer.sent += 1
-        copy.tag = peer.sent
-        message = Message(kind, peer.sent, holding.space.number, holding.index, float(holding.generation))
         try:
-            peer.link.queue(message, payload, copy=False)
+            peer.link.queue(Message(kind, peer.sent, peer.space, index, generation), payload, copy=False)
         except LinkError as error:
             self.lost(peer, str(error))
 

@@ -2,23 +2,42 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from functools import partial
+
 from rayps.elastic.copies import MARK
 from rayps.elastic.guests import Request
 from rayps.elastic.holdings import Held, Holdings
-from rayps.elastic.messages import Kind
+from rayps.elastic.messages import Kind, Piece, unpack
 from rayps.failpoint import passing
 
+log = logging.getLogger(__name__)
 
-def take(holdings: Holdings, held: Held, request: Request) -> bool:
-    """Apply STATE or FORWARD; False, and no effect, where it is of the past, or a copy lacks what was before it.
 
-    Raises:
-        CheckpointError, ValueError: it cannot be read.
+def take(holdings: Holdings, held: Held, request: Request) -> list[int]:
+    """Apply STATE or FORWARD; the segments for which it had no effect: it is of the past, or what was before it is not
+    here, or it cannot be applied.
     """
-    done = _state(holdings, held, request) if request.kind == Kind.STATE else _forward(held, request)
-    if done:
-        passing("copy: applied, not acknowledged")
-    return done
+    if request.kind == Kind.STATE:
+        refused = [] if _tried(held, request.b, lambda: _state(holdings, held, request)) else [request.b]
+    else:
+        changes = [Piece(request.b, int(request.weight), request.payload)]
+        if request.b < 0:
+            changes = unpack(request.payload)
+        refused = [c.segment for c in changes if not _tried(held, c.segment, partial(_forward, held, request, c))]
+    passing("copy: applied, not acknowledged")
+    return refused
+
+
+def _tried(held: Held, index: int, work: Callable[[], bool]) -> bool:
+    try:
+        return work()
+    except Exception as error:  # whatever it is, this copy is not what it should be, and the next state replaces it
+        log.error("segment %d of space %d cannot be copied", index, held.number, exc_info=error)
+        if index in held.holdings:
+            held.holdings[index].source = None
+        return False
 
 
 def _state(holdings: Holdings, held: Held, request: Request) -> bool:
@@ -42,13 +61,12 @@ def _state(holdings: Holdings, held: Held, request: Request) -> bool:
     return True
 
 
-def _forward(held: Held, request: Request) -> bool:
-    index, generation = request.b, int(request.weight)
-    holding = held.holdings.get(index)
+def _forward(held: Held, request: Request, change: Piece) -> bool:
+    holding = held.holdings.get(change.segment)
     if holding is None or holding.segment is None or holding.source is not request.guest:
         return False
-    if generation < holding.generation:
+    if change.generation < holding.generation:
         return False
-    holding.segment.replay(request.payload)
-    holding.generation = holding.line = generation
+    holding.segment.replay(change.data)
+    holding.generation = holding.line = change.generation
     return True

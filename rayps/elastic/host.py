@@ -225,13 +225,9 @@ class Host:
 
     def _copy(self, held: Held, request: Request) -> None:
         guest = request.guest
-        try:
-            done = copying.take(self._holdings, held, request)
-        except Exception as error:  # whatever it is, this copy is not what it should be
-            log.error("%s cannot copy segment %d of space %d", self.name, request.b, held.number, exc_info=error)
-            done = False
-        if not done:
-            self.say(guest, Message(Kind.STALE, request.tag), numbers([request.b]))
+        refused = copying.take(self._holdings, held, request)
+        if refused:
+            self.say(guest, Message(Kind.STALE, request.tag), numbers(refused))
         guest.applied = request.tag
         self._copied.add(guest)
 
@@ -329,6 +325,7 @@ class Host:
         """See `rayps.elastic.serving`."""
         self._serving.withdraw(holding)
         self._copies.drop_all(holding)
+        self.settled(holding.space.number, anew=True)
 
     def settled(self, space: int, *, anew: bool) -> None:
         """See `rayps.elastic.serving`."""

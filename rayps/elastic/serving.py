@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from rayps.elastic.copies import Copies, stuck_on
+from rayps.elastic.dense import DenseSegment
 from rayps.elastic.guests import NOBODY, Guest, Request, Withheld, fenced
 from rayps.elastic.holdings import Held, Holding
-from rayps.elastic.messages import Kind, Piece, numbers, pack, unpack
+from rayps.elastic.messages import Kind, Piece, numbers, pack, read_numbers, unpack
 from rayps.elastic.segment import Segment
 from rayps.errors import ConfigError, PeerTimeout, RaypsError, StaleGeneration
 from rayps.failpoint import passing
@@ -151,12 +152,13 @@ class Serving:
         if len(touched) > 1:  # one alone checks itself
             for holding, piece in zip(touched, request.pieces, strict=True):
                 _segment(holding).check(rank, step, weight, piece.data)
+        changed = []
         for holding, piece in zip(touched, request.pieces, strict=True):
-            segment = _segment(holding)
-            changes = segment.push(rank, step, weight, piece.data)
-            passing("host: applied, not forwarded")
+            changes = _segment(holding).push(rank, step, weight, piece.data)
             if changes:
-                self._copies.forward(holding, changes)
+                changed.append((holding, changes))
+        passing("host: applied, not forwarded")
+        self._copies.forward(changed)
         passing("host: forwarded, not copied")
         if held.parked:
             self.wake(held)
@@ -186,7 +188,7 @@ class Serving:
             request.deadline = time.monotonic() + seconds
             held.parked.append(request)
 
-    def _serve_waiting(self, held: Held, request: Request) -> bool:
+    def _serve_waiting(self, held: Held, request: Request, shared: dict[Any, Any] | None = None) -> bool:
         rank = request.guest.rank
         touched = [held.holdings[piece.segment] for piece in request.pieces]
         if request.kind == Kind.FLUSH:
@@ -200,18 +202,28 @@ class Serving:
                 segment = _segment(holding)
                 if not segment.may_pull(rank) or segment.marks().get(rank, 0) < request.a:
                     return False
-            self._serve_pull(request, touched)
+            self._serve_pull(request, touched, shared)
         return True
 
-    def _serve_pull(self, request: Request, touched: list[Holding]) -> None:
-        rank, lead, pieces = request.guest.rank, 0, []
+    def _serve_pull(self, request: Request, touched: list[Holding], shared: dict[Any, Any] | None) -> None:
+        """Answer with the values of now. `shared`: those of pulls that are served in the same moment, by segments."""
+        rank, lead, pieces, changed = request.guest.rank, 0, [], []
         for holding, piece in zip(touched, request.pieces, strict=True):
             value, ahead, changes = _segment(holding).pull(rank, piece.data)
             lead = max(lead, ahead)
             pieces.append(Piece(piece.segment, piece.generation, value))
             if changes:
-                self._copies.forward(holding, changes)
-        self._reply(request, Kind.VALUE, touched, lead=lead, payload=pack(pieces))
+                changed.append((holding, changes))
+        self._copies.forward(changed)
+        key = None
+        if shared is not None and all(isinstance(holding.segment, DenseSegment) for holding in touched):
+            key = tuple(holding.index for holding in touched)
+        payload = shared.get(key) if shared and key else None
+        if payload is None:
+            payload = pack(pieces)
+            if shared is not None and key:
+                shared[key] = payload
+        self._reply(request, Kind.VALUE, touched, lead=lead, payload=payload)
 
     def _read(self, held: Held, request: Request) -> None:
         touched = [held.holdings[piece.segment] for piece in request.pieces]
@@ -221,11 +233,12 @@ class Serving:
 
     def wake(self, held: Held) -> None:
         """Serve the parked requests that need not wait any more."""
+        shared: dict[Any, Any] = {}
         for request in list(held.parked):
             if request not in held.parked:
                 continue  # its guest was lost while another was served
             try:
-                if self._serve_waiting(held, request):
+                if self._serve_waiting(held, request, shared):
                     _remove(held.parked, request)
             except Exception as error:
                 _remove(held.parked, request)
@@ -334,6 +347,12 @@ class Serving:
         """Refuse the answers too that wait for this segment's copies: whether those have it is not known here."""
         held = holding.space
         gone = [answer for answer in held.withheld if holding in answer.holdings]
+        for answer in [answer for answer in gone if answer.message.kind == Kind.JOINED]:
+            gone.remove(answer)  # it says what the others know
+            answer.holdings.remove(holding)
+            pairs = read_numbers(answer.payload)
+            kept = [pair for pair in zip(pairs[::2], pairs[1::2], strict=True) if pair[0] != holding.index]
+            answer.payload = numbers(value for pair in kept for value in pair)
         if gone:
             held.withheld = [answer for answer in held.withheld if answer not in gone]
             for answer in gone:
