@@ -5,6 +5,7 @@ import hashlib
 import os
 import subprocess
 import sys
+import threading
 import warnings
 
 import numpy as np
@@ -301,8 +302,10 @@ def test_copies_decide_the_same(policy, memory):
     """Whatever lies on disk here, and in memory there."""
     chance = np.random.default_rng(7)
     segment, copy = limited(150, **policy), limited(150, **policy, memory=memory)
-    for step in range(150):
-        batch = {int(k): int(c) for k, c in zip(chance.zipf(1.1, 30) % 900, chance.integers(1, 5, 30), strict=True)}
+    batches = [{int(k): int(c) for k, c in zip(chance.zipf(1.1, 30) % 900, chance.integers(1, 5, 30), strict=True)}
+               for _ in range(151)]
+    for step, batch in enumerate(batches[:-1]):
+        segment.pull(0, wire.encode_pull(ids(*sorted(batches[step + 1]))))  # ahead: what it finds may be evicted
         changes = say(segment, step, batch)
         if step % 3 == 0:
             changes += segment.pull(0, wire.encode_pull(ids(*sorted(batch)), np.ones(len(batch), np.uint32)))[2]
@@ -396,6 +399,38 @@ def test_a_table_is_larger_than_memory():
         run = subprocess.run([sys.executable, "-c", LARGE, where], capture_output=True, text=True, timeout=100,
                              env={**os.environ, "OMP_NUM_THREADS": "1"})
         assert run.stdout.startswith(wanted), run.stdout + run.stderr
+
+
+def test_branches_are_served_by_threads_of_their_own():
+    """They share memory, which grows and is copied under the other's feet."""
+    table = dataclasses.replace(TABLE, segments=1)
+    first = one(table)
+    say(first, 0, dict.fromkeys(range(0, 3000, 3), 1))
+    several, alone = [first.branch() for _ in range(3)], [first.branch() for _ in range(3)]
+    alone = [again(table, each) for each in alone]
+
+    def work(segment, seed):
+        chance = np.random.default_rng(seed)
+        for step in range(60):
+            batch = {int(k): 1 for k in chance.integers(0, 6000, 200)}
+            segment.pull(0, wire.encode_pull(ids(*sorted(batch))))
+            say(segment, step, batch)
+
+    threads = [threading.Thread(target=work, args=(each, seed)) for seed, each in enumerate(several)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for seed, each in enumerate(alone):
+        work(each, seed)
+    assert [each.dump() for each in several] == [each.dump() for each in alone]
+
+
+def again(table, segment):
+    """The same with memory of its own."""
+    found = one(table)
+    found.load(segment.dump())
+    return found
 
 
 # Parquet

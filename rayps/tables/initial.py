@@ -92,11 +92,11 @@ def quantile(p: Any) -> Any:
     start that is too small converges from one side. Abramowitz and Stegun, 26.2.11.
     """
     x = np.zeros_like(p)
-    for _ in range(60):
+    for _ in range(16):
         density = _exp(-0.5 * x * x) * 0.3989422804014327
         term = x.copy()
         total = x.copy()
-        for k in range(1, 60):
+        for k in range(1, 46):
             term = term * x * x / (2 * k + 1)
             total = total + term
         below = 0.5 - density * total

@@ -23,7 +23,7 @@ from rayps.tables import state
 from rayps.tables.optim import rule_of
 from rayps.tables.pages import Field
 from rayps.tables.store import Columns
-from rayps.tables.wire import bucket
+from rayps.tables.wire import bucket, split
 
 _LIFE = ("uses", "used")
 _GROUP = 1 << 17  # rows of a row group
@@ -132,9 +132,12 @@ def _cut_anew(table: Table, fields: Sequence[Field], files: list[Path], wanted: 
     for path in files:
         columns, (ids, seen) = as_columns(table, fields, _load(path)), _counted(path)
         counted = Columns(ids, seen, {}, seen)
-        held, other = bucket(columns.ids, table.segments), bucket(ids, table.segments)
+        order, bounds = split(columns.ids, table.segments)
+        columns = columns.take(order)  # those of one segment together, once for all of them
+        held = bucket(ids, table.segments)
         for index in wanted:
-            parts[index].append((columns.take(held == index), counted.take(other == index)))
+            mine = columns.take(slice(bounds[index], bounds[index + 1]))
+            parts[index].append((mine, counted.take(np.flatnonzero(held == index))))
     for index in wanted:
         rows = _joined([each for each, _ in parts[index]], none)
         counted = _joined([each for _, each in parts.pop(index)], {})

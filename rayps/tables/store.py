@@ -51,9 +51,19 @@ class Columns:
     life: Any  # int64 [n, 2]: uses, version of the last use
 
     def take(self, places: Any) -> Columns:
-        """Some of them."""
-        state = {name: value[places] for name, value in self.state.items()}
-        return Columns(self.ids[places], self.rows[places], state, self.life[places])
+        """Some of them, by an array of numbers, or a slice, which is a view."""
+        if isinstance(places, slice):
+            state = {name: value[places] for name, value in self.state.items()}
+            return Columns(self.ids[places], self.rows[places], state, self.life[places])
+        state = {name: _taken(value, places) for name, value in self.state.items()}
+        return Columns(self.ids[places], _taken(self.rows, places), state, _taken(self.life, places))
+
+
+def _taken(values: Any, places: Any) -> Any:
+    found = np.empty((len(places), values.shape[1]), values.dtype)
+    if len(places):
+        np.take(cells(np.ascontiguousarray(values)), places, out=cells(found), mode="clip")
+    return found
 
 
 class RowStore:
