@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rayps.cluster import Cluster, rendezvous, until
+from rayps.embedding import tables_of
 from rayps.errors import ConfigError, LinkError, PeerTimeout, RaypsError
 from rayps.flat import FlatModel, Gradient, beside
 from rayps.ring import Ring
@@ -177,12 +178,14 @@ def wrap(model: nn.Module, optimizer: Optimizer, strategy: Any = "all_reduce") -
     runs on the shards, and a change of its learning rate on the worker has no effect.
 
     Raises:
-        ConfigError: outside a `run`, or a strategy that changes during the run.
+        ConfigError: outside a `run`, a strategy that changes during the run, or a model with sparse tables.
     """
     here = world()
     phases = parse(strategy)
     if len(phases) > 1:
         raise ConfigError("wrap takes one strategy: a loop of your own changes it by wrapping again", field="strategy")
+    if tables_of(model):
+        raise ConfigError("wrap takes no model with sparse tables: use rayps.train, which gives them servers")
     chosen, name = phases[0].strategy, f"{here.name}/{next(here.wraps)}"
     flat = FlatModel(model)
     flat.drop_grad()  # none yet, as in plain torch: what has none after backward was not used
@@ -199,6 +202,7 @@ def wrap(model: nn.Module, optimizer: Optimizer, strategy: Any = "all_reduce") -
             lambda: ServerGroup(
                 dict(zip((e.name for e in flat.layout.entries), flat.parameters, strict=True)),
                 shards=chosen.shards,
+                replicas=chosen.replicas,
                 staleness=chosen.staleness,
                 compression=chosen.compression,
                 workers=here.size,
@@ -376,6 +380,7 @@ class _RoundView:
 
     def __init__(self, turns: _Turns) -> None:
         self.rank, self.size, self.ring, self.server = turns.rank, turns.size, turns.ring, turns.server
+        self.tables: Any = None
         self.batch, self.grad, self.mean_grad, self.step = turns.batch, turns.grad, turns.mean_grad, turns.step_own
         self._turns = turns
 

@@ -1,7 +1,6 @@
 """Jobs on an elastic server group, on a cluster of threads: results, deaths, branches, resumes, and what is left."""
 
 import importlib
-import itertools
 import json
 import threading
 
@@ -14,9 +13,7 @@ from rayps import AllReduce, ParameterServer
 from rayps.cluster import until
 from rayps.driver import Driver
 from rayps.elastic.group import start
-from rayps.elastic.job import cut
 from rayps.errors import ConfigError, NotFound, RaypsError, WorkloadError
-from rayps.flat import Layout
 from rayps.job import JobSpec, Status
 from rayps.journal import Journal
 
@@ -324,12 +321,3 @@ def test_a_quota_of_bytes_is_an_error_with_the_knob_and_nobody_else_notices(clus
     assert spaces(group) == ["other"]
     driver.stop()
     thread.join(20)
-
-
-def test_segments_are_enough_to_spread_and_not_more_than_elements():
-    def sized(n):
-        return cut(Layout.of([("a", torch.zeros(n))]))
-
-    assert [len(sized(n)) for n in (1, 5, 8, 1000, 100_000, 10_000_000)] == [1, 5, 8, 8, 12, 32]
-    for bounds in (sized(77), sized(10**6)):
-        assert bounds[0][0] == 0 and all(a[1] == b[0] for a, b in itertools.pairwise(bounds))

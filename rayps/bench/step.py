@@ -24,11 +24,12 @@ from rayps.bench.ray_train import RayTrain
 from rayps.cluster import Cluster, Handle
 from rayps.errors import ConfigError
 from rayps.flat import FlatModel
+from rayps.plans import WorkerPlan
 from rayps.ring import Ring
 from rayps.server.shard import Boundary
 from rayps.snapshot import Snapshot
 from rayps.strategies.all_reduce import AllReduce
-from rayps.worker import Worker, WorkerPlan
+from rayps.worker import Worker
 
 CONTENDERS = ("own", "one_bucket", "alone", "ddp", "ray_train")
 DEFAULT = "own,one_bucket,alone,ddp"

@@ -23,12 +23,12 @@ from rayps.elastic.collect import Collector
 from rayps.elastic.dense import part_of, state_of
 from rayps.elastic.group import Group, find, start
 from rayps.elastic.messages import Kind
+from rayps.elastic.own import cut
 from rayps.elastic.space import Quota, Space, Table
 from rayps.elastic.talk import Talk
 from rayps.errors import CheckpointError, ConfigError, NotFound, RaypsError
 from rayps.flat import Layout
 from rayps.job import JobSpec
-from rayps.partition import slices
 from rayps.plans import Orders, Seat
 from rayps.server.shard import ShardPart
 from rayps.snapshot import Snapshot
@@ -37,18 +37,10 @@ from rayps.tables.segment import TableSegment
 
 log = logging.getLogger(__name__)
 
-MOST, LEAST = 32, 8  # segments of the dense vector: enough to spread over servers that come
-ELEMENTS = 8192  # of a segment, where the vector is short: each costs a step of the optimizer
 LOAD_BYTES = 64_000_000  # of states that are said at a time
 WHOLE_BYTES = 1_000_000_000  # of tables that are given back by value, where there is no folder for them
 LOOK_SECONDS = 0.5
 NEWS = ("server_lost", "server_dead", "segment_lost", "resized", "server_leaving", "server_joined")
-
-
-def cut(layout: Layout) -> tuple[tuple[int, int], ...]:
-    """The bounds of a dense vector's segments."""
-    count = min(layout.size, max(LEAST, min(MOST, layout.size // ELEMENTS)))
-    return tuple((piece.start, piece.stop) for piece in slices(layout.size, count))
 
 
 class JobSpace:
