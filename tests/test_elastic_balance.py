@@ -65,7 +65,7 @@ def test_a_segment_that_alone_is_too_hot_is_left_alone():
 def test_idle_and_even_groups_do_not_move():
     loads, at = world()
     assert run(Balance(), {seat: load / 10_000 for seat, load in loads.items()}, dict(at)) == (0, 0)
-    even = {seat: 100.0 for seat in loads}
+    even = dict.fromkeys(loads, 100.0)
     assert run(Balance(), even, {seat: SERVERS[seat[1] % 4] for seat in even}, noise=0.3) == (0, 0)
     assert Balance().shed({}, {}, [], Heat(), 0.0) == {}
     assert run(Balance(), {(1, 0): 500.0}, {(1, 0): "server-0"}) == (0, 0)  # it would be as hot elsewhere
@@ -76,7 +76,7 @@ def test_a_moment_is_not_enough_and_what_moved_rests():
     loads = {seat: 500.0 if name == "server-1" else 100.0 for seat, name in at.items()}
     heat, balance = Heat(), Balance(patience=3, at_once=2, rest=10.0)
     assert [len(balance.shed(loads, at, SERVERS, heat, float(t))) for t in range(3)] == [0, 0, 2]
-    cold = {seat: 100.0 for seat in loads}
+    cold = dict.fromkeys(loads, 100.0)
     assert balance.shed(cold, at, SERVERS, heat, 3.0) == {}
     assert heat.streak == {}
     first = set(heat.moved)

@@ -205,7 +205,7 @@ class World:
         """A push arrives somewhere, is forwarded to who began, and acknowledged if it may be."""
         serving = [item for item in self.serving() if item[2].role == Role.PRIMARY]
         if serving:
-            name, id_, one = self.rng.choice(serving)
+            _, id_, one = self.rng.choice(serving)
             one.value += 1
             reach = [copy for copy in one.has if self.states.get(copy) in UP]
             for copy in reach:

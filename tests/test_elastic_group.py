@@ -14,12 +14,16 @@ from process_cluster import ProcessCluster
 from rayps.cluster import LocalCluster, until
 from rayps.elastic import group as elastic
 from rayps.elastic import keeper
+from rayps.elastic.balance import Balance, skew
+from rayps.elastic.client import ElasticServer
 from rayps.elastic.crew import actor_name
 from rayps.elastic.own import OwnSpace, cut
-from rayps.elastic.space import Space
+from rayps.elastic.space import Space, Table
+from rayps.elastic.talk import Talk
 from rayps.errors import ActorDied, ConfigError, Conflict, NotFound
 from rayps.flat import Layout
 from rayps.strategies.parameter_server import ParameterServer
+from rayps.tables.client import TableClient
 from rayps.workload import pack
 
 SIZE, SECONDS = 4000, 30.0
@@ -61,7 +65,7 @@ def test_start_find_and_stop(cluster):
         assert found.door() == group.door() and pickle.loads(pickle.dumps(group)).name == "prod"
         with pytest.raises(Conflict, match="'prod' already: give another name"):
             elastic.start(cluster, "prod")
-        with pytest.raises(ConfigError, match="no server group 'prud'; there are: 'prod'.*rayps servers start prud"):
+        with pytest.raises(ConfigError, match=r"no server group 'prud'; there are: 'prod'.*rayps servers start prud"):
             elastic.find(cluster, "prud")
     finally:
         group.stop()
@@ -204,8 +208,71 @@ def test_servers_that_do_not_come_are_said(cluster, monkeypatch):
         return LocalCluster.spawn(cluster, target, *args, **more)
 
     monkeypatch.setattr(cluster, "spawn", refuse)
-    with pytest.raises(Exception, match="0 of 2 servers of group 'none' .*no room on this machine"):
+    with pytest.raises(Exception, match=r"0 of 2 servers of group 'none' .*no room on this machine"):
         elastic.start(cluster, "none", 2, 1, timeout=1.0)
+
+
+def tabled(group, name, segments=32, workers=1):
+    table = Table("users", 4, segments, optimizer={"name": "sgd", "lr": 0.5}, init={"name": "zeros"})
+    return group.open(Space(name, 0, workers, ParameterServer(staleness=None), tables=(table,)))
+
+
+def test_a_hot_table_is_spread_over_the_servers(cluster):
+    """Ids by Zipf's law, each batch of one id, so that a hot id is a hot segment."""
+    balance = Balance(hot=1.2, cool=1.1, every=0.2, patience=2, floor=10.0, rest=3.0)
+    with elastic.start(cluster, "hot", 4, 1, detached=False, balance=balance) as group:
+        space = tabled(group, "job")
+        talk = Talk(group.door(), space, 0, incarnation=group.join(space.number, 0), timeout=SECONDS, name="worker-0")
+        talk.join()
+        client = TableClient(talk, space, "users")
+        chance, skews, pushed, begun = np.random.default_rng(3), [], {}, time.monotonic()
+        while time.monotonic() - begun < 12.0:
+            ids = (chance.zipf(1.2, 64) - 1) % 10_000
+            for id_ in ids.tolist():
+                client.pull([id_])
+                pushed[id_] = pushed.get(id_, 0)
+            loads = [server["operations_s"] for server in rows_by_server(group)]
+            if sum(loads):
+                skews.append(skew(loads))
+        facts = group.facts()
+        print(f"skew {np.mean(skews[:10]):.2f} -> {np.mean(skews[-10:]):.2f}, {facts['counts']['moves']} moves")
+        assert facts["counts"]["moves"] > 0 and np.mean(skews[-10:]) < np.mean(skews[:10])
+        talk.close()
+
+
+def rows_by_server(group):
+    facts = group.facts()
+    segments = [segment for space in facts["spaces"] for segment in space["segments"]]
+    return [{"operations_s": sum(s["operations_s"] for s in segments if s["primary"] == server["name"])}
+            for server in facts["servers"]]
+
+
+def test_a_branch_goes_its_own_way(cluster):
+    with elastic.start(cluster, "branch", 3, 1, detached=False) as group:
+        own = opened(group)
+        server = own.server(0)
+        push(server, 5)
+        group.wait_settled(SECONDS)
+        began = torch.arange(SIZE, dtype=torch.float32) - 5
+        twig = group.branch("job", "twig")
+        assert twig.branch_of == "job"
+        talk = Talk(group.door(), twig, 0, incarnation=group.join(twig.number, 0), timeout=SECONDS, name="worker-0")
+        other = ElasticServer(talk)
+        assert torch.equal(other.pull(), began)
+        push(server, 1)
+        push(other, 10)
+        assert torch.equal(server.pull(), began - 1) and torch.equal(other.pull(), began - 10)
+        group.wait_settled(SECONDS)
+        gone = group.map(twig.number).holdings[0].primary
+        cluster.kill(cluster.find(actor_name("branch", gone)))
+        push(other, 10)
+        assert torch.equal(other.pull(), began - 20) and torch.equal(server.pull(), began - 1)
+        group.wait_settled(SECONDS)
+        other.close()
+        group.drop("twig")
+        push(server, 1)
+        assert torch.equal(server.pull(), began - 2) and group.facts()["counts"]["lost"] == 0
+        server.close()
 
 
 @pytest.mark.ray

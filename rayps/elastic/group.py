@@ -12,7 +12,7 @@ from typing import Any
 
 from rayps.cluster import Cluster, Handle, LocalCluster, rendezvous, surrounding
 from rayps.elastic.balance import Balance
-from rayps.elastic.manager import check_size
+from rayps.elastic.manager import BALANCE, check_size
 from rayps.elastic.map import SpaceMap
 from rayps.elastic.names import actor_of, listed
 from rayps.elastic.space import Quota, Space
@@ -174,14 +174,14 @@ def start(
     cpus: float = 0.0,
     hosts: Cluster | None = None,
     silence: float = 2.0,
-    balance: Balance | None = None,
+    balance: Balance | None = BALANCE,
 ) -> Group:
     """Start a group of `servers` that keep `replicas` copies of each segment; returns once all servers are there.
 
     With `folder`, the manager's record is kept there: on Ray the manager is made anew when its process dies. A group of
     that name and folder goes on with the servers that still live. `detached`: it outlives this process. `cpus`: of
     each server, as the cluster counts them. `hosts`: another cluster for the servers. `silence`: seconds after which a
-    server that says nothing is taken for dead. `balance`: whether, and when, hot servers shed segments.
+    server that says nothing is taken for dead. `balance`: when hot servers shed segments (None = never).
 
     Raises ConfigError, Conflict (the name is taken), PeerTimeout (not all servers are there in time).
     """

@@ -35,6 +35,7 @@ from rayps.link import Listener, Message, parse_address
 log = logging.getLogger(__name__)
 
 NAP_SECONDS = 0.05  # how long the thread may sleep before it looks at its deadlines again
+BALANCE = Balance()
 READY_SECONDS = 60.0  # for a space's servers to be ready
 
 
@@ -58,7 +59,7 @@ class Manager:
         detached: bool = True,
         cpus: float = 0.0,
         silence: float = 2.0,
-        balance: Balance | None = None,
+        balance: Balance | None = BALANCE,
     ) -> None:
         check_size(name, servers, replicas)
         book = Book(folder)
