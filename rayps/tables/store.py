@@ -82,6 +82,7 @@ class RowStore:
 
     def _adopt(self, table: Any, plain: bool) -> None:
         self._held = [table]  # the page table, in a list that whoever gives the pages back reads last
+        self._nbytes = 0
         self._plain = plain  # the pages are in order: a slot is its own place
         weakref.finalize(self, release, self._pages, self._held).atexit = False
 
@@ -101,10 +102,15 @@ class RowStore:
     @property
     def nbytes(self) -> int:
         """Bytes in memory of the rows, their state and the index; a page that is shared counts by its users."""
-        users = self._pages.users[self._held[0]]
-        return int((1.0 / np.maximum(users, 1)).sum() * ROWS * self._pages.row_bytes) + self._index.nbytes + (
-            0 if self._disk is None else self._disk.nbytes
-        )
+        if self.lock.acquire(blocking=False):  # who reports the load must not wait for a long dump: it says the last
+            try:
+                users = self._pages.users[self._held[0]]
+                shares = float((1.0 / np.maximum(users, 1)).sum())
+                disk = 0 if self._disk is None else self._disk.nbytes
+                self._nbytes = int(shares * ROWS * self._pages.row_bytes) + self._index.nbytes + disk
+            finally:
+                self.lock.release()
+        return self._nbytes
 
     def find(self, ids: Ids) -> Any:
         """The slot of each id, `ABSENT` where it is not in memory. Those found are good while `lost` is the same."""
