@@ -1,6 +1,7 @@
 /* What the pages of server groups show: the list, and one group, each kept fresh by the page's one stream. */
 import { signal } from "@preact/signals";
 import * as api from "./api";
+import { calm } from "./lib/servers";
 import { close, link, open, session, type Stream } from "./stream";
 import type { Group, GroupRow } from "./types";
 
@@ -22,6 +23,7 @@ export class GroupFeed {
   readonly group = signal<Group | null>(null);
   readonly problem = signal<{ status: number; text: string } | null>(null);
   readonly gone = signal(false);
+  private readonly rates = new Map<string, number>();
   private stream: Stream | null = null;
   private over = false;
 
@@ -35,7 +37,7 @@ export class GroupFeed {
   }
 
   take(group: Group): void {
-    this.group.value = group;
+    this.group.value = calm(group, this.rates);
   }
 
   async start(): Promise<void> {

@@ -1,6 +1,6 @@
 /* The pure half of the pages of server groups: the ring's arcs, who holds what, what is hot, what a loss would cost. */
 import { describe, expect, it } from "vitest";
-import { arcs, bySpace, hottest, inOrder, level, moved, movedSegment, placed, replication, risk, sector, segmentName, skew, spaceName, tint } from "../src/lib/servers";
+import { arcs, bySpace, calm, hottest, inOrder, level, moved, movedSegment, placed, replication, risk, sector, segmentName, skew, spaceName, tint } from "../src/lib/servers";
 import { words } from "../src/lib/strategy";
 import { ageBars } from "../src/lib/worker";
 import type { Group, GroupSegment, GroupServer, GroupSpace } from "../src/types";
@@ -98,6 +98,24 @@ describe("moves", () => {
     expect(moved({ ...move, bytes: 0 }, segments[1])).toBeNull();
     expect(moved(move, undefined)).toBeNull();
     expect(moved({ ...move, phase: "handing" }, segments[1])).toBe(1);
+  });
+});
+
+describe("rates", () => {
+  it("begin as they are heard, and then follow slowly", () => {
+    const memory = new Map<string, number>();
+    const at = (rate: number) => calm(group([space("a", [segment(0, { operations_s: rate })])]), memory).spaces[0]!.segments[0]!.operations_s;
+    expect(at(100)).toBe(100);
+    expect(at(0)).toBe(75);
+    expect(at(75)).toBe(75);
+    for (let i = 0; i < 60; i++) at(0);
+    expect(at(0)).toBe(0);
+  });
+  it("of what is gone are forgotten", () => {
+    const memory = new Map<string, number>();
+    calm(group([space("a", [segment(0)])]), memory);
+    calm(group([]), memory);
+    expect([...memory.keys()]).toEqual(["server server-0", "server server-1"]);
   });
 });
 

@@ -155,3 +155,28 @@ def test_the_stop_button_stops_a_real_job(site: Site, tab: Callable[..., Any]) -
     page.click("text=Stop the job")
     until("the end", lambda: page.locator(".job-head [data-status=STOPPED]").count())
     assert site.http.get(f"api/v1/jobs/{job}").json()["status"] == "STOPPED"
+
+
+def test_a_real_server_group_is_watched_and_resized(site: Site, tab: Callable[..., Any]) -> None:
+    answer = site.http.post("api/v1/server-groups", json={"name": "shared", "servers": 2, "replicas": 1})
+    assert answer.status_code == 201, answer.text
+    page = tab()
+    page.goto(f"{site.url}#code={site.code}")
+    page.click(".top-nav >> text=Servers")
+    page.click("[data-group=shared] a")
+    until("both servers", lambda: page.locator("#servers .state-run").count() == 2, 180)
+    strategy = {"name": "parameter_server", "staleness": 2}
+    job = site.submit(name="digits shared", strategy=strategy, workers=2, epochs=3, server_group="shared")
+    until("its segments", lambda: page.locator(".ring .arc").count() >= 8, 240)
+    page.click("text=Resize")
+    page.click("[aria-label='One server more']")
+    page.click("text=Resize to 3")
+    until("the third server", lambda: page.locator("#servers .state-run").count() == 3)
+    until("rest", lambda: page.locator(".job-head [data-status=ready]").count())
+    page.click("#spaces >> text=digits shared")
+    until("the servers of the job", lambda: page.locator("#elastic tbody tr").count() == 3)
+    until("the end", lambda: page.locator(".job-head [data-status=SUCCEEDED]").count(), 240)
+    page.click(".top-nav >> text=Servers")
+    page.click("[data-group=shared] a")
+    until("its memory is free", lambda: page.locator("text=No job uses this group").count())
+    assert site.http.get(f"api/v1/jobs/{job}").json()["metrics"]["accuracy"] > 0.8

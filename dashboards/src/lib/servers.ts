@@ -20,6 +20,29 @@ export interface Placed extends GroupSegment {
   place: number; // within its table, or within the dense vector
 }
 
+/** How much of a newly heard rate counts: two looks a second make it the mean of the last few seconds. */
+const NEWS = 0.25;
+
+/** The group with its rates calmed: they are measured over fractions of a second. `memory` holds them between two looks. */
+export function calm(group: Group, memory: Map<string, number>): Group {
+  const seen = new Map<string, number>();
+  const rate = (key: string, heard: number | null | undefined): number => {
+    const before = memory.get(key);
+    const value = before === undefined ? heard ?? 0 : before + NEWS * ((heard ?? 0) - before);
+    seen.set(key, value < 0.01 ? 0 : value);
+    return seen.get(key)!;
+  };
+  const servers = group.servers.map((server) => ({ ...server, operations_s: rate(`server ${server.name}`, server.operations_s) }));
+  const spaces = group.spaces.map((space) => ({
+    ...space,
+    operations_s: rate(`space ${space.number}`, space.operations_s),
+    segments: space.segments.map((segment) => ({ ...segment, operations_s: rate(`${space.number}/${segment.index}`, segment.operations_s) })),
+  }));
+  memory.clear();
+  for (const [key, value] of seen) memory.set(key, value);
+  return { ...group, servers, spaces };
+}
+
 /** Segments of the chosen space, or of all, in order. */
 export function placed(spaces: readonly GroupSpace[], chosen = ""): Placed[] {
   return spaces.filter((space) => !chosen || space.name === chosen)
