@@ -404,6 +404,18 @@ def test_a_pull_after_a_promotion_waits_for_the_push_that_was_not_durable(site):
     assert worker.hear(pull).a == 1
 
 
+def test_a_copy_of_what_nobody_loaded_is_not_served_either(site):
+    one = space(SIZE, 3)
+    site.open(one, ["s0"] * 3, copies=[["s1"]] * 3)
+    site.kill("s0")
+    promote(site, one, "s1", 2)
+    worker = site.guest("s1")
+    assert worker.marks == {}
+    assert worker.ask(Kind.PUSH, pieces(0, 0, 2), weight=1.0).kind == Kind.STALE
+    site.load(one, ["s1"] * 3, START, generation=2)
+    assert worker.ask(Kind.PUSH, pieces(0, 0, 2), weight=1.0).kind == Kind.ACK
+
+
 def test_a_copy_is_loaded_with_its_primary(site):
     one = opened(site, staleness=None)
     worker = site.guest("s0")

@@ -108,6 +108,9 @@ def test_a_push_that_cannot_be_changes_no_segment(site):
     for payload in (b"", b"x" * 9, np.int64(7).tobytes()):
         tag = worker.say(Kind.PUSH, payload=payload)
         assert error(worker.hear(tag))["kind"] == "ValueError"
+    reader = site.guest("s0", rank=-1)
+    assert "READ" in error(reader.ask(Kind.PULL, all_of()))["message"]
+    assert reader.ask(Kind.FLUSH, all_of()).kind == Kind.ACK
     assert "kind 19" in error(worker.ask(19))["message"]
     for i in range(3):
         assert site.segment("s0", i).marks() == {0: 0, 1: 0}

@@ -206,7 +206,9 @@ class Copies:
 
     def _send(self, copy: Copy, kind: Kind, payload: bytes) -> None:
         copy.tag = copy.peer.sent + 1
-        self._say(copy.peer, kind, copy.holding.index, float(copy.holding.generation), payload)
+        # a state that nobody has loaded yet says so by half a generation: it must not be served by its copy either
+        generation = copy.holding.generation + (0.0 if copy.holding.usable else 0.5)
+        self._say(copy.peer, kind, copy.holding.index, generation, payload)
 
     def _send_many(self, peer: Peer, items: list[tuple[Copy, bytes]]) -> None:
         if len(items) == 1:

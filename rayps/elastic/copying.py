@@ -58,6 +58,7 @@ def _state(holdings: Holdings, held: Held, request: Request) -> bool:
         return False
     if segment is not None:
         holding.segment, holding.line = segment, generation
+        holding.usable = request.weight == generation
     return True
 
 

@@ -55,7 +55,7 @@ class Holding:
     role: Role
     generation: int
     segment: Segment | None = None  # None: a copy without a state yet
-    usable: bool = True  # as primary: False until something is loaded
+    usable: bool = True  # False until something is loaded, here or where the state came from
     copies: dict[str, Any] = field(default_factory=dict)  # by server: `rayps.elastic.copies.Copy`
     line: int = 0  # the generation in which its last change, or its state, was made: see `Copies`
     source: object = None  # as a copy: the link that its state came by
@@ -252,7 +252,6 @@ class Holdings:
             if holding.serves:  # what waits was said to an older generation
                 self._acts.stop_serving(holding)
             elif holding.role == Role.COPY:
-                holding.usable = True
                 getattr(holding.segment, "promoted", _nothing)()
             holding.role, holding.generation, holding.handed = Role.PRIMARY, order.generation, False
             holding.source = None

@@ -340,7 +340,7 @@ class Host:
         most, rate = space.quota.operations, None
         if most is not None:
             mine = len(self._holdings.spaces[space.number].primaries())
-            rate = max(1e-3, most * mine / max(1, space.segments))
+            rate = most * max(1, mine) / max(1, space.segments)
         self._fair.limit_rate(space.number, rate, time.monotonic())
 
     def forgotten(self, number: int) -> None:
