@@ -67,7 +67,7 @@ def test_a_space_is_placed_and_gets_its_copies(make):
     manager = make()
     space = manager.open(a_space())
     assert space.number == 1 and manager.space("job") == space
-    settle(manager)
+    assert all(holding.primary and holding.copies for holding in by(manager, 1).holdings)
     found = by(manager, 1)
     assert all(h.primary and len(h.copies) == 1 and h.copies[0] != h.primary and h.generation == 1
                for h in found.holdings)

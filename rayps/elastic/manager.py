@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 NAP_SECONDS = 0.05  # how long the thread may sleep before it looks at its deadlines again
 BALANCE = Balance()
+COPIED_SECONDS = 10.0  # for the copies of a new space to be there
 READY_SECONDS = 60.0  # for a space's servers to be ready
 
 
@@ -93,12 +94,14 @@ class Manager:
     def open(self, space: Space) -> Space:
         """Place a space; the same with its number, once its servers are ready.
 
-        Raises ConfigError, Conflict (the name is open), ClusterError (no server takes it in time).
+        Its copies are there too by then, where there are servers for them. Raises ConfigError, Conflict (the name is
+        open), ClusterError (no server takes it in time).
         """
         with self._lock:
             opened = spaces.opened(self._keeper, space)
             self._keeper.think()
             self._await_ready(opened)
+            self._await_copies(opened)
             return opened
 
     def branch(
@@ -120,6 +123,7 @@ class Manager:
             made = spaces.branched(self._keeper, found, name, quota, workers, strategy, factory)
             self._keeper.think()
             self._await_ready(made)
+            self._await_copies(made)
             return made
 
     def space(self, name: str) -> Space:
@@ -256,6 +260,18 @@ class Manager:
                 f"segments {waiting[:5]} of space {space.name!r} have no server that is ready after {READY_SECONDS:g} "
                 f"s: {alive} of {keeper.record.wanted} servers of group {keeper.record.name!r} are there"
             )
+
+    def _await_copies(self, space: Space) -> None:
+        """The first push is to be as durable as any; a group that cannot make the copies now opens all the same."""
+        keeper, number = self._keeper, space.number
+
+        def copied() -> bool:
+            others = sum(member.state == State.ALIVE for member in keeper.members.values()) - 1
+            wanted = min(keeper.record.replicas, others)
+            seats = [seat for seat in keeper.seats.values() if seat.space == number]
+            return self._closing.is_set() or all(len(seat.synced) >= wanted for seat in seats)
+
+        self._lock.wait_for(copied, COPIED_SECONDS)
 
     def _resizing_now(self, servers: int) -> str:
         keeper = self._keeper
