@@ -1,10 +1,12 @@
 """The hybrid: what workers with tables learn is what one process learns; what a prefetch may and may not change."""
 
+import importlib
 import threading
 import time
 
 import pytest
 import torch
+from small_work import SEEN, Watched, kinds
 from torch import nn
 
 import rayps
@@ -447,18 +449,42 @@ def test_a_run_in_step_is_the_union_of_the_batches(strategy):
         assert result.metrics["loss"] == pytest.approx(Films().loss(model, data).item(), abs=1e-12)
 
 
+def uses_of(result):
+    """How often the users' rows were learnt, by their own counts."""
+    client = result.model().tables.users._bound()
+    return int(client.talk.segments[client.first].store.export().life[:, 0].sum())
+
+
 @pytest.mark.parametrize("strategy", ["hybrid:servers=2", "hybrid:servers=2,staleness=2,prefetch=false",
                                       "parameter_server:shards=2,staleness=none,replicas=0"])
 def test_a_run_out_of_step_learns_and_applies_each_push_once(strategy):
     result = run(Films(told=True, n=300, batch=10), strategy, 3, epochs=6)
     losses = result.history["loss"].to_pylist()
     assert sum(losses[-10:]) < 0.5 * sum(losses[:10])
-    table = result.model().tables.users
-    uses = sum(segment.store.export().life[:, 0].sum() for segment in
-               [table._bound().talk.segments[table._bound().first]])
-    assert uses == 6 * 300 * 2  # twice for each row of the data
+    assert uses_of(result) == 6 * 300 * 2  # twice for each row of the data
     if strategy == "hybrid:servers=2":
         assert {"pull", "pull_hidden"} <= set(result.history.column_names)
+
+
+class Slow(Films):
+    def loss(self, model, batch):
+        importlib.import_module("small_work").SEEN["films"] += 1
+        time.sleep(0.004)
+        return super().loss(model, batch)
+
+
+@pytest.mark.parametrize("victim", [("HostActor", "server-1"), ("WorkerActor", 1)], ids=["server", "worker"])
+def test_a_death_amid_prefetches_costs_no_push_and_adds_none(victim):
+    SEEN.clear()
+    cluster = Watched()
+    try:
+        cluster.kill_when("films", 40, victim)
+        result = rayps.train(Slow(told=True, n=200), strategy="hybrid:servers=3,replicas=1", workers=2, epochs=3,
+                             cluster=cluster, progress=False, timeout=30)
+    finally:
+        cluster.close()
+    assert uses_of(result) == 3 * 200 * 2
+    assert ("restarted" in kinds(result)) == (victim[0] == "WorkerActor")
 
 
 def test_all_reduce_has_no_place_for_tables():
