@@ -47,6 +47,7 @@ class WorkerFacts:
     points: list[dict[str, Any]] = field(default_factory=list)
     parts: list[int] = field(default_factory=list)
     lines: list[tuple[float, str]] = field(default_factory=list)
+    kept_since: int = 0  # pushes below this step are not kept, and are not known to be durable
 
 
 class WorkerActor:
@@ -129,6 +130,7 @@ class WorkerActor:
                 facts.points,
                 sorted(self._parts),
                 self.logs.drain(),
+                0 if self._ties.talk is None else self._ties.talk.kept.since,
             )
             facts.points = []
         return answer

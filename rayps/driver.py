@@ -343,6 +343,8 @@ class Driver:
             state = newer.to_state(strategy=str(self.spec.strategy), seed=self.spec.seed, generation=self._generation)
             beside = group.space.write_tables(newer.round) if group.space is not None else None
             self._saved = checkpoint.save(self._checkpoints, newer.round, state, beside=beside)
+            if group.space is not None:
+                group.space.tables_kept(self._saved / checkpoint.TABLES)
             self.journal.event("checkpoint", f"saved round {newer.round}", round=newer.round, path=str(self._saved))
         group.saved(newer)
 

@@ -207,6 +207,9 @@ class Group:
         for point in points:
             if point["kind"] == "evaluation":
                 self._evaluated[point["rank"]] = point["round"]
+        if self.space is not None:
+            heard = {rank: w.facts for rank, w in enumerate(self.workers) if isinstance(w.facts, WorkerFacts)}
+            self.space.reached = {rank: (facts.position, facts.kept_since) for rank, facts in heard.items()}
         for servers in self._servers():
             servers.poll(orders, wanted)
         return points

@@ -112,6 +112,29 @@ def test_in_step_with_tables_a_worker_is_replaced_while_the_others_wait(cluster,
     assert torch.equal(counted(result), torch.full((ROWS, 2), 2)), counted(result)
 
 
+@pytest.mark.parametrize("folder", [True, False])
+@pytest.mark.parametrize("strategy", ["hybrid:servers=3", "parameter_server:shards=3,replicas=0,staleness=none"])
+def test_without_copies_rows_come_back_from_the_checkpoint_and_the_workers(cluster, tmp_path, strategy, folder):
+    cluster.kill_when("tally", 110, ("HostActor", "server-1"))
+    more = {"checkpoint": tmp_path} if folder else {}
+    result = train(Tally(pause=0.003), strategy, cluster, checkpoint_every=5, **more)
+    restored = [event for event in result.events if event["kind"] == "restored"]
+    assert restored and all(event["pushes"] == 0 for event in restored)
+    assert ("begin anew" in restored[0]["message"]) is not folder
+    assert torch.equal(counted(result), torch.full((ROWS, 2), 2)), counted(result)
+
+
+def test_what_workers_kept_no_more_is_counted_as_lost_and_nothing_waits_for_it(cluster):
+    cluster.kill_when("tally", 120, ("HostActor", "server-1"))
+    strategy = ParameterServer(shards=3, replicas=0, staleness=None, replay_mb=0.001)
+    result = train(Tally(pause=0.003), strategy, cluster, epochs=3, checkpoint_every=1000)
+    restored = [event for event in result.events if event["kind"] == "restored"]
+    lost, pushed = sum(event["pushes"] for event in restored), counted(result)
+    assert lost > 0
+    assert pushed.max() <= 3  # nothing is applied twice
+    assert 0 < (3 - pushed[:, 0]).sum() <= lost
+
+
 @pytest.mark.parametrize("strategy", [Hybrid(servers=2), ParameterServer(shards=2, replicas=0)], ids=str)
 def test_a_checkpoint_holds_the_tables_as_parquet_and_goes_on_with_other_servers_and_segments(
     cluster, tmp_path, strategy

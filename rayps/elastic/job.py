@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,8 @@ class JobSpace:
         self._collector: Collector | None = None
         self._base: Snapshot | None = None  # what lost segments are loaded from
         self._saved_tables: tuple[Path, bool] | None = None
+        self._opened: list[int] = []  # positions when the space was opened
+        self.reached: dict[int, tuple[int, int]] = {}  # by rank: its position, and since which step it keeps pushes
         self._branched = False  # the space is a branch, which holds its values already
         self._facts: dict[str, Any] = {}
         self._news: deque[dict[str, Any]] = deque()
@@ -134,13 +136,15 @@ class JobSpace:
                 self.space = None
                 self.group.drop(self.name)
             self.space = space = self.group.open(fresh)
+            self._opened = list(snapshot.positions)
         self._load(space, snapshot, range(space.segments), tables)
 
     def _load(self, space: Space, snapshot: Snapshot, segments: Iterable[int], tables: dict[int, Any]) -> None:
         with self._meet(space) as talk:
             batch: dict[int, Any] = {}
             for index in segments:
-                batch[index] = tables[index] if index in tables else _state(space, index, snapshot)
+                known = tables.get(index)
+                batch[index] = known or _begun(space, index, snapshot, snapshot.positions)[0]
                 if sum(map(len, batch.values())) >= LOAD_BYTES:
                     talk.exchange(Kind.LOAD, batch)
                     batch = {}
@@ -190,7 +194,8 @@ class JobSpace:
     def saved(self, snapshot: Snapshot) -> None:
         """See Servers."""
         self._base = snapshot
-        if self._collector is not None:
+        # without a folder nobody has the tables: workers keep their pushes, as far as they may
+        if self._collector is not None and (not self.tables or self._saved_tables is not None):
             self._collector.saved(snapshot.round)
 
     def write_tables(self, rounds: int) -> Callable[[Path], list[Path]] | None:
@@ -202,6 +207,16 @@ class JobSpace:
             return None
         kept = self._collector.states(rounds) if self._collector is not None else None
         return lambda folder: job_tables.write(space, folder, kept, lambda: meet(space))
+
+    def tables_kept(self, folder: Path) -> None:
+        """Tell that the tables were written into this folder by `write_tables`, which is there to stay."""
+        space = self.space
+        if space is None or not space.tables:
+            return
+        self._saved_tables = folder, True
+        if self._collector is None:
+            with self._meet(space) as talk:
+                talk.tell(Kind.SAVED, -1)
 
     def load_tables(self, folder: Path, same: bool) -> None:
         """Begin with the tables of a checkpoint; `same`: it is of as many workers. Raises CheckpointError."""
@@ -258,12 +273,23 @@ class JobSpace:
         lost = [segment["index"] for segment in _mine(facts, space).get("segments", []) if segment["state"] == "lost"]
         if space is None or base is None or not lost or self._over.is_set():
             return
-        self._load(space, base, lost, {})
+        skips = {} if space.strategy.lockstep else {
+            rank: (since + position) // 2 for rank, (position, since) in self.reached.items() if since
+        }  # fmt: skip
+        # what nobody can say again is given up, with a margin, for more is forgotten while this is done
+        folder, same = self._saved_tables or (None, True)
+        found = job_tables.saved(space, folder, base.positions, same, lost) if folder else {}
+        missing = 0
+        for index in lost:
+            found[index], count = _begun(space, index, base, self._opened, found.get(index), skips)
+            missing = max(missing, count)
+        self._load(space, base, lost, found)
         self.group.restored(space.number, lost)
+        rows = "" if folder or not space.tables else "; rows begin anew, for there is no checkpoint of tables"
         self._news.append({
-            "kind": "restored", "time": time.time(), "segments": lost,
-            "message": f"{len(lost)} segments had no copy and were loaded again from round {base.round}: workers say "
-                       "again what they have pushed since, as far as they kept it",
+            "kind": "restored", "time": time.time(), "segments": lost, "pushes": missing,
+            "message": f"{len(lost)} segments had no copy and were loaded again from round {base.round}{rows}: workers "
+                       f"say again what they have pushed since; {missing} pushes were kept no more, and are lost",
         })  # fmt: skip
 
     def news(self) -> list[dict[str, Any]]:
@@ -350,12 +376,19 @@ def _mine(facts: dict[str, Any], space: Space | None) -> dict[str, Any]:
     return next((found for found in facts.get("spaces", []) if found["number"] == number), {})
 
 
-def _state(space: Space, index: int, snapshot: Snapshot) -> Any:
-    """What a segment begins with."""
+def _begun(
+    space: Space, index: int, snapshot: Snapshot, marks: list[int], table: Any = None,
+    skips: Mapping[int, int] | None = None,
+) -> tuple[Any, int]:  # fmt: skip
+    """What a segment begins with, without the steps below `skips` by rank; how many pushes it lacks by that.
+
+    That of a table begins with the state `table`, or empty at the steps `marks`.
+    """
     found = space.table_of(index)
     if found is not None:
-        return TableSegment(*found, space.strategy, space.workers, snapshot.positions).dump()
+        known = table or TableSegment(*found, space.strategy, space.workers, marks).dump()
+        return job_tables.skipped(known, skips or {})
     lo, hi = space.cuts[index]
-    return state_of(
-        snapshot.params[lo:hi], snapshot.layout, lo, moments=snapshot.moments, marks=snapshot.ledger(lo, hi)
-    )
+    ledger = snapshot.ledger(lo, hi).copy()
+    missing = sum(ledger.skip(rank, step) for rank, step in (skips or {}).items())
+    return state_of(snapshot.params[lo:hi], snapshot.layout, lo, moments=snapshot.moments, marks=ledger), missing

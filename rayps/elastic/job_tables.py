@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,8 @@ from typing import Any
 from rayps.elastic.messages import Kind
 from rayps.elastic.space import Space, Table
 from rayps.elastic.talk import Talk
-from rayps.tables import parquet
+from rayps.server.ledger import Ledger
+from rayps.tables import parquet, state
 
 
 def states(talk: Talk, indices: Iterable[int]) -> Iterator[tuple[int, Any]]:
@@ -21,7 +22,7 @@ def states(talk: Talk, indices: Iterable[int]) -> Iterator[tuple[int, Any]]:
 
 def whole(space: Space, talk: Talk) -> dict[str, list[Any]]:
     """The states of all segments of each table."""
-    return {table.name: [bytes(state) for _, state in states(talk, segments)] for table, segments in _tables(space)}
+    return {table.name: [bytes(each) for _, each in states(talk, segments)] for table, segments in _tables(space)}
 
 
 def write(
@@ -34,12 +35,14 @@ def write(
     else:
         with meet() as talk:
             for table, segments in _tables(space):
-                parquet.write(folder / table.name, table, (state for _, state in states(talk, segments)))
+                parquet.write(folder / table.name, table, (each for _, each in states(talk, segments)))
     return sorted(folder.rglob("*.parquet"))
 
 
-def saved(space: Space, folder: Path, positions: list[int], same: bool) -> dict[int, Any]:
-    """What `write` saved, for this space's segments, however many there were.
+def saved(
+    space: Space, folder: Path, positions: list[int], same: bool, only: Collection[int] | None = None
+) -> dict[int, Any]:
+    """What `write` saved, for this space's segments (or `only` these), however many there were.
 
     Clocks begin at `positions`; where the cut is the same, and the workers are as many (`same`), they are as saved.
     """
@@ -47,9 +50,20 @@ def saved(space: Space, folder: Path, positions: list[int], same: bool) -> dict[
     for table, segments in _tables(space):
         place = folder / table.name
         as_saved = same and len(list(place.glob("rows-*.parquet"))) == table.segments
-        read = parquet.read(place, table, space.workers, marks=None if as_saved else positions)
-        found |= {segments[index]: state for index, state in read}
+        wanted = [index - segments.start for index in segments if only is None or index in only]
+        read = parquet.read(place, table, space.workers, wanted, None if as_saved else positions)
+        found |= {segments[index]: each for index, each in read}
     return found
+
+
+def skipped(segment: Any, skips: Mapping[int, int]) -> tuple[Any, int]:
+    """A segment's state that waits for no step below `skips`, by rank; how many pushes it lacks by that."""
+    if not skips:
+        return segment, 0
+    head, arrays = state.unpack(segment)
+    ledger = Ledger.from_json(head["ledger"])
+    missing = sum(ledger.skip(rank, step) for rank, step in skips.items())
+    return state.pack({**head, "ledger": ledger.to_json()}, arrays), missing
 
 
 def along(old: Space, talk: Talk, new: Space) -> dict[int, Any]:
@@ -57,8 +71,8 @@ def along(old: Space, talk: Talk, new: Space) -> dict[int, Any]:
     there = {table.name: segments for table, segments in _tables(new)}
     found: dict[int, Any] = {}
     for table, segments in _tables(old):
-        for index, state in states(talk, segments):
-            found[there[table.name][index - segments.start]] = state
+        for index, each in states(talk, segments):
+            found[there[table.name][index - segments.start]] = each
     return found
 
 

@@ -28,6 +28,7 @@ class Kept:
         self.limit = limit
         self.bytes = 0
         self.dropped = 0  # pushes that were forgotten before they were durable
+        self.since = 0  # those below this step
         self._pushes: deque[Push] = deque()
 
     def keep(self, step: int, weight: float, pieces: dict[int, memoryview]) -> None:
@@ -39,8 +40,9 @@ class Kept:
         self.bytes += sum(len(piece) for index, piece in pieces.items() if index not in last.pieces)
         last.pieces |= pieces
         while self.bytes > self.limit and self._pushes:
-            self.bytes -= sum(map(len, self._pushes.popleft().pieces.values()))
-            self.dropped += 1
+            oldest = self._pushes.popleft()
+            self.bytes -= sum(map(len, oldest.pieces.values()))
+            self.dropped, self.since = self.dropped + 1, oldest.step + 1
 
     def durable(self, segments: Collection[int], mark: int) -> None:
         """Forget what need not be said again: of these segments, the steps below `mark`."""
