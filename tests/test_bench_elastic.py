@@ -71,15 +71,15 @@ def both():
     found.close()
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(200)
 def test_faults(both):
-    row = bench_faults(both, kills=2, servers=2, workers=2, size=4000, seed=7)
+    row = bench_faults(both, kills=1, servers=2, workers=2, size=4000, seed=7)
     assert row.ledger_exact, row.wrong
-    assert row.kills == 2 == len(row.gaps) and row.worst_gap_s == max(row.gaps) >= row.median_gap_s > 0
-    assert row.pushes > 0 and row.pushes_s_before > 0 and row.pushes_s_after > 0 and row.seed == 7
+    assert row.kills == 1 == len(row.gaps) and row.worst_gap_s == max(row.gaps) >= row.median_gap_s > 0
+    assert row.pushes > 0 and row.pushes_s_before > 0 and row.pushes_s_after > 0 and row.seed == 7, row
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_resize(both, monkeypatch):
     rows = bench_resize(both, sizes=(2, 3), workers=2, size=4000)
     assert [(row.before, row.after) for row in rows] == [(2, 3)]
@@ -87,7 +87,7 @@ def test_resize(both, monkeypatch):
     assert rows[0].moved > 0 and rows[0].by_the_book == pytest.approx(1 / 3)
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_jobs(both):
     row = bench_jobs(both, workers=2, flooders=1, size=4000, rounds=20)
     assert row.same_first and row.same_second and row.same_flooded

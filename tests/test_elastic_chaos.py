@@ -8,19 +8,19 @@ import contextlib
 import os
 import random
 import signal
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from elastic_talk_fakes import Handed, slot
 from process_cluster import ProcessCluster
 
 from rayps.cluster import LocalCluster, until
 from rayps.elastic import group as elastic
 from rayps.elastic.own import OwnSpace, cut
 from rayps.elastic.space import Space
-from rayps.errors import PeerLost
+from rayps.errors import ActorDied, PeerLost
 from rayps.flat import Layout
 from rayps.strategies.parameter_server import ParameterServer
 from rayps.workload import pack
@@ -48,9 +48,7 @@ class Ledger:
         self.acknowledged = [0] * workers
 
     def gradient(self, rank, step):
-        found = torch.zeros(SEGMENTS, self.workers, self.pushes, dtype=torch.float64)
-        found[:, rank, step] = -float(self.workers)  # what the servers divide by
-        return found.reshape(-1)
+        return slot(SEGMENTS, self.workers, self.pushes, rank, step)
 
     def work(self, rank, pause=0.002):
         """All pushes of a rank, whoever dies meanwhile."""
@@ -78,6 +76,10 @@ class Ledger:
             if more is not None:
                 more.result(SECONDS)
         return self.slots()
+
+    def handed(self, rank):
+        """What a worker's process gets: it cannot reach the manager's thread but over its links."""
+        return Handed(self.own.space, self.group.door(), self.group.join(self.own.space.number, rank))
 
     def slots(self):
         server = self.own.server(0)
@@ -183,4 +185,45 @@ def test_without_replicas_what_is_lost_is_said():
         server.close()
 
 
-assert threading  # for what follows
+HOST_PLACES = {
+    "host: applied, not forwarded": 9, "host: forwarded, not copied": 9, "host: copied, not acknowledged": 9,
+    "copy: applied, not acknowledged": 9, "host: state sent, not synced": 8, "host: leaving, not handed": 1,
+}  # visits: those of the last two are while segments move
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("staleness", [0, None])
+@pytest.mark.parametrize("place", HOST_PLACES)
+def test_a_server_that_dies_at_a_named_place(place, staleness):
+    arm = {("HostActor", 1): f"{place}={HOST_PLACES[place]}"}
+    with ledger(arm=arm, staleness=staleness, servers=2, pushes=30) as own:
+        slots = own.run(lambda: (own.group.resize(3), own.group.wait_settled(SECONDS), own.group.resize(2)))
+        assert until(lambda: own.group.facts()["counts"]["deaths"] > 0, SECONDS), "nobody came by there"
+        assert ones(slots), said(slots, own)
+
+
+TALK_PLACES = ["talk: between servers", "talk: pushed, not heard", "talk: acknowledged", "talk: a newer map",
+               "talk: lost, not said again"]
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("staleness", [0, None])
+@pytest.mark.parametrize("place", TALK_PLACES)
+def test_a_worker_that_dies_at_a_named_place(place, staleness):
+    with ledger(staleness=staleness, servers=2, pushes=30) as own:
+        own.hosts.arm = {("Pusher", 1): f"{place}={1 if place in TALK_PLACES[3:] else 31}"}
+        pushers = [own.hosts.spawn("elastic_talk_fakes:Pusher", own.handed(rank), rank, own.pushes, SEGMENTS)
+                   for rank in range(2)]
+        works = [each.call("work") for each in pushers]
+        own.group.resize(3)
+        if place == TALK_PLACES[4]:
+            own.kill()
+        with pytest.raises(ActorDied):
+            works[1].result(SECONDS)
+        again = own.hosts.spawn("elastic_talk_fakes:Pusher", own.handed(1), 1, own.pushes, SEGMENTS)
+        assert again.call("work").result(SECONDS) == own.pushes
+        assert works[0].result(SECONDS) == own.pushes
+        slots = own.slots()
+        assert ones(slots), said(slots, own)

@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from elastic_fakes import FakeGroup, space_of
+from elastic_talk_fakes import FakeGroup, space_of
 
 from rayps.elastic.client import ElasticServer
 from rayps.elastic.kept import Kept
@@ -220,7 +220,7 @@ def test_a_manager_that_is_lost_is_found_again_when_it_is_needed(make):
     group.manager.close()
     time.sleep(0.05)
     assert server.pull().sum() == 0  # nothing to ask it
-    from elastic_fakes import Manager
+    from elastic_talk_fakes import Manager
     group.give(1, "s0")
     group.manager = Manager(group)
     talk._lines.watch._find = group.door

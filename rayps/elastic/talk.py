@@ -273,6 +273,9 @@ class Talk:
             line.joining = 0
             if message.kind == Kind.ERROR:
                 raise error_of(message)
+            if message.kind != Kind.JOINED:  # it cannot say yet: it is asked again
+                self._lines.lose(line)
+                return
             pairs = read_numbers(message.payload)
             line.marks = dict(zip(pairs[::2], pairs[1::2], strict=True))
             line.joined = True
