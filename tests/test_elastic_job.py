@@ -155,6 +155,16 @@ def test_without_copies_what_is_lost_comes_back_from_the_last_checkpoint_and_the
         assert same(result, fixed)
 
 
+def test_in_step_what_nobody_has_any_more_means_going_back_to_the_last_snapshot(cluster, tag):
+    work = Small(n=90, pause=0.004, tag=tag)
+    cluster.kill_when(tag, 45, ("HostActor", "server-1"))
+    strategy = ParameterServer(shards=3, replicas=0, replay_mb=0)
+    result = train(work, strategy, cluster, checkpoint_every=100, timeout=3.0)
+    assert "restored" in kinds(result) and "restarted" in kinds(result)
+    assert distance(result.model(), plain(work, 3, epochs=2)[0]) < EXACT
+    assert result.history.column("round").to_pylist() == list(range(20))
+
+
 def test_in_step_a_dead_worker_means_going_on_from_the_last_snapshot(cluster, tag):
     work = Small(n=60, optimizer="adam", pause=0.004, tag=tag)
     cluster.kill_when(tag, 40, ("WorkerActor", 1))
@@ -321,3 +331,12 @@ def test_a_quota_of_bytes_is_an_error_with_the_knob_and_nobody_else_notices(clus
     assert spaces(group) == ["other"]
     driver.stop()
     thread.join(20)
+
+
+def test_a_quota_of_operations_slows_a_job_and_changes_nothing(cluster, group):
+    work = Small(n=36, optimizer="adam")
+    free = train(work, ParameterServer(), cluster, server_group="main")
+    seen = []
+    held = train(work, ParameterServer(), cluster, server_group="main", quota={"operations": 60}, progress=seen.append)
+    assert same(free, held)
+    assert seen[-1]["server_group"]["quota"]["operations"] == 60

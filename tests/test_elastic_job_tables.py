@@ -12,8 +12,10 @@ from small_work import SEEN, Watched, kinds
 from torch import nn
 
 import rayps
-from rayps import Embedding, Hybrid, ParameterServer
+from rayps import Embedding, Hybrid, ParameterServer, checkpoint
 from rayps.cluster import until
+from rayps.elastic.group import start
+from rayps.errors import ConfigError
 
 ROWS = 80
 
@@ -172,3 +174,18 @@ def test_a_job_without_a_folder_gives_its_rows_back_and_leaves_nothing(cluster):
     result = train(Tally(), Hybrid(servers=2), cluster, epochs=1)
     assert torch.equal(counted(result), torch.ones(ROWS, 2).long())
     assert until(lambda: not [t for t in threading.enumerate() if t.name.startswith(("looker", "collector"))], 5)
+
+
+def test_rows_beyond_the_quota_end_the_job_with_the_knob_and_its_checkpoint_stays(cluster, tmp_path):
+    with start(cluster, "main", servers=2, replicas=1, detached=False) as group:
+        seen = []
+        train(Tally(pause=0.02), Hybrid(), cluster, server_group="main", progress=seen.append)
+        most = max(progress["server_group"]["bytes"] or 0 for progress in seen if "server_group" in progress)
+        with pytest.raises(ConfigError, match=r"quota\.bytes"):
+            train(Tally(pause=0.02), Hybrid(), cluster, server_group="main", quota={"bytes": 0.8 * most}, name="job",
+                  checkpoint=tmp_path, checkpoint_every=2)
+        assert group.facts()["spaces"] == []
+    kept = checkpoint.newest(tmp_path)
+    assert kept is not None and len(pq.read_table(kept / "tables" / "rows")) > 0
+    result = train(Tally(), Hybrid(), cluster, checkpoint=tmp_path, resume=True)
+    assert torch.equal(counted(result), torch.full((ROWS, 2), 2))
