@@ -10,7 +10,7 @@ import torch
 from torch.optim import SGD, Adafactor, Adam
 
 import rayps
-from rayps.cluster import LocalCluster
+from rayps.cluster import LocalCluster, surrounding
 from rayps.errors import ConfigError, PeerTimeout, RaypsError, StaleGeneration, WorkloadError
 
 
@@ -190,3 +190,116 @@ def test_the_optimizer_is_torchs_own():
             optimizer.step()
             one.push(law.grad)
         assert torch.allclose(one.pull(), law.detach(), atol=1e-15)
+
+
+# ---- on an elastic group
+
+
+@pytest.fixture
+def elastic():
+    cluster = LocalCluster()
+
+    def make(params, **options):
+        return rayps.ServerGroup(params, cluster=cluster, timeout=options.pop("timeout", 20.0),
+                                 **{"shards": 2, "replicas": 1} | options)
+
+    yield make
+    cluster.close()
+
+
+def test_elastic_it_is_used_in_the_same_way(elastic):
+    start = torch.arange(12.0).view(3, 4)
+    with elastic(start) as shared:
+        one = shared.join(0)
+        assert torch.equal(one.pull(), start)
+        one.push(torch.ones(3, 4))
+        assert torch.equal(one.pull(), start - 1)
+        assert torch.equal(one.push_pull(torch.ones(3, 4)), start - 2)
+        one.push(torch.ones(5), lo=3)
+        expected = (start - 2).reshape(-1)
+        expected[3:8] -= 1
+        assert torch.equal(one.pull(2, 9), expected[2:9])
+        assert torch.equal(one.read(), expected.view(3, 4))
+        one.flush()
+        assert one.step == 3
+        with pytest.raises(ConfigError, match="table"):
+            one.pull(torch.tensor([1]))
+        with pytest.raises(ConfigError):
+            one.push(torch.ones(13))
+    with elastic({"a": torch.zeros(2), "b": torch.zeros(2, 3)}) as shared:
+        found = shared.join(0).push_pull({"a": torch.ones(2), "b": torch.ones(2, 3)})
+        assert torch.equal(found["b"], -torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("staleness", [0, 2, None])
+def test_elastic_several_workers_and_means_by_weight(elastic, staleness):
+    with elastic(torch.zeros(50, dtype=torch.float64), staleness=staleness, workers=3) as shared:
+        def work(rank):
+            one = shared.join(rank)
+            for _ in range(10):
+                one.pull()
+                one.push(torch.full((50,), float(rank)), weight=2.0)
+            one.flush()
+
+        every(work, 3)
+        assert torch.allclose(shared.join(0).read(), torch.full((50,), -10.0, dtype=torch.float64))
+    with elastic(torch.zeros(2), workers=2) as shared:
+        def weighted(rank):
+            return shared.join(rank).push_pull(torch.full((2,), rank * 4.0), weight=[3.0, 1.0][rank])
+
+        assert all(torch.equal(value, torch.full((2,), -1.0)) for value in every(weighted, 2))
+
+
+def test_elastic_a_rank_can_be_taken_over(elastic):
+    with elastic(torch.zeros(9), staleness=None, workers=2) as shared:
+        old = shared.join(1)
+        old.push(torch.ones(9))
+        new = shared.join(1)
+        assert new.step == 1
+        with pytest.raises(StaleGeneration):
+            old.push(torch.ones(9))
+        new.push(torch.ones(9))
+        assert torch.equal(new.read(), torch.full((9,), -1.0))
+
+
+def test_elastic_a_pull_names_whom_it_waits_for(elastic):
+    with elastic(torch.zeros(9), workers=3, timeout=0.5) as shared:
+        one = shared.join(2)
+        shared.join(0)
+        one.push(torch.ones(9))
+        with pytest.raises(PeerTimeout, match="rank 0, rank 1"):
+            one.pull()
+
+
+def test_elastic_it_is_passed_to_actors():
+    with rayps.ServerGroup(torch.zeros(9), shards=2, replicas=1, timeout=20.0, cluster=surrounding()) as shared:
+        copy = pickle.loads(pickle.dumps(shared))
+        copy.close()  # which ends nothing
+        assert torch.equal(copy.join(0).push_pull(torch.ones(9)), -torch.ones(9))
+
+
+def test_what_only_an_elastic_group_can(elastic):
+    with group(torch.zeros(4)) as fixed:
+        assert fixed.group is None and fixed.space is None
+        for call in (lambda: fixed.resize(4), fixed.facts, fixed.branch, fixed.wait_settled):
+            with pytest.raises(ConfigError, match="replicas=1"):
+                call()
+    with elastic(torch.zeros(40)) as shared:
+        with pytest.raises(ConfigError):
+            shared.resize(0)
+        with pytest.raises(ConfigError):
+            shared.resize(1)  # nobody would have the copies
+        shared.resize(3)
+        shared.wait_settled()
+        assert len(shared.facts()["servers"]) == 3
+
+
+@pytest.mark.parametrize(("options", "words"), [
+    ({"shards": 1}, "replicas"), ({"replicas": -1}, "replicas"), ({"replicas": 2}, "replicas"),
+    ({"group": "there-is-none"}, "leave out"), ({"group": "there-is-none", "replicas": None}, "there-is-none"),
+    ({"compression": "bf16"}, "compression"), ({"segments": 0}, "segments"), ({"segments": 99}, "segments"),
+    ({"replicas": None, "segments": 3}, "segments is for an elastic group"),
+], ids=str)
+def test_bad_input_of_an_elastic_group(elastic, options, words):
+    with pytest.raises(ConfigError, match=words):
+        elastic(torch.zeros(9), **options)
