@@ -213,6 +213,15 @@ class Worker:
         self, report: Callable[[dict[str, Any]], None], keep: Callable[[WorkerPart], None], stopped: Callable[[], bool]
     ) -> None:
         """Rounds from the position to the plan's end; a point after each, an evaluation after each epoch."""
+        try:
+            self._run(report, keep, stopped)
+        finally:
+            if self.tables is not None:
+                self.tables.close()
+
+    def _run(
+        self, report: Callable[[dict[str, Any]], None], keep: Callable[[WorkerPart], None], stopped: Callable[[], bool]
+    ) -> None:
         self.flat.model.train()
         for choice in self.choices:
             report(choice)

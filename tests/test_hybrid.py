@@ -462,6 +462,7 @@ def test_a_run_out_of_step_learns_and_applies_each_push_once(strategy):
     losses = result.history["loss"].to_pylist()
     assert sum(losses[-10:]) < 0.5 * sum(losses[:10])
     assert uses_of(result) == 6 * 300 * 2  # twice for each row of the data
+    assert "rayps-ahead" not in [thread.name for thread in threading.enumerate()]
     if strategy == "hybrid:servers=2":
         assert {"pull", "pull_hidden"} <= set(result.history.column_names)
 
