@@ -4,6 +4,7 @@ import pytest
 import torch
 from process_cluster import ProcessCluster
 
+from rayps.bench import resize
 from rayps.bench.elastic import KINDS, SEGMENTS, Pushed, exact, longest_gap, number, rate, slots
 from rayps.bench.faults import bench_faults
 from rayps.bench.neighbours import bench_jobs
@@ -81,7 +82,8 @@ def test_faults(both):
 
 @pytest.mark.timeout(300)
 def test_resize(both, monkeypatch):
-    rows = bench_resize(both, sizes=(2, 3), workers=2, size=4000)
+    monkeypatch.setattr(resize, "CALM_SECONDS", 0.6)
+    rows = bench_resize(both, sizes=(2, 3), workers=2, size=4000, seconds=3.0)
     assert [(row.before, row.after) for row in rows] == [(2, 3)]
     assert all(row.same_bits and row.same_curve for row in rows)
     assert rows[0].moved > 0 and rows[0].by_the_book == pytest.approx(1 / 3)

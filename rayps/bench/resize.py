@@ -76,8 +76,9 @@ def bench_resize(
     replicas: int = 1,
     size: int = 4_000_000,
     pause: float = 0.005,
+    seconds: float = 20.0,
 ) -> list[ResizeRow]:
-    """A row for each resize of `sizes` (servers) under a run on parameters of `size` bytes.
+    """A row for each resize of `sizes` (servers) under a run on parameters of `size` bytes that takes so long.
 
     Raises:
         ConfigError: there is no resize.
@@ -87,7 +88,7 @@ def bench_resize(
     actors = [cluster.spawn("rayps.bench.resize:TrainBench", rank) for rank in range(workers)]
     try:
         n = max(SEGMENTS, size // 4)
-        rounds = _rounds(cluster, actors, n, sizes[0], replicas, pause)
+        rounds = _rounds(cluster, actors, n, sizes[0], replicas, pause, seconds)
         found, rows = _run(cluster, actors, n, sizes, replicas, pause, rounds)
         law, _ = _run(cluster, actors, n, sizes[:1], replicas, pause, len(found[0][0]))
     finally:
@@ -98,11 +99,13 @@ def bench_resize(
     return [ResizeRow(**row, same_bits=bool(same), same_curve=curve) for row in rows]
 
 
-def _rounds(cluster: Cluster, actors: list[Handle], n: int, servers: int, replicas: int, pause: float) -> int:
-    """How many rounds take long enough for all that is to happen: measured by 30."""
+def _rounds(
+    cluster: Cluster, actors: list[Handle], n: int, servers: int, replicas: int, pause: float, seconds: float
+) -> int:
+    """How many rounds take so many seconds: measured by 30."""
     found, _ = _run(cluster, actors, n, (servers,), replicas, pause, 30)
-    seconds = found[0][0][-1] - found[0][0][9]
-    return int(20 / max(seconds, 0.01) * 30)
+    taken = found[0][0][-1] - found[0][0][9]
+    return int(seconds / max(taken, 0.01) * 20)
 
 
 def _run(
