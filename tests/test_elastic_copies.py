@@ -282,6 +282,36 @@ def test_a_fenced_primary_answers_nothing_and_changes_nothing(site):
     equal(site, one, "s1", "s0")
 
 
+def test_a_copy_that_has_heard_of_a_newer_generation_refuses_the_old_primary(site):
+    opened(site, copies=("s1", "s2"), staleness=None)
+    site.manager.orders("s2", 1, [[i, "copy", 2, {}] for i in range(3)])
+    assert until(lambda: site.hosts["s2"]._holdings.spaces[1].holdings[2].generation == 2, SECONDS)
+    worker = site.guest("s0")
+    push = worker.say(Kind.PUSH, pieces(0, 0), a=0, weight=1.0)
+    for i in range(3):
+        site.manager.heard("s0", "copy lost", 1, i, 1, "s2")
+    assert worker.silent()
+    assert site.segment("s2", 0).marks() == {0: 0, 1: 0}
+    site.manager.orders("s0", 1, [[i, "primary", 1, site.copies("s1")] for i in range(3)])
+    assert worker.hear(push).kind == Kind.ACK
+
+
+def test_a_copy_that_a_promotion_names_and_that_cannot_be_reached_is_waited_for(site):
+    opened(site, staleness=None)
+    with Listener("deaf", SECRET) as deaf:  # nobody takes its calls
+        site.kill("s0")
+        site.manager.orders("s1", 1, [[i, "primary", 2, {"deaf": deaf.address}] for i in range(3)])
+        site.manager.heard("s1", "ready", 1, 2, 2, "")
+        reader = site.guest("s1", rank=-1, join=False)
+        joining = reader.say(Kind.JOIN, a=1, b=-1, payload=b"")
+        assert reader.silent()
+        for i in range(3):
+            site.manager.heard("s1", "copy lost", 1, i, 2, "deaf")
+        assert reader.silent()
+        site.manager.orders("s1", 1, [[i, "primary", 2, {}] for i in range(3)])
+        assert reader.hear(joining).kind == Kind.JOINED
+
+
 def test_who_joins_a_primary_that_steps_down_hears_of_what_is_left(site):
     """JOINED waits for a copy of one segment; that segment's goes on elsewhere."""
     opened(site, copies=(), staleness=None)
@@ -537,11 +567,14 @@ def test_two_servers_that_call_each_other_at_once(site):
 
 def test_a_stranger_cannot_be_a_primary(site):
     """A change without the state before it is refused, and so is one of an older generation."""
-    opened(site, staleness=None)
+    one = opened(site, staleness=None)
+    twin = DenseSegment(one, 0, lambda p: SGD(p, lr=0.1))
+    twin.load(site.segment("s0", 0).dump())
+    (valid,) = twin.push(0, 0, 1.0, memoryview(bytearray(grad(0, 0))))
     link = connect(site.address("s1"), name="stranger", secret=SECRET, generation=0, timeout=SECONDS)
     change = site.segment("s0", 0)
     before = site.segment("s1", 0).dump()
-    link.send(Message(Kind.FORWARD, 1, 1, 0, 1.0), b"x" * 32, timeout=SECONDS)
+    link.send(Message(Kind.FORWARD, 1, 1, 0, 1.0), valid, timeout=SECONDS)
     assert link.recv(SECONDS).kind == Kind.STALE
     link.recv(SECONDS)
     link.send(Message(Kind.STATE, 2, 1, 0, 0.0), change.dump(), timeout=SECONDS)
