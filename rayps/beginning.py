@@ -1,11 +1,18 @@
-"""What a run begins with: parameters drawn from the seed, a checkpoint, or another job's."""
+"""What a run begins with: its place on a server group, and parameters: drawn, of a checkpoint, or of another job."""
 
 from __future__ import annotations
 
+import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rayps import checkpoint
+from rayps.cluster import Cluster
+from rayps.elastic.group import find, start
+from rayps.elastic.job import JobSpace
+from rayps.elastic.space import Quota, Table
 from rayps.group import Group
 from rayps.job import JobSpec
 from rayps.journal import Journal
@@ -59,3 +66,32 @@ class Beginning:
                 "it is evaluated, and nothing is left to train; give more epochs or steps",
             )
         return saved
+
+
+def space_of(
+    cluster: Cluster, spec: JobSpec, strategies: list[Strategy], name: str, factory: Callable[[], bytes],
+    tables: tuple[Table, ...],
+) -> JobSpace | None:  # fmt: skip
+    """The space that a job is to have: on the group that it names, or on one of its own; None = it needs none.
+
+    Raises:
+        ConfigError: there is no group of that name.
+        PeerTimeout: servers of its own did not start.
+    """
+    quota = None if spec.quota is None else Quota(**_whole(spec.quota))
+    if spec.server_group is not None:
+        group, own = find(cluster, spec.server_group), False
+    else:
+        needed = [(each.servers or each.shards, each.replicas or 0) for each in strategies if each.servers or tables]
+        if not needed:
+            return None
+        count, replicas = (max(column) for column in zip(*needed, strict=True))
+        private = f"of-{name}-{uuid.uuid4().hex[:6]}"
+        group, own = start(cluster, private, max(count, replicas + 1), replicas, detached=False), True
+    return JobSpace(
+        group, name, spec.workers, factory(), tables=tables, quota=quota, own=own, timeout=spec.timeout
+    )  # fmt: skip
+
+
+def _whole(quota: dict[str, float]) -> dict[str, Any]:
+    return {"bytes": int(quota["bytes"]) if "bytes" in quota else None, "operations": quota.get("operations")}

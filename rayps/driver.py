@@ -14,11 +14,11 @@ from pathlib import Path
 
 from rayps import checkpoint
 from rayps.actors import WorkerFacts
-from rayps.beginning import Beginning
+from rayps.beginning import Beginning, space_of
 from rayps.cluster import Cluster
 from rayps.decide import Continue, Fail, Finish, Replace, Restart, Stop, decide
 from rayps.decide import Facts as RunFacts
-from rayps.elastic.job import JobSpace, space_of
+from rayps.elastic.job import JobSpace
 from rayps.elastic.space import Table
 from rayps.errors import RaypsError, TrainingError
 from rayps.group import Group

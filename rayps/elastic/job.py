@@ -17,18 +17,16 @@ from typing import Any
 import torch
 
 from rayps import optim
-from rayps.cluster import Cluster
 from rayps.elastic import job_tables
 from rayps.elastic.collect import Collector
 from rayps.elastic.dense import part_of, state_of
-from rayps.elastic.group import Group, find, start
+from rayps.elastic.group import Group
 from rayps.elastic.messages import Kind
 from rayps.elastic.own import cut
 from rayps.elastic.space import Quota, Space, Table
 from rayps.elastic.talk import Talk
-from rayps.errors import CheckpointError, ConfigError, NotFound, RaypsError
+from rayps.errors import ActorDied, CheckpointError, ConfigError, NotFound, RaypsError
 from rayps.flat import Layout
-from rayps.job import JobSpec
 from rayps.plans import Orders, Seat
 from rayps.server.shard import ShardPart
 from rayps.snapshot import Snapshot
@@ -40,6 +38,7 @@ log = logging.getLogger(__name__)
 LOAD_BYTES = 64_000_000  # of states that are said at a time
 WHOLE_BYTES = 1_000_000_000  # of tables that are given back by value, where there is no folder for them
 LOOK_SECONDS = 0.5
+DROP_SECONDS = 10.0  # for a manager that is made anew
 NEWS = ("server_lost", "server_dead", "segment_lost", "resized", "server_leaving", "server_joined")
 
 
@@ -60,7 +59,7 @@ class JobSpace:
         self._collector: Collector | None = None
         self._base: Snapshot | None = None  # what lost segments are loaded from
         self._saved_tables: tuple[Path, bool] | None = None
-        self._opened: list[int] = []  # positions when the space was opened
+        self._first: list[int] = []  # positions when the space was opened
         self.reached: dict[int, tuple[int, int]] = {}  # by rank: its position, and since which step it keeps pushes
         self._branched = False  # the space is a branch, which holds its values already
         self._facts: dict[str, Any] = {}
@@ -78,10 +77,7 @@ class JobSpace:
 
     def take_over(self) -> None:
         """Drop what an earlier driver of this very job has left."""
-        try:
-            self.group.drop(self.name)
-        except NotFound:
-            return
+        self._drop()
 
     def branch(self, parent: str, strategy: Strategy, layout: Layout) -> Snapshot:
         """Begin as a branch of another job's space, with its parameters and optimizer state as they are.
@@ -134,10 +130,34 @@ class JobSpace:
         with self._lock:
             if self.space is not None:
                 self.space = None
-                self.group.drop(self.name)
-            self.space = space = self.group.open(fresh)
-            self._opened = list(snapshot.positions)
+                self._drop()
+            self.space = space = self._opened(fresh)
+            self._first = list(snapshot.positions)
         self._load(space, snapshot, range(space.segments), tables)
+
+    def _opened(self, fresh: Space) -> Space:
+        """Open a space, although the manager may die meanwhile."""
+        try:
+            return self.group.open(fresh)
+        except ActorDied:
+            try:
+                return self.group.space(self.name)  # once there is a manager again
+            except NotFound:
+                return self.group.open(fresh)
+
+    def _drop(self) -> None:
+        """Free the space, although the manager may be away for a moment. Raises ActorDied: it stays away."""
+        deadline = time.monotonic() + DROP_SECONDS
+        while True:
+            try:
+                self.group.drop(self.name)
+                return
+            except NotFound:
+                return
+            except ActorDied:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.2)
 
     def _load(self, space: Space, snapshot: Snapshot, segments: Iterable[int], tables: dict[int, Any]) -> None:
         with self._meet(space) as talk:
@@ -281,7 +301,7 @@ class JobSpace:
         found = job_tables.saved(space, folder, base.positions, same, lost) if folder else {}
         missing = 0
         for index in lost:
-            found[index], count = _begun(space, index, base, self._opened, found.get(index), skips)
+            found[index], count = _begun(space, index, base, self._first, found.get(index), skips)
             missing = max(missing, count)
         self._load(space, base, lost, found)
         self.group.restored(space.number, lost)
@@ -319,41 +339,14 @@ class JobSpace:
         self._stop_collecting()
         if self._looker is not None:
             self._looker.join(10.0)
-        for end in [*([lambda: self.group.drop(self.name)] if self.space is not None else []),
-                    *([self.group.stop] if self.own else [])]:  # fmt: skip
-            try:
-                end()
-            except (RaypsError, TimeoutError) as error:
-                log.warning("space %r of group %r could not be closed: %s", self.name, self.group.name, error)
+        try:
+            if self.own:
+                self.group.stop()
+            elif self.space is not None:
+                self._drop()
+        except (RaypsError, TimeoutError) as error:
+            log.warning("space %r of group %r could not be freed: %s", self.name, self.group.name, error)
         self.space = None
-
-
-def space_of(
-    cluster: Cluster, spec: JobSpec, strategies: list[Strategy], name: str, factory: Callable[[], bytes],
-    tables: tuple[Table, ...],
-) -> JobSpace | None:  # fmt: skip
-    """The space that a job is to have: on the group that it names, or on one of its own; None = it needs none.
-
-    Raises:
-        ConfigError: there is no group of that name.
-        PeerTimeout: servers of its own did not start.
-    """
-    quota = None if spec.quota is None else Quota(**_whole(spec.quota))
-    if spec.server_group is not None:
-        group, own = find(cluster, spec.server_group), False
-    else:
-        needed = [(each.servers or each.shards, each.replicas or 0) for each in strategies if each.servers or tables]
-        if not needed:
-            return None
-        count, replicas = (max(column) for column in zip(*needed, strict=True))
-        group, own = start(cluster, f"of-{name}", max(count, replicas + 1), replicas, detached=False), True
-    return JobSpace(
-        group, name, spec.workers, factory(), tables=tables, quota=quota, own=own, timeout=spec.timeout
-    )  # fmt: skip
-
-
-def _whole(quota: dict[str, float]) -> dict[str, Any]:
-    return {"bytes": int(quota["bytes"]) if "bytes" in quota else None, "operations": quota.get("operations")}
 
 
 class _Opener:
