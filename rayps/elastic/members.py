@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,26 +11,31 @@ from rayps.elastic.seats import SeatId, Server, State
 from rayps.elastic.space import Space
 from rayps.elastic.wires import Caller
 
-RATE_SECONDS = 1.0  # rates are of about this long
+RATE_SECONDS = 3.0  # rates are of about this long; servers are compared by them, and do not report at one moment
+STEP_SECONDS = 0.25
 
 Order = tuple[str, int, tuple[tuple[str, str], ...], bool]  # role, generation, copies and where they are, lost
 
 
 @dataclass(slots=True)
 class Rate:
-    """How fast a counter goes up. A counter that falls began anew."""
+    """How fast a counter goes up, over the last few seconds. A counter that falls began anew."""
 
     per_second: float = 0.0
-    _count: float | None = None
-    _at: float = 0.0
+    _seen: deque[tuple[float, float]] = field(default_factory=deque)  # (when, what it was), the newest last
 
     def see(self, count: float, now: float) -> None:
         """The counter's value now."""
-        if self._count is None or count < self._count:
-            self._count, self._at = count, now
-        elif now - self._at >= RATE_SECONDS:
-            self.per_second = (count - self._count) / (now - self._at)
-            self._count, self._at = count, now
+        seen = self._seen
+        if seen and count < seen[-1][1]:
+            seen.clear()
+        if seen and now - seen[-1][0] < STEP_SECONDS:
+            return
+        seen.append((now, count))
+        while len(seen) > 2 and now - seen[1][0] >= RATE_SECONDS:
+            seen.popleft()
+        span = now - seen[0][0]
+        self.per_second = (count - seen[0][1]) / span if span >= RATE_SECONDS / 2 else 0.0
 
 
 @dataclass(slots=True)
