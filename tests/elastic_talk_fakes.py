@@ -215,7 +215,10 @@ class Pusher:
         self.server = own.server(rank)
         self.rank, self.workers, self.pushes, self.segments = rank, own.space.workers, pushes, segments
 
-    def work(self):
+    def joined(self):
+        """Answers once it has joined."""
+
+    def work(self, pause=0.0):
         """How many are acknowledged, at the end."""
         server = self.server
         while server.step < self.pushes:
@@ -223,6 +226,7 @@ class Pusher:
             if server.step % 2:
                 server.settle()
             server.pull()
+            time.sleep(pause)
         server.flush()
         server.close()
         return server.step

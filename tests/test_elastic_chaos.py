@@ -216,10 +216,14 @@ def test_a_worker_that_dies_at_a_named_place(place, staleness):
         own.hosts.arm = {("Pusher", 1): f"{place}={1 if place in TALK_PLACES[3:] else 31}"}
         pushers = [own.hosts.spawn("elastic_talk_fakes:Pusher", own.handed(rank), rank, own.pushes, SEGMENTS)
                    for rank in range(2)]
-        works = [each.call("work") for each in pushers]
-        own.group.resize(3)
-        if place == TALK_PLACES[4]:
+        for each in pushers:
+            each.call("joined").result(SECONDS)
+        slow = place in TALK_PLACES[3:]  # what is come by when a server dies
+        works = [each.call("work", 0.2 if slow else 0.0) for each in pushers]
+        if slow:
             own.kill()
+        else:
+            own.group.resize(3)
         with pytest.raises(ActorDied):
             works[1].result(SECONDS)
         again = own.hosts.spawn("elastic_talk_fakes:Pusher", own.handed(1), 1, own.pushes, SEGMENTS)
