@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Iterator
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -213,11 +214,8 @@ class Worker:
         self, report: Callable[[dict[str, Any]], None], keep: Callable[[WorkerPart], None], stopped: Callable[[], bool]
     ) -> None:
         """Rounds from the position to the plan's end; a point after each, an evaluation after each epoch."""
-        try:
+        with closing(self.tables) if self.tables is not None else nullcontext():
             self._run(report, keep, stopped)
-        finally:
-            if self.tables is not None:
-                self.tables.close()
 
     def _run(
         self, report: Callable[[dict[str, Any]], None], keep: Callable[[WorkerPart], None], stopped: Callable[[], bool]
@@ -277,7 +275,9 @@ class Worker:
         return sums
 
     def part(self) -> WorkerPart:
-        """This worker's share of a checkpoint, as copies."""
+        """This worker's share of a checkpoint, as copies. What it has pushed is there."""
+        if self.tables is not None:
+            self.tables.settle()
         lead = self.rank == 0 and self.optimizer is not None
         return WorkerPart(
             self.position,

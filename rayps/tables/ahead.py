@@ -35,15 +35,33 @@ class Foretold(NamedTuple):
     rows: Tensor
 
 
+class Order:
+    """Something that the thread is to do."""
+
+    def __init__(self, run: Callable[[], Any]) -> None:
+        self.run, self.done = run, threading.Event()
+        self.error: Exception | None = None
+
+    def wait(self, timeout: float) -> None:
+        """Return once it is done. Raises what it met, PeerTimeout."""
+        if not self.done.wait(timeout + GRACE_SECONDS):
+            raise PeerTimeout(
+                f"the servers of the tables did not answer within {timeout:g} s (the knob is `timeout`)",
+                peer="servers",
+                seconds=timeout,
+            )
+        if self.error is not None:
+            raise self.error
+
+
 @dataclass(slots=True)
 class _Coming:
-    """One batch: its ids by table; once `done`, sorted and, where they are pulled ahead, with their rows."""
+    """One batch: its ids by table; once its order is done, sorted and, where they are pulled ahead, with their rows."""
 
     given: dict[str, Tensor]
     lookups: dict[str, Lookup] = field(default_factory=dict)
     rows: dict[str, Tensor] = field(default_factory=dict)
-    error: Exception | None = None
-    done: threading.Event = field(default_factory=threading.Event)
+    order: Order | None = None
 
 
 class Ahead:
@@ -61,11 +79,11 @@ class Ahead:
         self._told, self._begun = 0, 0  # batches, rounds
         self._first: int | None = None
         self._coming: dict[int, _Coming] = {}
-        self._queue: queue.SimpleQueue[_Coming | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._reader: Any = None
         self._closed = False
-        self.pulled = 0.0  # seconds that the thread worked
+        self.pulled = 0.0  # seconds that the thread took for it
         self.waited = 0.0  # seconds that the caller of `rows` waited for it
 
     def begin(self, step: int) -> None:
@@ -87,11 +105,22 @@ class Ahead:
         coming = _Coming(given)
         if self._told >= self._begun and given:
             self._coming[self._told] = coming
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, daemon=True, name="rayps-ahead")
-                self._thread.start()
-            self._queue.put(coming)
+            coming.order = self.later(lambda: self._prepare(coming))
         self._told += 1
+
+    def later(self, run: Callable[[], Any]) -> Order:
+        """Let the thread do something, after all that it was told before."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, daemon=True, name="rayps-ahead")
+            self._thread.start()
+        order = Order(run)
+        self._queue.put(order)
+        return order
+
+    @property
+    def pulls(self) -> bool:
+        """Whether this round's rows were pulled ahead, so that nobody else waits for the talk."""
+        return self._pulls and self._begun in self._coming
 
     def rows(self, name: str) -> Foretold | None:
         """This round's rows of a table, if its ids were told. Raises what the thread met."""
@@ -99,15 +128,9 @@ class Ahead:
         if coming is None or name not in coming.given:
             return None
         began = time.perf_counter()
-        if not coming.done.wait(self._talk.timeout + GRACE_SECONDS):
-            raise PeerTimeout(
-                f"the rows of table {name!r} did not come within {self._talk.timeout:g} s (the knob is `timeout`)",
-                peer="servers",
-                seconds=self._talk.timeout,
-            )
+        assert coming.order is not None
+        coming.order.wait(self._talk.timeout)
         self.waited += time.perf_counter() - began
-        if coming.error is not None:
-            raise coming.error
         if not coming.rows:
             self._pull(coming, self._talk)
         return Foretold(coming.given[name], coming.lookups[name], coming.rows[name])
@@ -123,26 +146,26 @@ class Ahead:
 
     def _run(self) -> None:
         while not self._closed:
-            coming = self._queue.get()
-            if coming is None:
+            order = self._queue.get()
+            if order is None:
                 break
-            began = time.perf_counter()
             try:
-                self._prepare(coming)
-            except Exception as error:  # it is the caller's of `rows` to meet
-                coming.error = error
-            self.pulled += time.perf_counter() - began
-            coming.done.set()
+                order.run()
+            except Exception as error:  # it is for whoever waits for it
+                order.error = error
+            order.done.set()
         if self._reader is not None:
             self._reader.close()
 
     def _prepare(self, coming: _Coming) -> None:
+        began = time.perf_counter()
         for name, ids in coming.given.items():
             coming.lookups[name] = lookup_of(ids, self._clients[name].table)
         if self._pulls:
             if self._reader is None:
                 self._reader = self._talk.reader()
             self._pull(coming, self._reader)
+        self.pulled += time.perf_counter() - began
 
     def _pull(self, coming: _Coming, talk: Any) -> None:
         """The rows of all tables, by one exchange."""

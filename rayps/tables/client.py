@@ -6,7 +6,7 @@ segments by a hash of the id (`rayps.tables.wire`); a step's push names every se
 Prefetch: `Tables.ahead` is told the next batch while this one computes, and its rows are pulled by a thread over links
 of its own. They are then one round older than those of a pull at the round's begin: they lack this worker's newest
 push. With staleness 0 that would not be synchronous: there only the ids are sorted ahead, and the pull comes after the
-push.
+push. The same thread sends the pushes then, in the order of the rounds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from rayps.elastic.messages import Kind
 from rayps.elastic.space import Space
 from rayps.tables import wire
-from rayps.tables.ahead import Ahead, Foretold
+from rayps.tables.ahead import Ahead, Foretold, Order
 from rayps.tables.lookup import Lookup, lookup_of, merged, spans
 
 
@@ -33,6 +33,7 @@ class TableClient:
         self.table, self.first = space.table(name)
         self.half = half
         self.foretold: Callable[[str], Foretold | None] = lambda name: None
+        self.settle: Callable[[], None] = lambda: None  # returns once nobody else uses the talk
         self.seconds = 0.0  # in pulls that a forward waited for
         self.talk = talk
         self._lockstep = space.strategy.lockstep
@@ -84,6 +85,7 @@ class TableClient:
 
     def fetch(self, lookup: Lookup, kind: Kind = Kind.PULL, uses: bool = False) -> Tensor:
         """The rows of a lookup, [n, dim], in its order. Raises LinkError."""
+        self.settle()
         rows = self.room(lookup)
         self.land(lookup, rows, self.talk.exchange(kind, self.asked(lookup, uses), landing=self.landing(lookup, rows)))
         return rows
@@ -154,11 +156,12 @@ class Tables:
         self.clients = {table.name: TableClient(talk, space, table.name) for table in space.tables}
         self.step = 0
         self._pushing = 0.0
+        self._sent: Order | None = None  # a push that is under way
         self._ahead: Ahead | None = None
         if lookups is not None:
             self._ahead = Ahead(self.clients, talk, lookups, pulls=not space.strategy.lockstep)
             for client in self.clients.values():
-                client.foretold = self._ahead.rows
+                client.foretold, client.settle = self._ahead.rows, self.settle
         self._said = (0.0, 0.0)
 
     def begin(self, step: int) -> None:
@@ -180,11 +183,29 @@ class Tables:
         return found
 
     def push(self, step: int, weight: float) -> None:
-        """Push this round's gradients, means over `weight` samples, where no dense part does. Raises LinkError."""
+        """Push this round's gradients, means over `weight` samples, where no dense part does.
+
+        Where the rows were pulled ahead, the push leaves in that thread, between this pull ahead and the next: one
+        may be under way while the worker goes on. What it meets is raised by the next call. Raises LinkError.
+        """
         began = time.perf_counter()
-        self.talk.exchange(Kind.PUSH, self.pieces(), step=step, weight=weight)
+        self.settle()
+        pieces = self.pieces()
+        if self._ahead is not None and self._ahead.pulls:
+            self._sent = self._ahead.later(lambda: self._send(pieces, step, weight))
+        else:
+            self._send(pieces, step, weight)
         self.step = step + 1
         self._pushing += time.perf_counter() - began
+
+    def _send(self, pieces: dict[int, Any], step: int, weight: float) -> None:
+        self.talk.exchange(Kind.PUSH, pieces, step=step, weight=weight)
+
+    def settle(self) -> None:
+        """Return once everything that was pushed is acknowledged. Raises LinkError."""
+        sent, self._sent = self._sent, None
+        if sent is not None:
+            sent.wait(self.talk.timeout)
 
     @property
     def seconds_waiting(self) -> float:
@@ -201,6 +222,7 @@ class Tables:
         return {"pull": pulled - before[0], "pull_hidden": max(0.0, pulled - waited - before[1])}
 
     def close(self) -> None:
-        """End the prefetch; the talk is its owner's."""
+        """End the prefetch, and do not wait for a push that is under way: `settle` does. The talk is its owner's."""
+        self._sent = None
         if self._ahead is not None:
             self._ahead.close()
