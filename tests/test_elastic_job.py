@@ -106,33 +106,28 @@ def test_two_jobs_on_one_group_each_equal_their_result_alone(cluster, group):
 
 
 def test_a_group_that_grows_and_shrinks_meanwhile_changes_nothing(cluster, group, tag):
-    work = Small(n=90, optimizer="adam", pause=0.004, tag=tag)
-    alone = train(work, ParameterServer(shards=2), cluster)
-    SEEN.clear()
-    sizes = iter([4, 2])
+    work = Small(n=90, optimizer="adam", pause=0.01, tag=tag)
+    sizes = [2, 4]
 
     def resize(progress):
-        if SEEN[tag] > 20 and group.settled():
-            for size in [next(sizes, None)]:
-                if size is not None:
-                    group.resize(size)
+        if sizes and SEEN[tag] > 20 and group.settled():
+            group.resize(sizes.pop())
 
-    result = train(work, ParameterServer(), cluster, server_group="main", epochs=3, progress=resize)
-    assert same(result, train(work, ParameterServer(shards=2), cluster, epochs=3))
-    assert next(sizes, None) is None
+    result = train(work, ParameterServer(), cluster, server_group="main", epochs=15, progress=resize)
+    assert not sizes
     assert group.facts()["counts"]["moves"] > 0
-    assert alone
+    assert same(result, train(work, ParameterServer(shards=2), cluster, epochs=15))
 
 
 # ------------------------------------------------------------------------------------------ deaths
 
 
 def test_a_server_that_dies_is_no_restart(cluster, tag):
-    work = Small(n=90, optimizer="adam", pause=0.004, tag=tag)
-    fixed = train(work, ParameterServer(shards=2), cluster)
+    work = Small(n=90, optimizer="adam", pause=0.008, tag=tag)
+    fixed = train(work, ParameterServer(shards=2), cluster, epochs=4)
     SEEN.clear()
     cluster.kill_when(tag, 30, ("HostActor", "server-1"))
-    result = train(work, PRIVATE, cluster)
+    result = train(work, PRIVATE, cluster, epochs=4)
     assert same(result, fixed)
     assert not {"restarted", "replaced"} & set(kinds(result))
     lost = [event for event in result.events if event["kind"] == "server_lost"]
@@ -143,26 +138,26 @@ def test_a_server_that_dies_is_no_restart(cluster, tag):
 
 @pytest.mark.parametrize("staleness", [0, None])
 def test_without_copies_what_is_lost_comes_back_from_the_last_checkpoint_and_the_workers(cluster, tag, staleness):
-    work = Small(n=90, pause=0.004, tag=tag)
-    fixed = train(work, ParameterServer(shards=2), cluster, checkpoint_every=4)
+    work = Small(n=90, pause=0.008, tag=tag)
+    fixed = train(work, ParameterServer(shards=2), cluster, checkpoint_every=4, epochs=4)
     SEEN.clear()
     cluster.kill_when(tag, 45, ("HostActor", "server-1"))
     strategy = ParameterServer(shards=3, staleness=staleness, replicas=0)
-    result = train(work, strategy, cluster, checkpoint_every=4)
+    result = train(work, strategy, cluster, checkpoint_every=4, epochs=4)
     assert {"segment_lost", "restored"} <= set(kinds(result))
-    assert result.history.column("round").to_pylist() == list(range(20))
+    assert result.history.column("round").to_pylist() == list(range(40))
     if staleness == 0:
         assert same(result, fixed)
 
 
 def test_in_step_what_nobody_has_any_more_means_going_back_to_the_last_snapshot(cluster, tag):
-    work = Small(n=90, pause=0.004, tag=tag)
+    work = Small(n=90, pause=0.008, tag=tag)
     cluster.kill_when(tag, 45, ("HostActor", "server-1"))
     strategy = ParameterServer(shards=3, replicas=0, replay_mb=0)
-    result = train(work, strategy, cluster, checkpoint_every=100, timeout=3.0)
+    result = train(work, strategy, cluster, checkpoint_every=100, timeout=3.0, epochs=4)
     assert "restored" in kinds(result) and "restarted" in kinds(result)
-    assert distance(result.model(), plain(work, 3, epochs=2)[0]) < EXACT
-    assert result.history.column("round").to_pylist() == list(range(20))
+    assert distance(result.model(), plain(work, 3, epochs=4)[0]) < EXACT
+    assert result.history.column("round").to_pylist() == list(range(40))
 
 
 def test_in_step_a_dead_worker_means_going_on_from_the_last_snapshot(cluster, tag):

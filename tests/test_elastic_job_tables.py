@@ -95,9 +95,9 @@ LOOSE = [Hybrid(servers=3, replicas=1), ParameterServer(shards=3, replicas=1, st
 @pytest.mark.parametrize("victim", [("HostActor", "server-1"), ("WorkerActor", 1)], ids=["server", "worker"])
 def test_whoever_dies_each_push_is_in_its_row_once(cluster, strategy, victim):
     killer = cluster.kill_when("tally", 60, victim)
-    result = train(Tally(pause=0.003), strategy, cluster)
+    result = train(Tally(pause=0.006), strategy, cluster, epochs=3)
     killer.join()
-    assert torch.equal(counted(result), torch.full((ROWS, 2), 2)), counted(result)
+    assert torch.equal(counted(result), torch.full((ROWS, 2), 3)), counted(result)
     if victim[0] == "HostActor":
         assert not {"restarted", "replaced"} & set(kinds(result))
         assert "server_lost" in kinds(result)
@@ -119,22 +119,22 @@ def test_in_step_with_tables_a_worker_is_replaced_while_the_others_wait(cluster,
 def test_without_copies_rows_come_back_from_the_checkpoint_and_the_workers(cluster, tmp_path, strategy, folder):
     cluster.kill_when("tally", 110, ("HostActor", "server-1"))
     more = {"checkpoint": tmp_path} if folder else {}
-    result = train(Tally(pause=0.003), strategy, cluster, checkpoint_every=5, **more)
+    result = train(Tally(pause=0.006), strategy, cluster, epochs=4, checkpoint_every=5, **more)
     restored = [event for event in result.events if event["kind"] == "restored"]
-    assert restored and all(event["pushes"] == 0 for event in restored)
+    assert restored and all(event["pushes"] == 0 for event in restored), result.events
     assert ("begin anew" in restored[0]["message"]) is not folder
-    assert torch.equal(counted(result), torch.full((ROWS, 2), 2)), counted(result)
+    assert torch.equal(counted(result), torch.full((ROWS, 2), 4)), counted(result)
 
 
 def test_what_workers_kept_no_more_is_counted_as_lost_and_nothing_waits_for_it(cluster):
     cluster.kill_when("tally", 120, ("HostActor", "server-1"))
     strategy = ParameterServer(shards=3, replicas=0, staleness=None, replay_mb=0.001)
-    result = train(Tally(pause=0.003), strategy, cluster, epochs=3, checkpoint_every=1000)
+    result = train(Tally(pause=0.006), strategy, cluster, epochs=4, checkpoint_every=1000)
     restored = [event for event in result.events if event["kind"] == "restored"]
     lost, pushed = sum(event["pushes"] for event in restored), counted(result)
     assert lost > 0
-    assert pushed.max() <= 3  # nothing is applied twice
-    assert 0 < (3 - pushed[:, 0]).sum() <= lost
+    assert pushed.max() <= 4  # nothing is applied twice
+    assert 0 < (4 - pushed[:, 0]).sum() <= lost
 
 
 @pytest.mark.parametrize("strategy", [Hybrid(servers=2), ParameterServer(shards=2, replicas=0)], ids=str)
