@@ -99,8 +99,7 @@ def test_a_space_lives_through_growing_shrinking_and_draining(cluster):
             assert torch.equal(server.pull(), torch.arange(SIZE, dtype=torch.float32) - total)
         assert "server-0" not in names(group) and len(names(group)) == 2
         server.close()
-        facts = group.facts()
-        assert sum(segment["bytes"] for segment in facts["spaces"][0]["segments"]) >= SIZE * 4
+        assert until(lambda: sum(s["bytes"] for s in group.facts()["spaces"][0]["segments"]) >= SIZE * 4, 5)
         group.drop("job")
         assert until(lambda: sum(server["bytes"] for server in group.facts()["servers"]) == 0, 5)
         with pytest.raises(NotFound):

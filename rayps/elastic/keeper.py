@@ -104,6 +104,7 @@ class Keeper:
         member = self.members.get(name)
         if self.starting.pop(name, None) is not None:
             member = self.members[name] = Member(name, State.ALIVE)
+            self.members = dict(sorted(self.members.items(), key=lambda item: _age(item[0])))  # the oldest first
             self.event("server_joined", f"{name} is there, on {told.get('host') or 'this host'}", server=name)
         elif member is None or member.state == State.DEAD:
             return False
@@ -345,3 +346,7 @@ class Keeper:
     def size(self, seat: Seat) -> int:
         """Bytes of a segment, as far as they were said."""
         return max((member.size(seat.id) for member in self.members.values()), default=0)
+
+
+def _age(server: str) -> int:
+    return int(server.rpartition("-")[2])
