@@ -213,6 +213,22 @@ def test_the_mean_is_what_the_shard_alone_makes():
     assert bits(segment) == law.params.numpy().tobytes()
 
 
+def test_a_mean_is_over_those_who_had_samples():
+    """Not over those who might have: a rank without samples does not pull the mean towards zero."""
+    segment, law = loaded(made("bsp")), loaded(made("bsp"))
+    before = bits(segment)
+    for rank in range(WORKERS):
+        segment.push(rank, 0, 0.0, data(rank, 0))
+    assert bits(segment) == before
+    assert segment.version == 0
+    assert segment.durable(0) == 1
+    for rank, weight in enumerate([4.0, 0.0, 4.0]):
+        segment.push(rank, 1, weight, data(rank, 1))
+    values = [np.frombuffer(data(rank, 1), np.float32) for rank in (0, 2)]
+    expected = np.frombuffer(bits(law), np.float32) - 0.1 * (values[0] + values[1]) / 2
+    assert np.allclose(np.frombuffer(bits(segment), np.float32), expected, atol=1e-6)
+
+
 def test_the_optimizers_state_travels_with_the_segment():
     """Momentum that stayed behind would be seen in the next step (as would Adam's count of steps)."""
     for optimizer in ("momentum", "adam"):

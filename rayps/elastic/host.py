@@ -164,9 +164,10 @@ class Host:
         try:
             for _ in range(64):
                 if not self._fair.room(guest.space):
-                    guest.paused = True
                     self._paused.add(guest)
-                    self._watch(guest)
+                    if not guest.paused:
+                        guest.paused = True
+                        self._watch(guest)
                     return
                 try:
                     message = guest.link.try_recv()
@@ -288,7 +289,10 @@ class Host:
 
     def _watch(self, guest: Guest) -> None:
         events = (0 if guest.paused else select.POLLIN) | (select.POLLOUT if guest.full else 0)
-        self._poll.modify(guest.descriptor, events)
+        if events:
+            self._poll.register(guest.descriptor, events)
+        else:  # not even that its peer is gone: it would be said again and again
+            self._poll.unregister(guest.descriptor)
 
     def _lose(self, guest: Guest, why: str) -> None:
         if guest.gone:
@@ -297,7 +301,8 @@ class Host:
         self._paused.discard(guest)
         log.info("%s: lost %s: %s", self.name, guest.link.peer, why)
         del self._guests[guest.descriptor]
-        self._poll.unregister(guest.descriptor)
+        with contextlib.suppress(KeyError):  # it was not read
+            self._poll.unregister(guest.descriptor)
         held = self._holdings.spaces.get(guest.space)
         if held is not None:
             self._serving.forget(held, guest)

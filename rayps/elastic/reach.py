@@ -143,7 +143,7 @@ class Reach:
             while not self._closing.is_set():
                 try:
                     link = self._call(self._manager if isinstance(self._manager, str) else self._manager())
-                except RaypsError as error:
+                except Exception as error:  # whoever is asked for the address may fail in ways of its own
                     log.info("%s: no manager yet: %s", self._name, error)
                     self._closing.wait(AGAIN_SECONDS)
                 else:
