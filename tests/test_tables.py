@@ -273,11 +273,12 @@ def test_the_row_used_longest_ago_goes():
 
 
 def test_time_to_live_keeps_the_floor():
-    """However old all rows are, a floor of them stays: the ones used last."""
-    for floor, left in ((0, [9]), (3, [4, 5, 9])):
+    """However old all rows are, a floor of them stays: the ones used last. Also where all grow old at once."""
+    for floor, left, together in ((0, [9], False), (3, [4, 5, 9], False), (3, [4, 5, 9], True)):
         segment = one(dataclasses.replace(TABLE, segments=1, policy={"ttl": 8, "floor": floor}))
-        for step, key in enumerate((1, 2, 3, 4, 5)):
-            say(segment, step, {key: 1})
+        for step in range(5):
+            keys = [step + 1] if not together else range(1, 6) if step == 0 else []
+            say(segment, step, dict.fromkeys(keys, 1))
         for step in range(5, 40):
             say(segment, step, {9: 1})
         assert stored(segment) == left
@@ -334,6 +335,10 @@ def test_a_branch_shares_pages_until_it_writes():
     assert given._top == used + 1  # one page was copied
     assert segment.dump() == before
     assert segment.nbytes < alone
+    other = segment.branch()
+    say(segment, 1, {70: 1})
+    assert other.dump() != segment.dump() and rows_of(other, ids(70)).tolist() != rows_of(segment, ids(70)).tolist()
+    del other
     segment.store.delete(np.arange(ROWS * 40))
     assert stored(branch) == list(range(ROWS * 40))
     del segment
