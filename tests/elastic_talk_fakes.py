@@ -4,6 +4,7 @@ What the servers of a real group share by copies, these share by being one proce
 `filed` dies with it.
 """
 
+import contextlib
 import json
 import threading
 import time
@@ -52,7 +53,8 @@ class Loop:
                 except LinkError:
                     link.close()
                     self.links.remove(link)
-            self.turn()
+            with contextlib.suppress(LinkError):  # whoever waited may have left
+                self.turn()
             time.sleep(0.001)
         for link in self.links:
             link.close()

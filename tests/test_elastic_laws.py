@@ -135,7 +135,9 @@ def test_a_death_in_the_middle_changes_no_bit(cluster, workers):
         law = trained(fixed, workers)
     with group(cluster, workers, shards=3, replicas=1, optimizer=adam) as shared:
         found = trained(shared, workers, {3: lambda: kill_one(cluster, shared), 8: lambda: shared.wait_settled(30)})
+        counts = shared.facts()["counts"]
     assert torch.equal(found, law)
+    assert counts["deaths"] == 1 and counts["promotions"] > 0 and counts["lost"] == 0
 
 
 @pytest.mark.timeout(120)
