@@ -13,9 +13,10 @@ from rayps.elastic.space import Space
 from rayps.elastic.watch import Door, Watch
 from rayps.errors import LinkError, PeerLost, PeerTimeout
 from rayps.failpoint import passing
-from rayps.link import Message, connect
+from rayps.link import Link, Message, connect
 
 CALL_SECONDS = (0.1, 2.0)  # first and longest try to reach a server; it may be dead, and the map not say so yet
+PROBE_SECONDS = 0.002  # to find out whether a server that was lost listens at all
 PAUSE_SECONDS = (0.005, 0.1)  # first and longest pause before a server that refused or was lost is asked again
 NAP_SECONDS = 0.05  # between two looks where nobody holds a segment
 
@@ -69,17 +70,26 @@ class Lines:
         address = self.map.addresses.get(server)
         if address is None or self.ended:
             return None
-        trouble = trouble or self._trouble(server)
-        patience = min(trouble.call, max(0.001, self.deadline - time.monotonic()))
-        try:
-            link = connect(address, name=self.name, secret=self.watch.door["secret"], generation=0, timeout=patience)
-        except LinkError:
-            trouble.call = min(2 * trouble.call, CALL_SECONDS[1])
-            trouble.again()
+        link = self._call(address, trouble or self._trouble(server), known_trouble=trouble is not None)
+        if link is None:
             return None
         line = self.open[server] = Line(server, link)
         self.join(line)
         return self.open.get(server)
+
+    def _call(self, address: str, trouble: _Trouble, known_trouble: bool) -> Link | None:
+        """A link to a server, or None. One that does not listen takes no time: a newer map may come meanwhile."""
+        patience = min(trouble.call, max(0.001, self.deadline - time.monotonic()))
+        for seconds in (PROBE_SECONDS, patience) if known_trouble else (patience,):
+            try:
+                return connect(address, name=self.name, secret=self.watch.door["secret"], generation=0, timeout=seconds)
+            except PeerTimeout:
+                continue  # it listens, and is slow
+            except LinkError:
+                break
+        trouble.call = min(2 * trouble.call, CALL_SECONDS[1])
+        trouble.again()
+        return None
 
     def join(self, line: Line) -> None:
         """Say who this is; JOINED is to come."""
