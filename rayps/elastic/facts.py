@@ -98,7 +98,7 @@ def _segment(keeper: Keeper, space: Space, seat: Seat) -> dict[str, Any]:
         "primary": seat.primary,
         "copies": [name for name in seat.copies if name in seat.synced],
         "generation": seat.generation,
-        "bytes": 0 if member is None else member.size(seat.id),
+        "bytes": keeper.size(seat) if seat.born else 0,
         "rows": 0 if member is None else member.rows(seat.id),
         "operations_s": 0.0 if member is None else round(member.rate(*seat.id), 1),
         "state": _state(keeper, seat, member),

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 BROKEN_SECONDS = 1.0  # a server whose connection broke may connect again within this
 SILENT_SECONDS = 10.0  # one that says nothing may speak again within this; until then only it has what has no copy
 AWAY_SECONDS = 5.0  # after a manager began again, for the servers to find it
-GATHER_SECONDS = 10.0  # how long moves wait for servers that were ordered together
+GATHER_SECONDS = 30.0  # how long moves wait for servers that were ordered together
 RETRY_SECONDS = 2.0  # between two tries to start a server
 APART_SECONDS = 1.0  # until a copy that could not be made is tried again
 EVENTS = 200
@@ -64,6 +64,7 @@ class Keeper:
         self.changed = False  # something is to be written, and told
         self._apart: dict[tuple[str, str], float] = {}
         self._gather_until = 0.0
+        self._sizes: dict[SeatId, int] = {}  # as its primary, whoever it was, said last
         self._heat, self._looked, self._ticked = Heat(), 0.0, time.monotonic()
         for name, told in record.servers.items():
             member = Member(name, State.AWAY, told.address, told.host, told.pid, leaving=told.leaving)
@@ -133,6 +134,7 @@ class Keeper:
             if space not in self.record.spaces:
                 self.tongue.forget(member, space)
                 member.forget(space)
+        self._sizes.update({seat: size for seat, size in member.sizes() if seat in self.seats})
 
     def heard(self, member: Member) -> None:
         """A sign of life."""
@@ -343,9 +345,18 @@ class Keeper:
     def _replace(self, seat: Seat) -> None:
         self.seats[seat.id] = seat
 
+    def forget_sizes(self, space: int) -> None:
+        """A space is closed."""
+        self._sizes = {seat: size for seat, size in self._sizes.items() if seat[0] != space}
+
     def size(self, seat: Seat) -> int:
         """Bytes of a segment, as far as they were said."""
-        return max((member.size(seat.id) for member in self.members.values()), default=0)
+        known = self._sizes.get(seat.id)
+        space = self.record.spaces[seat.space]
+        if known is not None or space.layout is None or seat.index >= len(space.cuts):
+            return known or 0
+        lo, hi = space.cuts[seat.index]
+        return (hi - lo) * space.layout.dtype.itemsize
 
 
 def _age(server: str) -> int:

@@ -98,10 +98,11 @@ class Member:
         self.load = {**load, "spaces": spaces}
         return list(spaces)
 
-    def size(self, seat: SeatId) -> int:
-        """Bytes of a segment that it is primary of, as far as it said."""
-        values = self.load.get("spaces", {}).get(seat[0], {}).get("segments", {}).get(seat[1])
-        return int(values[0]) if values else 0
+    def sizes(self) -> list[tuple[SeatId, int]]:
+        """Bytes of all segments that it is primary of."""
+        spaces = self.load.get("spaces", {}).items()
+        return [((number, index), int(values[0])) for number, facts in spaces
+                for index, values in facts["segments"].items()]  # fmt: skip
 
     def rows(self, seat: SeatId) -> int:
         """Its rows."""

@@ -65,6 +65,7 @@ def drop(keeper: Keeper, name: str) -> None:
         by_space.pop(number, None)
     keeper.seats = {id_: seat for id_, seat in keeper.seats.items() if id_[0] != number}
     keeper.begun = {key: at for key, at in keeper.begun.items() if key[0][0] != number}
+    keeper.forget_sizes(number)
     keeper.tongue.close_space(number)
     for member in keeper.members.values():
         if number in member.spaces or any(space == number for space, _ in member.told):
