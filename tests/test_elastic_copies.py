@@ -312,6 +312,28 @@ def test_a_copy_that_a_promotion_names_and_that_cannot_be_reached_is_waited_for(
         assert reader.hear(joining).kind == Kind.JOINED
 
 
+def test_nothing_is_handed_over_before_the_copy_has_it(site):
+    opened(site, copies=(), staleness=None)
+    quiet = Quiet(site)
+    site.manager.orders("s0", 1, [[i, "primary", 1, {"quiet": quiet.address}] for i in range(3)])
+    assert until(lambda: len(quiet.heard) == 3, SECONDS)
+    quiet.acknowledge()
+    site.manager.heard("s0", "synced", 1, 2, 1, "quiet")
+    worker = site.guest("s0")
+    push = worker.say(Kind.PUSH, pieces(0, 0), a=0, weight=1.0)
+    assert until(lambda: len(quiet.heard) == 4, SECONDS)
+    site.manager.orders("s0", 1, [[i, "leaving", 1, {"quiet": quiet.address}] for i in range(3)])
+    assert until(lambda: site.hosts["s0"]._holdings.spaces[1].holdings[2].role == "leaving", SECONDS)
+    assert read_numbers(worker.ask(Kind.PUSH, pieces(0, 1), a=1, weight=1.0).payload) == [0, 1, 2]
+    assert worker.silent()
+    assert not any(what == "handed" for _, what, *_ in site.manager.facts)
+    quiet.acknowledge()
+    for i in range(3):
+        site.manager.heard("s0", "handed", 1, i, 1, "")
+    assert worker.hear(push).kind == Kind.ACK  # it was applied, and the copy has it
+    quiet.close()
+
+
 def test_who_joins_a_primary_that_steps_down_hears_of_what_is_left(site):
     """JOINED waits for a copy of one segment; that segment's goes on elsewhere."""
     opened(site, copies=(), staleness=None)

@@ -57,7 +57,10 @@ def test_shares_are_equal_whatever_requests_cost(seed):
 
 def test_who_was_idle_saves_up_nothing_and_is_not_punished():
     fair = Fair()
-    serve(fair, 100.0, {1: 0.01}, refill=full(1))  # the other was idle all the while
+    serve(fair, 1.0, {1: 0.01, 2: 0.01}, refill=full(1, 2))
+    while fair.next(0.0):
+        pass
+    serve(fair, 100.0, {1: 0.01}, refill=full(1))  # the other is idle all the while
     got = serve(fair, 10.0, {1: 0.01, 2: 0.01}, refill=full(1, 2))
     assert got[1] == pytest.approx(5.0, rel=0.05)
     assert got[2] == pytest.approx(5.0, rel=0.05)
