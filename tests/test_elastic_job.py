@@ -3,6 +3,7 @@
 import importlib
 import json
 import threading
+import time
 
 import pytest
 import torch
@@ -148,6 +149,45 @@ def test_without_copies_what_is_lost_comes_back_from_the_last_checkpoint_and_the
     assert result.history.column("round").to_pylist() == list(range(40))
     if staleness == 0:
         assert same(result, fixed)
+
+
+class Slots(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.slots = torch.nn.Parameter(torch.zeros(60, dtype=torch.float64))
+
+
+class Tally(Small):
+    """Each push, of one row of the data, adds one to that row's slot."""
+
+    def model(self):
+        return Slots()
+
+    def data(self):
+        return rayps.data.tensors(torch.arange(60), torch.zeros(60), batch_size=1)
+
+    def loss(self, model, batch):
+        importlib.import_module("small_work").SEEN[self.tag] += 1
+        time.sleep(self.pause)
+        return -model.slots[batch.x].sum()
+
+    def optimizer(self, params):
+        return torch.optim.SGD(params, lr=3.0)  # of three workers, each push is scaled by a third
+
+    def evaluate(self, model, batch):
+        return {}
+
+
+@pytest.mark.parametrize("replicas", [0, 1])
+@pytest.mark.parametrize("staleness", [2, None])
+def test_out_of_step_each_push_is_applied_once_whoever_dies(cluster, tag, staleness, replicas):
+    cluster.kill_when(tag, 60, ("HostActor", "server-1"))
+    cluster.kill_when(tag, 300, ("HostActor", "server-2"))
+    strategy = ParameterServer(shards=3, staleness=staleness, replicas=replicas)
+    result = train(Tally(pause=0.01, tag=tag), strategy, cluster, epochs=8, checkpoint_every=7)
+    assert torch.equal(result.snapshot.params, torch.full((60,), 8.0, dtype=torch.float64))
+    assert kinds(result).count("server_lost") == 2
+    assert ("restored" in kinds(result)) is (replicas == 0)
 
 
 def test_in_step_what_nobody_has_any_more_means_going_back_to_the_last_snapshot(cluster, tag):
