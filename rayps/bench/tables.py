@@ -61,6 +61,8 @@ class FilesRow:
     file_bytes: float  # on disk, for each row
     save: float  # seconds
     load: float
+    save_cpu: float  # seconds of processors
+    load_cpu: float
 
 
 def bench_tables(
@@ -168,23 +170,23 @@ def bench_files(rows: int, dim: int, segments: int, loaded_on: int, folder: Path
     held, _ = filled(table, rows)
     memory = sum(segment.nbytes for segment in held) / rows
     with tempfile.TemporaryDirectory(dir=folder) as place:
-        began = time.perf_counter()
+        began, used = time.perf_counter(), time.process_time()
         written = parquet.write(place, table, (segment.dump() for segment in held))
-        saving = time.perf_counter() - began
+        saving = time.perf_counter() - began, time.process_time() - used
         size = sum(path.stat().st_size for path in written) / rows
         del held
         again = replace(table, segments=loaded_on)
-        began, count = time.perf_counter(), 0
+        began, used, count = time.perf_counter(), time.process_time(), 0
         kept = []
         for index, state in parquet.read(place, again, workers=1):
             segment = TableSegment(again, index, ParameterServer(staleness=None), 1)
             segment.load(state)
             kept.append(segment)
             count += segment.rows
-        loading = time.perf_counter() - began
+        loading = time.perf_counter() - began, time.process_time() - used
     if count != rows:
         raise RuntimeError(f"{count} rows were loaded of {rows}")
-    return FilesRow(rows, dim, segments, loaded_on, memory, size, saving, loading)
+    return FilesRow(rows, dim, segments, loaded_on, memory, size, saving[0], loading[0], saving[1], loading[1])
 
 
 def skew(rows: int, ids: int, zipf: float, segments: int) -> float:

@@ -35,7 +35,8 @@ def tables(
     if files:
         saved = [bench_files(rows, dim, count, files, folder) for count in counts]
         _show(form, saved, {"rows": "rows", "segments": "segments", "loaded_on": "loaded on",
-                            "row_bytes": "bytes a row", "file_bytes": "on disk", "save": "save s", "load": "load s"})
+                            "row_bytes": "bytes a row", "file_bytes": "on disk", "save": "save s", "load": "load s",
+                            "save_cpu": "cpu s", "load_cpu": "cpu s"})
         return
     measured = bench_tables(rows, ids, dim, counts, optimizers.split(","), zipf=zipf, repeats=repeats)
     _show(form, measured, {"optimizer": "optimizer", "segments": "segments", "ids": "ids", "pull": "pulled/s",

@@ -26,6 +26,7 @@ from rayps.tables import initial, state
 from rayps.tables.index import ABSENT
 from rayps.tables.optim import rule_of
 from rayps.tables.policy import Life, Policy
+from rayps.tables.rounds import union
 from rayps.tables.store import RowStore
 from rayps.tables.wire import (
     DTYPES,
@@ -177,7 +178,7 @@ class TableSegment:
         changes = []
         while self._closed < self.clock.slowest:
             held = sorted(self._inbox.pop(self._closed, {}).items())
-            ids, counts, values = _union(self.table, [push for _, (push, _) in held])
+            ids, counts, values = union(self.table, [push for _, (push, _) in held])
             self.version += 1
             self._steps = []
             weights: list[float] = [weight for _, (_, weight) in held]
@@ -382,23 +383,3 @@ class TableSegment:
 
 def _head(kind: int, rank: int, step: int, weight: float) -> bytes:
     return np.array([kind, rank, step], np.int64).tobytes() + np.float64(weight).tobytes()
-
-
-def _union(table: Table, pushes: Sequence[Push]) -> tuple[Ids, Counts, list[Tensor]]:
-    """All ids that somebody pushed, their counts together, and each push over all of them: zeros where it has none."""
-    several = [push.ids for push in pushes]
-    if not any(len(ids) for ids in several):
-        return np.empty(0, np.int64), np.empty(0, np.uint32), []
-    if all(np.array_equal(ids, several[0]) for ids in several[1:]):
-        counts = np.sum([push.counts for push in pushes], axis=0, dtype=np.uint32)
-        return several[0], counts, [push.rows for push in pushes]
-    ids = np.unique(np.concatenate(several))
-    counts = np.zeros(len(ids), np.uint32)
-    values = []
-    for push in pushes:
-        at = np.searchsorted(ids, push.ids)
-        counts[at] += push.counts
-        value = torch.zeros(len(ids), table.dim, dtype=DTYPES[table.dtype])
-        value[torch.from_numpy(at)] = push.rows
-        values.append(value)
-    return ids, counts, values
