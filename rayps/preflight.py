@@ -49,6 +49,12 @@ def preflight(workload: Workload, phases: list[Phase], spec: JobSpec) -> Finding
             "servers: leave it out, or use parameter_server",
             field="server_group",
         )
+    if spec.branch is not None and phases[0].strategy.shards == 0:
+        raise ConfigError(
+            f"branch is {spec.branch!r}, and {_name(phases[0].strategy)} keeps no parameters on servers: begin with "
+            "parameter_server, or leave it out",
+            field="branch",
+        )
     layout = Layout.of((name, p) for name, p in model.named_parameters() if p.requires_grad)
     _refuse_closure(optim.build(workload.optimizer, layout))
     warnings = []

@@ -13,10 +13,16 @@ import rayps
 from rayps import AllReduce, ParameterServer
 from rayps.cluster import until
 from rayps.driver import Driver
+from rayps.elastic import job
+from rayps.elastic.dense import part_of
 from rayps.elastic.group import start
+from rayps.elastic.space import Space
 from rayps.errors import ConfigError, NotFound, RaypsError, WorkloadError
+from rayps.flat import Layout
 from rayps.job import JobSpec, Status
 from rayps.journal import Journal
+from rayps.server.ledger import Ledger
+from rayps.snapshot import Snapshot
 
 EXACT = 1e-12
 PRIVATE = ParameterServer(shards=3, replicas=1)
@@ -218,6 +224,21 @@ def test_out_of_step_a_dead_worker_is_replaced_while_the_others_go_on(cluster, t
     assert result.history.column("round").to_pylist() == list(range(28))
 
 
+def test_a_segment_begins_with_the_pushes_that_its_elements_hold_and_gives_up_what_nobody_has():
+    layout = Layout.of([("a", torch.zeros(8))])
+    space = Space("s", 1, 2, ParameterServer(staleness=None), layout, ((0, 4), (4, 8)))
+    ledgers = [(0, 4, Ledger([5, 9], {0: [7]})), (4, 8, Ledger([6, 9]))]
+    snapshot = Snapshot(layout, torch.arange(8.0), positions=[5, 9], ledgers=ledgers)
+    for index, (_, _, ledger) in enumerate(ledgers):
+        state, missing = job._begun(space, index, snapshot, [0, 0])
+        part = part_of(state, 0, 4 * index)
+        assert part.ledger == ledger and missing == 0
+        assert torch.equal(part.params, snapshot.params[4 * index : 4 * index + 4])
+    state, missing = job._begun(space, 0, snapshot, [0, 0], skips={0: 20, 1: 4})
+    assert part_of(state, 0, 0).ledger == Ledger([20, 9])
+    assert missing == 14  # steps 5 to 19, of which 7 is there
+
+
 # -------------------------------------------------------------------------------- branch and resume
 
 
@@ -336,6 +357,7 @@ def test_a_group_that_is_not_there(cluster, group):
     (ParameterServer(compression="fp16"), {"server_group": "main"}, "compression"),
     (ParameterServer(shards=2, replicas=1, compression="int8"), {}, "compression"),
     (ParameterServer(), {"branch": "other"}, "server_group"),
+    ([(1, AllReduce()), (1, ParameterServer())], {"server_group": "main", "branch": "other", "epochs": None}, "branch"),
     (ParameterServer(), {"server_group": "main", "quota": {"rows": 3}}, "quota"),
 ])
 def test_what_cannot_be_is_said_before_anything_starts(cluster, strategy, options, word):
