@@ -74,7 +74,7 @@ class Ledger:
             for each in works:
                 each.result(2 * SECONDS)
             if more is not None:
-                more.result(SECONDS)
+                more.result(2 * SECONDS)
         return self.slots()
 
     def handed(self, rank):
@@ -198,8 +198,17 @@ HOST_PLACES = {
 def test_a_server_that_dies_at_a_named_place(place, staleness):
     arm = {("HostActor", 1): f"{place}={HOST_PLACES[place]}"}
     with ledger(arm=arm, staleness=staleness, servers=2, pushes=30) as own:
-        slots = own.run(lambda: (own.group.resize(3), own.group.wait_settled(SECONDS), own.group.resize(2)))
-        assert until(lambda: own.group.facts()["counts"]["deaths"] > 0, SECONDS), "nobody came by there"
+        def chaos():
+            for servers in (3, 2) * 3:
+                if not deaths():
+                    own.group.resize(servers)
+                    own.group.wait_settled(SECONDS)
+
+        def deaths():
+            return own.group.facts()["counts"]["deaths"]
+
+        slots = own.run(chaos)
+        assert deaths(), "nobody came by there"
         assert ones(slots), said(slots, own)
 
 

@@ -64,6 +64,9 @@ class OwnSpace:
             assert opened.layout is not None
             states = {i: state_of(vector[a:b], opened.layout, a, marks=marks) for i, (a, b) in enumerate(opened.cuts)}
             talk.exchange(Kind.LOAD, states)
+            if gone := found.lost():  # a server died meanwhile
+                talk.exchange(Kind.LOAD, {i: states[i] for i in gone})
+                group.restored(opened.number, gone)
         finally:
             talk.close()
         return found
