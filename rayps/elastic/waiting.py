@@ -65,8 +65,8 @@ class Answers:
 
     def settled(self, held: Held, *, anew: bool) -> None:
         """Let go the answers whose copies have everything; `anew`: what they wait for may have changed."""
-        left = []
-        free = []
+        left: list[Withheld] = []
+        free: list[Withheld] = []
         for answer in held.withheld:
             if anew:
                 answer.needs = self._copies.needs(answer.holdings)
