@@ -158,7 +158,9 @@ class Fair(Generic[T]):
         """Forget a space; what waited."""
         line = self._lines.pop(space, None)
         self._busy.pop(space, None)
-        return [] if line is None else [item for item, *_ in (*line.urgent, *line.items)]
+        if line is None:
+            return []
+        return [item for item, _ in line.urgent] + [item for item, _, _ in line.items]
 
     def _line(self, space: int) -> _Line[T]:
         line = self._lines.get(space)
