@@ -74,7 +74,7 @@ def both():
 
 @pytest.mark.timeout(200)
 def test_faults(both):
-    row = bench_faults(both, kills=1, servers=2, workers=2, size=4000, seed=7)
+    row = bench_faults(both, kills=1, servers=2, workers=2, size=4000, seed=7, warm=0.5)
     assert row.ledger_exact, row.wrong
     assert row.kills == 1 == len(row.gaps) and row.worst_gap_s == max(row.gaps) >= row.median_gap_s > 0
     assert row.pushes > 0 and row.pushes_s_before > 0 and row.pushes_s_after > 0 and row.seed == 7, row

@@ -58,10 +58,12 @@ def bench_faults(
     staleness: int | None = None,
     size: int = 1_000_000,
     seed: int | None = None,
+    warm: float = 5.0,
 ) -> FaultsRow:
     """Kill servers at random moments while workers push and pull vectors of `size` bytes.
 
-    The servers that are killed must be on this host.
+    The servers that are killed must be on this host. The first `warm` seconds, in which the cluster still starts
+    processes, are not counted.
 
     Raises:
         ConfigError: there are to be no kills, or nothing would be left of what they held.
@@ -79,7 +81,7 @@ def bench_faults(
         with ServerGroup(torch.zeros(n, dtype=torch.float64), shards=servers, replicas=replicas, workers=workers,
                          staleness=staleness, segments=SEGMENTS, cluster=cluster) as group:  # fmt: skip
             crowd.begin(group)
-            time.sleep(1.0)
+            time.sleep(warm)
             calm = time.time()
             time.sleep(CALM_SECONDS)
             moments, settled = _killing(group, kills, chance)
