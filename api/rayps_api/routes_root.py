@@ -110,7 +110,7 @@ def _of_groups(known: Service, registry: CollectorRegistry) -> None:
     servers = Gauge("rayps_group_servers", "Servers of a group by state", ["group", "state"], registry=registry)
     gauges = {key: Gauge(f"rayps_space_{key}", what, ["group", "space"], registry=registry) for key, what in (
         ("bytes", "Bytes that a job keeps on a server group"), ("rows", "Rows of its tables"),
-        ("operations_s", "Its requests a second"), ("rejected", "Its requests that waited for its quota"))}
+        ("operations_s", "Its requests a second"), ("throttled", "Its requests that waited for its quota"))}
     for group in known.groups.all():
         for state in ("alive", "leaving", "dead"):
             servers.labels(group["name"], state).set(sum(each.get("state") == state for each in group["servers"]))

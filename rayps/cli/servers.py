@@ -160,8 +160,8 @@ def _tables(data: dict[str, Any]) -> None:
     _section("spaces", ["space", "workers", "segments", "tables", "bytes", "rows", "requests/s", "held back", "quota"],
              data["spaces"], lambda s: [
                  s["name"], s.get("workers"), _held(s["segments"]), ", ".join(s.get("tables") or []) or "-",
-                 size(s.get("bytes")), s.get("rows"), show.number(s.get("operations_s")), s.get("rejected"),
-                 quota(s.get("quota"))])
+                 size(s.get("bytes")), s.get("rows"), show.number(s.get("operations_s")),
+                 s.get("throttled", s.get("rejected")), quota(s.get("quota"))])
     _section("moves", ["space", "segment", "from", "to", "phase", "seconds", "bytes"], data["moves"], lambda m: [
         m.get("space"), m.get("segment"), m.get("from") or "-", m.get("to"), m.get("phase"),
         show.number(m.get("seconds")), size(m.get("bytes"))])

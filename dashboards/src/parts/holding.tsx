@@ -120,6 +120,7 @@ export function SpacesCard({ group }: { group: Group }) {
 
 function SpaceLine({ space, group }: { space: GroupSpace; group: Group }) {
   const ready = space.segments.filter((segment) => segment.state === "ready").length;
+  const held = space.throttled ?? space.rejected;
   return (
     <tr>
       <td><JobLink id={space.name} group={group} />{space.branch_of && <span class="sub">branch of {spaceName(space.branch_of, group.jobs)}</span>}</td>
@@ -129,7 +130,7 @@ function SpaceLine({ space, group }: { space: GroupSpace; group: Group }) {
       <td class="num">{space.rows ? short(space.rows) : "–"}</td>
       <td><Quota value={space.bytes ?? 0} limit={space.quota?.bytes} words={bytes} label="Size" /></td>
       <td><Quota value={space.operations_s ?? 0} limit={space.quota?.operations} words={short} label="Requests a second" /></td>
-      <td class="num">{space.rejected ? <span class="slow">{count(space.rejected)}</span> : "0"}</td>
+      <td class="num">{held ? <span class="slow">{count(held)}</span> : "0"}</td>
     </tr>
   );
 }
