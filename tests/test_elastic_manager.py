@@ -74,11 +74,13 @@ def test_a_space_is_placed_and_gets_its_copies(make):
     assert set(found.addresses) == {"server-0", "server-1", "server-2"}
     for index, holding in enumerate(found.holdings):
         assert HOSTS[holding.primary].orders[1, index][:2] == (Role.PRIMARY, 1)
-        assert HOSTS[holding.copies[0]].orders[1, index][:2] == (Role.COPY, 1)
+        copy = HOSTS[holding.copies[0]].orders  # the fake primary says SYNCED whatever the copy has heard
+        assert until(lambda c=copy, i=index: (1, i) in c, 5) and copy[1, index][:2] == (Role.COPY, 1)
     facts = manager.facts()
     json.dumps(facts)
     assert facts["status"] == "ready" and facts["spaces"][0]["segments"][3]["state"] == "ready"
     assert facts["counts"]["moves"] == facts["counts"]["deaths"] == 0
+    assert facts["spaces"][0]["rejected"] == facts["spaces"][0]["throttled"] == 0
     assert sum(s["primaries"] for s in facts["servers"]) == sum(s["copies"] for s in facts["servers"]) == 16
 
 
@@ -446,7 +448,8 @@ def test_hot_segments_move(make, monkeypatch):
             mine = {k: v for k, v in segments.items() if (1, int(k)) in host.orders
                     and host.orders[1, int(k)][0] == Role.PRIMARY}
             host.load = {"cpu": 0.5, "bytes": 1, "connections": 0, "spaces": {
-                "1": {"bytes": 1, "rows": 1, "operations": count, "rejected": 0, "seconds": 0.1, "segments": mine}}}
+                "1": {"bytes": 1, "rows": 1, "operations": count, "rejected": 0, "throttled": 2,
+                "seconds": 0.1, "segments": mine}}}
         if manager.facts()["counts"]["moves"] >= 2:
             break
         time.sleep(0.1)
@@ -455,3 +458,4 @@ def test_hot_segments_move(make, monkeypatch):
     moved = [i for i in hot if by(manager, 1).holdings[i].primary == "server-1"]
     assert len(moved) >= 2 and facts["counts"]["moved_bytes"] == 100 * facts["counts"]["moves"]
     assert any(event["kind"] == "hot_segment" for event in facts["events"])
+    assert facts["spaces"][0]["throttled"] == 4  # of two servers

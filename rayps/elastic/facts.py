@@ -81,6 +81,7 @@ def _space(keeper: Keeper, space: Space) -> dict[str, Any]:
         "rows": sum(row["rows"] for row in rows if row["table"] is not None),
         "operations_s": round(sum(member.rate(space.number) for member in keeper.members.values()), 1),
         "rejected": sum(int(facts.get("rejected", 0)) for facts in loads),
+        "throttled": sum(int(facts.get("throttled", 0)) for facts in loads),
         "seconds_s": round(sum(m.busy_rate(space.number) for m in keeper.members.values()), 4),
         "quota": {"bytes": space.quota.bytes, "operations": space.quota.operations},
         "branch_of": space.branch_of,
