@@ -149,7 +149,7 @@ def test_without_copies_what_is_lost_comes_back_from_the_last_checkpoint_and_the
     fixed = train(work, ParameterServer(shards=2), cluster, checkpoint_every=4, epochs=4)
     SEEN.clear()
     cluster.kill_when(tag, 45, ("HostActor", "server-1"))
-    strategy = ParameterServer(shards=3, staleness=staleness, replicas=0)
+    strategy = ParameterServer(shards=2, staleness=staleness, replicas=0)
     result = train(work, strategy, cluster, checkpoint_every=4, epochs=4)
     assert {"segment_lost", "restored"} <= set(kinds(result))
     assert result.history.column("round").to_pylist() == list(range(40))
@@ -199,7 +199,7 @@ def test_out_of_step_each_push_is_applied_once_whoever_dies(cluster, tag, stalen
 def test_in_step_what_nobody_has_any_more_means_going_back_to_the_last_snapshot(cluster, tag):
     work = Small(n=90, pause=0.008, tag=tag)
     cluster.kill_when(tag, 45, ("HostActor", "server-1"))
-    strategy = ParameterServer(shards=3, replicas=0, replay_mb=0)
+    strategy = ParameterServer(shards=2, replicas=0, replay_mb=0)
     result = train(work, strategy, cluster, checkpoint_every=100, timeout=3.0, epochs=4)
     assert "restored" in kinds(result) and "restarted" in kinds(result)
     assert distance(result.model(), plain(work, 3, epochs=4)[0]) < EXACT

@@ -41,7 +41,7 @@ class Net(nn.Module):
 class Tally(rayps.Workload):
     """Each push takes one off the row that it names: a row says how often it was pushed."""
 
-    def __init__(self, pause=0.0, segments=6, tag="tally"):
+    def __init__(self, pause=0.0, segments=24, tag="tally"):  # enough that every server has some
         self.pause, self.segments, self.tag = pause, segments, tag
 
     def model(self):
@@ -83,6 +83,10 @@ def counted(result, workers=2):
     return (values(result.model()) * -workers).round().long()
 
 
+def told(result):
+    return "\n".join(f"{event['kind']}: {event['message']}" for event in result.events)
+
+
 def folder_of(result):
     return result.checkpoint / "tables" / "rows"
 
@@ -121,7 +125,7 @@ def test_without_copies_rows_come_back_from_the_checkpoint_and_the_workers(clust
     more = {"checkpoint": tmp_path} if folder else {}
     result = train(Tally(pause=0.006), strategy, cluster, epochs=4, checkpoint_every=5, **more)
     restored = [event for event in result.events if event["kind"] == "restored"]
-    assert restored and all(event["pushes"] == 0 for event in restored), result.events
+    assert restored and all(event["pushes"] == 0 for event in restored), told(result)
     assert ("begin anew" in restored[0]["message"]) is not folder
     assert torch.equal(counted(result), torch.full((ROWS, 2), 4)), counted(result)
 
