@@ -124,6 +124,7 @@ def test_a_dead_servers_segments_are_promoted_and_workers_hear_of_it(make):
             assert new.primary == old.copies[0] and new.generation == old.generation + 1
         else:
             assert new.primary == old.primary and new.generation == old.generation
+    assert until(lambda: "server-3" in list_alive(manager), 10)
     settle(manager)  # replaced, and copied to
     facts = manager.facts()
     assert "server-3" in list_alive(manager) and facts["counts"]["deaths"] == 1

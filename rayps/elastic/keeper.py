@@ -82,13 +82,15 @@ class Keeper:
 
     def view(self) -> Facts:
         """What decisions are made of."""
+        silent = any(member.state == State.SILENT for member in self.members.values())  # it comes back, or is replaced
+        expected = bool(self.starting) or silent
         return Facts(
             tuple(member.server for member in self.members.values()),
             tuple(self.seats.values()),
             self.record.wanted,
             self.record.replicas,
             len(self.starting),
-            bool(self.starting) and time.monotonic() < self._gather_until,
+            expected and time.monotonic() < self._gather_until,
             self.record.placed_by_load,
             frozenset(self._apart),
         )
@@ -182,6 +184,7 @@ class Keeper:
             self.event("server_lost", f"{member.name} is gone: {why}", server=member.name)
         member.broken = broken
         member.become(State.SILENT)
+        self.gather()
         self.changed = True
 
     def tick(self) -> None:
