@@ -215,7 +215,7 @@ def _unlike(a: Table, b: Table) -> Iterator[tuple[str, Any, Any]]:
 def bind(
     model: nn.Module, talk: Any, space: Space, lookups: Callable[[Any], Mapping[str, Any]] | None = None
 ) -> Tables:
-    """Let a model's tables be those of a space on servers, seen through `talk` (`rayps.elastic.talk.Talk`).
+    """Let a model's tables be those of a space on servers, seen through `talk` (`rayps.elastic.client.talk.Talk`).
 
     `lookups(batch)` foretells the ids of a batch by table, see `Workload.lookups`; None = no prefetch.
 

@@ -20,7 +20,7 @@ from rayps import optim
 from rayps.actors import ShardPlan
 from rayps.cluster import Cluster, Handle, surrounding
 from rayps.elastic import group as elastic
-from rayps.elastic.client import ElasticServer
+from rayps.elastic.client.client import ElasticServer
 from rayps.elastic.own import OwnSpace, cut
 from rayps.elastic.space import Quota, Space
 from rayps.errors import ConfigError

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from rayps.addresses import Addresses
-from rayps.elastic.client import ElasticServer
-from rayps.elastic.talk import Talk
+from rayps.elastic.client.client import ElasticServer
+from rayps.elastic.client.talk import Talk
 from rayps.errors import LinkError, PeerLost
 from rayps.flat import Layout
 from rayps.link import Link, Listener, connect

@@ -19,8 +19,8 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks as _GLOBAL_HOOKS
 from rayps import optim
 from rayps.buckets import Buckets
 from rayps.data import Batch
-from rayps.elastic.client import ElasticServer
-from rayps.elastic.talk import Talk
+from rayps.elastic.client.client import ElasticServer
+from rayps.elastic.client.talk import Talk
 from rayps.embedding import bind
 from rayps.errors import TrainingError, WorkloadError
 from rayps.flat import FlatModel, Gradient, beside

@@ -12,9 +12,9 @@ import torch
 from torch.optim import SGD
 
 from rayps.cluster import until
-from rayps.elastic.dense import state_of
-from rayps.elastic.host import Host
 from rayps.elastic.messages import Kind, Piece, pack, read_numbers, unpack
+from rayps.elastic.server.dense import state_of
+from rayps.elastic.server.host import Host
 from rayps.elastic.space import Space
 from rayps.flat import Layout
 from rayps.link import Listener, Message, connect

@@ -12,11 +12,11 @@ import time
 import numpy as np
 import torch
 
-from rayps.elastic.client import ElasticServer
+from rayps.elastic.client.client import ElasticServer
+from rayps.elastic.client.talk import Talk
 from rayps.elastic.map import Holding, SpaceMap
 from rayps.elastic.messages import Kind, Piece, numbers, pack, unpack
 from rayps.elastic.space import Space
-from rayps.elastic.talk import Talk
 from rayps.errors import LinkError, PeerTimeout
 from rayps.flat import Layout
 from rayps.link import Listener, Message

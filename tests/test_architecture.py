@@ -20,7 +20,8 @@ FLOORS = [
     # what is learnt
     "data workload checkpoint snapshot embedding buckets plans worker decide",
     # a run
-    "actors addresses beginning elastic.job elastic.job_tables group interrupt journal loop meeting members news outcome place preflight progress report "
+    "actors addresses beginning elastic.job elastic.job_tables group interrupt journal loop meeting members news "
+    "outcome place preflight progress report "
     "server_group shard_actor shards ties training driver driver_actor",
     # the service
     "service client",

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from rayps.elastic.balance import Balance, Heat, skew
+from rayps.elastic.manager.balance import Balance, Heat, skew
 from rayps.errors import ConfigError
 from rayps.partition import place
 

@@ -12,8 +12,8 @@ import torch
 from torch.optim import SGD, Adam
 
 from rayps.cluster import until
-from rayps.elastic.dense import DenseSegment
 from rayps.elastic.messages import Kind, Piece, read_numbers
+from rayps.elastic.server.dense import DenseSegment
 from rayps.elastic.space import Table
 from rayps.errors import LinkError
 from rayps.link import Listener, Message, connect

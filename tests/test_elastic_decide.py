@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from rayps.elastic import decide as module
-from rayps.elastic.decide import (
+from rayps.elastic.manager import decide as module
+from rayps.elastic.manager.decide import (
     BOUND,
     Copy,
     DropCopy,
@@ -29,8 +29,8 @@ from rayps.elastic.decide import (
     settled,
     targets,
 )
+from rayps.elastic.manager.seats import Seat, Server, State, hear, with_copy
 from rayps.elastic.messages import Event, Role
-from rayps.elastic.seats import Seat, Server, State, hear, with_copy
 
 UP = (State.ALIVE, State.LEAVING)
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.optim import SGD, Adagrad, Adam
 
-from rayps.elastic.dense import DenseSegment, part_of, state_of
-from rayps.elastic.held import MEAN, PUSHED, VALUES, changes_by
+from rayps.elastic.server.dense import DenseSegment, part_of, state_of
+from rayps.elastic.server.held import MEAN, PUSHED, VALUES, changes_by
 from rayps.errors import CheckpointError, ConfigError
 from rayps.flat import Layout
 from rayps.optim import SlicedOptimizer

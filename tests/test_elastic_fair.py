@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from rayps.elastic.fair import BURST_SECONDS, Bucket, Fair
+from rayps.elastic.server.fair import BURST_SECONDS, Bucket, Fair
 
 
 def serve(fair, seconds, cost, now=0.0, refill=None):

@@ -13,13 +13,13 @@ from process_cluster import ProcessCluster
 
 from rayps.cluster import LocalCluster, until
 from rayps.elastic import group as elastic
-from rayps.elastic import keeper
-from rayps.elastic.balance import Balance, skew
-from rayps.elastic.client import ElasticServer
-from rayps.elastic.crew import actor_name
+from rayps.elastic.client.client import ElasticServer
+from rayps.elastic.client.talk import Talk
+from rayps.elastic.manager import keeper
+from rayps.elastic.manager.balance import Balance, skew
+from rayps.elastic.manager.crew import actor_name
 from rayps.elastic.own import OwnSpace, cut
 from rayps.elastic.space import Space, Table
-from rayps.elastic.talk import Talk
 from rayps.errors import ActorDied, ConfigError, Conflict, NotFound
 from rayps.flat import Layout
 from rayps.strategies.parameter_server import ParameterServer

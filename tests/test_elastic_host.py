@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from rayps.cluster import until
-from rayps.elastic.dense import part_of, state_of
 from rayps.elastic.messages import Kind, Piece, read_numbers, unpack
+from rayps.elastic.server.dense import part_of, state_of
 from rayps.elastic.space import Quota, Table
 from rayps.tables.wire import bucket, encode_push
 from tests.elastic_site import Manager, Site, error, space, values
@@ -174,7 +174,7 @@ def test_a_newer_incarnation_fences_the_older(site):
 
 
 def test_a_space_that_is_heard_of_late_and_one_that_is_not(site, monkeypatch):
-    monkeypatch.setattr("rayps.elastic.host.STRANGE_SECONDS", 1.0)
+    monkeypatch.setattr("rayps.elastic.server.host.STRANGE_SECONDS", 1.0)
     early = site.guest("s0", join=False)
     joining = early.say(Kind.JOIN, a=1, b=0, payload=b"")
     assert early.silent(0.3)

@@ -14,8 +14,8 @@ from rayps import AllReduce, ParameterServer
 from rayps.cluster import until
 from rayps.driver import Driver
 from rayps.elastic import job
-from rayps.elastic.dense import part_of
 from rayps.elastic.group import start
+from rayps.elastic.server.dense import part_of
 from rayps.elastic.space import Space
 from rayps.errors import ConfigError, NotFound, RaypsError, WorkloadError
 from rayps.flat import Layout

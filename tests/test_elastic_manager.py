@@ -8,9 +8,9 @@ import pytest
 from elastic_fakes import HOSTS, FakeHost
 
 from rayps.cluster import LocalCluster, until
-from rayps.elastic import crew, keeper, members
-from rayps.elastic.balance import Balance
-from rayps.elastic.manager import Manager
+from rayps.elastic.manager import crew, keeper, members
+from rayps.elastic.manager.balance import Balance
+from rayps.elastic.manager.manager import Manager
 from rayps.elastic.map import SpaceMap
 from rayps.elastic.messages import Event, Kind, Role
 from rayps.elastic.space import Quota, Space, Table

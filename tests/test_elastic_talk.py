@@ -8,10 +8,10 @@ import pytest
 import torch
 from elastic_talk_fakes import FakeGroup, space_of
 
-from rayps.elastic.client import ElasticServer
-from rayps.elastic.kept import Kept
+from rayps.elastic.client.client import ElasticServer
+from rayps.elastic.client.kept import Kept
+from rayps.elastic.client.talk import Talk
 from rayps.elastic.messages import Kind
-from rayps.elastic.talk import Talk
 from rayps.errors import ConfigError, LinkError, PeerLost, PeerTimeout
 
 
@@ -165,7 +165,7 @@ def test_past_the_deadline_the_server_the_segments_and_the_knob_are_named(make):
     server = ElasticServer(talk)
     group.servers["s1"].mute = True
     talk._lines.deadline = 0
-    import rayps.elastic.talk as module
+    import rayps.elastic.client.talk as module
     module.GRACE_SECONDS, before = 0.1, module.GRACE_SECONDS
     try:
         with pytest.raises(PeerTimeout, match=r"'s1' did not answer for segments 1, 3.*0\.2 s.*timeout"):

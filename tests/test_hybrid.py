@@ -12,9 +12,9 @@ from torch import nn
 import rayps
 from rayps import embedding
 from rayps.cluster import LocalCluster
+from rayps.elastic.client.talk import Answers
 from rayps.elastic.messages import Kind
 from rayps.elastic.space import Space
-from rayps.elastic.talk import Answers
 from rayps.embedding import Embedding, EmbeddingBag
 from rayps.errors import ConfigError, LinkError
 from rayps.link.wire import as_bytes

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from rayps.cluster import Cluster, LocalCluster, host_address, rendezvous, surrounding
-from rayps.elastic.host import Host
-from rayps.elastic.manager import Manager
-from rayps.elastic.names import enlist, key_of, strike
+from rayps.elastic.manager.manager import Manager
+from rayps.elastic.manager.names import enlist, key_of, strike
+from rayps.elastic.server.host import Host
 from rayps.link import Listener
 
 log = logging.getLogger(__name__)

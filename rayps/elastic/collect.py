@@ -11,8 +11,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from rayps.elastic.client.talk import Talk
 from rayps.elastic.messages import Kind
-from rayps.elastic.talk import Talk
 from rayps.errors import LinkError, RaypsError
 from rayps.server.parts import Parts
 

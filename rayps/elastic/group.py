@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from rayps.cluster import Cluster, Handle, LocalCluster, rendezvous, surrounding
-from rayps.elastic.balance import Balance
-from rayps.elastic.manager import BALANCE, check_size
+from rayps.elastic.manager.balance import Balance
+from rayps.elastic.manager.manager import BALANCE, check_size
+from rayps.elastic.manager.names import actor_of, listed
 from rayps.elastic.map import SpaceMap
-from rayps.elastic.names import actor_of, listed
 from rayps.elastic.space import Quota, Space
 from rayps.errors import ActorDied, ConfigError, Conflict, PeerTimeout
 

@@ -18,13 +18,13 @@ import torch
 
 from rayps import optim
 from rayps.elastic import job_tables
+from rayps.elastic.client.talk import Talk
 from rayps.elastic.collect import Collector
-from rayps.elastic.dense import part_of, state_of
 from rayps.elastic.group import Group
 from rayps.elastic.messages import Kind
 from rayps.elastic.own import cut
+from rayps.elastic.server.dense import part_of, state_of
 from rayps.elastic.space import Quota, Space, Table
-from rayps.elastic.talk import Talk
 from rayps.errors import ActorDied, CheckpointError, ConfigError, NotFound, RaypsError
 from rayps.flat import Layout
 from rayps.plans import Orders, Seat

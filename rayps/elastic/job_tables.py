@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from rayps.elastic.client.talk import Talk
 from rayps.elastic.messages import Kind
 from rayps.elastic.space import Space, Table
-from rayps.elastic.talk import Talk
 from rayps.server.ledger import Ledger
 from rayps.tables import parquet, state
 

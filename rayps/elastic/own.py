@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
-from rayps.elastic.client import ElasticServer
-from rayps.elastic.dense import state_of
+from rayps.elastic.client.client import ElasticServer
+from rayps.elastic.client.talk import KEEP_BYTES, Talk
 from rayps.elastic.group import Group
 from rayps.elastic.messages import Kind
+from rayps.elastic.server.dense import state_of
 from rayps.elastic.space import Quota, Space
-from rayps.elastic.talk import KEEP_BYTES, Talk
 from rayps.errors import ConfigError, RaypsError
 from rayps.flat import Layout
 from rayps.server.rows import cuts

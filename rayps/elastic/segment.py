@@ -1,4 +1,4 @@
-"""What a server does with a segment, whatever is in it: the dense vector's (`rayps.elastic.dense`) or a table's
+"""What a server does with a segment, whatever is in it: the dense vector's (`rayps.elastic.server.dense`) or a table's
 (`rayps.tables.segment`). No sockets, no threads.
 
 A segment is a state machine: what `push` gives back, applied in the same order to a copy by `replay`, makes the copy

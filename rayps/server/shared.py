@@ -11,7 +11,7 @@ from rayps.errors import ConfigError
 from rayps.flat import Gradient, Layout
 
 if TYPE_CHECKING:
-    from rayps.elastic.client import ElasticServer
+    from rayps.elastic.client.client import ElasticServer
     from rayps.server.client import Server
 
 

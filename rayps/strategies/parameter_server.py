@@ -9,8 +9,8 @@ s = None: the same without the wait.
 `compression` (fp16, bf16, int8, top_k, top_k:FRACTION, auto) says how the pushes travel, with error feedback.
 s != 0: a worker keeps its newest pushes until a snapshot has them, up to `replay_mb` (10^6 bytes; none = 256), and says
 them again to a server that is restored; what is beyond is lost with the server, with 0 all since the snapshot.
-`replicas` (none = fixed servers): the servers are an elastic group of `shards` of them, each slice held by 1 + replicas,
-and one may die without a restart of anything.
+`replicas` (none = fixed servers): the servers are an elastic group of `shards` of them, each slice held 1 + replicas
+times, and one may die without a restart of anything.
 """
 
 from __future__ import annotations

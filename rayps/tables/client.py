@@ -29,7 +29,7 @@ class TableClient:
     """One table of a space, seen by one worker. For one thread."""
 
     def __init__(self, talk: Any, space: Space, name: str, half: bool = False) -> None:
-        """`talk` is a `rayps.elastic.talk.Talk`; with `half` rows travel as bfloat16. Raises ConfigError."""
+        """`talk` is a `rayps.elastic.client.talk.Talk`; with `half` rows travel as bfloat16. Raises ConfigError."""
         self.table, self.first = space.table(name)
         self.half = half
         self.foretold: Callable[[str], Foretold | None] = lambda name: None

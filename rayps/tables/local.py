@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rayps.elastic.client.talk import Answers
 from rayps.elastic.messages import Kind
 from rayps.elastic.space import Space
-from rayps.elastic.talk import Answers
 from rayps.errors import ConfigError
 from rayps.link.wire import EMPTY, as_bytes
 from rayps.tables.segment import TableSegment

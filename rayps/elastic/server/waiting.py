@@ -7,11 +7,11 @@ import time
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-from rayps.elastic.copies import Copies, stuck_on
-from rayps.elastic.guests import Guest, Request, Withheld
-from rayps.elastic.holdings import Held, Holding
 from rayps.elastic.messages import Kind, numbers, read_numbers
 from rayps.elastic.segment import Segment
+from rayps.elastic.server.copies import Copies, stuck_on
+from rayps.elastic.server.guests import Guest, Request, Withheld
+from rayps.elastic.server.holdings import Held, Holding
 from rayps.errors import ConfigError, PeerTimeout, RaypsError
 from rayps.failpoint import passing
 from rayps.link import Message

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rayps.elastic.client.talk import Talk
 from rayps.elastic.messages import Kind
-from rayps.elastic.talk import Talk
 from rayps.errors import ConfigError
 from rayps.flat import Gradient
 from rayps.link.wire import EMPTY

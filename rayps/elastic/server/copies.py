@@ -19,8 +19,8 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Protocol
 
-from rayps.elastic.holdings import Holding, Report
 from rayps.elastic.messages import Event, Kind, Piece, Role, pack, read_numbers
+from rayps.elastic.server.holdings import Holding, Report
 from rayps.errors import LinkError
 from rayps.failpoint import passing
 from rayps.link import Link, Message

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rayps.elastic.seats import SeatId
+from rayps.elastic.manager.seats import SeatId
 from rayps.errors import ConfigError
 
 

@@ -6,11 +6,11 @@ import select
 import struct
 import time
 
-from rayps.elastic.line import Line
+from rayps.elastic.client.line import Line
+from rayps.elastic.client.watch import Door, Watch
 from rayps.elastic.map import SpaceMap
 from rayps.elastic.messages import Kind
 from rayps.elastic.space import Space
-from rayps.elastic.watch import Door, Watch
 from rayps.errors import LinkError, PeerLost, PeerTimeout
 from rayps.failpoint import passing
 from rayps.link import Link, Message, connect

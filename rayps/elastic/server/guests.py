@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from rayps.elastic.copies import Peer
-from rayps.elastic.holdings import Holding
 from rayps.elastic.messages import Piece
+from rayps.elastic.server.copies import Peer
+from rayps.elastic.server.holdings import Holding
 from rayps.errors import StaleGeneration
 from rayps.link import Link, Message
 

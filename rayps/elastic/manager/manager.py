@@ -17,18 +17,18 @@ from pathlib import Path
 from typing import Any
 
 from rayps.cluster import Cluster, host_address, surrounding
-from rayps.elastic import spaces
-from rayps.elastic.balance import Balance
-from rayps.elastic.crew import Crew
-from rayps.elastic.facts import facts_of
-from rayps.elastic.keeper import Keeper
+from rayps.elastic.manager import spaces
+from rayps.elastic.manager.balance import Balance
+from rayps.elastic.manager.crew import Crew
+from rayps.elastic.manager.facts import facts_of
+from rayps.elastic.manager.keeper import Keeper
+from rayps.elastic.manager.record import Book, Record
+from rayps.elastic.manager.seats import State
+from rayps.elastic.manager.telling import Tongue
+from rayps.elastic.manager.wires import Caller, Wires
 from rayps.elastic.map import SpaceMap
 from rayps.elastic.messages import Kind
-from rayps.elastic.record import Book, Record
-from rayps.elastic.seats import State
 from rayps.elastic.space import Quota, Space
-from rayps.elastic.telling import Tongue
-from rayps.elastic.wires import Caller, Wires
 from rayps.errors import ClusterError, ConfigError, Conflict, LinkError, NotFound
 from rayps.link import Listener, Message, parse_address
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rayps.elastic.seats import Seat
+from rayps.elastic.manager.seats import Seat
 from rayps.elastic.space import Space
 from rayps.errors import ConfigError
 

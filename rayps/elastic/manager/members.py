@@ -7,9 +7,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from rayps.elastic.seats import SeatId, Server, State
+from rayps.elastic.manager.seats import SeatId, Server, State
+from rayps.elastic.manager.wires import Caller
 from rayps.elastic.space import Space
-from rayps.elastic.wires import Caller
 
 RATE_SECONDS = 3.0  # rates are of about this long; servers are compared by them, and do not report at one moment
 STEP_SECONDS = 0.25

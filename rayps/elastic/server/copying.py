@@ -6,10 +6,10 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
-from rayps.elastic.copies import MARK
-from rayps.elastic.guests import Request
-from rayps.elastic.holdings import Held, Holdings
 from rayps.elastic.messages import Kind, Piece, unpack
+from rayps.elastic.server.copies import MARK
+from rayps.elastic.server.guests import Request
+from rayps.elastic.server.holdings import Held, Holdings
 from rayps.failpoint import passing
 
 log = logging.getLogger(__name__)

@@ -12,13 +12,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from rayps.elastic.copies import Copies
-from rayps.elastic.dense import DenseSegment
-from rayps.elastic.guests import NOBODY, Request, fenced
-from rayps.elastic.holdings import Held, Holding
 from rayps.elastic.messages import Kind, Piece, numbers, pack, unpack
 from rayps.elastic.segment import Segment
-from rayps.elastic.waiting import Answers, Mouth, remove, segment_of
+from rayps.elastic.server.copies import Copies
+from rayps.elastic.server.dense import DenseSegment
+from rayps.elastic.server.guests import NOBODY, Request, fenced
+from rayps.elastic.server.holdings import Held, Holding
+from rayps.elastic.server.waiting import Answers, Mouth, remove, segment_of
 from rayps.errors import ConfigError, RaypsError, StaleGeneration
 from rayps.failpoint import passing
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rayps.elastic.held import CHANGE, MEAN, NEVER, ONE, PUSHED, VALUES, HeldShard, changes_by
+from rayps.elastic.server.held import CHANGE, MEAN, NEVER, ONE, PUSHED, VALUES, HeldShard, changes_by
 from rayps.elastic.space import Space
 from rayps.elastic.states import full_moments, pack_state, plain_moments, tensor_of, unpack_state
 from rayps.errors import CheckpointError, ConfigError

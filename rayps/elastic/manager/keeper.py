@@ -13,9 +13,9 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
-from rayps.elastic.balance import Balance, Heat
-from rayps.elastic.crew import START_SECONDS, Crew
-from rayps.elastic.decide import (
+from rayps.elastic.manager.balance import Balance, Heat
+from rayps.elastic.manager.crew import START_SECONDS, Crew
+from rayps.elastic.manager.decide import (
     Copy,
     Decision,
     DropCopy,
@@ -31,12 +31,12 @@ from rayps.elastic.decide import (
     decide,
     settled,
 )  # fmt: skip
-from rayps.elastic.members import Member
+from rayps.elastic.manager.members import Member
+from rayps.elastic.manager.record import Book, Record, Told
+from rayps.elastic.manager.seats import Seat, SeatId, State, hear
+from rayps.elastic.manager.telling import Tongue
+from rayps.elastic.manager.wires import Caller
 from rayps.elastic.messages import Event
-from rayps.elastic.record import Book, Record, Told
-from rayps.elastic.seats import Seat, SeatId, State, hear
-from rayps.elastic.telling import Tongue
-from rayps.elastic.wires import Caller
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class Keeper:
         )
 
     def settled(self) -> bool:
-        """See `rayps.elastic.decide.settled`."""
+        """See `rayps.elastic.manager.decide.settled`."""
         return not self.starting and settled(self.view())
 
     # ---- what is heard

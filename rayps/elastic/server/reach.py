@@ -13,8 +13,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from rayps.elastic.command import Address, Command
-from rayps.elastic.copies import Copies, Peer
+from rayps.elastic.server.command import Address, Command
+from rayps.elastic.server.copies import Copies, Peer
 from rayps.errors import LinkError, RaypsError
 from rayps.link import Link, connect
 

@@ -12,9 +12,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from rayps.elastic.dense import DenseSegment
 from rayps.elastic.messages import Event, Role
 from rayps.elastic.segment import Segment
+from rayps.elastic.server.dense import DenseSegment
 from rayps.elastic.space import Space
 from rayps.errors import WorkloadError
 from rayps.optim import Factory
@@ -56,7 +56,7 @@ class Holding:
     generation: int
     segment: Segment | None = None  # None: a copy without a state yet
     usable: bool = True  # False until something is loaded, here or where the state came from
-    copies: dict[str, Any] = field(default_factory=dict)  # by server: `rayps.elastic.copies.Copy`
+    copies: dict[str, Any] = field(default_factory=dict)  # by server: `rayps.elastic.server.copies.Copy`
     line: int = 0  # the generation in which its last change, or its state, was made: see `Copies`
     source: object = None  # as a copy: the link that its state came by
     since: float = 0.0  # when it became what it is

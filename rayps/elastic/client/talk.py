@@ -2,7 +2,7 @@
 
 One request for each server and exchange, said to all before any is heard. When a server dies, or a segment moves, what
 is not answered is said again to whoever holds the segment by then, and so are the pushes that only the former holder
-knew (`rayps.elastic.kept`); the segments' ledgers drop what they have. Li et al., OSDI 2014, section 4.3.
+knew (`rayps.elastic.client.kept`); the segments' ledgers drop what they have. Li et al., OSDI 2014, section 4.3.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from rayps.elastic.kept import Kept
-from rayps.elastic.line import PATIENT, PUSHES, Ask, Flight, Line, Pool, gather
-from rayps.elastic.lines import Lines, named
+from rayps.elastic.client.kept import Kept
+from rayps.elastic.client.line import PATIENT, PUSHES, Ask, Flight, Line, Pool, gather
+from rayps.elastic.client.lines import Lines, named
+from rayps.elastic.client.watch import Door
 from rayps.elastic.map import SpaceMap
 from rayps.elastic.messages import Kind, Piece, read_numbers, unpack
 from rayps.elastic.space import Space
-from rayps.elastic.watch import Door
 from rayps.errors import LinkError, PeerLost
 from rayps.failpoint import passing
 from rayps.link import Message

@@ -4,7 +4,8 @@ It is level-triggered: it looks at how things are, never at how they came to be,
 its record goes on where the last one was. Its loop is `for decision in decide(facts): apply it`, until there is none;
 what takes time (a copy, a handing over) is reported by servers and changes the facts.
 
-A move is a new copy, a promotion and a goodbye; a recovery is a promotion and a new copy (see `rayps.elastic.seats`).
+A move is a new copy, a promotion and a goodbye; a recovery is a promotion and a new copy (see
+`rayps.elastic.manager.seats`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import groupby
 
-from rayps.elastic.seats import Seat, SeatId, Server, State, handing, placed, promoted, with_copy, without_copy
+from rayps.elastic.manager.seats import Seat, SeatId, Server, State, handing, placed, promoted, with_copy, without_copy
 from rayps.partition import spots
 
 BOUND = 1.25  # no server is given more than this times the mean of a space's segments

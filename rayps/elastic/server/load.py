@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from rayps.elastic.holdings import Held, Holdings
+from rayps.elastic.server.holdings import Held, Holdings
 
 
 class Load:

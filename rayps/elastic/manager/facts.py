@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from rayps.elastic.keeper import Keeper
-from rayps.elastic.members import Member
-from rayps.elastic.seats import Seat, State
+from rayps.elastic.manager.keeper import Keeper
+from rayps.elastic.manager.members import Member
+from rayps.elastic.manager.seats import Seat, State
 from rayps.elastic.space import Space
 
 DEAD_SHOWN_SECONDS = 60.0  # how long a dead server is listed after nothing refers to it any more

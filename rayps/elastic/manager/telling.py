@@ -7,12 +7,12 @@ import pickle
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from rayps.elastic.manager.members import Member, Order
+from rayps.elastic.manager.record import Record
+from rayps.elastic.manager.seats import Seat, SeatId, State
+from rayps.elastic.manager.wires import Caller, Wires
 from rayps.elastic.map import Holding, SpaceMap
-from rayps.elastic.members import Member, Order
 from rayps.elastic.messages import Kind, Role
-from rayps.elastic.record import Record
-from rayps.elastic.seats import Seat, SeatId, State
-from rayps.elastic.wires import Caller, Wires
 from rayps.errors import NotFound
 from rayps.link import Message
 

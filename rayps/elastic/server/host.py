@@ -1,7 +1,6 @@
 """A server of an elastic group: one thread that serves segments of many spaces, and keeps copies of them elsewhere.
 
-The loop reads what is there, lets the spaces take turns (`rayps.elastic.fair`), answers (`rayps.elastic.serving`), and
-obeys the manager (`rayps.elastic.command`). Whatever waits, such as a connection, is another thread's business.
+The loop reads what is there, lets the spaces take turns (`fair`), answers (`serving`), and obeys the manager (`command`). Whatever waits, such as a connection, is another thread's business.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from typing import Any
 
 import torch
 
-from rayps.elastic import copying
-from rayps.elastic.command import Address, Command
-from rayps.elastic.copies import Copies, Peer
-from rayps.elastic.fair import Fair
-from rayps.elastic.guests import Guest, Request
-from rayps.elastic.holdings import Held, Holding, Holdings, Report
-from rayps.elastic.load import Load
 from rayps.elastic.messages import Kind, numbers
-from rayps.elastic.reach import Reach
-from rayps.elastic.serving import OPERATIONS, Serving
+from rayps.elastic.server import copying
+from rayps.elastic.server.command import Address, Command
+from rayps.elastic.server.copies import Copies, Peer
+from rayps.elastic.server.fair import Fair
+from rayps.elastic.server.guests import Guest, Request
+from rayps.elastic.server.holdings import Held, Holding, Holdings, Report
+from rayps.elastic.server.load import Load
+from rayps.elastic.server.reach import Reach
+from rayps.elastic.server.serving import OPERATIONS, Serving
 from rayps.elastic.space import Space
 from rayps.errors import LinkError, NotFound, StaleGeneration
 from rayps.link import Listener, Message
@@ -105,7 +104,7 @@ class Host:
         self._thread.join()
 
     def facts(self) -> dict[str, Any]:
-        """Its load: see `rayps.elastic.load`."""
+        """Its load: see `rayps.elastic.server.load`."""
         fair = self._fair
         return self._load.now(self._holdings, len(self._guests), lambda n: (fair.throttled(n), fair.queued(n)))
 
@@ -309,31 +308,31 @@ class Host:
         guest.link.close()
 
     def dial(self, peer: Peer) -> None:
-        """See `rayps.elastic.reach`."""
+        """See `rayps.elastic.server.reach`."""
         self._reach.dial(peer)
 
     def hang_up(self, peer: Peer) -> None:
-        """See `rayps.elastic.reach`."""
+        """See `rayps.elastic.server.reach`."""
         self._reach.hang_up(peer)
 
     # ---- what orders lead to
 
     def want_copies(self, holding: Holding, copies: dict[str, str], *, anew: bool) -> None:
-        """See `rayps.elastic.copies`."""
+        """See `rayps.elastic.server.copies`."""
         self._copies.want(holding, copies, anew=anew)
 
     def stop_serving(self, holding: Holding) -> None:
-        """See `rayps.elastic.serving`."""
+        """See `rayps.elastic.server.serving`."""
         self._serving.stop_serving(holding)
 
     def withdraw(self, holding: Holding) -> None:
-        """See `rayps.elastic.serving`."""
+        """See `rayps.elastic.server.serving`."""
         self._serving.withdraw(holding)
         self._copies.drop_all(holding)
         self.settled(holding.space.number, anew=True)
 
     def settled(self, space: int, *, anew: bool) -> None:
-        """See `rayps.elastic.serving`."""
+        """See `rayps.elastic.server.serving`."""
         held = self._holdings.spaces.get(space)
         if held is not None and held.withheld:
             self._serving.settled(held, anew=anew)

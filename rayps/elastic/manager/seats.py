@@ -1,6 +1,6 @@
 """What the manager knows about a segment: who holds it, who is to get it, and what its servers said. Pure data.
 
-A *seat* changes in two ways: a decision is applied to it (`rayps.elastic.decide`), or a server reports about it
+A *seat* changes in two ways: a decision is applied to it (`rayps.elastic.manager.decide`), or a server reports about it
 (`hear`). A report of another generation than the seat's changes nothing.
 """
 

@@ -6,8 +6,8 @@ import dataclasses
 import math
 from typing import Any
 
-from rayps.elastic.keeper import Keeper
-from rayps.elastic.seats import Seat
+from rayps.elastic.manager.keeper import Keeper
+from rayps.elastic.manager.seats import Seat
 from rayps.elastic.space import Quota, Space
 from rayps.errors import ConfigError, Conflict, NotFound
 

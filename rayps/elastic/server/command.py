@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from rayps.elastic.copies import Copies
-from rayps.elastic.holdings import Holdings, Order, Report
 from rayps.elastic.messages import Event, Kind
+from rayps.elastic.server.copies import Copies
+from rayps.elastic.server.holdings import Holdings, Order, Report
 from rayps.elastic.space import Space
 from rayps.errors import LinkError
 from rayps.link import Link, Message

@@ -1,0 +1,1 @@
+"""The manager of an elastic group: who holds what, decided by pure functions, told by one thread."""
