@@ -1,6 +1,7 @@
 """A server of an elastic group: one thread that serves segments of many spaces, and keeps copies of them elsewhere.
 
-The loop reads what is there, lets the spaces take turns (`fair`), answers (`serving`), and obeys the manager (`command`). Whatever waits, such as a connection, is another thread's business.
+The loop reads what is there, lets the spaces take turns (`fair`), answers (`serving`), and obeys the manager
+(`command`). Whatever waits, such as a connection, is another thread's business.
 """
 
 from __future__ import annotations
