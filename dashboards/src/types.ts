@@ -194,6 +194,7 @@ export interface GroupSpace {
   rows?: number | null;
   operations_s?: number | null;
   rejected?: number | null;
+  evicted?: number | null; // rows that were made room for
   throttled?: number | null; // requests that waited for the quota
   quota?: { bytes?: number | null; operations?: number | null } | null;
   branch_of?: string | null;

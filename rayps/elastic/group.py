@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rayps.cluster import Cluster, Handle, LocalCluster, rendezvous, surrounding
+from rayps.elastic.follow import Follower
 from rayps.elastic.manager.balance import Balance
 from rayps.elastic.manager.manager import BALANCE, check_size
 from rayps.elastic.manager.names import actor_of, listed
@@ -78,6 +79,10 @@ class Group:
         """A new holder of `rank`: its incarnation, which fences who held it before. Raises NotFound, ConfigError."""
         found: int = self._call("join", number, rank)
         return found
+
+    def follow(self, space: str, table: str, timeout: float = 60.0) -> Follower:
+        """The rows of a space's table, to be kept fresh by `update`. Raises NotFound, ConfigError."""
+        return Follower(self.door, self.space(space), table, timeout)
 
     def restored(self, number: int, segments: list[int]) -> None:
         """Segments that were lost have been loaded again."""

@@ -101,7 +101,10 @@ class Served:
 
     def apply(self, data: Any) -> None:
         """Take a delta in. Raises DataError: it is torn, or begins after what is known here."""
-        found = read_delta(data)
+        self.take(read_delta(data))
+
+    def take(self, found: Delta) -> None:
+        """Take in a delta that was read. Raises DataError: it begins after what is known here."""
         known = self.versions.get(found.segment, 0)
         if not found.whole and found.since > known:
             raise DataError(f"a delta of segment {found.segment} from version {found.since} came: version {known} is "

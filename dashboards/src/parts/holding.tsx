@@ -127,7 +127,7 @@ function SpaceLine({ space, group }: { space: GroupSpace; group: Group }) {
       <td class="num">{count(space.workers)}</td>
       <td class="num">{ready === space.segments.length ? count(ready) : `${count(ready)} of ${count(space.segments.length)} ready`}</td>
       <td>{space.tables?.length ? space.tables.join(", ") : <span class="faint">none</span>}</td>
-      <td class="num">{space.rows ? short(space.rows) : "–"}</td>
+      <td class="num" title={space.evicted ? `${count(space.evicted)} rows were evicted` : undefined}>{space.rows ? short(space.rows) : "–"}</td>
       <td><Quota value={space.bytes ?? 0} limit={space.quota?.bytes} words={bytes} label="Size" /></td>
       <td><Quota value={space.operations_s ?? 0} limit={space.quota?.operations} words={short} label="Requests a second" /></td>
       <td class="num">{held ? <span class="slow">{count(held)}</span> : "0"}</td>

@@ -79,6 +79,7 @@ def _space(keeper: Keeper, space: Space) -> dict[str, Any]:
         "version": keeper.record.versions.get(space.number, 0),
         "bytes": sum(row["bytes"] for row in rows),
         "rows": sum(row["rows"] for row in rows if row["table"] is not None),
+        "evicted": sum(int(facts.get("evicted", 0)) for facts in loads),
         "operations_s": round(sum(member.rate(space.number) for member in keeper.members.values()), 1),
         "rejected": sum(int(facts.get("rejected", 0)) for facts in loads),
         "throttled": sum(int(facts.get("throttled", 0)) for facts in loads),

@@ -10,6 +10,7 @@ from rayps.elastic.manager.keeper import Keeper
 from rayps.elastic.manager.seats import Seat
 from rayps.elastic.space import Quota, Space
 from rayps.errors import ConfigError, Conflict, NotFound
+from rayps.tables.segment import check_table
 
 
 def find(keeper: Keeper, name: str) -> Space:
@@ -133,6 +134,8 @@ def _check(space: Space) -> None:
     names = [table.name for table in space.tables]
     if len(set(names)) < len(names):
         raise ConfigError(f"space {space.name!r} has two tables of one name: {sorted(names)}", field="tables")
+    for table in space.tables:
+        check_table(table)
 
 
 def _refuse_if_open(keeper: Keeper, space: Space) -> None:

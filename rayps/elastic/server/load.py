@@ -1,8 +1,8 @@
 """What a server tells its manager about its load, as JSON-ready data.
 
 {"cpu": share of one core since the last, "bytes": of all parameters and optimizer states here, copies too,
- "connections": n, "spaces": {number: {"bytes", "rows", "operations", "rejected", "throttled", "queued" (bytes),
- "seconds" (of service), "segments": {index: [bytes, rows, operations, seq]}}}}
+ "connections": n, "spaces": {number: {"bytes", "rows", "evicted", "operations", "rejected", "throttled",
+ "queued" (bytes), "seconds" (of service), "segments": {index: [bytes, rows, operations, seq]}}}}
 What counts up is never reset. The segments are those that the server is primary of.
 """
 
@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rayps.elastic.server.holdings import Held, Holdings
+from rayps.tables.segment import TableSegment
 
 
 class Load:
@@ -42,8 +43,10 @@ def _of_space(held: Held, throttled: int, queued: int) -> dict[str, Any]:
         segment = holding.segment
         if segment is not None:
             segments[str(holding.index)] = [segment.nbytes, segment.rows, segment.operations, segment.seq]
+    tables = [holding.segment for holding in held.primaries() if isinstance(holding.segment, TableSegment)]
     return {
         "bytes": sum(row[0] for row in segments.values()), "rows": sum(row[1] for row in segments.values()),
+        "evicted": sum(table.life.evicted for table in tables),
         "operations": held.operations, "rejected": held.rejected, "throttled": throttled, "queued": queued,
         "seconds": round(held.seconds, 6), "segments": segments,
     }  # fmt: skip

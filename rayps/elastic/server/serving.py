@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from rayps.elastic.messages import Kind, Piece, numbers, pack, unpack
+from rayps.elastic.messages import Kind, Piece, numbers, pack, read_numbers, unpack
 from rayps.elastic.segment import Segment
 from rayps.elastic.server.copies import Copies
 from rayps.elastic.server.dense import DenseSegment
@@ -21,6 +21,8 @@ from rayps.elastic.server.holdings import Held, Holding
 from rayps.elastic.server.waiting import Answers, Mouth, remove, segment_of
 from rayps.errors import ConfigError, RaypsError, StaleGeneration
 from rayps.failpoint import passing
+from rayps.tables.delta import delta
+from rayps.tables.segment import TableSegment
 
 READER = -1
 OPERATIONS = frozenset({Kind.PUSH, Kind.PULL, Kind.PUSH_PULL, Kind.READ})
@@ -35,6 +37,7 @@ class Serving(Answers):
         self._answers: dict[int, Callable[[Held, Request], None]] = {
             Kind.PUSH: self._push, Kind.PULL: self._wait, Kind.PUSH_PULL: self._push_pull, Kind.READ: self._read,
             Kind.LOAD: self._load, Kind.PART: self._part, Kind.SAVED: self._saved, Kind.FLUSH: self._wait,
+            Kind.CHANGES: self._changes,
         }  # fmt: skip
 
     def answer(self, held: Held, request: Request) -> None:
@@ -106,6 +109,7 @@ class Serving(Answers):
         if wrong:
             self.say_stale(request, wrong)
         return bool(wrong)
+
     # ---- pushes
 
     def _push(self, held: Held, request: Request) -> None:
@@ -203,8 +207,14 @@ class Serving(Answers):
         self.reply(request, Kind.VALUE, touched, lead=lead, payload=payload)
 
     def _read(self, held: Held, request: Request) -> None:
+        self._say(held, request, lambda segment, data: segment.read(data))
+
+    def _changes(self, held: Held, request: Request) -> None:
+        self._say(held, request, _changed)
+
+    def _say(self, held: Held, request: Request, look: Callable[[Segment, memoryview], Any]) -> None:
         touched = [held.holdings[piece.segment] for piece in request.pieces]
-        pieces = [Piece(p.segment, p.generation, segment_of(h).read(p.data))
+        pieces = [Piece(p.segment, p.generation, look(segment_of(h), p.data))
                   for h, p in zip(touched, request.pieces, strict=True)]  # fmt: skip
         self.reply(request, Kind.VALUE, touched, payload=pack(pieces))
 
@@ -278,6 +288,15 @@ class Serving(Answers):
     def _saved(self, held: Held, request: Request) -> None:
         for holding in held.primaries():
             holding.state_is_kept(request.a)
+
+
+def _changed(segment: Segment, data: memoryview) -> bytes:
+    if not isinstance(segment, TableSegment):
+        raise ConfigError("changes are told of tables; READ the dense vector, or PART it", field="table")
+    since = read_numbers(data)[0]
+    return delta(segment, since if since <= segment.version else 0)  # else it was loaded from an earlier state
+
+
 def _over(held: Held, used: int, most: int) -> ConfigError:
     return ConfigError(
         f"space {held.space.name!r} has {used} bytes on this server and may have {most} on all of them: "
