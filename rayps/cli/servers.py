@@ -157,8 +157,8 @@ def _tables(data: dict[str, Any]) -> None:
     _section("servers", columns, data["servers"], lambda s: [
                  s["name"], _state(s["state"]), s.get("host"), s.get("pid"), s.get("primaries"), s.get("copies"),
                  size(s.get("bytes")), show.number(s.get("operations_s")), _percent(s.get("cpu"))])
-    _section("spaces", ["space", "workers", "segments", "tables", "bytes", "rows", "evicted", "requests/s", "held back", "quota"],
-             data["spaces"], lambda s: [
+    columns = ["space", "workers", "segments", "tables", "bytes", "rows", "evicted", "requests/s", "held back", "quota"]
+    _section("spaces", columns, data["spaces"], lambda s: [
                  s["name"], s.get("workers"), _held(s["segments"]), ", ".join(s.get("tables") or []) or "-",
                  size(s.get("bytes")), s.get("rows"), s.get("evicted"), show.number(s.get("operations_s")),
                  s.get("throttled", s.get("rejected")), quota(s.get("quota"))])
