@@ -73,6 +73,7 @@ class Talk:
         self._asks: list[Ask] = []  # what is under way, in the order to be said
         self._tag = 0
         self._moved: set[int] = set()  # segments that have had another primary since this began
+        self._unsure: dict[int, Line | None] = {}  # segments whose new primary may lack what is kept: who was asked
         self._ask_lost = 0.0  # when to ask whether what is awaited of these is lost
 
     @property
@@ -188,9 +189,11 @@ class Talk:
             self._look()
             self._say_all()
             passing("talk: pushed, not heard")
-            while any(ask.open for ask in self._asks):
-                self._check_lost(index for ask in self._asks for index in ask.pieces if index not in ask.answers)
-                self._lines.wait([index for ask in self._asks for index in ask.unsaid])
+            while self._unsure or any(ask.open for ask in self._asks):
+                awaited = {index for ask in self._asks for index in ask.pieces if index not in ask.answers}
+                self._check_lost(awaited | self._unsure.keys())
+                unasked = [index for index, line in self._unsure.items() if line is None]
+                self._lines.wait([index for ask in self._asks for index in ask.unsaid] + unasked)
                 self._listen()
                 self._say_all()
             passing("talk: acknowledged")
@@ -214,11 +217,35 @@ class Talk:
                 self.kept.keep(ask.step, ask.weight, pieces)
         self._asks = self._again(range(self.space.segments)) if cut_off else []
 
-    def _again(self, segments: Collection[int]) -> list[Ask]:
-        """What is kept of these segments, to be said again."""
-        return [Ask(Kind.PUSH, p.step, p.weight, p.pieces, kept=True) for p in self.kept.of(segments)]
+    def _again(self, segments: Collection[int], marks: Mapping[int, int] | None = None) -> list[Ask]:
+        """What is kept of these segments, to be said again; with `marks`, what lies above them."""
+        return [Ask(Kind.PUSH, p.step, p.weight, p.pieces, kept=True) for p in self.kept.of(segments, marks)]
+
+    def _ask_marks(self) -> None:
+        """Ask new primaries how far this rank's pushes got there; JOINED says it (`_joined`)."""
+        for server, segments in self.map.by_server(list(self._unsure)).items():
+            line = None if server is None else self._lines.line(server)
+            asked = line is not None and all(self._unsure[index] is line for index in segments)
+            if line is not None and not asked:
+                self._lines.join(line)
+            self._unsure.update(dict.fromkeys(segments, self._lines.open.get(str(server))))
+
+    def _joined(self, line: Line, message: Message) -> None:
+        pairs = read_numbers(message.payload)
+        line.marks = dict(zip(pairs[::2], pairs[1::2], strict=True))
+        line.joined = True
+        asked = [index for index, other in self._unsure.items() if other is line]
+        known = [index for index in asked if index in line.marks]
+        for index in known:
+            del self._unsure[index]
+        self._asks[:0] = self._again(known, line.marks)
+        if len(known) < len(asked):  # it does not have its orders yet
+            self._unsure.update(dict.fromkeys(set(asked).difference(known)))
+            self._lines.refused(line.server)
 
     def _say_all(self) -> None:
+        if self._unsure:
+            self._ask_marks()
         for ask in list(self._asks):
             if ask.unsaid:
                 for server, segments in self.map.by_server(list(ask.unsaid)).items():
@@ -276,9 +303,7 @@ class Talk:
             if message.kind != Kind.JOINED:  # it cannot say yet: it is asked again
                 self._lines.lose(line)
                 return
-            pairs = read_numbers(message.payload)
-            line.marks = dict(zip(pairs[::2], pairs[1::2], strict=True))
-            line.joined = True
+            self._joined(line, message)
             return
         flight = line.flights.pop(message.tag, None)
         if flight is None:
@@ -326,7 +351,7 @@ class Talk:
     # ---- a newer map
 
     def _look(self) -> None:
-        """Take over a newer map: what it makes void is said again, and before it what only the old holder knew."""
+        """Take over a newer map: what it makes void is said again, and what new primaries lack."""
         changed = self._lines.newer()
         if not changed:
             return
@@ -339,7 +364,7 @@ class Talk:
                 line.flights.pop(tag).reopen()
             if void and line.link.queued:
                 self._lines.lose(line)  # half a request has left
-        self._asks[:0] = self._again(changed)
+        self._unsure.update(dict.fromkeys(self.kept.among(changed)))
 
     def _check_lost(self, awaited: Iterable[int]) -> None:
         """Say so where what is awaited is lost for good. Raises PeerLost."""
