@@ -102,7 +102,8 @@ class Server(Loop):
                 return
             if message.kind == Kind.JOIN:
                 self.ranks[link] = message.b
-                held = [i for i, each in enumerate(group.map.holdings) if each.primary == self.name]
+                held = [i for i, each in enumerate(group.map.holdings)
+                        if each.primary == self.name and i not in group.unheard]
                 pairs = [n for i in held for n in (i, group.marks[i].get(message.b, 0))]
                 link.queue(Message(Kind.JOINED, message.tag), numbers(pairs))
                 return
@@ -163,6 +164,7 @@ class FakeGroup:
         self.values = [np.zeros(b - a) for a, b in space.cuts]
         self.marks = [{} for _ in space.cuts]
         self.heard, self.files, self.parks = [], False, False
+        self.unheard = set()  # segments that their new holder has no orders for yet
         self.map = SpaceMap(0, tuple(Holding(None) for _ in space.cuts), {})
         self.servers = {}
         for i in range(servers):

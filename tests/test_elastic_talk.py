@@ -147,6 +147,28 @@ def test_pushes_that_only_the_former_holder_knew_are_said_again(make, found_by, 
     assert pulls == {3}  # so that nobody answers who lacks one of the three
 
 
+@pytest.mark.parametrize("orders", ["are there", "come later"])
+def test_a_new_holder_is_told_only_what_it_lacks(make, orders):
+    """Thousands may be kept, of a time without copies, and the new holder have all but the last few."""
+    group, talk = make()
+    group.files = True
+    server = ElasticServer(talk)
+    for step in range(5):
+        server.push(torch.full((12,), float(step), dtype=torch.float64))
+        server.settle()
+    group.marks[1][0] = 3  # the steps that came along
+    if orders == "come later":
+        group.unheard.add(1)
+        thread = later(0.3, lambda: group.unheard.clear())
+    group.give(1, "s0")
+    time.sleep(0.05)
+    server.pull()
+    if orders == "come later":
+        thread.join()
+    assert sorted(key for key in group.servers["s0"].filed if key[0] == 1) == [(1, 0, 3), (1, 0, 4)]
+    assert [push.step for push in talk.kept.of([1])] == [0, 1, 2, 3, 4]  # for a later death: nothing says it is durable
+
+
 def test_gradients_may_change_once_a_push_has_returned(make):
     group, talk = make()
     group.files = True

@@ -225,10 +225,10 @@ class Talk:
         """Ask new primaries how far this rank's pushes got there; JOINED says it (`_joined`)."""
         for server, segments in self.map.by_server(list(self._unsure)).items():
             line = None if server is None else self._lines.line(server)
-            asked = line is not None and all(self._unsure[index] is line for index in segments)
-            if line is not None and not asked:
+            if server is not None and line is not None and any(self._unsure[index] is not line for index in segments):
                 self._lines.join(line)
-            self._unsure.update(dict.fromkeys(segments, self._lines.open.get(str(server))))
+                line = self._lines.open.get(server)
+            self._unsure.update(dict.fromkeys(segments, line))
 
     def _joined(self, line: Line, message: Message) -> None:
         pairs = read_numbers(message.payload)
