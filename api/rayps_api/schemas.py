@@ -164,8 +164,8 @@ class GroupJob(BaseModel):
     workers: int
 
 
-class GroupOut(BaseModel):
-    """A server group as it stands. `settled`: every segment is held as wanted and nothing moves."""
+class GroupHead(BaseModel):
+    """What is said of a server group in any case. `settled`: every segment is held as wanted and nothing moves."""
 
     name: str
     status: str
@@ -174,6 +174,11 @@ class GroupOut(BaseModel):
     replicas: int
     created_at: datetime
     settled: bool
+
+
+class GroupOut(GroupHead):
+    """A server group as it stands."""
+
     servers: list[dict[str, Any]]
     spaces: list[dict[str, Any]]
     moves: list[dict[str, Any]]
@@ -182,16 +187,9 @@ class GroupOut(BaseModel):
     jobs: list[GroupJob]
 
 
-class GroupRow(BaseModel):
+class GroupRow(GroupHead):
     """A server group in short."""
 
-    name: str
-    status: str
-    reason: str | None
-    wanted: int
-    replicas: int
-    created_at: datetime
-    settled: bool
     alive: int
     bytes: float
     operations_s: float

@@ -5,7 +5,7 @@ import { drainServer, resizeGroup, stopGroup } from "../api";
 import { GroupFeed } from "../groups";
 import { bytes, count, plural, seconds, short } from "../lib/format";
 import { GROUP_TONES, skew } from "../lib/servers";
-import { Ago, Dialog, Empty } from "../parts/bits";
+import { Ago, Dialog, Empty, Tile } from "../parts/bits";
 import { GroupEventsCard, MovesCard, ReplicationCard, ServersCard, SpacesCard } from "../parts/holding";
 import { GroupBadge, StopIcon } from "../parts/icons";
 import { HeatCard, HotCard } from "../parts/load";
@@ -141,15 +141,6 @@ function Tiles({ group }: { group: Group }) {
       <Tile name="Held" value={bytes(group.servers.reduce((sum, server) => sum + (server.bytes ?? 0), 0))} note={rows ? `${short(rows)} rows, copies included` : "copies included"} />
       <Tile name="Servers lost" value={count(deaths)} note={deaths ? `${plural(group.counts["promotions"] ?? 0, "promotion")}` : "none so far"} tone={deaths && group.status === "healing" ? "warn" : ""} />
     </dl>
-  );
-}
-
-function Tile({ name, value, unit, note, tone = "" }: { name: string; value: string; unit?: string; note: string; tone?: string }) {
-  return (
-    <div class={`tile ${tone && `tone-${tone}`}`}>
-      <dt>{name}</dt>
-      <dd><span class="tile-value">{value}</span>{unit && value !== "–" && <span class="tile-unit">{unit}</span>}<span class="tile-note">{note}</span></dd>
-    </div>
   );
 }
 

@@ -8,7 +8,7 @@ import { count, duration, loss, metric, plural, seconds, short } from "../lib/fo
 import { mainMetric } from "../lib/plot";
 import { ended, share, TONES, WORDS } from "../lib/status";
 import { current, describe, length, phases, usesServer, words } from "../lib/strategy";
-import { Ago, Badge, Bar, Copy, Dialog, Empty } from "../parts/bits";
+import { Ago, Badge, Bar, Copy, Dialog, Empty, Tile } from "../parts/bits";
 import { LossCard, RateCard } from "../parts/curves";
 import { ElasticCard } from "../parts/elastic";
 import { EventsCard, ResultCard, SpecCard } from "../parts/facts";
@@ -165,15 +165,6 @@ function average(feed: Feed): number | null {
     time += bucket.seconds;
   }
   return time > 0 ? samples / time : null;
-}
-
-function Tile({ name, value, unit, note, tone = "" }: { name: string; value: string; unit?: string; note: string; tone?: string }) {
-  return (
-    <div class={`tile ${tone && `tone-${tone}`}`}>
-      <dt>{name}</dt>
-      <dd><span class="tile-value">{value}</span>{unit && value !== "–" && <span class="tile-unit">{unit}</span>}<span class="tile-note">{note}</span></dd>
-    </div>
-  );
 }
 
 function Missing({ id, status, text, onRetry }: { id: string; status: number; text: string; onRetry: () => void }) {

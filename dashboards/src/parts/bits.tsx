@@ -122,3 +122,13 @@ export function Empty({ title, children }: { title: string; children?: Component
     </div>
   );
 }
+
+/** One figure of a page's head. */
+export function Tile({ name, value, unit, note, tone = "" }: { name: string; value: string; unit?: string; note: string; tone?: string }) {
+  return (
+    <div class={`tile ${tone && `tone-${tone}`}`}>
+      <dt>{name}</dt>
+      <dd><span class="tile-value">{value}</span>{unit && value !== "–" && <span class="tile-unit">{unit}</span>}<span class="tile-note">{note}</span></dd>
+    </div>
+  );
+}
