@@ -604,6 +604,26 @@ def test_an_abort_reaches_everyone_and_the_next_generation_starts_clean():
         thing.close()
 
 
+@pytest.mark.parametrize("size", [10, 100_000], ids=["one barrier", "many"])
+def test_an_abort_by_another_thread_closes_nothing_under_the_one_that_is_inside(size):
+    rng = random.Random(7)
+    for generation in range(40):
+        rings = form(3, generation=generation)
+
+        def work(ring):
+            while True:
+                ring.sum(torch.ones(size))
+
+        pause, victim = rng.uniform(0, 0.02), rng.choice(rings)
+        timer = threading.Timer(pause, victim.abort)
+        timer.start()
+        for error in errors(rings, work):
+            assert isinstance(error, PeerLost) and error.data["peer"] == f"rank {victim.rank}", error
+        timer.join()
+        for ring in rings:
+            ring.close()
+
+
 def test_ranks_that_make_different_calls_are_told():
     rings = form(3)
     found = errors(rings, lambda ring: ring.sum(torch.ones(30 + 30 * (ring.rank == 1))))

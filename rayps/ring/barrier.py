@@ -40,13 +40,15 @@ class Barrier:
 
     def meet(self) -> None:
         """Return once every rank of the group is here; what each wrote before is visible to all. Raises LinkError."""
-        self.turn += 1
-        self._turns[self._place] = self.turn
-        try:
-            self._meet_by_words() if ORDERED else self._meet_by_bells()
-        except BaseException:
-            self._turns[self._place] = self.turn - 1
-            raise
+        with self._mesh.hold:  # nobody closes the bells meanwhile
+            self._mesh.check()
+            self.turn += 1
+            self._turns[self._place] = self.turn
+            try:
+                self._meet_by_words() if ORDERED else self._meet_by_bells()
+            except BaseException:
+                self._turns[self._place] = self.turn - 1
+                raise
 
     def _meet_by_words(self) -> None:
         self._fence()

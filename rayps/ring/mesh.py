@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import math
 import select
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,7 +16,8 @@ from typing import Any
 
 from rayps.errors import LinkError, PeerLost, PeerTimeout
 from rayps.link import Link, Message
-from rayps.ring.messages import WHY, Arrival, Kind, Piece, Want, fill, must_match, ranks
+from rayps.ring.hold import Hold
+from rayps.ring.messages import Arrival, Kind, Piece, Want, fill, heard, must_match, ranks, told
 from rayps.ring.wires import Place, Wires
 
 LINGER_SECONDS = 0.25  # how long a rank that leaves tries to get its last words out
@@ -43,8 +43,9 @@ class Mesh:
         self._step = 0
         self._sent = 0
         self._quiet = 0.0  # seconds since what we wait for has moved
-        self._inside: int | None = None  # the thread that waits in here
+        self._inside = False  # a thread waits in here
         self._parted = False
+        self.hold = Hold(lambda: self.dead is not None and not self._parted, self._tell_and_part)
         self._at_end: list[Callable[[], None]] = []
 
     @property
@@ -133,12 +134,14 @@ class Mesh:
 
     def blame(self, words: str) -> LinkError:
         """The error for a failure that was seen elsewhere: the lost or silent rank if one can be found."""
-        try:
-            for peer in self._links:
-                self._listen(peer)
-        except LinkError as error:
-            return self._last_words(error)
-        found = self._inquest(set(self._links.ranks))
+        with self.hold:
+            self.check()
+            try:
+                for peer in self._links:
+                    self._listen(peer)
+            except LinkError as error:
+                return self._last_words(error)
+            found = self._inquest(set(self._links.ranks))
         return type(found)(f"{found.message}\n{words}", **found.data)
 
     def send(self, to: int, tag: int, buffer: Any) -> None:
@@ -157,7 +160,7 @@ class Mesh:
 
     def await_bell(self, bell: int, absent: Callable[[], set[int]]) -> None:
         """Wait until `bell` is readable, which the ranks that are `absent` have yet to ring. Raises as `exchange`."""
-        alone, start = self._inside is None, time.perf_counter()
+        alone, start = not self._inside, time.perf_counter()
         with self._guarded():
             # within a relay the line must go on; otherwise, mostly, the bell is all that stirs
             rang = alone and self._links.only_hears(bell, self._patience())
@@ -179,17 +182,19 @@ class Mesh:
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
         """What fails in here ends the mesh, for everyone. May be entered again from within."""
-        outer, self._inside = self._inside, threading.get_ident()
-        self._quiet = 0.0
-        try:
-            yield
-        except LinkError as error:
-            raise self._die(self._last_words(error)) from error
-        except BaseException:
-            self.abort()
-            raise
-        finally:
-            self._inside = outer
+        with self.hold:
+            self.check()
+            outer, self._inside = self._inside, True
+            self._quiet = 0.0
+            try:
+                yield
+            except LinkError as error:
+                raise self.fail(self._last_words(error)) from error
+            except BaseException:
+                self.abort()
+                raise
+            finally:
+                self._inside = outer
 
     def _run(self, message: Message, sends: Iterable[Piece], wants: dict[int, Want]) -> None:
         sending: set[int] = set()
@@ -257,8 +262,7 @@ class Mesh:
         elif message.kind == Kind.ASK:
             self._links[peer].queue(Message(Kind.HERE))
         elif message.kind == Kind.ABORT:
-            who, why = bytes(message.payload).decode(errors="replace").split("\n", 1)
-            raise WHY[message.a](why, peer=who, told_by=self._links[peer].peer)
+            raise heard(message, self._links[peer].peer)
         elif message.kind == Kind.BYE:
             self._left.add(peer)
         self._heard.add(peer)
@@ -349,35 +353,34 @@ class Mesh:
 
     def fail(self, error: LinkError) -> LinkError:
         """End the mesh because of `error`, tell the others, and give back the error to raise."""
-        return self._die(error)
+        with self.hold:
+            if self.dead is None:
+                self.dead = error
+            if not self._parted:
+                self._tell_and_part()
+            return self.dead
 
-    def _die(self, error: LinkError) -> LinkError:
-        if self.dead is None:
-            self.dead = error
-        if not self._parted:
-            error = self.dead
-            who = str(error.data.get("peer", ""))
-            why = next((i for i in (1, 2) if isinstance(error, WHY[i])), 0)
-            note = Message(Kind.ABORT, a=why)
-            self._part(lambda link: link.queue(note, f"{who}\n{error.message}".encode()), failed=True)
-        return self.dead
+    def _tell_and_part(self) -> None:
+        assert self.dead is not None
+        note, words = told(self.dead)
+        self._part(lambda link: link.queue(note, words), failed=True)
 
     def abort(self) -> None:
-        """End the ring for everyone: all ranks that wait in it raise PeerLost."""
-        me = f"rank {self.rank}"
-        error = PeerLost(f"{me} aborted the ring", peer=me)
-        if self._inside in (None, threading.get_ident()):
-            self._die(error)
-            return
-        self.dead = self.dead or error  # another thread waits in here: wake it, it will say so to everyone
-        for link in list(self._links.values()):
-            link.hang_up(last_words=True)
+        """End the ring for everyone: all ranks that wait in it raise PeerLost. Any thread may call it."""
+        self.dead = self.dead or PeerLost(f"rank {self.rank} aborted the ring", peer=f"rank {self.rank}")
+        if not self.hold.settle():  # another thread is in here: wake it, it will say so to everyone
+            for link in list(self._links.values()):
+                link.hang_up(last_words=True)
 
     def close(self) -> None:
         """Leave. Ranks that still need this one see it as lost, others go on. Safe to call twice."""
-        if self.dead is None:
-            self.dead = LinkError("this ring has been closed on this rank", peer=f"rank {self.rank}")
-        self._part(lambda link: link.queue(Message(Kind.BYE)), failed=False)
+        if not self.hold.settle():
+            self.abort()  # another thread waits in here
+        with self.hold:
+            if self.dead is None:
+                self.dead = LinkError("this ring has been closed on this rank", peer=f"rank {self.rank}")
+            if not self._parted:
+                self._part(lambda link: link.queue(Message(Kind.BYE)), failed=False)
 
     def _part(self, farewell: Callable[[Link], None], failed: bool) -> None:
         self._parted = True

@@ -25,7 +25,19 @@ class Kind(enum.IntEnum):
     BYE = 5  # this rank leaves in good order
 
 
-WHY: list[type[LinkError]] = [LinkError, PeerLost, PeerTimeout]  # by the number that ABORT carries
+_WHY: list[type[LinkError]] = [LinkError, PeerLost, PeerTimeout]  # by the number that ABORT carries
+
+
+def told(error: LinkError) -> tuple[Message, bytes]:
+    """The ABORT, and its payload, by which a rank tells others why the ring is dead."""
+    why = next((i for i in (1, 2) if isinstance(error, _WHY[i])), 0)
+    return Message(Kind.ABORT, a=why), f"{error.data.get('peer', '')}\n{error.message}".encode()
+
+
+def heard(abort: Message, by: str) -> LinkError:
+    """The error that an ABORT tells of; `by` is who sent it."""
+    who, why = bytes(abort.payload).decode(errors="replace").split("\n", 1)
+    return _WHY[abort.a](why, peer=who, told_by=by)
 
 
 def must_match(head: Message, size: int, peer: str, want: Want) -> None:
