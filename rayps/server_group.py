@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from rayps import optim
-from rayps.actors import ShardPlan
 from rayps.cluster import Cluster, Handle, surrounding
 from rayps.elastic import group as elastic
 from rayps.elastic.client.client import ElasticServer
@@ -26,6 +25,7 @@ from rayps.elastic.space import Quota, Space
 from rayps.errors import ConfigError
 from rayps.flat import Layout
 from rayps.link import connect
+from rayps.runtime.actors import ShardPlan
 from rayps.server import Server
 from rayps.server.compressed import compress
 from rayps.server.rows import cuts
@@ -130,7 +130,8 @@ class ServerGroup:
         assert self._cluster is not None
         packed, shared = pack(factory), self._cluster.share(snapshot)
         for index in range(len(self._ranges)):
-            self._handles.append(self._cluster.spawn("rayps.actors:ShardActor", index, self._secret, packed, threads=1))
+            handle = self._cluster.spawn("rayps.runtime.actors:ShardActor", index, self._secret, packed, threads=1)
+            self._handles.append(handle)
         try:
             plans = [
                 ShardPlan(self.generation, i, lo, hi, strategy, Boundary(0, -1))

@@ -16,14 +16,14 @@ from torch import nn
 from rayps import checkpoint as checkpoints
 from rayps import metrics
 from rayps.cluster import Cluster
-from rayps.driver import Driver
 from rayps.embedding import load, load_states, tables_of
 from rayps.errors import CheckpointError, ConfigError, RaypsError, TrainingError
-from rayps.interrupt import stops
 from rayps.job import JobSpec, Status
-from rayps.journal import Journal
-from rayps.outcome import Outcome
-from rayps.progress import Display
+from rayps.runtime.driver import Driver
+from rayps.runtime.interrupt import stops
+from rayps.runtime.journal import Journal
+from rayps.runtime.outcome import Outcome
+from rayps.runtime.progress import Display
 from rayps.snapshot import Snapshot
 from rayps.strategy import parse, wire
 from rayps.workload import Workload

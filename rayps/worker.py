@@ -24,9 +24,9 @@ from rayps.elastic.client.talk import Talk
 from rayps.embedding import bind
 from rayps.errors import TrainingError, WorkloadError
 from rayps.flat import FlatModel, Gradient, beside
-from rayps.plans import WorkerPart, WorkerPlan
 from rayps.ring import Ring
 from rayps.ring.compressed import compressed
+from rayps.runtime.plans import WorkerPart, WorkerPlan
 from rayps.server import Server
 from rayps.server.compressed import compress
 from rayps.snapshot import Snapshot

@@ -8,7 +8,7 @@ import pytest
 import torch
 from traces import Traces
 
-from rayps import driver
+from rayps.runtime import driver
 
 SEED = int(os.environ.get("RAYPS_TEST_SEED", random.SystemRandom().randrange(2**31)))
 

@@ -18,7 +18,7 @@ from rayps.cluster import resolve
 from rayps.errors import ActorDied
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["rayps.driver", "small_work"])
+CONTEXT.set_forkserver_preload(["rayps.runtime.driver", "small_work"])
 
 
 class ProcessCluster:

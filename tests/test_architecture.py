@@ -18,11 +18,9 @@ FLOORS = [
     # the two ways of talking
     "ring optim server tables elastic",
     # what is learnt
-    "data workload checkpoint snapshot embedding buckets plans worker decide",
+    "data workload checkpoint snapshot embedding buckets worker runtime.plans runtime.decide",
     # a run
-    "actors addresses beginning elastic.job elastic.job_tables group interrupt journal loop meeting members news "
-    "outcome place preflight progress report "
-    "server_group shard_actor shards ties training driver driver_actor",
+    "runtime elastic.job elastic.job_tables loop server_group training",
     # the service
     "service client",
     # the command line, which may also train at once and serve; measurements

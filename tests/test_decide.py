@@ -2,7 +2,6 @@ import itertools
 
 import pytest
 
-from rayps.decide import GRACE_SECONDS, Continue, Facts, Fail, Finish, Replace, Restart, Stop, decide
 from rayps.errors import (
     ClusterError,
     LinkError,
@@ -13,6 +12,7 @@ from rayps.errors import (
     TrainingError,
     WorkloadError,
 )
+from rayps.runtime.decide import GRACE_SECONDS, Continue, Facts, Fail, Finish, Replace, Restart, Stop, decide
 
 LOST = PeerLost("worker-1 closed the connection", peer="worker-1")
 SLOW = PeerTimeout("worker-1 was silent", peer="worker-1", seconds=5)

@@ -17,11 +17,11 @@ from small_work import SEEN, Small, Watched, distance, kinds, plain, train
 import rayps
 from rayps import AllReduce, ParameterServer
 from rayps.cluster import LocalCluster, until
-from rayps.driver import Driver
-from rayps.driver_actor import DriverActor
 from rayps.errors import CheckpointError, ConfigError, DataError, TrainingError, WorkloadError
 from rayps.job import JobSpec, Status
-from rayps.journal import Journal
+from rayps.runtime.driver import Driver
+from rayps.runtime.driver_actor import DriverActor
+from rayps.runtime.journal import Journal
 from rayps.strategy import parse, wire
 
 EXACT = 1e-12
@@ -208,7 +208,7 @@ class Silent(Small):
 
 @pytest.mark.parametrize("strategy", [*IN_STEP, LOOSE[0]], ids=str)
 def test_a_silent_worker_is_named_and_replaced(tag, strategy, monkeypatch):
-    monkeypatch.setattr("rayps.decide.GRACE_SECONDS", 0.2)
+    monkeypatch.setattr("rayps.runtime.decide.GRACE_SECONDS", 0.2)
     work = Silent(n=36, pause=0.002, tag=tag)
     cluster = Watched()
     result = train(work, strategy, cluster, workers=3, epochs=3, timeout=1.0)
@@ -232,7 +232,7 @@ class Slow(Small):
 
 @pytest.mark.parametrize("strategy", IN_STEP, ids=str)
 def test_a_thread_that_ends_late_does_not_end_the_next_generation(tag, strategy, monkeypatch):
-    monkeypatch.setattr("rayps.actors.JOIN_SECONDS", 0.1)
+    monkeypatch.setattr("rayps.runtime.actors.JOIN_SECONDS", 0.1)
     cluster = Watched()
     cluster.kill_when("mine", 5, ("WorkerActor", 1))
     result = train(Slow(pause=0.1, n=60, tag=tag), strategy, cluster, workers=2, steps=20, max_failures=1)

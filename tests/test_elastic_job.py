@@ -12,7 +12,6 @@ from small_work import SEEN, Small, Watched, distance, kinds, plain
 import rayps
 from rayps import AllReduce, ParameterServer
 from rayps.cluster import until
-from rayps.driver import Driver
 from rayps.elastic import job
 from rayps.elastic.group import start
 from rayps.elastic.server.dense import part_of
@@ -20,7 +19,8 @@ from rayps.elastic.space import Space
 from rayps.errors import ConfigError, NotFound, RaypsError, WorkloadError
 from rayps.flat import Layout
 from rayps.job import JobSpec, Status
-from rayps.journal import Journal
+from rayps.runtime.driver import Driver
+from rayps.runtime.journal import Journal
 from rayps.server.ledger import Ledger
 from rayps.snapshot import Snapshot
 

@@ -3,7 +3,7 @@ import re
 
 import pytest
 
-from rayps.journal import Journal
+from rayps.runtime.journal import Journal
 
 
 def read(path):

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from rayps.meeting import Meeting
+from rayps.runtime.meeting import Meeting
 from rayps.server.parts import Parts
 from rayps.server.shard import Boundary
 

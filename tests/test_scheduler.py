@@ -179,7 +179,7 @@ class FakeCluster:
         self.room = {"cpu": 8.0, "gpu": 0.0}
 
     def spawn(self, target: str, *args: Any, name: str, **kwargs: Any) -> FakeHandle:
-        assert target == "rayps.driver_actor:DriverActor" and kwargs["detached"] and kwargs["here"]
+        assert target == "rayps.runtime.driver_actor:DriverActor" and kwargs["detached"] and kwargs["here"]
         if name in self.actors:
             raise ClusterError(f"{name} lives already")
         handle = FakeHandle(name, args)
@@ -269,7 +269,7 @@ def test_a_job_from_queue_to_result(tmp_path: Path) -> None:
             S.SUCCEEDED, {"accuracy": 0.9}, "/c", 9.0)
         # what the driver's own events say is not said again
         assert [e["kind"] for e in await store.events(job)] == ["queued", "starting"]
-        cluster.spawn("rayps.driver_actor:DriverActor", name=f"driver-{job}", detached=True, here=True)
+        cluster.spawn("rayps.runtime.driver_actor:DriverActor", name=f"driver-{job}", detached=True, here=True)
         driver.run.set_result("SUCCEEDED")
         assert await scheduler.tick() == [] and not cluster.actors  # an idle driver is sent home
     serve(tmp_path, body)

@@ -16,11 +16,11 @@ from small_work import Small, distance, kinds, plain, rows, train
 import rayps
 from rayps import AllReduce, ParameterServer
 from rayps.cluster import LocalCluster
-from rayps.driver import Driver
 from rayps.errors import CheckpointError, ConfigError, DataError, NoResources, RaypsError, WorkloadError
 from rayps.job import JobSpec
-from rayps.journal import Journal
-from rayps.progress import Display
+from rayps.runtime.driver import Driver
+from rayps.runtime.journal import Journal
+from rayps.runtime.progress import Display
 
 
 def test_a_result_has_everything():
@@ -184,7 +184,7 @@ def test_the_users_random_numbers_stay_as_they_were():
 
 
 def test_progress_on_no_terminal_is_plain_lines(monkeypatch):
-    monkeypatch.setattr("rayps.progress.LINE_SECONDS", 0.0)
+    monkeypatch.setattr("rayps.runtime.progress.LINE_SECONDS", 0.0)
     stream = io.StringIO()
     display = Display(stream)
     display.event({"kind": "restarted", "message": "worker-1 died [red]"})

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from rayps.actors import ShardActor, ShardPlan
 from rayps.bench.netns import HostActor, Hosts, bits
 from rayps.errors import ConfigError
 from rayps.link import Listener
+from rayps.runtime.actors import ShardActor, ShardPlan
 from rayps.server_group import ServerGroup, SharedParameters
 
 _START_SECONDS = 60.0

@@ -24,8 +24,8 @@ from rayps.bench.ray_train import RayTrain
 from rayps.cluster import Cluster, Handle
 from rayps.errors import ConfigError
 from rayps.flat import FlatModel
-from rayps.plans import WorkerPlan
 from rayps.ring import Ring
+from rayps.runtime.plans import WorkerPlan
 from rayps.server.shard import Boundary
 from rayps.snapshot import Snapshot
 from rayps.strategies.all_reduce import AllReduce

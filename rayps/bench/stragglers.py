@@ -27,9 +27,9 @@ from rayps.data import Batch, Data, parquet
 from rayps.data.base import random_of
 from rayps.errors import ConfigError, TrainingError
 from rayps.flat import FlatModel
-from rayps.group import Group
 from rayps.link import Link, Message, connect
-from rayps.plans import Orders
+from rayps.runtime.group import Group
+from rayps.runtime.plans import Orders
 from rayps.server.messages import Kind
 from rayps.server.shard import Boundary
 from rayps.strategy import parse

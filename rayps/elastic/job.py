@@ -27,7 +27,7 @@ from rayps.elastic.server.dense import part_of, state_of
 from rayps.elastic.space import Quota, Space, Table
 from rayps.errors import ActorDied, CheckpointError, ConfigError, NotFound, RaypsError
 from rayps.flat import Layout
-from rayps.plans import Orders, Seat
+from rayps.runtime.plans import Orders, Seat
 from rayps.server.shard import ShardPart
 from rayps.snapshot import Snapshot
 from rayps.strategy import Strategy
@@ -45,7 +45,8 @@ NEWS = ("server_lost", "server_dead", "segment_lost", "resized", "server_leaving
 class JobSpace:
     """A job's space on `group`, by the job's name. `own`: the group is this job's alone, and ends with it.
 
-    `factory` is the job's packed optimizer factory, `tables` those of its model. Implements `rayps.shards.Servers`.
+    `factory` is the job's packed optimizer factory, `tables` those of its model. Implements
+    `rayps.runtime.shards.Servers`.
     """
 
     def __init__(

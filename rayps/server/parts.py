@@ -12,7 +12,7 @@ P = TypeVar("P")
 class Parts(dict[int, P]):
     """A member's shares of checkpoints by round: the newest two, and that of the round which the driver waits for."""
 
-    wanted = 0  # the driver's choice, see `rayps.meeting`
+    wanted = 0  # the driver's choice, see `rayps.runtime.meeting`
 
     def keep(self, rounds: int, part: P) -> None:
         """Keep the share after `rounds`, and forget older ones."""

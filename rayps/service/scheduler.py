@@ -25,7 +25,7 @@ from rayps.service.store import Record, Store
 
 log = logging.getLogger(__name__)
 
-DRIVER = "rayps.driver_actor:DriverActor"
+DRIVER = "rayps.runtime.driver_actor:DriverActor"
 _TIDY_SECONDS = 10.0
 
 

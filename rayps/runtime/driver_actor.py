@@ -9,11 +9,11 @@ from typing import Any
 
 from rayps import checkpoint
 from rayps.cluster import surrounding
-from rayps.driver import Driver
 from rayps.errors import RaypsError
 from rayps.job import JobSpec, Status
-from rayps.journal import Journal
-from rayps.outcome import Outcome
+from rayps.runtime.driver import Driver
+from rayps.runtime.journal import Journal
+from rayps.runtime.outcome import Outcome
 from rayps.workload import load
 
 

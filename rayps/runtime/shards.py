@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from rayps.actors import ShardPlan
 from rayps.cluster import Cluster, Reply
-from rayps.members import Member, place, settle
-from rayps.plans import Orders, Seat
+from rayps.runtime.actors import ShardPlan
+from rayps.runtime.members import Member, place, settle
+from rayps.runtime.plans import Orders, Seat
 from rayps.server.rows import cuts
 from rayps.server.shard import ShardFacts, ShardPart
 from rayps.snapshot import Snapshot
@@ -121,8 +121,9 @@ class Shards:
 
     def _spawn(self, index: int) -> Member:
         handle = self._cluster.spawn(
-            "rayps.actors:ShardActor", index, self._secret, self._packed, working_dir=self._working_dir, threads=1
-        )
+            "rayps.runtime.actors:ShardActor", index, self._secret, self._packed,
+            working_dir=self._working_dir, threads=1,
+        )  # fmt: skip
         return Member(f"shard-{index}", handle)
 
     def _plan(self, index: int, snapshot: Snapshot) -> ShardPlan:

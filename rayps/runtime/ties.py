@@ -7,14 +7,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from rayps.addresses import Addresses
 from rayps.elastic.client.client import ElasticServer
 from rayps.elastic.client.talk import Talk
 from rayps.errors import LinkError, PeerLost
 from rayps.flat import Layout
 from rayps.link import Link, Listener, connect
-from rayps.plans import WorkerPlan
 from rayps.ring import Ring
+from rayps.runtime.addresses import Addresses
+from rayps.runtime.plans import WorkerPlan
 from rayps.server import Server
 from rayps.snapshot import Snapshot
 

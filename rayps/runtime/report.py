@@ -6,10 +6,10 @@ import time
 from collections import deque
 from typing import Any
 
-from rayps.actors import WorkerFacts
-from rayps.group import Group
-from rayps.members import Member
 from rayps.metrics import Point, Throughput
+from rayps.runtime.actors import WorkerFacts
+from rayps.runtime.group import Group
+from rayps.runtime.members import Member
 from rayps.server.shard import ShardFacts
 
 KEPT_POINTS = 50  # of each rank, for its rates

@@ -13,23 +13,23 @@ from dataclasses import replace
 from pathlib import Path
 
 from rayps import checkpoint
-from rayps.actors import WorkerFacts
-from rayps.beginning import Beginning, space_of
 from rayps.cluster import Cluster
-from rayps.decide import Continue, Fail, Finish, Replace, Restart, Stop, decide
-from rayps.decide import Facts as RunFacts
 from rayps.elastic.job import JobSpace
 from rayps.elastic.space import Table
 from rayps.errors import RaypsError, TrainingError
-from rayps.group import Group
 from rayps.job import JobSpec, Status
-from rayps.journal import Journal
 from rayps.metrics import Point, Rounds
-from rayps.news import News
-from rayps.outcome import Outcome
-from rayps.plans import Orders
-from rayps.preflight import preflight
-from rayps.report import Report
+from rayps.runtime.actors import WorkerFacts
+from rayps.runtime.beginning import Beginning, space_of
+from rayps.runtime.decide import Continue, Fail, Finish, Replace, Restart, Stop, decide
+from rayps.runtime.decide import Facts as RunFacts
+from rayps.runtime.group import Group
+from rayps.runtime.journal import Journal
+from rayps.runtime.news import News
+from rayps.runtime.outcome import Outcome
+from rayps.runtime.plans import Orders
+from rayps.runtime.preflight import preflight
+from rayps.runtime.report import Report
 from rayps.server.shard import Boundary
 from rayps.snapshot import Snapshot
 from rayps.strategy import Phase, parse, phase_ends

@@ -11,7 +11,7 @@ import torch
 from rayps.cluster import host_address
 from rayps.link import Listener
 from rayps.optim import Factory
-from rayps.place import Place, enter
+from rayps.runtime.place import Place, enter
 from rayps.server.loop import ShardLoop
 from rayps.server.shard import Boundary, Shard, ShardFacts, ShardPart
 from rayps.snapshot import Snapshot

@@ -13,9 +13,9 @@ from rayps.cluster import Cluster
 from rayps.elastic.group import find, start
 from rayps.elastic.job import JobSpace
 from rayps.elastic.space import Quota, Table
-from rayps.group import Group
 from rayps.job import JobSpec
-from rayps.journal import Journal
+from rayps.runtime.group import Group
+from rayps.runtime.journal import Journal
 from rayps.snapshot import Snapshot
 from rayps.strategy import Strategy
 

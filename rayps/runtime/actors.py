@@ -21,12 +21,12 @@ from rayps.errors import PeerLost, RaypsError, StaleGeneration
 from rayps.flat import FlatModel, beside
 from rayps.link import Listener
 from rayps.logs import LogBuffer
-from rayps.place import Place, enter
-from rayps.plans import WorkerPart, WorkerPlan
+from rayps.runtime.place import Place, enter
+from rayps.runtime.plans import WorkerPart, WorkerPlan
+from rayps.runtime.shard_actor import ShardActor, ShardPlan
+from rayps.runtime.ties import Ties
 from rayps.server.parts import Parts
-from rayps.shard_actor import ShardActor, ShardPlan
 from rayps.snapshot import Snapshot
-from rayps.ties import Ties
 from rayps.worker import Worker, model_of
 from rayps.workload import Workload, unpack
 

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rayps import optim
-from rayps.actors import WorkerFacts
 from rayps.cluster import Bundle, Cluster, Gang
 from rayps.errors import ActorDied, ClusterError
-from rayps.meeting import Meeting
-from rayps.members import START_SECONDS, Member, place, settle
 from rayps.metrics import means
-from rayps.plans import Orders, WorkerPlan
-from rayps.shards import Servers, Shards
+from rayps.runtime.actors import WorkerFacts
+from rayps.runtime.meeting import Meeting
+from rayps.runtime.members import START_SECONDS, Member, place, settle
+from rayps.runtime.plans import Orders, WorkerPlan
+from rayps.runtime.shards import Servers, Shards
 from rayps.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class Group:
     def _spawn_worker(self, rank: int) -> Member:
         cpus, gpus = self.resources.get("cpu", 1.0), self.resources.get("gpu", 0.0)
         handle = self.cluster.spawn(
-            "rayps.actors:WorkerActor",
+            "rayps.runtime.actors:WorkerActor",
             rank,
             self.secret,
             self.packed,

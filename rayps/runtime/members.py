@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rayps.actors import Place
 from rayps.cluster import Handle, Reply
 from rayps.errors import ClusterError
+from rayps.runtime.actors import Place
 
 START_SECONDS = 180.0  # a process has this long to start and to import torch
 
