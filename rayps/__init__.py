@@ -22,12 +22,14 @@ _HOMES = {
     "Embedding": "rayps.embedding",
     "EmbeddingBag": "rayps.embedding",
     "Hybrid": "rayps.strategies.hybrid",
+    "Pipeline": "rayps.strategies.pipeline",
     "ParameterServer": "rayps.strategies.parameter_server",
     "RaypsError": "rayps.errors",
     "Result": "rayps.training",
     "Ring": "rayps.ring",
     "ServerGroup": "rayps.server_group",
     "Strategy": "rayps.strategies.base",
+    "TensorParallel": "rayps.strategies.tensor_parallel",
     "Workload": "rayps.workload",
     "data": "rayps.data",
     "hash_ids": "rayps.tables.ids",
@@ -54,6 +56,8 @@ if TYPE_CHECKING:
     from rayps.strategies.base import Strategy as Strategy
     from rayps.strategies.hybrid import Hybrid as Hybrid
     from rayps.strategies.parameter_server import ParameterServer as ParameterServer
+    from rayps.strategies.pipeline import Pipeline as Pipeline
+    from rayps.strategies.tensor_parallel import TensorParallel as TensorParallel
     from rayps.tables.ids import hash_ids as hash_ids
     from rayps.training import Result as Result
     from rayps.training import train as train

@@ -12,7 +12,7 @@ import rayps
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = [
     # pure: no thread, no socket
-    "__init__ errors job clock partition flat compress metrics strategy strategies user_code logs failpoint",
+    "__init__ errors job clock grid partition flat compress metrics strategy strategies user_code logs failpoint",
     # where actors live, and how bytes travel between them
     "cluster scratch ray_cluster link",
     # the two ways of talking

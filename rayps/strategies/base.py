@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar, Protocol
 
 from rayps.errors import ConfigError
+from rayps.grid import Grid
 
 COMPRESSIONS = ("fp16", "bf16", "int8", "top_k", "auto")
 REPLAY_MB = 256.0
@@ -46,6 +47,14 @@ class ShardView(Protocol):
         """As `step` of sum(w_i v_i) / sum(w_i), in one go; not all weights may be zero."""
 
 
+class Replica:
+    """How one copy of the model is spread over several workers: plain data, see `rayps.grid`."""
+
+    name: ClassVar[str] = ""
+    stages: int = 1  # parts of the model one behind another
+    tensor: int = 1  # workers that share each layer
+
+
 class Strategy:
     """How to learn together: the worker half and the server half of one paper."""
 
@@ -55,6 +64,7 @@ class Strategy:
     replay_mb: float | None = None  # 10^6 bytes of pushes that a worker keeps until they are saved; None = REPLAY_MB
     compression: str | None = None  # how gradients travel: see `compression_of`; None = as they are
     replicas: int | None = None  # copies of what a private server group holds; None = no such group
+    replica: Replica | None = None  # what a copy of the model is; None = one worker
     gathers: bool = True  # whether on_round is to be called with everyone's values
     means: ClassVar[bool] = False  # on_round is step_mean(values, weights), unless all weights are 0, and nothing else
     borrows: ClassVar[bool] = False  # on_push and on_round only read values and keep none: no copy is made for them
@@ -83,6 +93,10 @@ class Strategy:
     def group_bytes(self) -> int:
         """The same on an elastic group, where nobody goes back for a server's death."""
         return int(1e6 * (REPLAY_MB if self.replay_mb is None else self.replay_mb))
+
+    def grid(self, workers: int) -> Grid:
+        """How so many workers are laid out. Raises ConfigError where they are no whole number of replicas."""
+        return Grid(workers) if self.replica is None else Grid.of(workers, self.replica.stages, self.replica.tensor)
 
     def split(self, model: Any, ring: Any) -> Any:
         """Which part of the model lives on this worker; the whole of it unless said otherwise."""

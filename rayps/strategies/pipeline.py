@@ -1,0 +1,83 @@
+"""Pipeline parallelism: the model's layers one behind another on several workers, a batch in micro-batches.
+
+Huang et al., "GPipe", NeurIPS 2019 (`gpipe`: all m forwards, then all backwards); Narayanan et al., "Efficient Large-Scale
+Language Model Training on GPU Clusters Using Megatron-LM", SC 2021 (`1f1b`, and `interleaved` with v `chunks` of the model
+on each of the p workers); Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024 (`zero_bubble`: ZB-H1).
+Idle is (p-1)/(m+p-1) of the time, interleaved (p-1)/(vm+p-1); a worker holds m micro-batches under gpipe, min(m, p-rank)
+under 1f1b. The gradient is that of the whole batch, exactly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from rayps.errors import ConfigError
+from rayps.strategies.base import Replica
+from rayps.strategies.tensor_parallel import TensorParallel
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
+BALANCES = ("parameters", "time")
+
+
+@dataclass(frozen=True)
+class Pipeline(Replica):
+    """A model cut into `stages`, layer after layer: for deep models, and machines with slow lines between them.
+
+    `boundaries` are the numbers of the layers at which a new part begins (stages * chunks - 1 of them); left out, the
+    layers are shared out by `balance`: equal parameters, or equal measured time. `stage` says of what a stage is made:
+    none = one worker, or a TensorParallel.
+    """
+
+    stages: int = 2
+    micro_batches: int = 4
+    schedule: str = "1f1b"
+    chunks: int = 1
+    boundaries: tuple[int, ...] | None = None
+    balance: str = "parameters"
+    stage: TensorParallel | None = None
+    name: ClassVar[str] = "pipeline"
+
+    def __post_init__(self) -> None:
+        for field in ("stages", "micro_batches", "chunks"):
+            _must_count(field, getattr(self, field))
+        _must_be("schedule", self.schedule, SCHEDULES)
+        _must_be("balance", self.balance, BALANCES)
+        if (self.chunks > 1) != (self.schedule == "interleaved"):
+            raise ConfigError(
+                f"chunks is {self.chunks} under the schedule {self.schedule!r}: interleaved needs at least 2 chunks of "
+                "the model on each worker, the others have 1",
+                field="chunks",
+            )
+        if self.schedule == "interleaved" and self.micro_batches % self.stages:
+            raise ConfigError(
+                f"micro_batches is {self.micro_batches}, and interleaved needs a multiple of its {self.stages} stages: "
+                f"give {-(-self.micro_batches // self.stages) * self.stages}, or use 1f1b",
+                field="micro_batches",
+            )
+        if self.boundaries is not None:
+            object.__setattr__(self, "boundaries", tuple(self.boundaries))  # a list, as JSON has it
+            _must_rise(self.boundaries, self.stages * self.chunks - 1)
+
+    @property
+    def tensor(self) -> int:  # type: ignore[override]
+        """See Replica."""
+        return 1 if self.stage is None else self.stage.size
+
+
+def _must_count(field: str, given: Any) -> None:
+    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+        raise ConfigError(f"{field} is {given!r}: give a whole number of at least 1", field=field)
+
+
+def _must_be(field: str, given: Any, known: tuple[str, ...]) -> None:
+    if given not in known:
+        raise ConfigError(f"{field} is {given!r}: give one of {', '.join(known)}", field=field)
+
+
+def _must_rise(given: Any, count: int) -> None:
+    whole = all(isinstance(each, int) and each > 0 for each in given)
+    if not whole or len(given) != count or list(given) != sorted(set(given)):
+        raise ConfigError(
+            f"boundaries is {given!r}: give {count} rising layer numbers, each where a new part begins", field="boundaries"
+        )

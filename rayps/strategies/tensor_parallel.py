@@ -1,0 +1,44 @@
+"""Tensor parallelism: every layer of a replica is shared by `size` workers.
+
+Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", 2019, section 3.
+A linear layer y = x W^T + b with W [out, in] is split by its output (each worker makes a slice of y) or by its input
+(each takes a slice of x, and the partial sums are added). The two in turn, "out" and then "in", exchange nothing at the
+wide layer between them. Papers call the split of W's rows row-wise, libraries that write y = x A call the same one
+column-wise: names here say what is split.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from rayps.errors import ConfigError
+from rayps.strategies.base import Replica
+
+SPLITS = ("out", "in", "heads", "rows", "none")
+
+
+@dataclass(frozen=True)
+class TensorParallel(Replica):
+    """Workers that share each layer: for layers too wide for one, and machines close together.
+
+    `plan` says by a layer's name how it is split: out, in, heads (attention), rows (an embedding's), none; a name may end
+    in *. Layers that it does not name are planned automatically where it is none, and whole otherwise.
+    """
+
+    size: int = 2
+    plan: dict[str, str] | None = None
+    name: ClassVar[str] = "tensor_parallel"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
+            raise ConfigError(f"size is {self.size!r}: give the number of workers that share a layer", field="size")
+        if self.plan is not None and not (isinstance(self.plan, dict) and set(self.plan.values()) <= set(SPLITS)):
+            raise ConfigError(
+                f"plan is {self.plan!r}: give a split for each layer's name, one of {', '.join(SPLITS)}", field="plan"
+            )
+
+    @property
+    def tensor(self) -> int:  # type: ignore[override]
+        """See Replica."""
+        return self.size
