@@ -1,10 +1,10 @@
 """Pipeline parallelism: the model's layers one behind another on several workers, a batch in micro-batches.
 
-Huang et al., "GPipe", NeurIPS 2019 (`gpipe`: all m forwards, then all backwards); Narayanan et al., "Efficient Large-Scale
-Language Model Training on GPU Clusters Using Megatron-LM", SC 2021 (`1f1b`, and `interleaved` with v `chunks` of the model
-on each of the p workers); Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024 (`zero_bubble`: ZB-H1).
-Idle is (p-1)/(m+p-1) of the time, interleaved (p-1)/(vm+p-1); a worker holds m micro-batches under gpipe, min(m, p-rank)
-under 1f1b. The gradient is that of the whole batch, exactly.
+Huang et al., "GPipe", NeurIPS 2019 (`gpipe`: all m forwards, then all backwards); Narayanan et al., "Efficient
+Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC 2021 (`1f1b`, `interleaved` with v `chunks`
+of the model on each of the p workers); Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024 (`zero_bubble`: ZB-H1).
+Idle is (p-1)/(m+p-1) of the time, interleaved (p-1)/(vm+p-1); a worker holds m micro-batches under gpipe,
+min(m, p-rank) under 1f1b. The gradient is that of the whole batch, exactly.
 """
 
 from __future__ import annotations
@@ -79,5 +79,6 @@ def _must_rise(given: Any, count: int) -> None:
     whole = all(isinstance(each, int) and each > 0 for each in given)
     if not whole or len(given) != count or list(given) != sorted(set(given)):
         raise ConfigError(
-            f"boundaries is {given!r}: give {count} rising layer numbers, each where a new part begins", field="boundaries"
+            f"boundaries is {given!r}: give {count} rising layer numbers, each where a new part begins",
+            field="boundaries",
         )

@@ -1,6 +1,6 @@
 """Tensor parallelism: every layer of a replica is shared by `size` workers.
 
-Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", 2019, section 3.
+Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", 2019, part 3.
 A linear layer y = x W^T + b with W [out, in] is split by its output (each worker makes a slice of y) or by its input
 (each takes a slice of x, and the partial sums are added). The two in turn, "out" and then "in", exchange nothing at the
 wide layer between them. Papers call the split of W's rows row-wise, libraries that write y = x A call the same one
@@ -22,8 +22,8 @@ SPLITS = ("out", "in", "heads", "rows", "none")
 class TensorParallel(Replica):
     """Workers that share each layer: for layers too wide for one, and machines close together.
 
-    `plan` says by a layer's name how it is split: out, in, heads (attention), rows (an embedding's), none; a name may end
-    in *. Layers that it does not name are planned automatically where it is none, and whole otherwise.
+    `plan` says by a layer's name how it is split: out, in, heads (attention), rows (an embedding's), none; a name may
+    end in *. Left out, the plan is made automatically; layers that a given plan does not name stay whole.
     """
 
     size: int = 2
