@@ -15,7 +15,7 @@ Tab = Callable[..., Any]
 Fake = Callable[..., str]
 
 
-def until(page: Any, check: str, argument: Any = None, seconds: float = 15) -> None:
+def until(page: Any, check: str, argument: Any = None, seconds: float = 30) -> None:
     """Wait for a condition in the page. (Playwright's own wait evaluates text there, which the policy forbids.)"""
     deadline = time.monotonic() + seconds
     while not page.evaluate(check, argument):
@@ -57,6 +57,7 @@ def test_the_list_leads_to_a_group_and_back(tab: Tab, fake: Fake) -> None:
 
 def test_no_group_yet_shows_how_to_start_one(tab: Tab, fake: Fake) -> None:
     page = list_page(tab, fake(empty=True))
+    page.wait_for_selector("text=Start a first server group")  # until the list has come, the page only has its title
     shown = page.inner_text("main")
     assert "Start a first server group" in shown and "rayps servers start shared --servers 3 --replicas 1" in shown
 
