@@ -5,10 +5,11 @@ import { drainServer, resizeGroup, stopGroup } from "../api";
 import { GroupFeed } from "../groups";
 import { bytes, count, plural, seconds, short } from "../lib/format";
 import { GROUP_TONES, skew } from "../lib/servers";
-import { Ago, Dialog, Empty, Tile } from "../parts/bits";
+import { Ago, Dialog, Tile } from "../parts/bits";
 import { GroupEventsCard, MovesCard, ReplicationCard, ServersCard, SpacesCard } from "../parts/holding";
 import { GroupBadge, StopIcon } from "../parts/icons";
 import { HeatCard, HotCard } from "../parts/load";
+import { Missing } from "../parts/missing";
 import { RingCard, type Marked } from "../parts/ring";
 import { href, put, route } from "../route";
 import { session } from "../stream";
@@ -25,7 +26,13 @@ export function GroupPage({ name }: { name: string }) {
   useEffect(() => {
     document.title = `${name} – rayps`;
   }, [name]);
-  if (problem && !group) return <Missing name={name} status={problem.status} text={problem.text} onRetry={() => void feed.start()} />;
+  if (problem && !group) return (
+    <Missing
+      what="server group" status={problem.status} text={problem.text} onRetry={() => void feed.start()}
+      gone={<>No group is called <code>{name}</code>. It may have been stopped.</>}
+      all={{ href: href(["servers"]), text: "All server groups" }}
+    />
+  );
   if (!group) return <main class="page"><div class="skeleton" role="status" aria-label="Loading the server group"><span /><span /><span /></div></main>;
   const space = group.spaces.some((each) => each.name === chosen) ? chosen : "";
   return (
@@ -141,21 +148,6 @@ function Tiles({ group }: { group: Group }) {
       <Tile name="Held" value={bytes(group.servers.reduce((sum, server) => sum + (server.bytes ?? 0), 0))} note={rows ? `${short(rows)} rows, copies included` : "copies included"} />
       <Tile name="Servers lost" value={count(deaths)} note={deaths ? `${plural(group.counts["promotions"] ?? 0, "promotion")}` : "none so far"} tone={deaths && group.status === "healing" ? "warn" : ""} />
     </dl>
-  );
-}
-
-function Missing({ name, status, text, onRetry }: { name: string; status: number; text: string; onRetry: () => void }) {
-  const gone = status === 404;
-  return (
-    <main class="page">
-      <Empty title={gone ? "There is no such server group" : "The server group could not be loaded"}>
-        <p>{gone ? <>No group is called <code>{name}</code>. It may have been stopped.</> : text}</p>
-        <p class="empty-actions">
-          <a class="button" href={href(["servers"])}>All server groups</a>
-          {!gone && <button type="button" class="button" onClick={onRetry}>Try again</button>}
-        </p>
-      </Empty>
-    </main>
   );
 }
 

@@ -8,12 +8,13 @@ import { count, duration, loss, metric, plural, seconds, short } from "../lib/fo
 import { mainMetric } from "../lib/plot";
 import { ended, share, TONES, WORDS } from "../lib/status";
 import { current, describe, length, phases, usesServer, words } from "../lib/strategy";
-import { Ago, Badge, Bar, Copy, Dialog, Empty, Tile } from "../parts/bits";
+import { Ago, Badge, Bar, Copy, Dialog, Tile } from "../parts/bits";
 import { LossCard, RateCard } from "../parts/curves";
 import { ElasticCard } from "../parts/elastic";
 import { EventsCard, ResultCard, SpecCard } from "../parts/facts";
 import { StopIcon } from "../parts/icons";
 import { LogsCard } from "../parts/logs";
+import { Missing } from "../parts/missing";
 import { ShardsCard, StalenessCard, WorkersCard } from "../parts/people";
 import { href } from "../route";
 import { session } from "../stream";
@@ -27,7 +28,13 @@ export function JobPage({ id }: { id: string }) {
   useEffect(() => {
     document.title = job ? `${titleMark(job)}${job.name} – rayps` : "Job – rayps";
   }, [job?.name, job?.status, job?.progress?.round]);
-  if (problem && !job) return <Missing id={id} status={problem.status} text={problem.text} onRetry={() => void feed.reload()} />;
+  if (problem && !job) return (
+    <Missing
+      what="job" status={problem.status} text={problem.text} onRetry={() => void feed.reload()}
+      gone={<>No job has the id <code>{id}</code>. It may have been removed, or belongs to another service.</>}
+      all={{ href: href(["jobs"]), text: "All jobs" }}
+    />
+  );
   if (!job) return <main class="page"><div class="skeleton" role="status" aria-label="Loading the job"><span /><span /><span /></div></main>;
   const server = usesServer(job.spec.strategy);
   return (
@@ -165,21 +172,6 @@ function average(feed: Feed): number | null {
     time += bucket.seconds;
   }
   return time > 0 ? samples / time : null;
-}
-
-function Missing({ id, status, text, onRetry }: { id: string; status: number; text: string; onRetry: () => void }) {
-  const gone = status === 404;
-  return (
-    <main class="page">
-      <Empty title={gone ? "There is no such job" : "The job could not be loaded"}>
-        <p>{gone ? <>No job has the id <code>{id}</code>. It may have been removed, or belongs to another service.</> : text}</p>
-        <p class="empty-actions">
-          <a class="button" href={href(["jobs"])}>All jobs</a>
-          {!gone && <button type="button" class="button" onClick={onRetry}>Try again</button>}
-        </p>
-      </Empty>
-    </main>
-  );
 }
 
 function titleMark(job: Job): string {
