@@ -12,13 +12,15 @@ import rayps
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = [
     # pure: no thread, no socket
-    "__init__ errors job clock grid partition flat compress metrics strategy strategies user_code logs failpoint",
+    "__init__ errors job clock grid partition flat compress metrics strategy strategies user_code logs failpoint "
+    "pipeline.schedule pipeline.validate pipeline.simulate pipeline.gantt pipeline.costs",
     # where actors live, and how bytes travel between them
     "cluster scratch ray_cluster link",
     # the two ways of talking
     "ring optim server tables elastic",
     # what is learnt
-    "data workload checkpoint snapshot embedding buckets worker runtime.plans runtime.decide",
+    "data workload checkpoint snapshot embedding buckets worker runtime.plans runtime.decide "
+    "pipeline",
     # a run
     "runtime elastic.job elastic.job_tables loop server_group training",
     # the service

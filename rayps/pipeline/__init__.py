@@ -1,0 +1,1 @@
+"""A model cut into stages: schedules as data (pure), and what runs them."""
