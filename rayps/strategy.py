@@ -7,18 +7,28 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from rayps.errors import ConfigError
 from rayps.strategies.all_reduce import AllReduce
-from rayps.strategies.base import ShardView, Strategy, WorkerView
+from rayps.strategies.base import Replica, ShardView, Strategy, WorkerView
 from rayps.strategies.hybrid import Hybrid
 from rayps.strategies.parameter_server import ParameterServer
+from rayps.strategies.pipeline import Pipeline
+from rayps.strategies.tensor_parallel import TensorParallel
+from rayps.strategies.text import form, scalar
 
-__all__ = ["CATALOGUE", "Phase", "ShardView", "Strategy", "WorkerView", "catalogue", "parse", "phase_ends", "wire"]
+__all__ = [
+    "CATALOGUE", "REPLICAS", "Phase", "Replica", "ShardView", "Strategy", "WorkerView", "catalogue", "parse",
+    "phase_ends", "wire",
+]  # fmt: skip
 
 CATALOGUE: dict[str, type[Strategy]] = {kind.name: kind for kind in (AllReduce, ParameterServer, Hybrid)}
+REPLICAS: dict[str, type[Replica]] = {kind.name: kind for kind in (Pipeline, TensorParallel)}
+_NESTED: dict[str, tuple[str, ...]] = {"replica": tuple(REPLICAS), "stage": (TensorParallel.name,)}  # by option
+_Kind = TypeVar("_Kind", Strategy, Replica)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +45,8 @@ def parse(given: Any) -> list[Phase]:
     Accepts a Strategy, the text form `parameter_server:staleness=3,shards=2` (several joined by ` > ` with
     their epochs in front: `2*parameter_server:staleness=none > all_reduce`), the wire form
     `{"name": ..., option: ...}`, and lists of (epochs, strategy) or `{"epochs": n, "strategy": ...}`.
+    What a replica is nests in each of them: `all_reduce:replica=pipeline(stages=4,micro_batches=8)`,
+    `{"name": "all_reduce", "replica": {"name": "pipeline", "stages": 4}}`; alone, it learns by all_reduce.
 
     Raises:
         ConfigError: naming the strategies or options that there are.
@@ -64,14 +76,23 @@ def wire(phases: list[Phase]) -> Any:
 
 
 def catalogue() -> list[dict[str, Any]]:
-    """Every strategy by name, with its summary and its options, for help texts and the dashboard."""
+    """Every strategy by name, with its summary and its options, for help texts and the dashboard.
+
+    After the strategies what a replica of several workers may be: such a name alone is that replica under all_reduce.
+    An option that takes one of them says so in `of`.
+    """
+    kinds: dict[str, type[Strategy] | type[Replica]] = {**CATALOGUE, **REPLICAS}
     return [
         {
             "name": name,
             "summary": (kind.__doc__ or "").strip().splitlines()[0],
-            "options": [{"name": f.name, "type": str(f.type), "default": f.default} for f in _options(kind)],
+            "options": [
+                {"name": f.name, "type": str(f.type), "default": f.default}
+                | ({"of": list(_NESTED[f.name])} if f.name in _NESTED else {})
+                for f in _options(kind)
+            ],
         }
-        for name, kind in CATALOGUE.items()
+        for name, kind in kinds.items()
     ]
 
 
@@ -120,9 +141,9 @@ def _phase(item: Any) -> Phase:
                 f"a phase has no field {sorted(unknown)[0]!r}: write epochs and strategy", field="strategy"
             )
         epochs, item = item.get("epochs"), item["strategy"]
-    elif isinstance(item, str) and "*" in item:
+    elif isinstance(item, str) and "*" in item.partition("(")[0].partition(":")[0]:
         count, item = item.split("*", 1)
-        epochs = _value(count)
+        epochs = scalar(count)
     if epochs is not None and (isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1):
         raise ConfigError(f"a phase has epochs {epochs!r}: give a whole number of at least 1", field="strategy")
     return Phase(epochs, _strategy(item))
@@ -131,67 +152,88 @@ def _phase(item: Any) -> Phase:
 def _strategy(item: Any) -> Strategy:
     if isinstance(item, Strategy):
         return item
+    if isinstance(item, Replica):
+        return AllReduce(replica=item)
     if isinstance(item, str):
-        name, _, options = item.strip().partition(":")
-        return _build(name, _text_options(options))
-    if isinstance(item, dict) and isinstance(item.get("name"), str):
-        return _build(item["name"], {key: value for key, value in item.items() if key != "name"})
-    raise ConfigError(
-        f"strategy {item!r} cannot be read: write a name such as 'all_reduce', or "
-        '{"name": "parameter_server", "staleness": 3}',
-        field="strategy",
-    )
+        item = form(item)
+    if not isinstance(item, dict) or not isinstance(item.get("name"), str):
+        raise ConfigError(
+            f"strategy {item!r} cannot be read: write a name such as 'all_reduce', or "
+            '{"name": "parameter_server", "staleness": 3}',
+            field="strategy",
+        )
+    name = item["name"].replace("-", "_")
+    if name in REPLICAS:
+        return AllReduce(replica=_build("replica", REPLICAS, item))
+    if name not in CATALOGUE:
+        raise ConfigError(
+            f"there is no strategy {item['name']!r}{_near(name, [*CATALOGUE, *REPLICAS])}: there are "
+            f"{', '.join(CATALOGUE)}, and for models larger than a worker {', '.join(REPLICAS)}",
+            field="strategy",
+        )
+    return _build("strategy", CATALOGUE, item)
 
 
-def _build(name: str, options: dict[str, Any]) -> Strategy:
-    kind = CATALOGUE.get(name.replace("-", "_"))
-    if kind is None:
-        near = difflib.get_close_matches(name, CATALOGUE, 1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
-        raise ConfigError(f"there is no strategy {name!r}{hint}: there are {_names()}", field="strategy")
+def _build(what: str, kinds: Mapping[str, type[_Kind]], item: dict[str, Any]) -> _Kind:
+    kind = kinds[item["name"].replace("-", "_")]
     known = [f.name for f in _options(kind)]
-    for key in options:
+    given = {key: value for key, value in item.items() if key != "name"}
+    for key in given:
         if key not in known:
             has = f"its options are {', '.join(known)}" if known else "it has none"
-            raise ConfigError(f"strategy {kind.name} has no option {key!r}: {has}", field="strategy")
-    return kind(**options)
-
-
-def _text_options(text: str) -> dict[str, Any]:
-    options: dict[str, Any] = {}
-    for part in filter(None, (piece.strip() for piece in text.split(","))):
-        key, equals, value = part.partition("=")
-        if not equals:
+            if "replica" in known and any(key == f.name for replica in REPLICAS.values() for f in _options(replica)):
+                has += "; a replica's own stand in parentheses, as in replica=pipeline(stages=4,micro_batches=8)"
             raise ConfigError(
-                f"strategy option {part!r} should be key=value, as in parameter_server:staleness=3,shards=2",
-                field="strategy",
+                f"{what} {kind.name} has no option {key!r}{_near(str(key), known)}: {has}", field="strategy"
             )
-        options[key.strip()] = _value(value.strip())
-    return options
+    return kind(**{key: _replica(key, value) if key in _NESTED else value for key, value in given.items()})
 
 
-def _value(text: str) -> Any:
-    words = {"none": None, "null": None, "true": True, "false": False}
-    if text.lower() in words:
-        return words[text.lower()]
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
+def _replica(option: str, item: Any) -> Any:
+    """What stands in an option that takes a replica: none, the object itself, its text or its wire form."""
+    if item is None or isinstance(item, Replica):
+        return item
+    if isinstance(item, str):
+        item = form(item)
+    known = _NESTED[option]
+    if not isinstance(item, dict) or not isinstance(item.get("name"), str):
+        raise ConfigError(
+            f"{option} is {item!r}: give none, or one of {', '.join(known)} with its options, as in "
+            f"{known[0]}({_options(REPLICAS[known[0]])[0].name}=2)",
+            field="strategy",
+        )
+    name = item["name"].replace("-", "_")
+    if name not in known:
+        is_a = " is a strategy" if name in CATALOGUE else f" is none{_near(name, known)}"
+        raise ConfigError(
+            f"{option} {item['name']!r}{is_a}: a {option} is made of {', '.join(known)}", field="strategy"
+        )
+    return _build("replica", REPLICAS, item)
 
 
-def _wire(strategy: Strategy) -> dict[str, Any]:
-    name = strategy.name or type(strategy).__name__
-    options = {f.name: getattr(strategy, f.name) for f in _options(type(strategy)) if f.default is not None}
-    unusual = {f.name: getattr(strategy, f.name) for f in _options(type(strategy)) if f.default is None}
-    return {"name": name, **options, **{key: value for key, value in unusual.items() if value is not None}}
+def _wire(given: Strategy | Replica) -> dict[str, Any]:
+    found: dict[str, Any] = {"name": given.name or type(given).__name__}
+    for f in sorted(_options(type(given)), key=lambda f: f.default is None):
+        value = getattr(given, f.name)
+        if f.default is not None or value is not None:
+            found[f.name] = _plain(value)
+    return found
 
 
-def _options(kind: type[Strategy]) -> list[dataclasses.Field[Any]]:
+def _plain(value: Any) -> Any:
+    if isinstance(value, (Strategy, Replica)):
+        return _wire(value)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _options(kind: type[Any]) -> list[dataclasses.Field[Any]]:
     return list(dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else []
 
 
+def _near(name: str, known: Any) -> str:
+    near = difflib.get_close_matches(name, list(known), 1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
+
+
 def _names() -> str:
-    return ", ".join(CATALOGUE)
+    return ", ".join([*CATALOGUE, *REPLICAS])

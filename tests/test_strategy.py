@@ -7,10 +7,14 @@ import torch
 import yaml
 
 from rayps.errors import ConfigError
+from rayps.job import JobSpec
 from rayps.strategies.all_reduce import AllReduce
 from rayps.strategies.base import Strategy, weighted_mean
 from rayps.strategies.parameter_server import ParameterServer
-from rayps.strategy import CATALOGUE, Phase, catalogue, parse, phase_ends, wire
+from rayps.strategies.pipeline import Pipeline
+from rayps.strategies.tensor_parallel import TensorParallel
+from rayps.strategies.text import written
+from rayps.strategy import CATALOGUE, REPLICAS, Phase, catalogue, parse, phase_ends, wire
 
 GOOD = [
     ("all_reduce", AllReduce()),
@@ -133,11 +137,17 @@ def test_bad_options_in_python(make):
 
 def test_the_catalogue_tells_everything():
     told = {item["name"]: item for item in catalogue()}
-    assert set(told) == set(CATALOGUE) == {"all_reduce", "parameter_server", "hybrid"}
+    assert set(CATALOGUE) == {"all_reduce", "parameter_server", "hybrid"}
+    assert set(REPLICAS) == {"pipeline", "tensor_parallel"}
+    assert list(told) == [*CATALOGUE, *REPLICAS]
+    replica = {"name": "replica", "type": "Replica | None", "default": None, "of": ["pipeline", "tensor_parallel"]}
     assert told["all_reduce"]["options"] == [{"name": "compression", "type": "str | None", "default": None},
-                                             {"name": "bucket_mb", "type": "float | None", "default": None}]
+                                             {"name": "bucket_mb", "type": "float | None", "default": None}, replica]
+    assert told["parameter_server"]["options"][-1] == replica
+    assert [o["of"] for o in told["pipeline"]["options"] if "of" in o] == [["tensor_parallel"]]
     options = {o["name"]: o["default"] for o in told["parameter_server"]["options"]}
-    assert options == {"shards": 1, "staleness": 0, "compression": None, "replay_mb": None, "replicas": None}
+    assert options == {"shards": 1, "staleness": 0, "compression": None, "replay_mb": None, "replicas": None,
+                       "replica": None}
     assert all(item["summary"] for item in told.values())
     json.dumps(catalogue())
 
@@ -147,6 +157,133 @@ def test_an_option_that_is_none_by_default_is_written_only_where_it_is_given():
     assert wire(parse("all_reduce:compression=int8")) == {"name": "all_reduce", "compression": "int8"}
     assert wire(parse("parameter_server")) == {"name": "parameter_server", "shards": 1, "staleness": 0}
     assert wire(parse("parameter_server:staleness=none"))["staleness"] is None
+
+
+PIPE = Pipeline(stages=4, micro_batches=8)
+BOTH = Pipeline(stages=3, boundaries=(2, 5), stage=TensorParallel(size=2, plan={"up.*": "out", "down": "in"}))
+NESTED = [
+    (AllReduce(replica=PIPE), AllReduce(replica=PIPE)),
+    (PIPE, AllReduce(replica=PIPE)),
+    (TensorParallel(), AllReduce(replica=TensorParallel())),
+    ("pipeline", AllReduce(replica=Pipeline())),
+    ("tensor-parallel:size=4", AllReduce(replica=TensorParallel(size=4))),
+    ("pipeline:stages=4,micro_batches=8", AllReduce(replica=PIPE)),
+    ("pipeline(stages=4, micro_batches=8)", AllReduce(replica=PIPE)),
+    ("all_reduce(replica=pipeline(stages=4,micro_batches=8))", AllReduce(replica=PIPE)),
+    ("all_reduce:replica=pipeline(stages=4,micro_batches=8)", AllReduce(replica=PIPE)),
+    ("all_reduce: replica = pipeline ( stages = 4 , micro_batches = 8 ) ", AllReduce(replica=PIPE)),
+    ("all_reduce:replica=pipeline", AllReduce(replica=Pipeline())),
+    ("all_reduce:replica=pipeline()", AllReduce(replica=Pipeline())),
+    ("all_reduce:replica=none", AllReduce()),
+    ("parameter_server:shards=2,replica=tensor_parallel(size=2),staleness=2",
+     ParameterServer(shards=2, staleness=2, replica=TensorParallel())),
+    ("pipeline:stages=3,boundaries=(2,5),stage=tensor_parallel(size=2,plan=(up.*=out,down=in))",
+     AllReduce(replica=BOTH)),
+    ("all_reduce:replica=pipeline(stages=3,boundaries=(2, 5),stage=tensor_parallel(plan=(up.*=out,down=in)))",
+     AllReduce(replica=BOTH)),
+    ({"name": "pipeline", "stages": 4, "micro_batches": 8}, AllReduce(replica=PIPE)),
+    ({"name": "all_reduce", "replica": {"name": "pipeline", "stages": 4, "micro_batches": 8}},
+     AllReduce(replica=PIPE)),
+    ({"name": "all_reduce", "replica": "pipeline(stages=4,micro_batches=8)"}, AllReduce(replica=PIPE)),
+    ({"name": "all_reduce", "replica": PIPE}, AllReduce(replica=PIPE)),
+    ({"name": "pipeline", "stage": {"name": "tensor_parallel", "size": 3}},
+     AllReduce(replica=Pipeline(stage=TensorParallel(3)))),
+    ({"name": "pipeline", "stage": TensorParallel(3)}, AllReduce(replica=Pipeline(stage=TensorParallel(3)))),
+    (yaml.safe_load("name: pipeline\nstages: 3\nboundaries: [2, 5]\nstage:\n  name: tensor_parallel\n"
+                    "  plan: {up.*: out, down: in}"), AllReduce(replica=BOTH)),
+]
+
+
+@pytest.mark.parametrize(("given", "strategy"), NESTED, ids=str)
+def test_replicas_nest(given, strategy):
+    assert parse(given) == [Phase(None, strategy)]
+
+
+@pytest.mark.parametrize("strategy", [strategy for _, strategy in [*GOOD, *NESTED]], ids=str)
+def test_what_is_written_is_read_again(strategy):
+    sent = wire(parse(strategy))
+    again = parse(json.loads(json.dumps(sent)))
+    assert again == [Phase(None, strategy)]
+    assert wire(again) == sent
+    assert parse(written(sent)) == again
+    spec = JobSpec(workload="w:W", strategy=sent, workers=12)
+    assert JobSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
+    assert parse(yaml.safe_load(yaml.safe_dump(sent))) == again
+
+
+def test_replicas_in_phases():
+    given = "2*all_reduce:replica=pipeline(stage=tensor_parallel(plan=(a.*=out))) > 1*pipeline > parameter_server"
+    phases = parse(given)
+    assert [phase.epochs for phase in phases] == [2, 1, None]
+    assert phases[0].strategy.replica.stage.plan == {"a.*": "out"}
+    assert phases[1].strategy == AllReduce(replica=Pipeline())
+    sent = json.loads(json.dumps(wire(phases)))
+    assert parse(sent) == phases == parse(written(sent))
+    starred = parse("pipeline(stage=tensor_parallel(plan=(a.*=out)))")
+    assert starred[0].epochs is None and starred[0].strategy.replica == phases[0].strategy.replica
+
+
+BAD_REPLICAS = [
+    ("pipelin", ["'pipelin'", "did you mean 'pipeline'", "all_reduce", "tensor_parallel"]),
+    ("pipeline:stage=2", ["stage", "2", "tensor_parallel"]),
+    ("pipeline:micro_batch=2", ["pipeline", "'micro_batch'", "did you mean 'micro_batches'", "stages"]),
+    ("pipeline:stages=0", ["stages", "0"]),
+    ("pipeline:schedule=2f2b", ["'2f2b'", "1f1b", "zero_bubble"]),
+    ("pipeline:boundaries=2", ["boundaries", "2"]),
+    ("pipeline:boundaries=(2,1)", ["boundaries", "[2, 1]"]),
+    ("pipeline:boundaries=(a)", ["boundaries", "'a'"]),
+    ("pipeline:stage=pipeline(stages=2)", ["stage", "'pipeline'", "tensor_parallel"]),
+    ("all_reduce:replica=pipelines(stages=2)", ["'pipelines'", "did you mean 'pipeline'", "tensor_parallel"]),
+    ("all_reduce:replica=parameter_server", ["'parameter_server'", "is a strategy", "pipeline, tensor_parallel"]),
+    ("all_reduce:replica=3", ["replica", "3", "pipeline"]),
+    ("all_reduce:replica=(2,3)", ["replica", "[2, 3]"]),
+    ("all_reduce:replica=pipeline:stages=2,micro_batches=4", ["'micro_batches'", "parentheses"]),
+    ("all_reduce:replica=tensor_parallel(sise=2)", ["tensor_parallel", "'sise'", "did you mean 'size'"]),
+    ("all_reduce:replica=tensor_parallel(size=two)", ["size", "'two'"]),
+    ("all_reduce:replica=tensor_parallel(plan=(a=up))", ["plan", "'up'", "heads"]),
+    ("tensor_parallel:plan=out", ["plan", "'out'"]),
+    ("all_reduce:replica=pipeline(stages=2", ["parentheses", "pipeline(stages=2"]),
+    ("all_reduce:replica=pipeline)stages=2(", ["parentheses"]),
+    ("pipeline(stages=2)x", ["parentheses"]),
+    ("pipeline(stages=2)(chunks=2)", ["parentheses"]),
+    ("pipeline:stages=2,stages=3", ["'stages'", "twice"]),
+    ("all_reduce:replica=" + "a(b=" * 5000 + ")" * 5000, ["deep"]),
+    ("all_reduce:compression=int8,replica=pipeline", ["compression", "'int8'", "pipeline", "leave out"]),
+    ("all_reduce:bucket_mb=4,replica=tensor_parallel", ["bucket_mb", "tensor_parallel"]),
+    ("parameter_server:compression=int8,replica=pipeline", ["compression", "pipeline"]),
+    ("parameter_server:shards=2,replicas=1,replica=pipeline", ["replicas", "1", "pipeline"]),
+    ("hybrid:replica=pipeline", ["hybrid", "'replica'", "did you mean 'replicas'"]),
+    ({"name": "all_reduce", "replica": {"stages": 2}}, ["replica", "pipeline", "stages=2"]),
+    ({"name": "all_reduce", "replica": []}, ["replica", "[]"]),
+    ({"name": "all_reduce", "replica": AllReduce()}, ["replica", "AllReduce"]),
+    ({"name": "pipeline", "stage": Pipeline()}, ["stage", "TensorParallel"]),
+    (Pipeline, ["Pipeline", "all_reduce"]),
+]
+
+
+@pytest.mark.parametrize(("given", "words"), BAD_REPLICAS, ids=lambda given: str(given)[:60])
+def test_bad_replicas(given, words):
+    with pytest.raises(ConfigError) as caught:
+        parse(given)
+    message = str(caught.value)
+    for word in words:
+        assert word in message
+    assert len(message.splitlines()) <= 3
+    assert caught.value.data.get("field")
+
+
+@pytest.mark.parametrize("make", [
+    lambda: AllReduce(replica="pipeline"), lambda: AllReduce(replica=2), lambda: ParameterServer(replica=AllReduce()),
+    lambda: AllReduce(replica=Pipeline), lambda: Pipeline(stage=2), lambda: Pipeline(boundaries="ab"),
+    lambda: TensorParallel(plan={"a": ["out"]}), lambda: AllReduce(replica=PIPE, bucket_mb=0)])
+def test_bad_replicas_in_python(make):
+    with pytest.raises(ConfigError):
+        make()
+
+
+def test_a_replica_says_how_workers_are_laid_out():
+    grid = parse("pipeline:stages=3,stage=tensor_parallel(size=2)")[0].strategy.grid(12)
+    assert (grid.data, grid.stage, grid.tensor) == (2, 3, 2)
 
 
 def test_what_is_in_step():

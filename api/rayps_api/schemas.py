@@ -210,10 +210,11 @@ class Option(BaseModel):
     name: str
     type: str
     default: Any
+    of: list[str] | None = None  # it takes one of these, with options of its own
 
 
 class StrategyOut(BaseModel):
-    """A strategy that a job may name."""
+    """A strategy that a job may name; a replica of several workers (pipeline) alone is that under all_reduce."""
 
     name: str
     summary: str

@@ -39,7 +39,8 @@ def top(version: Annotated[bool, typer.Option("--version", callback=_version, is
 def train(
     target: Annotated[str, typer.Argument(metavar="TARGET", help="file.py:Class or module:Class of a Workload.")],
     strategy: Annotated[str, typer.Option(help="How they learn together: all_reduce, or parameter_server:"
-                                          "staleness=3,shards=2 (none = asynchronous).")] = "all_reduce",
+                                          "staleness=3,shards=2 (none = asynchronous); a model larger than a worker: "
+                                          "all_reduce:replica=pipeline(stages=4,micro_batches=8).")] = "all_reduce",
     workers: Annotated[int, typer.Option(help="How many.")] = 1,
     epochs: Annotated[int | None, typer.Option(help="Times through the data (1 when neither is given).")] = None,
     steps: Annotated[int | None, typer.Option(help="Batches for each worker, instead of epochs.")] = None,

@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rayps.strategies.text import written
+
 _COLOURS = {"SUCCEEDED": "green", "FAILED": "red", "STOPPED": "yellow", "RUNNING": "cyan", "RECOVERING": "yellow",
             "UNKNOWN": "yellow"}
 _LAST = 14  # letters that the last column of a table keeps before others are cut
@@ -109,10 +111,4 @@ def measures(found: dict[str, Any] | None) -> str:
 
 def strategy(spec: Any) -> str:
     """A strategy in its text form."""
-    if isinstance(spec, list):
-        return " > ".join(f"{p['epochs']}*{strategy(p['strategy'])}" if p.get("epochs") else strategy(p["strategy"])
-                          for p in spec)
-    if not isinstance(spec, dict):
-        return str(spec)
-    options = [f"{k}={'none' if v is None else v}" for k, v in spec.items() if k != "name"]
-    return f"{spec.get('name')}:{','.join(options)}" if options else str(spec.get("name"))
+    return written(spec)

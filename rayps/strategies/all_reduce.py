@@ -5,6 +5,8 @@ Every worker holds all parameters w and its own optimizer. In round t, worker i 
 batch of n_i samples; the ring gives everyone g = sum(n_i g_i) / sum(n_i); everyone takes the same step.
 Gradients leave in buckets of `bucket_mb` (10^6 bytes; 0 = all at once, none = chosen) while backward goes on.
 `compression` (fp16, bf16, int8, top_k, top_k:FRACTION, auto) says how the g_i travel, with error feedback.
+With a `replica` of several workers i counts replicas, and each worker averages its part of the model with those that
+hold the same part; a part's gradient leaves at once, as it is.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rayps.errors import ConfigError
-from rayps.strategies.base import Strategy, WorkerView, compression_of
+from rayps.strategies.base import Replica, Strategy, WorkerView, compression_of, must_go_with
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,7 @@ class AllReduce(Strategy):
 
     compression: str | None = None
     bucket_mb: float | None = None
+    replica: Replica | None = None
     name: ClassVar[str] = "all_reduce"
 
     def __post_init__(self) -> None:
@@ -33,6 +36,7 @@ class AllReduce(Strategy):
                 f"bucket_mb is {mb!r}: give megabytes such as 4, 0 (one bucket after backward) or none (chosen)",
                 field="bucket_mb",
             )
+        must_go_with(self.replica, compression=self.compression, bucket_mb=mb)
 
     def round(self, w: WorkerView) -> None:
         """g <- mean over workers; w <- w - step(g)."""

@@ -113,6 +113,28 @@ class Strategy:
         """The server's half, once everyone has spoken: values and weights in the order of ranks."""
 
 
+def must_go_with(replica: Any, **others: Any) -> None:
+    """Check the option `replica`; `others` are options that must be none where there is one.
+
+    Raises:
+        ConfigError: it is no replica, or it is one and another option is given.
+    """
+    if replica is None:
+        return
+    if not isinstance(replica, Replica):
+        raise ConfigError(
+            f"replica is {replica!r}: give Pipeline(...), TensorParallel(...), or none (a replica is one worker)",
+            field="replica",
+        )
+    for name, given in others.items():
+        if given is not None:
+            raise ConfigError(
+                f"{name} is {given!r}, and a replica is a {replica.name} of several workers: the two do not go "
+                f"together; leave out {name}, or replica",
+                field=name,
+            )
+
+
 def compression_of(given: Any) -> tuple[str, float]:
     """The name of a `compression`, and the share of the elements that top_k sends.
 

@@ -11,6 +11,8 @@ s != 0: a worker keeps its newest pushes until a snapshot has them, up to `repla
 them again to a server that is restored; what is beyond is lost with the server, with 0 all since the snapshot.
 `replicas` (none = fixed servers): the servers are an elastic group of `shards` of them, each slice held 1 + replicas
 times, and one may die without a restart of anything.
+With a `replica` of several workers a worker is such a replica: each of its workers pulls and pushes its part of the
+model, which has shards of its own (`shards` in all, at least one for each part).
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rayps.errors import ConfigError
-from rayps.strategies.base import ShardView, Strategy, WorkerView, compression_of
+from rayps.strategies.base import Replica, ShardView, Strategy, WorkerView, compression_of, must_go_with
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class ParameterServer(Strategy):
     compression: str | None = None
     replay_mb: float | None = None
     replicas: int | None = None
+    replica: Replica | None = None
     name: ClassVar[str] = "parameter_server"
     borrows: ClassVar[bool] = True
     means: ClassVar[bool] = True
@@ -59,6 +62,7 @@ class ParameterServer(Strategy):
             )
         if self.compression is not None:
             compression_of(self.compression)
+        must_go_with(self.replica, compression=self.compression, replicas=self.replicas)
 
     @property
     def tables(self) -> Strategy:

@@ -56,8 +56,14 @@ class Pipeline(Replica):
                 field="micro_batches",
             )
         if self.boundaries is not None:
-            object.__setattr__(self, "boundaries", tuple(self.boundaries))  # a list, as JSON has it
-            _must_rise(self.boundaries, self.stages * self.chunks - 1)
+            given = self.boundaries
+            listed = tuple(given) if isinstance(given, (list, tuple)) else given  # a list, as JSON has it
+            _must_rise(listed, self.stages * self.chunks - 1)
+            object.__setattr__(self, "boundaries", listed)
+        if self.stage is not None and not isinstance(self.stage, TensorParallel):
+            raise ConfigError(
+                f"stage is {self.stage!r}: give none (a stage is one worker) or TensorParallel(...)", field="stage"
+            )
 
     @property
     def tensor(self) -> int:  # type: ignore[override]
@@ -76,9 +82,10 @@ def _must_be(field: str, given: Any, known: tuple[str, ...]) -> None:
 
 
 def _must_rise(given: Any, count: int) -> None:
-    whole = all(isinstance(each, int) and each > 0 for each in given)
+    whole = isinstance(given, tuple) and all(type(each) is int and each > 0 for each in given)
     if not whole or len(given) != count or list(given) != sorted(set(given)):
+        shown = list(given) if isinstance(given, tuple) else given
         raise ConfigError(
-            f"boundaries is {given!r}: give {count} rising layer numbers, each where a new part begins",
+            f"boundaries is {shown!r}: give {count} rising layer numbers, each where a new part begins",
             field="boundaries",
         )

@@ -33,7 +33,8 @@ class TensorParallel(Replica):
     def __post_init__(self) -> None:
         if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
             raise ConfigError(f"size is {self.size!r}: give the number of workers that share a layer", field="size")
-        if self.plan is not None and not (isinstance(self.plan, dict) and set(self.plan.values()) <= set(SPLITS)):
+        plan: object = self.plan
+        if plan is not None and not (isinstance(plan, dict) and all(each in SPLITS for each in plan.values())):
             raise ConfigError(
                 f"plan is {self.plan!r}: give a split for each layer's name, one of {', '.join(SPLITS)}", field="plan"
             )
