@@ -19,7 +19,7 @@ FLOORS = [
     # the two ways of talking
     "ring optim server tables elastic",
     # what is learnt
-    "data workload checkpoint snapshot embedding buckets worker runtime.plans runtime.decide "
+    "tensor data workload checkpoint snapshot embedding buckets worker runtime.plans runtime.decide "
     "pipeline",
     # a run
     "runtime elastic.job elastic.job_tables loop server_group training",
