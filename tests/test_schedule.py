@@ -1,12 +1,15 @@
 """Pipeline schedules: their formulas, exactly; torch's own tables; a validator that no wrong table passes."""
 
 import random
+import re
 from fractions import Fraction
 from graphlib import CycleError, TopologicalSorter
+from xml.etree import ElementTree
 
 import pytest
 
 from rayps.errors import ConfigError
+from rayps.pipeline import gantt
 from rayps.pipeline import schedule as schedules
 from rayps.pipeline.schedule import Action, needs, splits, table
 from rayps.pipeline.simulate import simulate
@@ -247,3 +250,52 @@ def test_tables_that_cannot_be_read(text, says):
 def test_torchs_padding_is_read():
     made, p, m, v = read(",0F0,,0B0\n")
     assert (p, m, v) == (1, 1, 1) and not splits(made)
+
+
+# ---- the chart
+
+
+def test_the_chart_of_a_small_schedule():
+    assert gantt.text(simulate(table("1f1b", 2, 2))).splitlines() == [
+        "stage 0 │F0    F1    ············B0──────────······B1──────────",
+        "stage 1 │······F0    B0──────────F1    B1──────────············",
+        "        └──────────────────────────────────────────────────────",
+        "         0                                                    9",
+        "         F3 forward of micro-batch 3, B backward, · waits",
+    ]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("width", [40, 100])
+def test_charts_keep_their_width_and_columns(schedule, width):
+    for p, m in [(1, 1), (2, 4), (4, 8), (3, 27), (8, 64), (12, 240)]:
+        timeline = simulate(table(schedule, p, m, 2 if schedule == "interleaved" else 1))
+        lines = gantt.text(timeline, width).splitlines()
+        bars, axis = lines[:p], lines[p]
+        assert {len(line) for line in bars} == {len(axis)} and len(axis) <= width
+        assert [line.index("│") for line in bars] == [axis.index("└")] * p
+        waiting = sum(line.count("·") for line in bars) / sum(len(line) - axis.index("└") - 1 for line in bars)
+        assert abs(waiting - float(timeline.idle)) < 0.02 + p * 2 / width  # columns are rounded
+        coloured = gantt.text(timeline, width, colour=True)
+        assert re.sub(r"\x1b\[[\d;]*m", "", coloured) == "\n".join(lines) != coloured
+
+
+def test_a_chart_of_seconds_says_so():
+    timeline = simulate(table("gpipe", 2, 3), {"F": 0.0012, "B": 0.003}, transfer=0.0001)
+    assert gantt.text(timeline, unit=" s").splitlines()[3].endswith(f"{timeline.makespan:.4g} s")
+
+
+def test_the_svg_has_every_action_where_it_belongs():
+    timeline = simulate(table("interleaved", 2, 4, 2))
+    root = ElementTree.fromstring(gantt.svg(timeline, "2 stages < 3 & more"))
+    name = "{http://www.w3.org/2000/svg}"
+    groups = root.findall(f"{name}g")
+    assert len(groups) == sum(map(len, timeline.rows)) == 32
+    rects = [group.find(f"{name}rect") for group in groups]
+    width = float(root.get("width"))
+    places = {(rect.get("x"), rect.get("y")) for rect in rects}
+    assert len(places) == 32 and all(float(r.get("x")) + float(r.get("width")) < width for r in rects)
+    said = {group.find(f"{name}title").text for group in groups}
+    assert "forward of micro-batch 3, chunk 2: 14 to 15" in said
+    assert {rect.get("fill") for rect in rects} == {"var(--F0)", "var(--F1)", "var(--B0)", "var(--B1)"}
+    assert root.findall(f"{name}text")[0].text == "2 stages < 3 & more"
