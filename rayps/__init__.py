@@ -19,6 +19,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "AllReduce": "rayps.strategies.all_reduce",
     "Client": "rayps.client",
+    "Downpour": "rayps.strategies.downpour",
     "Embedding": "rayps.embedding",
     "EmbeddingBag": "rayps.embedding",
     "Hybrid": "rayps.strategies.hybrid",
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from rayps.server_group import ServerGroup as ServerGroup
     from rayps.strategies.all_reduce import AllReduce as AllReduce
     from rayps.strategies.base import Strategy as Strategy
+    from rayps.strategies.downpour import Downpour as Downpour
     from rayps.strategies.hybrid import Hybrid as Hybrid
     from rayps.strategies.parameter_server import ParameterServer as ParameterServer
     from rayps.strategies.pipeline import Pipeline as Pipeline

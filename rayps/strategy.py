@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from rayps.errors import ConfigError
 from rayps.strategies.all_reduce import AllReduce
 from rayps.strategies.base import Replica, ShardView, Strategy, WorkerView
+from rayps.strategies.downpour import Downpour
 from rayps.strategies.hybrid import Hybrid
 from rayps.strategies.parameter_server import ParameterServer
 from rayps.strategies.pipeline import Pipeline
@@ -25,7 +26,7 @@ __all__ = [
     "phase_ends", "wire",
 ]  # fmt: skip
 
-CATALOGUE: dict[str, type[Strategy]] = {kind.name: kind for kind in (AllReduce, ParameterServer, Hybrid)}
+CATALOGUE: dict[str, type[Strategy]] = {kind.name: kind for kind in (AllReduce, ParameterServer, Hybrid, Downpour)}
 REPLICAS: dict[str, type[Replica]] = {kind.name: kind for kind in (Pipeline, TensorParallel)}
 _NESTED: dict[str, tuple[str, ...]] = {"replica": tuple(REPLICAS), "stage": (TensorParallel.name,)}  # by option
 _Kind = TypeVar("_Kind", Strategy, Replica)

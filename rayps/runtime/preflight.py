@@ -41,8 +41,15 @@ def preflight(workload: Workload, phases: list[Phase], spec: JobSpec) -> Finding
         tables = tables_of(model)
         if tables:
             try_out(workload, model)
+    group = spec.server_group is not None or any(phase.strategy.servers for phase in phases)
     for phase in phases:
         _check_servers(phase.strategy, spec, tables)
+        if group and phase.strategy.fixed_servers:
+            raise ConfigError(
+                f"{_name(phase.strategy)} needs servers of its own: leave out server_group, and other phases' "
+                "replicas",
+                field="strategy",
+            )
     if spec.server_group is not None and not tables and not any(phase.strategy.shards for phase in phases):
         raise ConfigError(
             f"server_group is {spec.server_group!r}, and {_name(phases[0].strategy)} without sparse tables needs no "
@@ -60,12 +67,9 @@ def preflight(workload: Workload, phases: list[Phase], spec: JobSpec) -> Finding
     warnings = []
     if any(phase.strategy.shards for phase in phases):
         optim.check_elementwise(workload.optimizer, layout)
-        loose = any(not phase.strategy.lockstep for phase in phases)
-        if loose and spec.workers > 1 and optim.ignores_scale(workload.optimizer, layout):
-            warnings.append(
-                "each push is scaled by 1/N, but this optimizer takes steps of the same "
-                "size whatever the gradient's: N workers take N times the steps; lower its learning rate"
-            )
+        said = dict.fromkeys(phase.strategy.scale_warning(spec.workers) for phase in phases)
+        if any(said) and optim.ignores_scale(workload.optimizer, layout):
+            warnings += [each for each in said if each]
     return Findings(data.steps(spec.workers), warnings, tables)
 
 

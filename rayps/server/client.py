@@ -6,6 +6,7 @@ and one answer. A shard that is lost is found again where the strategy allows it
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -22,6 +23,8 @@ from rayps.server.resident import flat_bytes
 from rayps.server.rows import IdLists, Listed, Rows, piece
 from rayps.server.turns import Turns
 from rayps.server.ways import Ask, Place
+
+_LOOK_SECONDS = 0.01  # between two looks at how far another worker is
 
 
 class Server:
@@ -53,7 +56,7 @@ class Server:
         `independent` shards step each on its own, so that only a pull that holds them all is of one moment. `layout`
         names the tables whose rows are asked for by id.
         """
-        self.rank = rank
+        self.rank, self.timeout = rank, timeout
         self.size = ranges[-1][1]
         self.home: Tensor | None = None  # where whole pulls land, e.g. the model's own vector; None = in a new tensor
         self.bytes_moved = 0  # of parameters and gradients, sent and received
@@ -91,8 +94,10 @@ class Server:
         """The elements lo to hi as they are now, outside the clock; each shard's are of one version."""
         return self._fetch(Kind.READ, lo, hi, None, True)
 
-    def push(self, value: Tensor | Gradient, weight: float = 1.0, lo: int = 0) -> None:
+    def push(self, value: Tensor | Gradient, weight: float = 1.0, lo: int = 0, rounds: int = 1) -> None:
         """Push a gradient, or a range of it that begins at element lo; the push counts as one step.
+
+        Where the strategy's pushes are `spans` it counts as `rounds` steps, all that were made since the one before.
 
         A Gradient brings its number of samples as its weight. Every shard applies the push once, whatever is
         retried. Deferred, `value` must not change before the next call here has returned (`settle` if there is none).
@@ -101,6 +106,7 @@ class Server:
         count = vector.numel()
         self._must_fit(lo, lo + count)
         self.settle()
+        first, self.step = self.step, self.step + rounds - 1
         if self._defer and self.feedback is None and count == self.size and self._turns.swift:
             self._laid(vector, 0, count)
             self.bytes_moved += count * self.dtype.itemsize
@@ -113,7 +119,7 @@ class Server:
         else:
             laid = self._coded(self.feedback, vector.detach().reshape(-1), weight, lo)
             self.bytes_moved += sum(len(piece) for piece in laid)
-        self._post(self._pushes(weight, lo, count, laid), count == self.size)
+        self._post(self._pushes(weight, lo, count, laid), count == self.size, first=first)
 
     def pull_rows(
         self, ids: Tensor, table: str | None = None, *, out: Tensor | None = None, consistent: bool | None = None
@@ -166,6 +172,27 @@ class Server:
             asks[i] = Ask(i, Kind.PUSH_ROWS, self.step, listed.number, weight, part.elements, laid)
             self.bytes_moved += laid.numel() * laid.element_size()
         self._post(asks, False, naming)
+
+    def wait(self, rank: int, rounds: int) -> None:
+        """Return once a rank's pushes stand for so many rounds.
+
+        Raises:
+            PeerTimeout: it was silent past the deadline; pushes begin it anew.
+        """
+        self.settle()
+        reached, since = -1, time.monotonic()
+        while reached < rounds:
+            found = self._turns.exchange([Ask(0, Kind.REACHED, rank, 0)])[0].version
+            if found > reached:
+                reached, since = found, time.monotonic()
+            elif time.monotonic() - since > self.timeout:
+                raise errors.PeerTimeout(
+                    f"worker-{rank} has pushed {reached} of the {rounds} rounds that the others wait for, and none in "
+                    f"{self.timeout:g} s (the knob is `timeout`)",
+                    peer=f"worker-{rank}", seconds=self.timeout,
+                )  # fmt: skip
+            else:
+                time.sleep(_LOOK_SECONDS)
 
     def settle(self) -> None:
         """Return once every push is acknowledged."""
@@ -301,10 +328,14 @@ class Server:
 
     # ---- what is asked
 
-    def _post(self, asks: list[Ask], whole: bool, before: dict[int, Ask] | None = None) -> None:
-        """Let a push leave, now or with what is said next. `before` is what a shard must hear first to know it."""
-        self._turns.keep(self.step, [[before[ask.shard], ask] if before and ask.shard in before else [ask]
-                                     for ask in asks])  # fmt: skip
+    def _post(
+        self, asks: list[Ask], whole: bool, before: dict[int, Ask] | None = None, first: int | None = None
+    ) -> None:
+        """Let a push leave, now or with what is said next. `before` is what a shard must hear first to know it, `first`
+        the first step that it stands for.
+        """
+        said = [[before[ask.shard], ask] if before and ask.shard in before else [ask] for ask in asks]
+        self._turns.keep(self.step if first is None else first, said)
         self._posted = _Posted(asks, whole)
         self.step += 1
         if not self._defer:

@@ -52,6 +52,13 @@ class Ledger:
         self._prune(rank)
         return True
 
+    def fill(self, rank: int, step: int) -> bool:
+        """File a push that stands for every step up to `step`; False, and no change, when it was filed before."""
+        if step < self._mark(rank):
+            return False
+        self.skip(rank, step + 1)
+        return True
+
     def skip(self, rank: int, step: int) -> int:
         """Give up what is missing below `step`: nobody has it any more. The number of pushes that are lost so."""
         lost = max(0, step - self._mark(rank)) - sum(1 for known in self._above[rank] if known < step)

@@ -56,6 +56,7 @@ class ShardLoop:
             Kind.PUSH_PULL: self._push_pull, Kind.PUSH_PULL_CODED: self._push_pull, Kind.PUSH_CODED: self._push,
             Kind.READ: self._read, Kind.IDS: self._ids, Kind.PUSH_ROWS: self._push, Kind.PULL_ROWS: self._pull,
             Kind.HOLD: self._hold, Kind.AIM: self._readers.aim, Kind.RELEASE: self._readers.release,
+            Kind.REACHED: self._reached,
         }  # fmt: skip
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"shard-{shard.index}", daemon=True)
@@ -296,6 +297,9 @@ class ShardLoop:
         passing("shard: applied, not acknowledged")
         self._readers.look()
         return True
+
+    def _reached(self, request: Request) -> None:
+        self._reply(request, Kind.ACK, a=self.shard.clock.done.get(request.a, 0))
 
     def _hold(self, request: Request) -> None:
         self._rank(request.guest)

@@ -27,6 +27,7 @@ class Kind(enum.IntEnum):
     HOLD = 12  # a = 1: once the clock lets this rank pull              -> VALUE, payload = steps by rank (int64)
     AIM = 13  # payload = steps by rank (int64)                         -> ACK once all of these are applied
     RELEASE = 14  # what was held back is applied; no answer
+    REACHED = 15  # a = rank                                             -> ACK a = its next step here
     ACK = 5
     VALUE = 6
     PUSH_CODED = 20  # as PUSH, payload = an encoded slice (`rayps.server.coded`)

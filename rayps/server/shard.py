@@ -21,6 +21,7 @@ from rayps.server.ledger import Ledger
 from rayps.server.parts import Parts
 from rayps.server.resident import STEPS, Slice
 from rayps.server.rows import Area, Rows, gathered, step_rows
+from rayps.server.rule import chosen, fitting
 from rayps.strategies.base import weighted_mean
 from rayps.strategy import Strategy
 
@@ -100,14 +101,14 @@ class Shard:
         self.size = len(self.ledger.marks)  # workers
         self.version = 0  # steps that the optimizer has taken here
         self.strategy = strategy
-        self._gathers, self._borrows = strategy.gathers, strategy.borrows
+        self._gathers, self._borrows, self._spans = strategy.gathers, strategy.borrows, strategy.spans
         self.clock = Clock(self.ledger.marks, strategy.staleness)
         self.staleness: Counter[int] = Counter()
         self.ages: Counter[int] = Counter()
         self._pulled_at: dict[int, int] = {}  # by rank: the version of its last pull
         self.parts: Parts[ShardPart] = Parts()
         self._boundary = boundary
-        self._optimizer = SlicedOptimizer(factory, layout, self.params, lo, hi)
+        self._optimizer = SlicedOptimizer(chosen(factory, strategy.adagrad), layout, self.params, lo, hi)
         self._inbox: dict[int, dict[int, tuple[Tensor, float, Area]]] = {}
         self._lent: set[tuple[int, int]] = set()  # step and rank of what lies in the inbox and belongs to its pusher
         self._count = self.params.numel()
@@ -117,7 +118,7 @@ class Shard:
 
     def load(self, moments: Moments, layout: Layout) -> None:
         """Take over an optimizer state of whole parameters."""
-        self._optimizer.load(moments, layout)
+        self._optimizer.load(fitting(moments, self._optimizer.optimizer), layout)
 
     def step(self, grad: Tensor, scale: float = 1.0) -> None:
         """Let the optimizer apply `scale` times a gradient slice; what no push has touched stays as it is."""
@@ -195,7 +196,7 @@ class Shard:
         """
         count = value.numel()
         area = self._whole if count == self._count and not offset and rows is None else self._area(count, offset, rows)
-        if not self.ledger.add(rank, step):
+        if not (self.ledger.fill(rank, step) if self._spans else self.ledger.add(rank, step)):
             return False
         if rank in self._pulled_at:  # it has pulled from this shard, and not only from one that this one replaces
             self.ages[self.version - self._pulled_at[rank]] += 1
@@ -210,7 +211,7 @@ class Shard:
             self._inbox.setdefault(step, {})[rank] = (value, weight, area)
             if lent:
                 self._lent.add((step, rank))
-        if step == self._slowest:  # else the slowest is another
+        if step == self._slowest or self._spans:  # else the slowest is another
             self._finish()
         return True
 

@@ -46,7 +46,9 @@ Place = Any  # np.ndarray of uint8: where the bytes of a pull go
 
 
 # what is said by message also to a shard of this host: rare, or with a payload that lies nowhere else
-ALWAYS_BY_MESSAGE = frozenset(CODED.values()) | {Kind.JOIN, Kind.IDS, Kind.HOLD, Kind.AIM, Kind.RELEASE}
+ALWAYS_BY_MESSAGE = frozenset(CODED.values()) | {
+    Kind.JOIN, Kind.IDS, Kind.HOLD, Kind.AIM, Kind.RELEASE, Kind.REACHED,
+}  # fmt: skip
 
 
 class Ask(NamedTuple):

@@ -17,10 +17,13 @@ class WorkerView(Protocol):
 
     rank: int
     size: int
+    position: int  # batches taken so far
+    plan: Any  # `plan.end` is the position at which this strategy ends
     ring: Any
     server: Any
     tables: Any
     params: Any
+    memory: dict[str, Any]  # what a round leaves to the next; empty when a worker begins, or is replaced
 
     def batch(self) -> Any:
         """The next batch of this worker's share of the data."""
@@ -68,6 +71,11 @@ class Strategy:
     gathers: bool = True  # whether on_round is to be called with everyone's values
     means: ClassVar[bool] = False  # on_round is step_mean(values, weights), unless all weights are 0, and nothing else
     borrows: ClassVar[bool] = False  # on_push and on_round only read values and keep none: no copy is made for them
+    adagrad: float | None = None  # the rate of an Adagrad that steps on the servers; None = the workload's optimizer
+    steps_locally: ClassVar[bool] = False  # a worker steps its own copy too, between two pulls
+    in_place: ClassVar[bool] = False  # all workers, on one host, step one vector in memory that they share
+    spans: ClassVar[bool] = False  # a push stands for all rounds since the one before; else for one
+    fixed_servers: ClassVar[bool] = False  # an elastic server group cannot serve it
 
     @property
     def servers(self) -> int:
@@ -105,6 +113,18 @@ class Strategy:
     def round(self, w: WorkerView) -> None:
         """The worker's half of the paper: one round."""
         raise TypeError(f"{type(self).__name__} does not say what a worker does: define round(self, w)")
+
+    def finish(self, w: WorkerView) -> None:
+        """What a worker does after its last round."""
+
+    def scale_warning(self, workers: int) -> str | None:
+        """What to say where the optimizer takes steps of the same size whatever the gradient's; None = nothing."""
+        if self.shards and not self.lockstep and workers > 1:
+            return (
+                "each push is scaled by 1/N, but this optimizer takes steps of the same "
+                "size whatever the gradient's: N workers take N times the steps; lower its learning rate"
+            )
+        return None
 
     def on_push(self, shard: ShardView, value: Any, weight: float) -> None:
         """The server's half, as each message arrives."""

@@ -34,12 +34,25 @@ class TensorParallel(Replica):
         if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
             raise ConfigError(f"size is {self.size!r}: give the number of workers that share a layer", field="size")
         plan: object = self.plan
-        if plan is not None and not (isinstance(plan, dict) and all(each in SPLITS for each in plan.values())):
+        if plan is not None and not (isinstance(plan, dict) and all(_is_split(each) for each in plan.values())):
             raise ConfigError(
-                f"plan is {self.plan!r}: give a split for each layer's name, one of {', '.join(SPLITS)}", field="plan"
+                f"plan is {plan!r}: give a split for each layer's name, one of {', '.join(SPLITS)} (row is out, column "
+                "is in; out*3:64 is three blocks, cut at multiples of 64)",
+                field="plan",
             )
 
     @property
     def tensor(self) -> int:  # type: ignore[override]
         """See Replica."""
         return self.size
+
+
+def _is_split(given: object) -> bool:
+    """Whether it is a split: a name, `name:UNIT`, or `out*BLOCKS:UNIT`."""
+    if not isinstance(given, str):
+        return False
+    whole, colon, unit = given.partition(":")
+    name, star, blocks = whole.partition("*")
+    if name in ("out", "row", "in", "column"):
+        return unit.isdigit() == bool(colon) and blocks.isdigit() == bool(star) and not (star and name[0] in "ic")
+    return given in SPLITS

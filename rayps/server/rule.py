@@ -1,0 +1,18 @@
+"""Which optimizer steps on a shard: the workload's, or an Adagrad that the strategy asks for."""
+
+from __future__ import annotations
+
+from torch.optim import Adagrad, Optimizer
+
+from rayps.optim import Factory, Moments
+
+
+def chosen(factory: Factory, adagrad: float | None) -> Factory:
+    """The workload's own; where a rate is given, Adagrad: Duchi, Hazan, Singer, JMLR 2011."""
+    return factory if adagrad is None else lambda params: Adagrad(params, lr=adagrad)
+
+
+def fitting(moments: Moments, optimizer: Optimizer) -> Moments:
+    """What of a state an optimizer can go on from: Adagrad's is of no use to the others, nor theirs to it."""
+    mine = isinstance(optimizer, Adagrad)
+    return {name: held for name, held in moments.items() if (held.keys() == {"step", "sum"}) == mine}

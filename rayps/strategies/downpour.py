@@ -1,0 +1,102 @@
+"""Downpour SGD: replicas that push what they have gathered and fetch what the others have learnt, each in its own time.
+
+Dean et al., "Large Scale Distributed Deep Networks", NIPS 2012, section 4.1 and the algorithm of its appendix. Each
+replica (of one or several workers) does, in its step t:
+    every n_fetch steps: w <- the parameters on the servers
+    g <- gradient of the next batch;  a <- a + g;  w <- w - step(g), on its own copy
+    every n_push steps: push a;  a <- 0
+A server applies each push as it comes and waits for nobody: w <- w - step(a), with the full rate as in the paper, not
+1/N of it. N replicas so do what one would do that sees N times the batches, with gradients that come late; if that
+diverges, give `adagrad`, `warm_start`, or a smaller rate.
+`adagrad` (the rate gamma): servers step by gamma / sqrt(sum of squares of what was pushed), for each parameter on its
+own; none = the workload's optimizer. Copies step by the workload's optimizer, each with a state of its own.
+`warm_start`: so many rounds are made by one replica alone, before the others begin (section 4.1: "warmstarting").
+Sends 1/n_push and receives 1/n_fetch of the parameters' bytes a step. Who dies is replaced while the others go on, and
+repeats the steps it had not pushed: each batch is in the parameters once. The last a is pushed at the end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from rayps.errors import ConfigError
+from rayps.strategies.base import Replica, ShardView, Strategy, WorkerView, must_go_with
+
+
+@dataclass(frozen=True)
+class Downpour(Strategy):
+    """Asynchronous replicas that talk to the servers every few steps only: many machines, slow lines, deaths."""
+
+    n_push: int = 1
+    n_fetch: int = 1
+    shards: int = 1
+    adagrad: float | None = None
+    warm_start: int = 0
+    replay_mb: float | None = None
+    replica: Replica | None = None
+    name: ClassVar[str] = "downpour"
+    staleness: ClassVar[None] = None  # type: ignore[misc]
+    gathers: ClassVar[bool] = False  # type: ignore[misc]
+    borrows: ClassVar[bool] = True
+    spans: ClassVar[bool] = True
+    steps_locally: ClassVar[bool] = True
+    fixed_servers: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        for field, least in (("n_push", 1), ("n_fetch", 1), ("shards", 1), ("warm_start", 0)):
+            given = getattr(self, field)
+            if isinstance(given, bool) or not isinstance(given, int) or given < least:
+                raise ConfigError(f"{field} is {given!r}: give a whole number of at least {least}", field=field)
+        for field, zero in (("adagrad", False), ("replay_mb", True)):
+            given = getattr(self, field)
+            number = isinstance(given, (int, float)) and not isinstance(given, bool) and 0 <= given < float("inf")
+            if given is not None and not (number and (zero or given)):
+                what = "the 10^6 bytes of pushes that a worker may keep, 0 or more" if zero else "a rate above 0"
+                raise ConfigError(f"{field} is {given!r}: give {what}, or none", field=field)
+        must_go_with(self.replica)
+
+    def round(self, w: WorkerView) -> None:
+        """One step of the appendix's client."""
+        t, mine = w.position, w.memory
+        if not mine and w.rank > 0:
+            w.server.wait(0, self.warm_start)
+        if not mine or t % self.n_fetch == 0:
+            w.params = w.server.pull()
+        g = w.grad(w.batch())
+        a = self._gather(mine, g)
+        pushes = (t + 1) % self.n_push == 0 or t + 1 == w.plan.end
+        if pushes:
+            w.server.push(a, float(mine["samples"]), rounds=mine["steps"])
+            mine |= {"steps": 0, "samples": 0}
+        if (t + 1) % self.n_fetch:  # else what is fetched next takes the place of this copy
+            if pushes:
+                w.server.settle()  # it leaves now; a and g may change from here on
+            if g.samples:
+                w.step(g)
+
+    def _gather(self, mine: dict[str, Any], g: Any) -> Any:
+        """The sum of the gradients since the last push."""
+        steps = mine.get("steps", 0)
+        if self.n_push == 1:
+            mine["a"] = g.vector
+        elif steps:
+            mine["a"] += g.vector
+        else:
+            mine["a"] = g.vector.clone() if "a" not in mine else mine["a"].copy_(g.vector)
+        mine |= {"steps": steps + 1, "samples": mine.get("samples", 0) + g.samples}
+        return mine["a"]
+
+    def scale_warning(self, workers: int) -> str | None:
+        """A push of many gradients moves such an optimizer as far as one of one."""
+        if self.n_push == 1 or self.adagrad is not None:
+            return None
+        return (
+            f"a push holds the sum of {self.n_push} gradients, but this optimizer takes steps of the same size "
+            "whatever the gradient's: the servers step as if it were one; give adagrad, n_push 1, or a higher learning rate"
+        )
+
+    def on_push(self, shard: ShardView, value: Any, weight: float) -> None:
+        """w <- w - step(a), at once."""
+        if weight:
+            shard.step(value)
