@@ -499,7 +499,7 @@ def test_a_rank_that_stays_away_is_named_by_everyone(algorithm):
 def test_a_rank_that_dies_in_a_collective_is_named_by_everyone(victim, algorithm, monkeypatch):
     rings = form(4, timeout=20.0, algorithm=algorithm)
     steps = [0] * 4
-    finish = Mesh._finish
+    finish = Mesh.finish
 
     def fail(mesh, *args, **kwargs):
         steps[mesh.rank] += 1
@@ -509,7 +509,7 @@ def test_a_rank_that_dies_in_a_collective_is_named_by_everyone(victim, algorithm
             raise SystemExit
         finish(mesh, *args, **kwargs)
 
-    monkeypatch.setattr(Mesh, "_finish", fail)
+    monkeypatch.setattr(Mesh, "finish", fail)
     start = time.monotonic()
 
     def work(ring):
@@ -534,7 +534,7 @@ def test_a_rank_that_dies_in_a_collective_is_named_by_everyone(victim, algorithm
 def test_no_rank_returns_a_sum_that_lacks_the_leaves_below_a_dead_node(victim, step, monkeypatch):
     rings = form(8, timeout=20.0, algorithm="tree")
     steps = [0] * 8
-    finish = Mesh._finish
+    finish = Mesh.finish
 
     def fail(mesh, *args, **kwargs):
         steps[mesh.rank] += 1
@@ -544,7 +544,7 @@ def test_no_rank_returns_a_sum_that_lacks_the_leaves_below_a_dead_node(victim, s
             raise SystemExit
         finish(mesh, *args, **kwargs)
 
-    monkeypatch.setattr(Mesh, "_finish", fail)
+    monkeypatch.setattr(Mesh, "finish", fail)
     sums = [torch.full((1000,), 2.0**rank) for rank in range(8)]
     found = errors(rings, lambda ring: ring.sum(sums[ring.rank]))
     if step == 1:

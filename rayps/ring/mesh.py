@@ -17,7 +17,7 @@ from typing import Any
 from rayps.errors import LinkError, PeerLost, PeerTimeout
 from rayps.link import Link, Message
 from rayps.ring.hold import Hold
-from rayps.ring.messages import Arrival, Kind, Piece, Want, fill, heard, must_match, ranks, told
+from rayps.ring.messages import Arrival, Kind, Mail, Piece, Want, heard, must_match, ranks, told
 from rayps.ring.wires import Place, Wires
 
 LINGER_SECONDS = 0.25  # how long a rank that leaves tries to get its last words out
@@ -36,7 +36,7 @@ class Mesh:
         self.seconds_waiting = 0.0
         self.dead: LinkError | None = None
         self._links = Wires(size, links)
-        self._mail: dict[tuple[int, int], deque[Any]] = {}
+        self._mail = Mail()
         self._heard: set[int] = set()
         self._left: set[int] = set()  # ranks that have said goodbye
         self.number = 0  # of the collective that is under way
@@ -112,19 +112,19 @@ class Mesh:
                 gone += 1
                 sending.add(key)
 
-        with self._guarded():
+        with self.guarded():
             for buffer in first:
                 todo.append(buffer)
                 push()
             for into, then in arrivals:
                 want = (Kind.DATA, self.number, taken, into)
-                self._finish(sending, {self._links.stream(left, taken): want}, push, drain=False)
+                self.finish(sending, {self._links.stream(left, taken): want}, push, drain=False)
                 taken += 1
                 if (onward := then()) is not None:
                     todo.append(onward)
                     push()
             while todo or sending:
-                self._finish(sending, {}, push)
+                self.finish(sending, {}, push)
         self._step = max(gone, taken)
 
     def meet(self) -> None:
@@ -138,7 +138,7 @@ class Mesh:
             self.check()
             try:
                 for peer in self._links:
-                    self._listen(peer)
+                    self.listen(peer)
             except LinkError as error:
                 return self._last_words(error)
             found = self._inquest(set(self._links.ranks))
@@ -161,7 +161,7 @@ class Mesh:
     def await_bell(self, bell: int, absent: Callable[[], set[int]]) -> None:
         """Wait until `bell` is readable, which the ranks that are `absent` have yet to ring. Raises as `exchange`."""
         alone, start = not self._inside, time.perf_counter()
-        with self._guarded():
+        with self.guarded():
             # within a relay the line must go on; otherwise, mostly, the bell is all that stirs
             rang = alone and self._links.only_hears(bell, self._patience())
             self._quiet = time.perf_counter() - start
@@ -180,7 +180,7 @@ class Mesh:
             raise type(self.dead)(self.dead.message, **self.dead.data)
 
     @contextlib.contextmanager
-    def _guarded(self) -> Iterator[None]:
+    def guarded(self) -> Iterator[None]:
         """What fails in here ends the mesh, for everyone. May be entered again from within."""
         with self.hold:
             self.check()
@@ -198,14 +198,14 @@ class Mesh:
 
     def _run(self, message: Message, sends: Iterable[Piece], wants: dict[int, Want]) -> None:
         sending: set[int] = set()
-        with self._guarded():
+        with self.guarded():
             for key, buffer in sends:
                 self._links[key].queue(message, buffer, copy=False)
                 if self._links[key].queued:
                     sending.add(key)
-            self._finish(sending, wants)
+            self.finish(sending, wants)
 
-    def _finish(
+    def finish(
         self, sending: set[int], wants: dict[int, Want], push: Callable[[], None] | None = None, drain: bool = True
     ) -> None:
         """Fill what is wanted; with `drain`, also send what is queued. `push` may queue more when something moved."""
@@ -234,12 +234,11 @@ class Mesh:
     def _take(self, peer: int, want: Want) -> bool:
         """Whether what is wanted of that link has arrived whole."""
         kind, tag, _, into = want
-        if kind == Kind.POINT and self._mail.get((peer, tag)):
-            fill(into, self._mail[peer, tag].popleft(), peer)
-            return True
         link = self._links[peer]
-        while (head := link.peek()) is not None:
-            if head.kind == kind and (kind == Kind.DATA or head.tag == tag):
+        while kind == Kind.DATA or not self._mail.fetch(peer, want):
+            if (head := link.peek()) is None:
+                return False
+            if head.kind == kind == Kind.DATA or (head.kind == kind == Kind.POINT and head.tag == tag):
                 if kind == Kind.DATA:
                     must_match(head, link.pending_bytes, link.peer, want)
                 return link.try_recv(into) is not None
@@ -254,11 +253,11 @@ class Mesh:
             if message is None:
                 return False
             self._overhear(peer, message)
-        return False
+        return True
 
     def _overhear(self, peer: int, message: Message) -> None:
-        if message.kind == Kind.POINT:
-            self._mail.setdefault((peer, message.tag), deque()).append(message.payload)
+        if message.kind in (Kind.POINT, Kind.PARCEL):
+            self._mail.put(peer, message)
         elif message.kind == Kind.ASK:
             self._links[peer].queue(Message(Kind.HERE))
         elif message.kind == Kind.ABORT:
@@ -296,10 +295,10 @@ class Mesh:
             self._links[peer].flush()
             moved |= peer in wants or peer in sending
             if peer not in wants:
-                self._listen(peer)
+                self.listen(peer)
         return -1 if moved else waited
 
-    def _listen(self, peer: int) -> None:
+    def listen(self, peer: int) -> None:
         """Take control messages of a rank that nothing is awaited from; its data stays where it is."""
         link = self._links[peer]
         while peer not in self._left and (head := link.peek()) is not None and head.kind != Kind.DATA:

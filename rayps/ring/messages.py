@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -23,6 +24,35 @@ class Kind(enum.IntEnum):
     HERE = 3  # yes
     ABORT = 4  # the ring is dead: a says how, the payload who and why
     BYE = 5  # this rank leaves in good order
+    PARCEL = 6  # tensors of any shape: tag, a and b are those of `rayps.ring.parcels`
+
+
+class Mail:
+    """What has come from other ranks before it was asked for."""
+
+    def __init__(self) -> None:
+        self._boxes: dict[tuple[int, int, int], deque[Message]] = {}
+
+    def put(self, peer: int, message: Message) -> None:
+        """Keep a POINT or PARCEL of rank `peer`."""
+        self._boxes.setdefault((peer, message.kind, message.tag), deque()).append(message)
+
+    def fetch(self, peer: int, want: Want) -> bool:
+        """Whether what is wanted of `peer` is here: a POINT fills the buffer, a PARCEL is put into the list."""
+        kind, tag, _, into = want
+        box = self._boxes.get((peer, kind, tag))
+        if not box:
+            return False
+        message = box.popleft()
+        if kind == Kind.PARCEL:
+            into.append(message)
+        else:
+            fill(into, message.payload, peer)
+        return True
+
+    def clear(self) -> None:
+        """Forget all of it."""
+        self._boxes.clear()
 
 
 _WHY: list[type[LinkError]] = [LinkError, PeerLost, PeerTimeout]  # by the number that ABORT carries

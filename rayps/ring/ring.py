@@ -25,6 +25,7 @@ from rayps.ring.handle import Handle, Later
 from rayps.ring.join import meet
 from rayps.ring.mesh import Mesh
 from rayps.ring.own import Own
+from rayps.ring.parcels import Parcels
 from rayps.ring.torch_groups import Delegate
 from rayps.ring.words import in_words
 
@@ -47,6 +48,7 @@ class Ring:
         self._mesh = mesh
         self._folder = folder
         self._later = Later()
+        self._parcels: Parcels | None = None
         self._seconds = 0.0
 
     @classmethod
@@ -217,6 +219,13 @@ class Ring:
         with self._timed(), _flat(t) as flat:
             self._mesh.recv(frm, tag, raw(flat))
         return t
+
+    @property
+    def parcels(self) -> Parcels:
+        """Tensors of any shape and dtype in pairs: `give` and `take`."""
+        if self._parcels is None:
+            self._parcels = Parcels(self._mesh)
+        return self._parcels
 
     # Ending
 
