@@ -1,6 +1,7 @@
 """What a worker keeps of its state, who keeps it for others, and from which round a broken grid goes on."""
 
 import itertools
+import multiprocessing
 import os
 import signal
 import threading
@@ -9,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from process_cluster import CONTEXT
 
 from rayps.grid import Grid
 from rayps.replica.keepers import Held, Source, keepers, mending
@@ -17,6 +17,7 @@ from rayps.replica.mirror import Keeper, Mirror, fetch, fetch_rest
 from rayps.replica.vault import Vault, look, pack, parse, tensors_of
 
 SECRET = b"s" * 32
+CONTEXT = multiprocessing.get_context("spawn")
 
 
 def state(rounds, size=5, extra=0):
@@ -29,13 +30,13 @@ def state(rounds, size=5, extra=0):
     }
     moments |= {f"more-{i}": {"m": torch.full((7,), float(rounds))} for i in range(extra)}
     buffers = {"bn.count": torch.tensor(rounds), "empty": torch.empty(0, 3)}
-    return tensors_of(params, moments, buffers, torch.get_rng_state())
+    return tensors_of(params, moments, buffers, torch.get_rng_state(), [{"kind": "round", "loss": 0.1 * rounds}])
 
 
 def same(found, rounds, **how):
-    tensors, numbers = state(rounds, **how)
+    tensors, facts = state(rounds, **how)
     assert found.round == rounds
-    assert found.numbers == numbers
+    assert found.facts == facts
     assert found.tensors.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert torch.equal(found.tensors[name], tensor), name
@@ -59,7 +60,9 @@ def test_a_vault_has_the_newest_states_bit_for_bit():
         assert vault.rounds() == [max(0, rounds - 1), rounds][rounds == 0 :]
         same(vault.read(rounds), rounds, **how)
     assert vault.read(2) is None
-    assert vault.commits == 5
+    assert vault.commit(7, 4, *state(3))  # it is here already
+    same(vault.read(4), 4, extra=300)
+    assert vault.rounds() == [3, 4]
     assert vault.bytes == len(vault.blob(4))
     vault.close()
 
@@ -86,6 +89,7 @@ def test_a_packed_state_is_the_state_or_what_a_twin_lacks():
     assert set(part.tensors) == {"buffer/bn.count", "buffer/empty", "rng"}
     assert not part.whole and whole.whole
     assert part.buffers["bn.count"] == 3
+    assert part.facts == {"points": [{"kind": "round", "loss": 0.1 * 3}]}
     assert whole.moments["b"]["nothing"] is None
     assert torch.equal(whole.moments["a.weight"]["step"], torch.tensor(3.0))
     vault.close()
@@ -97,9 +101,9 @@ def _commit_for_ever(pipe, address):
     mirror.vault.open(1, 0, 7)
     pipe.send(os.getpid())
     for rounds in itertools.count():
-        tensors, numbers = state(rounds)
+        tensors, facts = state(rounds)
         tensors["params"] = torch.full((1 << 18,), rounds, dtype=torch.int64)
-        mirror.vault.commit(7, rounds, tensors, numbers)
+        mirror.vault.commit(7, rounds, tensors, facts)
 
 
 @pytest.mark.parametrize("after", [0.05, 0.2, 0.31])

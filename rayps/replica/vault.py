@@ -16,7 +16,6 @@ import mmap
 import os
 import struct
 import threading
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,7 +29,7 @@ from rayps.optim import Moments
 
 SLOTS = 2
 _MAGIC = b"raypsvlt"
-# magic, line, round (-1: not sealed), bytes of the table, where the numbers are, their bytes
+# magic, line, round (-1: not sealed), bytes of the table, where the facts are, their bytes
 _HEAD = struct.Struct("<8sqqqqq")
 _ROUND = 16  # where it stands
 _ALIGN = 64
@@ -39,12 +38,12 @@ OWN = ("buffer/", "rng")  # what a twin does not have: tensors whose name begins
 
 @dataclass(slots=True)
 class State:
-    """What a worker had after `round` batches: tensors by name, and the optimizer's numbers. `line` as in `Vault`."""
+    """What a worker had after `round` batches: tensors by name, and JSON-ready facts. `line` as in `Vault`."""
 
     line: int
     round: int
     tensors: dict[str, Tensor]
-    numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
 
     @property
     def whole(self) -> bool:
@@ -54,7 +53,7 @@ class State:
     @property
     def moments(self) -> Moments:
         """The optimizer's state by parameter name."""
-        found: Moments = {name: dict(numbers) for name, numbers in self.numbers.items()}
+        found: Moments = {name: dict(numbers) for name, numbers in self.facts.get("numbers", {}).items()}
         for name, tensor in self.tensors.items():
             if name.startswith("optim/"):
                 parameter, _, key = name.removeprefix("optim/").rpartition("/")
@@ -73,9 +72,13 @@ class State:
 
 
 def tensors_of(
-    params: Tensor, moments: Mapping[str, Mapping[str, Any]], buffers: Mapping[str, Tensor], rng: Tensor
-) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
-    """What `Vault.commit` takes; nothing is copied. `moments` by parameter name."""
+    params: Tensor,
+    moments: Mapping[str, Mapping[str, Any]],
+    buffers: Mapping[str, Tensor],
+    rng: Tensor,
+    points: list[dict[str, Any]],
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What `Vault.commit` takes; nothing is copied. `moments` by parameter name, `points` that may not be heard yet."""
     tensors, numbers = {"params": params}, dict[str, dict[str, Any]]()
     for name, state in moments.items():
         for key, value in state.items():
@@ -85,7 +88,7 @@ def tensors_of(
                 numbers.setdefault(name, {})[key] = value
     tensors |= {f"buffer/{name}": value for name, value in buffers.items()}
     tensors["rng"] = rng
-    return tensors, numbers
+    return tensors, {"numbers": numbers, "points": points}
 
 
 class Vault:
@@ -99,8 +102,6 @@ class Vault:
         self._slots = [_Slot() for _ in range(slots)]
         self._lock = threading.Lock()
         self._line, self._writer = -1, 0
-        self.seconds = 0.0  # spent on commits
-        self.commits = 0
         self.bytes = 0  # of the latest state
 
     @property
@@ -122,19 +123,17 @@ class Vault:
         with self._lock:
             self._writer = 0
 
-    def commit(self, writer: int, rounds: int, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> bool:
+    def commit(self, writer: int, rounds: int, tensors: dict[str, Tensor], facts: dict[str, Any]) -> bool:
         """Keep a state in place of the oldest one; False where `writer` may not (its generation has ended).
 
-        Raises LinkError (no memory), TypeError (a number that JSON does not know).
+        Raises LinkError (no memory), TypeError (a fact that JSON does not know).
         """
-        began = time.perf_counter()
         with self._lock:
             if writer != self._writer:
                 return False
-            oldest = min(self._slots, key=_Slot.age)
-            self.bytes = oldest.write(self._line, rounds, tensors, json.dumps(numbers).encode())
-            self.commits += 1
-        self.seconds += time.perf_counter() - began
+            if not any(slot.sealed() == (self._line, rounds) for slot in self._slots):
+                oldest = min(self._slots, key=_Slot.age)
+                self.bytes = oldest.write(self._line, rounds, tensors, json.dumps(facts).encode())
         return True
 
     def rounds(self) -> list[int]:
@@ -193,18 +192,18 @@ class _Slot:
     def unseal(self) -> None:
         struct.pack_into("<q", self._memory.view, _ROUND, -1)
 
-    def write(self, line: int, rounds: int, tensors: dict[str, Tensor], numbers: bytes) -> int:
+    def write(self, line: int, rounds: int, tensors: dict[str, Tensor], facts: bytes) -> int:
         self.unseal()
         shapes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-        if shapes != self._shapes or self._end + len(numbers) > self._memory.size:
-            self._lay_out(shapes, len(numbers))
+        if shapes != self._shapes or self._end + len(facts) > self._memory.size:
+            self._lay_out(shapes, len(facts))
         view = self._memory.view
         with torch.no_grad():
             torch._foreach_copy_(self._places, [tensor.detach() for tensor in tensors.values() if tensor.numel()])
-        view[self._end : self._end + len(numbers)] = numbers
-        _HEAD.pack_into(view, 0, _MAGIC, line, -1, len(self._table), self._end, len(numbers))
+        view[self._end : self._end + len(facts)] = facts
+        _HEAD.pack_into(view, 0, _MAGIC, line, -1, len(self._table), self._end, len(facts))
         struct.pack_into("<q", view, _ROUND, rounds)
-        return self._end + len(numbers)
+        return self._end + len(facts)
 
     def _lay_out(self, shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]], extra: int) -> None:
         sizes = [dtype.itemsize * _count(shape) for dtype, shape in shapes.values()]
@@ -259,10 +258,10 @@ def parse(blob: Any) -> State | None:
             flat = torch.frombuffer(view, dtype=dtype, count=count, offset=at) if count else torch.empty(0, dtype=dtype)
             tensors[name] = flat.view(shape)
             at = _aligned(at + count * dtype.itemsize)
-        numbers = json.loads(bytes(view[end : end + extra]))
+        facts = json.loads(bytes(view[end : end + extra]))
     except (ValueError, TypeError, AttributeError) as error:
         raise LinkError(f"{len(view)} bytes are no worker's state: {error}") from error
-    return State(*found, tensors, numbers)
+    return State(*found, tensors, facts)
 
 
 def look(fd: int) -> State | None:
@@ -287,9 +286,10 @@ def glance(fd: int) -> tuple[int, int] | None:
 def pack(state: State, only: tuple[str, ...] | None = None) -> bytearray:
     """A state as a slot's bytes; `only` the tensors whose names begin so."""
     chosen = {k: v for k, v in state.tensors.items() if only is None or k.startswith(only)}
+    facts = state.facts if only is None else {"points": state.facts.get("points", [])}
     slot = _Slot()
     try:
-        size = slot.write(state.line, state.round, chosen, json.dumps(state.numbers if only is None else {}).encode())
+        size = slot.write(state.line, state.round, chosen, json.dumps(facts).encode())
         return bytearray(slot.view[:size])
     finally:
         slot.close()
