@@ -21,7 +21,8 @@ class FakeHost:
     machines: ClassVar = {}  # by server: its machine
     hold: ClassVar = set()  # kinds of events that are not said
 
-    def __init__(self, server, group, secret, manager):
+    def __init__(self, server, group, secret, manager, *, gently=False):
+        self.gently = gently
         self.name, self.secret, self.manager = server, secret, manager
         self.spaces, self.orders, self.branches, self.forgotten = {}, {}, [], []
         self.log = []

@@ -1,6 +1,7 @@
 """The manager over real links, with servers that hold nothing (`elastic_fakes`)."""
 
 import json
+import threading
 import time
 
 import elastic_fakes
@@ -379,6 +380,70 @@ def test_a_server_that_cannot_be_started_is_tried_again(make, monkeypatch):
     settle(manager)
     assert len(tries) == 3 and len(list_alive(manager)) == 3
     assert any("no room" in event["message"] for event in manager.facts()["events"])
+
+
+def test_servers_that_come_on_top_start_gently_one_after_the_other_and_one_that_replaces_another_at_once(
+    make, monkeypatch
+):
+    manager = make(2)
+    manager.open(a_space())
+    spawn, ordered, may = make.cluster.spawn, [], threading.Event()
+
+    def slow(target, server, *args, **more):
+        ordered.append((server, more.get("gently", False)))
+        begin = threading.Thread(target=lambda: may.wait(10) and spawn(target, server, *args, **more), daemon=True)
+        begin.start()
+
+    monkeypatch.setattr(make.cluster, "spawn", slow)
+    manager.resize(4)
+    assert not until(lambda: len(ordered) > 1, 0.5)
+    may.set()
+    settle(manager)
+    assert ordered == [("server-2", True), ("server-3", True)]
+    kill(manager, make, "server-0")
+    assert until(lambda: len(ordered) == 3, 10)
+    assert ordered[2] == ("server-4", False)
+    settle(manager)
+
+
+def test_a_gentle_start_that_does_not_come_in_time_is_done_again_at_once(make, monkeypatch):
+    monkeypatch.setattr(keeper, "START_SECONDS", 0.3)
+    manager = make(2)
+    spawn, ordered = make.cluster.spawn, []
+
+    def starved(target, server, *args, **more):
+        ordered.append(more.get("gently", False))
+        return None if more.get("gently") else spawn(target, server, *args, **more)
+
+    monkeypatch.setattr(make.cluster, "spawn", starved)
+    manager.resize(3)
+    settle(manager)
+    assert ordered == [True, False] and len(list_alive(manager)) == 3
+
+
+def test_load_moves_nothing_while_the_group_is_resized(make, monkeypatch):
+    """A server that has just come has no load, because nothing has moved to it yet."""
+    monkeypatch.setattr(members, "RATE_SECONDS", 0.6)
+    monkeypatch.setattr(members, "STEP_SECONDS", 0.1)
+    manager = make(2, balance=Balance(hot=1.2, patience=2, every=0.1, floor=1.0, rest=60.0))
+    space = manager.open(a_space())
+    spawn, may = make.cluster.spawn, threading.Event()
+    monkeypatch.setattr(make.cluster, "spawn",
+                        lambda *args, **more: threading.Thread(target=lambda: may.wait(10) and spawn(*args, **more),
+                                                               daemon=True).start())  # fmt: skip
+    manager.resize(3)
+    first = by(manager, space.number).holdings[0].primary
+    mine = [i for i, h in enumerate(by(manager, space.number).holdings) if h.primary == first]
+    for count in range(15):  # one server has all the load
+        segments = {str(i): [100, 10, 100 * count, count] for i in mine}
+        HOSTS[first].load = {"cpu": 0.5, "bytes": 1, "connections": 0, "spaces": {
+            "1": {"bytes": 1, "rows": 1, "operations": count, "rejected": 0, "throttled": 0, "seconds": 0.1,
+                  "segments": segments}}}  # fmt: skip
+        time.sleep(0.1)
+    said = [event["kind"] for event in manager.facts()["events"]]
+    may.set()
+    assert "hot_segment" not in said
+    settle(manager)
 
 
 def test_a_copy_that_is_lost_is_made_again(make):

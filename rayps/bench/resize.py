@@ -38,6 +38,8 @@ class ResizeRow:
     rounds_s: float  # before
     dip: float  # share of the rate that was missing in the worst quarter of a second
     dip_seconds: float  # for which the rate was below 0.8 of the usual
+    calm_dip: float  # the same two at the same time of a run without resizes: what the machine does by itself
+    calm_dip_seconds: float
     same_bits: bool  # as a run without resizes; of the whole run
     same_curve: bool
 
@@ -91,6 +93,8 @@ def bench_resize(
         rounds = _rounds(cluster, actors, n, sizes[0], replicas, pause, seconds)
         found, rows = _run(cluster, actors, n, sizes, replicas, pause, rounds)
         law, _ = _run(cluster, actors, n, sizes[:1], replicas, pause, len(found[0][0]))
+        for row in rows:
+            _, row["calm_dip"], row["calm_dip_seconds"] = _dip(law[0][0], *(law[0][0][0] + t for t in row.pop("span")))
     finally:
         for actor in actors:
             cluster.kill(actor)
@@ -123,7 +127,8 @@ def _run(
         since, until, row = span.pop("since"), span.pop("until"), span
         usual, dip, low = _dip(times, since, until)
         rows.append(row | {"workers": len(actors), "replicas": replicas, "bytes": 4 * n, "rounds_s": usual,
-                           "dip": dip, "dip_seconds": low, "seconds": until - since})  # fmt: skip
+                           "dip": dip, "dip_seconds": low, "seconds": until - since,
+                           "span": (since - times[0], until - times[0])})  # fmt: skip
     return found, rows
 
 

@@ -105,6 +105,7 @@ def resize(
             "rounds_s": "rounds/s",
             "dip": "dip",
             "dip_seconds": "below 0.8 for s",
+            "calm_dip_seconds": "without resize",
             "same_bits": "same bits",
             "same_curve": "same curve",
         },

@@ -11,7 +11,7 @@ from typing import Any
 from rayps.cluster import Cluster, Handle
 from rayps.errors import RaypsError
 
-HOST = "rayps.elastic.actors:HostActor"
+HOST = "rayps.elastic.host_actor:HostActor"
 START_SECONDS = 90.0  # from the order to a server's first word
 
 
@@ -26,9 +26,9 @@ class Crew:
         self._thread = threading.Thread(target=self._run, daemon=True, name=f"{group}-crew")
         self._thread.start()
 
-    def start(self, server: str, *args: Any) -> None:
-        """Begin a server's process."""
-        self._orders.put(lambda: self._start(server, args))
+    def start(self, server: str, *args: Any, **more: Any) -> None:
+        """Begin a server's process; the rest goes to `HostActor`."""
+        self._orders.put(lambda: self._start(server, args, more))
 
     def end(self, server: str) -> None:
         """End it, whether it lives or not."""
@@ -43,10 +43,10 @@ class Crew:
         while (order := self._orders.get()) is not None:
             order()
 
-    def _start(self, server: str, args: tuple[Any, ...]) -> None:
+    def _start(self, server: str, args: tuple[Any, ...], more: dict[str, Any]) -> None:
         name = actor_name(self._group, server)
         try:
-            self._handles[server] = self._cluster.spawn(HOST, server, *args, name=name, **self._options)
+            self._handles[server] = self._cluster.spawn(HOST, server, *args, name=name, **self._options, **more)
         except (RaypsError, OSError, RuntimeError) as error:
             self._failed(server, f"{type(error).__name__}: {error}")
 

@@ -8,6 +8,7 @@ that a manager which begins again would not know.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -64,6 +65,9 @@ class Keeper:
         self.changed = False  # something is to be written, and told
         self._apart: dict[tuple[str, str], float] = {}
         self._gather_until = 0.0
+        self._orders: deque[tuple[str, dict[str, Any]]] = deque()  # servers to start, and how
+        self._coming = ""  # the one that was begun last
+        self._hasty = False  # a server did not come in time: the next one is not started gently
         self._sizes: dict[SeatId, int] = {}  # as its primary, whoever it was, said last
         self._heat, self._looked, self._ticked = Heat(), 0.0, time.monotonic()
         for name, told in record.servers.items():
@@ -202,10 +206,11 @@ class Keeper:
                 self.lost(member, "it did not come back", broken=True)
             elif member.state == State.SILENT and since > (BROKEN_SECONDS if member.broken else SILENT_SECONDS):
                 self._bury(member)
+        self._order_next()
         for name in [name for name, until in self.starting.items() if until < now]:
             del self.starting[name]
             self.crew.end(name)
-            self.changed = True
+            self._hasty = self.changed = True
         if self._gather_until and now > self._gather_until:
             self._gather_until, self.changed = 0.0, True
         for pair in [pair for pair, until in self._apart.items() if until < now]:
@@ -232,6 +237,8 @@ class Keeper:
         self.changed = True
 
     def _rebalance(self, balance: Balance, now: float) -> None:
+        if self.record.resizing is not None:
+            return  # a server that has just come has no load because nothing has moved to it yet
         servers = [member.name for member in self.members.values() if member.state == State.ALIVE]
         at = {seat.id: seat.primary for seat in self.seats.values() if seat.primary in servers}
         loads = {seat: self.members[server].rate(*seat) for seat, server in at.items() if server is not None}
@@ -263,7 +270,7 @@ class Keeper:
             log.error("%s: decisions do not come to an end: %s", self.record.name, decisions[:3])
         if self.record.resizing is not None and self.settled():
             was, now = self.record.resizing
-            self.record.resizing = None
+            self.record.resizing, self._hasty = None, False
             self.event("resized", f"resized from {was} to {now} servers", servers=now)
         self.commit()
 
@@ -294,11 +301,26 @@ class Keeper:
         self._gather_until = time.monotonic() + GATHER_SECONDS
 
     def _start(self, count: int) -> None:
+        # one that replaces another is wanted at once; one that comes on top does not disturb whoever trains there
+        gently = self.record.resizing is not None and all(member.there for member in self.members.values())
+        more = {"gently": True} if gently and not self._hasty else {}
         for _ in range(count):
             name = f"server-{self.record.next_server}"
             self.record.next_server += 1
-            self.starting[name] = time.monotonic() + START_SECONDS
-            self.crew.start(name, self.record.name, self.record.secret, self.tongue.address)
+            self.starting[name] = math.inf  # its time begins with its order
+            (self._orders.append if more else self._orders.appendleft)((name, more))
+        self._order_next()
+
+    def _order_next(self) -> None:
+        """Begin the servers that are to start; those that start gently one after the other."""
+        while self._orders and not (self._orders[0][1] and self._coming in self.starting):
+            name, more = self._orders.popleft()
+            if name in self.starting:
+                self.starting[name] = time.monotonic() + START_SECONDS
+                self._coming = name
+                if more:
+                    self.gather()
+                self.crew.start(name, self.record.name, self.record.secret, self.tongue.address, **more)
 
     def leave(self, name: str) -> None:
         """A server is to be emptied, then ended."""

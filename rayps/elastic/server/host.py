@@ -56,7 +56,7 @@ class Host:
         heartbeat: float = 0.1,
     ) -> None:
         """`manager` is the address of the manager's listener, or gives the one where it is now."""
-        _warm_up()
+        warm_up()
         self.name, self.address, self.where = name, listener.address, host or socket.gethostname()
         self._listener, self._secret = listener, secret
         self._fair: Fair[Request] = Fair()
@@ -367,7 +367,7 @@ class Host:
 
 
 @functools.cache
-def _warm_up() -> None:
+def warm_up() -> None:
     """Let torch import what it needs for an optimizer's first step: seconds in which nobody would be served."""
     for kind in (torch.optim.SGD, torch.optim.Adam):
         param = torch.nn.Parameter(torch.zeros(1))
