@@ -22,6 +22,7 @@ _HOMES = {
     "Downpour": "rayps.strategies.downpour",
     "Embedding": "rayps.embedding",
     "EmbeddingBag": "rayps.embedding",
+    "Hogwild": "rayps.strategies.hogwild",
     "Hybrid": "rayps.strategies.hybrid",
     "Pipeline": "rayps.strategies.pipeline",
     "ParameterServer": "rayps.strategies.parameter_server",
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from rayps.strategies.all_reduce import AllReduce as AllReduce
     from rayps.strategies.base import Strategy as Strategy
     from rayps.strategies.downpour import Downpour as Downpour
+    from rayps.strategies.hogwild import Hogwild as Hogwild
     from rayps.strategies.hybrid import Hybrid as Hybrid
     from rayps.strategies.parameter_server import ParameterServer as ParameterServer
     from rayps.strategies.pipeline import Pipeline as Pipeline

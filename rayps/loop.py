@@ -30,7 +30,7 @@ from rayps.flat import FlatModel, Gradient, beside
 from rayps.ring import Ring
 from rayps.ring.compressed import compressed
 from rayps.server_group import ServerGroup
-from rayps.strategy import parse
+from rayps.strategy import for_a_loop
 from rayps.user_code import user_code
 from rayps.workload import pack, unpack
 
@@ -178,15 +178,14 @@ def wrap(model: nn.Module, optimizer: Optimizer, strategy: Any = "all_reduce") -
     runs on the shards, and a change of its learning rate on the worker has no effect.
 
     Raises:
-        ConfigError: outside a `run`, a strategy that changes during the run, or a model with sparse tables.
+        ConfigError: outside a `run`, a strategy that changes during the run or is for `train` alone, or a model with
+            sparse tables.
     """
     here = world()
-    phases = parse(strategy)
-    if len(phases) > 1:
-        raise ConfigError("wrap takes one strategy: a loop of your own changes it by wrapping again", field="strategy")
+    chosen = for_a_loop(strategy)
     if tables_of(model):
         raise ConfigError("wrap takes no model with sparse tables: use rayps.train, which gives them servers")
-    chosen, name = phases[0].strategy, f"{here.name}/{next(here.wraps)}"
+    name = f"{here.name}/{next(here.wraps)}"
     flat = FlatModel(model)
     flat.drop_grad()  # none yet, as in plain torch: what has none after backward was not used
     ring = Ring.join(name, here.rank, here.size, timeout=here.timeout)

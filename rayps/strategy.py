@@ -15,6 +15,7 @@ from rayps.errors import ConfigError
 from rayps.strategies.all_reduce import AllReduce
 from rayps.strategies.base import Replica, ShardView, Strategy, WorkerView
 from rayps.strategies.downpour import Downpour
+from rayps.strategies.hogwild import Hogwild
 from rayps.strategies.hybrid import Hybrid
 from rayps.strategies.parameter_server import ParameterServer
 from rayps.strategies.pipeline import Pipeline
@@ -22,11 +23,13 @@ from rayps.strategies.tensor_parallel import TensorParallel
 from rayps.strategies.text import form, scalar
 
 __all__ = [
-    "CATALOGUE", "REPLICAS", "Phase", "Replica", "ShardView", "Strategy", "WorkerView", "catalogue", "parse",
-    "phase_ends", "wire",
+    "CATALOGUE", "REPLICAS", "Phase", "Replica", "ShardView", "Strategy", "WorkerView", "catalogue", "for_a_loop",
+    "parse", "phase_ends", "wire",
 ]  # fmt: skip
 
-CATALOGUE: dict[str, type[Strategy]] = {kind.name: kind for kind in (AllReduce, ParameterServer, Hybrid, Downpour)}
+CATALOGUE: dict[str, type[Strategy]] = {
+    kind.name: kind for kind in (AllReduce, ParameterServer, Hybrid, Downpour, Hogwild)
+}
 REPLICAS: dict[str, type[Replica]] = {kind.name: kind for kind in (Pipeline, TensorParallel)}
 _NESTED: dict[str, tuple[str, ...]] = {"replica": tuple(REPLICAS), "stage": (TensorParallel.name,)}  # by option
 _Kind = TypeVar("_Kind", Strategy, Replica)
@@ -67,6 +70,22 @@ def parse(given: Any) -> list[Phase]:
                 field="strategy",
             )
     return phases
+
+
+def for_a_loop(given: Any) -> Strategy:
+    """The strategy of a training loop of one's own, read as `parse` does.
+
+    Raises:
+        ConfigError: it cannot be read, changes during the run, or needs more of a worker than such a loop has.
+    """
+    phases = parse(given)
+    if len(phases) > 1:
+        raise ConfigError("wrap takes one strategy: a loop of your own changes it by wrapping again", field="strategy")
+    chosen = phases[0].strategy
+    if chosen.replica is not None or chosen.steps_locally or chosen.in_place:
+        what = chosen.name if chosen.replica is None else f"{chosen.name} with a replica of several workers"
+        raise ConfigError(f"wrap cannot follow {what}: use rayps.train, which makes the loop", field="strategy")
+    return chosen
 
 
 def wire(phases: list[Phase]) -> Any:

@@ -137,7 +137,7 @@ def test_bad_options_in_python(make):
 
 def test_the_catalogue_tells_everything():
     told = {item["name"]: item for item in catalogue()}
-    assert set(CATALOGUE) == {"all_reduce", "parameter_server", "hybrid"}
+    assert set(CATALOGUE) == {"all_reduce", "parameter_server", "hybrid", "downpour", "hogwild"}
     assert set(REPLICAS) == {"pipeline", "tensor_parallel"}
     assert list(told) == [*CATALOGUE, *REPLICAS]
     replica = {"name": "replica", "type": "Replica | None", "default": None, "of": ["pipeline", "tensor_parallel"]}

@@ -128,6 +128,11 @@ class Board:
         self._residents.append(Resident(mine.ctypes.data, parts, out))
         return mine
 
+    def common(self, size: int) -> Bytes:
+        """Memory of `size` bytes, all zero, that every rank reads and writes. All ranks must call it alike."""
+        key, self._offers = self._offers, self._offers + 1
+        return self._share_one(key, size)
+
     @property
     def has_buffers(self) -> bool:
         """Whether `buffer` has ever been called."""

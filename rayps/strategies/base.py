@@ -114,6 +114,9 @@ class Strategy:
         """The worker's half of the paper: one round."""
         raise TypeError(f"{type(self).__name__} does not say what a worker does: define round(self, w)")
 
+    def begin(self, w: WorkerView) -> None:
+        """What a worker does before its first round."""
+
     def finish(self, w: WorkerView) -> None:
         """What a worker does after its last round."""
 

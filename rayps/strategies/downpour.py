@@ -93,7 +93,7 @@ class Downpour(Strategy):
             return None
         return (
             f"a push holds the sum of {self.n_push} gradients, but this optimizer takes steps of the same size "
-            "whatever the gradient's: the servers step as if it were one; give adagrad, n_push 1, or a higher learning rate"
+            "whatever the gradient's: the servers step as if it were one; give adagrad, or n_push 1"
         )
 
     def on_push(self, shard: ShardView, value: Any, weight: float) -> None:
