@@ -42,6 +42,13 @@ class Rounds:
                 done.append(_evaluation(number, self._evaluations.pop(number), missing))
         return done
 
+    def again(self, generation: int, begin: int) -> None:
+        """Everyone goes on from round `begin`: what was said of later ones is void, of earlier ones it may come yet."""
+        self.generation = generation
+        self._rounds = {number: held for number, held in self._rounds.items() if number < begin}
+        self._evaluations = {number: held for number, held in self._evaluations.items() if number < begin}
+        self._reached = {rank: min(number, begin - 1) for rank, number in self._reached.items()}
+
     def flush(self) -> list[Point]:
         """What is left at the end, although some rank did not report it."""
         done = [self._merge(number, self._rounds[number]) for number in sorted(self._rounds)]

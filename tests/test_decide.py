@@ -12,7 +12,7 @@ from rayps.errors import (
     TrainingError,
     WorkloadError,
 )
-from rayps.runtime.decide import GRACE_SECONDS, Continue, Facts, Fail, Finish, Replace, Restart, Stop, decide
+from rayps.runtime.decide import GRACE_SECONDS, Continue, Facts, Fail, Finish, Mend, Replace, Restart, Stop, decide
 
 LOST = PeerLost("worker-1 closed the connection", peer="worker-1")
 SLOW = PeerTimeout("worker-1 was silent", peer="worker-1", seconds=5)
@@ -24,7 +24,8 @@ FINISHED = [frozenset(), frozenset({"worker-0"}), frozenset({"worker-0", "worker
 ERRORS = [(), (("worker-0", LOST),), (("worker-0", SLOW),), (("worker-0", STALE),), (("worker-0", USERS),),
           (("worker-0", LOST), ("worker-1", NAN))]
 DEAD = [(), (("worker-1", "killed"),), (("shard-0", "killed"),), (("worker-1", "killed"), ("shard-0", "gone"))]
-EVERY = list(itertools.product(FINISHED, ERRORS, DEAD, [0.0, GRACE_SECONDS], [0, 2, 3], [True, False], [True, False]))
+EVERY = list(itertools.product(FINISHED, ERRORS, DEAD, [0.0, GRACE_SECONDS], [0, 2, 3], [True, False], [True, False],
+                               [True, False]))
 
 
 def law(facts):
@@ -37,24 +38,26 @@ def law(facts):
     if hopeless:
         return Fail
     if trouble:
-        return Fail if facts.failures >= facts.max_failures else Restart if facts.lockstep else Replace
+        if facts.failures >= facts.max_failures:
+            return Fail
+        return Mend if facts.mends else Restart if facts.lockstep else Replace
     return Finish if len(facts.finished) == facts.size else Continue
 
 
 def test_every_combination_of_facts():
     kinds = set()
-    for finished, errors, dead, broken, failures, lockstep, stop in EVERY:
-        facts = Facts(2, finished, errors, dead, broken, failures, 3, lockstep, stop)
+    for finished, errors, dead, broken, failures, lockstep, stop, mends in EVERY:
+        facts = Facts(2, finished, errors, dead, broken, failures, 3, lockstep, stop, mends)
         decision = decide(facts)
         assert type(decision) is law(facts), facts
         kinds.add(type(decision))
-        if isinstance(decision, (Restart, Replace)):
+        if isinstance(decision, (Restart, Mend, Replace)):
             members = {name for name, _ in dead}
             assert set(decision.lost) == members if dead else True
             assert decision.reason
         if isinstance(decision, Fail):
             assert len(decision.reason.splitlines()) <= 3
-    assert kinds == {Continue, Finish, Stop, Restart, Replace, Fail}
+    assert kinds == {Continue, Finish, Stop, Restart, Mend, Replace, Fail}
 
 
 @pytest.mark.parametrize("error", [USERS, NAN, RaypsError("x"), ClusterError("y")])

@@ -112,3 +112,18 @@ def test_pulls_of_rows_are_told_where_there_are_tables():
     assert history(merged)["pull_hidden"].to_pylist() == [0.25]
     [merged] = Rounds(1, 1, "all_reduce").add([point(0, 0)])
     assert "pull" not in merged and "pull" not in history([merged]).column_names
+
+
+def test_after_a_mending_what_was_said_of_later_rounds_is_void_and_of_earlier_ones_it_may_come_yet():
+    rounds = Rounds(2, 1, "all_reduce")
+    early = [point(0, n) for n in range(4)] + [point(1, 0), point(1, 1), evaluation(0, 2, loss=(1.0, 1))]
+    assert [p["round"] for p in rounds.add(early)] == [0, 1]
+    rounds.again(2, 3)  # rank 1 died after round 3 had begun; what it had said of round 2 comes with its state
+    given = rounds.add([point(1, 2), evaluation(1, 2, loss=(3.0, 1))])
+    assert [(p["kind"], p["round"]) for p in given] == [("round", 2), ("evaluation", 2)]
+    assert given[0]["generation"] == 2
+    assert given[1]["metrics"] == {"loss": 2.0}
+    assert "missing" not in given[1]
+    assert rounds.add([point(1, 3)]) == []  # rank 0 has to say it again
+    assert [p["round"] for p in rounds.add([point(0, 3)])] == [3]
+    assert rounds.flush() == []

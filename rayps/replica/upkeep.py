@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -115,13 +115,15 @@ class Upkeep:
 
 def overlaid(snapshot: Snapshot, rank: int, state: State, rest: State | None = None) -> Snapshot:
     """A column's snapshot with a worker's newer state in place of its own; `rest` is what the twin lacked."""
-    snapshot.params = state.tensors["params"]
-    snapshot.moments = state.moments
-    snapshot.buffers = snapshot.buffers | state.buffers | ({} if rest is None else rest.buffers)
     rng = rest.rng if rest is not None else state.rng
-    snapshot.rng = {} if rng is None else {rank: rng}
-    snapshot.positions = [state.round] * len(snapshot.positions)
-    return snapshot
+    return replace(
+        snapshot,
+        params=state.tensors["params"],
+        moments=state.moments,
+        buffers=snapshot.buffers | state.buffers | ({} if rest is None else rest.buffers),
+        rng={} if rng is None else {rank: rng},
+        positions=[state.round] * len(snapshot.positions),
+    )
 
 
 def _bytes(count: int) -> str:

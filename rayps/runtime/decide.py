@@ -26,6 +26,7 @@ class Facts:
     max_failures: int = 3
     lockstep: bool = True
     stop: bool = False
+    mends: bool = False  # whether workers keep each other's states, so that nobody need go back to a snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,14 @@ class Restart:
 
 
 @dataclass(frozen=True, slots=True)
+class Mend:
+    """New processes for `lost`, and everyone goes on from the newest round whose state all have or can be given."""
+
+    lost: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Replace:
     """New processes (or a new begin) for `lost`, while the others go on."""
 
@@ -67,7 +76,7 @@ class Fail:
     reason: str
 
 
-Decision = Continue | Finish | Stop | Restart | Replace | Fail
+Decision = Continue | Finish | Stop | Restart | Mend | Replace | Fail
 
 
 def decide(facts: Facts) -> Decision:
@@ -106,6 +115,8 @@ def _recover(facts: Facts, lost: tuple[str, ...], reason: str) -> Decision:
             f"{reason}\nthat was failure {failures}, and max_failures is {facts.max_failures}: raise it, "
             "or find out why the process dies (its log, memory, `rayps doctor`)",
         )
+    if facts.mends:
+        return Mend(lost, reason)
     return Restart(lost, reason) if facts.lockstep else Replace(lost, reason)
 
 
