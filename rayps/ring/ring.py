@@ -20,6 +20,7 @@ from rayps.link import Listener, Prefer
 from rayps.ring import algorithms as ring_algorithms
 from rayps.ring.algorithms import raw
 from rayps.ring.board import tensor_of
+from rayps.ring.common import Progress, common
 from rayps.ring.form import link_up
 from rayps.ring.handle import Handle, Later
 from rayps.ring.join import meet
@@ -171,6 +172,18 @@ class Ring:
             return torch.zeros(n, dtype=dtype)
         with self._collective():
             return tensor_of(board.buffer(size), dtype)
+
+    def common(self, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """A vector of `n` zeros in memory that all ranks, of one host, read and write without locks. All must call it
+        alike. Raises ConfigError: the ranks are on several hosts.
+        """
+        with self._collective():
+            return common(self._mesh, self._folder.board, n, dtype)
+
+    def progress(self) -> Progress:
+        """How many rounds each rank has made, in such memory; returns once every rank is here. Raises as `common`."""
+        with self._collective():
+            return Progress(self._mesh, self._folder.board)
 
     def broadcast(self, t: Tensor, root: int = 0) -> Tensor:
         """Give everyone rank `root`'s tensor, in place."""

@@ -4,12 +4,12 @@ Niu, Recht, Re, Wright, "Hogwild!: A Lock-Free Approach to Parallelizing Stochas
 Each worker does, as often as it can:
     g <- gradient of its next batch at x, as x is at that moment;  x_v <- x_v - step(g_v) for the v that g touches
 Nothing is sent and nobody is waited for, but at the very end, so that the result has everyone's steps. N workers do
-what one would do that sees N times the batches, each at its full rate. With sparse gradients (nn.Embedding(sparse=True)) a
-step touches their rows only, and two workers seldom meet; where two do write one element at the same moment, one of the
-two steps may be lost there (the paper adds each element atomically). Each worker has the optimizer's state for itself.
-All workers must be on one host, with CPU tensors. A checkpoint holds what is there when rank 0 comes to its round, with
-rank 0's optimizer. When a worker dies, everyone begins again from the last checkpoint: nobody knows which of its steps
-were written.
+what one would do that sees N times the batches, each at its full rate. With sparse gradients, as of
+nn.Embedding(sparse=True), a step touches their rows only, and two workers seldom meet; where two do write one element
+at the same moment, one of the two steps may be lost there (the paper adds to each element atomically). Each worker has
+an optimizer's state of its own. All must be on one host, with CPU tensors. A checkpoint holds what is there when rank 0
+comes to its round, with rank 0's optimizer. When a worker dies, everyone begins again from the last checkpoint: nobody
+knows which of its steps were written.
 """
 
 from __future__ import annotations
