@@ -38,6 +38,18 @@ class Mending:
     sources: dict[int, Source]
 
 
+@dataclass(frozen=True, slots=True)
+class Bond:
+    """What ties a worker to its neighbours in one generation, so that its death is no loss."""
+
+    line: int  # see `rayps.replica.vault.Vault`
+    doors: tuple[str, ...]  # addresses of everyone's keeper
+    keeper: int  # who keeps this worker's mirror
+    twin: bool  # whether it has one
+    recalls: bool = False  # whether it begins from a kept state, not from the snapshot
+    source: Source | None = None  # where that is, if it is not this worker's own
+
+
 def keepers(grid: Grid, hosts: Sequence[str]) -> list[int | None]:
     """For each rank, who keeps its mirror: a twin where it has one, else a neighbour of its replica.
 

@@ -77,6 +77,11 @@ class Keeper:
             self._vault = Vault(slots)
         return self._vault
 
+    def shut(self) -> None:
+        """No more commits to this worker's vault."""
+        if self._vault is not None:
+            self._vault.shut()
+
     def holdings(self, line: int) -> dict[int, Held]:
         """What is here of a line: the rounds of each worker."""
         found: dict[int, Held] = {}

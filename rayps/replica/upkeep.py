@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -21,22 +21,12 @@ log = logging.getLogger(__name__)
 
 
 class Kept(Protocol):
-    """Of a worker, what is kept: all that it has between two rounds."""
+    """A worker, as far as it is kept: what it has between two rounds."""
 
     position: int
+    flat: Any
+    held: Any
     optimizer: Any
-
-    @property
-    def params(self) -> Tensor:
-        """The parameters as one vector."""
-
-    @property
-    def moments(self) -> Mapping[str, Mapping[str, Any]]:
-        """The optimizer's state by parameter name, not copied."""
-
-    @property
-    def own(self) -> Mapping[str, Tensor]:
-        """The buffers by name, not copied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,24 +55,22 @@ class Cost:
 class Upkeep:
     """Commits one worker's state after each round of one generation."""
 
-    def __init__(self, mirror: Mirror, writer: int) -> None:
-        """`writer` is the generation; the mirror's vault is open for it."""
-        self._mirror, self._writer = mirror, writer
+    def __init__(self, mirror: Mirror, writer: int, points: Callable[[], list[dict[str, Any]]]) -> None:
+        """`writer`: the generation, for which the vault is open. `points`: what the driver may not have heard."""
+        self._mirror, self._writer, self._points = mirror, writer, points
+        self._frozen: set[str] | None = None  # parameters that need no gradient: they stay what they are
         self._rounds = 0
         self._seconds, self._began = 0.0, 0.0
         self._over = False
 
-    def commit(self, worker: Kept, points: list[dict[str, Any]]) -> None:
-        """Keep what the worker has now, and points of it that the driver may not have heard.
-
-        A state that cannot be kept is no error: the run goes on without.
-        """
+    def commit(self, worker: Kept) -> None:
+        """Keep what the worker has now. A state that cannot be kept is no error: the run goes on without."""
         if self._over:
             return
         began = time.perf_counter()
         failpoint.passing("vault: before a commit")
         try:
-            kept = tensors_of(worker.params, worker.moments, worker.own, torch.get_rng_state(), points)
+            kept = self._state_of(worker)
             if self._mirror.vault.commit(self._writer, worker.position, *kept):
                 self._mirror.committed(worker.position)
         except (LinkError, TypeError, ValueError) as error:
@@ -96,6 +84,15 @@ class Upkeep:
         else:
             self._seconds += ended - began
         self._rounds += 1
+
+    def _state_of(self, worker: Kept) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Nothing is copied."""
+        if self._frozen is None:
+            self._frozen = {name for name, p in worker.held.module.named_parameters() if not p.requires_grad}
+        named = zip(worker.flat.layout.entries, worker.flat.parameters, strict=True)
+        moments = {entry.name: worker.optimizer.state.get(p, {}) for entry, p in named}
+        buffers = {name: value for name, value in worker.held.beside.items() if name not in self._frozen}
+        return tensors_of(worker.flat.vector, moments, buffers, torch.get_rng_state(), self._points())
 
     @property
     def cost(self) -> Cost | None:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rayps import failpoint
 from rayps.errors import LinkError
 from rayps.link.memory import Memory
 from rayps.optim import Moments
@@ -200,6 +201,7 @@ class _Slot:
         view = self._memory.view
         with torch.no_grad():
             torch._foreach_copy_(self._places, [tensor.detach() for tensor in tensors.values() if tensor.numel()])
+        failpoint.passing("vault: half a commit")
         view[self._end : self._end + len(facts)] = facts
         _HEAD.pack_into(view, 0, _MAGIC, line, -1, len(self._table), self._end, len(facts))
         struct.pack_into("<q", view, _ROUND, rounds)
