@@ -1,0 +1,123 @@
+"""Mends a grid that a death has torn: the lost are replaced, and everyone goes on from a round that all still have.
+
+Nobody goes back to a snapshot. A lost worker's state comes from its twin in another replica, or else from the
+neighbour that keeps its mirror; survivors go back by one round where they were ahead.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from rayps.metrics import Rounds
+from rayps.replica.keepers import Mending
+from rayps.replica.upkeep import Cost
+from rayps.runtime.actors import WorkerFacts
+from rayps.runtime.decide import Mend
+from rayps.runtime.group import Group
+from rayps.runtime.journal import Journal
+
+
+@dataclass(slots=True)
+class _Wound:
+    """A death and what is being done about it."""
+
+    reason: str
+    lost: list[str]
+    mending: Mending
+    seen: float  # when it was, as time.monotonic
+
+
+@dataclass(slots=True)
+class Mender:
+    """What a driver knows of deaths within replicas."""
+
+    journal: Journal
+    cost: Cost | None = None  # of being able to mend, in the generation under way
+    _seen: float | None = None  # the first sign of a death
+    _wound: _Wound | None = None
+    _told: Cost | None = field(default=None)
+
+    def saw(self, anything: bool) -> None:
+        """Whether a member is dead or misses another one, as of now."""
+        if anything and self._seen is None:
+            self._seen = time.monotonic()
+
+    def mend(self, group: Group, decision: Mend, rounds: Rounds, generation: int) -> Mending | None:
+        """End the generation and find the round from which the next one goes on; None: there is none.
+
+        `generation` is the next one's number.
+        """
+        seen = self._seen or time.monotonic()
+        lost = list(decision.lost)
+        if self._wound is not None:  # another death before the first new round
+            seen = self._wound.seen
+            lost = sorted({*lost, *self._wound.lost})
+        found = group.halt()
+        self._seen = None
+        if found is None:
+            self._wound = None
+            self.journal.event(
+                "warning",
+                f"{decision.reason}: no twin, no mirror has its state any more, so everyone goes back to the snapshot",
+                lost=list(decision.lost),
+            )
+            return None
+        reason = decision.reason if self._wound is None else f"{self._wound.reason}; {decision.reason}"
+        self._wound = _Wound(reason, lost, found, seen)
+        rounds.again(generation, found.round)
+        self.journal.event(
+            "mending",
+            f"{decision.reason}: {_sources(found) or 'everyone keeps its state'}, going on from round {found.round}",
+            lost=list(decision.lost),
+            round=found.round,
+            generation=generation,
+        )
+        return found
+
+    def look(self, group: Group, generation: int) -> None:
+        """Take in the workers as they are now; tells of a mending once the first new round is there."""
+        facts = [w.facts for w in group.workers if isinstance(w.facts, WorkerFacts) and w.facts.generation == generation]
+        self.cost = Cost.most(f.cost for f in facts if f.cost is not None) or self.cost
+        wound = self._wound
+        if wound is None or len(facts) < len(group.workers):
+            return
+        if all(f.position > wound.mending.round or f.status == "finished" for f in facts):
+            self._wound = None
+            self._tell(wound, generation)
+
+    def _tell(self, wound: _Wound, generation: int) -> None:
+        seconds = time.monotonic() - wound.seen
+        origin = f"{_sources(wound.mending)}; " if wound.mending.sources else ""
+        self.journal.event(
+            "mended",
+            f"{wound.reason}: {origin}everyone went on from round {wound.mending.round}, "
+            f"{seconds:.2f} s after the death was seen",
+            lost=wound.lost,
+            round=wound.mending.round,
+            generation=generation,
+            seconds=seconds,
+            sources={f"worker-{rank}": f"worker-{s.giver}" for rank, s in sorted(wound.mending.sources.items())},
+            twins=[f"worker-{rank}" for rank, s in sorted(wound.mending.sources.items()) if s.twin],
+            **self._upkeep(),
+        )
+
+    def tell_cost(self) -> None:
+        """File what it costs to be able to mend, at the end of a phase."""
+        if self.cost is not None and self.cost != self._told:
+            self._told = self.cost
+            self.journal.event(
+                "upkeep", f"so that a death costs no more than a round, workers {self.cost}", **self.cost.to_dict()
+            )
+
+    def _upkeep(self) -> dict[str, Any]:
+        return {} if self.cost is None else {"upkeep": self.cost.to_dict()}
+
+
+def _sources(mending: Mending) -> str:
+    words = []
+    for rank, source in sorted(mending.sources.items()):
+        kind = "its twin" if source.twin else "its mirror on"
+        words.append(f"worker-{rank} has the state of {kind} worker-{source.giver}")
+    return ", ".join(words)
