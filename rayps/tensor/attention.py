@@ -38,7 +38,7 @@ class SplitAttention(nn.Module):
     def __init__(self, layer: nn.MultiheadAttention, way: Way, seat: Seat, made: Made) -> None:
         super().__init__()
         known = cuts(layer, way, seat.size, seat.index)
-        for name in _HELD:
+        for name in dict.fromkeys((*layer._parameters, *_HELD)):  # in the unsplit layer's order
             whole = getattr(layer, name)
             self.register_parameter(name, None if whole is None else local(whole, known.get(name), made))
         inner = Way("in", way.width, way.unit, kept=True)

@@ -34,6 +34,7 @@ class _Spread(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.talk.forget()
         return ctx.talk.add(_ours(grads[0], ctx.ours)), None, None
 
 

@@ -76,6 +76,8 @@ def splits(layer: nn.Module) -> tuple[str, ...]:
     """How a layer can be split; () = it cannot. Subclasses and hooks may do what a split layer would not."""
     if type(layer).__name__.startswith("Parametrized") or layer._forward_pre_hooks or layer._forward_hooks:
         return ()
+    if isinstance(layer, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        return ()  # attention's own: it reads the weights and never calls the layer
     if isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward:
         return ("out", "in")
     if isinstance(layer, nn.Embedding) and type(layer).forward is nn.Embedding.forward:

@@ -141,7 +141,7 @@ def _big_embeddings(
 def _join(model: nn.Module, wishes: dict[str, Wish]) -> Plan:
     """The ways, with layers that follow one another joined: slices stay slices between them."""
     layers = dict(model.named_modules())
-    ways = {name: _way(layers[name], wish) for name, wish in wishes.items()}
+    ways = {name: _way(name, layers[name], wish) for name, wish in wishes.items()}
     for chain in chains(model):
         _join_chain(chain, ways)
     for name, each in layers.items():
@@ -155,7 +155,7 @@ def _join(model: nn.Module, wishes: dict[str, Wish]) -> Plan:
     return ways
 
 
-def _way(layer: nn.Module, wish: Wish) -> Way:
+def _way(name: str, layer: nn.Module, wish: Wish) -> Way:
     if isinstance(layer, nn.MultiheadAttention):
         return Way("heads", layer.embed_dim, layer.embed_dim // layer.num_heads)
     if isinstance(layer, nn.Embedding):
@@ -164,8 +164,8 @@ def _way(layer: nn.Module, wish: Wish) -> Way:
     width = linear.out_features if wish.split == "out" else linear.in_features
     if width % (wish.unit * wish.blocks):
         raise ConfigError(
-            f"a layer is split into {wish.blocks} x units of {wish.unit}, and its {width} features are no whole number "
-            "of these",
+            f"plan splits the layer {name!r} into {wish.blocks} x units of {wish.unit}, and its {width} "
+            f"{wish.split}puts are no whole number of these",
             field="plan",
         )
     return Way(wish.split, width, wish.unit, wish.blocks)

@@ -25,7 +25,7 @@ class Talk:
         self.ring = ring
         self.collectives = 0
         self.bytes = 0
-        self._last: tuple[Any, Any, int] | None = None
+        self._last: tuple[Any, Tensor, int] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Talk:
         return self  # a copy of a layer talks through the same ring
@@ -59,12 +59,17 @@ class Talk:
         if self._last is None:
             return None
         source, made, version = self._last
-        return made() if source() is x and x._version == version else None
+        return made if source() is x and x._version == version else None
 
     def remember(self, x: Tensor, made: Tensor) -> Tensor:
-        """Keep `made`, as long as somebody else does, for the next layer that takes `x`."""
-        self._last = (weakref.ref(x), weakref.ref(made), x._version)
+        """Keep `made`, as long as `x` lives and until backward, for the next layer that takes `x`."""
+        self._last = (weakref.ref(x, self.forget), made, x._version)
         return made
+
+    def forget(self, source: Any = None) -> None:
+        """Keep no tensor, or not the one that was made of `source`."""
+        if self._last is not None and (source is None or self._last[0] is source):
+            self._last = None
 
     def _open(self) -> Ring:
         if self.ring is None:
