@@ -2,11 +2,18 @@
 
 import json
 
+import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
-from rayps.bench.tables import bench_files, bench_tables, filled, skew
+from rayps.bench import hot
+from rayps.bench.calls import RayRows, _cut, bench_calls
+from rayps.bench.hot import bench_hot
+from rayps.bench.tables import Dense, bench_files, bench_tables, filled, skew
 from rayps.cli.main import app
+from rayps.cluster import LocalCluster
+from rayps.elastic.manager.balance import Balance
 from rayps.elastic.space import Table
 from rayps.errors import ConfigError
 
@@ -35,6 +42,22 @@ def test_files_are_measured(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", ["sgd", "adagrad", "adam"])
+def test_torch_does_the_same_arithmetic(name):
+    """The fair limit steps the rows of a dense table as torch's own optimizer steps a whole one."""
+    dense, ids = Dense(12, 3, name, 0.1), torch.tensor([1, 4, 7])
+    whole = torch.nn.Parameter(torch.zeros(3, 3))
+    kind = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam}[name]
+    optimizer = kind([whole], lr=0.1)
+    for step in range(4):
+        grad = torch.randn(3, 3, generator=torch.Generator().manual_seed(step))
+        dense.step(ids, grad)
+        whole.grad = grad
+        optimizer.step()
+    torch.testing.assert_close(dense.rows[ids], whole.detach())
+    assert not dense.rows[[0, 2, 3, 5, 11]].any()
+
+
 def test_what_cannot_be_measured_is_said():
     for call in (lambda: bench_tables(0, 1, 1, [1], ["sgd"]), lambda: bench_files(0, 1, 1, 1),
                  lambda: bench_tables(10, 1, 1, [0], ["sgd"]),
@@ -48,4 +71,40 @@ def test_the_command():
                                    "--optimizers", "sgd", "--repeats", "1", "--json"])  # fmt: skip
     assert run.exit_code == 0, run.output
     (row,) = json.loads(run.stdout)
-    assert row["segments"] == 2 and row["of_limit"] > 0
+    assert row["segments"] == 2 and row["of_limit"] > 0 and row["of_same"] > 0
+
+
+def test_rows_through_servers_and_through_calls():
+    row = bench_calls(LocalCluster(), rows=400, ids=100, dim=4, workers=2, servers=2, segments=4, repeats=2, turns=3)
+    assert row.own > 0 and row.calls > 0 and row.times_calls > 0
+    assert row.own == pytest.approx(2 * row.ids * row.workers / row.own_turn_s)
+
+
+def test_the_calls_do_what_the_servers_do():
+    """Both ways the same rows: what was pulled before, less the learning rate times what was pushed."""
+    parts, ids = [RayRows(6, 3), RayRows(6, 3)], np.array([7, 2, 11, 4])
+    cut = _cut(ids, 2)
+    grads = np.arange(12, dtype=np.float32).reshape(4, 3)
+    for part, (places, local) in zip(parts, cut, strict=True):
+        part.push(local, grads[places])
+    for part, (places, local) in zip(parts, cut, strict=True):
+        assert np.allclose(part.pull(local), -0.01 * grads[places])
+    assert sorted(np.concatenate([places for places, _ in cut]).tolist()) == [0, 1, 2, 3]
+
+
+@pytest.mark.timeout(120)
+def test_a_hot_table(monkeypatch):
+    monkeypatch.setattr(hot, "WARM_SECONDS", 0.5)
+    monkeypatch.setattr(hot, "CALM_SECONDS", 1.5)
+    policy = Balance(hot=1.05, cool=1.01, every=0.2, patience=12, floor=1.0, rest=2.0)
+    row = bench_hot(LocalCluster(), ids=2, rows=500, workers=2, servers=3, segments=16, seconds=1.0, balance=policy)
+    assert row.moves > 0 and row.ids_skew_after < row.ids_skew_before
+    assert row.busiest_before == row.loads_before[0] >= row.loads_before[-1] > 0
+    assert row.turns_before > 0 and row.turns_after > 0 and len(row.loads_after) == 3
+
+
+def test_what_cannot_be_asked_of_a_cluster():
+    for call in (lambda: bench_calls(LocalCluster(), rows=10, ids=11), lambda: bench_calls(LocalCluster(), workers=0),
+                 lambda: bench_hot(LocalCluster(), zipf=1.0), lambda: bench_hot(LocalCluster(), servers=1)):
+        with pytest.raises(ConfigError):
+            call()

@@ -1,5 +1,6 @@
 """How fast a sparse table's segments are in one process, beside what memory allows: torch's index_select for a pull and
-index_add_ for a push of the same ids on a dense table. And how large a table is, in memory and on disk.
+index_add_ for a push of the same ids on a dense table, and beside torch doing the same optimizer's arithmetic on dense
+state. And how large a table is, in memory and on disk.
 
 Times are of one thread's own processor time, so that who else is busy on the machine counts little.
 """
@@ -45,6 +46,8 @@ class TableRow:
     torch_pull: float  # index_select
     torch_push: float  # index_add_
     of_limit: float  # torch's time for both by the table's time for both
+    torch_step: float  # rows a second of torch's own step of this optimizer, by id, on dense state
+    of_same: float  # torch's time for index_select and this step by the table's time for both
     row_bytes: float  # of memory, for each row
     made: float  # rows a second that were made, from seed and id
 
@@ -113,20 +116,52 @@ def filled(table: Table, rows: int) -> tuple[list[TableSegment], float]:
     return found, time.thread_time() - began
 
 
+class Dense:
+    """What a push does, in torch on a dense table: the rows of some ids and their state are gathered, stepped with the
+    same arithmetic, and put back. With SGD that is one index_add_."""
+
+    def __init__(self, rows: int, dim: int, optimizer: str, lr: float) -> None:
+        self.rows, self._name, self._lr = torch.zeros(rows, dim), optimizer, lr
+        self._state = {"sgd": 0, "adagrad": 1, "adam": 2}[optimizer]
+        self._held = [torch.zeros(rows, dim) for _ in range(self._state)]
+        self._steps = torch.zeros(rows if optimizer == "adam" else 0, dtype=torch.int64)
+
+    def step(self, ids: torch.Tensor, grad: torch.Tensor) -> None:
+        """One step of unique ids; a gradient [n, dim]."""
+        if self._name == "sgd":
+            self.rows.index_add_(0, ids, grad, alpha=-self._lr)
+            return
+        values = [held.index_select(0, ids) for held in self._held]
+        if self._name == "adagrad":
+            total = values[0].addcmul_(grad, grad)
+            change = grad / total.sqrt().add_(1e-10)
+            self.rows.index_add_(0, ids, change, alpha=-self._lr)
+        else:
+            mean, square = values[0].lerp_(grad, 0.1), values[1].mul_(0.999).addcmul_(grad, grad, value=0.001)
+            taken = self._steps.index_select(0, ids).add_(1)
+            self._steps.index_copy_(0, ids, taken)
+            times = taken.to(grad.dtype)
+            size = ((1 - 0.999**times).sqrt_() / (1 - 0.9**times)).unsqueeze(1)
+            self.rows.index_add_(0, ids, mean * size / square.sqrt().add_(1e-8), alpha=-self._lr)
+        for held, value in zip(self._held, values, strict=True):
+            held.index_copy_(0, ids, value)
+
+
 def _measure(table: Table, rows: int, ids: int, zipf: float | None, repeats: int) -> TableRow:
     segments, making = filled(table, rows)
-    dense, chance = torch.zeros(rows, table.dim), np.random.default_rng(0)
+    dense, chance = Dense(rows, table.dim, table.optimizer["name"], 0.1), np.random.default_rng(0)
     times: list[tuple[int, list[float]]] = []
     for step in range(repeats + 2):
         batch = _batch(chance, rows, ids, zipf)
         times.append((len(batch), _turn(segments, dense, batch, step)))
     found = times[2:]  # the first ones grow the process
-    rates = [statistics.median(count / each[k] for count, each in found) for k in range(4)]
-    share = statistics.median((each[0] + each[1]) / (each[2] + each[3]) for _, each in found)
+    rates = [statistics.median(count / each[k] for count, each in found) for k in range(5)]
+    share = statistics.median((each[0] + each[1]) / (each[3] + each[4]) for _, each in found)
+    same = statistics.median((each[0] + each[2]) / (each[3] + each[4]) for _, each in found)
     memory = sum(segment.nbytes for segment in segments) / rows
     return TableRow(rows, int(statistics.median(count for count, _ in found)), table.dim, table.segments,
-                    table.optimizer["name"], zipf, repeats, rates[2], rates[3], rates[0], rates[1], share, memory,
-                    rows / making)  # fmt: skip
+                    table.optimizer["name"], zipf, repeats, rates[3], rates[4], rates[0], rates[1], share, rates[2],
+                    same, memory, rows / making)  # fmt: skip
 
 
 def _batch(chance: np.random.Generator, rows: int, ids: int, zipf: float | None) -> Any:
@@ -135,8 +170,8 @@ def _batch(chance: np.random.Generator, rows: int, ids: int, zipf: float | None)
     return np.sort(chance.choice(rows, min(ids, rows), replace=False))
 
 
-def _turn(segments: list[TableSegment], dense: torch.Tensor, ids: Any, step: int) -> list[float]:
-    """Processor seconds of index_select, index_add_, the pulls and the pushes of a batch."""
+def _turn(segments: list[TableSegment], dense: Dense, ids: Any, step: int) -> list[float]:
+    """Processor seconds of index_select, index_add_, torch's own step, the pulls and the pushes of a batch."""
     table = segments[0].table
     grad, order_bounds, places = torch.rand(len(ids), table.dim), split(ids, table.segments), torch.from_numpy(ids)
     order, bounds = order_bounds
@@ -144,9 +179,11 @@ def _turn(segments: list[TableSegment], dense: torch.Tensor, ids: Any, step: int
     pulls = [memoryview(encode_pull(ids[part])) for part in parts]
     pushes = [memoryview(encode_push(ids[part], grad, np.ones(len(part), np.uint32), order=part)) for part in parts]
     times = [time.thread_time()]
-    dense.index_select(0, places)
+    dense.rows.index_select(0, places)
     times.append(time.thread_time())
-    dense.index_add_(0, places, grad)
+    dense.rows.index_add_(0, places, grad)
+    times.append(time.thread_time())
+    dense.step(places, grad)
     times.append(time.thread_time())
     for segment, piece in zip(segments, pulls, strict=True):
         segment.pull(0, piece)

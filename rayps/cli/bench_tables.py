@@ -12,6 +12,13 @@ from rayps.cli import show
 from rayps.cli.show import Output
 from rayps.errors import ConfigError
 
+_CALLS = {"optimizer": "optimizer", "workers": "workers", "servers": "servers", "ids": "ids", "own": "rows/s",
+          "calls": "by calls", "times_calls": "times", "own_turn_s": "turn s", "calls_turn_s": "by calls"}  # fmt: skip
+_HOT = {"servers": "servers", "moves": "moves", "turns_before": "turns/s before", "turns_after": "after",
+        "skew_before": "skew before", "skew_after": "after", "ids_skew_before": "of ids before",
+        "ids_skew_after": "after", "busiest_before": "busiest s/1000 before", "busiest_after": "after",
+        "bound_gain": "gain where servers have cores"}  # fmt: skip
+
 
 def tables(
     rows: Annotated[int, typer.Option(help="Rows of the table.")] = 1_000_000,
@@ -24,6 +31,11 @@ def tables(
     = 0,
     folder: Annotated[Path | None, typer.Option(help="Where --files writes.")] = None,
     repeats: Annotated[int, typer.Option(help="Batches of each.")] = 15,
+    calls: Annotated[bool, typer.Option(help="Instead: through servers, beside plain Ray actor calls.")] = False,
+    hot: Annotated[bool, typer.Option(help="Instead: a hot table's load before and after its segments moved.")] = False,
+    workers: Annotated[int, typer.Option(help="Workers of --calls and --hot.")] = 4,
+    servers: Annotated[int, typer.Option(help="Servers of --calls and --hot.")] = 2,
+    address: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Measure on this Ray cluster.")] = None,
     output: Annotated[Output, typer.Option("--output", "-o", help="table or json.")] = Output.table,
     as_json: Annotated[bool, typer.Option("--json", help="The same as --output json.")] = False,
 ) -> None:
@@ -32,6 +44,10 @@ def tables(
     from rayps.bench.tables import bench_files, bench_tables
 
     form = Output.json if as_json else output
+    if calls or hot:
+        with_hot = (zipf or 1.2) if hot else None
+        _on_ray(form, address, workers, servers, rows, ids, dim, counts[-1], optimizers.split(","), with_hot)
+        return
     if files:
         saved = [bench_files(rows, dim, count, files, folder) for count in counts]
         _show(form, saved, {"rows": "rows", "segments": "segments", "loaded_on": "loaded on",
@@ -41,7 +57,29 @@ def tables(
     measured = bench_tables(rows, ids, dim, counts, optimizers.split(","), zipf=zipf, repeats=repeats)
     _show(form, measured, {"optimizer": "optimizer", "segments": "segments", "ids": "ids", "pull": "pulled/s",
                            "push": "pushed/s", "torch_pull": "select/s", "torch_push": "add/s",
-                           "of_limit": "of limit", "row_bytes": "bytes a row", "made": "made/s"})
+                           "of_limit": "of limit", "torch_step": "step/s", "of_same": "of the same",
+                           "row_bytes": "bytes a row", "made": "made/s"})
+
+
+def _on_ray(
+    form: Output, address: str | None, workers: int, servers: int, rows: int, ids: int, dim: int, segments: int,
+    optimizers: list[str], zipf: float | None,
+) -> None:  # fmt: skip
+    """What needs a cluster."""
+    from rayps.bench.calls import bench_calls
+    from rayps.bench.hot import bench_hot
+    from rayps.ray_cluster import RayCluster
+
+    cluster = RayCluster.join(address) if address else RayCluster.local(cpus=workers)
+    try:
+        if zipf is not None:
+            _show(form, [bench_hot(cluster, zipf=zipf, ids=ids, rows=rows, workers=workers, servers=servers,
+                                   segments=segments)], _HOT)  # fmt: skip
+            return
+        _show(form, [bench_calls(cluster, rows=rows, ids=ids, dim=dim, workers=workers, servers=servers,
+                                 segments=segments, optimizer=name) for name in optimizers], _CALLS)  # fmt: skip
+    finally:
+        cluster.close()
 
 
 def _whole(text: str) -> list[int]:

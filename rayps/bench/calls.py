@@ -1,0 +1,213 @@
+"""Rows of a sparse table pulled and pushed by workers through servers, beside plain Ray actor calls; and a hot table.
+
+`own` goes the whole way of training: ids in any order are made unique and sorted by the worker, pulled, and gradients
+pushed for them. `calls` are actors that each hold a part of a dense torch table: index_select and index_add_, numpy
+arrays as arguments, ids that were cut by actor beforehand. Both take turns in one run, between the same workers.
+"""
+
+from __future__ import annotations
+
+import secrets
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from rayps.cluster import Cluster, Handle
+from rayps.elastic import group as elastic
+from rayps.elastic.client.talk import Talk
+from rayps.elastic.group import Group
+from rayps.elastic.space import Space, Table
+from rayps.errors import ConfigError
+from rayps.strategies.parameter_server import ParameterServer
+from rayps.tables.client import Tables
+
+WAIT_SECONDS = 300.0
+TABLE = "bench"
+_LR = 0.01
+_BATCHES = 8  # of a worker, taken in turns
+
+
+@dataclass(frozen=True, slots=True)
+class CallsRow:
+    """Medians. Rates are rows that all workers together pulled and pushed, a second: each row counts twice."""
+
+    rows: int
+    ids: int  # of one batch, each once
+    dim: int
+    workers: int
+    servers: int
+    optimizer: str
+    repeats: int
+    own: float
+    calls: float
+    times_calls: float  # own by calls: the median of the runs' ratios
+    own_turn_s: float  # one worker's pull and push of a batch
+    calls_turn_s: float
+
+
+class RayRows:
+    """The plain way: a part of a table whose methods are called through Ray."""
+
+    def __init__(self, rows: int, dim: int) -> None:
+        torch.set_num_threads(1)
+        self._table = torch.zeros(rows, dim)
+
+    def pull(self, ids: Any) -> Any:
+        """These rows."""
+        return self._table.index_select(0, torch.from_numpy(ids)).numpy()
+
+    def push(self, ids: Any, grads: Any) -> None:
+        """Step these rows; no id comes twice."""
+        self._table.index_add_(0, torch.from_numpy(ids), torch.from_numpy(grads), alpha=-_LR)
+
+
+class TableBench:
+    """An actor: one worker of a table."""
+
+    def __init__(self, rank: int) -> None:
+        torch.set_num_threads(1)
+        self._rank = rank
+        self._talk: Talk | None = None
+        self._tables: Tables | None = None
+        self._chance = np.random.default_rng(rank)
+
+    def join(self, group: Group, space: Space) -> int:
+        """Connect; this rank's next step."""
+        incarnation = group.join(space.number, self._rank)
+        self._talk = Talk(group.door(), space, self._rank, incarnation=incarnation, timeout=WAIT_SECONDS)
+        steps = self._talk.join()
+        self._tables = Tables(self._talk, space)
+        self._tables.step = max(steps.values(), default=0)
+        return self._tables.step
+
+    def own(self, rows: int, ids: int, turns: int) -> tuple[float, float]:
+        """Begin and end (wall clock) of so many turns through servers, after one to begin with."""
+        assert self._tables is not None
+        batches = [torch.from_numpy(batch) for batch in _batches(self._rank, rows, ids)]
+        grads = torch.rand(ids, self._tables.space.tables[0].dim)
+        began = 0.0
+        for turn in range(turns + 1):
+            if turn == 1:
+                began = time.time()
+            self._turn(batches[turn % len(batches)], grads)
+        return began, time.time()
+
+    def calls(self, parts: list[Handle], rows: int, ids: int, dim: int, turns: int) -> tuple[float, float]:
+        """Begin and end (wall clock) of so many turns through actor calls."""
+        batches = [_cut(batch, len(parts)) for batch in _batches(self._rank, rows, ids)]
+        grads = np.random.default_rng(0).random((ids, dim), np.float32)
+        out, began = np.empty_like(grads), 0.0
+        for turn in range(turns + 1):
+            if turn == 1:
+                began = time.time()
+            cut = batches[turn % len(batches)]
+            asked = [part.call("pull", local) for part, (_, local) in zip(parts, cut, strict=True)]
+            for reply, (places, _) in zip(asked, cut, strict=True):
+                out[places] = reply.result(WAIT_SECONDS)
+            said = [part.call("push", local, grads[places]) for part, (places, local) in zip(parts, cut, strict=True)]
+            for reply in said:
+                reply.result(WAIT_SECONDS)
+        return began, time.time()
+
+    def drawn(self, rows: int, ids: int, zipf: float, seconds: float) -> int:
+        """Turns of ids drawn by Zipf's law for so long; how many were made."""
+        assert self._tables is not None
+        turns, end = 0, time.monotonic() + seconds
+        while time.monotonic() < end:
+            batch = torch.from_numpy((self._chance.zipf(zipf, ids) - 1) % rows)
+            self._turn(batch, None)
+            turns += 1
+        return turns
+
+    def close(self) -> None:
+        """Leave the servers."""
+        if self._talk is not None:
+            self._talk.close()
+
+    def _turn(self, ids: torch.Tensor, grads: torch.Tensor | None) -> None:
+        tables = self._tables
+        assert tables is not None
+        client = tables.clients[TABLE]
+        tables.begin(tables.step)
+        lookup, rows = client.rows(ids)
+        client.gradient(lookup, torch.ones_like(rows) if grads is None else grads)
+        tables.push(tables.step, 1.0)
+
+
+def _batches(rank: int, rows: int, ids: int) -> list[Any]:
+    """Unique ids in any order."""
+    chance = np.random.default_rng(rank)
+    return [chance.choice(rows, ids, replace=False) for _ in range(_BATCHES)]
+
+
+def _cut(ids: Any, parts: int) -> list[tuple[Any, Any]]:
+    """For each part: where its ids stand, and what they are called there."""
+    found = []
+    for part in range(parts):
+        places = np.flatnonzero(ids % parts == part)
+        found.append((places, ids[places] // parts))
+    return found
+
+
+def a_space(workers: int, dim: int, segments: int, optimizer: str) -> Space:
+    """A space of one table, asynchronous."""
+    table = Table(TABLE, dim, segments, optimizer={"name": optimizer, "lr": _LR})
+    return Space("bench", 0, workers, ParameterServer(staleness=None), tables=(table,))
+
+
+def bench_calls(
+    cluster: Cluster,
+    *,
+    rows: int = 200_000,
+    ids: int = 50_000,
+    dim: int = 16,
+    workers: int = 4,
+    servers: int = 2,
+    segments: int = 16,
+    optimizer: str = "sgd",
+    repeats: int = 5,
+    turns: int = 20,
+) -> CallsRow:
+    """Batches of `ids` unique ids of a table with `rows` rows, no copies, through servers and through actor calls.
+
+    Raises:
+        ConfigError: there is nothing to ask for, or no such optimizer.
+    """
+    if not 1 <= ids <= rows or min(workers, servers, repeats, turns) < 1:
+        raise ConfigError(f"{ids} ids of {rows} rows were asked for by {workers} workers of {servers} servers: give at "
+                          "least 1 of each, and as many rows as ids", field="ids")  # fmt: skip
+    running = elastic.start(cluster, f"bench-{secrets.token_hex(4)}", servers, 0, detached=False, balance=None)
+    actors = [cluster.spawn("rayps.bench.calls:TableBench", rank) for rank in range(workers)]
+    parts = [cluster.spawn("rayps.bench.calls:RayRows", -(-rows // servers), dim) for _ in range(servers)]
+    own: list[float] = []
+    calls: list[float] = []
+    try:
+        space = running.open(a_space(workers, dim, segments, optimizer))
+        _all(actors, "join", running, space)
+        _all(actors, "own", rows, ids, _BATCHES)  # the rows are made, and everybody has run once
+        for _ in range(repeats):
+            own.append(_rate(_all(actors, "own", rows, ids, turns), workers * turns))
+            few = max(2, turns // 4)
+            calls.append(_rate(_all(actors, "calls", parts, rows, ids, dim, few), workers * few))
+        _all(actors, "close")
+    finally:
+        for handle in [*actors, *parts]:
+            cluster.kill(handle)
+        running.stop()
+    mine, theirs = statistics.median(own), statistics.median(calls)
+    times = statistics.median(a / b for a, b in zip(own, calls, strict=True))
+    return CallsRow(rows, ids, dim, workers, servers, optimizer, repeats, 2 * ids * mine, 2 * ids * theirs, times,
+                    workers / mine, workers / theirs)  # fmt: skip
+
+
+def _all(actors: list[Handle], method: str, *args: Any) -> list[Any]:
+    return [reply.result(WAIT_SECONDS) for reply in [actor.call(method, *args) for actor in actors]]
+
+
+def _rate(spans: list[tuple[float, float]], turns: int) -> float:
+    """Turns a second from the first begin to the last end."""
+    return turns / (max(end for _, end in spans) - min(begin for begin, _ in spans))

@@ -1,0 +1,142 @@
+"""A hot table: the load of four servers, and what workers get done, before and after the policy has moved segments.
+
+Ids follow Zipf's law and batches are small, so that the few ids that everybody wants make a few segments hot. Where
+servers have a machine each, the one with the most to do bounds what all workers get done; where all share a few cores,
+as here, every move leaves the sum of the work as it is, and so nearly what is done a second.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from rayps.bench.calls import WAIT_SECONDS, a_space
+from rayps.cluster import Cluster, Handle
+from rayps.elastic import group as elastic
+from rayps.elastic.group import Group
+from rayps.elastic.manager.balance import Balance, skew
+from rayps.elastic.manager.crew import actor_name
+from rayps.errors import ConfigError
+
+WARM_SECONDS = 3.0
+SETTLE_SECONDS = 40.0  # for the policy to move what it will
+FIRST_SECONDS = 10.0  # longer for the first move, which the policy's patience puts off
+CALM_SECONDS = 6.0  # without a move: it has moved what it will
+
+
+@dataclass(frozen=True, slots=True)
+class HotRow:
+    """Before and after. Loads are seconds of service for a thousand turns (a pull and a push), by server, the largest
+    first. Skews are the largest by the mean."""
+
+    zipf: float
+    ids: int  # drawn for a batch
+    rows: int
+    workers: int
+    servers: int
+    segments: int
+    moves: int
+    turns_before: float  # a second, of all workers together
+    turns_after: float
+    skew_before: float  # of seconds of service
+    skew_after: float
+    ids_skew_before: float  # of ids pulled and pushed
+    ids_skew_after: float
+    busiest_before: float  # the largest load: a thousand turns cannot take less where each server has cores of its own
+    busiest_after: float
+    bound_gain: float  # by how much more those could do
+    loads_before: list[float]
+    loads_after: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    turns: float
+    loads: list[float]
+    ids: list[float]
+
+
+def bench_hot(
+    cluster: Cluster,
+    *,
+    zipf: float = 1.2,
+    ids: int = 8,
+    rows: int = 100_000,
+    workers: int = 4,
+    servers: int = 4,
+    segments: int = 32,
+    seconds: float = 8.0,
+    balance: Balance | None = None,
+) -> HotRow:
+    """`seconds` of load before the policy acts and after. `balance`: by default from 1.2 down to 1.05 times the mean.
+
+    Raises:
+        ConfigError: an exponent of 1 or less, or fewer than two servers.
+    """
+    if zipf <= 1.0 or servers < 2:
+        raise ConfigError(f"zipf is {zipf:g} on {servers} servers: give an exponent above 1, and at least 2 servers",
+                          field="zipf")  # fmt: skip
+    patience = int(WARM_SECONDS + seconds) + 4  # looks, one a second: it acts only after the first measurement
+    policy = balance or Balance(hot=1.2, cool=1.05, patience=patience, floor=10.0)
+    running = elastic.start(cluster, f"bench-{secrets.token_hex(4)}", servers, 0, detached=False, balance=policy)
+    actors = [cluster.spawn("rayps.bench.calls:TableBench", rank) for rank in range(workers)]
+    try:
+        space = running.open(a_space(workers, 16, segments, "sgd"))
+        for reply in [actor.call("join", running, space) for actor in actors]:
+            reply.result(WAIT_SECONDS)
+
+        def work(period: float) -> int:
+            replies = [actor.call("drawn", rows, ids, zipf, period) for actor in actors]
+            return sum(reply.result(WAIT_SECONDS) for reply in replies)
+
+        work(WARM_SECONDS)
+        before = _look(cluster, running, work, seconds)
+        moves = _moved(running, work)
+        after = _look(cluster, running, work, seconds)
+        for reply in [actor.call("close") for actor in actors]:
+            reply.result(WAIT_SECONDS)
+    finally:
+        for actor in actors:
+            cluster.kill(actor)
+        running.stop()
+    most = max(before.loads), max(after.loads)
+    return HotRow(zipf, ids, rows, workers, servers, segments, moves, before.turns, after.turns, skew(before.loads),
+                  skew(after.loads), skew(before.ids), skew(after.ids), *most, most[0] / max(most[1], 1e-12),
+                  sorted(before.loads, reverse=True), sorted(after.loads, reverse=True))  # fmt: skip
+
+
+def _look(cluster: Cluster, running: Group, work: Any, seconds: float) -> _Look:
+    hosts = {server["name"]: cluster.find(actor_name(running.name, server["name"]))
+             for server in running.facts()["servers"]}  # fmt: skip
+    old, began = _served(hosts), time.monotonic()
+    turns = work(seconds)
+    took, now = time.monotonic() - began, _served(hosts)
+    facts = running.facts()
+    rates = dict.fromkeys(hosts, 0.0)
+    for segment in facts["spaces"][0]["segments"]:
+        rates[segment["primary"]] = rates.get(segment["primary"], 0.0) + segment["operations_s"]
+    loads = [1000 * (now[name] - old[name]) / max(turns, 1) for name in hosts]
+    return _Look(turns / took, loads, list(rates.values()))
+
+
+def _served(hosts: dict[str, Handle | None]) -> dict[str, float]:
+    """By server: seconds that it has served, ever."""
+    found = {}
+    for name, host in hosts.items():
+        spaces = {} if host is None else host.call("facts").result(WAIT_SECONDS)["spaces"]
+        found[name] = sum(float(space["seconds"]) for space in spaces.values())
+    return found
+
+
+def _moved(running: Group, work: Any) -> int:
+    """Go on until the policy has moved what it will; how many segments that were."""
+    moves, calm, end = 0, time.monotonic(), time.monotonic() + SETTLE_SECONDS
+    while time.monotonic() < end and time.monotonic() - calm < CALM_SECONDS + (0.0 if moves else FIRST_SECONDS):
+        work(1.0)
+        now = running.facts()["counts"]["moves"]
+        if now != moves:
+            moves, calm = now, time.monotonic()
+    running.wait_settled(WAIT_SECONDS)
+    return moves
