@@ -112,12 +112,12 @@ def costs(strategy: Strategy, workers: int, sizes: Sizes, rows: Table | None = N
     grid, replica = strategy.grid(workers), strategy.replica
     traffic = _data(strategy, grid, sizes)
     if replica is None:
-        return Costs(grid, traffic, memory=[_memory(strategy, sizes, 0, 0.0)])
+        return Costs(grid, traffic, memory=[_memory(strategy, sizes, 0, sum(sizes.kept) * sizes.batch)])
     pipeline = replica if isinstance(replica, Pipeline) and grid.stage > 1 else None
     if pipeline is not None:
         traffic.append(_stages(pipeline, grid, sizes))
     if grid.tensor > 1:
-        traffic += _tensor(grid, sizes)
+        traffic += _tensor(grid, sizes, 1 if pipeline is None else pipeline.micro_batches)
     traffic += _lent(grid, sizes)
     if pipeline is None:
         kept = sizes.kept[0] * sizes.batch if sizes.kept else 0.0
@@ -146,6 +146,14 @@ def held_bytes(row: list[Action], sizes: Sizes, micro_batches: int, split: bool)
         held += size if kind == "F" else -size if kind == ("W" if split else "B") else 0
         most = max(most, held)
     return most
+
+
+def amount(count: float) -> str:
+    """Bytes, in one unit."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:.0f} bytes"
 
 
 def _data(strategy: Strategy, grid: Grid, sizes: Sizes) -> list[Cost]:
@@ -217,7 +225,7 @@ def _stages(replica: Pipeline, grid: Grid, sizes: Sizes) -> Cost:
     )
 
 
-def _tensor(grid: Grid, sizes: Sizes) -> list[Cost]:
+def _tensor(grid: Grid, sizes: Sizes, micro_batches: int) -> list[Cost]:
     """Sums and gathers inside layers."""
     n, lines, stages = grid.tensor, grid.data, len(sizes.summed)
     known = bool(sizes.summed and sizes.batch)
@@ -228,15 +236,15 @@ def _tensor(grid: Grid, sizes: Sizes) -> list[Cost]:
     found = [
         Cost(
             f"sums inside layers of {n} tensor ranks",
-            "2(N-1)/N T from each of N, T = bytes summed: bd for each split block forward and backward",
+            "2(N-1)/N T from each of N in 2(N-1) messages a sum, T = bd for each split block forward, and backward",
             2 * (n - 1) * summed * lines if known else None,
-            None,
+            2 * (n - 1) * n * sum(sizes.exchanges) * micro_batches * lines if sizes.exchanges else None,
             max(each) if known and stages else None,
         )
     ]
     if gathered:
         words = "(N-1)/N T from each of N, T = bytes put side by side"
-        found.append(Cost("gathers inside layers", words, (n - 1) * gathered * lines, None))
+        found.append(Cost("gathers inside layers", words, (n - 1) * gathered * lines, 0))
     return found
 
 

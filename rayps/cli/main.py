@@ -11,6 +11,7 @@ import typer
 import rayps
 from rayps.cli import bench as cli_bench
 from rayps.cli import jobs as cli_jobs
+from rayps.cli import plan as cli_plan
 from rayps.cli import servers as cli_servers
 from rayps.cli import show
 from rayps.cli.show import Output
@@ -121,6 +122,7 @@ def doctor(output: Annotated[Output, typer.Option("--output", "-o", help="table 
 
 
 cli_jobs.add(app)
+app.command()(cli_plan.plan)
 app.add_typer(cli_servers.app, name="servers")
 app.add_typer(cli_bench.app, name="bench")
 

@@ -56,7 +56,8 @@ def text(timeline: Timeline, width: int = 100, *, colour: bool = False, unit: st
     scale = room / makespan
     if scale >= 1 and not unit:
         scale = min(int(scale), WIDEST)
-    dense = min((end - start for row in timeline.rows for _, start, end in row), default=1) * scale < 1.99
+    longest = max((end - start for row in timeline.rows for action, start, end in row if action.kind == "F"), default=1)
+    dense = longest * scale < 1.99  # no room for numbers
     lines = []
     for head, bars in zip(heads, rows(timeline), strict=True):
         lines.append(f"{head:>{margin}}│{''.join(_cells(bars, makespan, scale, (dense, colour)))}")
@@ -115,7 +116,7 @@ def _cells(bars: list[Bar], makespan: float, scale: float, look: tuple[bool, boo
 
 def _label(bar: Bar, width: int, dense: bool, chunked: bool) -> str:
     kind, micro = bar.action.kind, bar.action.micro
-    if dense:  # no room for numbers
+    if dense:
         words = [kind.lower() if bar.chunk % 2 else kind]
     else:
         words = [f"{kind}{micro}", kind]

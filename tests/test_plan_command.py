@@ -1,0 +1,309 @@
+"""`rayps plan`, the formulas of costs behind it, and what a run says beside them."""
+
+import json
+import re
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import rayps
+from rayps.cli import main as cli
+from rayps.costs import Crossing, Sizes, amount, costs, held_bytes
+from rayps.errors import ConfigError
+from rayps.pipeline.probe import probe
+from rayps.pipeline.schedule import table
+from rayps.pipeline.simulate import simulate
+from rayps.pipeline.skip import Stash, Unstash
+from rayps.pipeline.validate import to_csv, to_json
+from rayps.replica.divide import divide
+from rayps.runtime.expected import expected, sizes
+from rayps.runtime.tally import Tally, measured, words
+from rayps.strategy import parse
+
+WIDE, ROWS = 12, 8
+
+
+class Deep(rayps.Workload):
+    """Four layers of 12 x 12 and two of a block that tensor ranks can share."""
+
+    def model(self):
+        layers = [nn.Linear(WIDE, WIDE) for _ in range(4)]
+        return nn.Sequential(*layers, nn.Linear(WIDE, 4 * WIDE), nn.ReLU(), nn.Linear(4 * WIDE, WIDE))
+
+    def data(self):
+        x = torch.randn(64, WIDE, generator=torch.Generator().manual_seed(1))
+        return rayps.data.tensors(x, x.flip(1), batch_size=ROWS)
+
+    def loss(self, model, batch):
+        return ((model(batch.x) - batch.y) ** 2).mean()
+
+    def optimizer(self, params):
+        return torch.optim.Adam(params)
+
+
+FILE = """
+import rayps, torch
+from torch import nn
+
+class Deep(rayps.Workload):
+    def model(self):
+        return nn.Sequential(*[nn.Linear(12, 12) for _ in range(4)])
+    def data(self):
+        return rayps.data.tensors(torch.randn(64, 12), torch.randn(64, 12), batch_size=8)
+    def loss(self, model, batch):
+        return ((model(batch.x) - batch.y) ** 2).mean()
+
+class Round(Deep):
+    def model(self):
+        class Own(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer = nn.Linear(12, 12)
+            def forward(self, x):
+                return x + self.layer(x)
+        return Own()
+"""
+
+
+def of(strategy):
+    return parse(strategy)[0].strategy
+
+
+# ---- formulas
+
+
+def test_ring_and_servers():
+    given = Sizes(1000, width=4)
+    for n in range(1, 9):
+        ring = costs(of("all_reduce"), n, given)
+        assert ring.bytes == 2 * (n - 1) * 4000
+        assert n == 1 or ring.traffic[0].busiest == pytest.approx(2 * (n - 1) / n * 4000)
+        served = costs(of("parameter_server:shards=3"), n, given)
+        assert served.bytes == 2 * n * 4000 and served.messages == 2 * 3 * n
+    assert costs(of("all_reduce:compression=fp16"), 4, given).bytes == 2 * 3 * 2000
+    assert costs(of("all_reduce:compression=top_k"), 4, given).bytes is None  # the data decides
+    downpour = costs(of("downpour:n_push=5,n_fetch=2,shards=2"), 10, given)
+    assert downpour.bytes == pytest.approx(10 * 4000 / 5 + 10 * 4000 / 2)
+
+
+def test_a_grid_reduces_each_column_alone():
+    given = Sizes(1000, width=8, owned=(700, 300), held=(700, 300))
+    found = costs(of("pipeline:stages=2,micro_batches=4"), 6, given)
+    assert found.traffic[0].bytes == 2 * 2 * 8000 and found.traffic[0].busiest == pytest.approx(2 * 2 / 3 * 5600)
+    assert found.idle == Fraction(1, 5) and found.peaks == [2, 1]
+    assert [each["parameters"] for each in found.memory] == [5600, 2400]
+
+
+def test_activations_between_stages():
+    given = Sizes(100, owned=(50, 50), batch=8, crossings=(Crossing(0, 1, 40.0, 40.0), Crossing(0, 1, 8.0, 0.0)))
+    found = costs(of("pipeline:stages=2,micro_batches=4"), 4, given).traffic[1]
+    assert found.bytes == 2 * 8 * (40 + 40 + 8)  # two replicas; what has no gradient sends none back
+    assert found.messages == 2 * 4 * (2 + 1) and found.busiest == 8 * 48
+    few = costs(of("pipeline:stages=2,micro_batches=4"), 2, Sizes(100, owned=(50, 50), batch=3))
+    assert few.traffic[1].messages == 2 * 3  # three rows make three micro-batches
+
+
+def test_memory_follows_the_schedule():
+    given = Sizes(0, batch=8, kept=(100.0, 100.0, 100.0, 100.0))
+    m = 4  # two rows each
+    assert [held_bytes(row, given, m, False) for row in table("gpipe", 4, m)] == [200.0 * m] * 4
+    assert [held_bytes(row, given, m, False) for row in table("1f1b", 4, m)] == [
+        200.0 * min(m, 4 - r) for r in range(4)
+    ]
+    assert [held_bytes(row, given, m, True) for row in table("zero_bubble", 4, m)] == [200.0 * m] * 4
+
+
+def test_amounts():
+    assert [amount(x) for x in (0, 999, 1000, 2_500_000, 3e9)] == ["0 bytes", "999 bytes", "1 KB", "2.5 MB", "3 GB"]
+
+
+# ---- what a dry run shows
+
+
+def test_an_alternating_block_sums_twice_and_nothing_at_its_wide_layer():
+    workload, strategy = Deep(), of("tensor_parallel:size=3")
+    division = divide(workload, strategy.replica, workload.model())
+    found = sizes(workload, strategy, 3, division)
+    # three pairs: a sum of bd after each forward, and one before each backward but the first, whose input needs none
+    assert found.summed == (5 * WIDE * 4,) and found.gathered == (0,) and found.exchanges == (5,)
+    cost = next(cost for cost in costs(strategy, 3, found).traffic if "sums" in cost.what)
+    assert cost.bytes == pytest.approx(3 * (2 * 2 / 3 * 5 * ROWS * WIDE * 4))
+
+
+def test_a_dry_run_of_stages():
+    workload, strategy = Deep(), of("pipeline:stages=3,micro_batches=2,boundaries=(1,2)")
+    division = divide(workload, strategy.replica, workload.model())
+    found = sizes(workload, strategy, 3, division)
+    assert found.crossings == (Crossing(0, 1, WIDE * 4, WIDE * 4), Crossing(1, 2, WIDE * 4, WIDE * 4))
+    assert found.states == 2.0 and found.batch == ROWS and sum(found.owned) == found.parameters
+    said = expected(workload, strategy, 3, division)
+    assert said.traffic[1].bytes == 4 * ROWS * WIDE * 4 and said.traffic[1].messages == 2 * 2 * 2
+    both = of("pipeline:stages=2,micro_batches=2,stage=tensor_parallel(size=2)")
+    split = sizes(workload, both, 4, divide(workload, both.replica, workload.model()))
+    assert sum(split.summed) == 5 * WIDE * 4 and len(split.summed) == 2
+
+
+class Skipping(Deep):
+    """A skip connection that crosses a stage."""
+
+    def model(self):
+        first, second, third = (nn.Linear(WIDE, WIDE) for _ in range(3))
+        return nn.Sequential(first, Stash("s"), second, nn.ReLU(), third, Unstash("s"))
+
+
+def test_a_skip_connection_goes_straight():
+    workload, strategy = Skipping(), of("pipeline:stages=3,micro_batches=2,boundaries=(2,4)")
+    division = divide(workload, strategy.replica, workload.model())
+    found = probe(workload, division, Sizes(0), next(iter(workload.data().batches(rank=0, size=1, seed=0, epoch=0))))
+    assert sorted((cut.source, cut.target, cut.forward) for cut in found.crossings) == [
+        (0, 1, WIDE * 4), (0, 2, WIDE * 4), (1, 2, WIDE * 4)]  # fmt: skip
+
+
+# ---- the command
+
+
+def run(capsys, *arguments):
+    code = cli.main(["plan", *arguments])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+@pytest.fixture
+def at(tmp_path, monkeypatch):
+    (tmp_path / "deep.py").write_text(FILE)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_without_a_workload(capsys):
+    code, out, err = run(capsys, "--strategy", "pipeline:stages=4,micro_batches=8")
+    assert code in (0, None) and err == ""
+    assert "stage 3 │······F0B0──F1B1──" in out and "(p-1)/(m+p-1) = 27.3%" in out and "4, 3, 2, 1" in out
+    assert re.search(r"activations between 4 stages\s+48\s", out) and "\x1b[" not in out
+    assert all(len(line) <= 100 for line in out.splitlines() if "│" in line)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved,chunks=2", "zero_bubble"])
+def test_json_has_the_schedule(capsys, schedule):
+    code, out, _ = run(capsys, "--strategy", f"pipeline:stages=2,micro_batches=4,schedule={schedule}", "--json")
+    found = json.loads(out)
+    v = 2 if "chunks" in schedule else 1
+    name = schedule.partition(",")[0]
+    expected_line = simulate(table(name, 2, 4, v))
+    assert code in (0, None) and found["schedule"]["idle"] == pytest.approx(float(expected_line.idle))
+    assert found["costs"]["idle"] == found["schedule"]["idle"]
+    assert [[each[0] for each in row] for row in found["schedule"]["rows"]] == [
+        [str(action) for action in row] for row in table(name, 2, 4, v)]  # fmt: skip
+
+
+def test_of_a_workload(capsys, at):
+    code, out, err = run(capsys, "deep.py:Deep", "--strategy", "pipeline:stages=2,micro_batches=4", "--workers", "4",
+                         "--times", "--svg", "chart.svg", "--memory", "1KB")  # fmt: skip
+    assert code in (0, None), err
+    assert re.search(r"stage 0\s+0-1\s+312\s+50.0%\s+1.25 KB", out)
+    assert "4 workers: 2 replicas of 2 stages" in out and "as measured here" in out
+    assert re.search(r"gradients around the ring of 2 in each of 2 columns\s+8\s+4.99 KB\s+1.25 KB", out)
+    assert re.search(r"activations between 2 stages\s+16\s+1.54 KB", out)  # 2 replicas x 2 x 8 rows x 12 x 4 bytes
+    assert "does not fit: stage 0 needs" in out
+    assert Path("chart.svg").read_text().startswith("<svg") and "drawn to chart.svg" in err
+
+
+def test_of_one_strategy_after_another(capsys, at):
+    phases = "1*all_reduce > parameter_server:shards=2"
+    code, out, _ = run(capsys, "deep.py:Deep", "--strategy", phases, "--workers", "2", "-o", "json")
+    first, second = json.loads(out)
+    assert code in (0, None) and first["costs"]["bytes"] == 2 * 624 * 4 and second["costs"]["bytes"] == 4 * 624 * 4
+
+
+def test_a_batch_of_another_size(capsys, at):
+    given = ["deep.py:Deep", "--strategy", "pipeline:stages=2,micro_batches=16"]
+    code, _, err = run(capsys, *given)
+    assert code == 2 and "micro_batches is 16 and batch_size is 8" in err
+    code, out, _ = run(capsys, *given, "--batch", "32")
+    assert code in (0, None) and re.search(r"activations between 2 stages\s+32\s+3.07 KB", out)
+
+
+@pytest.mark.parametrize("write", [to_json, to_csv])
+def test_a_table_of_ones_own(capsys, at, write):
+    rows = table("1f1b", 2, 2)
+    rows[0] = table("gpipe", 2, 2)[0]
+    Path("own").write_text(write(rows))
+    code, _, err = run(capsys, "--strategy", "pipeline:stages=2,micro_batches=2", "--table", "own")
+    assert code in (0, None), err
+    code, _, err = run(capsys, "--strategy", "pipeline:stages=2,micro_batches=4", "--table", "own")
+    assert code == 2 and "stages=2, micro_batches=2, chunks=1" in err
+    rows[0] = list(reversed(rows[0]))
+    Path("own").write_text(write(rows))
+    code, _, err = run(capsys, "--strategy", "pipeline:stages=2,micro_batches=2", "--table", "own")
+    assert code == 2 and "waits before 0B1" in err
+
+
+@pytest.mark.parametrize(("arguments", "says"), [
+    (["--strategy", "pipelin"], "did you mean"),
+    (["--strategy", "pipeline:stages=4", "--workers", "6"], "multiple of 4"),
+    (["--strategy", "pipeline:stages=4", "--workers", "0"], "workers is 0"),
+    (["--svg", "x.svg"], "--svg draws a pipeline's schedule"),
+    (["--times"], "name one"),
+    (["--memory", "lots"], "512MB"),
+    (["--batch", "0"], "batch is 0"),
+    (["--parameters", "0.5"], "parameters is 0.5"),
+    (["deep.py:Deep", "--parameters", "5"], "leave out --parameters"),
+    (["--table", "none.json"], "needs one strategy with a pipeline"),
+    (["--table", "none.json", "--strategy", "pipeline:stages=2"], "cannot be read"),
+    (["none.py:Deep"], "no file"),
+    (["deep.py:Deep", "--strategy", "pipeline:stages=5"], "the model has 4 layers"),
+    (["deep.py:Round", "--strategy", "pipeline:stages=2"], "cut"),
+    (["deep.py:Deep", "--strategy", "tensor_parallel:size=99"], "99"),
+    (["--strategy", "pipeline:stages=4,schedule=interleaved,chunks=2,micro_batches=6"], "multiple of its 4 stages"),
+])  # fmt: skip
+def test_bad_input(capsys, at, arguments, says):
+    code, out, err = run(capsys, *arguments)
+    assert code == 2 and says in err and out == "" and err.count("\n") <= 3
+
+
+def test_it_is_in_the_help(capsys):
+    assert cli.main(["--help"]) == 0 or True
+    assert re.search(r"^\s+plan\s+Say how a strategy divides the model", capsys.readouterr().out, re.M)
+
+
+# ---- after a run
+
+
+def point(rank, n, **more):
+    return {"kind": "round", "rank": rank, "round": n, "seconds": 1.0, "bytes": 100, "loss": None, **more}
+
+
+def test_what_is_said_after_a_run():
+    strategy = of("pipeline:stages=2,micro_batches=4")
+    formula = costs(strategy, 4, Sizes(100, owned=(50, 50), batch=8, crossings=(Crossing(0, 1, 4.0, 4.0),)))
+    tally = Tally(strategy.name, formula)
+    tally.hear([point(rank, 0, compute=9.0, busy=9.0, idle=9.0, messages=99, activations=1) for rank in range(4)])
+    for n in (1, 2, 3):
+        tally.hear([point(rank, n, compute=0.5, busy=0.4 if rank < 3 else 0.8, idle=0.2, messages=4,
+                          activations=2 - rank % 2) for rank in range(4)])  # fmt: skip
+    event = tally.event()
+    found = event["measured"]
+    assert found["bytes"] == 400 and found["messages"] == 16  # the first round does not count
+    assert found["activations"] == [2, 1] == formula.peaks
+    assert found["idle"] == pytest.approx(0.8 / 2.8) and found["idles"] == pytest.approx([1 / 3, 0.25])
+    assert found["imbalance"] == pytest.approx(0.8 / 0.5 - 1) and found["slowest"] == 3
+    assert event["kind"] == "costs" and event["formula"]["bytes"] == formula.bytes
+    assert "stages wait 28.6% of the time (20.0% by formula)" in event["message"]
+    assert "2/1 activations at most (2/1 by formula)" in event["message"]
+    json.dumps(event)
+
+
+def test_nothing_measured_is_no_error():
+    formula = costs(of("all_reduce"), 2, Sizes(10))
+    assert measured({}, formula.grid) == {} and words(formula, {}) == "no step was measured"
+    tally = Tally("all_reduce", formula)
+    tally.hear([point(0, 0, compute=0.0)])
+    assert tally.event()["measured"]["bytes"] == 100
+
+
+def test_servers_are_too_few_for_columns_is_no_error_of_costs():
+    with pytest.raises(ConfigError, match="multiple of 2"):
+        costs(of("pipeline:stages=2"), 3, Sizes(10))
