@@ -7,13 +7,13 @@ statistics) and parameters that need no gradient are not part of the vector: the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from rayps.errors import WorkloadError
+from rayps.errors import ConfigError, WorkloadError
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +94,30 @@ def beside(model: nn.Module) -> dict[str, Tensor]:
 class FlatModel:
     """A model whose parameters and gradients are views of two vectors."""
 
-    def __init__(self, model: nn.Module, buffer: Callable[[int, torch.dtype], Tensor] | None = None) -> None:
-        """Flatten in place. `buffer(n, dtype)` gives the memory of the gradients, e.g. a ring's that peers can read."""
+    def __init__(
+        self,
+        model: nn.Module,
+        buffer: Callable[[int, torch.dtype], Tensor] | None = None,
+        named: Sequence[tuple[str, nn.Parameter]] | None = None,
+        home: Callable[[int, torch.dtype], Tensor] | None = None,
+    ) -> None:
+        """Flatten in place. `buffer(n, dtype)` gives the memory of the gradients, e.g. a ring's that peers can read.
+
+        `named` are the parameters of the vector, in order; all that learn unless said otherwise. `home` gives the
+        memory of the vector itself, where others step it too: then sparse gradients stay sparse, and a step touches
+        their rows only.
+        """
         self.model = model
-        self._params = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self._params = list(named or [(name, p) for name, p in model.named_parameters() if p.requires_grad])
         self.layout = Layout.of(self._params)
         device = self._params[0][1].device
-        self.vector = torch.empty(self.layout.size, dtype=self.layout.dtype, device=device)
+        self._shared = home is not None
+        if home is None:
+            self.vector = torch.empty(self.layout.size, dtype=self.layout.dtype, device=device)
+        elif device.type == "cpu":
+            self.vector = home(self.layout.size, self.layout.dtype)
+        else:
+            raise ConfigError(f"the model is on {device.type}: this strategy needs it on the CPU", field="strategy")
         if buffer is not None and device.type == "cpu":
             self.packed = buffer(self.layout.size + 1, self.layout.dtype)
         else:
@@ -135,6 +152,8 @@ class FlatModel:
     def collect_grad(self) -> Tensor:
         """The gradient vector after a backward; a `.grad` that was replaced is copied back and bound again."""
         for (_, p), view in zip(self._params, self.views, strict=True):
+            if self._keeps(p.grad):
+                continue
             if p.grad is None:
                 view.zero_()
             elif p.grad.data_ptr() != view.data_ptr() or p.grad.shape != view.shape:
@@ -156,7 +175,11 @@ class FlatModel:
             if not bound or bound[0].data_ptr() != vector.data_ptr():
                 bound = self._bound = [vector[e.lo : e.hi].view(e.shape) for e in self.layout.entries]
         for (_, p), view in zip(self._params, bound, strict=True):
-            p.grad = view
+            if not self._keeps(p.grad):
+                p.grad = view
+
+    def _keeps(self, grad: Tensor | None) -> bool:
+        return self._shared and grad is not None and grad.layout is not torch.strided
 
 
 def dense(grad: Tensor) -> Tensor:

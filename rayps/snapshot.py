@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from rayps.checkpoint import State
+from rayps.epochs import Calendar, Span
 from rayps.errors import CheckpointError
 from rayps.flat import Layout
 from rayps.optim import Moments
@@ -25,7 +26,9 @@ from rayps.server.ledger import Ledger, anywhere
 
 @dataclass(slots=True)
 class Snapshot:
-    """Everything that a run goes on from. `positions[rank]` counts the batches that the rank has consumed."""
+    """Everything that a run goes on from. `positions[data]` counts the batches that a replica has consumed,
+    `rng` is by worker.
+    """
 
     layout: Layout
     params: Tensor
@@ -36,6 +39,9 @@ class Snapshot:
     steps_per_epoch: int = 1
     ring: dict[str, Any] | None = None  # the ring's `choices`: with them the same sums come out bit for bit
     ledgers: list[tuple[int, int, Ledger]] = field(default_factory=list)  # of each shard: lo, hi, what it had applied
+    divided: str = ""  # of which division's columns, one behind another, the ledgers' elements are; "" = the vector's
+    columns: int = 1  # workers of one replica
+    origin: tuple[int, int] = (0, 0)  # the round and the epoch that `steps_per_epoch` counts from
 
     @property
     def round(self) -> int:
@@ -86,6 +92,9 @@ class Snapshot:
             "positions": self.positions,
             "steps_per_epoch": self.steps_per_epoch,
             "ring": self.ring,
+            "divided": self.divided,
+            "columns": self.columns,
+            "origin": list(self.origin),
             "ledgers": [[lo, hi, ledger.to_json()] for lo, hi, ledger in self.ledgers],
             **facts,
         }
@@ -112,6 +121,9 @@ class Snapshot:
             steps_per_epoch=state.meta["steps_per_epoch"],
             ring=state.meta.get("ring"),
             ledgers=[(lo, hi, Ledger.from_json(data)) for lo, hi, data in state.meta.get("ledgers", [])],
+            divided=state.meta.get("divided", ""),
+            columns=state.meta.get("columns", 1),
+            origin=tuple(state.meta.get("origin", (0, 0))),
         )
 
     def check(self, layout: Layout) -> None:
@@ -128,26 +140,40 @@ class Snapshot:
                     f"and {other.get(name)} here:\ngive the checkpoint of this model, or start without resume"
                 )
 
-    def resize(self, workers: int, steps_per_epoch: int) -> None:
-        """Go on with another number of workers or batches per epoch; only from the end of an epoch.
+    def resume(self, calendar: Calendar) -> None:
+        """Go on in this run, which may have another number of replicas or batches per epoch than the one before.
 
         Raises:
-            CheckpointError: the snapshot lies in the middle of an epoch.
+            CheckpointError: it has, and the snapshot lies in the middle of an epoch.
         """
-        if (len(self.positions), self.steps_per_epoch) == (workers, steps_per_epoch):
-            return
-        if len(set(self.positions)) != 1 or self.round % self.steps_per_epoch:
-            raise CheckpointError(
-                f"the checkpoint was written in the middle of an epoch by {len(self.positions)} workers:\n"
-                f"resume with {len(self.positions)} workers and the same batch size, "
-                "or from a checkpoint at an epoch's end"
-            )
-        if len(self.positions) != workers:
-            self.ring = None
-        epochs = self.round // self.steps_per_epoch
-        self.positions = [epochs * steps_per_epoch] * workers
-        self.steps_per_epoch = steps_per_epoch
-        self.rng, self.ledgers = {}, []
+        span = calendar.at(self.round)
+        began, epoch = self.origin
+        counts_alike = epoch * self.steps_per_epoch - began == span.epoch * span.steps - span.begin
+        if not counts_alike or (len(self.positions), self.steps_per_epoch) != (span.replicas, span.steps):
+            done = self.round - began
+            if len(set(self.positions)) != 1 or done % self.steps_per_epoch:
+                raise CheckpointError(
+                    f"the checkpoint was written in the middle of an epoch by {len(self.positions)} replicas of the "
+                    f"model:\nresume with as many ({self._workers()}) and the same batch size, or from a checkpoint at "
+                    "an epoch's end"
+                )
+            self.positions = [calendar.after(epoch + done // self.steps_per_epoch)] * len(self.positions)
+            self.ledgers = []
+            if self.steps_per_epoch != span.steps:
+                self.rng = {}
+        self.enter(calendar.at(self.round))
+
+    def _workers(self) -> str:
+        return f"{len(self.positions)} workers" if self.columns == 1 else f"workers = {len(self.positions)} x replica"
+
+    def enter(self, span: Span) -> None:
+        """Go on under a phase's layout; at its begin all positions are equal, or their number stays the same."""
+        if len(self.positions) != span.replicas:
+            self.positions = [self.round] * span.replicas
+            self.ledgers, self.ring, self.rng = [], None, {}
+        if self.columns != span.columns:
+            self.ring, self.rng = None, {}
+        self.columns, self.steps_per_epoch, self.origin = span.columns, span.steps, span.origin
 
 
 def _shapes(layout: Layout) -> dict[str, tuple[int, ...]]:

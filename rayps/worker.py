@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,27 +22,21 @@ from rayps.elastic.client.client import ElasticServer
 from rayps.elastic.client.talk import Talk
 from rayps.embedding import bind
 from rayps.errors import TrainingError, WorkloadError
-from rayps.flat import FlatModel, Gradient, beside
+from rayps.flat import FlatModel, Gradient
+from rayps.meter import Meter
+from rayps.replica.build import model_of
+from rayps.replica.optimizer import of_some
+from rayps.replica.part import Part, Whole
+from rayps.replica.slice import Slice
 from rayps.ring import Ring
 from rayps.ring.compressed import compressed
 from rayps.runtime.plans import WorkerPart, WorkerPlan
 from rayps.server import Server
 from rayps.server.compressed import compress
+from rayps.server.rule import fitting
 from rayps.snapshot import Snapshot
 from rayps.user_code import user_code
 from rayps.workload import Workload
-
-
-@dataclass(slots=True)
-class Timer:
-    """Seconds and bytes of the round under way."""
-
-    compute: float = 0.0
-    losses: list[tuple[float, int]] = field(default_factory=list)
-    began: float = 0.0
-    waiting: float = 0.0
-    moving: float = 0.0
-    bytes: int = 0
 
 
 class Worker:
@@ -58,20 +51,30 @@ class Worker:
         server: Server | ElasticServer | None,
         device: str = "cpu",
         talk: Talk | None = None,
+        rings: Mapping[str, Ring] | None = None,
     ) -> None:
-        """`talk` is about the job's space on a server group, where it has one."""
-        self.workload, self.plan, self.device = workload, plan, device
-        self.rank, self.size, self.strategy = plan.rank, plan.size, plan.strategy
+        """`talk` is about the job's space on a server group, where it has one. `rings` are those within a replica of
+        several workers, by axis; `ring` and `snapshot` are then of this worker's column.
+        """
+        self.workload, self.plan, self.device, self.strategy = workload, plan, device, plan.strategy
+        grid = plan.strategy.grid(plan.size)
+        self.place = grid.at(plan.rank)
+        self.rank, self.size = self.place.data, grid.data
         self.ring: Any = ring
+        self.rings: Mapping[str, Any] = rings or {}
         self.server: Any = server
         self.tables: Any = None
+        self.memory: dict[str, Any] = {}  # what a strategy keeps between its rounds
         with user_code("data"):
             self.data = workload.data()
-            self.steps_per_epoch = self.data.steps(plan.size)
-        model = model_of(workload).to(device)
+            self.steps_per_epoch = self.data.steps(self.size)
+        self.held: Part = self._whole_or_slice(grid.column(plan.rank))
         # gradients lie where the other ranks, or the shards, of this host can read them: no copy is needed
         shared = ring if ring is not None else server
-        self.flat = FlatModel(plan.strategy.split(model, ring), shared.buffer if shared is not None else None)
+        buffer, home = (None if shared is None else shared.buffer), None
+        if plan.strategy.in_place and ring is not None:
+            buffer, home = None, ring.common
+        self.flat = FlatModel(self.held.module, buffer, self.held.named, home)
         self.choices: list[dict[str, Any]] = []  # what was chosen here, as events
         if ring is not None and plan.rank == 0 and plan.size > 1:
             self.choices.append({"kind": "choice", "message": ring.choice, "ring": ring.choices})
@@ -79,12 +82,15 @@ class Worker:
             self.ring, found = compressed(ring, plan.strategy.compression, Gradient(self.flat.packed, 0))
             self.choices += [found] if plan.rank == 0 else []
         self._buckets: Buckets | None = None
-        if isinstance(self.ring, Ring):
+        if isinstance(self.ring, Ring) and plan.division is None and not plan.strategy.in_place:
             self._buckets = Buckets(self.flat, self.ring, getattr(plan.strategy, "bucket_mb", None))
             self.choices += [self._buckets.choice] if plan.rank == 0 and plan.size > 1 else []
         self.optimizer: Any = None
-        if plan.strategy.shards == 0:
-            self.optimizer = optim.made(workload.optimizer, self.flat.parameters)
+        if plan.strategy.shards == 0 or plan.strategy.steps_locally:
+            factory: optim.Factory = workload.optimizer
+            if plan.division is not None:
+                factory = of_some(factory, plan.division.layout, [name for name, _ in self.held.named])
+            self.optimizer = optim.made(factory, self.flat.parameters)
         self._mean: Tensor | None = None  # of the gradients, where the ring's ranks share it
         self._used: list[bool] = []  # which parameters the latest gradient is of
         self._unused: Collection[int] = ()  # parameters that no rank used in this round
@@ -105,7 +111,16 @@ class Worker:
         self._epoch = -1
         self._coming: Batch | None = None  # the batch after this one, where its rows are looked up ahead
         self._samples = 0  # of the batch under way
-        self._timer = Timer()
+        self._meter = Meter(self.ring, self.server, self.tables, list(self.rings.values()))
+
+    def _whole_or_slice(self, column: int) -> Part:
+        plan = self.plan
+        if plan.division is None:
+            model = model_of(self.workload).to(self.device)
+            return Whole(self.workload, plan.strategy.split(model, self.ring))
+        return Slice(
+            self.workload, plan.division, column, self.rings, seed=plan.seed, data=self.rank, device=self.device
+        )
 
     # ---- what a strategy sees
 
@@ -131,7 +146,7 @@ class Worker:
         return batch.to(self.device) if self.device != "cpu" else batch
 
     def _next(self, position: int) -> Batch:
-        epoch, index = divmod(position, self.steps_per_epoch)
+        epoch, index = self._epoch_of(position)
         with user_code("data"):
             if epoch != self._epoch:
                 self._epoch = epoch
@@ -143,6 +158,12 @@ class Worker:
             self.tables.ahead(batch)
         return batch
 
+    def _epoch_of(self, position: int) -> tuple[int, int]:
+        """The epoch, and the number of the batch in it."""
+        began, before = self.plan.origin
+        epoch, index = divmod(position - began, self.steps_per_epoch)
+        return before + epoch, index
+
     def grad(self, batch: Batch) -> Gradient:
         """The gradient of the loss on `batch`; an empty batch gives zeros with no samples.
 
@@ -150,14 +171,18 @@ class Worker:
             TrainingError: the loss is not finite.
             WorkloadError: the user's loss failed or is not a scalar.
         """
-        began = time.perf_counter()
+        began, inside = time.perf_counter(), self._meter.inside
         self.flat.drop_grad()
         gradient = Gradient(self.flat.packed, batch.size)
         if batch.size:
             gradient.loss = self._backward(batch)
         self._used, self._unused = [p.grad is not None for p in self.flat.parameters], ()
+        if self.strategy.in_place:  # a step with zeros would write, and undo what others do meanwhile
+            self._unused = [i for i, used in enumerate(self._used) if not used]
         self.flat.collect_grad()
-        self._timer.compute += time.perf_counter() - began
+        if self.server is not None and batch.size:
+            gradient.vector.copy_(self._clipped(gradient.vector))
+        self._meter.compute += time.perf_counter() - began - (self._meter.inside - inside)
         return gradient
 
     def mean_grad(self, batch: Batch) -> Tensor:
@@ -173,7 +198,7 @@ class Worker:
         if batch.size:
             self._backward(batch)
         self._mean, self._unused = buckets.finish()
-        self._timer.compute += time.perf_counter() - began - (buckets.seconds - talked)
+        self._meter.compute += time.perf_counter() - began - (buckets.seconds - talked)
         return self._mean
 
     def _mean_at_once(self, batch: Batch) -> Tensor:
@@ -183,18 +208,26 @@ class Worker:
         return mean
 
     def _backward(self, batch: Batch) -> float:
-        with user_code("loss"):
-            loss = self.workload.loss(self.flat.model, batch)
-        value = self._check(loss)
-        with user_code("loss"):
-            loss.backward()  # type: ignore[no-untyped-call]
-        self._timer.losses.append((value, batch.size))
-        return value
+        value = self.held.backward(batch, self.position - 1, self._check)
+        if value is not None and self.held.reports:
+            self._meter.losses.append((value, batch.size))
+        return math.nan if value is None else value
+
+    def _clipped(self, vector: Tensor) -> Tensor:
+        """The gradient, shortened to the workload's `clip_norm` where it is longer; the norm is of the whole model's."""
+        most = self.workload.clip_norm
+        if most is None:
+            return vector
+        square = torch.sum(vector.to(torch.float64) ** 2).cpu()
+        for ring in self.rings.values():  # each element has one owner in a replica, so it counts once
+            ring.sum(square)
+        factor = most / (square.sqrt().item() + 1e-6)
+        return vector if factor >= 1 else vector * factor
 
     def step(self, grad: Gradient | Tensor) -> None:
         """Let this worker's own optimizer apply a gradient vector."""
         began = time.perf_counter()
-        vector = grad.vector if isinstance(grad, Gradient) else grad
+        vector = self._clipped(grad.vector if isinstance(grad, Gradient) else grad)
         if vector is self._mean and self._only_reads is not False:
             self.flat.bind(vector if self._only_reads else vector.clone())
         else:
@@ -206,7 +239,7 @@ class Worker:
         else:
             with user_code("optimizer.step"):
                 self.optimizer.step()
-        self._timer.compute += time.perf_counter() - began
+        self._meter.compute += time.perf_counter() - began
 
     # ---- what runs it
 
@@ -223,18 +256,22 @@ class Worker:
         self.flat.model.train()
         for choice in self.choices:
             report(choice)
+        self.strategy.begin(self)
         self._evaluate(report)  # what a death before this generation has cut short
         while self.position < self.plan.end and not stopped():
-            before, step = self._start_round(), self.position
+            self._meter.begin()
+            step = self.position
             if self.tables is not None:
                 self.tables.begin(step)
             self.strategy.round(self)
             if self.tables is not None and self.server is None:
                 self.tables.push(step, float(self._samples))
-            report(self._point(before))
+            report(self._point())
             if self.position in self.plan.boundary or self.position == self.wanted:
                 keep(self.part())
             self._evaluate(report)
+        if not stopped():
+            self.strategy.finish(self)
         if self.server is not None and not stopped():
             self.server.settle()
         if not stopped():
@@ -243,8 +280,11 @@ class Worker:
     def _evaluate(self, report: Callable[[dict[str, Any]], None]) -> None:
         """After each epoch but the last, whose evaluation the driver asks for; what was heard is not said again."""
         at = self.position
-        if self.plan.evaluated < at < self.plan.end and at % self.steps_per_epoch == 0:
+        if self.plan.evaluated < at < self.plan.end and self._epoch_of(at)[1] == 0:
+            own = self.params.clone() if self.strategy.steps_locally else None
             report({"kind": "evaluation", "round": at, "sums": self.evaluate(self._shared())})
+            if own is not None:
+                self.params = own  # what this worker has learnt since it last pulled
 
     def _shared(self) -> Tensor | None:
         """What to evaluate where the servers hold it: in step, only once everyone's pushes of the round are in."""
@@ -261,14 +301,13 @@ class Worker:
         if vector is not None:
             self.params = vector
         model, sums = self.flat.model, dict[str, tuple[float, int]]()
+        self.held.refresh()
         model.eval()
         with torch.no_grad(), user_code("evaluate"):
             data = self.workload.evaluation_data()
             for batch in data.batches(rank=self.rank, size=self.size, seed=self.plan.seed, epoch=0):
                 if batch.size:
-                    batch = batch.to(self.device)
-                    means = {"loss": self.workload.loss(model, batch)} | _metrics(self.workload.evaluate(model, batch))
-                    for name, mean in means.items():
+                    for name, mean in self.held.evaluate(batch.to(self.device)).items():
                         total, count = sums.get(name, (0.0, 0))
                         sums[name] = (total + _number(name, mean) * batch.size, count + batch.size)
         model.train()
@@ -278,7 +317,7 @@ class Worker:
         """This worker's share of a checkpoint, as copies. What it has pushed is there."""
         if self.tables is not None:
             self.tables.settle()
-        lead = self.rank == 0 and self.optimizer is not None
+        lead = self.rank == 0 and self.server is None
         return WorkerPart(
             self.position,
             self.flat.vector.cpu().clone() if lead else None,
@@ -289,22 +328,23 @@ class Worker:
 
     def buffers(self) -> dict[str, Tensor]:
         """The model's buffers and frozen parameters by name, as copies."""
-        return {name: value.detach().cpu().clone() for name, value in beside(self.flat.model).items()}
+        return {name: value.detach().cpu().clone() for name, value in self.held.beside.items()}
 
     def load(self, snapshot: Snapshot) -> None:
         """Take over parameters, optimizer state, buffers and this rank's random state."""
         snapshot.check(self.flat.layout)
         self.params = snapshot.params
         with torch.no_grad():
-            for name, value in beside(self.flat.model).items():
+            for name, value in self.held.beside.items():
                 if name in snapshot.buffers:
                     value.copy_(snapshot.buffers[name])
-        if self.optimizer is not None:
-            optim.load(self.optimizer, snapshot.moments, self.flat.layout, self.flat.parameters)
-        if self.rank in snapshot.rng:
-            torch.set_rng_state(snapshot.rng[self.rank])
-        else:
-            torch.manual_seed(self.plan.seed * 1_000_003 + self.rank)
+        if self.optimizer is not None and self.server is None:
+            moments = fitting(snapshot.moments, self.optimizer)
+            optim.load(self.optimizer, moments, self.flat.layout, self.flat.parameters)
+        if self.plan.rank in snapshot.rng:
+            torch.set_rng_state(snapshot.rng[self.plan.rank])
+        else:  # the ranks that share a layer draw the same numbers
+            torch.manual_seed(self.plan.seed * 1_000_003 + self.plan.rank - self.place.tensor)
 
     def _check(self, loss: Any) -> float:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -314,48 +354,18 @@ class Worker:
             )
         if not math.isfinite(loss.item()):
             raise TrainingError(
-                f"the loss became {loss.item()} on worker-{self.rank} at round {self.position - 1} "
-                f"(epoch {(self.position - 1) // self.steps_per_epoch + 1}):\n"
+                f"the loss became {loss.item()} on worker-{self.plan.rank} at round {self.position - 1} "
+                f"(epoch {self._epoch_of(self.position - 1)[0] + 1}):\n"
                 "lower the learning rate, clip the gradient, or look for bad values in the data",
-                rank=self.rank,
+                rank=self.plan.rank,
                 round=self.position - 1,
             )
         return float(loss.item())
 
-    def _start_round(self) -> Timer:
-        self._timer = Timer(began=time.perf_counter())
-        now = self._traffic()
-        return Timer(waiting=now[0], moving=now[1], bytes=now[2])
-
-    def _traffic(self) -> tuple[float, float, int]:
-        if self.server is not None:
-            return self.server.seconds_waiting, 0.0, self.server.bytes_moved
-        if self.tables is not None:
-            waiting = self.ring.seconds_waiting + self.tables.seconds_waiting
-            return waiting, self.ring.seconds_moving, self.ring.bytes_sent
-        return self.ring.seconds_waiting, self.ring.seconds_moving, self.ring.bytes_sent
-
-    def _point(self, before: Timer) -> dict[str, Any]:
-        waiting, moving, moved = self._traffic()
-        losses = self._timer.losses
-        samples = sum(count for _, count in losses)
-        seconds = time.perf_counter() - self._timer.began
-        exposed = max(0.0, seconds - self._timer.compute)  # what a background thread does meanwhile takes no time
-        wait = min(waiting - before.waiting, exposed)
-        return {
-            "kind": "round",
-            "round": self.position - 1,
-            "epoch": (self.position - 1) // self.steps_per_epoch,
-            "loss": sum(loss * count for loss, count in losses) / samples if samples else None,
-            "samples": samples,
-            "seconds": seconds,
-            "compute": self._timer.compute,
-            "wait": wait,
-            "move": min(moving - before.moving, exposed - wait),
-            "bytes": moved - before.bytes,
-            "lead": self.server.lead if self.server is not None else None,
-            **(self.tables.point() if self.tables is not None else {}),
-        }
+    def _point(self) -> dict[str, Any]:
+        done = self.position - 1
+        point = {"kind": "round", "round": done, "epoch": self._epoch_of(done)[0], **self._meter.point()}
+        return point | self.held.facts() | (self.tables.point() if self.tables is not None else {})
 
 
 def _steps_by_reading(optimizer: Any, params: list[nn.Parameter]) -> bool:
@@ -370,23 +380,6 @@ def _steps_by_reading(optimizer: Any, params: list[nn.Parameter]) -> bool:
     after = [None if p.grad is None else p.grad._version for p in params]
     own = type(optimizer).__module__.startswith("torch.optim.") and "step" not in vars(optimizer)
     return own and before == after and not optimizer._optimizer_step_pre_hooks and not _GLOBAL_HOOKS
-
-
-def model_of(workload: Workload) -> nn.Module:
-    """A new model of the user's. Raises WorkloadError."""
-    with user_code("model"):
-        model = workload.model()
-    if not isinstance(model, nn.Module):
-        raise WorkloadError(f"model() gave {type(model).__name__}: return a torch.nn.Module")
-    return model
-
-
-def _metrics(given: Any) -> dict[str, Any]:
-    if not isinstance(given, dict):
-        raise WorkloadError(
-            f"evaluate(model, batch) gave {type(given).__name__}: return a dict of means such as {{'accuracy': 0.9}}"
-        )
-    return given
 
 
 def _number(name: str, mean: Any) -> float:

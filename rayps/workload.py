@@ -34,7 +34,13 @@ from rayps.errors import UserError, WorkloadError
 
 
 class Workload(ABC):
-    """What to learn: a model, a loss, data, and an optimizer. Created once, then sent to every worker."""
+    """What to learn: a model, a loss, data, and an optimizer. Created once, then sent to every worker.
+
+    `clip_norm` shortens the mean gradient to this Euclidean norm before each step, where it is longer (as
+    `torch.nn.utils.clip_grad_norm_` does); under servers each push. None = never.
+    """
+
+    clip_norm: float | None = None
 
     @abstractmethod
     def model(self) -> torch.nn.Module:

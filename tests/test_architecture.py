@@ -12,7 +12,7 @@ import rayps
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = [
     # pure: no thread, no socket
-    "__init__ errors job clock grid partition flat compress metrics strategy strategies user_code logs failpoint "
+    "__init__ errors job clock grid partition flat compress metrics strategy strategies user_code logs failpoint epochs "
     "pipeline.schedule pipeline.validate pipeline.simulate pipeline.gantt costs",
     # where actors live, and how bytes travel between them
     "cluster scratch ray_cluster link",
@@ -20,7 +20,7 @@ FLOORS = [
     "ring optim server tables elastic",
     # what is learnt
     "tensor data workload checkpoint snapshot embedding buckets worker runtime.plans runtime.decide "
-    "pipeline",
+    "pipeline replica meter",
     # a run
     "runtime elastic.job elastic.job_tables loop server_group training",
     # the service

@@ -3,10 +3,13 @@ import torch
 from torch import nn
 
 from rayps import checkpoint, optim
+from rayps.epochs import Calendar
 from rayps.errors import CheckpointError
 from rayps.flat import FlatModel, beside
 from rayps.server.ledger import Ledger
 from rayps.snapshot import Snapshot
+from rayps.strategies.all_reduce import AllReduce
+from rayps.strategy import Phase
 
 
 def made(steps=3, positions=(6, 6)):
@@ -71,16 +74,21 @@ def test_another_model_is_refused(other, words):
     assert len(str(caught.value).splitlines()) <= 3
 
 
+def run(workers, steps):
+    """Five epochs of so many rounds."""
+    return Calendar([Phase(None, AllReduce())], [steps], workers, epochs=5, rounds=None)
+
+
 def test_another_number_of_workers_only_between_epochs():
     _, snapshot = made(positions=(6, 6))
-    snapshot.resize(3, 2)
+    snapshot.resume(run(3, 2))
     assert (snapshot.positions, snapshot.steps_per_epoch, snapshot.rng) == ([4, 4, 4], 2, {})
     for positions in ((5, 5), (6, 9), (6, 7)):
         _, snapshot = made(positions=positions)
-        snapshot.resize(2, 3)  # the same: nothing to do
+        snapshot.resume(run(2, 3))  # the same: nothing to do
         assert snapshot.positions == list(positions)
         with pytest.raises(CheckpointError, match="2 workers"):
-            snapshot.resize(3, 2)
+            snapshot.resume(run(3, 2))
 
 
 def test_its_round_is_the_slowest_ones():

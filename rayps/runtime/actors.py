@@ -18,16 +18,16 @@ from torch import Tensor
 
 from rayps.cluster import host_address
 from rayps.errors import PeerLost, RaypsError, StaleGeneration
-from rayps.flat import FlatModel, beside
 from rayps.link import Listener
 from rayps.logs import LogBuffer
+from rayps.replica.build import drawn
 from rayps.runtime.place import Place, enter
 from rayps.runtime.plans import WorkerPart, WorkerPlan
 from rayps.runtime.shard_actor import ShardActor, ShardPlan
 from rayps.runtime.ties import Ties
 from rayps.server.parts import Parts
 from rayps.snapshot import Snapshot
-from rayps.worker import Worker, model_of
+from rayps.worker import Worker
 from rayps.workload import Workload, unpack
 
 log = logging.getLogger(__name__)
@@ -91,12 +91,7 @@ class WorkerActor:
 
     def initial(self, seed: int) -> Snapshot:
         """The state before the first round: parameters drawn from the seed alone, whatever the strategy or size."""
-        workload = self._load()
-        torch.manual_seed(seed)
-        model = model_of(workload)
-        buffers = {name: value.clone() for name, value in beside(model).items()}
-        flat = FlatModel(model)
-        return Snapshot(flat.layout, flat.vector.clone(), buffers=buffers)
+        return drawn(self._load(), seed)
 
     def begin(self, plan: WorkerPlan, snapshot: Snapshot) -> None:
         """End what runs, and start this plan; returns at once. Raises PeerLost when this worker has been closed."""
@@ -148,7 +143,7 @@ class WorkerActor:
         """Sums and sample counts of every metric over this worker's share, at the given parameters."""
         assert self._worker is not None, "evaluate comes after a plan has run"
         with torch.no_grad():
-            for name, value in beside(self._worker.flat.model).items():
+            for name, value in self._worker.held.beside.items():
                 if name in buffers:
                     value.copy_(buffers[name])
         return self._worker.evaluate(vector)
@@ -198,7 +193,7 @@ class WorkerActor:
         ties.form(plan, snapshot, self._listener)
         if stop.is_set():
             raise StaleGeneration(f"generation {plan.generation} was ended before it began", peer="driver")
-        self._worker = Worker(workload, plan, snapshot, ties.ring, ties.server, self._device, ties.talk)
+        self._worker = Worker(workload, plan, snapshot, ties.ring, ties.server, self._device, ties.talk, ties.rings)
         return self._worker
 
     def _report(self, point: dict[str, Any], stop: threading.Event) -> None:

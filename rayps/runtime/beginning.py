@@ -13,6 +13,7 @@ from rayps.cluster import Cluster
 from rayps.elastic.group import find, start
 from rayps.elastic.job import JobSpace
 from rayps.elastic.space import Quota, Table
+from rayps.epochs import Calendar
 from rayps.job import JobSpec
 from rayps.runtime.group import Group
 from rayps.runtime.journal import Journal
@@ -22,12 +23,14 @@ from rayps.strategy import Strategy
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """Of a job that has `steps` batches per worker and epoch, and ends at the position `end`."""
+    """Of a job whose phases have these rounds and epochs. `drawn` gives the state before the first round, from the
+    seed; None = rank 0 draws it.
+    """
 
     spec: JobSpec
     resume: Path | None
-    steps: int
-    end: int
+    calendar: Calendar
+    drawn: Callable[[int], Snapshot] | None = None
 
     @property
     def resumed(self) -> bool:
@@ -41,28 +44,29 @@ class Beginning:
             CheckpointError: the checkpoint cannot be used, or is of another model.
             NotFound, ConfigError: there is no space to branch, or it is of another model.
         """
-        drawn = group.initial(self.spec.seed)
+        drawn = (self.drawn or group.initial)(self.spec.seed)
         if self.resume is not None:
             return self._resumed(self.resume, drawn, group, journal)
         if self.spec.branch is not None and group.space is not None:
             found = group.space.branch(self.spec.branch, strategy, drawn.layout)
             journal.event("branched", f"begins with what space {self.spec.branch!r} holds now")
             found.buffers, drawn = drawn.buffers, found
-        drawn.positions, drawn.steps_per_epoch = [0] * self.spec.workers, self.steps
+        drawn.enter(self.calendar.spans[0])
         return drawn
 
     def _resumed(self, path: Path, drawn: Snapshot, group: Group, journal: Journal) -> Snapshot:
         saved = Snapshot.from_state(checkpoint.load(path))
         saved.check(drawn.layout)
-        same = len(saved.positions) == self.spec.workers
-        saved.resize(self.spec.workers, self.steps)
+        before = len(saved.positions)
+        saved.resume(self.calendar)
+        same = before == len(saved.positions)
         if group.space is not None and group.space.tables:
             group.space.load_tables(path / checkpoint.TABLES, same)
         journal.event("resumed", f"resumed from {path} at round {saved.round}", round=saved.round)
-        if saved.round >= self.end:
+        if saved.round >= self.calendar.rounds:
             journal.event(
                 "warning",
-                f"the checkpoint is of round {saved.round} and the run ends at round {self.end}: "
+                f"the checkpoint is of round {saved.round} and the run ends at round {self.calendar.rounds}: "
                 "it is evaluated, and nothing is left to train; give more epochs or steps",
             )
         return saved

@@ -10,15 +10,20 @@ import threading
 import time
 import uuid
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from rayps import checkpoint
 from rayps.cluster import Cluster
 from rayps.elastic.job import JobSpace
 from rayps.elastic.space import Table
+from rayps.epochs import Calendar, Span
 from rayps.errors import RaypsError, TrainingError
 from rayps.job import JobSpec, Status
 from rayps.metrics import Point, Rounds
+from rayps.replica.build import drawn_apart
+from rayps.replica.divide import words
+from rayps.replica.division import Division
 from rayps.runtime.actors import WorkerFacts
 from rayps.runtime.beginning import Beginning, space_of
 from rayps.runtime.decide import Continue, Fail, Finish, Replace, Restart, Stop, decide
@@ -32,7 +37,7 @@ from rayps.runtime.preflight import preflight
 from rayps.runtime.report import Report
 from rayps.server.shard import Boundary
 from rayps.snapshot import Snapshot
-from rayps.strategy import Phase, parse, phase_ends
+from rayps.strategy import Phase, parse
 from rayps.workload import Workload, pack
 
 log = logging.getLogger(__name__)
@@ -66,8 +71,8 @@ class Driver:
         self.workload, self.spec, self.journal = workload, spec.check(), journal
         self.phases = phases or parse(spec.strategy)
         self._checkpoints, self._resume, self._capture = checkpoints, resume, capture
-        self._steps = 0  # batches per worker and epoch, and the position at which each phase ends:
-        self._ends: list[int] = []  # known after the preflight
+        self._calendar: Calendar | None = None  # known after the preflight, as are
+        self._divisions: list[Division | None] = []  # of the phases
         self._name, self._again = name or spec.name or f"job-{uuid.uuid4().hex[:8]}", again
         self._tables: tuple[Table, ...] = ()  # of the model
         self._news = News()
@@ -100,7 +105,7 @@ class Driver:
         """Run the job to its end; never raises for what went wrong in the run, says it in the outcome."""
         group: Group | None = None
         try:
-            if not self._ends:
+            if self._calendar is None:
                 self.preflight()
             self._say(Status.STARTING, "starting workers")
             group = Group(
@@ -138,11 +143,19 @@ class Driver:
         Raises:
             DataError, WorkloadError, ConfigError: what is wrong and the way out.
         """
-        self._steps, warnings, self._tables = preflight(self.workload, self.phases, self.spec)
-        for warning in warnings:
+        found = preflight(self.workload, self.phases, self.spec)
+        for warning in found.warnings:
             self.journal.event("warning", warning)
-        self._ends = phase_ends(self.phases, self._steps, epochs=self.spec.epochs, steps=self.spec.steps)
-        self._report.rounds, self._report.steps_per_epoch = self._ends[-1], self._steps
+        self._tables, self._divisions = found.tables, found.divisions
+        self._calendar = self._report.calendar = Calendar(
+            self.phases, found.steps, self.spec.workers, epochs=self.spec.epochs, rounds=self.spec.steps
+        )
+
+    @property
+    def calendar(self) -> Calendar:
+        """The rounds and epochs of the phases."""
+        assert self._calendar is not None, "preflight() comes first"
+        return self._calendar
 
     def _space(self, cluster: Cluster) -> JobSpace | None:
         """This job's place on a server group, if it needs one."""
@@ -158,14 +171,20 @@ class Driver:
 
     def _run_phases(self, group: Group) -> dict[str, float]:
         """All phases from the first snapshot; gives the final metrics."""
-        begin = Beginning(self.spec, self._resume, self._steps, self._ends[-1])
+        # what no worker could hold whole is drawn here
+        draw = partial(drawn_apart, self.workload) if any(self._divisions) else None
+        begin = Beginning(self.spec, self._resume, self.calendar, draw)
         self._snapshot, metrics = begin.snapshot(group, self.phases[0].strategy, self.journal), dict[str, float]()
         if begin.resumed:
             # an earlier driver of this very run may have died before the evaluation that belongs to the checkpoint
             self._evaluated = self._snapshot.round if self.journal.evaluated is None else self.journal.evaluated
-        for phase, end in zip(self.phases, self._ends, strict=True):
-            nothing_left = end == self._ends[-1] and self._generation == 0  # the workers only evaluate
+        for phase, span, division in zip(self.phases, self.calendar.spans, self._divisions, strict=True):
+            end = span.end
+            nothing_left = end == self.calendar.rounds and self._generation == 0  # the workers only evaluate
             if self._snapshot.round < end or nothing_left:
+                self._snapshot.enter(span)
+                if division is not None:
+                    self.journal.event("divided", words(division), columns=division.facts())
                 self.journal.event(
                     "phase",
                     f"{phase.strategy.name or type(phase.strategy).__name__} until round {end}",
@@ -173,13 +192,14 @@ class Driver:
                     end=end,
                     strategy=phase.strategy.name,
                 )
-                self._run_phase(group, phase, end)
-                metrics = self._evaluate(group, phase, end)
+                self._run_phase(group, phase, span, division)
+                metrics = self._evaluate(group, phase, span, division)
         return metrics
 
-    def _run_phase(self, group: Group, phase: Phase, end: int) -> None:
+    def _run_phase(self, group: Group, phase: Phase, span: Span, division: Division | None) -> None:
         assert self._snapshot is not None
-        every = self._steps if self.spec.checkpoint_every is None else self.spec.checkpoint_every
+        end, every = span.end, self.spec.checkpoint_every
+        boundary = Boundary(span.steps, end, span.begin) if every is None else Boundary(every, end)
         if phase.strategy.lockstep:  # such a phase begins in step, also after one that was not
             self._snapshot.align()
         while True:
@@ -187,8 +207,8 @@ class Driver:
             self._broken_since = None
             group.begin(
                 Orders(
-                    self._generation, phase.strategy, self.spec.seed, end, Boundary(every, end), self._evaluated,
-                    self.spec.timeout,
+                    self._generation, phase.strategy, self.spec.seed, end, boundary, self._evaluated,
+                    self.spec.timeout, span.origin, division,
                 ),
                 self._snapshot,
             )  # fmt: skip
@@ -291,7 +311,8 @@ class Driver:
             failures=self._failures,
             max_failures=self.spec.max_failures,
             broken_for=0.0 if self._broken_since is None else time.monotonic() - self._broken_since,
-            lockstep=phase.strategy.lockstep and not group.holds_tables,
+            # of a replica of several workers the others cannot go on either
+            lockstep=(phase.strategy.lockstep and not group.holds_tables) or phase.strategy.replica is not None,
             stop=self._stop.is_set(),
         )
 
@@ -323,7 +344,7 @@ class Driver:
 
     def _file(self, merged: list[Point]) -> None:
         for point in merged:
-            point.setdefault("epoch", (point["round"] - 1) // self._steps)
+            point.setdefault("epoch", self.calendar.epoch_of(max(point["round"] - 1, 0)))
             if point["kind"] == "evaluation":
                 self._evaluated = point["round"]
             if point.get("missing"):
@@ -348,7 +369,7 @@ class Driver:
             self.journal.event("checkpoint", f"saved round {newer.round}", round=newer.round, path=str(self._saved))
         group.saved(newer)
 
-    def _evaluate(self, group: Group, phase: Phase, end: int) -> dict[str, float]:
+    def _evaluate(self, group: Group, phase: Phase, span: Span, division: Division | None) -> dict[str, float]:
         """Evaluate the end of a phase; who dies meanwhile is replaced as in training, and all evaluate again."""
         while True:
             assert self._snapshot is not None
@@ -363,16 +384,16 @@ class Driver:
                     raise TrainingError(reason)
                 case _:
                     raise _StoppedByUser
-            self._run_phase(group, phase, end)
+            self._run_phase(group, phase, span, division)
         self._file([{"kind": "evaluation", "round": self._snapshot.round, "time": time.time(), "metrics": metrics}])
         return metrics
 
     def _stopped(self) -> str:
         done = self._snapshot.round if self._snapshot else 0
         if self._checkpoints is None:
-            return f"stopped on request at round {self._report.reached(done)} of {self._ends[-1]}: nothing was kept"
+            return f"stopped on request at round {self._report.reached(done)} of {self.calendar.rounds}: nothing was kept"
         kept = f"{self._saved} is kept" if self._saved else "nothing was kept yet"
-        return f"stopped on request at round {done} of {self._ends[-1]}: {kept}"
+        return f"stopped on request at round {done} of {self.calendar.rounds}: {kept}"
 
     def _say(self, status: Status, message: str) -> None:
         self._status, self._message = status, message

@@ -5,16 +5,19 @@ Which members to replace is decided by the driver.
 
 from __future__ import annotations
 
+import logging
 import secrets
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rayps import optim
 from rayps.cluster import Bundle, Cluster, Gang
-from rayps.errors import ActorDied, ClusterError
+from rayps.errors import ActorDied, ClusterError, LinkError
+from rayps.grid import Grid
 from rayps.metrics import means
+from rayps.replica.division import Division
 from rayps.runtime.actors import WorkerFacts
 from rayps.runtime.meeting import Meeting
 from rayps.runtime.members import START_SECONDS, Member, place, settle
@@ -24,6 +27,8 @@ from rayps.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from rayps.elastic.job import JobSpace
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -43,6 +48,7 @@ class Group:
     _gang: Gang | None = None
     _orders: Orders | None = None
     _meeting: Meeting | None = None
+    _grid: Grid = field(default_factory=lambda: Grid(1))
     _collected: int = 0  # the round of the newest state
     _evaluated: list[int] = field(default_factory=list)  # the last round after which each rank was heard to evaluate
 
@@ -119,31 +125,36 @@ class Group:
     # ---- a generation
 
     def initial(self, seed: int) -> Snapshot:
-        """The state before the first round, drawn by rank 0 from the seed."""
+        """The state before the first round of a model that fits on one worker, drawn by rank 0 from the seed."""
         snapshot: Snapshot = self.workers[0].handle.call("initial", seed).result(START_SECONDS)
         return snapshot
 
     def begin(self, orders: Orders, snapshot: Snapshot) -> None:
         """Start a generation from a snapshot: dead members are replaced, living ones begin anew."""
-        self._orders, self._meeting = orders, Meeting(orders.boundary)
+        self._orders, self._meeting, self._grid = orders, Meeting(orders.boundary), orders.strategy.grid(self.size)
         self._collected, self._evaluated = snapshot.round, [orders.evaluated] * self.size
         for member in [m for m in self.workers if m.dead]:
             self.cluster.kill(member.handle)
         self.workers = [self._spawn_worker(i) if m.dead else m for i, m in enumerate(self.workers)]
-        new = self._fixed.prepare(0 if self._spaced else orders.strategy.shards)
+        new = self._fixed.prepare(0 if self._spaced else _servers(orders))
         place([*(m for m in self.workers if m.place is None), *new])
         if any(member.dead for member in self.members):
             return  # the next poll says so, and the driver decides
-        shared = self.cluster.share(snapshot)
-        for servers in self._servers():
-            servers.begin(orders, snapshot, shared)
-        settle(
-            [
-                worker.handle.call("begin", self._worker_plan(rank, snapshot.positions[rank], snapshot), shared)
-                for rank, worker in enumerate(self.workers)
-            ],
-            self.workers,
-        )
+        parts = columns_of(snapshot, orders.division)
+        shared = [self.cluster.share(part) for part in parts]  # nobody is sent more than its column's
+        if self.space is not None and self._spaced:
+            self.space.begin(orders, snapshot, shared[0])
+        else:
+            self._fixed.begin(orders, parts, shared)
+        del parts
+        replies = []
+        for rank, worker in enumerate(self.workers):
+            plan = self._worker_plan(rank, snapshot.positions[self._grid.at(rank).data])
+            replies.append(worker.handle.call("begin", plan, shared[self._column(rank)]))
+        settle(replies, self.workers)
+
+    def _column(self, rank: int) -> int:
+        return self._grid.column(rank) if self._known().division is not None else 0
 
     def replace_worker(self, rank: int, snapshot: Snapshot) -> None:
         """Start a worker anew while the others go on; it asks the servers which step is its next."""
@@ -153,24 +164,31 @@ class Group:
             place([self.workers[rank]])
         if self.workers[rank].dead:
             return  # the next poll says so
-        plan = self._worker_plan(rank, -1, snapshot)
-        settle([self.workers[rank].handle.call("begin", plan, self.cluster.share(snapshot))], [self.workers[rank]])
+        part = columns_of(snapshot, self._known().division)[self._column(rank)]
+        plan = self._worker_plan(rank, -1)
+        settle([self.workers[rank].handle.call("begin", plan, self.cluster.share(part))], [self.workers[rank]])
 
     def replace_shard(self, index: int, snapshot: Snapshot) -> None:
         """Restore a shard from a snapshot and tell the workers, who say again what they pushed to it since."""
         address = self._fixed.replace(index, snapshot)
         if address is not None:
-            for worker in [w for w in self.workers if not w.dead]:
-                worker.heard(worker.handle.call("rewire", index, address))
+            column, number = self._fixed.column(index)
+            for rank, worker in enumerate(self.workers):
+                if not worker.dead and self._column(rank) == column:
+                    worker.heard(worker.handle.call("rewire", number, address))
 
-    def _worker_plan(self, rank: int, start: int, snapshot: Snapshot) -> WorkerPlan:
-        orders, shards = self._known(), self._fixed.doors(snapshot)
+    def _addresses(self, axis: str, rank: int) -> list[str]:
+        return [self.workers[other].address for other in self._grid.along(axis, rank)]
+
+    def _worker_plan(self, rank: int, start: int) -> WorkerPlan:
+        orders, shards = self._known(), self._fixed.doors(self._column(rank)) if self._fixed.members else []
+        within = {"stage": self._grid.stage, "tensor": self._grid.tensor}
         return WorkerPlan(
             orders.generation,
             rank,
             self.size,
             orders.strategy,
-            [] if orders.strategy.shards else [w.address for w in self.workers],
+            [] if orders.strategy.shards else self._addresses("data", rank),
             shards,
             self.secret,
             orders.seed,
@@ -180,6 +198,9 @@ class Group:
             self._evaluated[rank],
             orders.timeout,
             self.space.seat(rank) if self.space is not None and self._spaced else None,
+            orders.origin,
+            orders.division,
+            {axis: self._addresses(axis, rank) for axis, length in within.items() if length > 1},
         )
 
     @property
@@ -255,10 +276,22 @@ class Group:
             except (ClusterError, TimeoutError):
                 return None  # somebody died or is silent: the next polls say who
             if all(part is not None for part in ([*given, *held] if in_step else held)):
-                found = assemble(snapshot, given, held)
+                found = self._assemble(snapshot, given, held)
                 self._collected = found.round
                 return found
         return None
+
+    def _assemble(self, base: Snapshot, given: list[Any], held: list[Any]) -> Snapshot:
+        """The whole state from everyone's parts of it."""
+        division = self._known().division
+        if division is None:
+            return assemble(base, dict(enumerate(given)), held)
+        parts = []
+        for i, column in enumerate(division.columns):
+            workers = {rank: part for rank, part in enumerate(given) if self._column(rank) == i}
+            shards = [held[index] for index in self._fixed.of(i)] if held else []
+            parts.append(assemble(replace(base, layout=column.layout, buffers={}), workers, shards))
+        return division.join(parts, base)
 
     def saved(self, snapshot: Snapshot) -> None:
         """Tell the servers that the driver has this state: what it holds need not be said again."""
@@ -290,8 +323,9 @@ class Group:
 
         None when a worker was lost meanwhile: it counts as dead.
         """
-        shared = self.cluster.share(snapshot.params)
-        replies = [w.handle.call("evaluate", shared, snapshot.buffers) for w in self.workers]
+        parts = columns_of(snapshot, self._known().division)
+        shared = [(self.cluster.share(part.params), part.buffers) for part in parts]
+        replies = [w.handle.call("evaluate", *shared[self._column(rank)]) for rank, w in enumerate(self.workers)]
         found = []
         for worker, reply in zip(self.workers, replies, strict=True):
             try:
@@ -300,28 +334,46 @@ class Group:
                 worker.dead = str(error.data.get("reason", error))
             except TimeoutError:
                 worker.dead = f"it did not evaluate within {timeout:g} s"
+            except LinkError as error:  # of a replica of several workers somebody is gone
+                log.info("%s: %s", worker.name, error)
         return means(found) if len(found) == self.size else None
 
 
-def assemble(base: Snapshot, workers: list[Any], shards: list[Any]) -> Snapshot:
-    """One snapshot from everyone's parts of the same round; out of step a worker may have none yet."""
-    from_shards = bool(shards)
-    params = torch.cat([part.params for part in shards]) if from_shards else workers[0].params
-    moments = optim.join([part.moments for part in shards], base.layout) if from_shards else workers[0].moments
+def _servers(orders: Orders) -> int:
+    """How many fixed servers a generation needs: each column has at least one."""
+    columns = 1 if orders.division is None else len(orders.division.columns)
+    return max(orders.strategy.shards, columns) if orders.strategy.shards else 0
+
+
+def columns_of(snapshot: Snapshot, division: Division | None) -> list[Snapshot]:
+    """The parts of a state by column; the state itself where a replica is one worker."""
+    if division is None:
+        return [snapshot]
+    return [division.cut(snapshot, column) for column in range(len(division.columns))]
+
+
+def assemble(base: Snapshot, workers: dict[int, Any], shards: list[Any]) -> Snapshot:
+    """One snapshot from everyone's parts of the same round, those of workers by rank; out of step a worker may have
+    none yet.
+    """
+    from_shards, lead = bool(shards), next(iter(workers.values()))
+    params = torch.cat([part.params for part in shards]) if from_shards else lead.params
+    moments = optim.join([part.moments for part in shards], base.layout) if from_shards else lead.moments
     # shards at a round boundary know how far each worker's pushes got; the slowest shard counts
     positions = (
         [min(marks) for marks in zip(*(part.ledger.marks.values() for part in shards), strict=True)]
         if from_shards
-        else [part.round for part in workers]
+        else [part.round for part in workers.values()]
     )
     return Snapshot(
         base.layout,
         params,
         moments,
-        base.buffers if workers[0] is None else workers[0].buffers,
-        {r: p.rng for r, p in enumerate(workers) if p is not None},
+        base.buffers if lead is None else lead.buffers,
+        {r: p.rng for r, p in workers.items() if p is not None},
         positions,
         base.steps_per_epoch,
         ring=base.ring,
         ledgers=[(part.lo, part.lo + part.params.numel(), part.ledger) for part in shards],
+        origin=base.origin,
     )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from rayps import optim
 from rayps.elastic.space import Space
+from rayps.replica.division import Division
 from rayps.server.shard import Boundary
 from rayps.strategy import Strategy
 
@@ -24,6 +25,8 @@ class Orders:
     boundary: Boundary
     evaluated: int  # the last round whose evaluation is filed
     timeout: float
+    origin: tuple[int, int] = (0, 0)  # the round and the epoch that the phase's epochs are counted from
+    division: Division | None = None  # how the model is divided, where a replica is several workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +40,16 @@ class Seat:
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
-    """One generation's orders to one worker. Positions count the batches that a rank consumes, from the run's begin."""
+    """One generation's orders to one worker. Positions count the batches that a rank consumes, from the run's begin.
+
+    `rank` is among all workers; `ring` and `shards` are those of its column.
+    """
 
     generation: int
     rank: int
     size: int
     strategy: Strategy
-    ring: list[str]  # everyone's address
+    ring: list[str]  # everyone's address, in the order of data ranks
     shards: list[tuple[str, int, int]]  # address, lo, hi
     secret: bytes
     seed: int
@@ -53,11 +59,14 @@ class WorkerPlan:
     evaluated: int  # the last round after which this rank's evaluation was heard
     timeout: float
     seat: Seat | None = None
+    origin: tuple[int, int] = (0, 0)  # see Orders
+    division: Division | None = None
+    axes: dict[str, list[str]] = field(default_factory=dict)  # addresses along each axis within the replica
 
 
 @dataclass(slots=True)
 class WorkerPart:
-    """A worker's share of a checkpoint; parameters and moments from rank 0 of a strategy without servers."""
+    """A worker's share of a checkpoint; parameters and moments from data rank 0 of a strategy without servers."""
 
     round: int
     params: Tensor | None

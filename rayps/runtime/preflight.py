@@ -6,6 +6,7 @@ import inspect
 from typing import NamedTuple
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from rayps import optim
@@ -14,19 +15,26 @@ from rayps.elastic.space import Table
 from rayps.embedding import tables_of, try_out
 from rayps.errors import ConfigError, WorkloadError
 from rayps.flat import Layout
+from rayps.grid import Grid
 from rayps.job import JobSpec
+from rayps.replica.build import model_of
+from rayps.replica.divide import divide, sample_of
+from rayps.replica.division import Division
+from rayps.strategies.pipeline import Pipeline
 from rayps.strategy import Phase, Strategy
 from rayps.user_code import user_code
-from rayps.worker import model_of
 from rayps.workload import Workload
 
 
 class Findings(NamedTuple):
-    """Batches per worker and epoch, warnings for the user, and the model's sparse tables."""
+    """Rounds of an epoch in each phase, warnings for the user, the model's sparse tables, and how it is divided in each
+    phase (None = a replica is one worker).
+    """
 
-    steps: int
+    steps: list[int]
     warnings: list[str]
     tables: tuple[Table, ...]
+    divisions: list[Division | None]
 
 
 def preflight(workload: Workload, phases: list[Phase], spec: JobSpec) -> Findings:
@@ -36,6 +44,7 @@ def preflight(workload: Workload, phases: list[Phase], spec: JobSpec) -> Finding
         DataError, WorkloadError, ConfigError: what is wrong and the way out.
     """
     data = _data(workload)
+    grids = [phase.strategy.grid(spec.workers) for phase in phases]
     with torch.random.fork_rng(devices=[]):  # the user's own random numbers stay as they were
         model = model_of(workload)
         tables = tables_of(model)
@@ -64,13 +73,33 @@ def preflight(workload: Workload, phases: list[Phase], spec: JobSpec) -> Finding
         )
     layout = Layout.of((name, p) for name, p in model.named_parameters() if p.requires_grad)
     _refuse_closure(optim.build(workload.optimizer, layout))
+    divisions = [_division(workload, phase.strategy, grid, model, data) for phase, grid in zip(phases, grids, strict=True)]
     warnings = []
-    if any(phase.strategy.shards for phase in phases):
+    if any(phase.strategy.shards for phase in phases) or any(grid.tensor > 1 for grid in grids):
         optim.check_elementwise(workload.optimizer, layout)
-        said = dict.fromkeys(phase.strategy.scale_warning(spec.workers) for phase in phases)
+        said = dict.fromkeys(phase.strategy.scale_warning(grid.data) for phase, grid in zip(phases, grids, strict=True))
         if any(said) and optim.ignores_scale(workload.optimizer, layout):
             warnings += [each for each in said if each]
-    return Findings(data.steps(spec.workers), warnings, tables)
+    return Findings([data.steps(grid.data) for grid in grids], warnings, tables, divisions)
+
+
+def _division(
+    workload: Workload, strategy: Strategy, grid: Grid, model: nn.Module, data: Data
+) -> Division | None:
+    """How the model is divided under a strategy. Raises ConfigError, WorkloadError."""
+    replica = strategy.replica
+    if replica is None or grid.columns == 1:
+        return None
+    if isinstance(replica, Pipeline) and replica.micro_batches > data.batch_size:
+        raise ConfigError(
+            f"micro_batches is {replica.micro_batches} and batch_size is {data.batch_size}: a batch cannot be cut into "
+            "more micro-batches than it has samples; raise batch_size, or give fewer",
+            field="micro_batches",
+        )
+    with user_code("data"):
+        sample = next(data.batches(rank=0, size=grid.data, seed=0, epoch=0), None)
+    with torch.random.fork_rng(devices=[]):
+        return divide(workload, replica, model, None if sample is None else sample_of(sample))
 
 
 def _check_servers(strategy: Strategy, spec: JobSpec, tables: tuple[Table, ...]) -> None:
@@ -82,6 +111,13 @@ def _check_servers(strategy: Strategy, spec: JobSpec, tables: tuple[Table, ...])
             field="strategy",
         )
     elastic = spec.server_group is not None or strategy.servers > 0 or bool(tables)
+    if elastic and strategy.replica is not None:
+        what = "the model has sparse tables" if tables else "its servers are an elastic group"
+        raise ConfigError(
+            f"replica is a {strategy.replica.name} of several workers, and {what}: the two do not go together; leave out "
+            f"replica, or {'the tables' if tables else 'server_group and replicas'}",
+            field="replica",
+        )
     if elastic and strategy.shards > 0 and strategy.compression is not None:
         raise ConfigError(
             f"compression is {strategy.compression!r}: pushes to an elastic server group travel as they are; leave it "

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from typing import Any
 
+from rayps.epochs import Calendar
 from rayps.metrics import Point, Throughput
 from rayps.runtime.actors import WorkerFacts
 from rayps.runtime.group import Group
@@ -19,8 +20,7 @@ class Report:
     """Follows a run's points and members; `progress()` says where it stands."""
 
     def __init__(self) -> None:
-        self.rounds = 0  # in all
-        self.steps_per_epoch = 1
+        self.calendar: Calendar | None = None  # once it is known
         self._throughput = Throughput()
         self._pace = Throughput()  # rounds a second
         self._lost: dict[str, int] = {}  # by shard
@@ -77,17 +77,18 @@ class Report:
     def progress(self, done: int, **more: Any) -> dict[str, Any]:
         """Where the run stands; `done` is the round of its last snapshot."""
         facts = {"time": time.time(), **self._facts, **more}
-        if not self.rounds:
+        calendar = self.calendar
+        if calendar is None:
             return facts
         done = self.reached(done)
         pace = self._pace.rate
         return facts | {
             "round": done,
-            "rounds": self.rounds,
-            "epoch": min(done, self.rounds - 1) // self.steps_per_epoch,
-            "epochs": -(-self.rounds // self.steps_per_epoch),
+            "rounds": calendar.rounds,
+            "epoch": calendar.epoch_of(min(done, calendar.rounds - 1)),
+            "epochs": calendar.epochs,
             "samples_per_second": self._throughput.rate,
-            "eta_seconds": (self.rounds - done) / pace if pace else None,
+            "eta_seconds": (calendar.rounds - done) / pace if pace else None,
         }
 
     def _worker(self, rank: int, member: Member) -> dict[str, Any]:

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 import torch
 
 from rayps.cluster import host_address
+from rayps.flat import Layout
 from rayps.link import Listener
 from rayps.optim import Factory
+from rayps.replica.optimizer import of_some
 from rayps.runtime.place import Place, enter
 from rayps.server.loop import ShardLoop
 from rayps.server.shard import Boundary, Shard, ShardFacts, ShardPart
@@ -29,6 +31,7 @@ class ShardPlan:
     hi: int
     strategy: Strategy
     boundary: Boundary
+    whole: Layout | None = None  # of the whole model, where the snapshot is of one column of a replica
 
 
 class ShardActor:
@@ -55,6 +58,8 @@ class ShardActor:
         found = unpack(self._packed)
         factory: Factory = found.optimizer if isinstance(found, Workload) else found
         layout = snapshot.layout
+        if plan.whole is not None:
+            factory = of_some(factory, plan.whole, [entry.name for entry in layout.entries])
         shard = Shard(
             plan.index,
             layout,

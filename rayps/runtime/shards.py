@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from rayps.cluster import Cluster, Reply
+from rayps.replica.division import shares
 from rayps.runtime.actors import ShardPlan
 from rayps.runtime.members import Member, place, settle
 from rayps.runtime.plans import Orders, Seat
@@ -20,9 +21,6 @@ class Servers(Protocol):
 
     def serves(self, strategy: Strategy) -> bool:
         """Whether a generation under this strategy needs it."""
-
-    def begin(self, orders: Orders, snapshot: Snapshot, shared: Any) -> None:
-        """Hold a snapshot's state in a new generation. `shared` is the snapshot as actors take it."""
 
     def seat(self, rank: int) -> Seat | None:
         """A new place for a worker, which fences the one before; None where it needs none."""
@@ -56,6 +54,7 @@ class Shards:
         self.members: list[Member] = []
         self._cluster, self._packed, self._secret, self._working_dir = cluster, packed, secret, working_dir
         self._orders: Orders | None = None
+        self._ranges: list[list[tuple[int, int]]] = []  # of each column's shards, in its own vector
 
     def prepare(self, wanted: int) -> list[Member]:
         """Have `wanted` living shards, or fewer processes; those that are new and have not said where they are."""
@@ -65,12 +64,28 @@ class Shards:
         self.members = [self._spawn(i) if i >= len(kept) or kept[i].dead else kept[i] for i in range(wanted)]
         return [member for member in self.members if member.place is None]
 
-    def begin(self, orders: Orders, snapshot: Snapshot, shared: Any) -> None:
-        """See Servers; `prepare` comes first."""
+    def begin(self, orders: Orders, parts: Sequence[Snapshot], shared: Sequence[Any]) -> None:
+        """Hold a state in a new generation: its `parts` by column, and the same as actors take them; `prepare` first."""
         self._orders = orders
+        counts = shares(len(self.members), [part.layout.size for part in parts]) if self.members else []
+        self._ranges = [cuts(part.layout, count) for part, count in zip(parts, counts, strict=bool(counts))]
         settle(
-            [m.handle.call("begin", self._plan(i, snapshot), shared) for i, m in enumerate(self.members)], self.members
+            [m.handle.call("begin", self._plan(i), shared[self.column(i)[0]]) for i, m in enumerate(self.members)],
+            self.members,
         )
+
+    def column(self, index: int) -> tuple[int, int]:
+        """Of which column a shard is, and its number there."""
+        for column, ranges in enumerate(self._ranges):
+            if index < len(ranges):
+                return column, index
+            index -= len(ranges)
+        raise IndexError(f"there are only {len(self.members)} shards")
+
+    def of(self, column: int) -> range:
+        """The numbers of a column's shards."""
+        before = sum(len(ranges) for ranges in self._ranges[:column])
+        return range(before, before + (len(self._ranges[column]) if self._ranges else 0))
 
     def serves(self, strategy: Strategy) -> bool:
         """See Servers."""
@@ -87,12 +102,18 @@ class Shards:
         place([shard])
         if shard.dead:
             return None
-        settle([shard.handle.call("begin", self._plan(index, snapshot), self._cluster.share(snapshot))], [shard])
+        assert self._orders is not None, "begin() comes first"
+        division = self._orders.division
+        part = snapshot if division is None else division.cut(snapshot, self.column(index)[0])
+        settle([shard.handle.call("begin", self._plan(index), self._cluster.share(part))], [shard])
         return shard.address
 
-    def doors(self, snapshot: Snapshot) -> list[tuple[str, int, int]]:
-        """For workers: each shard's address and slice."""
-        return [(m.address, lo, hi) for m, (lo, hi) in zip(self.members, self._ranges(snapshot), strict=True)]
+    def doors(self, column: int) -> list[tuple[str, int, int]]:
+        """For workers of a column: each shard's address and slice."""
+        return [
+            (self.members[i].address, lo, hi)
+            for i, (lo, hi) in zip(self.of(column), self._ranges[column] if self._ranges else [], strict=True)
+        ]
 
     def poll(self, orders: Orders, wanted: int) -> None:
         """See Servers."""
@@ -126,14 +147,13 @@ class Shards:
         )  # fmt: skip
         return Member(f"shard-{index}", handle)
 
-    def _plan(self, index: int, snapshot: Snapshot) -> ShardPlan:
+    def _plan(self, index: int) -> ShardPlan:
         orders = self._orders
         assert orders is not None, "begin() comes first"
-        lo, hi = self._ranges(snapshot)[index]
-        return ShardPlan(orders.generation, index, lo, hi, orders.strategy, orders.boundary)
-
-    def _ranges(self, snapshot: Snapshot) -> list[tuple[int, int]]:
-        return cuts(snapshot.layout, len(self.members)) if self.members else []
+        column, number = self.column(index)
+        lo, hi = self._ranges[column][number]
+        whole = None if orders.division is None else orders.division.layout
+        return ShardPlan(orders.generation, index, lo, hi, orders.strategy, orders.boundary, whole)
 
 
 def _waiting(replies: Sequence[Reply]) -> Callable[[float], list[ShardPart | None]]:

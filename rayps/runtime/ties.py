@@ -30,6 +30,7 @@ class Ties:
 
     def __init__(self, shards: list[str], ranges: list[tuple[int, int]]) -> None:
         self.ring: Ring | None = None
+        self.rings: dict[str, Ring] = {}  # within a replica of several workers, by axis
         self.server: Server | ElasticServer | None = None
         self.talk: Talk | None = None  # about the job's space on an elastic group
         self._shards, self._ranges = Addresses(shards), ranges
@@ -50,22 +51,29 @@ class Ties:
                 name=f"worker-{plan.rank}", keep=keep,
             )  # fmt: skip
         if strategy.shards == 0:
-            self.ring = Ring.form(
-                plan.rank,
-                plan.ring,
-                listener,
-                secret=plan.secret,
-                generation=plan.generation,
-                timeout=plan.timeout,
-                label="worker",
-                table=snapshot.ring,
-            )
+            self.ring = self._ring(plan, "data", plan.ring, listener, snapshot)
         elif self.talk is not None:
             self.server = ElasticServer(self.talk)
         else:
             self.server = self._join(plan, snapshot)
         if self.ring is not None and self.talk is not None:
             self.talk.join()
+        for axis, addresses in plan.axes.items():
+            self.rings[axis] = self._ring(plan, axis, addresses, listener, snapshot)
+
+    def _ring(
+        self, plan: WorkerPlan, axis: str, addresses: list[str], listener: Listener, snapshot: Snapshot
+    ) -> Ring:
+        """A ring of all ranks that differ from this one along an axis only."""
+        place = plan.strategy.grid(plan.size).at(plan.rank)
+        label, table = "worker", snapshot.ring
+        if plan.division is not None:
+            label = ":".join([axis, *(str(at) for name, at in place._asdict().items() if name != axis)])
+            table = (snapshot.ring or {}).get(label)
+        return Ring.form(
+            place._asdict()[axis], addresses, listener, secret=plan.secret, generation=plan.generation,
+            timeout=plan.timeout, label=label, table=table,
+        )  # fmt: skip
 
     def rewire(self, shard: int, address: str) -> None:
         """A fixed shard has been replaced and is there now; what it lacks of this worker is said again. Any thread."""
@@ -90,7 +98,7 @@ class Ties:
             tie.close()
 
     def _all(self) -> list[Any]:
-        return [tie for tie in (self.ring, self.server, self.talk) if tie is not None]
+        return [tie for tie in (self.ring, *self.rings.values(), self.server, self.talk) if tie is not None]
 
     # ---- fixed shards
 
@@ -108,7 +116,7 @@ class Ties:
         links = [link(i, plan.timeout) for i in range(len(self._ranges))]
         relink = None if plan.strategy.lockstep else lambda shard: self._relink(plan, shard, link)
         return Server(
-            plan.rank,
+            plan.strategy.grid(plan.size).at(plan.rank).data,
             snapshot.layout.dtype,
             self._ranges,
             links,

@@ -28,17 +28,20 @@ from rayps.strategy import Strategy
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """After which rounds a snapshot is taken: every `every` rounds, and at `end`."""
+    """After which rounds a snapshot is taken: every `every` rounds, counted from `origin`, and at `end`."""
 
     every: int
     end: int
+    origin: int = 0
 
     def __contains__(self, rounds: int) -> bool:
-        return rounds == self.end or (self.every > 0 and rounds % self.every == 0)
+        return rounds == self.end or (self.every > 0 and (rounds - self.origin) % self.every == 0)
 
     def following(self, rounds: int) -> int:
         """The first such round that is not before `rounds`; the end where there is none."""
-        return min(self.end, -(-rounds // self.every) * self.every) if self.every > 0 else self.end
+        if self.every <= 0:
+            return self.end
+        return min(self.end, self.origin - (self.origin - rounds) // self.every * self.every)
 
 
 @dataclass(slots=True)

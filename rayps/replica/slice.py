@@ -1,0 +1,138 @@
+"""One worker's part of a model that is on several: a stage, a tensor rank, or both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from rayps.data import Batch
+from rayps.errors import WorkloadError
+from rayps.pipeline import proxy
+from rayps.pipeline.cut import layers
+from rayps.pipeline.engine import Engine
+from rayps.pipeline.schedule import table
+from rayps.replica.build import blank, keep_only
+from rayps.replica.division import Division
+from rayps.replica.part import Check, Whole
+from rayps.replica.share import Share
+from rayps.ring import Ring
+from rayps.strategies.pipeline import Pipeline
+from rayps.tensor import split
+from rayps.workload import Workload
+
+
+class Slice(Whole):
+    """A column's part of the model; see `rayps.replica.part.Part`."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        division: Division,
+        column: int,
+        rings: Mapping[str, Ring],
+        *,
+        seed: int = 0,
+        data: int = 0,
+        device: str = "cpu",
+    ) -> None:
+        """`rings` are this worker's own along the axes "stage" and "tensor", `data` is the number of its replica.
+
+        Raises:
+            WorkloadError: the model is built differently here.
+        """
+        stage, rank = division.place(column)
+        mine = division.columns[column]
+        model = blank(workload)
+        if division.tensor > 1:
+            model = split(model, division.plan, rank, division.tensor, rings["tensor"])
+        pieces = {piece.name: piece for piece in (*mine.owned, *(lent.piece for lent in mine.borrowed), *mine.beside)}
+        keep_only(model, {id(value) for name, value in _tensors(model).items() if name in pieces}, device)
+        found = {name: value for name, value in _tensors(model).items() if name in pieces}
+        for name, piece in pieces.items():
+            if name not in found or tuple(found[name].shape) != piece.local:
+                here = tuple(found[name].shape) if name in found else "missing"
+                raise WorkloadError(
+                    f"{name!r} should have shape {piece.local} on this worker and is {here}: model() must build the "
+                    "same model each time"
+                )
+        parameters = dict(model.named_parameters())
+        self.workload, self.module = workload, model
+        self.reports = stage == division.stages - 1 and rank == 0
+        self.named = [(piece.name, parameters[piece.name]) for piece in mine.owned]
+        self._beside = {piece.name for piece in mine.beside}
+        self._lent = [parameters[lent.piece.name] for lent in mine.borrowed]
+        self._share = Share(division, column, parameters, rings)
+        self._engine: Engine | None = None
+        replica = division.replica
+        if isinstance(replica, Pipeline) and replica.stages > 1:
+            self._micro = replica.micro_batches
+            rows = table(replica.schedule, replica.stages, replica.micro_batches, replica.chunks)
+            self._engine = Engine(
+                layers(model), division.boundaries, rows[stage], rings["stage"],
+                routes=division.routes, seed=seed, data=data, device=device,
+            )  # fmt: skip
+
+    @property
+    def beside(self) -> dict[str, Tensor]:
+        """See Part."""
+        return {name: value for name, value in super().beside.items() if name in self._beside}
+
+    def refresh(self) -> None:
+        """See Part."""
+        self._share.refresh()
+
+    def backward(self, batch: Batch, step: int, check: Check) -> float | None:  # type: ignore[override]
+        """See Part."""
+        for p in self._lent:
+            p.grad = None
+        self._share.refresh()
+        loss = super().backward(batch, step, check) if self._engine is None else self._piped(batch, step, check)
+        self._share.give_back()
+        return loss
+
+    def _piped(self, batch: Batch, step: int, check: Check) -> float | None:
+        assert self._engine is not None
+        parts = proxy.parts(batch, self._micro)
+
+        def loss(micro: int, output: Any) -> Tensor:
+            found = proxy.loss(self.workload, parts[micro], output)
+            check(found)
+            return found
+
+        return self._engine.backward(step, proxy.weights(parts), lambda i: proxy.inputs(self.workload, parts[i]), loss)
+
+    def evaluate(self, batch: Batch) -> dict[str, Any]:
+        """See Part."""
+        if self._engine is None:
+            means = super().evaluate(batch)
+            return means if self.reports else {}
+        parts, means = proxy.parts(batch, self._micro), {}
+        weights = proxy.weights(parts)
+
+        def done(micro: int, output: Any) -> None:
+            part = parts[micro]
+            found = {"loss": proxy.loss(self.workload, part, output)} | proxy.metrics(self.workload, part, output)
+            for name, mean in found.items():
+                means[name] = means.get(name, 0.0) + float(mean) * weights[micro]
+
+        self._engine.evaluate(weights, lambda i: proxy.inputs(self.workload, parts[i]), done)
+        return means if self.reports else {}
+
+    def facts(self) -> dict[str, Any]:
+        """See Part."""
+        engine = self._engine
+        if engine is None:
+            return {}
+        return {"activations": engine.peak, "idle": engine.idle, "busy": engine.busy, "messages": engine.messages}
+
+    def close(self) -> None:
+        """See Part."""
+        if self._engine is not None:
+            self._engine.close()
+
+
+def _tensors(model: Any) -> dict[str, Any]:
+    """Parameters and buffers by name."""
+    return dict(model.named_parameters()) | dict(model.named_buffers())
