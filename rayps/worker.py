@@ -214,7 +214,7 @@ class Worker:
         return math.nan if value is None else value
 
     def _clipped(self, vector: Tensor) -> Tensor:
-        """The gradient, shortened to the workload's `clip_norm` where it is longer; the norm is of the whole model's."""
+        """The gradient, shortened to the workload's `clip_norm` where the whole model's is longer."""
         most = self.workload.clip_norm
         if most is None:
             return vector

@@ -89,8 +89,6 @@ def keep_only(model: nn.Module, kept: set[int], device: str = "cpu") -> None:
 def _moved(value: Tensor, device: str) -> Tensor:
     if value.device.type == torch.device(device).type:
         return value
-    if value.is_meta or device == "meta":
-        moved = torch.empty_like(value, device=device)
-    else:
-        moved = value.detach().to(device)
+    unfilled = value.is_meta or device == "meta"
+    moved = torch.empty_like(value, device=device) if unfilled else value.detach().to(device)
     return nn.Parameter(moved, requires_grad=value.requires_grad) if isinstance(value, nn.Parameter) else moved

@@ -188,8 +188,8 @@ def _must_own(column: Column, number: int, replica: Replica, layers: Sequence[An
         )
     names = ", ".join(repr(layers[i].name) for lo, hi in column.spans for i in range(lo, hi))
     raise ConfigError(
-        f"stage {stage} would own no parameter: its layers are {names}; give fewer stages, or boundaries such that each "
-        "stage has a layer that learns",
+        f"stage {stage} would own no parameter: its layers are {names}; give fewer stages, or boundaries such that "
+        "each stage has a layer that learns",
         field="stages",
     )
 

@@ -194,7 +194,7 @@ class Division:
             [min(several) for several in zip(*(part.positions for part in parts), strict=True)],
             base.steps_per_epoch,
             base.ring,
-            [(a + lo, b + lo, each) for lo, part in zip(self.offsets, parts, strict=True) for a, b, each in part.ledgers],
+            [(a + lo, b + lo, each) for lo, p in zip(self.offsets, parts, strict=True) for a, b, each in p.ledgers],
             divided=self.key,
             columns=len(self.columns),
         )

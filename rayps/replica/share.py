@@ -62,7 +62,7 @@ class Share:
 
     @torch.no_grad()
     def give_back(self) -> None:
-        """Add the gradients of tied weights to their owner's; a gradient that nobody made stays none. Raises LinkError."""
+        """Add the gradients of tied weights to their owner's; one that nobody made stays none. Raises LinkError."""
         for (owner, borrower), params in self._pairs:
             marks = torch.tensor([p.grad is not None for p in params]).to(params[0])
             if borrower == self._stage:

@@ -11,31 +11,31 @@ import time
 import uuid
 from dataclasses import replace
 from functools import partial
+from itertools import starmap
 from pathlib import Path
+from typing import Any
 
 from rayps import checkpoint
 from rayps.cluster import Cluster
 from rayps.elastic.job import JobSpace
 from rayps.elastic.space import Table
-from rayps.epochs import Calendar, Span
+from rayps.epochs import Calendar
 from rayps.errors import RaypsError, TrainingError
 from rayps.job import JobSpec, Status
 from rayps.metrics import Point, Rounds
 from rayps.replica.build import drawn_apart
-from rayps.replica.divide import words
-from rayps.replica.division import Division
 from rayps.runtime.actors import WorkerFacts
 from rayps.runtime.beginning import Beginning, space_of
 from rayps.runtime.decide import Continue, Fail, Finish, Replace, Restart, Stop, decide
 from rayps.runtime.decide import Facts as RunFacts
 from rayps.runtime.group import Group
 from rayps.runtime.journal import Journal
+from rayps.runtime.leg import Leg
 from rayps.runtime.news import News
 from rayps.runtime.outcome import Outcome
-from rayps.runtime.plans import Orders
 from rayps.runtime.preflight import preflight
 from rayps.runtime.report import Report
-from rayps.server.shard import Boundary
+from rayps.runtime.standing import Standing
 from rayps.snapshot import Snapshot
 from rayps.strategy import Phase, parse
 from rayps.workload import Workload, pack
@@ -72,18 +72,17 @@ class Driver:
         self.phases = phases or parse(spec.strategy)
         self._checkpoints, self._resume, self._capture = checkpoints, resume, capture
         self._calendar: Calendar | None = None  # known after the preflight, as are
-        self._divisions: list[Division | None] = []  # of the phases
+        self._legs: list[Leg] = []
         self._name, self._again = name or spec.name or f"job-{uuid.uuid4().hex[:8]}", again
         self._tables: tuple[Table, ...] = ()  # of the model
         self._news = News()
         self._stop = threading.Event()
         self._failures = failures  # of the whole job, whatever drivers it had
         self._generation = 0
-        self._status = Status.STARTING
-        self._message = ""
         self._snapshot: Snapshot | None = None  # the newest state that a restart can begin from
         self._saved: Path | None = resume
         self._report = Report()
+        self._standing = Standing(journal, self._report, self._where)
         self._broken_since: float | None = None
         self._evaluated = 0  # the last round whose evaluation is filed
 
@@ -99,7 +98,7 @@ class Driver:
     @property
     def status(self) -> Status:
         """Where the run stands."""
-        return self._status
+        return self._standing.status
 
     def run(self, cluster: Cluster) -> Outcome:
         """Run the job to its end; never raises for what went wrong in the run, says it in the outcome."""
@@ -107,7 +106,7 @@ class Driver:
         try:
             if self._calendar is None:
                 self.preflight()
-            self._say(Status.STARTING, "starting workers")
+            self._standing.say(Status.STARTING, "starting workers")
             group = Group(
                 cluster,
                 pack(self.workload),
@@ -146,10 +145,11 @@ class Driver:
         found = preflight(self.workload, self.phases, self.spec)
         for warning in found.warnings:
             self.journal.event("warning", warning)
-        self._tables, self._divisions = found.tables, found.divisions
+        self._tables = found.tables
         self._calendar = self._report.calendar = Calendar(
             self.phases, found.steps, self.spec.workers, epochs=self.spec.epochs, rounds=self.spec.steps
         )
+        self._legs = list(starmap(Leg, zip(self.phases, self._calendar.spans, found.divisions, strict=True)))
 
     @property
     def calendar(self) -> Calendar:
@@ -172,47 +172,31 @@ class Driver:
     def _run_phases(self, group: Group) -> dict[str, float]:
         """All phases from the first snapshot; gives the final metrics."""
         # what no worker could hold whole is drawn here
-        draw = partial(drawn_apart, self.workload) if any(self._divisions) else None
+        draw = partial(drawn_apart, self.workload) if any(leg.division for leg in self._legs) else None
         begin = Beginning(self.spec, self._resume, self.calendar, draw)
         self._snapshot, metrics = begin.snapshot(group, self.phases[0].strategy, self.journal), dict[str, float]()
         if begin.resumed:
             # an earlier driver of this very run may have died before the evaluation that belongs to the checkpoint
             self._evaluated = self._snapshot.round if self.journal.evaluated is None else self.journal.evaluated
-        for phase, span, division in zip(self.phases, self.calendar.spans, self._divisions, strict=True):
-            end = span.end
-            nothing_left = end == self.calendar.rounds and self._generation == 0  # the workers only evaluate
-            if self._snapshot.round < end or nothing_left:
-                self._snapshot.enter(span)
-                if division is not None:
-                    self.journal.event("divided", words(division), columns=division.facts())
-                self.journal.event(
-                    "phase",
-                    f"{phase.strategy.name or type(phase.strategy).__name__} until round {end}",
-                    round=self._snapshot.round,
-                    end=end,
-                    strategy=phase.strategy.name,
-                )
-                self._run_phase(group, phase, span, division)
-                metrics = self._evaluate(group, phase, span, division)
+        for leg in self._legs:
+            nothing_left = leg.end == self.calendar.rounds and self._generation == 0  # the workers only evaluate
+            if self._snapshot.round < leg.end or nothing_left:
+                self._snapshot.enter(leg.span)
+                leg.tell(self.journal, self._snapshot.round)
+                self._run_phase(group, leg)
+                metrics = self._evaluate(group, leg)
         return metrics
 
-    def _run_phase(self, group: Group, phase: Phase, span: Span, division: Division | None) -> None:
+    def _run_phase(self, group: Group, leg: Leg) -> None:
         assert self._snapshot is not None
-        end, every = span.end, self.spec.checkpoint_every
-        boundary = Boundary(span.steps, end, span.begin) if every is None else Boundary(every, end)
+        phase, end = leg.phase, leg.end
         if phase.strategy.lockstep:  # such a phase begins in step, also after one that was not
             self._snapshot.align()
         while True:
             self._generation += 1
             self._broken_since = None
-            group.begin(
-                Orders(
-                    self._generation, phase.strategy, self.spec.seed, end, boundary, self._evaluated,
-                    self.spec.timeout, span.origin, division,
-                ),
-                self._snapshot,
-            )  # fmt: skip
-            self._say(Status.RUNNING, "")
+            group.begin(leg.orders(self.spec, self._generation, self._evaluated), self._snapshot)
+            self._standing.say(Status.RUNNING, "")
             rounds = Rounds(self.spec.workers, self._generation, phase.strategy.name)
             restart = self._watch(group, rounds, phase, end)
             self._file(rounds.flush())
@@ -226,7 +210,7 @@ class Driver:
 
     def _announce(self, restart: Restart, what: str) -> None:
         assert self._snapshot is not None
-        self._say(Status.RECOVERING, restart.reason)
+        self._standing.say(Status.RECOVERING, restart.reason)
         self.journal.event(
             "restarted",
             f"{restart.reason}: everyone {what}",
@@ -268,7 +252,7 @@ class Driver:
         """A last checkpoint, of a round that everyone reaches soon; where it takes too long, the one before stays."""
         if self._checkpoints is None or self._snapshot is None:
             return
-        self._say(Status.STOPPING, "saving a checkpoint")
+        self._standing.say(Status.STOPPING, "saving a checkpoint")
         group.hurry()
         before, deadline = self._snapshot.round, time.monotonic() + LEAVE_SECONDS
         while self._snapshot.round == before and time.monotonic() < deadline:
@@ -281,7 +265,7 @@ class Driver:
 
     def _replace(self, group: Group, decision: Replace) -> None:
         assert self._snapshot is not None
-        self._say(Status.RECOVERING, decision.reason)
+        self._standing.say(Status.RECOVERING, decision.reason)
         self._broken_since = None
         for name in decision.lost:
             kind, _, number = name.partition("-")
@@ -294,7 +278,7 @@ class Driver:
             self.journal.event(
                 "replaced", f"{decision.reason}: {message}, the others went on", lost=[name], round=self._snapshot.round
             )
-        self._say(Status.RUNNING, "")
+        self._standing.say(Status.RUNNING, "")
 
     def _facts(self, group: Group, phase: Phase) -> RunFacts:
         workers = [(w.name, w.facts) for w in group.workers if isinstance(w.facts, WorkerFacts)]
@@ -332,7 +316,7 @@ class Driver:
         self._report.look(group, rounds.strategy)
         for name, count in self._report.newly_lost(group):
             self.journal.event("lost", f"{name} lacks {count} pushes: the workers kept them no more", pushes=count)
-        self._show()
+        self._standing.show()
 
     def _tell(self, group: Group, over: bool = False) -> None:
         """File what happened to the server group."""
@@ -369,14 +353,14 @@ class Driver:
             self.journal.event("checkpoint", f"saved round {newer.round}", round=newer.round, path=str(self._saved))
         group.saved(newer)
 
-    def _evaluate(self, group: Group, phase: Phase, span: Span, division: Division | None) -> dict[str, float]:
+    def _evaluate(self, group: Group, leg: Leg) -> dict[str, float]:
         """Evaluate the end of a phase; who dies meanwhile is replaced as in training, and all evaluate again."""
         while True:
             assert self._snapshot is not None
             metrics = group.evaluate(self._snapshot, timeout=max(600.0, self.spec.timeout))
             if metrics is not None:
                 break
-            match decide(replace(self._facts(group, phase), lockstep=True)):
+            match decide(replace(self._facts(group, leg.phase), lockstep=True)):
                 case Restart() as restart:
                     self._failures += 1
                     self._announce(restart, "evaluates again")
@@ -384,32 +368,24 @@ class Driver:
                     raise TrainingError(reason)
                 case _:
                     raise _StoppedByUser
-            self._run_phase(group, phase, span, division)
+            self._run_phase(group, leg)
         self._file([{"kind": "evaluation", "round": self._snapshot.round, "time": time.time(), "metrics": metrics}])
         return metrics
 
     def _stopped(self) -> str:
         done = self._snapshot.round if self._snapshot else 0
         if self._checkpoints is None:
-            return f"stopped on request at round {self._report.reached(done)} of {self.calendar.rounds}: nothing was kept"
+            done = self._report.reached(done)
+            return f"stopped on request at round {done} of {self.calendar.rounds}: nothing was kept"
         kept = f"{self._saved} is kept" if self._saved else "nothing was kept yet"
         return f"stopped on request at round {done} of {self.calendar.rounds}: {kept}"
 
-    def _say(self, status: Status, message: str) -> None:
-        self._status, self._message = status, message
-        self._show(now=True)
-
-    def _show(self, *, now: bool = False) -> None:
+    def _where(self) -> tuple[int, dict[str, Any]]:
         done = self._snapshot.round if self._snapshot else 0
-        self.journal.progress(
-            self._report.progress(
-                done, status=self._status, message=self._message, generation=self._generation, failures=self._failures
-            ),
-            now=now,
-        )
+        return done, {"generation": self._generation, "failures": self._failures}
 
     def _seal(self, outcome: Outcome) -> None:
         kind = {Status.SUCCEEDED: "finished", Status.STOPPED: "stopped"}.get(outcome.status, "failed")
         self.journal.event(kind, outcome.message, metrics=outcome.metrics)
-        self._say(outcome.status, outcome.message)
+        self._standing.say(outcome.status, outcome.message)
         self.journal.seal(outcome.to_dict())

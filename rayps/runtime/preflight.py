@@ -73,11 +73,12 @@ def preflight(workload: Workload, phases: list[Phase], spec: JobSpec) -> Finding
         )
     layout = Layout.of((name, p) for name, p in model.named_parameters() if p.requires_grad)
     _refuse_closure(optim.build(workload.optimizer, layout))
-    divisions = [_division(workload, phase.strategy, grid, model, data) for phase, grid in zip(phases, grids, strict=True)]
+    both = list(zip([phase.strategy for phase in phases], grids, strict=True))
+    divisions = [_division(workload, strategy, grid, model, data) for strategy, grid in both]
     warnings = []
     if any(phase.strategy.shards for phase in phases) or any(grid.tensor > 1 for grid in grids):
         optim.check_elementwise(workload.optimizer, layout)
-        said = dict.fromkeys(phase.strategy.scale_warning(grid.data) for phase, grid in zip(phases, grids, strict=True))
+        said = dict.fromkeys(strategy.scale_warning(grid.data) for strategy, grid in both)
         if any(said) and optim.ignores_scale(workload.optimizer, layout):
             warnings += [each for each in said if each]
     return Findings([data.steps(grid.data) for grid in grids], warnings, tables, divisions)
@@ -114,8 +115,8 @@ def _check_servers(strategy: Strategy, spec: JobSpec, tables: tuple[Table, ...])
     if elastic and strategy.replica is not None:
         what = "the model has sparse tables" if tables else "its servers are an elastic group"
         raise ConfigError(
-            f"replica is a {strategy.replica.name} of several workers, and {what}: the two do not go together; leave out "
-            f"replica, or {'the tables' if tables else 'server_group and replicas'}",
+            f"replica is a {strategy.replica.name} of several workers, and {what}: the two do not go together; leave "
+            f"out replica, or {'the tables' if tables else 'server_group and replicas'}",
             field="replica",
         )
     if elastic and strategy.shards > 0 and strategy.compression is not None:

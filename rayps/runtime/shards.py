@@ -65,7 +65,7 @@ class Shards:
         return [member for member in self.members if member.place is None]
 
     def begin(self, orders: Orders, parts: Sequence[Snapshot], shared: Sequence[Any]) -> None:
-        """Hold a state in a new generation: its `parts` by column, and the same as actors take them; `prepare` first."""
+        """Hold a state in a new generation: `parts` by column, and the same as actors take them. After `prepare`."""
         self._orders = orders
         counts = shares(len(self.members), [part.layout.size for part in parts]) if self.members else []
         self._ranges = [cuts(part.layout, count) for part, count in zip(parts, counts, strict=bool(counts))]

@@ -1,0 +1,45 @@
+"""One phase of a run, as its driver sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rayps.epochs import Span
+from rayps.job import JobSpec
+from rayps.replica.divide import words
+from rayps.replica.division import Division
+from rayps.runtime.journal import Journal
+from rayps.runtime.plans import Orders
+from rayps.server.shard import Boundary
+from rayps.strategy import Phase
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """A phase, its rounds, and how the model is divided in it (None = a replica is one worker)."""
+
+    phase: Phase
+    span: Span
+    division: Division | None
+
+    @property
+    def end(self) -> int:
+        """The round after which it is over."""
+        return self.span.end
+
+    def tell(self, journal: Journal, now: int) -> None:
+        """File that it begins, after round `now`."""
+        strategy = self.phase.strategy
+        name = strategy.name or type(strategy).__name__
+        journal.event("phase", f"{name} until round {self.end}", round=now, end=self.end, strategy=strategy.name)
+        if self.division is not None:
+            journal.event("divided", words(self.division), columns=self.division.facts())
+
+    def orders(self, spec: JobSpec, generation: int, evaluated: int) -> Orders:
+        """What a generation is told; the evaluation after round `evaluated` is filed."""
+        every, begin = spec.checkpoint_every, self.span.begin
+        boundary = Boundary(self.span.steps, self.end, begin) if every is None else Boundary(every, self.end)
+        return Orders(
+            generation, self.phase.strategy, spec.seed, self.end, boundary, evaluated, spec.timeout, self.span.origin,
+            self.division,
+        )  # fmt: skip
