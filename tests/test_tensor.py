@@ -6,13 +6,13 @@ import re
 
 import pytest
 import torch
-from test_ring import every, form
+from test_ring import errors, every, form
 from torch import nn
 from torch.nn import functional as F
 
 from rayps.errors import ConfigError, RaypsError, WorkloadError
 from rayps.partition import part
-from rayps.tensor import Talk, Way, functions, pieces, plan, split
+from rayps.tensor import Talk, Volume, Way, agree, functions, pieces, plan, split, volume
 
 DTYPES = [(torch.float64, 1e-12), (torch.float32, 1e-6)]
 
@@ -413,6 +413,33 @@ def test_a_users_own_attention_is_split_by_names(groups, n):
         plan(Packed(), n, {"qkv": "out", "o": "in"})
 
 
+class Normed(Mine):
+    """As many users do: q and k are normed head by head, on slices."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(3)
+
+    def forward(self, x):
+        q, k, v = (each(x).view(*x.shape[:2], -1, 3).transpose(1, 2) for each in (self.q, self.k, self.v))
+        return x + self.o(F.scaled_dot_product_attention(self.norm(q), k, v).transpose(1, 2).flatten(2))
+
+
+def test_a_layer_that_learns_on_slices_is_found(groups):
+    given = {"q": "out:3", "k": "out:3", "v": "out:3", "o": "in"}
+
+    def work(ring, model, named):
+        net = split(copy.deepcopy(model), plan(model, 2, given), ring.rank, 2, ring)
+        net(randn(2, 5, 12)).square().mean().backward()
+        agree([(name, p) for name, p in net.named_parameters() if name in named], ring)
+
+    every(groups(2), lambda ring: work(ring, seeded(Mine), {"o.bias"}))
+    model = seeded(Normed)
+    for error in errors(groups(2), lambda ring: work(ring, model, {"o.bias", "norm.weight"})):
+        assert isinstance(error, WorkloadError)
+        assert "'norm.weight' is not the same on all tensor ranks" in str(error)
+
+
 # Transformers
 
 
@@ -486,6 +513,21 @@ def test_a_character_transformer_is_the_whole_one(groups, n):
 
 
 # Plans
+
+
+@pytest.mark.parametrize(("make", "given", "want"), [
+    (lambda: nn.Sequential(nn.Linear(12, 48), nn.ReLU(), nn.Linear(48, 12)), None, Volume(12, 12, 1, 1)),
+    (lambda: One(12, 9), {"layer": "out"}, Volume(9, 12, 1, 1)),
+    (lambda: One(12, 9), {"layer": "in"}, Volume(9, 12, 1, 1)),
+    (lambda: encoder(layers=3), None, Volume(6 * 12, 6 * 12, 6, 6)),
+    (Mine, {"q": "out:3", "k": "out:3", "v": "out:3", "o": "in"}, Volume(12, 12, 1, 1)),
+], ids=["mlp", "out", "in", "encoder", "own attention"])  # fmt: skip
+def test_the_volume_is_what_is_exchanged(groups, make, given, want):
+    model = seeded(make)
+    assert volume(model, plan(model, 3, given)) == want
+    (talk, *_) = law(groups(3), model, [randn(2, 5, 12)], given, steps=1)
+    assert talk.collectives == want.forward_collectives + want.backward_collectives
+    assert talk.bytes == 8 * 2 * 5 * (want.forward + want.backward)
 
 
 def test_pieces_cover_every_parameter_once_and_need_no_memory():

@@ -12,9 +12,11 @@ A layer split by `out` without such a partner gathers its output, one split by `
 The form with slices of the sequence between the blocks (reduce-scatter and all-gather instead of sums) is not here.
 """
 
+from rayps.tensor.agree import agree
 from rayps.tensor.pieces import pieces, split
 from rayps.tensor.plan import plan
 from rayps.tensor.talk import Talk
+from rayps.tensor.volume import Volume, volume
 from rayps.tensor.ways import Plan, Way
 
-__all__ = ["Plan", "Talk", "Way", "pieces", "plan", "split"]
+__all__ = ["Plan", "Talk", "Volume", "Way", "agree", "pieces", "plan", "split", "volume"]

@@ -83,7 +83,7 @@ class SplitAttention(nn.Module):
         """This worker's q, k, v as [batch, head, length, head_dim]."""
         talk, width = self._seat.talk, self.num_heads * self.head_dim
         if self.in_proj_weight is not None and query is key and key is value:
-            packed = F.linear(functions.spread(query, talk, ours=True), self.in_proj_weight, self.in_proj_bias)
+            packed = F.linear(functions.spread(query, talk), self.in_proj_weight, self.in_proj_bias)
             parts = list(torch.split(packed, width, -1))
         else:
             if self.in_proj_weight is not None:
@@ -94,7 +94,7 @@ class SplitAttention(nn.Module):
             shared: dict[int, Tensor] = {}
             for each in (query, key, value):
                 if id(each) not in shared:
-                    shared[id(each)] = functions.spread(each, talk, ours=True)
+                    shared[id(each)] = functions.spread(each, talk)
             parts = [
                 F.linear(shared[id(each)], w, b)
                 for each, w, b in zip((query, key, value), matrices, biases, strict=True)

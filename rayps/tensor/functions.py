@@ -28,14 +28,14 @@ Range = tuple[int, int]
 
 class _Spread(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, talk: Talk, ours: bool) -> Tensor:
-        ctx.talk, ctx.ours = talk, ours
+    def forward(ctx: Any, x: Tensor, talk: Talk) -> Tensor:
+        ctx.talk = talk
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         ctx.talk.forget()
-        return ctx.talk.add(_ours(grads[0], ctx.ours)), None, None
+        return ctx.talk.add(_copy(grads[0])), None  # a gradient may be held elsewhere too
 
 
 class _Total(Function):
@@ -44,7 +44,7 @@ class _Total(Function):
         if ours and x.is_contiguous():
             ctx.mark_dirty(x)
             return talk.add(x)
-        return talk.add(_ours(x, False))
+        return talk.add(_copy(x))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -77,30 +77,32 @@ class _ScatterSum(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, talk: Talk, dim: int, widths: Sequence[int], rank: int) -> Tensor:
         ctx.talk, ctx.dim, ctx.widths = talk, dim, widths
-        return talk.add(_ours(x, False)).narrow(dim, sum(widths[:rank]), widths[rank]).contiguous()
+        return talk.add(_copy(x)).narrow(dim, sum(widths[:rank]), widths[rank]).contiguous()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return ctx.talk.gather(grads[0], ctx.dim, ctx.widths), None, None, None, None
 
 
-def spread(x: Tensor, talk: Talk, *, ours: bool = False) -> Tensor:
+def spread(x: Tensor, talk: Talk) -> Tensor:
     """`x`, the same on every worker, where each goes on with it in its own way: its gradient is everyone's sum.
 
-    With `ours` the gradient is known to be a tensor that nobody else holds, and is summed where it lies. Layers that
-    take the same tensor one after another share one sum.
+    Layers that take the same tensor one after another share one sum.
     """
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x
-    known = talk.remembered(x) if ours else None
+    known = talk.remembered(x)
     if known is not None:
         return known
-    made: Tensor = _Spread.apply(x, talk, ours)  # type: ignore[no-untyped-call]
-    return talk.remember(x, made) if ours else made
+    made: Tensor = _Spread.apply(x, talk)  # type: ignore[no-untyped-call]
+    return talk.remember(x, made)
 
 
 def total(x: Tensor, talk: Talk, *, ours: bool = False) -> Tensor:
-    """The sum of everyone's `x`; what follows is the same on every worker. With `ours`, in place where it can be."""
+    """The sum of everyone's `x`; what follows is the same on every worker.
+
+    With `ours`, nobody else needs `x`, and it is summed where it lies.
+    """
     made: Tensor = _Total.apply(x, talk, ours)  # type: ignore[no-untyped-call]
     return made
 
@@ -145,5 +147,5 @@ def take(t: Tensor, dim: int, ranges: Sequence[Range]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
-def _ours(t: Tensor, already: bool) -> Tensor:
-    return t.contiguous() if already else t.clone(memory_format=torch.contiguous_format)
+def _copy(t: Tensor) -> Tensor:
+    return t.clone(memory_format=torch.contiguous_format)

@@ -122,7 +122,7 @@ class OutLinear(SplitLinear):
     def forward(self, x: Tensor) -> Tensor:
         if self._region is not None and self.training:
             self._region.enter()
-        y = F.linear(functions.spread(x, self._seat.talk, ours=True), self.weight, self.bias)
+        y = F.linear(functions.spread(x, self._seat.talk), self.weight, self.bias)
         if self._way.kept:
             return y
         return functions.gather(y, self._seat.talk, -1, self._widths, self._seat.index)

@@ -200,7 +200,7 @@ def _join_children(prefix: str, parent: nn.Module, ways: Plan) -> None:
             outs.append(name)
         elif outs:
             _must_fit(outs, name, ways)
-            _keep(ways, outs, name, [], region=prefix + outs[0] if len(outs) > 1 else name)
+            _keep(ways, outs, name, [], region=name)
             outs = []
 
 
