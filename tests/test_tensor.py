@@ -433,8 +433,8 @@ def test_a_layer_that_learns_on_slices_is_found(groups):
         net(randn(2, 5, 12)).square().mean().backward()
         agree([(name, p) for name, p in net.named_parameters() if name in named], ring)
 
-    every(groups(2), lambda ring: work(ring, seeded(Mine), {"o.bias"}))
-    model = seeded(Normed)
+    fine, model = seeded(Mine), seeded(Normed)
+    every(groups(2), lambda ring: work(ring, fine, {"o.bias"}))
     for error in errors(groups(2), lambda ring: work(ring, model, {"o.bias", "norm.weight"})):
         assert isinstance(error, WorkloadError)
         assert "'norm.weight' is not the same on all tensor ranks" in str(error)
