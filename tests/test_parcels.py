@@ -81,6 +81,18 @@ def test_tags_are_apart_and_in_the_order_of_giving(pair):
     assert every(pair, work)[1] == ([[1, 1], [3, 3, 3, 3]], 9.0, [[0], [2, 2, 2]])
 
 
+def test_a_description_may_be_in_a_parcel_that_is_taken_later(pair):
+    def work(ring):
+        if ring.rank == 0:
+            for tag in (5, 6):
+                ring.parcels.give(1, tag, [torch.ones(2, 3)])
+            ring.parcels.settle()
+            return None
+        return [ring.parcels.take(0, tag).tensors[0].shape for tag in (6, 5)]
+
+    assert every(pair, work)[1] == [(2, 3), (2, 3)]
+
+
 def test_both_give_more_than_the_line_holds_at_once(pair):
     big = torch.arange(4_000_000, dtype=torch.float64)  # 32 MB, several of them
 

@@ -43,7 +43,12 @@ class Noise:
             yield
         finally:
             for generator, state in zip(self._generators, before, strict=True):
-                generator.set_state(state)
+                put_back(generator, state)
+
+
+def put_back(generator: torch.Generator, state: torch.Tensor) -> None:
+    """Let a generator go on from where it was."""
+    generator.set_state(state)
 
 
 def _mixed(x: int) -> int:

@@ -36,7 +36,7 @@ class Mesh:
         self.seconds_waiting = 0.0
         self.dead: LinkError | None = None
         self._links = Wires(size, links)
-        self._mail = Mail()
+        self.mail = Mail()
         self._heard: set[int] = set()
         self._left: set[int] = set()  # ranks that have said goodbye
         self.number = 0  # of the collective that is under way
@@ -235,7 +235,7 @@ class Mesh:
         """Whether what is wanted of that link has arrived whole."""
         kind, tag, _, into = want
         link = self._links[peer]
-        while kind == Kind.DATA or not self._mail.fetch(peer, want):
+        while kind == Kind.DATA or not self.mail.fetch(peer, want):
             if (head := link.peek()) is None:
                 return False
             if head.kind == kind == Kind.DATA or (head.kind == kind == Kind.POINT and head.tag == tag):
@@ -257,7 +257,7 @@ class Mesh:
 
     def _overhear(self, peer: int, message: Message) -> None:
         if message.kind in (Kind.POINT, Kind.PARCEL):
-            self._mail.put(peer, message)
+            self.mail.put(peer, message)
         elif message.kind == Kind.ASK:
             self._links[peer].queue(Message(Kind.HERE))
         elif message.kind == Kind.ABORT:
@@ -393,6 +393,6 @@ class Mesh:
                 link.say_last(end, read=failed)
             link.close()
         self._links.clear()
-        self._mail.clear()
+        self.mail.clear()
         while self._at_end:
             self._at_end.pop()()

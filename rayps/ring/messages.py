@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from rayps.errors import LinkError, PeerLost, PeerTimeout
@@ -49,6 +49,12 @@ class Mail:
         else:
             fill(into, message.payload, peer)
         return True
+
+    def waiting(self, peer: int, kind: int) -> Iterator[Message]:
+        """What is here of rank `peer` and this kind."""
+        for (frm, what, _), box in self._boxes.items():
+            if frm == peer and what == kind:
+                yield from box
 
     def clear(self) -> None:
         """Forget all of it."""

@@ -93,8 +93,8 @@ class Parcels:
         found: list[Message] = []
         with self._mesh.guarded():
             self._wait(set(), {frm: (Kind.PARCEL, tag, 0, found)})
-        message = found[0]
-        note = self._learn(frm, message)
+            message = found[0]
+            note = self._learn(frm, message)
         body = memoryview(message.payload)[message.b :]
         if len(body) != note.size:
             raise LinkError(f"rank {frm} sent {len(body)} bytes where {note.size} were said", peer=f"rank {frm}")
@@ -142,12 +142,16 @@ class Parcels:
 
     def _learn(self, frm: int, message: Message) -> Note:
         known = self._learnt.setdefault(frm, {})
-        if not message.b:
-            return known[message.a]
-        note = _unpacked(bytes(message.payload[: message.b]))
-        if message.a >= 0:
-            known[message.a] = note
-        return note
+        if message.b:
+            note = _unpacked(bytes(message.payload[: message.b]))
+            if message.a >= 0:
+                known[message.a] = note
+            return note
+        if message.a not in known:  # it was said in a parcel of another tag, which is here and not yet taken
+            for other in self._mesh.mail.waiting(frm, Kind.PARCEL):
+                if other.b and other.a >= 0:
+                    self._learn(frm, other)
+        return known[message.a]
 
     # Sending while this rank computes
 
