@@ -65,21 +65,20 @@ class Downpour(Strategy):
             w.params = w.server.pull()
         g = w.grad(w.batch())
         a = self._gather(mine, g)
-        pushes = (t + 1) % self.n_push == 0 or t + 1 == w.plan.end
-        if pushes:
+        fetches = (t + 1) % self.n_fetch == 0
+        if g.samples and not fetches:  # else what is fetched next takes the place of this copy
+            w.step(g)
+        if (t + 1) % self.n_push == 0 or t + 1 == w.plan.end:
             w.server.push(a, float(mine["samples"]), rounds=mine["steps"])
             mine |= {"steps": 0, "samples": 0}
-        if (t + 1) % self.n_fetch:  # else what is fetched next takes the place of this copy
-            if pushes:
-                w.server.settle()  # it leaves now; a and g may change from here on
-            if g.samples:
-                w.step(g)
+            if not fetches:
+                w.server.settle()  # it leaves now, not with the next fetch; a may change from here on
 
     def _gather(self, mine: dict[str, Any], g: Any) -> Any:
         """The sum of the gradients since the last push."""
         steps = mine.get("steps", 0)
-        if self.n_push == 1:
-            mine["a"] = g.vector
+        if self.n_push == self.n_fetch == 1:
+            mine["a"] = g.vector  # no copy: nobody steps with it here, and it leaves before the next is made
         elif steps:
             mine["a"] += g.vector
         else:

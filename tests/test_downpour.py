@@ -1,0 +1,325 @@
+"""Downpour against a plain loop of the paper's client and server, its pushes counted under deaths, its warm start."""
+
+import importlib
+import random
+import threading
+import time
+
+import pytest
+import torch
+from process_cluster import ProcessCluster
+from small_work import OPTIMIZERS, Small, Watched, distance, kinds, plain, train
+from test_exactly_once import Tally, died
+from torch import nn
+
+import rayps
+from rayps import AllReduce, Downpour, ParameterServer
+from rayps.errors import ConfigError, PeerTimeout
+from rayps.job import JobSpec
+from rayps.link import Listener, connect
+from rayps.metrics import Rounds
+from rayps.runtime.preflight import preflight
+from rayps.server import Server
+from rayps.server.ledger import Ledger
+from rayps.server.loop import ShardLoop
+from rayps.server.shard import Boundary, Shard
+from rayps.strategy import Phase, parse
+
+EXACT = 1e-12
+ORDER: list[int] = []  # rows in the order in which they were learnt, by `Ordered`
+
+
+def appendix(work, n_push, n_fetch, adagrad=None, epochs=1):
+    """The appendix's algorithm for one replica, as plain torch: what the servers hold at the end."""
+    torch.manual_seed(0)
+    server, client = work.model(), work.model()
+    stepper = OPTIMIZERS[work.kind](list(server.parameters()))
+    if adagrad is not None:
+        stepper = torch.optim.Adagrad(server.parameters(), lr=adagrad)
+    local = OPTIMIZERS[work.kind](list(client.parameters()))
+    accrued = [torch.zeros_like(p) for p in server.parameters()]
+    batches = [b for epoch in range(epochs) for b in work.data().batches(rank=0, size=1, seed=0, epoch=epoch)]
+    for step, batch in enumerate(batches):
+        if step % n_fetch == 0:
+            client.load_state_dict(server.state_dict())
+        local.zero_grad()
+        ((client(batch.x) - batch.y) ** 2).mean().backward()
+        for a, p in zip(accrued, client.parameters(), strict=True):
+            a += p.grad
+        if (step + 1) % n_push == 0 or step + 1 == len(batches):
+            for a, p in zip(accrued, server.parameters(), strict=True):
+                p.grad = a.clone()
+                a.zero_()
+            stepper.step()
+        if (step + 1) % n_fetch:  # the next fetch takes the place of what is not stepped here
+            local.step()
+    return server
+
+
+@pytest.mark.parametrize("shards", [1, 2, 5])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_one_replica_that_pushes_and_fetches_each_step_is_serial(shards, optimizer):
+    work = Small(n=40, optimizer=optimizer)
+    result = train(work, Downpour(shards=shards), workers=1, epochs=2)
+    model, losses, _ = plain(work, epochs=2)
+    assert distance(result.model(), model) < (EXACT if optimizer != "sgd" else 1e-300)
+    assert result.history.column("loss").to_pylist() == pytest.approx(losses, abs=EXACT)
+
+
+@pytest.mark.parametrize("n", [2, 3, 7, 50])
+@pytest.mark.parametrize("shards", [1, 3])
+def test_one_replica_of_plain_sgd_is_serial_also_where_it_talks_seldom(n, shards):
+    work = Small(n=60)  # 20 rounds an epoch: no multiple of 3, 7 or 50
+    model, losses, _ = plain(work, epochs=2)
+    for strategy in (Downpour(n_push=n, n_fetch=n, shards=shards), Downpour(n_push=1, n_fetch=n, shards=shards)):
+        result = train(work, strategy, workers=1, epochs=2)
+        assert distance(result.model(), model) < EXACT
+        assert result.history.column("loss").to_pylist() == pytest.approx(losses, abs=EXACT)
+
+
+@pytest.mark.parametrize("shards", [1, 2, 5])
+@pytest.mark.parametrize(("n_push", "n_fetch"), [(1, 1), (3, 1), (1, 4), (2, 3), (5, 2), (4, 4)])
+@pytest.mark.parametrize(("optimizer", "adagrad"), [("momentum", None), ("adam", None), ("sgd", 0.1), ("adam", 0.05)])
+def test_one_replica_is_the_appendix_step_by_step(shards, n_push, n_fetch, optimizer, adagrad):
+    work = Small(n=51, optimizer=optimizer)
+    strategy = Downpour(n_push=n_push, n_fetch=n_fetch, shards=shards, adagrad=adagrad)
+    result = train(work, strategy, workers=1, epochs=2)
+    assert distance(result.model(), appendix(work, n_push, n_fetch, adagrad, epochs=2)) < EXACT
+
+
+def test_several_replicas_learn():
+    work = Small(n=96, batch=4)
+    for strategy in (Downpour(), Downpour(n_push=3, n_fetch=2, shards=2, adagrad=0.1, warm_start=4)):
+        result = train(work, strategy, workers=3, epochs=6)
+        assert result.metrics["loss"] == pytest.approx(plain(work, 3, epochs=6)[2][-1], rel=0.5)
+        assert sum(result.history.column("samples").to_pylist()) == 6 * 96
+
+
+def test_adagrad_alone_steps_on_the_servers():
+    """Rate and sum are Adagrad's whatever the workload's optimizer is; its state does not confuse the next phase."""
+    work = Small(n=30, optimizer="adam")
+    result = train(work, Downpour(adagrad=0.05, shards=2), workers=1, epochs=1)
+    assert {frozenset(state) for state in result.snapshot.moments.values()} == {frozenset(("step", "sum"))}
+    own = [AllReduce(), ParameterServer(shards=2)]
+    for after in own:
+        phases = [(1, after), (1, Downpour(adagrad=0.05, shards=3)), (1, after)]
+        result = train(work, phases, workers=1)
+        assert all("exp_avg" in state for state in result.snapshot.moments.values())
+    result = train(work, [(1, Downpour(adagrad=0.05)), (1, Downpour(adagrad=0.05, shards=4))], workers=1)
+    assert distance(result.model(), appendix(work, 1, 1, 0.05, epochs=2)) < EXACT
+
+
+@pytest.mark.parametrize(("n_push", "n_fetch"), [(1, 1), (3, 1), (1, 4), (4, 6)])
+def test_the_bytes_are_the_formula(n_push, n_fetch):
+    work = Small(n=36)  # 12 rounds
+    result = train(work, Downpour(n_push=n_push, n_fetch=n_fetch), workers=1, epochs=1)
+    size = 8 * sum(p.numel() for p in work.model().parameters())
+    assert sum(result.history.column("bytes").to_pylist()) == size * (12 // n_push + 12 // n_fetch)
+
+
+# ------------------------------------------------------------------------------------------- each push once
+
+
+def tally(strategy, arm, epochs=2, every=3):
+    cluster = ProcessCluster(arm)
+    try:
+        result = rayps.train(Tally(1), strategy=strategy, workers=3, epochs=epochs, cluster=cluster,
+                             checkpoint_every=every, progress=False, timeout=20.0, max_failures=9)
+    finally:
+        cluster.close()
+    return result, result.snapshot.params
+
+
+@pytest.mark.parametrize("every", [1, 3, 5])
+@pytest.mark.parametrize(("n_push", "n_fetch"), [(1, 1), (2, 3), (5, 2), (100, 100)])
+def test_every_gradient_is_in_a_push_once(n_push, n_fetch, every):
+    work = Tally(1)
+    result = train(work, Downpour(n_push=n_push, n_fetch=n_fetch, shards=2), workers=3, epochs=2,
+                   checkpoint_every=every)
+    assert torch.equal(result.snapshot.params, torch.full_like(result.snapshot.params, 2.0))
+    assert result.snapshot.positions == [24, 24, 24]
+
+
+PLACES = [(kind, place) for kind, places in {
+    "ShardActor": ["shard: applied, not acknowledged", "shard: acknowledged, not saved", "shard: saved, not collected"],
+    "WorkerActor": ["worker: between shards", "worker: pushed, not heard", "worker: acknowledged"]}.items()
+    for place in places]
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("n_push", [1, 3])
+@pytest.mark.parametrize(("kind", "place"), PLACES)
+def test_a_death_leaves_every_gradient_in_once(kind, place, n_push):
+    """A worker's replacement repeats the steps that were not pushed; a shard's hears the pushes again."""
+    visit = 2 if "saved, not collected" in place else 5
+    result, slots = tally(Downpour(n_push=n_push, n_fetch=2, shards=2), {(kind, 1): f"{place}={visit}"})
+    assert [event["lost"] for event in died(result)] == [[f"{kind[:-5].lower()}-1"]]
+    assert "restarted" not in kinds(result)
+    assert torch.equal(slots, torch.full_like(slots, 2.0)), slots
+    assert sum(result.history.column("samples").to_pylist()) == 72
+    assert not [event for event in result.events if event["kind"] == "lost"]
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("round_", range(3))
+def test_several_deaths(round_):
+    seed = random.getrandbits(32)
+    print("seed", seed)
+    chance = random.Random(seed)
+    arm = {(kind, i): f"{place}={chance.randint(2, 9)}"
+           for kind, i, place in (("ShardActor", 0, "shard: applied, not acknowledged"),
+                                  ("ShardActor", 1, "shard: acknowledged, not saved"),
+                                  ("WorkerActor", chance.randrange(3), "worker: pushed, not heard"))}
+    result, slots = tally(Downpour(n_push=chance.choice([1, 2, 3]), n_fetch=chance.choice([1, 2]), shards=2), arm)
+    assert len(died(result)) >= 2, (arm, result.events)
+    lost = sum(event["pushes"] for event in result.events if event["kind"] == "lost")
+    assert slots.max() <= 2, arm
+    assert (2 - slots).sum() <= lost, (arm, result.events)
+
+
+def test_the_others_go_on_while_a_dead_replica_is_replaced():
+    work = Small(n=120, pause=0.004, tag="downpour-death")
+    cluster = Watched()
+    cluster.kill_when(work.tag, 40, ("WorkerActor", 1))
+    result = train(work, Downpour(n_push=4, n_fetch=3, shards=2), cluster, workers=3, epochs=2)
+    assert "restarted" not in kinds(result)
+    assert [e["lost"] for e in result.events if e["kind"] == "replaced"] == [["worker-1"]]
+    assert cluster.spawned["WorkerActor", 1] == 2 and cluster.spawned["WorkerActor", 0] == 1
+    assert sum(result.history.column("samples").to_pylist()) == 240  # rounds made again count once
+
+
+@pytest.mark.parametrize("at", [7, 9])
+def test_a_resumed_run_goes_on_whatever_was_pushed_last(tmp_path, at):
+    work = Small(n=60)
+    whole = train(work, Downpour(n_push=3, n_fetch=3, shards=2), workers=1, steps=20)
+    train(work, Downpour(n_push=3, n_fetch=3, shards=2), workers=1, steps=at, checkpoint=tmp_path)
+    resumed = train(work, Downpour(n_push=4, n_fetch=4), workers=1, steps=20, checkpoint=tmp_path, resume=True)
+    assert distance(resumed.model(), whole.model()) < EXACT
+
+
+def test_a_round_that_is_made_again_is_not_reported_again():
+    rounds = Rounds(2, 1, "downpour")
+    point = {"kind": "round", "epoch": 0, "loss": 1.0, "samples": 3, "seconds": 0.1, "compute": 0.1, "wait": 0.0,
+             "move": 0.0, "bytes": 8, "lead": 0}
+    points = [{**point, "round": r, "rank": k} for r, k in [(0, 0), (0, 1), (1, 0), (1, 1), (2, 1)]]
+    assert [p["samples"] for p in rounds.add(points)] == [6, 6]
+    again = [{**point, "round": r, "rank": 1} for r in (1, 2, 3)]
+    assert rounds.add(again) == []
+    assert [(p["round"], p["samples"]) for p in rounds.add([{**point, "round": 2, "rank": 0}])] == [(2, 6)]
+    assert [p["round"] for p in rounds.flush()] == [3]
+
+
+def test_a_push_that_stands_for_several_steps():
+    ledger = Ledger([0, 4])
+    assert ledger.fill(0, 2) and ledger.marks == {0: 3, 1: 4}
+    assert not ledger.fill(0, 2) and not ledger.fill(1, 3)
+    assert ledger.fill(0, 5000) and ledger.marks[0] == 5001
+    assert Ledger.from_json(ledger.to_json()) == ledger
+
+
+# ------------------------------------------------------------------------------------------- warm start
+
+
+class Ordered(Small):
+    """Says which rows it learns, in the order of learning."""
+
+    def model(self):
+        return nn.Linear(1, 1).double()
+
+    def data(self):
+        return rayps.data.tensors(torch.arange(self.n, dtype=torch.float64)[:, None] / self.n,
+                                  torch.zeros(self.n, 1, dtype=torch.float64), batch_size=self.batch)
+
+    def loss(self, model, batch):
+        if torch.is_grad_enabled():
+            order = importlib.import_module("test_downpour").ORDER
+            order.extend((batch.x * self.n).round().long().flatten().tolist())
+        return super().loss(model, batch)
+
+
+@pytest.mark.parametrize(("warm", "n_push"), [(0, 1), (5, 1), (6, 4), (24, 1), (1000, 3)])
+def test_a_warm_start_is_one_replica_alone(warm, n_push):
+    ORDER.clear()
+    work = Ordered(n=72, batch=1, jitter=0.002, tag="downpour-warm")
+    train(work, Downpour(warm_start=min(warm, 24), n_push=n_push), workers=3, epochs=1)
+    first = {int((b.x * 72).round()) for b in work.data().batches(rank=0, size=3, seed=0, epoch=0)}
+    alone = next((i for i, row in enumerate(ORDER) if row not in first), len(ORDER))
+    pushed = -(-min(warm, 24) // n_push) * n_push
+    assert sorted(ORDER) == list(range(72))
+    assert alone >= min(pushed, 24)
+    if warm < 10:
+        assert alone < 24  # and then the others too
+
+
+def test_a_warm_start_whose_replica_dies_goes_on():
+    work = Small(n=90, batch=1, pause=0.004, tag="downpour-warm-death")
+    cluster = Watched()
+    cluster.kill_when(work.tag, 8, ("WorkerActor", 0))
+    result = train(work, Downpour(warm_start=15, n_push=2), cluster, workers=3, epochs=1)
+    assert [e["lost"] for e in result.events if e["kind"] == "replaced"] == [["worker-0"]]
+    assert sum(result.history.column("samples").to_pylist()) == 90
+
+
+def test_who_waits_for_a_silent_replica_says_whom():
+    layout = rayps.flat.Layout.of([("w", torch.empty(6, dtype=torch.float64))])
+    with Listener("shard-0", b"s" * 32, 1) as listener:
+        loop = ShardLoop(Shard(0, layout, 0, 6, params=torch.zeros(6, dtype=torch.float64),
+                               factory=lambda p: torch.optim.SGD(p, lr=1.0), strategy=Downpour(warm_start=4),
+                               start=[0, 0], boundary=Boundary(0, -1)), listener)
+        servers = [Server(rank, torch.float64, [(0, 6)],
+                          [connect(listener.address, name=f"worker-{rank}", secret=b"s" * 32, generation=1, timeout=5)],
+                          timeout=0.3) for rank in range(2)]
+        done = []
+        waiter = threading.Thread(target=lambda: (servers[1].wait(0, 4), done.append(servers[1].pull())))
+        waiter.start()
+        for rounds in (1, 2, 1):  # slower than the deadline in all, faster in each
+            time.sleep(0.2)
+            assert not done
+            servers[0].push(torch.ones(6, dtype=torch.float64), 3.0, rounds=rounds)
+        waiter.join(5)
+        assert torch.equal(done[0], torch.full((6,), -3.0, dtype=torch.float64))
+        with pytest.raises(PeerTimeout, match=r"worker-0 has pushed 4 of the 9 rounds.*timeout") as caught:
+            servers[1].wait(0, 9)
+        assert caught.value.data["peer"] == "worker-0"
+        for server in servers:
+            server.close()
+        loop.close()
+
+
+# ------------------------------------------------------------------------------------------- what is refused or said
+
+BAD = ["n_push=0", "n_fetch=0", "n_push=1.5", "n_fetch=true", "shards=0", "warm_start=-1", "warm_start=none",
+       "adagrad=0", "adagrad=-1", "adagrad=nan", "adagrad=x", "replay_mb=-1", "replica=x", "staleness=2"]
+
+
+@pytest.mark.parametrize("given", BAD)
+def test_bad_options(given):
+    with pytest.raises(ConfigError) as caught:
+        parse(f"downpour:{given}")
+    assert given.partition("=")[0] in str(caught.value)
+
+
+def test_its_text_is_read_and_it_is_out_of_step():
+    found = parse("downpour:n_push=4,n_fetch=2,adagrad=0.01,warm_start=100")[0].strategy
+    assert found == Downpour(n_push=4, n_fetch=2, adagrad=0.01, warm_start=100)
+    assert not found.lockstep and found.staleness is None
+
+
+def test_an_elastic_group_cannot_serve_it():
+    spec = JobSpec("x:Small", workers=2, server_group="common")
+    with pytest.raises(ConfigError, match=r"downpour needs servers of its own"):
+        preflight(Small(), [Phase(None, Downpour())], spec)
+    phases = [Phase(1, ParameterServer(shards=2, replicas=1)), Phase(None, Downpour())]
+    with pytest.raises(ConfigError, match=r"downpour needs servers of its own"):
+        preflight(Small(), phases, JobSpec("x:Small", workers=2))
+
+
+@pytest.mark.parametrize(("optimizer", "strategy", "words"), [
+    ("adam", Downpour(n_push=4), "sum of 4 gradients"), ("adam", Downpour(), None), ("sgd", Downpour(n_push=4), None),
+    ("adam", Downpour(n_push=4, adagrad=0.1), None), ("adam", ParameterServer(staleness=None), "scaled by 1/N")])
+def test_an_optimizer_that_ignores_the_size_of_a_gradient_is_warned_of(optimizer, strategy, words):
+    warnings = preflight(Small(optimizer=optimizer), [Phase(None, strategy)], JobSpec("x:Small", workers=2)).warnings
+    assert len(warnings) == (words is not None)
+    assert words is None or words in warnings[0]
