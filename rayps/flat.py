@@ -60,7 +60,7 @@ class Layout:
     @property
     def size(self) -> int:
         """Elements in the vector."""
-        return self.entries[-1].hi
+        return self.entries[-1].hi if self.entries else 0
 
     def pieces(self, lo: int, hi: int) -> list[Entry]:
         """What of each parameter lies in [lo, hi): entries with their bounds cut, shape as a flat length."""
@@ -98,19 +98,23 @@ class FlatModel:
         self,
         model: nn.Module,
         buffer: Callable[[int, torch.dtype], Tensor] | None = None,
-        named: Sequence[tuple[str, nn.Parameter]] | None = None,
+        part: tuple[Layout, Sequence[nn.Parameter]] | None = None,
         home: Callable[[int, torch.dtype], Tensor] | None = None,
     ) -> None:
         """Flatten in place. `buffer(n, dtype)` gives the memory of the gradients, e.g. a ring's that peers can read.
 
-        `named` are the parameters of the vector, in order; all that learn unless said otherwise. `home` gives the
+        `part` are the vector's layout and its parameters in order, where it is not of all that learn. `home` gives the
         memory of the vector itself, where others step it too: then sparse gradients stay sparse, and a step touches
         their rows only.
         """
         self.model = model
-        self._params = list(named or [(name, p) for name, p in model.named_parameters() if p.requires_grad])
-        self.layout = Layout.of(self._params)
-        device = self._params[0][1].device
+        self._params = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        if part is None:
+            self.layout = Layout.of(self._params)
+        else:
+            self.layout = part[0]
+            self._params = [(entry.name, p) for entry, p in zip(part[0].entries, part[1], strict=True)]
+        device = self._params[0][1].device if self._params else torch.device("cpu")
         self._shared = home is not None
         if home is None:
             self.vector = torch.empty(self.layout.size, dtype=self.layout.dtype, device=device)

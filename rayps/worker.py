@@ -74,7 +74,7 @@ class Worker:
         buffer, home = (None if shared is None else shared.buffer), None
         if plan.strategy.in_place and ring is not None:
             buffer, home = None, ring.common
-        self.flat = FlatModel(self.held.module, buffer, self.held.named, home)
+        self.flat = FlatModel(self.held.module, buffer, (self.held.layout, self.held.parameters), home)
         self.choices: list[dict[str, Any]] = []  # what was chosen here, as events
         if ring is not None and plan.rank == 0 and plan.size > 1:
             self.choices.append({"kind": "choice", "message": ring.choice, "ring": ring.choices})
@@ -89,7 +89,7 @@ class Worker:
         if plan.strategy.shards == 0 or plan.strategy.steps_locally:
             factory: optim.Factory = workload.optimizer
             if plan.division is not None:
-                factory = of_some(factory, plan.division.layout, [name for name, _ in self.held.named])
+                factory = of_some(factory, plan.division.layout, [entry.name for entry in self.held.layout.entries])
             self.optimizer = optim.made(factory, self.flat.parameters)
         self._mean: Tensor | None = None  # of the gradients, where the ring's ranks share it
         self._used: list[bool] = []  # which parameters the latest gradient is of
@@ -107,6 +107,7 @@ class Worker:
             self.choices.append(compress(server, plan.strategy.compression))
         self.position = server.step if server is not None else plan.start
         self.wanted = 0  # the round whose part the driver waits for
+        self.commit: Callable[[Worker], None] | None = None  # keeps what it has between two rounds
         self._batches: Iterator[Batch] = iter(())
         self._epoch = -1
         self._coming: Batch | None = None  # the batch after this one, where its rows are looked up ahead
@@ -234,7 +235,9 @@ class Worker:
             self.flat.load_grad(vector)
         for i in self._unused:
             self.flat.parameters[i].grad = None
-        if self._only_reads is None:  # found out once, on a copy
+        if not self.flat.parameters:
+            pass  # a part of a model that owns nothing
+        elif self._only_reads is None:  # found out once, on a copy
             self._only_reads = _steps_by_reading(self.optimizer, self.flat.parameters)
         else:
             with user_code("optimizer.step"):
@@ -257,6 +260,8 @@ class Worker:
         for choice in self.choices:
             report(choice)
         self.strategy.begin(self)
+        if self.commit is not None:
+            self.commit(self)
         self._evaluate(report)  # what a death before this generation has cut short
         while self.position < self.plan.end and not stopped():
             self._meter.begin()
@@ -267,6 +272,8 @@ class Worker:
             if self.tables is not None and self.server is None:
                 self.tables.push(step, float(self._samples))
             report(self._point())
+            if self.commit is not None:
+                self.commit(self)
             if self.position in self.plan.boundary or self.position == self.wanted:
                 keep(self.part())
             self._evaluate(report)

@@ -59,8 +59,6 @@ def divide(workload: Workload, replica: Replica, model: nn.Module, sample: Batch
         for stage in range(replica.stages)
         for rank in range(tensor)
     ]
-    for i, column in enumerate(columns):
-        _must_own(column, i, replica, found)
     return Division(replica, layout, tuple(columns), boundaries, split or {}, tuple(ways))
 
 
@@ -174,24 +172,6 @@ def _piece(name: str, shape: tuple[int, ...], slices: Mapping[str, Ranges]) -> P
         return Piece(name, shape)
     dim, ranges = slices[name]
     return Piece(name, shape, dim, tuple((int(lo), int(hi)) for lo, hi in ranges))
-
-
-def _must_own(column: Column, number: int, replica: Replica, layers: Sequence[Any]) -> None:
-    if column.layout.size:
-        return
-    stage, rank = divmod(number, replica.tensor)
-    if replica.tensor > 1:
-        raise ConfigError(
-            f"tensor rank {rank} of stage {stage} would own no parameter: none of its layers can be split in "
-            f"{replica.tensor}; give a smaller size, or a plan",
-            field="size",
-        )
-    names = ", ".join(repr(layers[i].name) for lo, hi in column.spans for i in range(lo, hi))
-    raise ConfigError(
-        f"stage {stage} would own no parameter: its layers are {names}; give fewer stages, or boundaries such that "
-        "each stage has a layer that learns",
-        field="stages",
-    )
 
 
 def sample_of(batch: Batch) -> Batch:

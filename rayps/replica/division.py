@@ -153,7 +153,7 @@ class Division:
             ledgers = [(0, mine.layout.size, anywhere(each for _, _, each in snapshot.ledgers))]
         return Snapshot(
             mine.layout,
-            torch.cat(params),
+            torch.cat([snapshot.params[:0], *params]),
             {piece.name: _cut(snapshot.moments[piece.name], piece) for piece in mine.owned
              if piece.name in snapshot.moments},
             {piece.name: piece.take(snapshot.buffers[piece.name]) for piece in mine.beside

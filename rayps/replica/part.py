@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from rayps.data import Batch
 from rayps.errors import WorkloadError
-from rayps.flat import beside
+from rayps.flat import Layout, beside
 from rayps.user_code import user_code
 from rayps.workload import Workload
 
@@ -20,7 +20,8 @@ class Part(Protocol):
     """What a `Worker` trains."""
 
     module: nn.Module
-    named: list[tuple[str, nn.Parameter]]  # what is owned, by its name in the whole model
+    layout: Layout  # of what is owned, by its name in the whole model; it may be nothing
+    parameters: list[nn.Parameter]  # the same
     reports: bool  # whether this worker's loss, samples and metrics count; the others of its replica have the same rows
 
     @property
@@ -52,7 +53,8 @@ class Whole:
 
     def __init__(self, workload: Workload, module: nn.Module) -> None:
         self.workload, self.module, self.reports = workload, module, True
-        self.named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        self.layout, self.parameters = Layout.of(named), [p for _, p in named]
 
     @property
     def beside(self) -> dict[str, Tensor]:

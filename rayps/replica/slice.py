@@ -22,6 +22,8 @@ from rayps.strategies.pipeline import Pipeline
 from rayps.tensor import split
 from rayps.workload import Workload
 
+_DRAWN = 3  # of a generation's steps the one that is drawn: the first two are slower
+
 
 class Slice(Whole):
     """A column's part of the model; see `rayps.replica.part.Part`."""
@@ -60,11 +62,12 @@ class Slice(Whole):
         parameters = dict(model.named_parameters())
         self.workload, self.module = workload, model
         self.reports = stage == division.stages - 1 and rank == 0
-        self.named = [(piece.name, parameters[piece.name]) for piece in mine.owned]
+        self.layout, self.parameters = mine.layout, [parameters[piece.name] for piece in mine.owned]
         self._beside = {piece.name for piece in mine.beside}
         self._lent = [parameters[lent.piece.name] for lent in mine.borrowed]
         self._share = Share(division, column, parameters, rings)
         self._engine: Engine | None = None
+        self._asked = 0  # how often facts() were given
         replica = division.replica
         if isinstance(replica, Pipeline) and replica.stages > 1:
             self._micro = replica.micro_batches
@@ -125,7 +128,14 @@ class Slice(Whole):
         engine = self._engine
         if engine is None:
             return {}
-        return {"activations": engine.peak, "idle": engine.idle, "busy": engine.busy, "messages": engine.messages}
+        found: dict[str, Any] = {
+            "activations": engine.peak, "idle": engine.idle, "busy": engine.busy, "messages": engine.messages,
+            "stage_bytes": engine.bytes,
+        }  # fmt: skip
+        self._asked += 1
+        if self._asked == _DRAWN:
+            found["spans"] = [(str(span.action), span.start, span.end) for span in engine.spans]
+        return found
 
     def close(self) -> None:
         """See Part."""
