@@ -62,7 +62,7 @@ class RayRows:
 
     def push(self, ids: Any, grads: Any) -> None:
         """Step these rows; no id comes twice."""
-        self._table.index_add_(0, torch.from_numpy(ids), torch.from_numpy(grads), alpha=-_LR)
+        self._table.index_add_(0, torch.from_numpy(ids), torch.from_numpy(grads) * -_LR)
 
 
 class TableBench:

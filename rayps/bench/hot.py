@@ -46,7 +46,7 @@ class HotRow:
     ids_skew_after: float
     busiest_before: float  # the largest load: a thousand turns cannot take less where each server has cores of its own
     busiest_after: float
-    bound_gain: float  # by how much more those could do
+    bound_gain: float  # by how much more those could do, had the whole work stayed the same: skew before by after
     loads_before: list[float]
     loads_after: list[float]
 
@@ -103,7 +103,7 @@ def bench_hot(
         running.stop()
     most = max(before.loads), max(after.loads)
     return HotRow(zipf, ids, rows, workers, servers, segments, moves, before.turns, after.turns, skew(before.loads),
-                  skew(after.loads), skew(before.ids), skew(after.ids), *most, most[0] / max(most[1], 1e-12),
+                  skew(after.loads), skew(before.ids), skew(after.ids), *most, skew(before.loads) / skew(after.loads),
                   sorted(before.loads, reverse=True), sorted(after.loads, reverse=True))  # fmt: skip
 
 
