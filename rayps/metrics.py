@@ -28,9 +28,9 @@ class Rounds:
         """File points of single ranks; the merged points that are now complete, in order of rounds."""
         done = []
         for point in points:
-            if point["kind"] == "round" and point["round"] not in self._rounds:
-                if point["round"] <= self._reached.get(point["rank"], -1):
-                    continue  # given out already: who was replaced makes its rounds that were not pushed again
+            number, before = point["round"], self._reached.get(point["rank"], -1)
+            if point["kind"] == "round" and number <= before and number not in self._rounds:
+                continue  # given out already: who was replaced makes its rounds that were not pushed again
             held = self._evaluations if point["kind"] == "evaluation" else self._rounds
             held.setdefault(point["round"], {})[point["rank"]] = point
             if point["kind"] == "round":
