@@ -5,17 +5,14 @@ named visit. With threads they come at any moment.
 """
 
 import importlib
-import time
 
 import pytest
 import torch
 from process_cluster import ProcessCluster
-from small_work import SEEN, Small, Watched, distance, kinds, train, vector
+from small_work import Small, kinds, train, vector
 from torch import nn
 
-import rayps
 from rayps import AllReduce, Pipeline, TensorParallel
-from rayps.cluster import LocalCluster
 
 
 class _Places(torch.autograd.Function):
@@ -94,11 +91,11 @@ UNDISTURBED = {}
 
 
 def undisturbed(layout, **options):
-    """The same run without a death, on threads: model, losses, evaluations."""
+    """The same run without a death: model, losses, evaluations. In processes: threads share their random numbers."""
     key = layout, tuple(sorted(options.items()))
     if key not in UNDISTURBED:
         replica, workers, work = LAYOUTS[layout]
-        UNDISTURBED[key] = run(work(), LocalCluster(), replica, workers, **options)
+        UNDISTURBED[key] = run(work(), ProcessCluster(), replica, workers, **options)
     return UNDISTURBED[key]
 
 

@@ -37,6 +37,11 @@ class Mending:
     round: int
     sources: dict[int, Source]
 
+    @property
+    def complete(self) -> bool:
+        """Whether what twins lack is there too."""
+        return all(not source.twin or source.rest is not None for source in self.sources.values())
+
 
 @dataclass(frozen=True, slots=True)
 class Bond:
@@ -69,17 +74,19 @@ def _keeper(grid: Grid, hosts: Sequence[str], rank: int) -> int | None:
 def mending(grid: Grid, holdings: Mapping[int, Mapping[int, Held]]) -> Mending | None:
     """The newest round that every worker has or can be given. `holdings`: of each survivor, what it has of whom.
 
+    An older one is taken where a twin alone has the newest: buffers and random numbers are each worker's own.
     None: there is no such round, because a worker, its twins and its mirror are gone together.
     """
     lost = [rank for rank in range(grid.size) if rank not in holdings]
     if not holdings:
         return None
     own = [set(held[rank].rounds) if rank in held else set[int]() for rank, held in holdings.items()]
+    ways: list[Mending] = []
     for found in sorted(set.intersection(*own), reverse=True):
         sources = {rank: _source(grid, holdings, rank, found) for rank in lost}
         if None not in sources.values():
-            return Mending(found, {rank: source for rank, source in sources.items() if source is not None})
-    return None
+            ways.append(Mending(found, {rank: source for rank, source in sources.items() if source is not None}))
+    return next((way for way in ways if way.complete), ways[0] if ways else None)
 
 
 def _source(grid: Grid, holdings: Mapping[int, Mapping[int, Held]], rank: int, found: int) -> Source | None:

@@ -21,9 +21,12 @@ from rayps.errors import PeerLost, RaypsError, StaleGeneration
 from rayps.link import Listener
 from rayps.logs import LogBuffer
 from rayps.replica.build import drawn
+from rayps.replica.keepers import Held
+from rayps.replica.upkeep import Cost
 from rayps.runtime.place import Place, enter
 from rayps.runtime.plans import WorkerPart, WorkerPlan
 from rayps.runtime.shard_actor import ShardActor, ShardPlan
+from rayps.runtime.standby import Standby
 from rayps.runtime.ties import Ties
 from rayps.server.parts import Parts
 from rayps.snapshot import Snapshot
@@ -48,6 +51,7 @@ class WorkerFacts:
     parts: list[int] = field(default_factory=list)
     lines: list[tuple[float, str]] = field(default_factory=list)
     kept_since: int = 0  # pushes below this step are not kept, and are not known to be durable
+    cost: Cost | None = None  # of keeping its state for a death
 
 
 class WorkerActor:
@@ -84,10 +88,22 @@ class WorkerActor:
         self._stop = threading.Event()
         self._ties = Ties([], [])
         self._worker: Worker | None = None
+        self._standby = Standby(rank, secret, host_address())
 
     def place(self) -> Place:
         """Where this worker runs and how peers reach it."""
         return Place(socket.gethostname(), os.getpid(), self._listener.address)
+
+    def door(self) -> str:
+        """Where others may ask for the states that are kept here."""
+        return self._standby.door()
+
+    def halt(self, line: int) -> dict[int, Held]:
+        """End the running plan where it stands; what is kept here, by rank, of its own and of others."""
+        with self._ending:
+            self._standby.shut()
+            self.abort()
+            return self._standby.holdings(line)
 
     def initial(self, seed: int) -> Snapshot:
         """The state before the first round: parameters drawn from the seed alone, whatever the strategy or size."""
@@ -101,6 +117,8 @@ class WorkerActor:
                 raise PeerLost(f"worker-{plan.rank} has been closed", peer=f"worker-{plan.rank}")
             with self._lock:
                 self._facts = WorkerFacts(plan.rank, plan.generation, "running", max(plan.start, 0))
+                recalls = plan.bond is not None and plan.bond.recalls
+                self._facts.points = self._standby.unheard(plan.start if recalls else 0)
                 self._parts = Parts()
             self._stop = threading.Event()
             self._ties = Ties([address for address, _, _ in plan.shards], [(lo, hi) for _, lo, hi in plan.shards])
@@ -126,8 +144,10 @@ class WorkerActor:
                 sorted(self._parts),
                 self.logs.drain(),
                 0 if self._ties.talk is None else self._ties.talk.kept.since,
+                self._standby.cost,
             )
             facts.points = []
+            self._standby.asked()
         return answer
 
     def part(self, rounds: int | None) -> WorkerPart | None:
@@ -152,6 +172,7 @@ class WorkerActor:
         """End the running plan; its peers see this worker leave."""
         with self._ending:
             self._stop.set()
+            self._standby.part()
             self._ties.part()
             if self._thread is not None:
                 # a long step of the user's cannot be cut short: it ends at its next exchange
@@ -165,6 +186,7 @@ class WorkerActor:
             self._closed = True
             self.abort()
             self._listener.close()
+            self._standby.close()
 
     def _load(self) -> Workload:
         if self._workload is None:
@@ -190,10 +212,17 @@ class WorkerActor:
 
     def _prepare(self, plan: WorkerPlan, snapshot: Snapshot, stop: threading.Event, ties: Ties) -> Worker:
         workload = self._load()
+        snapshot, missed = self._standby.recall(plan, snapshot)
         ties.form(plan, snapshot, self._listener)
         if stop.is_set():
             raise StaleGeneration(f"generation {plan.generation} was ended before it began", peer="driver")
         self._worker = Worker(workload, plan, snapshot, ties.ring, ties.server, self._device, ties.talk, ties.rings)
+        upkeep = self._standby.begin(plan)
+        if upkeep is not None:
+            self._worker.commit = upkeep.commit
+        with self._lock:
+            if not stop.is_set():
+                self._facts.points += missed
         return self._worker
 
     def _report(self, point: dict[str, Any], stop: threading.Event) -> None:
@@ -201,6 +230,7 @@ class WorkerActor:
             if stop.is_set():
                 return  # the facts are another generation's by now
             self._facts.points.append(point)
+            self._standby.said(point)
             if point["kind"] == "round":
                 self._facts.position = point["round"] + 1
 

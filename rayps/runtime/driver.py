@@ -26,11 +26,12 @@ from rayps.metrics import Point, Rounds
 from rayps.replica.build import drawn_apart
 from rayps.runtime.actors import WorkerFacts
 from rayps.runtime.beginning import Beginning, space_of
-from rayps.runtime.decide import Continue, Fail, Finish, Replace, Restart, Stop, decide
+from rayps.runtime.decide import Continue, Fail, Finish, Mend, Replace, Restart, Stop, decide
 from rayps.runtime.decide import Facts as RunFacts
 from rayps.runtime.group import Group
 from rayps.runtime.journal import Journal
 from rayps.runtime.leg import Leg
+from rayps.runtime.mend import Mender
 from rayps.runtime.news import News
 from rayps.runtime.outcome import Outcome
 from rayps.runtime.preflight import preflight
@@ -84,6 +85,7 @@ class Driver:
         self._report = Report()
         self._standing = Standing(journal, self._report, self._where)
         self._broken_since: float | None = None
+        self._mender = Mender(journal)
         self._evaluated = 0  # the last round whose evaluation is filed
 
     def stop(self) -> None:
@@ -183,8 +185,10 @@ class Driver:
             if self._snapshot.round < leg.end or nothing_left:
                 self._snapshot.enter(leg.span)
                 leg.tell(self.journal, self._snapshot.round)
+                self.journal.tally = leg.tally(self.workload, self.spec.workers, self._snapshot.layout)
                 self._run_phase(group, leg)
                 metrics = self._evaluate(group, leg)
+                self.journal.reckon()
         return metrics
 
     def _run_phase(self, group: Group, leg: Leg) -> None:
@@ -192,35 +196,29 @@ class Driver:
         phase, end = leg.phase, leg.end
         if phase.strategy.lockstep:  # such a phase begins in step, also after one that was not
             self._snapshot.align()
+        rounds, mending = Rounds(self.spec.workers, 0, phase.strategy.name), None
         while True:
             self._generation += 1
-            self._broken_since = None
-            group.begin(leg.orders(self.spec, self._generation, self._evaluated), self._snapshot)
+            self._broken_since, rounds.generation = None, self._generation
+            group.begin(leg.orders(self.spec, self._generation, self._evaluated), self._snapshot, mending)
             self._standing.say(Status.RUNNING, "")
-            rounds = Rounds(self.spec.workers, self._generation, phase.strategy.name)
-            restart = self._watch(group, rounds, phase, end)
-            self._file(rounds.flush())
+            broken = self._watch(group, rounds, phase, end)
             self._report.begin_again()
-            if restart is None:
+            if broken is not None:
+                self._standing.say(Status.RECOVERING, broken.reason)
+                mending = self._mender.mend(group, broken, rounds, self._generation + 1)
+            if broken is None or mending is None:
+                self._file(rounds.flush())
+            if broken is None:
+                self._mender.tell_cost()
                 return
-            self._announce(restart, f"goes on from round {self._snapshot.round}")
-            for member in group.members:
-                if member.name in restart.lost and not member.dead:
-                    member.dead = "silent"
+            if mending is None:
+                rounds = Rounds(self.spec.workers, 0, phase.strategy.name)
+                at = self._snapshot.round
+                self._mender.restarted(broken, f"goes on from round {at}", at, self._generation + 1)
 
-    def _announce(self, restart: Restart, what: str) -> None:
-        assert self._snapshot is not None
-        self._standing.say(Status.RECOVERING, restart.reason)
-        self.journal.event(
-            "restarted",
-            f"{restart.reason}: everyone {what}",
-            lost=list(restart.lost),
-            round=self._snapshot.round,
-            generation=self._generation + 1,
-        )
-
-    def _watch(self, group: Group, rounds: Rounds, phase: Phase, end: int) -> Restart | None:
-        """Poll until the generation ends; None = it reached `end`, a Restart = everyone must begin again."""
+    def _watch(self, group: Group, rounds: Rounds, phase: Phase, end: int) -> Restart | Mend | None:
+        """Poll until the generation ends; None = it reached `end`, else everyone must begin again."""
         while True:
             self._take_in(group, rounds)
             decision = decide(self._facts(group, phase))
@@ -240,7 +238,7 @@ class Driver:
                     raise _StoppedByUser
                 case Fail(error, reason):
                     raise error if isinstance(error, RaypsError) else TrainingError(reason)
-                case Restart():
+                case Restart() | Mend():
                     self._failures += 1
                     self._collect(group)
                     return decision
@@ -285,6 +283,7 @@ class Driver:
         current = [(name, f) for name, f in workers if f.generation == self._generation]
         errors = tuple((name, f.error) for name, f in current if f.status == "failed" and f.error is not None)
         dead = tuple((m.name, m.dead) for m in group.members if m.dead)
+        self._mender.saw(bool(errors or dead))
         if errors and self._broken_since is None:
             self._broken_since = time.monotonic()
         return RunFacts(
@@ -298,6 +297,7 @@ class Driver:
             # of a replica of several workers the others cannot go on either
             lockstep=(phase.strategy.lockstep and not group.holds_tables) or phase.strategy.replica is not None,
             stop=self._stop.is_set(),
+            mends=group.mends,
         )
 
     # ---- what is recorded
@@ -314,6 +314,7 @@ class Driver:
         self._file(rounds.add(points))
         self.journal.lines(group.lines())
         self._report.look(group, rounds.strategy)
+        self._mender.look(group, self._generation)
         for name, count in self._report.newly_lost(group):
             self.journal.event("lost", f"{name} lacks {count} pushes: the workers kept them no more", pushes=count)
         self._standing.show()
@@ -360,10 +361,11 @@ class Driver:
             metrics = group.evaluate(self._snapshot, timeout=max(600.0, self.spec.timeout))
             if metrics is not None:
                 break
-            match decide(replace(self._facts(group, leg.phase), lockstep=True)):
+            match decide(replace(self._facts(group, leg.phase), lockstep=True, mends=False)):
                 case Restart() as restart:
                     self._failures += 1
-                    self._announce(restart, "evaluates again")
+                    self._standing.say(Status.RECOVERING, restart.reason)
+                    self._mender.restarted(restart, "evaluates again", self._snapshot.round, self._generation + 1)
                 case Fail(_, reason):
                     raise TrainingError(reason)
                 case _:

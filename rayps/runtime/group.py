@@ -10,15 +10,14 @@ import secrets
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from rayps import optim
 from rayps.cluster import Bundle, Cluster, Gang
 from rayps.errors import ActorDied, ClusterError, LinkError
 from rayps.grid import Grid
 from rayps.metrics import means
-from rayps.replica.division import Division
+from rayps.replica.keepers import Bond, Mending
 from rayps.runtime.actors import WorkerFacts
+from rayps.runtime.assembly import assemble, columns_of
+from rayps.runtime.bonds import halted, tied
 from rayps.runtime.meeting import Meeting
 from rayps.runtime.members import START_SECONDS, Member, place, settle
 from rayps.runtime.plans import Orders, WorkerPlan
@@ -49,6 +48,9 @@ class Group:
     _orders: Orders | None = None
     _meeting: Meeting | None = None
     _grid: Grid = field(default_factory=lambda: Grid(1))
+    _line: int = 0  # the generation that last began from a snapshot
+    _bonds: list[Bond | None] = field(default_factory=list)
+    _said: dict[tuple[int, str], int] = field(default_factory=dict)  # the newest point of each rank, by kind
     _collected: int = 0  # the round of the newest state
     _evaluated: list[int] = field(default_factory=list)  # the last round after which each rank was heard to evaluate
 
@@ -129,8 +131,21 @@ class Group:
         snapshot: Snapshot = self.workers[0].handle.call("initial", seed).result(START_SECONDS)
         return snapshot
 
-    def begin(self, orders: Orders, snapshot: Snapshot) -> None:
-        """Start a generation from a snapshot: dead members are replaced, living ones begin anew."""
+    @property
+    def mends(self) -> bool:
+        """Whether workers keep each other's states, so that a death need not bring everyone back to a snapshot."""
+        strategy = self._known().strategy
+        return strategy.replica is not None and strategy.shards == 0
+
+    def halt(self) -> Mending | None:
+        """End the generation where it stands; from which round the next one can go on without a snapshot, if any."""
+        return halted(self._grid, self.workers, self._line)
+
+    def begin(self, orders: Orders, snapshot: Snapshot, mending: Mending | None = None) -> None:
+        """Start a generation: dead members are replaced, living ones begin anew, all from the snapshot.
+
+        With `mending`, from the states that workers keep, and the snapshot is what these do not have.
+        """
         self._orders, self._meeting, self._grid = orders, Meeting(orders.boundary), orders.strategy.grid(self.size)
         self._collected, self._evaluated = snapshot.round, [orders.evaluated] * self.size
         for member in [m for m in self.workers if m.dead]:
@@ -140,6 +155,13 @@ class Group:
         place([*(m for m in self.workers if m.place is None), *new])
         if any(member.dead for member in self.members):
             return  # the next poll says so, and the driver decides
+        if mending is None:
+            self._line, self._said = orders.generation, {}
+        else:
+            self._said = {at: min(newest, mending.round - 1) for at, newest in self._said.items()}
+        self._bonds = tied(self._grid, self.workers, self._line, mending) if self.mends else []
+        if any(member.dead for member in self.workers):
+            return
         parts = columns_of(snapshot, orders.division)
         shared = [self.cluster.share(part) for part in parts]  # nobody is sent more than its column's
         if self.space is not None and self._spaced:
@@ -149,7 +171,8 @@ class Group:
         del parts
         replies = []
         for rank, worker in enumerate(self.workers):
-            plan = self._worker_plan(rank, snapshot.positions[self._grid.at(rank).data])
+            start = snapshot.positions[self._grid.at(rank).data] if mending is None else mending.round
+            plan = self._worker_plan(rank, start)
             replies.append(worker.handle.call("begin", plan, shared[self._column(rank)]))
         settle(replies, self.workers)
 
@@ -201,6 +224,7 @@ class Group:
             orders.origin,
             orders.division,
             {axis: self._addresses(axis, rank) for axis, length in within.items() if length > 1},
+            self._bonds[rank] if self._bonds else None,
         )
 
     @property
@@ -224,7 +248,7 @@ class Group:
         for rank, worker in enumerate(self.workers):
             facts = worker.ask(wanted, orders.timeout)
             if isinstance(facts, WorkerFacts) and facts.generation == orders.generation:
-                points += [{**point, "rank": rank} for point in facts.points]
+                points += [{**point, "rank": rank} for point in facts.points if self._is_new(rank, point)]
         for point in points:
             if point["kind"] == "evaluation":
                 self._evaluated[point["rank"]] = point["round"]
@@ -234,6 +258,14 @@ class Group:
         for servers in self._servers():
             servers.poll(orders, wanted)
         return points
+
+    def _is_new(self, rank: int, point: dict[str, Any]) -> bool:
+        """Whether a point is not one that is said again although it was heard."""
+        at = rank, point["kind"]
+        if point.pop("again", False) and point["round"] <= self._said.get(at, -1):
+            return False
+        self._said[at] = max(self._said.get(at, -1), point.get("round", -1))
+        return True
 
     def hurry(self) -> None:
         """Let every member keep its share of the next round that all can still hear of, for a checkpoint now."""
@@ -343,37 +375,3 @@ def _servers(orders: Orders) -> int:
     """How many fixed servers a generation needs: each column has at least one."""
     columns = 1 if orders.division is None else len(orders.division.columns)
     return max(orders.strategy.shards, columns) if orders.strategy.shards else 0
-
-
-def columns_of(snapshot: Snapshot, division: Division | None) -> list[Snapshot]:
-    """The parts of a state by column; the state itself where a replica is one worker."""
-    if division is None:
-        return [snapshot]
-    return [division.cut(snapshot, column) for column in range(len(division.columns))]
-
-
-def assemble(base: Snapshot, workers: dict[int, Any], shards: list[Any]) -> Snapshot:
-    """One snapshot from everyone's parts of the same round, those of workers by rank; out of step a worker may have
-    none yet.
-    """
-    from_shards, lead = bool(shards), next(iter(workers.values()))
-    params = torch.cat([part.params for part in shards]) if from_shards else lead.params
-    moments = optim.join([part.moments for part in shards], base.layout) if from_shards else lead.moments
-    # shards at a round boundary know how far each worker's pushes got; the slowest shard counts
-    positions = (
-        [min(marks) for marks in zip(*(part.ledger.marks.values() for part in shards), strict=True)]
-        if from_shards
-        else [part.round for part in workers.values()]
-    )
-    return Snapshot(
-        base.layout,
-        params,
-        moments,
-        base.buffers if lead is None else lead.buffers,
-        {r: p.rng for r, p in workers.items() if p is not None},
-        positions,
-        base.steps_per_epoch,
-        ring=base.ring,
-        ledgers=[(part.lo, part.lo + part.params.numel(), part.ledger) for part in shards],
-        origin=base.origin,
-    )

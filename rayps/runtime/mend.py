@@ -14,7 +14,7 @@ from rayps.metrics import Rounds
 from rayps.replica.keepers import Mending
 from rayps.replica.upkeep import Cost
 from rayps.runtime.actors import WorkerFacts
-from rayps.runtime.decide import Mend
+from rayps.runtime.decide import Mend, Restart
 from rayps.runtime.group import Group
 from rayps.runtime.journal import Journal
 
@@ -44,11 +44,17 @@ class Mender:
         if anything and self._seen is None:
             self._seen = time.monotonic()
 
-    def mend(self, group: Group, decision: Mend, rounds: Rounds, generation: int) -> Mending | None:
-        """End the generation and find the round from which the next one goes on; None: there is none.
+    def mend(self, group: Group, decision: Restart | Mend, rounds: Rounds, generation: int) -> Mending | None:
+        """End the generation and find the round from which the next one goes on; None: back to the snapshot.
 
         `generation` is the next one's number.
         """
+        for member in group.members:
+            if member.name in decision.lost and not member.dead:
+                member.dead = "silent"
+        if isinstance(decision, Restart):
+            self._seen = self._wound = None
+            return None
         seen = self._seen or time.monotonic()
         lost = list(decision.lost)
         if self._wound is not None:  # another death before the first new round
@@ -64,8 +70,10 @@ class Mender:
                 lost=list(decision.lost),
             )
             return None
-        reason = decision.reason if self._wound is None else f"{self._wound.reason}; {decision.reason}"
-        self._wound = _Wound(reason, lost, found, seen)
+        reason, sources = decision.reason, dict(found.sources)
+        if self._wound is not None:
+            reason, sources = f"{self._wound.reason}; {reason}", self._wound.mending.sources | sources
+        self._wound = _Wound(reason, lost, Mending(found.round, sources), seen)
         rounds.again(generation, found.round)
         self.journal.event(
             "mending",
@@ -76,9 +84,20 @@ class Mender:
         )
         return found
 
+    def restarted(self, decision: Restart | Mend, what: str, begin: int, generation: int) -> None:
+        """Tell that everyone begins again from a snapshot, which is of round `begin`."""
+        self.journal.event(
+            "restarted",
+            f"{decision.reason}: everyone {what}",
+            lost=list(decision.lost),
+            round=begin,
+            generation=generation,
+        )
+
     def look(self, group: Group, generation: int) -> None:
         """Take in the workers as they are now; tells of a mending once the first new round is there."""
-        facts = [w.facts for w in group.workers if isinstance(w.facts, WorkerFacts) and w.facts.generation == generation]
+        known = [w.facts for w in group.workers if isinstance(w.facts, WorkerFacts)]
+        facts = [f for f in known if f.generation == generation]
         self.cost = Cost.most(f.cost for f in facts if f.cost is not None) or self.cost
         wound = self._wound
         if wound is None or len(facts) < len(group.workers):

@@ -10,6 +10,7 @@ from torch import Tensor
 from rayps import optim
 from rayps.elastic.space import Space
 from rayps.replica.division import Division
+from rayps.replica.keepers import Bond
 from rayps.server.shard import Boundary
 from rayps.strategy import Strategy
 
@@ -62,6 +63,7 @@ class WorkerPlan:
     origin: tuple[int, int] = (0, 0)  # see Orders
     division: Division | None = None
     axes: dict[str, list[str]] = field(default_factory=dict)  # addresses along each axis within the replica
+    bond: Bond | None = None  # where workers keep each other's states
 
 
 @dataclass(slots=True)

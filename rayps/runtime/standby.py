@@ -54,21 +54,23 @@ class Standby:
         self._given = 0
         return [point | {"again": True} for point in self._said]
 
-    def halt(self, line: int) -> dict[int, Held]:
-        """No more commits; what is kept here of this line, of this worker and of others."""
-        if self._keeper is None:
-            return {}
-        self._keeper.shut()
-        return self._keeper.holdings(line)
+    def shut(self) -> None:
+        """No more commits from now on."""
+        if self._keeper is not None:
+            self._keeper.shut()
 
-    def recall(self, plan: WorkerPlan, snapshot: Snapshot) -> Snapshot:
-        """The state from which this worker goes on: its own, or that of the one it replaces.
+    def holdings(self, line: int) -> dict[int, Held]:
+        """What is kept here of this line, of this worker and of others."""
+        return {} if self._keeper is None else self._keeper.holdings(line)
+
+    def recall(self, plan: WorkerPlan, snapshot: Snapshot) -> tuple[Snapshot, list[dict[str, Any]]]:
+        """The state from which this worker goes on, its own or that of the one it replaces, and what that had to say.
 
         Raises LinkError: it is nowhere any more.
         """
-        bond, rest = plan.bond, None
+        bond, rest, missed = plan.bond, None, list[dict[str, Any]]()
         if bond is None or not bond.recalls:
-            return snapshot
+            return snapshot, missed
         if bond.source is None:
             state = None if self._keeper is None else self._keeper.state(plan.rank, bond.line, plan.start)
             if state is None:
@@ -79,7 +81,8 @@ class Standby:
             rest = fetch_rest(bond.source, plan.rank, *where) if bond.source.twin else None
             own = rest if bond.source.twin else state
             self._said = [] if own is None else list(own.facts.get("points", []))
-        return overlaid(snapshot, plan.rank, state, rest)
+            missed = self.unheard(plan.start)
+        return overlaid(snapshot, plan.rank, state, rest), missed
 
     def begin(self, plan: WorkerPlan) -> Upkeep | None:
         """Commits from now on, where the plan wants them. Raises LinkError."""
