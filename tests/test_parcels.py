@@ -33,7 +33,7 @@ def test_any_dtype_and_shape_arrives_as_it_was(pair):
 
     def work(ring):
         other, got = 1 - ring.rank, []
-        for turn in range(2):  # the second time without descriptions
+        for _ in range(2):  # the second time without descriptions
             for t in some:
                 ring.parcels.give(other, 7, [t], "alone")
             ring.parcels.give(other, 8, some, "all")
@@ -136,7 +136,7 @@ def test_descriptions_are_said_once_and_beyond_a_bound_each_time(pair, monkeypat
 
     def work(ring):
         got = []
-        for turn in range(2):
+        for _ in range(2):
             for n in range(9):
                 ring.parcels.give(1 - ring.rank, 0, [torch.arange(n)])
             got += [ring.parcels.take(1 - ring.rank, 0).tensors[0].tolist() for _ in range(9)]

@@ -283,7 +283,8 @@ class Scaled(nn.Module):
 def test_a_layer_may_change_its_input_in_place_behind_a_cut(three, schedule):
     def make():
         torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(5, 5), nn.ReLU(inplace=True), nn.Linear(5, 5), Scaled(), nn.Linear(5, 5)).double()
+        line = [nn.Linear(5, 5) for _ in range(3)]
+        return nn.Sequential(line[0], nn.ReLU(inplace=True), line[1], Scaled(), line[2]).double()
 
     x, y = rows(6)
     ran = Site(three, make, schedule, 2, boundaries=(1, 3)).step(x, y)
@@ -312,7 +313,8 @@ def skipping():
         return nn.Linear(n, 5)
 
     return nn.Sequential(
-        line(), Stash("far"), nn.Tanh(), line(), nn.Sequential(Stash("near"), nn.Tanh()), line(), Unstash("near"), line(),
+        line(), Stash("far"), nn.Tanh(), line(), nn.Sequential(Stash("near"), nn.Tanh()), line(), Unstash("near"),
+        line(),
         Stash("cat"), nn.Tanh(), Unstash("far", torch.mul), line(), Unstash("cat", lambda a, b: torch.cat([a, b], -1)),
         line(10),
     ).double()  # fmt: skip
@@ -321,7 +323,7 @@ def skipping():
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_skip_connections_within_and_across_stages(ring_of, schedule):
     x, y = rows(16)
-    loss, want = alone(skipping(), x, y)
+    want = alone(skipping(), x, y)[1]
     p = len(ring_of)
     for v in (2, 3) if schedule == "interleaved" else (1,):
         site = Site(ring_of, skipping, schedule, 2 * p, v)

@@ -191,6 +191,7 @@ def check(
 
 
 def _compare(model: nn.Module, found: Sequence[Layer], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    apart = [copy.deepcopy(layer.module) for layer in found]  # before the model runs and leaves traces in them
     whole, calls = _watched(model, found, args, kwargs)
     order = [number for number, _ in calls]
     modules = [layer.module for layer in found]
@@ -207,7 +208,7 @@ def _compare(model: nn.Module, found: Sequence[Layer], args: Sequence[Any], kwar
         if number and not _same(given, value):
             before = found[number - 1].name
             raise _broken(layer.name, f"the model gives it something else than what {before!r} returned")
-        alone = copy.deepcopy(layer.module)
+        alone = apart[number]
         try:
             value = alone(*args, **kwargs) if number == 0 else alone(value)
         except Exception as error:  # the user's code: whatever it raises is the reason
