@@ -12,8 +12,7 @@ from contextlib import closing, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim.optimizer import _global_optimizer_pre_hooks as _GLOBAL_HOOKS
+from torch import Tensor
 
 from rayps import optim
 from rayps.buckets import Buckets
@@ -35,6 +34,7 @@ from rayps.server import Server
 from rayps.server.compressed import compress
 from rayps.server.rule import fitting
 from rayps.snapshot import Snapshot
+from rayps.stepping import clipped, steps_by_reading
 from rayps.user_code import user_code
 from rayps.workload import Workload
 
@@ -62,6 +62,7 @@ class Worker:
         self.rank, self.size = self.place.data, grid.data
         self.ring: Any = ring
         self.rings: Mapping[str, Any] = rings or {}
+        self._norm = workload.clip_norm, tuple(self.rings.values())
         self.server: Any = server
         self.tables: Any = None
         self.memory: dict[str, Any] = {}  # what a strategy keeps between its rounds
@@ -182,7 +183,7 @@ class Worker:
             self._unused = [i for i, used in enumerate(self._used) if not used]
         self.flat.collect_grad()
         if self.server is not None and batch.size:
-            gradient.vector.copy_(self._clipped(gradient.vector))
+            gradient.vector.copy_(clipped(gradient.vector, *self._norm))
         self._meter.compute += time.perf_counter() - began - (self._meter.inside - inside)
         return gradient
 
@@ -214,21 +215,10 @@ class Worker:
             self._meter.losses.append((value, batch.size))
         return math.nan if value is None else value
 
-    def _clipped(self, vector: Tensor) -> Tensor:
-        """The gradient, shortened to the workload's `clip_norm` where the whole model's is longer."""
-        most = self.workload.clip_norm
-        if most is None:
-            return vector
-        square = torch.sum(vector.to(torch.float64) ** 2).cpu()
-        for ring in self.rings.values():  # each element has one owner in a replica, so it counts once
-            ring.sum(square)
-        factor = most / (square.sqrt().item() + 1e-6)
-        return vector if factor >= 1 else vector * factor
-
     def step(self, grad: Gradient | Tensor) -> None:
         """Let this worker's own optimizer apply a gradient vector."""
         began = time.perf_counter()
-        vector = self._clipped(grad.vector if isinstance(grad, Gradient) else grad)
+        vector = clipped(grad.vector if isinstance(grad, Gradient) else grad, *self._norm)
         if vector is self._mean and self._only_reads is not False:
             self.flat.bind(vector if self._only_reads else vector.clone())
         else:
@@ -238,7 +228,7 @@ class Worker:
         if not self.flat.parameters:
             pass  # a part of a model that owns nothing
         elif self._only_reads is None:  # found out once, on a copy
-            self._only_reads = _steps_by_reading(self.optimizer, self.flat.parameters)
+            self._only_reads = steps_by_reading(self.optimizer, self.flat.parameters)
         else:
             with user_code("optimizer.step"):
                 self.optimizer.step()
@@ -373,20 +363,6 @@ class Worker:
         done = self.position - 1
         point = {"kind": "round", "round": done, "epoch": self._epoch_of(done)[0], **self._meter.point()}
         return point | self.held.facts() | (self.tables.point() if self.tables is not None else {})
-
-
-def _steps_by_reading(optimizer: Any, params: list[nn.Parameter]) -> bool:
-    """Take a step; whether it, and every later one, leaves the gradients as they are.
-
-    Only torch's own optimizers without hooks always do what they did once; some of them write (SGD with nesterov and
-    foreach does).
-    """
-    before = [None if p.grad is None else p.grad._version for p in params]
-    with user_code("optimizer.step"):
-        optimizer.step()
-    after = [None if p.grad is None else p.grad._version for p in params]
-    own = type(optimizer).__module__.startswith("torch.optim.") and "step" not in vars(optimizer)
-    return own and before == after and not optimizer._optimizer_step_pre_hooks and not _GLOBAL_HOOKS
 
 
 def _number(name: str, mean: Any) -> float:

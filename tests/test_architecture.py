@@ -20,7 +20,7 @@ FLOORS = [
     "ring optim server tables elastic",
     # what is learnt
     "tensor data workload checkpoint snapshot embedding buckets worker runtime.plans runtime.decide "
-    "pipeline replica meter",
+    "pipeline replica meter stepping",
     # a run
     "runtime elastic.job elastic.job_tables loop server_group training",
     # the service

@@ -41,7 +41,8 @@ class Share:
         self._pairs = [(pair, [parameters[name] for name in names[pair]]) for pair in sorted(names)]
         whole = {lent.piece.name for i, each in enumerate(division.columns) if division.place(i)[0] == stage
                  for lent in each.borrowed if not lent.tied}  # fmt: skip
-        self._whole = [parameters[entry.name] for entry in division.layout.entries if entry.name in whole]
+        self.whole = [(entry.name, parameters[entry.name]) for entry in division.layout.entries if entry.name in whole]
+        self._whole = [p for _, p in self.whole]  # what each tensor rank of this stage holds all of
         self._stage, self._rank = stage, rank
         self._stages: Any = rings.get("stage")
         self._tensors: Any = rings.get("tensor")

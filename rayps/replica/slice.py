@@ -19,7 +19,7 @@ from rayps.replica.part import Check, Whole
 from rayps.replica.share import Share
 from rayps.ring import Ring
 from rayps.strategies.pipeline import Pipeline
-from rayps.tensor import split
+from rayps.tensor import agree, split
 from rayps.workload import Workload
 
 _DRAWN = 3  # of a generation's steps the one that is drawn: the first two are slower
@@ -66,6 +66,7 @@ class Slice(Whole):
         self._beside = {piece.name for piece in mine.beside}
         self._lent = [parameters[lent.piece.name] for lent in mine.borrowed]
         self._share = Share(division, column, parameters, rings)
+        self._tensors = rings.get("tensor")
         self._engine: Engine | None = None
         self._asked = 0  # how often facts() were given
         replica = division.replica
@@ -92,6 +93,9 @@ class Slice(Whole):
             p.grad = None
         self._share.refresh()
         loss = super().backward(batch, step, check) if self._engine is None else self._piped(batch, step, check)
+        if self._tensors is not None:
+            agree(self._share.whole, self._tensors)
+            self._tensors = None  # once is enough
         self._share.give_back()
         return loss
 

@@ -1,0 +1,42 @@
+"""How a worker's own optimizer takes a step: the gradient's norm, and whether the optimizer only reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks as _GLOBAL_HOOKS
+
+from rayps.user_code import user_code
+
+_TINY = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+
+
+def clipped(vector: Tensor, most: float | None, rings: Iterable[Any]) -> Tensor:
+    """A gradient, or a shorter copy of it where the Euclidean norm of the whole model's is above `most`.
+
+    `rings` are those within a replica: each element of the model has one owner there, so it counts once.
+    """
+    if most is None:
+        return vector
+    square = torch.sum(vector.to(torch.float64) ** 2).cpu()
+    for ring in rings:
+        ring.sum(square)
+    factor = most / (square.sqrt().item() + _TINY)
+    return vector if factor >= 1 else vector * factor
+
+
+def steps_by_reading(optimizer: Any, params: Sequence[nn.Parameter]) -> bool:
+    """Take a step; whether it, and every later one, leaves the gradients as they are.
+
+    Only torch's own optimizers without hooks always do what they did once; some of them write (SGD with nesterov and
+    foreach does).
+    """
+    before = [None if p.grad is None else p.grad._version for p in params]
+    with user_code("optimizer.step"):
+        optimizer.step()
+    after = [None if p.grad is None else p.grad._version for p in params]
+    own = type(optimizer).__module__.startswith("torch.optim.") and "step" not in vars(optimizer)
+    return own and before == after and not optimizer._optimizer_step_pre_hooks and not _GLOBAL_HOOKS
