@@ -6,7 +6,7 @@ all workers together send in a step, evaluation and snapshots apart; traffic wit
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
@@ -35,7 +35,7 @@ class Sizes:
 
     parameters: int  # elements of the whole model
     width: int = 4  # bytes of an element
-    owned: tuple[int, ...] = ()  # elements that each column steps; () = one column that has all
+    owned: tuple[int, ...] = ()  # elements that each column steps; () = all columns are alike
     held: tuple[int, ...] = ()  # elements in each column's memory: its own and borrowed ones
     tied: int = 0  # elements that stages borrow from each other
     shared: int = 0  # elements that tensor ranks borrow from the first one, over all stages
@@ -62,6 +62,7 @@ class Cost:
     bytes: float | None
     messages: int | None
     busiest: float | None = None  # bytes of the worker that sends most of it
+    axis: str = "data"  # of the grid
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,14 @@ class Costs:
             "bytes": self.bytes,
             "messages": self.messages,
             "traffic": [
-                {"what": c.what, "formula": c.formula, "bytes": c.bytes, "messages": c.messages, "busiest": c.busiest}
+                {
+                    "what": c.what,
+                    "axis": c.axis,
+                    "formula": c.formula,
+                    "bytes": c.bytes,
+                    "messages": c.messages,
+                    "busiest": c.busiest,
+                }
                 for c in self.traffic
             ],
             "idle": None if self.idle is None else float(self.idle),
@@ -110,6 +118,9 @@ def costs(strategy: Strategy, workers: int, sizes: Sizes, rows: Table | None = N
         ConfigError: so many workers are no whole number of replicas.
     """
     grid, replica = strategy.grid(workers), strategy.replica
+    if not sizes.owned and grid.columns > 1:  # as if all columns were alike
+        owned = tuple(cut.stop - cut.start for cut in slices(sizes.parameters, grid.columns))
+        sizes = replace(sizes, owned=owned, held=owned)
     traffic = _data(strategy, grid, sizes)
     if replica is None:
         return Costs(grid, traffic, memory=[_memory(strategy, sizes, 0, sum(sizes.kept) * sizes.batch)])
@@ -222,6 +233,7 @@ def _stages(replica: Pipeline, grid: Grid, sizes: Sizes) -> Cost:
         lines * sizes.batch * (forward + back) if known else None,
         lines * messages,
         max(busiest) if known else None,
+        "stage",
     )
 
 
@@ -240,11 +252,12 @@ def _tensor(grid: Grid, sizes: Sizes, micro_batches: int) -> list[Cost]:
             2 * (n - 1) * summed * lines if known else None,
             2 * (n - 1) * n * sum(sizes.exchanges) * micro_batches * lines if sizes.exchanges else None,
             max(each) if known and stages else None,
+            "tensor",
         )
     ]
     if gathered:
         words = "(N-1)/N T from each of N, T = bytes put side by side"
-        found.append(Cost("gathers inside layers", words, (n - 1) * gathered * lines, 0))
+        found.append(Cost("gathers inside layers", words, (n - 1) * gathered * lines, 0, axis="tensor"))
     return found
 
 

@@ -47,6 +47,11 @@ class Result:
         saved = f", checkpoint={str(self.checkpoint)!r}" if self.checkpoint else ""
         return f"Result({found or 'no metrics'}, {self.history.num_rows} rounds, {len(self.events)} events{saved})"
 
+    @property
+    def costs(self) -> list[dict[str, Any]]:
+        """Of each phase what a step cost, `measured` beside the `formula`: see `rayps.runtime.tally.measured`."""
+        return [event for event in self.events if event["kind"] == "costs"]
+
     def model(self) -> nn.Module:
         """The trained model, on the CPU, with its sparse tables in this process."""
         model = self.snapshot.fill(self.workload.model())

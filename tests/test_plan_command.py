@@ -279,10 +279,15 @@ def point(rank, n, **more):
 def test_what_is_said_after_a_run():
     strategy = of("pipeline:stages=2,micro_batches=4")
     formula = costs(strategy, 4, Sizes(100, owned=(50, 50), batch=8, crossings=(Crossing(0, 1, 4.0, 4.0),)))
-    tally = Tally(strategy.name, formula)
-    tally.hear([point(rank, 0, compute=9.0, busy=9.0, idle=9.0, messages=99, activations=1) for rank in range(4)])
+    tally = Tally(strategy, 4, lambda: formula)
+    tally.hear(
+        [
+            point(rank, 0, compute=9.0, busy=9.0, idle=9.0, messages=99, activations=1, stage_bytes=0)
+            for rank in range(4)
+        ]
+    )
     for n in (1, 2, 3):
-        tally.hear([point(rank, n, compute=0.5, busy=0.4 if rank < 3 else 0.8, idle=0.2, messages=4,
+        tally.hear([point(rank, n, compute=0.5, busy=0.4 if rank < 3 else 0.8, idle=0.2, messages=4, stage_bytes=32,
                           activations=2 - rank % 2) for rank in range(4)])  # fmt: skip
     event = tally.event()
     found = event["measured"]
@@ -291,15 +296,34 @@ def test_what_is_said_after_a_run():
     assert found["idle"] == pytest.approx(0.8 / 2.8) and found["idles"] == pytest.approx([1 / 3, 0.25])
     assert found["imbalance"] == pytest.approx(0.8 / 0.5 - 1) and found["slowest"] == 3
     assert event["kind"] == "costs" and event["formula"]["bytes"] == formula.bytes
+    assert "128 bytes (128 bytes by formula) of it in 16 messages (16 by formula) between stages" in event["message"]
     assert "stages wait 28.6% of the time (20.0% by formula)" in event["message"]
     assert "2/1 activations at most (2/1 by formula)" in event["message"]
+    json.dumps(event)
+
+
+def test_how_a_step_went_is_drawn_once_beside_its_table():
+    strategy = of("pipeline:stages=2,micro_batches=1")
+    tally = Tally(strategy, 4, lambda: costs(strategy, 4, Sizes(10)))
+    stages = [
+        [("0F0", 5.0, 6.0), ("0B0", 9.0, 11.0)],
+        [("1F0", 90.5, 91.0), ("1F0", 91.0, 91.5), ("1B0", 91.5, 93.5)],
+    ]  # clocks differ
+    first = point(0, 3, compute=1.0, spans=stages[0])
+    assert tally.hear([first]) == [] and "spans" not in first  # they go no further
+    (event,) = tally.hear([point(1, 3, compute=1.0, spans=stages[1])])
+    assert event["kind"] == "schedule" and "50.0%" in event["message"] and "took 6e+03 ms" in event["message"]
+    assert event["measured"] == [[["0F0", 0.0, 1.0], ["0B0", 4.0, 6.0]], [["1F0", 1.0, 2.0], ["1B0", 2.0, 4.0]]]
+    assert event["theory"] == [[["0F0", 0.0, 1.0], ["0B0", 4.0, 6.0]], [["1F0", 1.0, 2.0], ["1B0", 2.0, 4.0]]]
+    assert tally.hear([point(1, 4, compute=1.0, spans=stages[1])]) == []
     json.dumps(event)
 
 
 def test_nothing_measured_is_no_error():
     formula = costs(of("all_reduce"), 2, Sizes(10))
     assert measured({}, formula.grid) == {} and words(formula, {}) == "no step was measured"
-    tally = Tally("all_reduce", formula)
+    tally = Tally(of("all_reduce"), 2, lambda: formula)
+    assert tally.event() is None
     tally.hear([point(0, 0, compute=0.0)])
     assert tally.event()["measured"]["bytes"] == 100
 

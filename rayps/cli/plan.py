@@ -15,7 +15,6 @@ from rayps.cli.show import Output
 from rayps.costs import Costs, Sizes, amount, costs
 from rayps.errors import ConfigError
 from rayps.grid import Grid
-from rayps.partition import slices
 from rayps.pipeline import gantt
 from rayps.pipeline.schedule import Table, splits, table
 from rayps.pipeline.simulate import Timeline, simulate
@@ -60,7 +59,7 @@ def plan(
     for phase, division in zip(phases, divisions, strict=True):
         count = _workers(phase.strategy, workers)
         if workload is None:
-            said = costs(phase.strategy, count, _bare(phase.strategy, count, parameters, batch), own)
+            said = costs(phase.strategy, count, Sizes(int(parameters or 0), batch=batch or 0), own)
         else:
             from rayps.runtime.expected import expected
 
@@ -286,13 +285,6 @@ def _workers(strategy: Strategy, given: int | None) -> int:
     if count < 1:
         raise ConfigError(f"workers is {count}: give a whole number of at least 1", field="workers")
     return count
-
-
-def _bare(strategy: Strategy, workers: int, parameters: float | None, batch: int | None) -> Sizes:
-    """Sizes without a workload: all columns alike."""
-    whole, columns = int(parameters or 0), strategy.grid(workers).columns
-    owned = tuple(cut.stop - cut.start for cut in slices(whole, columns))
-    return Sizes(whole, owned=owned, held=owned, batch=batch or 0)
 
 
 def _timeline(strategy: Strategy, own: Table | None, workload: Any, division: Any, workers: int) -> Timeline | None:

@@ -12,7 +12,6 @@ from rayps import optim
 from rayps.costs import Costs, Sizes, costs
 from rayps.data import Batch
 from rayps.embedding import tables_of
-from rayps.errors import RaypsError
 from rayps.flat import Layout
 from rayps.pipeline import proxy
 from rayps.pipeline.cut import layers, measure, spans
@@ -20,6 +19,7 @@ from rayps.pipeline.probe import plain, probe, whole
 from rayps.replica.build import blank, model_of
 from rayps.replica.divide import sample_of
 from rayps.replica.division import Division
+from rayps.runtime.tally import Tally
 from rayps.strategy import Strategy
 from rayps.user_code import user_code
 from rayps.workload import Workload
@@ -39,9 +39,20 @@ def expected(
     """
     found = sizes(workload, strategy, workers, division, batch)
     if activations and division is None and not tables_of(blank(workload)):
-        with suppress(RaypsError, RuntimeError):
+        with suppress(Exception):  # as in sizes()
             found = whole(workload, found, sample_of(first(workload, strategy.grid(workers).data)))
     return costs(strategy, workers, found)
+
+
+def tally_of(workload: Workload, strategy: Strategy, workers: int, division: Division | None, layout: Layout) -> Tally:
+    """What hears a phase's points. A model on one worker is not looked at again."""
+
+    def formula() -> Costs:
+        if division is None:
+            return costs(strategy, workers, Sizes(layout.size, layout.dtype.itemsize))
+        return expected(workload, strategy, workers, division)
+
+    return Tally(strategy, workers, formula)
 
 
 def seconds(workload: Workload, division: Division, replicas: int, micro_batches: int) -> list[float]:
@@ -68,7 +79,7 @@ def sizes(
             found = Sizes(found.parameters, found.width, states=found.states, batch=rows)
             if division is not None:
                 return probe(workload, division, found, sample_of(sample))
-        except (RaypsError, RuntimeError) as error:
+        except Exception as error:  # the user's code on a few rows, or memory: what it shows is left out
             log.info("what passes between the parts of the model is not known: %s", error)
     return found if division is None else plain(division, found)
 

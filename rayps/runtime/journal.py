@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from rayps.metrics import Point
+from rayps.runtime.tally import Tally
 
 Progress = dict[str, Any]
 PROGRESS_SECONDS = 0.5
@@ -35,6 +36,7 @@ class Journal:
         self.folder = folder
         self.points: list[Point] = []
         self.events: list[dict[str, Any]] = []
+        self.tally: Tally | None = None  # of the phase under way
         self._on_progress, self._on_event = on_progress, on_event
         self._files: dict[str, IO[str]] = {}
         self._progress_at = 0.0
@@ -58,11 +60,21 @@ class Journal:
             self._on_event(event)
 
     def choices(self, points: list[Point]) -> list[Point]:
-        """File what workers chose, and why, as events; the points that are left."""
+        """File what workers chose, and why, as events; the points that are left, which the tally hears."""
         for point in points:
             if point["kind"] == "choice":
                 self.event(**point)
-        return [point for point in points if point["kind"] != "choice"]
+        left = [point for point in points if point["kind"] != "choice"]
+        for event in self.tally.hear(left) if self.tally is not None else ():
+            self.event(**event)
+        return left
+
+    def reckon(self) -> None:
+        """File what a phase has cost, where any of its steps were heard of."""
+        event = self.tally.event() if self.tally is not None else None
+        if event is not None:
+            self.event(**event)
+        self.tally = None
 
     def add(self, points: list[Point]) -> None:
         """New metric points of the group."""

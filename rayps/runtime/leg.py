@@ -5,13 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rayps.epochs import Span
+from rayps.flat import Layout
 from rayps.job import JobSpec
 from rayps.replica.divide import words
 from rayps.replica.division import Division
+from rayps.runtime.expected import tally_of
 from rayps.runtime.journal import Journal
 from rayps.runtime.plans import Orders
+from rayps.runtime.tally import Tally
 from rayps.server.shard import Boundary
 from rayps.strategy import Phase
+from rayps.workload import Workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +38,10 @@ class Leg:
         journal.event("phase", f"{name} until round {self.end}", round=now, end=self.end, strategy=strategy.name)
         if self.division is not None:
             journal.event("divided", words(self.division), columns=self.division.facts())
+
+    def tally(self, workload: Workload, workers: int, layout: Layout) -> Tally:
+        """What hears the points of its rounds."""
+        return tally_of(workload, self.phase.strategy, workers, self.division, layout)
 
     def orders(self, spec: JobSpec, generation: int, evaluated: int) -> Orders:
         """What a generation is told; the evaluation after round `evaluated` is filed."""

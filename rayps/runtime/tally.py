@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from statistics import fmean, median
 from typing import Any
 
 from rayps.costs import Costs, amount
 from rayps.grid import Grid
 from rayps.metrics import Point
+from rayps.pipeline.schedule import table
+from rayps.pipeline.simulate import simulate
+from rayps.strategies.pipeline import Pipeline
+from rayps.strategy import Strategy
 
 _WARM = 1  # rounds of each worker that do not count: memory is still being made, and rings formed
 
@@ -16,15 +21,20 @@ _WARM = 1  # rounds of each worker that do not count: memory is still being made
 class Tally:
     """Hears a phase's points of single workers; `event()` says what its steps cost."""
 
-    def __init__(self, strategy: str, costs: Costs) -> None:
-        self._strategy, self._costs = strategy, costs
+    def __init__(self, strategy: Strategy, workers: int, formula: Callable[[], Costs]) -> None:
+        """`formula` gives the costs by formula; it is called at the end only."""
+        self._strategy, self._grid, self._formula = strategy.name, strategy.grid(workers), formula
+        self._replica = strategy.replica if self._grid.stage > 1 else None
+        self._spans: dict[int, list[Any]] = {}  # of one step of each rank
         self._points: dict[int, list[Point]] = defaultdict(list)
         self._seen: dict[int, int] = defaultdict(int)
 
-    def hear(self, points: list[Point]) -> None:
-        """Take in points of single ranks, before they are merged."""
+    def hear(self, points: list[Point]) -> list[dict[str, Any]]:
+        """Take in points of single ranks, before they are merged; what is to be filed of them, as events."""
         for point in points:
             if point["kind"] == "round":
+                if point.get("spans"):
+                    self._spans[point["rank"]] = point.pop("spans")
                 rank = point["rank"]
                 self._seen[rank] += 1
                 kept = self._points[rank]
@@ -32,16 +42,37 @@ class Tally:
                     kept.clear()
                 kept.append({key: value for key, value in point.items() if isinstance(value, (int, float))})
                 del kept[:-_KEPT]
+        return self._drawn()
 
-    def event(self) -> dict[str, Any]:
-        """The phase's costs a step, measured and by formula; see `measured`."""
-        found = measured(self._points, self._costs.grid)
+    def _drawn(self) -> list[dict[str, Any]]:
+        """Once: how a step of the first replica really went, beside the schedule."""
+        grid, replica = self._grid, self._replica
+        ranks = [grid.rank(0, stage) for stage in range(grid.stage)]
+        if not isinstance(replica, Pipeline) or not self._spans.keys() >= set(ranks):
+            return []
+        theory = simulate(table(replica.schedule, replica.stages, replica.micro_batches, replica.chunks))
+        rows = aligned([self._spans[rank] for rank in ranks])
+        self._replica = None
+        whole = max((end for row in rows for _, _, end in row), default=0.0)
+        message = (
+            f"a step under {replica.schedule} took {1000 * whole:.3g} ms; by its table {float(theory.idle):.1%} of the "
+            "time is waiting"
+        )
+        drawn = [[[str(action), float(start), float(end)] for action, start, end in row] for row in theory.rows]
+        return [{"kind": "schedule", "message": message, "theory": drawn, "measured": rows}]
+
+    def event(self) -> dict[str, Any] | None:
+        """The phase's costs a step, measured and by formula, see `measured`; None where no step was heard of."""
+        found = measured(self._points, self._grid)
+        if not found:
+            return None
+        costs = self._formula()
         return {
             "kind": "costs",
-            "message": words(self._costs, found),
+            "message": words(costs, found),
             "strategy": self._strategy,
             "measured": found,
-            "formula": self._costs.to_dict(),
+            "formula": costs.to_dict(),
         }
 
 
@@ -51,16 +82,17 @@ _KEPT = 1_000  # newest rounds of each worker
 def measured(points: dict[int, list[Point]], grid: Grid) -> dict[str, Any]:
     """What a step took, from points of each rank.
 
-    bytes, messages: of all workers. idle: the share of the engines' time in which they waited, in all and by stage.
-    activations: the most held at once, by stage. compute: each worker's seconds, and imbalance: how much the longest
-    is above the mean. exposed: the share of a step that communication and waiting add to the compute.
-    hidden: the share of the gradients' bytes that left while backward went on. What is not known is left out.
+    bytes: of all workers; stage_bytes, messages: those between stages. idle: the share of the engines' time in which
+    they waited, in all and by stage. activations: the most held at once, by stage. compute: each worker's seconds, and
+    imbalance: how much the longest is above the mean. exposed: the share of a step that communication and waiting add
+    to the compute. hidden: the share of the gradients' bytes that left while backward went on. What is not known is
+    left out.
     """
     ranks = sorted(rank for rank in points if points[rank])
     if not ranks:
         return {}
     found: dict[str, Any] = {"rounds": max(len(points[rank]) for rank in ranks)}
-    for key in ("bytes", "messages"):
+    for key in ("bytes", "stage_bytes", "messages"):
         if all(key in point for rank in ranks for point in points[rank]):
             found[key] = sum(fmean(point[key] for point in points[rank]) for rank in ranks)
     seconds = {key: [_middle(points[rank], key) for rank in ranks] for key in ("seconds", "compute", "idle", "busy")}
@@ -88,13 +120,40 @@ def measured(points: dict[int, list[Point]], grid: Grid) -> dict[str, Any]:
     return found
 
 
+def aligned(stages: list[list[tuple[str, float, float]]]) -> list[list[list[Any]]]:
+    """What each stage did in a step, (action, start, end) by its own clock, on the clock of the first one.
+
+    A stage's first forward pass is taken to have begun when the one before it had ended: clocks of different hosts
+    cannot be compared, and a stage waits for nothing else then.
+    """
+    rows: list[list[list[Any]]] = []
+    shift = 0.0
+    for stage in stages:
+        if rows and rows[-1] and stage:
+            shift = rows[-1][0][2] - stage[0][1]
+        elif stage:
+            shift = -stage[0][1]
+        rows.append([])
+        for action, start, end in stage:
+            if rows[-1] and rows[-1][-1][0] == str(action):  # the loss belongs to the last forward pass
+                rows[-1][-1][2] = end + shift
+            else:
+                rows[-1].append([str(action), start + shift, end + shift])
+    return rows
+
+
 def words(costs: Costs, found: dict[str, Any]) -> str:
     """One sentence of what was measured, with the formula's value beside each."""
     said = []
     if "bytes" in found:
         said.append(f"a step sends {amount(found['bytes'])}{_beside(costs.bytes, amount)}")
-    if "messages" in found:
-        said.append(f"{found['messages']:.4g} messages{_beside(costs.messages, '{:.4g}'.format)}")
+    if "messages" in found and "stage_bytes" in found:
+        between = next((cost for cost in costs.traffic if cost.axis == "stage"), None)
+        sent = _beside(None if between is None else between.bytes, amount)
+        often = _beside(None if between is None else between.messages, "{:.4g}".format)
+        said.append(
+            f"{amount(found['stage_bytes'])}{sent} of it in {found['messages']:.4g} messages{often} between stages"
+        )
     if "idle" in found:
         said.append(f"stages wait {found['idle']:.1%} of the time{_beside(costs.idle, lambda x: f'{float(x):.1%}')}")
     if "activations" in found:
