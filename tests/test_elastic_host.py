@@ -71,6 +71,16 @@ def test_one_copy_is_the_same(site):
         assert site.segment("s1", i).marks() == {0: 5, 1: 0}
 
 
+def test_a_space_pays_for_what_is_read_of_it_too(site):
+    """Taking in a large push takes as long as applying it: a flood must not have that for nothing."""
+    one = opened(site, staleness=None)
+    worker, host = site.guest("s0"), site.hosts["s0"]
+    for step in range(20):
+        assert worker.ask(Kind.PUSH, [Piece(i, 1, grad(1.0)) for i in range(3)], a=step).kind == Kind.ACK
+    served = host.facts()["spaces"][str(one.number)]["seconds"]
+    assert host._fair._line(one.number).clock > served + 1e-5 > 1e-5
+
+
 def opened(site, places=("s0",) * 3, **more):
     one = space(**more)
     site.open(one, list(places))

@@ -113,20 +113,19 @@ def _look(cluster: Cluster, running: Group, work: Any, seconds: float) -> _Look:
     old, began = _served(hosts), time.monotonic()
     turns = work(seconds)
     took, now = time.monotonic() - began, _served(hosts)
-    facts = running.facts()
-    rates = dict.fromkeys(hosts, 0.0)
-    for segment in facts["spaces"][0]["segments"]:
-        rates[segment["primary"]] = rates.get(segment["primary"], 0.0) + segment["operations_s"]
-    loads = [1000 * (now[name] - old[name]) / max(turns, 1) for name in hosts]
-    return _Look(turns / took, loads, list(rates.values()))
+    loads = [1000 * (now[name][0] - old[name][0]) / max(turns, 1) for name in hosts]
+    ids = [float(sum(count - old[name][1].get(index, count) for index, count in now[name][1].items()))
+           for name in hosts]  # fmt: skip
+    return _Look(turns / took, loads, ids)
 
 
-def _served(hosts: dict[str, Handle | None]) -> dict[str, float]:
-    """By server: seconds that it has served, ever."""
+def _served(hosts: dict[str, Handle | None]) -> dict[str, tuple[float, dict[str, int]]]:
+    """By server: seconds that it has served, ever, and by segment the ids that were pulled and pushed."""
     found = {}
     for name, host in hosts.items():
         spaces = {} if host is None else host.call("facts").result(WAIT_SECONDS)["spaces"]
-        found[name] = sum(float(space["seconds"]) for space in spaces.values())
+        ids = {index: int(values[2]) for space in spaces.values() for index, values in space["segments"].items()}
+        found[name] = sum(float(space["seconds"]) for space in spaces.values()), ids
     return found
 
 

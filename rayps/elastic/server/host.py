@@ -160,7 +160,14 @@ class Host:
             self._flush(guest)
 
     def _read(self, guest: Guest) -> None:
-        """Queue what a guest says, as far as its space has room."""
+        """Queue what a guest says; its space pays for the time, since who says much makes all others wait for it."""
+        began = time.monotonic()
+        self._take_in(guest)
+        if guest.space in self._holdings.spaces:
+            self._fair.spent(guest.space, time.monotonic() - began)
+
+    def _take_in(self, guest: Guest) -> None:
+        """As far as its space has room."""
         try:
             for _ in range(64):
                 if not self._fair.room(guest.space):
