@@ -188,6 +188,17 @@ def test_a_long_mlp_pairs_up(groups, n):
     law(groups(n), model, [randn(6, 5)], optimizer=lambda p: torch.optim.Adam(p, lr=1e-2))
 
 
+@pytest.mark.parametrize("n", [2, 3])
+def test_what_needs_the_whole_width_gets_it(groups, n):
+    model = seeded(lambda: nn.Sequential(nn.Linear(6, 11), nn.LayerNorm(11), nn.Linear(11, 6)))
+    given = {"0": "out", "2": "in"}
+    assert not any(way.kept for way in plan(model, n, given).values())
+    talks = law(groups(n), model, [randn(5, 6)], given, steps=1)
+    assert (talks[0].collectives, talks[0].bytes) == (4, 8 * 5 * (11 + 6 + 11 + 6))
+    with pytest.raises(WorkloadError):
+        plan(model, n)
+
+
 def test_half_precision_adds_in_float32(groups):
     model = seeded(lambda: nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8)), torch.float32)
     x = randn(4, 8, dtype=torch.float32)
