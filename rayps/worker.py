@@ -77,7 +77,9 @@ class Worker:
             buffer, home = None, ring.common
         self.flat = FlatModel(self.held.module, buffer, (self.held.layout, self.held.parameters), home)
         self.choices: list[dict[str, Any]] = []  # what was chosen here, as events
-        if ring is not None and plan.rank == 0 and plan.size > 1:
+        if plan.division is not None:
+            self.choices += self._ring_choices()
+        elif ring is not None and plan.rank == 0 and plan.size > 1:
             self.choices.append({"kind": "choice", "message": ring.choice, "ring": ring.choices})
         if ring is not None and plan.strategy.compression is not None:
             self.ring, found = compressed(ring, plan.strategy.compression, Gradient(self.flat.packed, 0))
@@ -106,6 +108,9 @@ class Worker:
                 server.extras = self.tables.pieces
         if isinstance(server, Server) and plan.strategy.compression is not None:
             self.choices.append(compress(server, plan.strategy.compression))
+        if server is not None:
+            for each in self.rings.values():  # what only some columns of a replica have pushed, all of them make again
+                server.step = -int(each.max(torch.tensor([-server.step])).item())
         self.position = server.step if server is not None else plan.start
         self.wanted = 0  # the round whose part the driver waits for
         self.commit: Callable[[Worker], None] | None = None  # keeps what it has between two rounds
@@ -159,6 +164,14 @@ class Worker:
         if self.tables is not None:
             self.tables.ahead(batch)
         return batch
+
+    def _ring_choices(self) -> list[dict[str, Any]]:
+        """Of the rings that this worker is the first of, as the data rings and tensor rings of its replica."""
+        known = {"data": self.ring, "tensor": self.rings.get("tensor")}
+        mine = {axis: ring for axis, ring in known.items() if ring is not None and ring.size > 1 and ring.rank == 0}
+        tables = {self.place.line(axis): ring.choices for axis, ring in mine.items()}
+        said = [{"kind": "choice", "message": f"{self.place.line(axis)}: {ring.choice}"} for axis, ring in mine.items()]
+        return ([{"kind": "rings", "rings": tables}] if tables else []) + (said if self.plan.rank == 0 else [])
 
     def _epoch_of(self, position: int) -> tuple[int, int]:
         """The epoch, and the number of the batch in it."""
