@@ -8,11 +8,14 @@ import pytest
 import torch
 from elastic_talk_fakes import FakeGroup, space_of
 
+from rayps.cluster import until
 from rayps.elastic.client.client import ElasticServer
 from rayps.elastic.client.kept import Kept
 from rayps.elastic.client.talk import Talk
 from rayps.elastic.messages import Kind
+from rayps.elastic.space import Table
 from rayps.errors import ConfigError, LinkError, PeerLost, PeerTimeout
+from rayps.tables.ahead import Ahead
 
 
 @pytest.fixture
@@ -228,6 +231,38 @@ def test_a_hang_up_ends_what_waits(make):
     later(0.1, server.hang_up)
     with pytest.raises(LinkError):
         server.pull()
+
+
+def test_a_hang_up_reaches_who_pulls_ahead(make):
+    """An aborted worker must not wait for a prefetch that nobody answers."""
+    group, talk = make()
+    ElasticServer(talk)
+    group.parks = True
+    tables = Ahead({"users": Client()}, talk, lambda batch: {"users": batch}, pulls=True)
+    tables.begin(0)
+    tables.tell(torch.arange(3).numpy())
+    assert until(lambda: tables._reader is not None, 5.0)
+    later(0.1, talk.hang_up)
+    with pytest.raises(PeerLost, match="ended on this side"):
+        tables.rows("users")
+    tables.close()
+    with pytest.raises(PeerLost):  # one that is made too late
+        talk.reader().exchange(Kind.PULL, dict.fromkeys(range(4), b""))
+
+
+class Client:
+    """As much of a TableClient as pulling ahead needs: it asks for the dense vector."""
+
+    table = Table("users", 1, 1)
+
+    def room(self, lookup):
+        return torch.zeros(1)
+
+    def asked(self, lookup):
+        return dict.fromkeys(range(4), b"")
+
+    def landing(self, lookup, rows):
+        return None
 
 
 def test_joining_waits_for_those_who_are_to_hold_something(make):

@@ -8,6 +8,7 @@ knew (`rayps.elastic.client.kept`); the segments' ledgers drop what they have. L
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -70,6 +71,7 @@ class Talk:
         name = name or (f"worker-{rank}" if rank >= 0 else "opener")
         self._lines = Lines(door, space, rank, incarnation, name, timeout)
         self._pool = Pool()
+        self._readers: weakref.WeakSet[Talk] = weakref.WeakSet()
         self._asks: list[Ask] = []  # what is under way, in the order to be said
         self._tag = 0
         self._moved: set[int] = set()  # segments that have had another primary since this began
@@ -82,11 +84,16 @@ class Talk:
         return self._lines.map
 
     def reader(self) -> Talk:
-        """Another talk of the same rank, with links of its own, for another thread. It is not to push."""
-        return Talk(
+        """Another talk of the same rank, with links of its own, for another thread. It is not to push; a `hang_up` of
+        this one reaches it."""
+        made = Talk(
             self._door, self.space, self.rank, incarnation=self._incarnation, timeout=self.timeout,
             name=self._lines.name, keep=0, lost=self._lost,
         )  # fmt: skip
+        self._readers.add(made)
+        if self._lines.ended:  # while it was made
+            made.hang_up()
+        return made
 
     def join(self) -> dict[int, int]:
         """Say who this is to all servers; this rank's next step by segment. Rank -1 has none, and need not join.
@@ -169,6 +176,8 @@ class Talk:
     def hang_up(self) -> None:
         """End what another thread waits for in here, as lost; that thread is to `close`. Any thread may call it."""
         self._lines.hang_up()
+        for reader in list(self._readers):
+            reader.hang_up()
 
     def close(self) -> None:
         """Leave. What is not durable stays with the servers as it is. Safe to call twice."""
