@@ -157,3 +157,35 @@ def test_a_stage_that_is_killed_is_replaced_and_the_step_is_replayed(layout, vic
     assert event["round"] in range(2, 5)
     assert len([handle for handle in cluster.handles if "WorkerActor" in handle.name]) == workers + 1
     equal(result, undisturbed(layout))
+
+
+@pytest.mark.parametrize(("layout", "victim"), [("tensor", 0), ("tensor", 1), ("tensors", 2)])
+@pytest.mark.parametrize("moment", ["forward=5", "half a step=4"])
+def test_a_tensor_rank_that_is_killed_is_replaced_and_the_step_is_replayed(layout, victim, moment):
+    replica, workers, work = LAYOUTS[layout]
+    result = run(work(), ProcessCluster({("WorkerActor", victim): moment}), replica, workers)
+    [event] = mended(result)
+    speaks(event, [f"worker-{victim}"], twin=workers > replica.tensor)
+    equal(result, undisturbed(layout))
+
+
+def test_two_deaths_in_a_row_and_one_while_it_is_mended():
+    # the 4th process is the first replacement, which dies in its first step, and the 5th in its third
+    arm = {("WorkerActor", 1): "backward=7", ("WorkerActor", 3): "backward=1", ("WorkerActor", 4): "step=3"}
+    replica, workers, work = LAYOUTS["three stages"]
+    result = run(work(), ProcessCluster(arm), replica, workers)
+    deaths = [event for event in result.events if event["kind"] == "mending"]
+    assert [event["lost"] for event in deaths] == [["worker-1"]] * 3
+    assert [event["lost"] for event in mended(result)] == [["worker-1"]] * len(mended(result))
+    assert len(mended(result)) in (2, 3)
+    equal(result, undisturbed("three stages"))
+
+
+def test_a_worker_and_its_mirror_gone_together_mean_the_snapshot_again():
+    arm = {("WorkerActor", 0): "forward=20", ("WorkerActor", 1): "vault: half a commit=6"}
+    replica, workers, work = LAYOUTS["pipeline"]
+    result = run(work(), ProcessCluster(arm), replica, workers, checkpoint_every=5)
+    assert [event["lost"] for event in result.events if event["kind"] == "restarted"] == [["worker-0", "worker-1"]]
+    assert not mended(result)
+    assert any("no twin, no mirror has its state any more" in event["message"] for event in result.events)
+    equal(result, undisturbed("pipeline"))

@@ -265,17 +265,7 @@ class Driver:
         assert self._snapshot is not None
         self._standing.say(Status.RECOVERING, decision.reason)
         self._broken_since = None
-        for name in decision.lost:
-            kind, _, number = name.partition("-")
-            if kind == "shard":
-                group.replace_shard(int(number), self._snapshot)
-                message = f"shard-{number} was restored from round {self._snapshot.round}"
-            else:
-                group.replace_worker(int(number), self._snapshot)
-                message = f"worker-{number} was replaced"
-            self.journal.event(
-                "replaced", f"{decision.reason}: {message}, the others went on", lost=[name], round=self._snapshot.round
-            )
+        self._mender.replace(group, decision, self._snapshot)
         self._standing.say(Status.RUNNING, "")
 
     def _facts(self, group: Group, phase: Phase) -> RunFacts:
@@ -294,8 +284,7 @@ class Driver:
             failures=self._failures,
             max_failures=self.spec.max_failures,
             broken_for=0.0 if self._broken_since is None else time.monotonic() - self._broken_since,
-            # of a replica of several workers the others cannot go on either
-            lockstep=(phase.strategy.lockstep and not group.holds_tables) or phase.strategy.replica is not None,
+            lockstep=phase.strategy.lockstep and not group.holds_tables,
             stop=self._stop.is_set(),
             mends=group.mends,
         )
@@ -305,8 +294,8 @@ class Driver:
     def _take_in(self, group: Group, rounds: Rounds) -> None:
         found = group.poll()
         for point in found:
-            if self._snapshot is not None and "ring" in point:
-                self._snapshot.ring = point["ring"]  # also for the generations and the runs that go on from here
+            if self._snapshot is not None:
+                self._snapshot.hear(point)  # also for the generations and the runs that go on from here
         points = self.journal.choices(found)
         self._report.hear(points)
         self._news.hear(points)

@@ -5,8 +5,8 @@ Which members to replace is decided by the driver.
 
 from __future__ import annotations
 
-import logging
 import secrets
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +26,6 @@ from rayps.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from rayps.elastic.job import JobSpace
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -50,6 +48,7 @@ class Group:
     _grid: Grid = field(default_factory=lambda: Grid(1))
     _line: int = 0  # the generation that last began from a snapshot
     _bonds: list[Bond | None] = field(default_factory=list)
+    _attempts: int = 0  # how often workers have begun anew while others went on
     _said: dict[tuple[int, str], int] = field(default_factory=dict)  # the newest point of each rank, by kind
     _collected: int = 0  # the round of the newest state
     _evaluated: list[int] = field(default_factory=list)  # the last round after which each rank was heard to evaluate
@@ -179,17 +178,29 @@ class Group:
     def _column(self, rank: int) -> int:
         return self._grid.column(rank) if self._known().division is not None else 0
 
-    def replace_worker(self, rank: int, snapshot: Snapshot) -> None:
-        """Start a worker anew while the others go on; it asks the servers which step is its next."""
-        if self.workers[rank].dead:
+    def replicas_of(self, ranks: Iterable[int]) -> list[list[int]]:
+        """The replicas that these workers belong to, each as its ranks."""
+        return [self._grid.replica(data) for data in sorted({self._grid.at(rank).data for rank in ranks})]
+
+    def replace_workers(self, ranks: list[int], snapshot: Snapshot) -> None:
+        """Start a replica's workers anew while the others go on; they ask the servers which step is their next.
+
+        Those that live keep their processes.
+        """
+        dead = [rank for rank in ranks if self.workers[rank].dead]
+        for rank in dead:
             self.cluster.kill(self.workers[rank].handle)
             self.workers[rank] = self._spawn_worker(rank)
-            place([self.workers[rank]])
-        if self.workers[rank].dead:
+        place([self.workers[rank] for rank in dead])
+        if any(self.workers[rank].dead for rank in ranks):
             return  # the next poll says so
-        part = columns_of(snapshot, self._known().division)[self._column(rank)]
-        plan = self._worker_plan(rank, -1)
-        settle([self.workers[rank].handle.call("begin", plan, self.cluster.share(part))], [self.workers[rank]])
+        self._attempts += 1
+        parts = columns_of(snapshot, self._known().division)
+        replies = []
+        for rank in ranks:
+            part = self.cluster.share(parts[self._column(rank)])
+            replies.append(self.workers[rank].handle.call("begin", self._worker_plan(rank, -1), part))
+        settle(replies, [self.workers[rank] for rank in ranks])
 
     def replace_shard(self, index: int, snapshot: Snapshot) -> None:
         """Restore a shard from a snapshot and tell the workers, who say again what they pushed to it since."""
@@ -225,6 +236,7 @@ class Group:
             orders.division,
             {axis: self._addresses(axis, rank) for axis, length in within.items() if length > 1},
             self._bonds[rank] if self._bonds else None,
+            self._attempts,
         )
 
     @property
@@ -358,7 +370,7 @@ class Group:
         parts = columns_of(snapshot, self._known().division)
         shared = [(self.cluster.share(part.params), part.buffers) for part in parts]
         replies = [w.handle.call("evaluate", *shared[self._column(rank)]) for rank, w in enumerate(self.workers)]
-        found = []
+        found, torn = [], list[tuple[Member, str]]()
         for worker, reply in zip(self.workers, replies, strict=True):
             try:
                 found.append(reply.result(timeout))
@@ -366,8 +378,10 @@ class Group:
                 worker.dead = str(error.data.get("reason", error))
             except TimeoutError:
                 worker.dead = f"it did not evaluate within {timeout:g} s"
-            except LinkError as error:  # of a replica of several workers somebody is gone
-                log.info("%s: %s", worker.name, error)
+            except LinkError as error:  # within its replica
+                torn.append((worker, str(error)))
+        if torn and not any(worker.dead for worker in self.workers):  # else the dead one is why
+            torn[0][0].dead = torn[0][1]
         return means(found) if len(found) == self.size else None
 
 

@@ -14,9 +14,10 @@ from rayps.metrics import Rounds
 from rayps.replica.keepers import Mending
 from rayps.replica.upkeep import Cost
 from rayps.runtime.actors import WorkerFacts
-from rayps.runtime.decide import Mend, Restart
+from rayps.runtime.decide import Mend, Replace, Restart
 from rayps.runtime.group import Group
 from rayps.runtime.journal import Journal
+from rayps.snapshot import Snapshot
 
 
 @dataclass(slots=True)
@@ -37,7 +38,8 @@ class Mender:
     cost: Cost | None = None  # of being able to mend, in the generation under way
     _seen: float | None = None  # the first sign of a death
     _wound: _Wound | None = None
-    _told: Cost | None = field(default=None)
+    _told: Cost | None = None
+    _rejoining: list[tuple[list[int], list[str], float]] = field(default_factory=list)  # ranks, the lost, since when
 
     def saw(self, anything: bool) -> None:
         """Whether a member is dead or misses another one, as of now."""
@@ -94,11 +96,50 @@ class Mender:
             generation=generation,
         )
 
+    def replace(self, group: Group, decision: Replace, snapshot: Snapshot) -> None:
+        """New processes for the lost, whose replicas begin anew from the servers; the others are not disturbed."""
+        numbers = [(name.partition("-")[0], int(name.partition("-")[2])) for name in decision.lost]
+        seen, self._seen = self._seen or time.monotonic(), None
+        for index in [number for kind, number in numbers if kind == "shard"]:
+            group.replace_shard(index, snapshot)
+            message = f"shard-{index} was restored from round {snapshot.round}"
+            self._replaced(decision, [f"shard-{index}"], message, snapshot)
+        gone = [number for kind, number in numbers if kind == "worker"]
+        for ranks in group.replicas_of(gone):
+            group.replace_workers(ranks, snapshot)
+            lost = [f"worker-{rank}" for rank in ranks if rank in gone]
+            message = f"{' and '.join(lost)} was replaced"
+            if len(ranks) > 1:
+                message += f", and worker-{ranks[0]} to worker-{ranks[-1]}, its replica, began anew from the servers"
+                self._rejoining = [each for each in self._rejoining if each[0] != ranks] + [(ranks, lost, seen)]
+            self._replaced(decision, lost, message, snapshot)
+
+    def _replaced(self, decision: Replace, lost: list[str], message: str, snapshot: Snapshot) -> None:
+        self.journal.event(
+            "replaced", f"{decision.reason}: {message}, the others went on", lost=lost, round=snapshot.round
+        )
+
+    def _look_for_those_who_rejoin(self, group: Group) -> None:
+        for ranks, lost, seen in list(self._rejoining):
+            facts = [group.workers[rank].facts for rank in ranks]
+            if all(isinstance(f, WorkerFacts) and f.position > 0 and f.status != "failed" for f in facts):
+                self._rejoining.remove((ranks, lost, seen))
+                at, seconds = min(f.position for f in facts) - 1, time.monotonic() - seen
+                self.journal.event(
+                    "rejoined",
+                    f"the replica of {' and '.join(lost)} has learnt again, from round {at} on, "
+                    f"{seconds:.2f} s after the death was seen",
+                    lost=lost,
+                    round=at,
+                    seconds=seconds,
+                )
+
     def look(self, group: Group, generation: int) -> None:
         """Take in the workers as they are now; tells of a mending once the first new round is there."""
         known = [w.facts for w in group.workers if isinstance(w.facts, WorkerFacts)]
         facts = [f for f in known if f.generation == generation]
         self.cost = Cost.most(f.cost for f in facts if f.cost is not None) or self.cost
+        self._look_for_those_who_rejoin(group)
         wound = self._wound
         if wound is None or len(facts) < len(group.workers):
             return

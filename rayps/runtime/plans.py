@@ -64,6 +64,7 @@ class WorkerPlan:
     division: Division | None = None
     axes: dict[str, list[str]] = field(default_factory=dict)  # addresses along each axis within the replica
     bond: Bond | None = None  # where workers keep each other's states
+    attempt: int = 0  # how often this replica has begun anew in this generation
 
 
 @dataclass(slots=True)

@@ -68,11 +68,13 @@ class Ties:
         place = plan.strategy.grid(plan.size).at(plan.rank)
         label, table = "worker", snapshot.ring
         if plan.division is not None:
-            label = ":".join([axis, *(str(at) for name, at in place._asdict().items() if name != axis)])
+            label = place.line(axis)
             table = (snapshot.ring or {}).get(label)
+            label += f"#{plan.attempt}"  # who calls for an earlier attempt is not let in
+        pairs = axis == "stage"  # they speak in pairs, so there is nothing to measure
         return Ring.form(
-            place._asdict()[axis], addresses, listener, secret=plan.secret, generation=plan.generation,
-            timeout=plan.timeout, label=label, table=table,
+            getattr(place, axis), addresses, listener, secret=plan.secret, generation=plan.generation,
+            timeout=plan.timeout, label=label, table=table, algorithm="ring" if pairs else "auto", streams=int(pairs),
         )  # fmt: skip
 
     def rewire(self, shard: int, address: str) -> None:
