@@ -22,6 +22,10 @@ class Point(NamedTuple):
     stage: int
     tensor: int
 
+    def line(self, axis: str) -> str:
+        """The name of all that differ from here along an axis only: `stage:0:1` is replica 0, tensor ranks 1."""
+        return ":".join([axis, *(str(at) for name, at in zip(AXES, self, strict=True) if name != axis)])
+
 
 @dataclass(frozen=True, slots=True)
 class Grid:

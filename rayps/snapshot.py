@@ -37,7 +37,8 @@ class Snapshot:
     rng: dict[int, Tensor] = field(default_factory=dict)
     positions: list[int] = field(default_factory=list)
     steps_per_epoch: int = 1
-    ring: dict[str, Any] | None = None  # the ring's `choices`: with them the same sums come out bit for bit
+    ring: dict[str, Any] | None = None  # the ring's `choices`: with them the same sums come out bit for bit; of a
+    # replica of several workers those of each ring, by `Point.line`
     ledgers: list[tuple[int, int, Ledger]] = field(default_factory=list)  # of each shard: lo, hi, what it had applied
     divided: str = ""  # of which division's columns, one behind another, the ledgers' elements are; "" = the vector's
     columns: int = 1  # workers of one replica
@@ -139,6 +140,13 @@ class Snapshot:
                     f"the checkpoint is of another model: parameter {name!r} has shape {mine.get(name)} there "
                     f"and {other.get(name)} here:\ngive the checkpoint of this model, or start without resume"
                 )
+
+    def hear(self, point: dict[str, Any]) -> None:
+        """Take over what the rings have chosen, if this point of a worker says it."""
+        if "ring" in point:
+            self.ring = point["ring"]
+        elif "rings" in point:
+            self.ring = (self.ring or {}) | point["rings"]
 
     def resume(self, calendar: Calendar) -> None:
         """Go on in this run, which may have another number of replicas or batches per epoch than the one before.

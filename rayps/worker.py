@@ -25,7 +25,7 @@ from rayps.flat import FlatModel, Gradient
 from rayps.meter import Meter
 from rayps.replica.build import model_of
 from rayps.replica.optimizer import of_some
-from rayps.replica.part import Part, Whole
+from rayps.replica.part import Part, Whole, number
 from rayps.replica.slice import Slice
 from rayps.ring import Ring
 from rayps.ring.compressed import compressed
@@ -319,7 +319,7 @@ class Worker:
                 if batch.size:
                     for name, mean in self.held.evaluate(batch.to(self.device)).items():
                         total, count = sums.get(name, (0.0, 0))
-                        sums[name] = (total + _number(name, mean) * batch.size, count + batch.size)
+                        sums[name] = (total + number(name, mean) * batch.size, count + batch.size)
         model.train()
         return sums
 
@@ -376,12 +376,3 @@ class Worker:
         done = self.position - 1
         point = {"kind": "round", "round": done, "epoch": self._epoch_of(done)[0], **self._meter.point()}
         return point | self.held.facts() | (self.tables.point() if self.tables is not None else {})
-
-
-def _number(name: str, mean: Any) -> float:
-    try:
-        return float(mean)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise WorkloadError(
-            f"evaluate(model, batch) gave {name!r} a {type(mean).__name__}: return one number, its mean over the batch"
-        ) from error

@@ -93,3 +93,13 @@ def metrics_of(given: Any) -> dict[str, Any]:
             f"evaluate(model, batch) gave {type(given).__name__}: return a dict of means such as {{'accuracy': 0.9}}"
         )
     return given
+
+
+def number(name: str, mean: Any) -> float:
+    """A mean of the user's. Raises WorkloadError."""
+    try:
+        return float(mean)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise WorkloadError(
+            f"evaluate(model, batch) gave {name!r} a {type(mean).__name__}: return one number, its mean over the batch"
+        ) from error

@@ -15,7 +15,7 @@ from rayps.pipeline.engine import Engine
 from rayps.pipeline.schedule import table
 from rayps.replica.build import blank, keep_only
 from rayps.replica.division import Division
-from rayps.replica.part import Check, Whole
+from rayps.replica.part import Check, Whole, number
 from rayps.replica.share import Share
 from rayps.ring import Ring
 from rayps.strategies.pipeline import Pipeline
@@ -122,7 +122,7 @@ class Slice(Whole):
             part = parts[micro]
             found = {"loss": proxy.loss(self.workload, part, output)} | proxy.metrics(self.workload, part, output)
             for name, mean in found.items():
-                means[name] = means.get(name, 0.0) + float(mean) * weights[micro]
+                means[name] = means.get(name, 0.0) + number(name, mean) * weights[micro]
 
         self._engine.evaluate(weights, lambda i: proxy.inputs(self.workload, parts[i]), done)
         return means if self.reports else {}

@@ -64,7 +64,7 @@ class Journal:
         for point in points:
             if point["kind"] == "choice":
                 self.event(**point)
-        left = [point for point in points if point["kind"] != "choice"]
+        left = [point for point in points if point["kind"] not in ("choice", "rings")]
         for event in self.tally.hear(left) if self.tally is not None else ():
             self.event(**event)
         return left
