@@ -13,7 +13,7 @@ from test_exactly_once import Tally, died
 from torch import nn
 
 import rayps
-from rayps import AllReduce, Downpour, ParameterServer
+from rayps import AllReduce, Downpour, ParameterServer, Pipeline, TensorParallel
 from rayps.errors import ConfigError, PeerTimeout
 from rayps.job import JobSpec
 from rayps.link import Listener, connect
@@ -85,6 +85,34 @@ def test_one_replica_is_the_appendix_step_by_step(shards, n_push, n_fetch, optim
     strategy = Downpour(n_push=n_push, n_fetch=n_fetch, shards=shards, adagrad=adagrad)
     result = train(work, strategy, workers=1, epochs=2)
     assert distance(result.model(), appendix(work, n_push, n_fetch, adagrad, epochs=2)) < EXACT
+
+
+SPLITS = [(Pipeline(stages=2, micro_batches=1), 2), (Pipeline(stages=3, micro_batches=2), 3),
+          (TensorParallel(size=2), 2), (Pipeline(stages=2, micro_batches=2, stage=TensorParallel(size=2)), 4)]
+
+
+@pytest.mark.parametrize("shards", [1, 2, 5])
+@pytest.mark.parametrize(("replica", "workers"), SPLITS, ids=lambda given: getattr(given, "name", given))
+def test_one_replica_is_serial_however_it_is_split(replica, workers, shards):
+    work = Small(n=33)
+    result = train(work, Downpour(shards=shards, replica=replica), workers=workers, epochs=2)
+    model, losses, _ = plain(work, epochs=2)
+    assert distance(result.model(), model) < EXACT
+    assert result.history.column("loss").to_pylist() == pytest.approx(losses, abs=EXACT)
+    seldom = Downpour(n_push=2, n_fetch=3, adagrad=0.1, shards=shards, replica=replica)
+    result = train(work, seldom, workers=workers, epochs=2)
+    assert distance(result.model(), appendix(work, 2, 3, 0.1, epochs=2)) < EXACT
+
+
+def test_replicas_of_several_workers_go_on_after_a_death():
+    """All ranks of a replica begin at one position, whatever each part's shards have heard."""
+    work = Small(n=160, pause=0.003, tag="downpour-replica-death")
+    cluster = Watched()
+    cluster.kill_when(work.tag, 60, ("WorkerActor", 1))
+    strategy = Downpour(shards=2, n_push=3, n_fetch=2, replica=Pipeline(stages=2, micro_batches=1))
+    result = train(work, strategy, cluster, workers=4, epochs=2, checkpoint_every=4)
+    assert died(result)
+    assert result.snapshot.round == result.history.num_rows == 54
 
 
 def test_several_replicas_learn():

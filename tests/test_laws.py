@@ -6,7 +6,7 @@ from small_work import OPTIMIZERS, Small, distance, plain, rows, train
 from torch import nn
 
 import rayps
-from rayps import AllReduce, ParameterServer
+from rayps import AllReduce, Downpour, Hogwild, ParameterServer
 
 EXACT = 1e-12
 IN_STEP = [AllReduce(), ParameterServer(shards=1), ParameterServer(shards=2), ParameterServer(shards=5)]
@@ -43,7 +43,8 @@ def test_ragged_data_is_weighted_by_samples(strategy, n, batch, workers):
 
 
 @pytest.mark.parametrize(
-    "strategy", [*IN_STEP, ParameterServer(shards=2, staleness=2), ParameterServer(staleness=None)], ids=str)
+    "strategy", [*IN_STEP, ParameterServer(shards=2, staleness=2), ParameterServer(staleness=None), Downpour(shards=2),
+                 Hogwild()], ids=str)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_one_worker_is_plain_torch(strategy, optimizer):
     work = Small(n=20, optimizer=optimizer)
@@ -160,7 +161,8 @@ def test_the_seed_alone_decides_the_beginning():
     torch.manual_seed(3)
     expected = Shows().model()
     found = [train(Shows(n=8), strategy, workers=workers, steps=1, seed=3).model()
-             for strategy in [*IN_STEP, ParameterServer(staleness=1), ParameterServer(staleness=None)]
+             for strategy in [*IN_STEP, ParameterServer(staleness=1), ParameterServer(staleness=None),
+                              Downpour(n_push=2), Hogwild()]
              for workers in (1, 2, 4)]
     assert all(distance(model, expected) == 0 for model in found)
     assert distance(train(Shows(n=8), workers=2, steps=1, seed=4).model(), expected) > 0
@@ -206,7 +208,8 @@ class Frozen(Small):
         return model
 
 
-@pytest.mark.parametrize("strategy", [*IN_STEP, ParameterServer(staleness=None)], ids=str)
+@pytest.mark.parametrize(
+    "strategy", [*IN_STEP, ParameterServer(staleness=None), Downpour(n_push=3, n_fetch=3)], ids=str)
 def test_frozen_parameters_are_the_same_everywhere_and_stay(strategy):
     workers = 3 if strategy.lockstep else 1
     result = train(Frozen(), strategy, workers=workers, epochs=2, seed=9)

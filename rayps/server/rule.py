@@ -9,7 +9,9 @@ from rayps.optim import Factory, Moments
 
 def chosen(factory: Factory, adagrad: float | None) -> Factory:
     """The workload's own; where a rate is given, Adagrad: Duchi, Hazan, Singer, JMLR 2011."""
-    return factory if adagrad is None else lambda params: Adagrad(params, lr=adagrad)
+    if adagrad is None:
+        return factory
+    return lambda params: Adagrad([{"params": params}], lr=adagrad)  # a group: a part of a model may own nothing
 
 
 def fitting(moments: Moments, optimizer: Optimizer) -> Moments:
