@@ -76,7 +76,7 @@ def test_the_command():
 
 def test_rows_through_servers_and_through_calls():
     row = bench_calls(LocalCluster(), rows=400, ids=100, dim=4, workers=2, servers=2, segments=4, repeats=2, turns=3)
-    assert row.own > 0 and row.calls > 0 and row.times_calls > 0
+    assert row.own > 0 and row.calls > 0 and row.times_calls > 0 and row.own_cpu_s is not None
     assert row.own == pytest.approx(2 * row.ids * row.workers / row.own_turn_s)
 
 

@@ -7,10 +7,12 @@ arrays as arguments, ids that were cut by actor beforehand. Both take turns in o
 
 from __future__ import annotations
 
+import os
 import secrets
 import statistics
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,6 +49,8 @@ class CallsRow:
     times_calls: float  # own by calls: the median of the runs' ratios
     own_turn_s: float  # one worker's pull and push of a batch
     calls_turn_s: float
+    own_cpu_s: float | None  # processor seconds of workers and servers for one worker's turn; None: on other hosts
+    calls_cpu_s: float | None  # those of workers and actors; Ray's own processes, which carry the rows, not counted
 
 
 class RayRows:
@@ -59,6 +63,10 @@ class RayRows:
     def pull(self, ids: Any) -> Any:
         """These rows."""
         return self._table.index_select(0, torch.from_numpy(ids)).numpy()
+
+    def ping(self) -> int:
+        """The process id."""
+        return os.getpid()
 
     def push(self, ids: Any, grads: Any) -> None:
         """Step these rows; no id comes twice."""
@@ -123,6 +131,10 @@ class TableBench:
             turns += 1
         return turns
 
+    def ping(self) -> int:
+        """The process id."""
+        return os.getpid()
+
     def close(self) -> None:
         """Leave the servers."""
         if self._talk is not None:
@@ -183,25 +195,52 @@ def bench_calls(
     running = elastic.start(cluster, f"bench-{secrets.token_hex(4)}", servers, 0, detached=False, balance=None)
     actors = [cluster.spawn("rayps.bench.calls:TableBench", rank) for rank in range(workers)]
     parts = [cluster.spawn("rayps.bench.calls:RayRows", -(-rows // servers), dim) for _ in range(servers)]
-    own: list[float] = []
-    calls: list[float] = []
+    own: list[tuple[float, float | None]] = []
+    calls: list[tuple[float, float | None]] = []
+    few = max(2, turns // 4)
     try:
         space = running.open(a_space(workers, dim, segments, optimizer))
         _all(actors, "join", running, space)
         _all(actors, "own", rows, ids, _BATCHES)  # the rows are made, and everybody has run once
+        pids = _all(actors, "ping")
+        mine, theirs = [*pids, *(server["pid"] for server in running.facts()["servers"])], [*pids, *_all(parts, "ping")]
         for _ in range(repeats):
-            own.append(_rate(_all(actors, "own", rows, ids, turns), workers * turns))
-            few = max(2, turns // 4)
-            calls.append(_rate(_all(actors, "calls", parts, rows, ids, dim, few), workers * few))
+            own.append(_measured(mine, workers, turns, actors, "own", rows, ids))
+            calls.append(_measured(theirs, workers, few, actors, "calls", parts, rows, ids, dim))
         _all(actors, "close")
     finally:
         for handle in [*actors, *parts]:
             cluster.kill(handle)
         running.stop()
-    mine, theirs = statistics.median(own), statistics.median(calls)
-    times = statistics.median(a / b for a, b in zip(own, calls, strict=True))
-    return CallsRow(rows, ids, dim, workers, servers, optimizer, repeats, 2 * ids * mine, 2 * ids * theirs, times,
-                    workers / mine, workers / theirs)  # fmt: skip
+    rates = [statistics.median(rate for rate, _ in found) for found in (own, calls)]
+    used = [None if None in [cpu for _, cpu in found] else statistics.median(cpu or 0.0 for _, cpu in found)
+            for found in (own, calls)]  # fmt: skip
+    times = statistics.median(a / b for (a, _), (b, _) in zip(own, calls, strict=True))
+    return CallsRow(rows, ids, dim, workers, servers, optimizer, repeats, 2 * ids * rates[0], 2 * ids * rates[1], times,
+                    workers / rates[0], workers / rates[1], *used)  # fmt: skip
+
+
+def _measured(
+    pids: list[int], workers: int, turns: int, actors: list[Handle], method: str, *args: Any
+) -> tuple[float, float | None]:
+    """Turns a second of all workers, and processor seconds that one turn took."""
+    before = _cpu(pids)
+    rate = _rate(_all(actors, method, *args, turns), workers * turns)
+    after = _cpu(pids)
+    # each worker takes one turn more, to begin with
+    return rate, None if before is None or after is None else (after - before) / (workers * (turns + 1))
+
+
+def _cpu(pids: list[int]) -> float | None:
+    """Processor seconds of these processes so far; None where one is not on this host."""
+    found = 0.0
+    for pid in set(pids):
+        path = Path(f"/proc/{pid}/stat")
+        if not path.exists():
+            return None
+        fields = path.read_text().rpartition(")")[2].split()
+        found += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return found
 
 
 def _all(actors: list[Handle], method: str, *args: Any) -> list[Any]:

@@ -13,7 +13,8 @@ from rayps.cli.show import Output
 from rayps.errors import ConfigError
 
 _CALLS = {"optimizer": "optimizer", "workers": "workers", "servers": "servers", "ids": "ids", "own": "rows/s",
-          "calls": "by calls", "times_calls": "times", "own_turn_s": "turn s", "calls_turn_s": "by calls"}  # fmt: skip
+          "calls": "by calls", "times_calls": "times", "own_turn_s": "turn s", "calls_turn_s": "by calls",
+          "own_cpu_s": "cpu s", "calls_cpu_s": "by calls"}  # fmt: skip
 _HOT = {"servers": "servers", "moves": "moves", "turns_before": "turns/s before", "turns_after": "after",
         "skew_before": "skew before", "skew_after": "after", "ids_skew_before": "of ids before",
         "ids_skew_after": "after", "busiest_before": "busiest s/1000 before", "busiest_after": "after",
