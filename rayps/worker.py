@@ -23,6 +23,7 @@ from rayps.embedding import bind
 from rayps.errors import TrainingError, WorkloadError
 from rayps.flat import FlatModel, Gradient
 from rayps.meter import Meter
+from rayps.replica.agree import agreed
 from rayps.replica.build import model_of
 from rayps.replica.optimizer import of_some
 from rayps.replica.part import Part, Whole, number
@@ -108,9 +109,8 @@ class Worker:
                 server.extras = self.tables.pieces
         if isinstance(server, Server) and plan.strategy.compression is not None:
             self.choices.append(compress(server, plan.strategy.compression))
-        if server is not None:
-            for each in self.rings.values():  # what only some columns of a replica have pushed, all of them make again
-                server.step = -int(each.max(torch.tensor([-server.step])).item())
+        if server is not None and self.rings:
+            server.step = agreed(server.step, self.rings.values(), exact=plan.start < 0 and plan.strategy.lockstep)
         self.position = server.step if server is not None else plan.start
         self.wanted = 0  # the round whose part the driver waits for
         self.commit: Callable[[Worker], None] | None = None  # keeps what it has between two rounds

@@ -135,18 +135,20 @@ def speaks(event, lost, *, twin):
 # ------------------------------------------------------------------------- real deaths at named places
 
 MOMENTS = [  # the n-th visit is in the third step or so
-    "forward=17",
-    "backward=14",
-    "step=3",
-    "half a step=4",
-    "vault: before a commit=4",
-    "vault: half a commit=4",
-    "vault: after a commit=4",
+    ("pipeline", 0, "forward=17"),  # between two micro-batches' forward passes
+    ("pipeline", 0, "backward=14"),
+    ("pipeline", 0, "vault: half a commit=4"),
+    ("pipeline", 1, "backward=9"),  # its last of a step: before the data ring
+    ("pipeline", 1, "step=3"),  # after the data ring
+    ("pipeline", 1, "half a step=4"),
+    ("pipeline", 1, "vault: after a commit=4"),
+    ("pipelines", 1, "forward=17"),
+    ("pipelines", 1, "step=3"),
+    ("pipelines", 2, "vault: half a commit=4"),
 ]
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize(("layout", "victim"), [("pipeline", 0), ("pipeline", 1), ("pipelines", 1)])
+@pytest.mark.parametrize(("layout", "victim", "moment"), MOMENTS)
 def test_a_stage_that_is_killed_is_replaced_and_the_step_is_replayed(layout, victim, moment):
     replica, workers, work = LAYOUTS[layout]
     cluster = ProcessCluster({("WorkerActor", victim): moment})

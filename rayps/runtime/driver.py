@@ -284,7 +284,7 @@ class Driver:
             failures=self._failures,
             max_failures=self.spec.max_failures,
             broken_for=0.0 if self._broken_since is None else time.monotonic() - self._broken_since,
-            lockstep=phase.strategy.lockstep and not group.holds_tables,
+            lockstep=phase.strategy.lockstep and not group.holds_tables and not self._mender.may_replace(group),
             stop=self._stop.is_set(),
             mends=group.mends,
         )

@@ -136,6 +136,12 @@ class Group:
         strategy = self._known().strategy
         return strategy.replica is not None and strategy.shards == 0
 
+    @property
+    def rejoins(self) -> bool:
+        """Whether a replica that has lost a worker can begin anew from the servers although all work in step."""
+        strategy = self._known().strategy
+        return strategy.replica is not None and strategy.shards > 0 and not any(shard.dead for shard in self.shards)
+
     def halt(self) -> Mending | None:
         """End the generation where it stands; from which round the next one can go on without a snapshot, if any."""
         return halted(self._grid, self.workers, self._line)

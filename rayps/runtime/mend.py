@@ -46,6 +46,10 @@ class Mender:
         if anything and self._seen is None:
             self._seen = time.monotonic()
 
+    def may_replace(self, group: Group) -> bool:
+        """Whether in step with servers a replica may begin anew alone; not again where that has just failed."""
+        return group.rejoins and not self._rejoining
+
     def mend(self, group: Group, decision: Restart | Mend, rounds: Rounds, generation: int) -> Mending | None:
         """End the generation and find the round from which the next one goes on; None: back to the snapshot.
 
@@ -54,6 +58,7 @@ class Mender:
         for member in group.members:
             if member.name in decision.lost and not member.dead:
                 member.dead = "silent"
+        self._rejoining = []
         if isinstance(decision, Restart):
             self._seen = self._wound = None
             return None
