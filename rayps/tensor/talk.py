@@ -12,6 +12,8 @@ from torch import Tensor
 from rayps.errors import ConfigError
 from rayps.ring import Ring
 
+_SMALL = 64 << 10  # bytes of a whole tensor up to which a sum, of slices among zeros, takes less time than a gather
+
 
 class Talk:
     """One worker's side of its tensor group. Every worker of the group must make the same calls in the same order.
@@ -41,18 +43,22 @@ class Talk:
         ring = self._open()
         if t.shape[dim] != widths[ring.rank]:
             raise ConfigError(f"this worker's slice is {t.shape[dim]} wide along {dim}, expected {widths[ring.rank]}")
+        shape = list(t.shape)
+        shape[dim] = sum(widths)
         one = t.numel() // max(1, widths[ring.rank])  # elements of a slice that is one wide
+        self.collectives += 1
+        self.bytes += one * shape[dim] * t.element_size()
+        if one * shape[dim] * t.element_size() <= _SMALL:
+            whole = t.new_zeros(shape)
+            whole.narrow(dim, sum(widths[: ring.rank]), widths[ring.rank]).copy_(t)
+            return ring.sum(whole)
         flat = t.new_zeros(one * max(widths))  # a ring gathers equal parts: the narrow ones are filled up
         flat[: t.numel()] = t.reshape(-1)
-        shape = list(t.shape)
         parts: list[Tensor] = []
         for width, got in zip(widths, ring.all_gather(flat), strict=True):
             shape[dim] = width
             parts.append(got[: one * width].view(shape))
-        whole = torch.cat(parts, dim)
-        self.collectives += 1
-        self.bytes += whole.nbytes
-        return whole
+        return torch.cat(parts, dim)
 
     def remembered(self, x: Tensor) -> Tensor | None:
         """What was last made of this very tensor, so that layers that share an input share its gradient's sum."""
