@@ -63,6 +63,7 @@ class Cost:
     messages: int | None
     busiest: float | None = None  # bytes of the worker that sends most of it
     axis: str = "data"  # of the grid
+    hidden: str = "no"  # behind which computing
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,7 @@ class Costs:
                     "bytes": c.bytes,
                     "messages": c.messages,
                     "busiest": c.busiest,
+                    "hidden": c.hidden,
                 }
                 for c in self.traffic
             ],
@@ -185,6 +187,7 @@ def _data(strategy: Strategy, grid: Grid, sizes: Sizes) -> list[Cost]:
         found,
         2 * (n - 1) * n * len(vectors),
         None if share is None else 2 * (n - 1) / n * max(vectors) * share,
+        hidden="behind backward, but for the last bucket" if _buckets(strategy) else "no",
     )
     if strategy.name == "hybrid":
         return [ring, Cost("rows of sparse tables", "2 x the distinct rows that a batch touches", None, None)]
@@ -208,6 +211,7 @@ def _servers(strategy: Strategy, grid: Grid, sizes: Sizes) -> list[Cost]:
                 whole,
                 round(grid.data * shards / every),
                 most,
+                hidden="behind the next step" if verb == "push" and not strategy.lockstep else "no",
             )
         )
     return parts
@@ -234,6 +238,7 @@ def _stages(replica: Pipeline, grid: Grid, sizes: Sizes) -> Cost:
         lines * messages,
         max(busiest) if known else None,
         "stage",
+        "behind other micro-batches",
     )
 
 
@@ -271,6 +276,12 @@ def _lent(grid: Grid, sizes: Sizes) -> list[Cost]:
         whole = sizes.shared * sizes.width * grid.data
         found.append(Cost("weights that tensor ranks hold whole", "(N-1) x their bytes, from the first", whole, None))
     return found
+
+
+def _buckets(strategy: Strategy) -> bool:
+    """Whether gradients leave while backward goes on."""
+    whole = strategy.replica is None and strategy.compression is None
+    return whole and getattr(strategy, "bucket_mb", None) != 0
 
 
 def _compressed(strategy: Strategy, width: int) -> tuple[float | None, str]:

@@ -55,6 +55,7 @@ class Meter:
             "compute": self.compute,
             "wait": wait,
             "move": min(moving, exposed - wait),
+            "talk": waiting + moving,  # also what computing hid
             "bytes": moved,
             "lead": self._server.lead if self._server is not None else None,
         }

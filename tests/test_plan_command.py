@@ -83,6 +83,8 @@ def test_ring_and_servers():
         assert n == 1 or ring.traffic[0].busiest == pytest.approx(2 * (n - 1) / n * 4000)
         served = costs(of("parameter_server:shards=3"), n, given)
         assert served.bytes == 2 * n * 4000 and served.messages == 2 * 3 * n
+    assert "backward" in costs(of("all_reduce"), 2, given).traffic[0].hidden
+    assert costs(of("all_reduce:bucket_mb=0"), 2, given).traffic[0].hidden == "no"
     assert costs(of("all_reduce:compression=fp16"), 4, given).bytes == 2 * 3 * 2000
     assert costs(of("all_reduce:compression=top_k"), 4, given).bytes is None  # the data decides
     downpour = costs(of("downpour:n_push=5,n_fetch=2,shards=2"), 10, given)
@@ -273,7 +275,18 @@ def test_it_is_in_the_help(capsys):
 
 
 def point(rank, n, **more):
-    return {"kind": "round", "rank": rank, "round": n, "seconds": 1.0, "bytes": 100, "loss": None, **more}
+    return {
+        "kind": "round",
+        "rank": rank,
+        "round": n,
+        "seconds": 1.0,
+        "bytes": 100,
+        "loss": None,
+        "wait": 0.1,
+        "move": 0.1,
+        "talk": 0.8,
+        **more,
+    }
 
 
 def test_what_is_said_after_a_run():
@@ -298,6 +311,7 @@ def test_what_is_said_after_a_run():
     assert event["kind"] == "costs" and event["formula"]["bytes"] == formula.bytes
     assert "128 bytes (128 bytes by formula) of it in 16 messages (16 by formula) between stages" in event["message"]
     assert "stages wait 28.6% of the time (20.0% by formula)" in event["message"]
+    assert "hidden" not in found  # a stage waits for its turn, not for bytes
     assert "2/1 activations at most (2/1 by formula)" in event["message"]
     json.dumps(event)
 
@@ -325,7 +339,9 @@ def test_nothing_measured_is_no_error():
     tally = Tally(of("all_reduce"), 2, lambda: formula)
     assert tally.event() is None
     tally.hear([point(0, 0, compute=0.0)])
-    assert tally.event()["measured"]["bytes"] == 100
+    event = tally.event()
+    assert event["measured"]["bytes"] == 100 and event["measured"]["hidden"] == pytest.approx(0.75)
+    assert "75% of the communication is hidden" in event["message"]
 
 
 def test_servers_are_too_few_for_columns_is_no_error_of_costs():

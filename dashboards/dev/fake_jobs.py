@@ -10,11 +10,14 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+from fake_schedule import facts
+
 ENDS = {"SUCCEEDED", "FAILED", "STOPPED"}
 ASYNC = {"name": "parameter_server", "shards": 2, "staleness": None}
 SSP = {"name": "parameter_server", "shards": 3, "staleness": 3}
 HYBRID = {"name": "hybrid", "servers": 3, "staleness": None, "replicas": 1, "prefetch": True, "compression": None,
           "bucket_mb": None}
+PIPED = {"name": "all_reduce", "replica": {"name": "pipeline", "stages": 4, "micro_batches": 8, "schedule": "1f1b"}}
 PHASED = [{"epochs": 2, "strategy": ASYNC}, {"strategy": {"name": "all_reduce"}}]
 
 
@@ -252,7 +255,18 @@ def sample_jobs(speed: float) -> list[FakeJob]:
     stopped.end("STOPPED", (stopped.started or 0) + 40, "Stopped by request.")
     _past(plain, 90_400, plain.rounds)
     _past(on_group, 1480, on_group.rounds)
-    return [live, done, on_group, failed, queued, stopped, plain]
+    return [live, done, on_group, failed, queued, stopped, plain, _piped(spec(digits, PIPED, 8), now - 5400)]
+
+
+def _piped(asked: dict[str, Any], created: float) -> FakeJob:
+    """A job whose replicas are pipelines."""
+    job = FakeJob("01JD8PZ0A1B2C3D4E5F6G7H8JK", "digits-pipeline", asked, created)
+    schedule, cost = facts(PIPED, asked["workers"])
+    _past(job, time.time() - created - 60, job.rounds)
+    first, last = job.started or created, job.finished or created
+    job.event(first + 1, "schedule", "a step under 1f1b took 43 ms; by its table 27.3% of the time is waiting", **schedule)
+    job.event(last, "costs", "a step sends 27.7 MB (27.7 MB by formula)", **cost)
+    return job
 
 
 def _past(job: FakeJob, seconds_ago: float, rounds: int) -> None:

@@ -162,14 +162,14 @@ class _Plan:
     def _say_traffic(self) -> None:
         rows = [
             [cost.what, _count(cost.messages), *([_bytes(cost.bytes), _bytes(cost.busiest)] if self.known else []),
-             cost.formula]
+             cost.hidden if cost.bytes != 0 else "", cost.formula]
             for cost in self.costs.traffic
         ]  # fmt: skip
         if len(rows) > 1:
             whole = [_bytes(self.costs.bytes), ""] if self.known else []
-            rows.append(["all workers together", _count(self.costs.messages), *whole, ""])
+            rows.append(["all workers together", _count(self.costs.messages), *whole, "", ""])
         figures = ["bytes", "of one worker"] if self.known else []
-        show.table(["traffic of a step", "messages", *figures, "formula"], rows)
+        show.table(["traffic of a step", "messages", *figures, "hidden", "formula"], rows)
 
     def _say_memory(self) -> None:
         keys = [key for key in _MEMORY if self.looked or key in ("parameters", "gradients")]

@@ -58,7 +58,7 @@ class Tally:
             f"a step under {replica.schedule} took {1000 * whole:.3g} ms; by its table {float(theory.idle):.1%} of the "
             "time is waiting"
         )
-        drawn = [[[str(action), float(start), float(end)] for action, start, end in row] for row in theory.rows]
+        drawn = [[[str(action), start, end] for action, start, end in row] for row in theory.rows]
         return [{"kind": "schedule", "message": message, "theory": drawn, "measured": rows}]
 
     def event(self) -> dict[str, Any] | None:
@@ -85,8 +85,8 @@ def measured(points: dict[int, list[Point]], grid: Grid) -> dict[str, Any]:
     bytes: of all workers; stage_bytes, messages: those between stages. idle: the share of the engines' time in which
     they waited, in all and by stage. activations: the most held at once, by stage. compute: each worker's seconds, and
     imbalance: how much the longest is above the mean. exposed: the share of a step that communication and waiting add
-    to the compute. hidden: the share of the gradients' bytes that left while backward went on. What is not known is
-    left out.
+    to the compute. hidden: the share of the seconds of communication, waiting among them, in which the worker went
+    on computing; not of stages. What is not known is left out.
     """
     ranks = sorted(rank for rank in points if points[rank])
     if not ranks:
@@ -114,9 +114,10 @@ def measured(points: dict[int, list[Point]], grid: Grid) -> dict[str, Any]:
             if "activations" in point]  # fmt: skip
     if held:
         found["activations"] = [max(n for at, n in held if at == s) for s in sorted({at for at, _ in held})]
-    hidden = [point["hidden"] for rank in ranks for point in points[rank] if "hidden" in point]
-    if hidden:
-        found["hidden"] = fmean(hidden)
+    every = [point for rank in ranks for point in points[rank] if "talk" in point]
+    talk = sum(point["talk"] for point in every)
+    if talk > 0 and "idle" not in found:  # a stage waits for its turn, not for bytes
+        found["hidden"] = max(0.0, 1 - sum(point["wait"] + point["move"] for point in every) / talk)
     return found
 
 
@@ -130,15 +131,15 @@ def aligned(stages: list[list[tuple[str, float, float]]]) -> list[list[list[Any]
     shift = 0.0
     for stage in stages:
         if rows and rows[-1] and stage:
-            shift = rows[-1][0][2] - stage[0][1]
+            shift = float(rows[-1][0][2]) - stage[0][1]
         elif stage:
             shift = -stage[0][1]
         rows.append([])
         for action, start, end in stage:
             if rows[-1] and rows[-1][-1][0] == str(action):  # the loss belongs to the last forward pass
-                rows[-1][-1][2] = end + shift
+                rows[-1][-1][2] = round(end + shift, 6)
             else:
-                rows[-1].append([str(action), start + shift, end + shift])
+                rows[-1].append([str(action), round(start + shift, 6), round(end + shift, 6)])
     return rows
 
 
@@ -162,7 +163,7 @@ def words(costs: Costs, found: dict[str, Any]) -> str:
     if len(found.get("compute", ())) > 1:
         said.append(f"worker-{found['slowest']} computes {found['imbalance']:.0%} longer than the mean")
     if "hidden" in found:
-        said.append(f"{found['hidden']:.0%} of the gradients leave while backward goes on")
+        said.append(f"{found['hidden']:.0%} of the communication is hidden behind compute")
     return "; ".join(said) or "no step was measured"
 
 

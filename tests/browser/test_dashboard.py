@@ -82,10 +82,10 @@ def test_a_used_code_is_explained(tab: Tab, fake: Fake) -> None:
 
 def test_the_list_filters_by_address_and_keys(tab: Tab, fake: Fake) -> None:
     page = jobs_page(tab, fake())
-    until(page, SHOWN, 7)
+    until(page, SHOWN, 8)
     assert "needs 32 CPUs, 12 free" in page.inner_text("tr:has-text('digits-wide')")
     page.click("role=button[name=/^Succeeded/]")
-    until(page, SHOWN, 3)
+    until(page, SHOWN, 4)
     assert "status=succeeded" in page.url
     page.keyboard.press("/")
     page.keyboard.type("ssp")
@@ -217,3 +217,16 @@ def test_a_lost_session_leads_back_to_the_sign_in(tab: Tab, fake: Fake) -> None:
     page.context.clear_cookies()
     page.reload()
     page.wait_for_selector("text=Sign in to rayps")
+
+
+def test_a_pipeline_is_drawn_by_its_table_and_as_it_went(tab: Tab, fake: Fake) -> None:
+    page = job_page(tab, fake(), "digits-pipeline")
+    page.wait_for_selector("#schedule svg")
+    assert page.locator("#schedule svg").count() == 2
+    assert page.locator("#schedule svg").first.locator("g[class^=gantt-] rect").count() == 2 * 4 * 8
+    label = page.locator("#schedule svg").first.get_attribute("aria-label")
+    assert label.startswith("By its table: stage 0 waits 27.3% and holds 4")
+    assert "Messages between stages" in page.inner_text("#costs")
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    plain = job_page(tab, page.url.split("#")[0], "digits-ssp")
+    assert plain.locator("#schedule").count() == 0 and plain.locator("#costs").count() == 0

@@ -11,15 +11,17 @@ export function phases(spec: StrategySpec | null | undefined): PhaseWire[] {
 
 /** One strategy in words: "Parameter server, asynchronous, 2 shards". */
 export function words(strategy: StrategyWire): string {
-  if (strategy.name === "all_reduce") return "All-reduce";
+  if (strategy.name in REPLICAS) return replicaWords(strategy, true);
+  if (strategy.name === "all_reduce") return "All-reduce" + replicaOf(strategy);
   if (strategy.name === "hybrid") return hybrid(strategy);
+  if (strategy.name === "downpour") return downpour(strategy);
   if (strategy.name !== "parameter_server") return sentence(strategy.name) + others(strategy, []);
   const parts = ["Parameter server"];
   if ("staleness" in strategy) parts.push(staleWords(strategy["staleness"]));
   const shards = strategy["shards"];
   if (typeof shards === "number") parts.push(shards === 1 ? "1 shard" : `${shards} shards`);
   const copies = copyWords(strategy["replicas"]);
-  return parts.join(", ") + (copies && `, ${copies}`) + others(strategy, ["staleness", "shards", "replicas"]);
+  return parts.join(", ") + (copies && `, ${copies}`) + replicaOf(strategy) + others(strategy, ["staleness", "shards", "replicas", "replica"]);
 }
 
 /** One strategy without its number of shards, for a narrow column. */
@@ -47,13 +49,22 @@ export function label(strategy: StrategyWire): string {
 
 /** Whether any phase uses a parameter server (and so has shards and staleness). */
 export function usesServer(spec: StrategySpec | null | undefined): boolean {
-  return phases(spec).some((phase) => phase.strategy.name === "parameter_server");
+  return phases(spec).some((phase) => phase.strategy.name === "parameter_server" || phase.strategy.name === "downpour");
+}
+
+/** Whether in any phase a replica is a pipeline of several stages. */
+export function usesPipeline(spec: StrategySpec | null | undefined): boolean {
+  return phases(spec).some(({ strategy }) => {
+    const replica = strategy.name in REPLICAS ? strategy : nested(strategy["replica"]);
+    return replica?.name === "pipeline" && replica["stages"] !== 1;
+  });
 }
 
 /** The widest bound on staleness over all phases; null = asynchronous or not known. */
 export function staleBound(spec: StrategySpec | null | undefined): number | null {
   let bound = 0;
   for (const { strategy } of phases(spec)) {
+    if (strategy.name === "downpour") return null;
     if (strategy.name !== "parameter_server") continue;
     const value = "staleness" in strategy ? strategy["staleness"] : 0;
     if (typeof value !== "number") return null;
@@ -85,11 +96,69 @@ function one(strategy: StrategyWire | string): StrategyWire {
 function parseText(source: string): StrategyWire {
   const [name = "", rest = ""] = source.split(/:(.*)/s);
   const out: StrategyWire = { name: name.trim() };
-  for (const pair of rest.split(",").filter(Boolean)) {
-    const [key = "", value = ""] = pair.split("=");
+  for (const pair of topLevel(rest)) {
+    const [key = "", value = ""] = pair.split(/=(.*)/s);
     out[key.trim()] = value.trim() === "none" ? null : Number.isNaN(Number(value)) ? value.trim() : Number(value);
   }
   return out;
+}
+
+/** Options between commas, but not those within parentheses. */
+function topLevel(source: string): string[] {
+  const found: string[] = [];
+  let depth = 0;
+  let from = 0;
+  for (let i = 0; i <= source.length; i += 1) {
+    const letter = source[i];
+    if (letter === "(") depth += 1;
+    if (letter === ")") depth -= 1;
+    if (letter === undefined || (letter === "," && depth === 0)) {
+      found.push(source.slice(from, i));
+      from = i + 1;
+    }
+  }
+  return found.filter((part) => part.trim());
+}
+
+/** What a copy of the model is, where it is several workers: "pipeline of 4 stages, 8 micro-batches, 1f1b". */
+const REPLICAS: Record<string, true> = { pipeline: true, tensor_parallel: true };
+
+function replicaOf(strategy: StrategyWire): string {
+  const replica = nested(strategy["replica"]);
+  return replica ? `, ${replicaWords(replica)}` : "";
+}
+
+function replicaWords(replica: StrategyWire, first = false): string {
+  const said = replica.name === "tensor_parallel" ? `tensor parallel over ${number(replica["size"], 2)}` : pipelineWords(replica);
+  return first ? said.charAt(0).toUpperCase() + said.slice(1) : said;
+}
+
+function pipelineWords(replica: StrategyWire): string {
+  const inner = nested(replica["stage"]);
+  const chunks = number(replica["chunks"], 1);
+  return [
+    `pipeline of ${number(replica["stages"], 2)} stages${chunks > 1 ? ` x ${chunks} chunks` : ""}`, `${number(replica["micro_batches"], 4)} micro-batches`,
+    typeof replica["schedule"] === "string" ? replica["schedule"].replaceAll("_", " ") : "1f1b", inner ? `each stage ${replicaWords(inner)}` : "",
+  ].filter(Boolean).join(", ");
+}
+
+function nested(value: unknown): StrategyWire | null {
+  if (typeof value === "string") {
+    const match = /^\s*(\w+)\s*(?:\((.*)\))?\s*$/s.exec(value);
+    return match ? parseText(`${match[1]}:${match[2] ?? ""}`) : null;
+  }
+  return value !== null && typeof value === "object" && typeof (value as StrategyWire).name === "string" ? (value as StrategyWire) : null;
+}
+
+function number(value: unknown, otherwise: number): number {
+  return typeof value === "number" ? value : otherwise;
+}
+
+function downpour(strategy: StrategyWire): string {
+  const shards = number(strategy["shards"], 1);
+  const every = `pushes every ${number(strategy["n_push"], 1)}, fetches every ${number(strategy["n_fetch"], 1)}`;
+  const said = ["n_push", "n_fetch", "shards", "replica", ...["adagrad", "warm_start", "replay_mb"].filter((key) => !strategy[key])];
+  return `Downpour, ${every}, ${shards === 1 ? "1 shard" : `${shards} shards`}${replicaOf(strategy)}${others(strategy, said)}`;
 }
 
 /** Dense part by all-reduce, tables on servers; switches that stand as they usually do are left out. */

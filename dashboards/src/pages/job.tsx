@@ -7,7 +7,7 @@ import { Feed } from "../feed";
 import { count, duration, loss, metric, plural, seconds, short } from "../lib/format";
 import { mainMetric } from "../lib/plot";
 import { ended, share, TONES, WORDS } from "../lib/status";
-import { current, describe, length, phases, usesServer, words } from "../lib/strategy";
+import { current, describe, length, phases, usesPipeline, usesServer, words } from "../lib/strategy";
 import { Ago, Badge, Bar, Copy, Dialog, Tile } from "../parts/bits";
 import { LossCard, RateCard } from "../parts/curves";
 import { ElasticCard } from "../parts/elastic";
@@ -16,6 +16,7 @@ import { StopIcon } from "../parts/icons";
 import { LogsCard } from "../parts/logs";
 import { Missing } from "../parts/missing";
 import { ShardsCard, StalenessCard, WorkersCard } from "../parts/people";
+import { CostsCard, ScheduleCard } from "../parts/schedule";
 import { href } from "../route";
 import { session } from "../stream";
 import type { Job } from "../types";
@@ -49,6 +50,8 @@ export function JobPage({ id }: { id: string }) {
         </div>
         <div class="wide"><WorkersCard feed={feed} /></div>
         {job.progress?.server_group ? <div class="wide"><ElasticCard feed={feed} /></div> : server && <div class="wide"><ShardsCard feed={feed} /></div>}
+        {usesPipeline(job.spec.strategy) && <div class="wide"><ScheduleCard feed={feed} /></div>}
+        <CostsCard feed={feed} />
         <LogsCard feed={feed} />
         <EventsCard feed={feed} />
         <div class="wide pair"><ResultCard job={job} /><SpecCard job={job} /></div>
