@@ -161,9 +161,8 @@ class Snapshot:
             done = self.round - began
             if len(set(self.positions)) != 1 or done % self.steps_per_epoch:
                 raise CheckpointError(
-                    f"the checkpoint was written in the middle of an epoch by {len(self.positions)} replicas of the "
-                    f"model:\nresume with as many ({self._workers()}) and the same batch size, or from a checkpoint at "
-                    "an epoch's end"
+                    f"the checkpoint was written in the middle of an epoch by {self._workers()}:\n"
+                    "resume with as many and the same batch size, or from a checkpoint at an epoch's end"
                 )
             self.positions = [calendar.after(epoch + done // self.steps_per_epoch)] * len(self.positions)
             self.ledgers = []
@@ -172,7 +171,8 @@ class Snapshot:
         self.enter(calendar.at(self.round))
 
     def _workers(self) -> str:
-        return f"{len(self.positions)} workers" if self.columns == 1 else f"workers = {len(self.positions)} x replica"
+        count = len(self.positions)
+        return f"{count} workers" if self.columns == 1 else f"{count} replicas of {self.columns} workers each"
 
     def enter(self, span: Span) -> None:
         """Go on under a phase's layout; at its begin all positions are equal, or their number stays the same."""
@@ -181,6 +181,9 @@ class Snapshot:
             self.ledgers, self.ring, self.rng = [], None, {}
         if self.columns != span.columns:
             self.ring, self.rng = None, {}
+        if span.columns == 1 and self.divided:  # the ledgers are of other elements now
+            held = [ledger for _, _, ledger in self.ledgers]
+            self.ledgers, self.divided = ([(0, self.layout.size, anywhere(held))] if held else []), ""
         self.columns, self.steps_per_epoch, self.origin = span.columns, span.steps, span.origin
 
 

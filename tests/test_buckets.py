@@ -14,8 +14,8 @@ from rayps.buckets import Buckets, cut
 from rayps.errors import ConfigError, PeerLost
 from rayps.flat import FlatModel, Gradient, Layout
 from rayps.ring.pieces import Read, Sent, pieces
+from rayps.stepping import steps_by_reading
 from rayps.strategy import parse
-from rayps.worker import _steps_by_reading
 
 GROUPS = [(1, "shm"), (2, "shm"), (3, "shm"), (4, "shm"), (2, "tcp"), (3, "tcp")]
 SIZES = [0, 1e-6, 4e-4, None]  # one bucket; one a parameter; some; chosen
@@ -357,9 +357,9 @@ def test_torchs_own_optimizers_read_the_mean_where_it_lies():
     p = nn.Parameter(torch.ones(3))
     p.grad = torch.ones(3)
     for kind, reads in [(torch.optim.SGD, True), (torch.optim.Adam, True), (torch.optim.AdamW, True)]:
-        assert _steps_by_reading(kind([p], lr=0.1), [p]) is reads
+        assert steps_by_reading(kind([p], lr=0.1), [p]) is reads
     for kind in ("own step", "hook", "foreach"):
-        assert not _steps_by_reading(writes(kind)([p]), [p])
+        assert not steps_by_reading(writes(kind)([p]), [p])
 
 
 def test_the_events_say_how_gradients_leave():
