@@ -228,9 +228,7 @@ def gradients(rings, work, x):
 
 @pytest.mark.parametrize("n", [2, 3, 4])
 @pytest.mark.parametrize("dim", [0, 1, -1])
-@pytest.mark.parametrize("small", [0, 1 << 16])
-def test_functions_are_what_their_table_says(groups, n, dim, small, monkeypatch):
-    monkeypatch.setattr("rayps.tensor.talk._SMALL", small)  # small tensors are gathered in another way
+def test_functions_are_what_their_table_says(groups, n, dim):
     whole = 7
     widths = [hi - lo for lo, hi in (part(whole, n, i) for i in range(n))]
     shape = [5, 6, 4]

@@ -12,8 +12,6 @@ from torch import Tensor
 from rayps.errors import ConfigError
 from rayps.ring import Ring
 
-_SMALL = 64 << 10  # bytes of a whole tensor up to which a sum, of slices among zeros, takes less time than a gather
-
 
 class Talk:
     """One worker's side of its tensor group. Every worker of the group must make the same calls in the same order.
@@ -48,10 +46,6 @@ class Talk:
         one = t.numel() // max(1, widths[ring.rank])  # elements of a slice that is one wide
         self.collectives += 1
         self.bytes += one * shape[dim] * t.element_size()
-        if one * shape[dim] * t.element_size() <= _SMALL:
-            whole = t.new_zeros(shape)
-            whole.narrow(dim, sum(widths[: ring.rank]), widths[ring.rank]).copy_(t)
-            return ring.sum(whole)
         flat = t.new_zeros(one * max(widths))  # a ring gathers equal parts: the narrow ones are filled up
         flat[: t.numel()] = t.reshape(-1)
         parts: list[Tensor] = []
