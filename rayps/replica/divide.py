@@ -187,9 +187,10 @@ def words(division: Division) -> str:
     width = division.layout.dtype.itemsize
     lines = []
     for fact in facts:
-        who = f"stage {fact['stage']}" if division.stages > 1 else ""
-        who += f"{', ' if who else ''}tensor rank {fact['tensor']}" if division.tensor > 1 else ""
-        layers = "".join(f" layers {lo} to {hi - 1}" for lo, hi in fact["layers"])
-        lines.append(f"{who}:{layers} {fact['held']:,} parameters ({fact['bytes'] / 1e6:.3g} MB)")
+        who = [f"stage {fact['stage']}"] if division.stages > 1 else []
+        who += [f"tensor rank {fact['tensor']}"] if division.tensor > 1 else []
+        has = [f"layer {lo}" if hi - lo == 1 else f"layers {lo} to {hi - 1}" for lo, hi in fact["layers"]]
+        has.append(f"{fact['held']:,} parameters ({fact['bytes'] / 1e6:.3g} MB)")
+        lines.append(f"{', '.join(who)}: {', '.join(has)}")
     whole = f"{division.layout.size:,} parameters ({division.layout.size * width / 1e6:.3g} MB)"
     return f"a replica of {whole} is on {len(facts)} workers: " + "; ".join(lines)
