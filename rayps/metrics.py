@@ -22,21 +22,22 @@ class Rounds:
         self.size, self.generation, self.strategy = size, generation, strategy
         self._rounds: dict[int, dict[int, Point]] = {}
         self._evaluations: dict[int, dict[int, Point]] = {}
+        self._below, self._given = -1, set[int]()  # rounds that were given out: all below, and these
         self._reached: dict[int, int] = {}  # the newest round that each rank has reported
 
     def add(self, points: list[Point]) -> list[Point]:
         """File points of single ranks; the merged points that are now complete, in order of rounds."""
         done = []
         for point in points:
-            number, before = point["round"], self._reached.get(point["rank"], -1)
-            if point["kind"] == "round" and number <= before and number not in self._rounds:
-                continue  # given out already: who was replaced makes its rounds that were not pushed again
+            if point["kind"] == "round" and (point["round"] < self._below or point["round"] in self._given):
+                continue  # who was replaced makes the rounds again that it had not pushed
             held = self._evaluations if point["kind"] == "evaluation" else self._rounds
             held.setdefault(point["round"], {})[point["rank"]] = point
             if point["kind"] == "round":
                 self._reached[point["rank"]] = max(point["round"], self._reached.get(point["rank"], -1))
         for number in sorted(self._rounds):
             if len(self._rounds[number]) == self.size or len(self._rounds) > KEPT_ROUNDS:
+                self._note(number)
                 done.append(self._merge(number, self._rounds.pop(number)))
         for number in sorted(self._evaluations):
             missing = [rank for rank in range(self.size) if rank not in self._evaluations[number]]
@@ -51,6 +52,15 @@ class Rounds:
         self._rounds = {number: held for number, held in self._rounds.items() if number < begin}
         self._evaluations = {number: held for number, held in self._evaluations.items() if number < begin}
         self._reached = {rank: min(number, begin - 1) for rank, number in self._reached.items()}
+
+    def _note(self, number: int) -> None:
+        """Note that a round is given out."""
+        if self._below < 0:
+            self._below = min(self._rounds)
+        self._given.add(number)
+        while self._below in self._given:
+            self._given.remove(self._below)
+            self._below += 1
 
     def flush(self) -> list[Point]:
         """What is left at the end, although some rank did not report it."""
