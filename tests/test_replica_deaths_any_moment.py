@@ -1,0 +1,111 @@
+"""Deaths at any moment of a run on threads; mirrors on other hosts; what can be told of a mending afterwards."""
+
+import functools
+import random
+
+import pytest
+from small_work import SEEN, Small, Watched, distance, kinds, plain, train
+from torch import nn
+
+from rayps import AllReduce, Pipeline, TensorParallel
+from rayps.errors import TrainingError
+from rayps.replica.mirror import Mirror
+from rayps.runtime import standby
+
+PIPE = Pipeline(stages=2, micro_batches=2)
+BOTH = Pipeline(stages=2, micro_batches=2, stage=TensorParallel(size=2))
+
+
+@pytest.fixture
+def tag(request):
+    SEEN.clear()
+    return request.node.nodeid
+
+
+class Deeper(Small):
+    """Without random numbers, which threads share."""
+
+    def model(self):
+        return nn.Sequential(
+            nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)
+        ).double()
+
+
+def lives(work, replica, workers, *deaths, **options):
+    """The run with deaths, each after so many losses, beside the run without: must be the same to the bit."""
+    law = train(Deeper(n=work.n, batch=work.batch, optimizer=work.kind), AllReduce(replica=replica), workers=workers,
+                epochs=2)
+    cluster = Watched()
+    killers = [cluster.kill_when(work.tag, at, *victims) for at, *victims in deaths]
+    result = train(work, AllReduce(replica=replica), cluster, workers=workers, epochs=2, **options)
+    for killer in killers:
+        killer.join()
+    cluster.close()
+    assert distance(result.model(), law.model()) == 0.0
+    for column in ("round", "loss", "samples", "evaluation_loss"):
+        assert result.history.column(column).to_pylist() == law.history.column(column).to_pylist(), column
+    return result
+
+
+GRIDS = [(PIPE, 2), (PIPE, 4), (TensorParallel(size=2), 4), (BOTH, 4)]
+
+
+@pytest.mark.parametrize(("replica", "workers"), GRIDS, ids=str)
+@pytest.mark.parametrize("seed", range(2))
+def test_a_death_at_any_moment(tag, replica, workers, seed):
+    rng = random.Random(seed * 100 + workers)
+    at, victim = rng.randrange(1, 40), rng.randrange(workers)
+    print("seed", seed, "at", at, "victim", victim)
+    work = Deeper(n=96, batch=6, optimizer="adam", pause=0.002, tag=tag)
+    result = lives(work, replica, workers, (at, ("WorkerActor", victim)))
+    assert "restarted" not in kinds(result)
+    [event] = [event for event in result.events if event["kind"] == "mended"]
+    assert event["lost"] == [f"worker-{victim}"]
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_the_state_comes_from_another_host(tag, monkeypatch, workers):
+    monkeypatch.setattr(standby, "Mirror", functools.partial(Mirror, prefer="tcp"))
+    work = Deeper(n=96, batch=6, optimizer="adam", pause=0.002, tag=tag)
+    result = lives(work, PIPE, workers, (20, ("WorkerActor", 1)))
+    [event] = [event for event in result.events if event["kind"] == "mended"]
+    [upkeep] = [event for event in result.events if event["kind"] == "upkeep"]
+    assert event["twins"] == (["worker-1"] if workers == 4 else [])
+    assert "to another host" in upkeep["message"]
+    assert upkeep["sent_bytes"] > 0
+    if workers == 2:
+        assert upkeep["sent_bytes"] <= upkeep["kept_bytes"]
+    else:
+        assert upkeep["sent_bytes"] < upkeep["kept_bytes"]  # only what the twin lacks
+
+
+def test_a_death_while_the_others_are_mended(tag):
+    work = Deeper(n=96, batch=6, pause=0.004, tag=tag)
+    result = lives(work, PIPE, 4, (20, ("WorkerActor", 1)), (21, ("WorkerActor", 2)))
+    assert "restarted" not in kinds(result)
+
+
+def test_a_worker_and_its_twin_with_all_mirrors_gone_mean_the_snapshot(tag):
+    work = Deeper(n=96, batch=6, pause=0.004, tag=tag)
+    result = lives(work, PIPE, 4, (20, ("WorkerActor", 1), ("WorkerActor", 3)))
+    assert kinds(result).count("restarted") == 1
+    assert "mended" not in kinds(result)
+
+
+def test_mendings_count_as_failures(tag):
+    work, cluster = Deeper(n=96, batch=6, pause=0.004, tag=tag), Watched()
+    cluster.kill_when(tag, 10, ("WorkerActor", 1))
+    with pytest.raises(TrainingError, match="max_failures is 0"):
+        train(work, AllReduce(replica=PIPE), cluster, workers=2, epochs=2, max_failures=0)
+    cluster.close()
+
+
+def test_what_it_costs_is_said_and_is_what_is_copied(tag):
+    result = train(Deeper(n=96, batch=6, optimizer="adam", tag=tag), AllReduce(replica=PIPE), workers=2, epochs=2)
+    [event] = [event for event in result.events if event["kind"] == "upkeep"]
+    elements = max(sum(p.numel() for p in half.parameters()) for half in (result.model()[:4], result.model()[4:]))
+    assert event["kept_bytes"] >= 3 * 8 * elements  # parameters and Adam's two moments
+    assert event["kept_bytes"] < 3 * 8 * elements + 20_000  # and the random state, names, points
+    assert event["sent_bytes"] == 0
+    assert 0 < event["share"] < 1
+    assert distance(result.model(), plain(Deeper(n=96, batch=6, optimizer="adam"), 1, epochs=2)[0]) < 1e-12
