@@ -120,12 +120,12 @@ class Engine:
             PeerLost, PeerTimeout: another stage died, failed or is silent.
             WorkloadError: the user's model or loss failed; the other stages see this one as lost.
         """
-        total: list[Tensor] = []
+        total: list[tuple[Tensor, float]] = []
 
         def loss(micro: int, output: Any) -> Tensor:
             self._noise.at(micro, self._layers)
             found = losses(micro, output)
-            total.append(found.detach() * weights[micro])
+            total.append((found.detach(), weights[micro]))
             return found
 
         with self._run(weights, step):
@@ -133,7 +133,7 @@ class Engine:
                 if weights[action.micro]:
                     self._do(action, weights, inputs, loss)
             self._post.settle()
-        return float(torch.stack([t.reshape(()) for t in total]).sum()) if total else None
+        return sum(float(found) * weight for found, weight in total) if total else None
 
     def evaluate(
         self, weights: Sequence[float], inputs: Callable[[int], Call], done: Callable[[int, Any], None]
@@ -190,7 +190,7 @@ class Engine:
         extra = {
             route.name: self._near(self._post.take(route.source, Sort.STASH, index, micro))
             for index, route in enumerate(self._routes) if route.target == chunk
-        }  # fmt: skip
+        } if self._routes else {}  # fmt: skip
         start = time.perf_counter()
         live = _Live([], [], [])
         shipped: dict[str, Parcel] = {}
@@ -246,6 +246,8 @@ class Engine:
         out: Grads = list(live.scale)
         if chunk < self._end:
             out = self._take_grads(chunk + 1, Sort.GRADIENT, chunk, micro, live.tapes[-1].edges[0])
+        if not any(segment.ships for segment in self._segments[chunk]):
+            return out, {}
         edges = {
             name: port for segment, tape in zip(self._segments[chunk], live.tapes, strict=True)
             for name, port in zip(segment.ships, tape.edges[1:], strict=True)

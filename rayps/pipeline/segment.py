@@ -8,6 +8,7 @@ gradients of weights, from the gradient of the layer's output that the first hal
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from rayps.ring.parcels import Parcel
 from rayps.user_code import user_code
 
 Grads = list[Tensor | None]
+_NOTHING = nullcontext()
 _IN_PLACE = "a leaf Variable that requires grad"  # how torch refuses to change one in place
 
 
@@ -48,6 +50,7 @@ class Segment:
     ) -> None:  # fmt: skip
         self.layers = dict(layers)
         self.takes, self.ships = list(takes), list(ships)
+        self._skips = any(_skip(part) for layer in layers.values() for part in layer.module.modules())
         self._seed = seed
         self._copies = False  # whether the first layer changes its input in place
         self._at = ""
@@ -95,8 +98,8 @@ class Segment:
             leaves.append([])
         else:
             args = (self._opened(given, leaves, train),)
-        stash = {name: self._opened(extra[name], leaves, train) for name in self.takes}
-        with aside(stash), torch.set_grad_enabled(train):
+        stash = {name: self._opened(extra[name], leaves, train) for name in self.takes} if self.takes else {}
+        with aside(stash) if self._skips else _NOTHING:
             for number, layer in self.layers.items():
                 self._at = layer.name
                 self._seed(micro, number)
@@ -193,6 +196,10 @@ def split(layers: Mapping[int, Layer], crossing: set[str]) -> list[list[int]]:
         else:
             found.append([number])
     return found
+
+
+def _skip(part: nn.Module) -> bool:
+    return isinstance(part, (Stash, Unstash))
 
 
 def _in_place(module: nn.Module) -> bool:

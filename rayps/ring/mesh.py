@@ -210,7 +210,7 @@ class Mesh:
     ) -> None:
         """Fill what is wanted; with `drain`, also send what is queued. `push` may queue more when something moved."""
         while True:
-            for key in [key for key, want in wants.items() if self._take(key, want)]:
+            for key in [key for key, want in wants.items() if self.arrived(key, want)]:
                 del wants[key]
             for key in list(sending):
                 self._links[key].flush()
@@ -231,7 +231,7 @@ class Mesh:
             raise self._inquest(sending | set(wants))
         return waited >= 0
 
-    def _take(self, peer: int, want: Want) -> bool:
+    def arrived(self, peer: int, want: Want) -> bool:
         """Whether what is wanted of that link has arrived whole."""
         kind, tag, _, into = want
         link = self._links[peer]

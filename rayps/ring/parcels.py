@@ -9,7 +9,9 @@ while this rank computes, so two ranks may give each other more than the line ho
 from __future__ import annotations
 
 import json
+import os
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from select import poll
@@ -21,10 +23,11 @@ from torch import Tensor
 from rayps.errors import ConfigError, LinkError
 from rayps.link import Link, Message
 from rayps.ring.mesh import Mesh
-from rayps.ring.messages import Kind
+from rayps.ring.messages import Kind, Want
 
 BACKLOG_BYTES = 128 << 20  # that may wait to leave to one rank; giving more waits
 KNOWN = 4096  # descriptions that a rank remembers of another; further ones are said in full each time
+SPIN_SECONDS = 200e-6  # that a rank looks for a parcel, its core left to others in between, before it sleeps
 _ALIGN = 64  # where each tensor of a parcel begins
 _PUMP_SECONDS = 0.05  # the longest nap of the thread that sends, while something is there to be sent
 
@@ -92,7 +95,9 @@ class Parcels:
         """What rank `frm` gave under `tag`, in the order of giving. Raises PeerLost, PeerTimeout."""
         found: list[Message] = []
         with self._mesh.guarded():
-            self._wait(set(), {frm: (Kind.PARCEL, tag, 0, found)})
+            want = (Kind.PARCEL, tag, 0, found)
+            if not self._soon(frm, want):
+                self._wait(set(), {frm: want})
             message = found[0]
             note = self._learn(frm, message)
         body = memoryview(message.payload)[message.b :]
@@ -113,6 +118,19 @@ class Parcels:
             self._wait({peer for peer in self._pending if self._mesh.link(peer).queued}, {})
             self._pending.clear()
 
+    def _soon(self, frm: int, want: Want) -> bool:
+        """Whether it comes within a moment: to sleep and to be woken takes longer than most stages are apart."""
+        if self._mesh.arrived(frm, want):
+            return True
+        start = now = time.perf_counter()
+        came = False
+        while not came and now - start < SPIN_SECONDS:
+            os.sched_yield()
+            came = self._mesh.arrived(frm, want)
+            now = time.perf_counter()
+        self.seconds += now - start
+        return came
+
     def _wait(self, sending: set[int], wants: dict[int, Any]) -> None:
         before = self._mesh.seconds_waiting
         try:
@@ -123,7 +141,12 @@ class Parcels:
     # What a parcel is
 
     def _describe(self, to: int, tensors: Sequence[Tensor], form: str) -> tuple[int, Note, bool]:
-        key = (form, *[(t.dtype, t.shape, t.requires_grad) for t in tensors])
+        key: Any
+        if len(tensors) == 1:
+            (t,) = tensors
+            key = form, t.dtype, t.shape, t.requires_grad
+        else:
+            key = (form, *[(t.dtype, t.shape, t.requires_grad) for t in tensors])
         known = self._said.setdefault(to, {})
         found = known.get(key)
         if found is not None:
@@ -219,8 +242,10 @@ def _bytes_of(tensors: Sequence[Tensor], note: Note, head: bytes) -> Any:
 def _raw(t: Tensor) -> memoryview:
     if not t.numel():
         return memoryview(b"")
-    flat = t.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1)
-    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+    flat = t.detach()
+    if flat.device.type != "cpu" or flat.is_conj() or flat.is_neg():
+        flat = flat.resolve_conj().resolve_neg().cpu()
+    return memoryview(flat.contiguous().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def _packed(note: Note) -> bytes:
