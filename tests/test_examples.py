@@ -32,7 +32,10 @@ def module(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return made
 
 
-@pytest.mark.parametrize("name", ["digits", "flights", "own_loop", "recommender", "two_doors"])
+NAMES = ["characters", "digits", "downpour", "flights", "hogwild", "own_loop", "recommender", "two_doors"]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_it_imports_and_says_what_it_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = module(name, monkeypatch)
     assert callable(made.main) and "expect" in f"{made.__doc__} {Path(str(made.__file__)).read_text()}"
@@ -123,6 +126,33 @@ def test_a_generated_table_is_as_large_as_asked_for(monkeypatch: pytest.MonkeyPa
         cluster.close()
     table = result.model()["rows"]
     assert sum(segment.rows for segment in table._bound().talk.segments.values()) == 25_000
+
+
+@pytest.mark.parametrize("strategy", ["pipeline:stages=2,micro_batches=4", "tensor_parallel:size=2"])
+def test_characters_are_learned_alike_in_every_layout(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = module("characters", monkeypatch)
+    losses = {}
+    for way, workers in (("all_reduce", 1), (strategy, 2)):
+        cluster = LocalCluster()
+        try:
+            result = rayps.train(made.Characters(blocks=2), strategy=way, workers=workers, steps=20, cluster=cluster,
+                                 progress=False)
+        finally:
+            cluster.close()
+        losses[way] = [loss for loss in result.history["loss"].to_pylist() if loss is not None]
+    assert losses[strategy] == pytest.approx(losses["all_reduce"], rel=1e-4)
+    assert losses[strategy][-1] < losses[strategy][0] - 0.5
+
+
+@pytest.mark.parametrize("strategy", ["downpour:n_push=4,n_fetch=4,shards=2,adagrad=0.01", "hogwild"])
+def test_digits_are_learned_out_of_step(strategy: str) -> None:
+    cluster = LocalCluster()
+    try:
+        result = rayps.train(load("digits.py:Digits", str(EXAMPLES)), strategy=strategy, workers=4, epochs=1,
+                             cluster=cluster, progress=False)
+    finally:
+        cluster.close()
+    assert result.metrics["accuracy"] > 0.85
 
 
 def test_help_needs_no_cluster() -> None:
