@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from fractions import Fraction
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from torch import nn
 
 import rayps
 from rayps.cli import main as cli
+from rayps.cluster import LocalCluster
 from rayps.costs import Crossing, Sizes, amount, costs, held_bytes
 from rayps.errors import ConfigError
 from rayps.pipeline.probe import probe
@@ -347,3 +349,85 @@ def test_nothing_measured_is_no_error():
 def test_servers_are_too_few_for_columns_is_no_error_of_costs():
     with pytest.raises(ConfigError, match="multiple of 2"):
         costs(of("pipeline:stages=2"), 3, Sizes(10))
+
+
+# ---- a run, beside its formulas
+
+
+class _Forth(torch.autograd.Function):
+    """Sleeps forward, and as long in the gradient of the input."""
+
+    @staticmethod
+    def forward(ctx, x, nap):
+        ctx.nap = nap
+        time.sleep(nap)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        time.sleep(ctx.nap)
+        return grad, None
+
+
+class _Learns(torch.autograd.Function):
+    """Sleeps in the gradient of the weights."""
+
+    @staticmethod
+    def forward(ctx, weights, nap):
+        ctx.nap = nap
+        return weights.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        time.sleep(ctx.nap)
+        return grad, None
+
+
+class Sleepy(nn.Module):
+    """A layer that takes `nap` seconds for each of F, the input's half of B, and the weights' half."""
+
+    def __init__(self, nap):
+        super().__init__()
+        self.nap, self.weight = nap, nn.Parameter(torch.eye(WIDE))
+
+    def forward(self, x):
+        x = x if x.requires_grad else x.detach().requires_grad_()  # the first layer is as slow as the others
+        return nn.functional.linear(_Forth.apply(x, self.nap), _Learns.apply(self.weight, self.nap))
+
+
+class Slow(Deep):
+    """Four layers that sleep."""
+
+    nap = 0.04
+
+    def model(self):
+        return nn.Sequential(*[Sleepy(self.nap) for _ in range(4)])
+
+    def data(self):
+        x = torch.randn(32, WIDE, generator=torch.Generator().manual_seed(1))
+        return rayps.data.tensors(x, x, batch_size=ROWS)
+
+
+@pytest.mark.parametrize(("schedule", "stages", "chunks"), [
+    ("gpipe", 4, 1), ("1f1b", 4, 1), ("zero_bubble", 4, 1), ("interleaved", 2, 2),
+])  # fmt: skip
+def test_sleeping_stages_wait_and_send_as_the_formulas_say(schedule, stages, chunks):
+    """On actors in threads. What is compared is a share of the time, and sleeping takes no processor."""
+    strategy = f"pipeline:stages={stages},micro_batches=4,schedule={schedule},chunks={chunks}"
+    cluster = LocalCluster()
+    try:
+        result = rayps.train(Slow(), strategy=strategy, workers=stages, epochs=1, cluster=cluster, progress=False)
+    finally:
+        cluster.close()
+    (said,) = result.costs
+    measured, formula = said["measured"], said["formula"]
+    print(said["message"])
+    wanted = formula["idle"]
+    if schedule == "zero_bubble":  # the first stage has no gradient of an input to make: its B takes no time
+        wanted = simulate(table(schedule, stages, 4), lambda action: float(action.kind != "B" or action.chunk > 0)).idle
+    assert abs(measured["idle"] - wanted) < 0.05
+    assert measured["activations"] == formula["activations"]
+    between = next(each for each in formula["traffic"] if each["axis"] == "stage")
+    assert (measured["stage_bytes"], measured["messages"]) == (between["bytes"], between["messages"])
+    (drawn,) = [event for event in result.events if event["kind"] == "schedule"]
+    assert [[each[0] for each in row] for row in drawn["measured"]] == [[e[0] for e in row] for row in drawn["theory"]]

@@ -147,7 +147,8 @@ def words(costs: Costs, found: dict[str, Any]) -> str:
     """One sentence of what was measured, with the formula's value beside each."""
     said = []
     if "bytes" in found:
-        said.append(f"a step sends {amount(found['bytes'])}{_beside(costs.bytes, amount)}")
+        heads = ", headers of messages included" if costs.grid.columns > 1 else ""
+        said.append(f"a step sends {amount(found['bytes'])}{heads}{_beside(costs.bytes, amount)}")
     if "messages" in found and "stage_bytes" in found:
         between = next((cost for cost in costs.traffic if cost.axis == "stage"), None)
         sent = _beside(None if between is None else between.bytes, amount)
