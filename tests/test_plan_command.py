@@ -21,7 +21,7 @@ from rayps.pipeline.simulate import simulate
 from rayps.pipeline.skip import Stash, Unstash
 from rayps.pipeline.validate import to_csv, to_json
 from rayps.replica.divide import divide
-from rayps.runtime.expected import expected, sizes
+from rayps.runtime.expected import expected, sizes, tally_of
 from rayps.runtime.tally import Tally, measured, words
 from rayps.strategy import parse
 
@@ -333,6 +333,18 @@ def test_how_a_step_went_is_drawn_once_beside_its_table():
     assert event["theory"] == [[["0F0", 0.0, 1.0], ["0B0", 4.0, 6.0]], [["1F0", 1.0, 2.0], ["1B0", 2.0, 4.0]]]
     assert tally.hear([point(1, 4, compute=1.0, spans=stages[1])]) == []
     json.dumps(event)
+
+
+def test_formulas_never_fail_a_run():
+    class Broken(Deep):
+        def model(self):
+            raise RuntimeError("not twice")
+
+    workload, strategy = Deep(), of("pipeline:stages=2,micro_batches=4")
+    division = divide(workload, strategy.replica, workload.model())
+    tally = tally_of(Broken(), strategy, 2, division, division.layout)
+    tally.hear([point(0, 0, compute=1.0), point(1, 0, compute=1.0)])
+    assert tally.event()["formula"]["activations"] == [2, 1]
 
 
 def test_nothing_measured_is_no_error():

@@ -48,9 +48,12 @@ def tally_of(workload: Workload, strategy: Strategy, workers: int, division: Div
     """What hears a phase's points. A model on one worker is not looked at again."""
 
     def formula() -> Costs:
-        if division is None:
-            return costs(strategy, workers, Sizes(layout.size, layout.dtype.itemsize))
-        return expected(workload, strategy, workers, division)
+        if division is not None:
+            try:
+                return expected(workload, strategy, workers, division)
+            except Exception:  # the user's model, once more: a run that went well does not fail for its formulas
+                log.exception("what a step costs by formula is known in part only")
+        return costs(strategy, workers, Sizes(layout.size, layout.dtype.itemsize))
 
     return Tally(strategy, workers, formula)
 
