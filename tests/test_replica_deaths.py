@@ -5,6 +5,8 @@ named visit. With threads they come at any moment.
 """
 
 import importlib
+import os
+import signal
 
 import pytest
 import torch
@@ -184,10 +186,18 @@ def test_two_deaths_in_a_row_and_one_while_it_is_mended():
 
 
 def test_a_worker_and_its_mirror_gone_together_mean_the_snapshot_again():
-    arm = {("WorkerActor", 0): "forward=20", ("WorkerActor", 1): "vault: half a commit=6"}
-    replica, workers, work = LAYOUTS["pipeline"]
-    result = run(work(), ProcessCluster(arm), replica, workers, checkpoint_every=5)
-    assert [event["lost"] for event in result.events if event["kind"] == "restarted"] == [["worker-0", "worker-1"]]
+    cluster, killed = ProcessCluster(), []
+
+    def look(progress):
+        if progress.get("round", 0) > 6 and not killed:
+            killed.extend(worker["pid"] for worker in progress["workers"])
+            for pid in killed:
+                os.kill(pid, signal.SIGKILL)
+
+    replica, workers, _ = LAYOUTS["pipeline"]
+    result = run(Deep(pause=0.02), cluster, replica, workers, progress=look)
+    assert len(killed) == 2
+    assert kinds(result).count("restarted") == 1
     assert not mended(result)
     assert any("no twin, no mirror has its state any more" in event["message"] for event in result.events)
     equal(result, undisturbed("pipeline"))
