@@ -89,12 +89,7 @@ class Worker:
         if isinstance(self.ring, Ring) and plan.division is None and not plan.strategy.in_place:
             self._buckets = Buckets(self.flat, self.ring, getattr(plan.strategy, "bucket_mb", None))
             self.choices += [self._buckets.choice] if plan.rank == 0 and plan.size > 1 else []
-        self.optimizer: Any = None
-        if plan.strategy.shards == 0 or plan.strategy.steps_locally:
-            factory: optim.Factory = workload.optimizer
-            if plan.division is not None:
-                factory = of_some(factory, plan.division.layout, [entry.name for entry in self.held.layout.entries])
-            self.optimizer = optim.made(factory, self.flat.parameters)
+        self.optimizer: Any = self._own_optimizer()
         self._mean: Tensor | None = None  # of the gradients, where the ring's ranks share it
         self._used: list[bool] = []  # which parameters the latest gradient is of
         self._unused: Collection[int] = ()  # parameters that no rank used in this round
@@ -119,6 +114,16 @@ class Worker:
         self._coming: Batch | None = None  # the batch after this one, where its rows are looked up ahead
         self._samples = 0  # of the batch under way
         self._meter = Meter(self.ring, self.server, self.tables, list(self.rings.values()))
+
+    def _own_optimizer(self) -> torch.optim.Optimizer | None:
+        """What steps this worker's parameters; None where only servers do."""
+        strategy, division, factory = self.strategy, self.plan.division, self.workload.optimizer
+        if strategy.shards and not strategy.steps_locally:
+            return None
+        if division is None:
+            return optim.made(factory, self.flat.parameters)
+        names = [entry.name for entry in self.held.layout.entries]
+        return optim.made(of_some(factory, division.layout, names), self.flat.parameters)
 
     def _whole_or_slice(self, column: int) -> Part:
         plan = self.plan
