@@ -22,6 +22,7 @@ from rayps.ring.parcels import Parcel
 from rayps.user_code import user_code
 
 Grads = list[Tensor | None]
+_run_backward: Any = torch.autograd.Variable._execution_engine.run_backward
 _NOTHING = nullcontext()
 _IN_PLACE = "a leaf Variable that requires grad"  # how torch refuses to change one in place
 
@@ -144,8 +145,8 @@ def parcel_of(value: Any, layer: str) -> Parcel:
 def backward(tape: Tape, grads: list[Grads]) -> list[Grads]:
     """The whole backward pass: adds to the `.grad` of every parameter, gives the gradient of every leaf."""
     edges, given = _paired(tape, grads)
-    if edges:
-        torch.autograd.backward(edges, given)
+    if edges:  # as torch.autograd.backward, whose checks of shapes take longer than a small layer's gradient
+        _run_backward(tuple(edges), tuple(given), False, False, (), allow_unreachable=True, accumulate_grad=True)
     return [[None if leaf is None else leaf.grad for leaf in port] for port in tape.leaves]
 
 
