@@ -88,13 +88,18 @@ class Client:
                 break
         return found
 
-    def start_servers(self, name: str, *, servers: int = 2, replicas: int = 1) -> RemoteGroup:
+    def start_servers(self, name: str, *, servers: int = 2, replicas: int = 1,
+                      silence: float | None = None) -> RemoteGroup:
         """Start a server group and give it back at once; `.wait()` waits until its servers are there.
+
+        A server that says nothing for `silence` seconds (10) is taken for dead; one whose process ends, at once.
 
         Raises:
             ConfigError: it can never be, Conflict: there is one of that name, Unreachable, Unauthorized.
         """
         body = {"name": name, "servers": servers, "replicas": replicas}
+        if silence is not None:
+            body["silence"] = silence
         return RemoteGroup(self.call, self.call("POST", "/api/v1/server-groups", json=body))
 
     def servers(self, name: str) -> RemoteGroup:

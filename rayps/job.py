@@ -9,6 +9,8 @@ from typing import Any, Self
 
 from rayps.errors import ConfigError
 
+LOCAL_CPUS = 16  # logical CPUs of a Ray that rayps starts itself, where the machine has fewer cores
+
 
 class Status(enum.StrEnum):
     """Where a job stands."""

@@ -58,7 +58,8 @@ def spots(
     """As `place`, and behind each segment's server the next `replicas` further ones clockwise, for copies.
 
     `hosts` are the machines of the servers: copies go to other machines than the server's own first, and to as many
-    different ones as there are. Where there are fewer servers, there are fewer copies. Raises ConfigError.
+    different ones as there are. Where there are fewer servers, there are fewer copies. With `bound` a server that has
+    `bound` times the mean of copies is passed over too, where another machine is not lost by it. Raises ConfigError.
     """
     if not servers or len(set(servers)) != len(servers):
         raise ConfigError(f"segments need servers of different names, got {list(servers)!r}", servers=list(servers))
@@ -69,7 +70,8 @@ def spots(
     ring = sorted((_hash(f"{name}#{point}"), i) for i, name in enumerate(servers) for point in range(points))
     places = [at for at, _ in ring]
     room = len(segments) if bound is None else math.ceil(bound * len(segments) / len(servers))
-    held = [0] * len(servers)
+    most = math.inf if bound is None else math.ceil(bound * len(segments) * replicas / len(servers))
+    held, copied = [0] * len(servers), [0] * len(servers)
     found: list[tuple[int, ...]] = [()] * len(segments)
     # in the order of the ring, so that the order in which segments are given does not matter
     for at, _, number in sorted((_hash(segment), segment, number) for number, segment in enumerate(segments)):
@@ -77,7 +79,9 @@ def spots(
         around = _clockwise(ring, first, len(servers) if replicas or bound is not None else 1)
         owner = next(server for server in around if held[server] < room)
         held[owner] += 1
-        found[number] = (owner, *_copies(owner, around, replicas, hosts))
+        found[number] = (owner, *_copies(owner, around, replicas, hosts, [count >= most for count in copied]))
+        for server in found[number][1:]:
+            copied[server] += 1
     return found
 
 
@@ -91,11 +95,13 @@ def _clockwise(ring: list[tuple[int, int]], first: int, servers: int) -> list[in
     return list(met)
 
 
-def _copies(owner: int, around: list[int], replicas: int, hosts: Sequence[str] | None) -> list[int]:
+def _copies(
+    owner: int, around: list[int], replicas: int, hosts: Sequence[str] | None, full: Sequence[bool]
+) -> list[int]:
     left, taken = [server for server in around if server != owner], [owner]
     while left and len(taken) <= replicas:
         used = set() if hosts is None else {hosts[server] for server in taken}
-        best = next((server for server in left if hosts is not None and hosts[server] not in used), left[0])
+        best = min(left, key=lambda server: (hosts is not None and hosts[server] in used, full[server]))
         left.remove(best)
         taken.append(best)
     return taken[1:]

@@ -18,7 +18,7 @@ from rayps import metrics
 from rayps.cluster import Cluster
 from rayps.embedding import load, load_states, tables_of
 from rayps.errors import CheckpointError, ConfigError, RaypsError, TrainingError
-from rayps.job import JobSpec, Status
+from rayps.job import LOCAL_CPUS, JobSpec, Status
 from rayps.runtime.driver import Driver
 from rayps.runtime.interrupt import stops
 from rayps.runtime.journal import Journal
@@ -72,6 +72,8 @@ def train(
 
     `workload` is a Workload or its name ("digits.py:Digits"). `strategy` is a Strategy, its name
     ("parameter_server:staleness=3,shards=2"), or a list of (epochs, strategy) to change it during the run.
+    Where its `replica` is several workers, `workers` are a whole number of replicas and each holds its part of the
+    model; the parameters that it begins with are drawn in this process.
     Without `epochs` or `steps` (batches per worker) it trains one epoch. Without `address` it starts a Ray of
     its own on this machine, with as many logical CPUs as are asked for, and ends it without a trace.
 
@@ -161,6 +163,13 @@ def _open(address: str | None, spec: JobSpec, journal: Journal) -> Cluster:
         return RayCluster.join(address)
     cpus = math.ceil(spec.workers * spec.resources["cpu"])
     cores = os.cpu_count() or 1
+    if cpus > (most := max(LOCAL_CPUS, cores)):
+        raise ConfigError(
+            f"the job needs {cpus} CPUs ({spec.workers} workers x {spec.resources['cpu']:g}) and a Ray of its own on "
+            f"this machine has {most}:\nask for fewer workers, give each less (--cpus-per-worker, resources), if the "
+            "memory holds so many processes, or join a cluster with address=",
+            field="workers", code="too_large",
+        )  # fmt: skip
     if cpus > cores:
         journal.event("warning", f"{spec.workers} workers share {cores} cores: right for trying out, not for speed")
     gpus = math.ceil(spec.workers * spec.resources.get("gpu", 0)) or None

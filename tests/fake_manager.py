@@ -11,6 +11,7 @@ from rayps.cluster import LocalCluster
 from rayps.errors import ConfigError, Conflict
 
 MANAGER = "fake_manager:FakeManager"
+DRIVER = "fake_manager:FakeDriver"
 
 
 class ThreadPlace:
@@ -35,13 +36,25 @@ class ThreadPlace:
         pass
 
 
+class FakeDriver:
+    """A job in its seventh round, which never gets further."""
+
+    def __init__(self, spec: dict[str, Any], folder: str, attempt: int, failures: int) -> None:
+        self._folder = Path(folder)
+
+    def run(self) -> None:
+        said = {"status": "RUNNING", "round": 7, "time": time.time() + 1}
+        (self._folder / "progress.json").write_text(json.dumps(said))
+        time.sleep(3.0)
+
+
 class FakeManager:
     """Remembers its size in its folder, as the real one remembers all."""
 
-    def __init__(self, name: str, servers: int, replicas: int, folder: str) -> None:
+    def __init__(self, name: str, servers: int, replicas: int, folder: str, options: Any = None) -> None:
         self.name, self.replicas, self.record = name, replicas, Path(folder) / "fake_record.json"
         self.servers = json.loads(self.record.read_text()) if self.record.exists() else servers
-        self.resizing = False
+        self.resizing, self.options = False, options
         self.spaces: list[dict[str, Any]] = []
         self.stopped = False
         self._keep()

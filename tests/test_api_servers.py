@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_manager import MANAGER, ThreadPlace
+from fake_manager import DRIVER, MANAGER, ThreadPlace
 from service_site import Site
 
 from rayps.cli import main as cli
@@ -18,6 +18,7 @@ from rayps.cluster import surrounding
 from rayps.errors import ConfigError, Conflict, NotFound
 from rayps.job import JobSpec
 from rayps.service import groups as groups_module
+from rayps.service import scheduler as scheduler_module
 from rayps.service.groups import actor
 from rayps.service.plan import Facts, Start, Wait, plan
 
@@ -122,9 +123,11 @@ def test_what_cannot_be_is_refused_and_changes_nothing(site: Site, client: Clien
     assert "no server group 'other'" in job.json()["detail"] and "there is shared" in job.json()["detail"]
 
 
-def test_a_group_that_a_job_uses_is_not_stopped_without_force(site: Site, client: Client, place: ThreadPlace) -> None:
+def test_a_group_that_a_job_uses_is_not_stopped_without_force(
+    site: Site, client: Client, place: ThreadPlace, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scheduler_module, "DRIVER", DRIVER)
     group = client.start_servers("shared").wait(10)
-    place.threads.spawn = lambda *a, **k: None  # type: ignore[method-assign, assignment]  # no driver in this test
     job = site.add(server_group="shared")
     place.threads.find(actor("shared")).actor.open_space(job)  # type: ignore[union-attr]
     shown = until(lambda: group.refresh().data["spaces"], "the space")
@@ -142,7 +145,14 @@ def test_a_group_that_a_job_uses_is_not_stopped_without_force(site: Site, client
     body = {"workload": "a:B", "server_group": "shared", "branch": job[:-3].lower()}
     branch = site.http.post("/api/v1/jobs", json=body)
     assert branch.json()["spec"]["branch"] == job
-    group.stop(force=True).wait(10)
+    until(lambda: client.job(job).data["status"] == "RUNNING", "its driver")
+    group.stop(force=True)
+    ended = until(lambda: (found := client.job(job)).data["status"] == "FAILED" and found, "the job's end")
+    assert ended.data["reason"] == "the server group 'shared' was stopped (--force)"
+    assert ended.data["progress"]["round"] == 7  # as far as it came
+    assert [event["kind"] for event in ended.events()][-1] == "failed"
+    assert place.threads.find(f"driver-{job}") is None
+    group.wait(10)
 
 
 def test_a_service_that_is_started_again_finds_its_group(tmp_path: Path, place: ThreadPlace) -> None:
@@ -210,8 +220,9 @@ def test_the_stream_of_all_groups(site: Site, client: Client) -> None:
 
 def test_the_command_line(run: Callable[..., tuple[int, str, str]], place: ThreadPlace, tmp_path: Path) -> None:
     assert run("servers", "ls")[2].startswith("there is no server group yet")
-    code, out, err = run("servers", "start", "shared", "--servers", "3", "--replicas", "1", "--wait")
+    code, out, err = run("servers", "start", "shared", "--servers", "3", "--replicas", "1", "--silence", "30", "--wait")
     assert (code, out, err) == (0, "shared is ready, 3 of 3 servers\n", "")
+    assert place.threads.find(actor("shared")).actor.options == {"silence": 30.0}  # type: ignore[union-attr]
     place.threads.find(actor("shared")).actor.open_space("mine")  # type: ignore[union-attr]
     until(lambda: "mine" in run("servers", "show", "shared")[1], "the space")
     out = run("servers", "show", "shared")[1]

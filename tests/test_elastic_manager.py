@@ -157,8 +157,13 @@ def test_a_silent_server_is_taken_for_dead_and_may_come_back(make):
     before = by(manager, 1)
     HOSTS["server-0"].mute = True
     assert until(lambda: all(h.primary not in (None, "server-0") for h in by(manager, 1).holdings), 5)
+    facts = manager.facts()
+    assert facts["counts"]["deaths"] == 1
+    dead = next(server for server in facts["servers"] if server["name"] == "server-0")
+    assert [dead[key] for key in ("state", "bytes", "rows", "operations_s", "cpu")] == ["dead", None, None, None, None]
     HOSTS["server-0"].mute = False
     settle(manager)
+    assert manager.facts()["counts"]["deaths"] == 0  # one that came back was not lost
     assert list_alive(manager) == ["server-0", "server-1", "server-2"]
     after = by(manager, 1)
     assert [h.primary for h in after.holdings] == [h.primary for h in before.holdings]

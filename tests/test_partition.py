@@ -85,6 +85,17 @@ def test_with_a_bound_about_one_in_n_still_move():
         assert 0.8 / (servers + 1) < share < 1.45 / (servers + 1)
 
 
+def test_copies_are_spread_as_primaries_are():
+    """Of 16 segments on 5 servers, copies lay 6/3/1/4/2 where primaries alone were bounded."""
+    names = [f"server-{i}" for i in range(5)]
+    for number in range(30):
+        for replicas in (1, 2):
+            found = spots([f"job-{number}/{i}" for i in range(16)], names, replicas, bound=1.25)
+            copies = spread([server for one in found for server in one[1:]], 5)
+            assert max(copies) <= math.ceil(1.25 * 16 * replicas / 5) + 1, (number, replicas, copies)
+            assert all(len(set(one)) == replicas + 1 for one in found)
+
+
 def test_copies_are_further_servers_clockwise_on_other_machines_first():
     names, keys = [f"server-{i}" for i in range(6)], [f"job/{i}" for i in range(60)]
     for replicas in (0, 1, 2, 5, 9):

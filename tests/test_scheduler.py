@@ -88,6 +88,16 @@ RUNNING = Facts("a", status=S.RUNNING, attempt=1)
     (Facts("a", status=S.RUNNING, attempt=1, max_failures=0, interrupted=True), False,
      [Start("a", 2, 0, "the service had ended its Ray: started again")]),
     (Facts("a", status=S.RUNNING, attempt=1, crash="KeyError: 'x'"), True, [Kill("a", "KeyError: 'x'")]),
+    # its server group was stopped with --force
+    (Facts("a", status=S.RUNNING, attempt=1, doomed="gone"), True, [Kill("a", "gone"), Seal("a", S.FAILED, "gone")]),
+    (Facts("a", status=S.RECOVERING, attempt=1, doomed="gone"), False, [Seal("a", S.FAILED, "gone")]),
+    (Facts("a", doomed="gone"), False, [Seal("a", S.FAILED, "gone")]),
+    (Facts("a", status=S.STOPPING, stopping=1.0, doomed="gone"), False, [Seal("a", S.STOPPED, "gone")]),
+    (Facts("a", status=S.RUNNING, doomed="gone", outcome={"status": "SUCCEEDED", "message": "done"}), True,
+     [Seal("a", S.SUCCEEDED, "done", told=True)]),
+    # its quota
+    (Facts("a", status=S.RUNNING, progress={"status": "RUNNING", "server_group": {"held_back": "held back"}}), True,
+     [Wait("a", "held back")]),
 ])
 def test_a_job_that_was_started(job: Facts, alive: bool, expected: list[Any]) -> None:
     assert decide(job, alive) == expected

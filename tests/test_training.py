@@ -18,6 +18,7 @@ from rayps import AllReduce, ParameterServer
 from rayps.cluster import LocalCluster
 from rayps.errors import CheckpointError, ConfigError, DataError, NoResources, RaypsError, WorkloadError
 from rayps.job import JobSpec
+from rayps.ray_cluster import RayCluster
 from rayps.runtime.driver import Driver
 from rayps.runtime.journal import Journal
 from rayps.runtime.progress import Display
@@ -291,3 +292,10 @@ def test_a_resumed_run_that_is_over_says_so(tmp_path):
     told = [event["message"] for event in result.events if event["kind"] == "warning"]
     assert ["round 6" in text and "round 4" in text and "nothing is left" in text for text in told] == [True]
     assert result.metrics["error"] > 0
+
+
+def test_more_workers_than_a_machine_holds_are_refused_before_any_ray(monkeypatch):
+    monkeypatch.setattr(RayCluster, "local", lambda *a: pytest.fail("a Ray was started"))
+    with pytest.raises(ConfigError, match=r"1000 CPUs \(1000 workers x 1\)") as caught:
+        rayps.train(Small(), workers=1000, progress=False)
+    assert caught.value.data["code"] == "too_large" and len(str(caught.value).splitlines()) <= 3

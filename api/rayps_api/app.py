@@ -39,7 +39,7 @@ def create_app(settings: Settings, *, place: Place | None = None, keep: bool = F
         store = await Store.open(settings.database)
         scheduler = Scheduler(store, place or choose(settings), settings.jobs_dir)
         groups = Groups(scheduler, settings.servers_dir)
-        scheduler.group_hinders = groups.hinders
+        scheduler.group_hinders, scheduler.group_ended = groups.hinders, groups.ended
         app.state.service = Service(settings, store, scheduler, groups)
         if started is not None:
             await started(app.state.service)

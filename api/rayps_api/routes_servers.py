@@ -35,7 +35,7 @@ Space = Annotated[str, Path(min_length=1, max_length=200, description="A space's
 @router.post("", status_code=201, response_model=GroupOut)
 async def start(body: GroupIn, known: Known) -> Any:
     """Start a server group; it lives as long as the cluster, or until it is stopped."""
-    await known.groups.start(body.name, body.servers, body.replicas)
+    await known.groups.start(body.name, body.servers, body.replicas, body.silence)
     place = {"Location": f"/api/v1/server-groups/{body.name}"}
     return JSONResponse(await show_group(known, body.name), 201, place)
 
@@ -79,6 +79,7 @@ async def stop(
         raise Conflict(f"server group {name!r} is used by {jobs}{more}: stop them first (`rayps stop ID`), or stop the "
                        "group with --force, which fails them", status=409)
     await known.groups.stop(name)
+    known.scheduler.wake()  # its jobs fail now, not when a worker has waited long enough
     with contextlib.suppress(NotFound):  # it may be gone already
         group = await show_group(known, name)
     return JSONResponse({**group, "status": "stopping"}, 202)

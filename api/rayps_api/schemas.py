@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from rayps.job import JobSpec, Status
-from rayps.service.groups import MOST_REPLICAS, MOST_SERVERS
+from rayps.service.groups import LEAST_SILENCE, MOST_REPLICAS, MOST_SERVERS, MOST_SILENCE, SILENCE
 from rayps.service.groups import NAME as GROUP_NAME
 from rayps.service.store import Record
 
@@ -125,6 +125,8 @@ class GroupIn(BaseModel):
     name: str = Field(pattern=GROUP_NAME, examples=["shared"])
     servers: int = Field(2, ge=1, le=MOST_SERVERS)
     replicas: int = Field(1, ge=0, le=MOST_REPLICAS)
+    silence: float = Field(SILENCE, ge=LEAST_SILENCE, le=MOST_SILENCE, allow_inf_nan=False, description=(
+        "Seconds after which a server that says nothing is taken for dead; one whose process ends is seen at once."))
 
 
 class ResizeIn(BaseModel):

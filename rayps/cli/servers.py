@@ -33,11 +33,13 @@ def start(
     servers: Annotated[int, typer.Option(min=1, help="How many servers.")] = 2,
     replicas: Annotated[int, typer.Option(min=0, help="Copies of each segment on other servers: 1 survives the loss "
                                           "of any one server.")] = 1,
+    silence: Annotated[float | None, typer.Option(metavar="SECONDS", help="A server that says nothing for so long is "
+                                                  "taken for dead (10); one that ends is seen at once.")] = None,
     wait: Wait = False, timeout: Timeout = 300.0, output: Format = Output.table, as_json: Json = False,
 ) -> None:
     """Start a server group; then `rayps submit job.yaml --server-group NAME`."""
     with Client() as client:
-        group = client.start_servers(name, servers=servers, replicas=replicas)
+        group = client.start_servers(name, servers=servers, replicas=replicas, silence=silence)
         _said(group, wait, timeout, _form(output, as_json))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from rayps.cluster import Cluster, Handle, LocalCluster, rendezvous, surrounding
 from rayps.elastic.follow import Follower
 from rayps.elastic.manager.balance import Balance
-from rayps.elastic.manager.manager import BALANCE, check_size
+from rayps.elastic.manager.manager import BALANCE, SILENCE, check_size
 from rayps.elastic.manager.names import actor_of, listed
 from rayps.elastic.map import SpaceMap
 from rayps.elastic.space import Quota, Space
@@ -178,7 +178,7 @@ def start(
     timeout: float = 120.0,
     cpus: float = 0.0,
     hosts: Cluster | None = None,
-    silence: float = 2.0,
+    silence: float = SILENCE,
     balance: Balance | None = BALANCE,
 ) -> Group:
     """Start a group of `servers` that keep `replicas` copies of each segment; returns once all servers are there.

@@ -21,6 +21,7 @@ from rayps.elastic import job_tables
 from rayps.elastic.client.talk import Talk
 from rayps.elastic.collect import Collector
 from rayps.elastic.group import Group
+from rayps.elastic.held_back import HeldBack
 from rayps.elastic.messages import Kind
 from rayps.elastic.own import cut
 from rayps.elastic.server.dense import part_of, state_of
@@ -66,6 +67,7 @@ class JobSpace:
         self._facts: dict[str, Any] = {}
         self._news: deque[dict[str, Any]] = deque()
         self._since = time.time()
+        self._held_back = HeldBack()
         self._over = threading.Event()
         self._lock = threading.Lock()  # of the space as it changes, against who restores it
         self._looker: threading.Thread | None = None
@@ -277,6 +279,7 @@ class JobSpace:
             with self._lock:
                 self._facts = facts
                 self._hear(facts)
+                self._hear_quota(facts)
                 self._restore(facts)
         except (RaypsError, TimeoutError) as error:  # a manager that restarts: it is asked again
             log.info("server group %r does not answer: %s", self.group.name, error)
@@ -288,6 +291,13 @@ class JobSpace:
         if fresh:
             self._since = fresh[-1]["time"]
         self._news += [event for event in fresh if event["kind"] in NEWS and event.get("space") in (None, self.name)]
+
+    def _hear_quota(self, facts: dict[str, Any]) -> None:
+        """Tell, once for each quota, that it holds the job back."""
+        said = self._held_back.look(_mine(facts, self.space), time.monotonic())
+        if said is not None:
+            more = f"`rayps servers quota {self.group.name} {self.name} --operations N` changes it"
+            self._news.append({"kind": "warning", "time": time.time(), "message": f"{said}: {more}"})
 
     def _restore(self, facts: dict[str, Any]) -> None:
         space, base = self.space, self._base
@@ -327,11 +337,12 @@ class JobSpace:
         keys = ("name", "host", "state", "bytes", "operations_s", "cpu")
         servers = [{key: server.get(key) for key in keys} | {"segments": held.get(server["name"], 0)}
                    for server in facts.get("servers", [])]  # fmt: skip
-        numbers = ("bytes", "rows", "operations_s", "rejected", "version", "quota", "branch_of")
+        numbers = ("bytes", "rows", "operations_s", "rejected", "throttled", "version", "quota", "branch_of")
         return {
             "name": self.group.name, "own": self.own, "space": self.name, "status": facts.get("status"),
             "replicas": facts.get("replicas"), "segments": space.segments if space else 0, "servers": servers,
             "moves": len(facts.get("moves", [])), **{key: mine.get(key) for key in numbers},
+            "held_back": self._held_back.now(time.monotonic()),
         }  # fmt: skip
 
     def close(self) -> None:

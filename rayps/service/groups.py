@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 MANAGER = "rayps.elastic.actors:ManagerActor"
 NAME = r"^[A-Za-z0-9]([A-Za-z0-9_-]{0,38}[A-Za-z0-9])?$"
 MOST_SERVERS, MOST_REPLICAS = 1000, 8
+SILENCE, LEAST_SILENCE, MOST_SILENCE = 10.0, 0.5, 3600.0  # seconds; a dead process is seen at once, by its connection
 _WATCHED_SECONDS, _QUIET_SECONDS = 0.5, 3.0  # between two looks, while somebody reads and while nobody does
 _ATTENTION = 10.0  # seconds that a reader counts as one
 _FRESH_SECONDS = 15.0  # older facts are not shown as the present
@@ -53,6 +54,7 @@ class Wanted:
     created_at: float
     stopping: bool = False
     launched: bool = False  # its manager was started at least once
+    silence: float = SILENCE  # seconds after which a server that says nothing is taken for dead
 
     def write(self, folder: Path) -> None:
         """Keep it."""
@@ -134,6 +136,12 @@ class Groups:
             raise ConfigError(f"there is no server group {name!r}: {self._known()}", field="server_group",
                               code="no_such_group")
 
+    def ended(self, spec: JobSpec) -> str | None:
+        """Why a job can never go on: its server group was stopped under it. None otherwise."""
+        if spec.server_group is None or spec.server_group in self.names:
+            return None
+        return f"the server group {spec.server_group!r} was stopped (--force)"
+
     def hinders(self, spec: JobSpec) -> str | None:
         """Why a job has to wait for its server group; None when it need not."""
         name = spec.server_group
@@ -146,8 +154,8 @@ class Groups:
             return None
         return f"waits for server group {name!r}: {group['reason'] or 'no server of it is alive yet'}"
 
-    async def start(self, name: str, servers: int, replicas: int) -> None:
-        """Want a new group; it is started at the next look.
+    async def start(self, name: str, servers: int, replicas: int, silence: float = SILENCE) -> None:
+        """Want a new group; it is started at the next look. `silence`: see `Wanted`.
 
         Raises:
             ConfigError: it can never be.
@@ -159,7 +167,7 @@ class Groups:
         if name in self._held:
             raise Conflict(f"there is a server group {name!r} already: give another name, `rayps servers resize "
                            f"{name} {servers}`, or `rayps servers stop {name}` first", status=409)
-        wanted = Wanted(name, servers, replicas, time.time())
+        wanted = Wanted(name, servers, replicas, time.time(), silence=silence)
         self._held[name] = _Held(wanted)
         await asyncio.to_thread(wanted.write, self._folder / name)
         log.info("server group %s: %d servers, %d replicas", name, servers, replicas)
@@ -276,7 +284,7 @@ class Groups:
             sight.reason = "its manager is starting"
             sight.handle = cluster.spawn(
                 self._manager, wanted.name, wanted.servers, wanted.replicas, str(self._folder / wanted.name),
-                name=actor(wanted.name), detached=True, here=True, cpus=0.0)
+                options={"silence": wanted.silence}, name=actor(wanted.name), detached=True, here=True, cpus=0.0)
         try:
             asked = sight.asked
             facts = sight.handle.call("facts").result(timeout=_ANSWER_SECONDS)

@@ -36,6 +36,7 @@ class Facts:
     progress: dict[str, Any] | None = None  # progress.json, when this attempt wrote it
     crash: str | None = None  # its driver lives, but its run ended with this error
     group: str | None = None  # why the server group that it names cannot serve it yet
+    doomed: str | None = None  # why it can never go on: its server group was stopped under it
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +114,16 @@ def plan(jobs: Sequence[Facts], drivers: Collection[str] | None, free: Bundle | 
     """
     actions: list[Action] = []
     for job in jobs:
-        if job.status is not Status.QUEUED:
+        if job.doomed is not None and job.outcome is None:
+            actions += _ended_by_force(job, job.doomed, drivers)
+        elif job.status is not Status.QUEUED:
             actions += _running(job, drivers, blind, why)
-    return actions + _queue(jobs, drivers, free, total, why)
+    return actions + _queue([job for job in jobs if job.doomed is None], drivers, free, total, why)
+
+
+def _ended_by_force(job: Facts, why: str, drivers: Collection[str] | None) -> list[Action]:
+    kill: list[Action] = [Kill(job.id, why)] if drivers is not None and job.id in drivers else []
+    return [*kill, Seal(job.id, Status.FAILED if job.stopping is None else Status.STOPPED, why)]
 
 
 def _running(job: Facts, drivers: Collection[str] | None, blind: float, why: str) -> list[Action]:
@@ -176,7 +184,8 @@ def _mirrored(job: Facts) -> list[Action]:
     except ValueError:
         status = Status.STARTING if job.status is Status.UNKNOWN else job.status
     steady = status is Status.RUNNING
-    reason = None if steady else str(said["message"]) if said.get("message") else job.reason
+    held_back = (said.get("server_group") or {}).get("held_back")
+    reason = held_back if steady else str(said["message"]) if said.get("message") else job.reason
     if status is not job.status and may_move(job.status, status) and not status.terminal:
         return [Show(job.id, status, reason, told=job.status is not Status.UNKNOWN)]
     return [Wait(job.id, reason)] if reason != job.reason else []

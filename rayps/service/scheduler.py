@@ -82,6 +82,7 @@ class Scheduler:
         self.view = View()
         self.joined = 0  # how often a Ray was joined
         self.group_hinders: Callable[[JobSpec], str | None] = lambda _: None  # why a job's server group is not ready
+        self.group_ended: Callable[[JobSpec], str | None] = lambda _: None  # why it never will be again
         self._store = store
         self._jobs_dir = jobs_dir
         self._interval = interval
@@ -228,7 +229,8 @@ class Scheduler:
             record.id, record.name, record.status, record.reason, needs(record.spec), record.attempt,
             record.failures, record.spec.max_failures, record.interrupted,
             None if asked is None else max(0.0, time.time() - asked), outcome, progress, crash,
-            self.group_hinders(record.spec) if record.status is Status.QUEUED else None)
+            self.group_hinders(record.spec) if record.status is Status.QUEUED else None,
+            self.group_ended(record.spec))
 
     def _dismiss(self) -> None:
         # a driver lives on after its outcome, as an actor with nothing to do: it gets a while to tidy up

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from rayps.errors import ConfigError
+from rayps.job import LOCAL_CPUS
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -25,7 +26,7 @@ class Settings:
     host: str = "127.0.0.1"
     port: int = 8420
     address: str | None = None  # of a Ray cluster to join; None: rayps runs its own
-    cpus: int = field(default_factory=lambda: max(16, os.cpu_count() or 1))  # logical CPUs of the own Ray
+    cpus: int = field(default_factory=lambda: max(LOCAL_CPUS, os.cpu_count() or 1))  # logical CPUs of the own Ray
     idle: float = 600.0  # seconds without service and job after which the own Ray ends itself
     allowed_hosts: tuple[str, ...] = ()  # Host names that are answered, beside the loopback ones
     url: str | None = None  # where a client looks for the service

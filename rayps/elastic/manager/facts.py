@@ -36,11 +36,19 @@ def facts_of(keeper: Keeper) -> dict[str, Any]:
 def _status(keeper: Keeper) -> str:
     seats = list(keeper.seats.values())
     served = {name for name, m in keeper.members.items() if m.state in (State.ALIVE, State.LEAVING, State.AWAY)}
+    if _starts(keeper):
+        return "starting"
     if not served or any(seat.lost or (seat.born and seat.primary not in served) for seat in seats):
         return "degraded" if keeper.members else "healing"
     if keeper.record.resizing is not None:
         return "resizing"
     return "ready" if keeper.settled() else "healing"
+
+
+def _starts(keeper: Keeper) -> bool:
+    """Whether its first servers are on their way: nothing is healed where nothing was hurt."""
+    record, first = keeper.record, len(keeper.members) + len(keeper.starting) == keeper.record.next_server
+    return bool(keeper.starting) and first and record.resizing is None and not record.counts.get("deaths")
 
 
 def _servers(keeper: Keeper) -> list[dict[str, Any]]:
@@ -58,19 +66,30 @@ def _server(keeper: Keeper, member: Member) -> dict[str, Any]:
         "host": member.host,
         "pid": member.pid,
         "state": "dead" if gone else _STATES.get(member.state, "dead"),
-        "bytes": int(member.load.get("bytes", 0)),
-        "rows": sum(int(facts.get("rows", 0)) for facts in member.load.get("spaces", {}).values()),
-        "operations_s": round(sum(member.rate(number) for number in member.load.get("spaces", {})), 1),
-        "cpu": float(member.load.get("cpu", 0.0)),
+        **_load(member, gone or member.state not in _STATES),
         "seen_s": round(time.monotonic() - member.heard, 3) if member.heard else None,
         "primaries": sum(seat.primary == member.name for seat in seats),
         "copies": sum(member.name in seat.copies for seat in seats),
     }
 
 
+def _load(member: Member, dead: bool) -> dict[str, Any]:
+    """What it holds and does; of a dead one nobody knows."""
+    if dead:
+        return dict.fromkeys(("bytes", "rows", "operations_s", "cpu"))
+    spaces = member.load.get("spaces", {})
+    return {
+        "bytes": int(member.load.get("bytes", 0)),
+        "rows": sum(int(facts.get("rows", 0)) for facts in spaces.values()),
+        "operations_s": round(sum(member.rate(number) for number in spaces), 1),
+        "cpu": float(member.load.get("cpu", 0.0)),
+    }
+
+
 def _space(keeper: Keeper, space: Space) -> dict[str, Any]:
     seats = [seat for seat in keeper.seats.values() if seat.space == space.number]
-    loads = [member.load.get("spaces", {}).get(space.number, {}) for member in keeper.members.values()]
+    there = [member for member in keeper.members.values() if member.state in _STATES]
+    loads = [member.load.get("spaces", {}).get(space.number, {}) for member in there]
     rows = [_segment(keeper, space, seat) for seat in seats]
     return {
         "name": space.name,
@@ -80,10 +99,10 @@ def _space(keeper: Keeper, space: Space) -> dict[str, Any]:
         "bytes": sum(row["bytes"] for row in rows),
         "rows": sum(row["rows"] for row in rows if row["table"] is not None),
         "evicted": sum(int(facts.get("evicted", 0)) for facts in loads),
-        "operations_s": round(sum(member.rate(space.number) for member in keeper.members.values()), 1),
+        "operations_s": round(sum(member.rate(space.number) for member in there), 1),
         "rejected": sum(int(facts.get("rejected", 0)) for facts in loads),
         "throttled": sum(int(facts.get("throttled", 0)) for facts in loads),
-        "seconds_s": round(sum(m.busy_rate(space.number) for m in keeper.members.values()), 4),
+        "seconds_s": round(sum(member.busy_rate(space.number) for member in there), 4),
         "quota": {"bytes": space.quota.bytes, "operations": space.quota.operations},
         "branch_of": space.branch_of,
         "tables": [table.name for table in space.tables],

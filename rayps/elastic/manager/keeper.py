@@ -116,7 +116,7 @@ class Keeper:
         elif member is None or member.state == State.DEAD:
             return False
         elif member.state != State.ALIVE:
-            self.event("server_back", f"{name} is connected again", server=name)
+            self._is_back(member, "is connected again")
         caller.server = name
         member.joined(caller, told)
         member.become(State.LEAVING if member.leaving else State.ALIVE)
@@ -146,9 +146,15 @@ class Keeper:
         """A sign of life."""
         member.heard = time.monotonic()
         if member.state == State.SILENT and not member.broken:
-            self.event("server_back", f"{member.name} speaks again", server=member.name)
+            self._is_back(member, "speaks again")
             member.become(State.LEAVING if member.leaving else State.ALIVE)
             self.changed = True
+
+    def _is_back(self, member: Member, how: str) -> None:
+        if member.counted:  # one that came back was not lost
+            self.count("deaths", -1)
+            member.counted = False
+        self.event("server_back", f"{member.name} {how}", server=member.name)
 
     def reported(self, member: Member, tag: int, space: int, events: Iterable[list[Any]]) -> None:
         """What a server says about its segments."""
@@ -185,7 +191,9 @@ class Keeper:
             return
         if member.state != State.AWAY:
             self.count("deaths")
-            self.event("server_lost", f"{member.name} is gone: {why}", server=member.name)
+            member.counted = True
+            gone = "is gone" if broken else "is taken for dead"
+            self.event("server_lost", f"{member.name} {gone}: {why}", server=member.name)
         member.broken = broken
         member.become(State.SILENT)
         self.gather()
@@ -201,7 +209,7 @@ class Keeper:
         for member in self.members.values():
             since = now - member.since
             if member.state in (State.ALIVE, State.LEAVING) and now - member.heard > self._silence:
-                self.lost(member, f"silent for {self._silence:g} s (the knob is `silence`)", broken=False)
+                self.lost(member, f"silent for {self._silence:g} s (`rayps servers start --silence`)", broken=False)
             elif member.state == State.AWAY and since > AWAY_SECONDS:
                 self.lost(member, "it did not come back", broken=True)
             elif member.state == State.SILENT and since > (BROKEN_SECONDS if member.broken else SILENT_SECONDS):

@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 NAP_SECONDS = 0.05  # how long the thread may sleep before it looks at its deadlines again
 BALANCE = Balance()
+SILENCE = 10.0  # seconds: a busy machine; a process that dies is seen at once, for its connection breaks
 COPIED_SECONDS = 10.0  # for the copies of a new space to be there
 READY_SECONDS = 60.0  # for a space's servers to be ready
 
@@ -59,7 +60,7 @@ class Manager:
         cluster: Cluster | None = None,
         detached: bool = True,
         cpus: float = 0.0,
-        silence: float = 2.0,
+        silence: float = SILENCE,
         balance: Balance | None = BALANCE,
     ) -> None:
         check_size(name, servers, replicas)

@@ -51,6 +51,7 @@ class Member:
     since: float = 0.0  # when its state began, by time.monotonic
     heard: float = 0.0
     broken: bool = False  # silent because its connection broke, not because it says nothing
+    counted: bool = False  # as a death, until it is back
     leaving: bool = False  # to be emptied, as soon as it is heard
     told: dict[SeatId, Order] = field(default_factory=dict)  # on this connection
     spaces: dict[int, Space] = field(default_factory=dict)  # as it was told them

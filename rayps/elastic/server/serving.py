@@ -154,7 +154,7 @@ class Serving(Answers):
         layout = held.space.layout
         dense = 0 if layout is None else layout.size * layout.dtype.itemsize
         if used > (most - dense) * len(here) / tables:
-            raise _over(held, used, most)
+            raise _over(held, dense + used * tables // len(here), used, most)
 
     # ---- pulls
 
@@ -246,7 +246,7 @@ class Serving(Answers):
         used = sum(segment.nbytes for _, segment in made)
         used += sum(segment_of(h).nbytes for h in held.primaries() if h.usable and h.index not in replaced)
         if most is not None and used > most:
-            raise _over(held, used, most)
+            raise _over(held, used * held.space.segments // max(1, len(held.primaries())), used, most)
         for holding, segment in made:
             old = segment_of(holding)
             segment.seq = max(segment.seq, old.seq) + 1  # no copy of what was before looks like this one
@@ -297,8 +297,10 @@ def _changed(segment: Segment, data: memoryview) -> bytes:
     return delta(segment, since if since <= segment.version else 0)  # else it was loaded from an earlier state
 
 
-def _over(held: Held, used: int, most: int) -> ConfigError:
+def _over(held: Held, total: int, here: int, most: int) -> ConfigError:
+    """`total`: on all servers, as far as this one, which holds `here` of them, can tell."""
     return ConfigError(
-        f"space {held.space.name!r} has {used} bytes on this server and may have {most} on all of them: "
-        "raise its `quota.bytes`, or let rows be evicted", field="quota.bytes", used=used, limit=most,
+        f"space {held.space.name!r} has about {total} bytes on all servers ({here} on this one) and may have {most}: "
+        "raise its `quota.bytes` (`rayps servers quota`), or let rows be evicted",
+        field="quota.bytes", used=total, limit=most,
     )  # fmt: skip
