@@ -200,7 +200,12 @@ class _Slot:
             self._lay_out(shapes, len(facts))
         view = self._memory.view
         with torch.no_grad():
-            torch._foreach_copy_(self._places, [tensor.detach() for tensor in tensors.values() if tensor.numel()])
+            given = [tensor.detach() for tensor in tensors.values() if tensor.numel()]
+            if all(tensor.device.type == "cpu" for tensor in given):
+                torch._foreach_copy_(self._places, given)  # one call for hundreds of small tensors
+            else:
+                for place, tensor in zip(self._places, given, strict=True):
+                    place.copy_(tensor)
         failpoint.passing("vault: half a commit")
         view[self._end : self._end + len(facts)] = facts
         _HEAD.pack_into(view, 0, _MAGIC, line, -1, len(self._table), self._end, len(facts))
