@@ -10,8 +10,8 @@ RowwiseParallel the second, after y = x A with A = W^T. In a plan, `row` and `co
 The two in turn, `out` and then `in`, exchange nothing at the wide layer between them: one sum forwards, one backwards.
 A layer split by `out` without such a partner gathers its output, one split by `in` takes its slice of a whole input.
 Between the two only what works element by element, or head by head, may stand, and nothing that learns (`agree` finds
-it). Dropout there is the unsplit layer's, bit for bit, in Sequentials, attention and transformer layers; in a forward of
-the user's own each worker drops out by itself, and all go on from one random state behind it.
+it). Dropout there is the unsplit layer's, bit for bit, in Sequentials, attention and transformer layers; in a forward
+of the user's own each worker drops out by itself, and all go on from one random state behind it.
 The form with slices of the sequence between the blocks (reduce-scatter and all-gather instead of sums) is not here.
 """
 
