@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from rayps.cli import show
 from rayps.cli.bench_elastic import faults, jobs, resize
+from rayps.cli.bench_parallel import device, pipeline, tensor
 from rayps.cli.bench_tables import tables
+from rayps.cli.measure import Address, Format, Json, run, show_rows, whole
 from rayps.cli.show import Output
 from rayps.errors import ConfigError
 
 app = typer.Typer(no_args_is_help=True, help="Measure the data plane beside its peers, in one run.")
 app.command()(tables)
-for command in (faults, resize, jobs):
+for command in (faults, resize, jobs, pipeline, tensor, device):
     app.command()(command)
 
 Sizes = Annotated[str, typer.Option(help="Sizes of the vector, e.g. 10KB,1MB (1 KB = 1000 bytes).")]
-Address = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Measure on this Ray cluster.")]
-Format = Annotated[Output, typer.Option("--output", "-o", help="table or json.")]
-Json = Annotated[bool, typer.Option("--json", help="The same as --output json.")]
 _UNITS = {"b": 1, "kb": 1_000, "mb": 1_000_000, "gb": 1_000_000_000}
 
 
@@ -42,8 +40,8 @@ def ring(
     found = _sizes(sizes)
     from rayps.bench.ring import bench_ring
 
-    rows = _run(address, workers, lambda cluster: bench_ring(cluster, workers, found, algorithms.split(",")))
-    _show(Output.json if as_json else output, rows, {
+    rows = run(address, workers, lambda cluster: bench_ring(cluster, workers, found, algorithms.split(",")))
+    show_rows(Output.json if as_json else output, rows, {
         "bytes": "bytes", "algorithm": "algorithm", "transport": "over", "seconds": "seconds", "bandwidth": "bytes/s",
         "copy_bandwidth": "machine's copy", "ratio": "of copy", "times_gloo": "x gloo", "times_mpich": "x mpich"})
 
@@ -69,21 +67,21 @@ def server(
         from rayps.bench.rows import CONTENDERS, bench_rows
 
         names = CONTENDERS if transports == "own,ray" else tuple(transports.split(","))
-        table = _run(address, workers, lambda cluster: bench_rows(cluster, workers, shards, rows, dim, names))
-        _show(form, table, {"rows": "rows", "dim": "dim", "contender": "ids", "turns": "turns/s",
+        table = run(address, workers, lambda cluster: bench_rows(cluster, workers, shards, rows, dim, names))
+        show_rows(form, table, {"rows": "rows", "dim": "dim", "contender": "ids", "turns": "turns/s",
                             "bandwidth": "bytes/s", "times_ray": "x ray"})
         return
     if reads:
         from rayps.bench.reads import bench_reads
 
-        measured = _run(address, workers, lambda cluster: bench_reads(cluster, workers, shards, found))
-        _show(form, measured, {"bytes": "bytes", "contender": "pulls", "turns": "turns/s", "share": "of independent"})
+        measured = run(address, workers, lambda cluster: bench_reads(cluster, workers, shards, found))
+        show_rows(form, measured, {"bytes": "bytes", "contender": "pulls", "turns": "turns/s", "share": "of independent"})
         return
     from rayps.bench.server import bench_server
 
     names = tuple(transports.split(","))
-    measured = _run(address, workers, lambda cluster: bench_server(cluster, workers, shards, found, names))
-    _show(form, measured, {"bytes": "bytes", "contender": "transport", "turns": "turns/s", "bandwidth": "bytes/s",
+    measured = run(address, workers, lambda cluster: bench_server(cluster, workers, shards, found, names))
+    show_rows(form, measured, {"bytes": "bytes", "contender": "transport", "turns": "turns/s", "bandwidth": "bytes/s",
                            "times_ray": "x ray"})
 
 
@@ -104,14 +102,14 @@ def step(
     if memory:
         from rayps.bench.memory import bench_memory
 
-        rows = _run(address, workers, lambda cluster: bench_memory(cluster, workers, names, hidden=hidden))
-        _show(form, rows, {"contender": "contender", "model_bytes": "bytes of the model", "grown": "grown by",
+        rows = run(address, workers, lambda cluster: bench_memory(cluster, workers, names, hidden=hidden))
+        show_rows(form, rows, {"contender": "contender", "model_bytes": "bytes of the model", "grown": "grown by",
                            "extra": "beyond alone", "extra_gradients": "in gradients"})
         return
     from rayps.bench.step import bench_step
 
-    rows = _run(address, workers, lambda cluster: bench_step(cluster, workers, names, hidden=hidden, repeats=repeats))
-    _show(form, rows, {
+    rows = run(address, workers, lambda cluster: bench_step(cluster, workers, names, hidden=hidden, repeats=repeats))
+    show_rows(form, rows, {
         "contender": "contender", "rate": "steps/s", "step": "ms a step", "cpu": "cpu ms", "compute": "compute",
         "waiting": "waiting", "moving": "moving", "times_ddp": "x ddp", "of_alone": "of alone"})
 
@@ -134,9 +132,9 @@ def hosts(
     found = _sizes(sizes)
     from rayps.bench.hosts import bench_hosts
 
-    rows = [row for each in _whole(ranks, "ranks") for row in bench_hosts(
+    rows = [row for each in whole(ranks, "ranks") for row in bench_hosts(
         count, each, rate, found, algorithms.split(","), streams=streams, stream_rate=stream_rate, repeats=repeats)]
-    _show(Output.json if as_json else output, rows, {
+    show_rows(Output.json if as_json else output, rows, {
         "bytes": "bytes", "algorithm": "algorithm", "transport": "over", "hosts": "hosts", "ranks": "ranks a host",
         "streams": "streams", "seconds": "seconds", "bandwidth": "bytes/s", "limit": "line's limit",
         "share": "of limit"})
@@ -158,9 +156,9 @@ def stragglers(
     """Time to equal accuracy under staleness 0, 8 and none where workers are slow."""
     from rayps.bench.stragglers import bench_stragglers
 
-    rows = _run(address, workers, lambda cluster: bench_stragglers(
+    rows = run(address, workers, lambda cluster: bench_stragglers(
         cluster, workers, scenes.split(","), pace=pace, repeats=repeats, folder=data))
-    _show(Output.json if as_json else output, rows, {
+    show_rows(Output.json if as_json else output, rows, {
         "scene": "scene", "staleness": "staleness", "seconds": "seconds", "rounds": "rounds",
         "idle": "idle share", "times_synchronous": "x synchronous"})
 
@@ -179,8 +177,8 @@ def shards(
     found = _sizes(size)
     from rayps.bench.shards import bench_shards
 
-    rows = bench_shards(_whole(counts, "counts"), rate=rate, size=found[0], workers=workers, repeats=repeats)
-    _show(Output.json if as_json else output, rows, {
+    rows = bench_shards(whole(counts, "counts"), rate=rate, size=found[0], workers=workers, repeats=repeats)
+    show_rows(Output.json if as_json else output, rows, {
         "bytes": "bytes", "shards": "shards", "workers": "workers", "rate": "line", "seconds": "seconds",
         "limit": "line's limit", "of_limit": "of limit", "times_first": "x first", "memory": "bytes a shard"})
 
@@ -205,9 +203,9 @@ def laws(
     from rayps.bench.laws import bench_laws
     from rayps.bench.laws import picture as drawn
 
-    rows = bench_laws(_whole(workers, "workers"), [each for each in _whole(shards, "shards") if each], size=found,
+    rows = bench_laws(whole(workers, "workers"), [each for each in whole(shards, "shards") if each], size=found,
                       rate=rate, slow_link=slow_link, repeats=repeats)
-    _show(Output.json if as_json else output, rows, {
+    show_rows(Output.json if as_json else output, rows, {
         "way": "way", "workers": "workers", "shards": "shards", "slow": "slow line", "busiest": "bytes of busiest",
         "busiest_law": "by the book", "total": "bytes of all", "total_law": "by the book", "seconds": "seconds",
         "seconds_law": "by the book", "times_law": "x book"})
@@ -233,22 +231,9 @@ def compression(
     from rayps.bench.compression import bench_compression
 
     rows = bench_compression(count, ranks, rate, found[0], names.split(","), repeats=repeats)
-    _show(Output.json if as_json else output, rows, {
+    show_rows(Output.json if as_json else output, rows, {
         "compression": "compression", "seconds": "seconds", "sent": "bytes sent", "times_off": "x off",
         "picked": "picked", "why": "why"})
-
-
-def _run(address: str | None, workers: int, measure: Any) -> list[Any]:
-    if workers < 1:
-        raise ConfigError(f"workers is {workers}: give at least 1", field="workers")
-    from rayps.ray_cluster import RayCluster
-
-    cluster = RayCluster.join(address) if address else RayCluster.local(cpus=workers)
-    try:
-        rows: list[Any] = measure(cluster)
-        return rows
-    finally:
-        cluster.close()
 
 
 def _sizes(text: str) -> list[int]:
@@ -259,17 +244,3 @@ def _sizes(text: str) -> list[int]:
             raise ConfigError(f"size {part!r} cannot be read: write 10KB, 1MB or a number of bytes", field="sizes")
         found.append(int(float(match[1]) * _UNITS[match[2] or "b"]))
     return found
-
-
-def _whole(text: str, field: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"{field} {text!r} cannot be read: write whole numbers such as 1,2,4", field=field) from None
-
-
-def _show(output: Output, rows: list[Any], columns: dict[str, str]) -> None:
-    if output is Output.json:
-        show.dump([dataclasses.asdict(row) for row in rows])
-        return
-    show.table(list(columns.values()), [[show.number(getattr(row, name)) for name in columns] for row in rows])

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from rayps.cli import show
+from rayps.cli.measure import Address, Format, Json, run, show_rows
 from rayps.cli.show import Output
 from rayps.errors import ConfigError
 
-Address = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Measure on this Ray cluster.")]
-Format = Annotated[Output, typer.Option("--output", "-o", help="table or json.")]
-Json = Annotated[bool, typer.Option("--json", help="The same as --output json.")]
 Servers = Annotated[int, typer.Option(help="Servers of the group.")]
 Workers = Annotated[int, typer.Option(help="Workers.")]
 Megabytes = Annotated[float, typer.Option("--mb", help="10^6 bytes of parameters.")]
@@ -35,7 +33,7 @@ def faults(
     stale = _staleness(staleness)
     from rayps.bench.faults import bench_faults
 
-    row = _run(
+    row = run(
         address,
         workers,
         lambda cluster: bench_faults(
@@ -52,7 +50,7 @@ def faults(
     if as_json or output is Output.json:
         show.dump(dataclasses.asdict(row))
         return
-    _show(
+    show_rows(
         output,
         [row],
         {
@@ -85,14 +83,14 @@ def resize(
         raise ConfigError(f"sizes {sizes!r} cannot be read: write whole numbers such as 2,4,3", field="sizes") from None
     from rayps.bench.resize import bench_resize
 
-    rows = _run(
+    rows = run(
         address,
         workers,
         lambda cluster: bench_resize(
             cluster, sizes=counts, workers=workers, replicas=replicas, size=int(megabytes * 1e6)
         ),
     )
-    _show(
+    show_rows(
         Output.json if as_json else output,
         rows,
         {
@@ -125,7 +123,7 @@ def jobs(
     """Two jobs on one group: as alone to the bit, how much a flood slows its neighbour, memory that is freed."""
     from rayps.bench.neighbours import bench_jobs
 
-    row = _run(
+    row = run(
         address,
         2 * workers + 2 * flooders,
         lambda cluster: bench_jobs(
@@ -135,7 +133,7 @@ def jobs(
     if as_json or output is Output.json:
         show.dump(dataclasses.asdict(row))
         return
-    _show(
+    show_rows(
         output,
         [row],
         {
@@ -162,22 +160,3 @@ def _staleness(text: str) -> int | None:
         raise ConfigError(
             f"staleness {text!r} cannot be read: write 0, a number of rounds, or none", field="staleness"
         ) from None
-
-
-def _run(address: str | None, workers: int, measure: Any) -> Any:
-    if workers < 1:
-        raise ConfigError(f"workers is {workers}: give at least 1", field="workers")
-    from rayps.ray_cluster import RayCluster
-
-    cluster = RayCluster.join(address) if address else RayCluster.local(cpus=workers)
-    try:
-        return measure(cluster)
-    finally:
-        cluster.close()
-
-
-def _show(output: Output, rows: list[Any], columns: dict[str, str]) -> None:
-    if output is Output.json:
-        show.dump([dataclasses.asdict(row) for row in rows])
-        return
-    show.table(list(columns.values()), [[show.number(getattr(row, name)) for name in columns] for row in rows])

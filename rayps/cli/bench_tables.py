@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rayps.cli import show
+from rayps.cli.measure import Address, Format, Json, run, show_rows, whole
 from rayps.cli.show import Output
-from rayps.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rayps.cluster import Cluster
 
 _CALLS = {"optimizer": "optimizer", "workers": "workers", "servers": "servers", "ids": "ids", "own": "rows/s",
           "calls": "by calls", "times_calls": "times", "own_turn_s": "turn s", "calls_turn_s": "by calls",
@@ -36,12 +37,12 @@ def tables(
     hot: Annotated[bool, typer.Option(help="Instead: a hot table's load before and after its segments moved.")] = False,
     workers: Annotated[int, typer.Option(help="Workers of --calls and --hot.")] = 4,
     servers: Annotated[int, typer.Option(help="Servers of --calls and --hot.")] = 2,
-    address: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Measure on this Ray cluster.")] = None,
-    output: Annotated[Output, typer.Option("--output", "-o", help="table or json.")] = Output.table,
-    as_json: Annotated[bool, typer.Option("--json", help="The same as --output json.")] = False,
+    address: Address = None,
+    output: Format = Output.table,
+    as_json: Json = False,
 ) -> None:
     """Rows of a sparse table pulled and pushed a second, beside torch's index_select and index_add_ on the same ids."""
-    counts = _whole(segments)
+    counts = whole(segments, "segments")
     from rayps.bench.tables import bench_files, bench_tables
 
     form = Output.json if as_json else output
@@ -51,12 +52,12 @@ def tables(
         return
     if files:
         saved = [bench_files(rows, dim, count, files, folder) for count in counts]
-        _show(form, saved, {"rows": "rows", "segments": "segments", "loaded_on": "loaded on",
+        show_rows(form, saved, {"rows": "rows", "segments": "segments", "loaded_on": "loaded on",
                             "row_bytes": "bytes a row", "file_bytes": "on disk", "save": "save s", "load": "load s",
                             "save_cpu": "cpu s", "load_cpu": "cpu s"})
         return
     measured = bench_tables(rows, ids, dim, counts, optimizers.split(","), zipf=zipf, repeats=repeats)
-    _show(form, measured, {"optimizer": "optimizer", "segments": "segments", "ids": "ids", "pull": "pulled/s",
+    show_rows(form, measured, {"optimizer": "optimizer", "segments": "segments", "ids": "ids", "pull": "pulled/s",
                            "push": "pushed/s", "torch_pull": "select/s", "torch_push": "add/s",
                            "of_limit": "of limit", "torch_step": "step/s", "of_same": "of the same",
                            "row_bytes": "bytes a row", "made": "made/s"})
@@ -69,30 +70,15 @@ def _on_ray(
     """What needs a cluster."""
     from rayps.bench.calls import bench_calls
     from rayps.bench.hot import bench_hot
-    from rayps.ray_cluster import RayCluster
 
-    cluster = RayCluster.join(address) if address else RayCluster.local(cpus=workers)
-    try:
+    def measure(cluster: Cluster) -> None:
         if zipf is not None:
-            _show(form, [bench_hot(cluster, zipf=zipf, ids=ids, rows=rows, workers=workers, servers=servers,
-                                   segments=segments)], _HOT)  # fmt: skip
+            found = bench_hot(
+                cluster, zipf=zipf, ids=ids, rows=rows, workers=workers, servers=servers, segments=segments
+            )  # fmt: skip
+            show_rows(form, [found], _HOT)
             return
-        _show(form, [bench_calls(cluster, rows=rows, ids=ids, dim=dim, workers=workers, servers=servers,
-                                 segments=segments, optimizer=name) for name in optimizers], _CALLS)  # fmt: skip
-    finally:
-        cluster.close()
+        show_rows(form, [bench_calls(cluster, rows=rows, ids=ids, dim=dim, workers=workers, servers=servers,
+                                     segments=segments, optimizer=name) for name in optimizers], _CALLS)  # fmt: skip
 
-
-def _whole(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"segments {text!r} cannot be read: write whole numbers such as 1,16",
-                          field="segments") from None  # fmt: skip
-
-
-def _show(output: Output, rows: list[Any], columns: dict[str, str]) -> None:
-    if output is Output.json:
-        show.dump([dataclasses.asdict(row) for row in rows])
-        return
-    show.table(list(columns.values()), [[show.number(getattr(row, name)) for name in columns] for row in rows])
+    run(address, workers, measure)

@@ -1,0 +1,86 @@
+"""Which layers are worth a GPU: convolution and fully connected layers, forward and backward, on each device."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from rayps.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRow:
+    """One layer at one batch size; milliseconds of a forward and a backward, medians."""
+
+    layer: str
+    batch: int
+    parameters: int
+    cpu: float
+    gpu: float | None  # None where there is none
+    times: float | None  # how many times faster the GPU is
+    copy: float | None  # to bring the input there
+
+
+_LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "linear 1024 to 1024": (lambda: nn.Linear(1024, 1024), (1024,)),
+    "linear 4096 to 4096": (lambda: nn.Linear(4096, 4096), (4096,)),
+    "conv 3x3, 3 to 64, 64x64": (lambda: nn.Conv2d(3, 64, 3, padding=1), (3, 64, 64)),
+    "conv 3x3, 64 to 64, 32x32": (lambda: nn.Conv2d(64, 64, 3, padding=1), (64, 32, 32)),
+    "conv 5x5, 16 to 32, 28x28": (lambda: nn.Conv2d(16, 32, 5, padding=2), (16, 28, 28)),
+}
+
+
+def bench_device(batches: Sequence[int] = (1, 32, 128), *, repeats: int = 9) -> list[DeviceRow]:
+    """Every layer at every batch size, on the CPU with all of torch's threads and on the GPU if there is one.
+
+    Raises ConfigError for a batch below 1.
+    """
+    if any(batch < 1 for batch in batches):
+        raise ConfigError(f"batches are {list(batches)}: give whole numbers of at least 1", batches=list(batches))
+    gpu = "cuda" if torch.cuda.is_available() else None
+    rows = []
+    for name, (make, shape) in _LAYERS.items():
+        torch.manual_seed(0)
+        layer = make()
+        for batch in batches:
+            x = torch.randn(batch, *shape)
+            cpu = _step(layer.to("cpu"), x, repeats)
+            there = _step(layer.to(gpu), x.to(gpu), repeats) if gpu else None
+            copy = _median(partial(x.to, "cuda"), repeats) if gpu else None
+            count = sum(p.numel() for p in layer.parameters())
+            rows.append(DeviceRow(name, batch, count, cpu, there, cpu / there if there else None, copy))
+    return rows
+
+
+def _step(layer: nn.Module, x: Tensor, repeats: int) -> float:
+    x = x.clone().requires_grad_()
+
+    def step() -> None:
+        layer.zero_grad()
+        found: Tensor = layer(x)
+        found.sum().backward()  # type: ignore[no-untyped-call]
+
+    return _median(step, repeats)
+
+
+def _median(work: Callable[[], object], repeats: int) -> float:
+    times = []
+    for turn in range(repeats + 2):
+        _wait()
+        start = time.perf_counter()
+        work()
+        _wait()
+        if turn >= 2:  # the first ones choose algorithms and touch new pages
+            times.append(1000 * (time.perf_counter() - start))
+    return statistics.median(times)
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

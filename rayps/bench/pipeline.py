@@ -1,0 +1,192 @@
+"""How much a pipeline adds to the compute of its stages: rayps' engine beside torch.distributed.pipelining on gloo.
+
+Both run the same layers, micro-batches and schedule in the same actors, by turns in one run. The time beyond the
+compute is a step's time less what the table allows: the time that one process needs for all micro-batches, times
+(m + p - 1) / (m p), or (v m + p - 1) / (v m p) under `interleaved`. The function returns rows and prints nothing.
+"""
+
+from __future__ import annotations
+
+import secrets
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import pipelining
+
+from rayps.bench.step import together
+from rayps.cluster import Cluster
+from rayps.errors import ConfigError
+from rayps.pipeline import cut
+from rayps.pipeline.engine import Engine
+from rayps.pipeline.schedule import table
+from rayps.ring import Ring
+
+CONTENDERS = ("own", "torch")
+_TORCH = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B,
+          "interleaved": pipelining.ScheduleInterleaved1F1B}  # fmt: skip
+
+Step = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineRow:
+    """One contender; milliseconds a step, the slowest stage's, medians of the turns."""
+
+    contender: str
+    schedule: str
+    stages: int
+    micro_batches: int
+    width: int
+    step: float
+    ideal: float  # what the schedule allows, at the compute of one process
+    beyond: float  # step - ideal
+    times_torch: float | None  # torch's time beyond the compute / this one's
+
+
+class PipelineBench:
+    """An actor: one stage of every contender."""
+
+    def __init__(self, rank: int, stages: int, micros: int, schedule: str, width: int, batch: int) -> None:
+        torch.set_num_threads(1)
+        self._rank, self._stages, self._micros, self._schedule = rank, stages, micros, schedule
+        self._chunks = 2 if schedule == "interleaved" else 1
+        self._layers = _layers(width, stages * self._chunks)
+        generator = torch.Generator().manual_seed(1)
+        self._x, self._y = (torch.randn(batch, width, generator=generator) for _ in range(2))
+        self._steps: dict[str, Step] = {"alone": self._alone}
+        self._ring: Ring | None = None
+
+    def port(self) -> int:
+        """Open the store through which torch's ranks find each other."""
+        self._store: Any = dist.TCPStore("127.0.0.1", 0, self._stages, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+        return int(self._store.port)
+
+    def prepare(self, name: str, contenders: list[str], port: int) -> None:
+        """Make every contender's stage and connections."""
+        self._ring = Ring.join(name, self._rank, self._stages)
+        if "own" in contenders:
+            self._steps["own"] = self._own(self._ring)
+        if "torch" in contenders:
+            self._steps["torch"] = self._torch(port)
+
+    def turn(self, contender: str, steps: int) -> float:
+        """Milliseconds a step, with a meeting before and after each."""
+        assert self._ring is not None
+        step, total = self._steps[contender], 0.0
+        for _ in range(steps):
+            self._ring.barrier()
+            start = time.perf_counter()
+            for layer in self._layers:
+                layer.zero_grad()
+            step()
+            total += time.perf_counter() - start
+        return 1000 * total / steps
+
+    def close(self) -> None:
+        """Leave the ring and torch's group."""
+        if self._ring is not None:
+            self._ring.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _alone(self) -> None:
+        """All layers and micro-batches here, on the first rank only."""
+        if self._rank:
+            return
+        for x, y in zip(self._x.chunk(self._micros), self._y.chunk(self._micros), strict=True):
+            (_loss(nn.Sequential(*self._layers)(x), y) / self._micros).backward()  # type: ignore[no-untyped-call]
+
+    def _own(self, ring: Ring) -> Step:
+        layers = [cut.Layer(str(i), layer) for i, layer in enumerate(self._layers)]
+        actions = table(self._schedule, self._stages, self._micros, self._chunks)[self._rank]
+        engine = Engine(layers, range(1, len(layers)), actions, ring)
+        xs, ys = self._x.chunk(self._micros), self._y.chunk(self._micros)
+        weights, count = [1 / self._micros] * self._micros, iter(range(1 << 62))
+        return lambda: _nothing(engine.backward(
+            next(count), weights, lambda i: ((xs[i],), {}), lambda i, out: _loss(out, ys[i])
+        ))  # fmt: skip
+
+    def _torch(self, port: int) -> Step:
+        store = self._store if self._rank == 0 else dist.TCPStore("127.0.0.1", port, self._stages)  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=self._rank, world_size=self._stages)
+        numbers = range(self._rank, len(self._layers), self._stages)
+        stages = [
+            pipelining.PipelineStage(self._layers[i], i, len(self._layers), torch.device("cpu")) for i in numbers
+        ]
+        schedule: Any = _TORCH[self._schedule](
+            stages if self._chunks > 1 else stages[0],
+            self._micros, loss_fn=_loss,
+        )  # fmt: skip
+        given = (self._x,) if self._rank == 0 else ()
+        target = {"target": self._y} if self._rank == self._stages - 1 else {}
+        return lambda: _nothing(schedule.step(*given, **target))
+
+
+def bench_pipeline(
+    cluster: Cluster, stages: int, contenders: Sequence[str], *, schedules: Sequence[str] = ("gpipe", "1f1b"),
+    micros: int = 8, width: int = 64, batch: int = 64, steps: int = 20, repeats: int = 9, timeout: float = 120.0,
+) -> list[PipelineRow]:  # fmt: skip
+    """A training step of an MLP of equal layers, 3 a stage, a stage an actor of one thread: a row for each contender.
+
+    Each takes `repeats` turns of `steps` steps, in changing order. Raises ConfigError, ClusterError, LinkError.
+    """
+    for given, known in ((contenders, CONTENDERS), (schedules, tuple(_TORCH))):
+        for each in given:
+            if each not in known:
+                raise ConfigError(f"no {each!r} here; use some of {', '.join(known)}", given=each)
+    rows: list[PipelineRow] = []
+    for schedule in schedules:
+        found = _measure(
+            cluster, (stages, micros, schedule, width, batch), list(contenders), steps, repeats, timeout
+        )  # fmt: skip
+        chunks = 2 if schedule == "interleaved" else 1
+        ideal = found["alone"] * (chunks * micros + stages - 1) / (chunks * micros * stages)
+        theirs = found["torch"] - ideal if "torch" in found else None
+        rows += [
+            PipelineRow(
+                name, schedule, stages, micros, width, found[name], ideal, found[name] - ideal,
+                theirs / (found[name] - ideal) if theirs is not None and found[name] > ideal else None,
+            ) for name in contenders
+        ]  # fmt: skip
+    return rows
+
+
+def _measure(
+    cluster: Cluster, what: tuple[int, int, str, int, int], contenders: list[str], steps: int, repeats: int,
+    timeout: float,
+) -> dict[str, float]:  # fmt: skip
+    name, names = f"pipeline-{secrets.token_hex(4)}", [*contenders, "alone"]
+    actors = [cluster.spawn("rayps.bench.pipeline:PipelineBench", rank, *what) for rank in range(what[0])]
+    found: dict[str, list[float]] = {each: [] for each in names}
+    try:
+        port = actors[0].call("port").result(timeout)
+        together(actors, "prepare", name, contenders, port, timeout=timeout)
+        for turn in range(repeats + 1):
+            for each in names[turn % len(names) :] + names[: turn % len(names)]:
+                slowest = max(together(actors, "turn", each, steps, timeout=timeout))
+                if turn:  # the first one touches new pages
+                    found[each].append(slowest)
+        together(actors, "close", timeout=timeout)
+    finally:
+        for actor in actors:
+            cluster.kill(actor)
+    return {each: statistics.median(turns) for each, turns in found.items()}
+
+
+def _layers(width: int, parts: int) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(3))) for _ in range(parts)]
+
+
+def _loss(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.mse_loss(output, target)
+
+
+def _nothing(_: Any) -> None:
+    """What a step gives is not looked at."""

@@ -1,0 +1,148 @@
+"""How fast a split pair of layers is: rayps' tensor parallelism beside torch's DTensor styles on gloo, and unsplit.
+
+The pair is Linear(d, 4d), ReLU, Linear(4d, d), the first split by its output and the second by its input (torch's
+ColwiseParallel and RowwiseParallel): forward and backward, by turns in the same actors. The function returns rows and
+prints nothing.
+"""
+
+from __future__ import annotations
+
+import secrets
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from rayps.bench.step import together
+from rayps.cluster import Cluster
+from rayps.errors import ConfigError
+from rayps.ring import Ring
+from rayps.tensor import Talk, plan, split
+
+CONTENDERS = ("own", "dtensor", "alone")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRow:
+    """One contender at one width; microseconds of a forward and a backward, the slowest worker's, median of turns."""
+
+    contender: str
+    workers: int
+    width: int
+    batch: int
+    step: float
+    times_dtensor: float | None  # how many times faster than DTensor in this run, where it took part
+    times_alone: float | None  # the same, than the whole pair on one worker
+
+
+class TensorBench:
+    """An actor: one worker of every contender."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        torch.set_num_threads(1)
+        self._rank, self._size = rank, size
+        self._nets: dict[str, nn.Module] = {}
+        self._ring: Ring | None = None
+        self._mesh: DeviceMesh | None = None
+
+    def port(self) -> int:
+        """Open the store through which torch's ranks find each other."""
+        self._store: Any = dist.TCPStore("127.0.0.1", 0, self._size, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+        return int(self._store.port)
+
+    def meet(self, name: str, contenders: list[str], port: int) -> None:
+        """Connect the workers."""
+        self._ring = Ring.join(name, self._rank, self._size)
+        if "dtensor" in contenders:
+            store = self._store if self._rank == 0 else dist.TCPStore("127.0.0.1", port, self._size)  # type: ignore[attr-defined]
+            dist.init_process_group("gloo", store=store, rank=self._rank, world_size=self._size)
+            self._mesh = DeviceMesh("cpu", list(range(self._size)))
+
+    def prepare(self, contenders: list[str], width: int, batch: int) -> None:
+        """Make every contender's pair of layers."""
+        assert self._ring is not None
+        self._x = torch.randn(batch, width, generator=torch.Generator().manual_seed(1))
+        for name in contenders:
+            net = _pair(width)
+            if name == "own":
+                net = split(net, plan(net, self._size), self._rank, self._size, Talk(self._ring))
+            elif name == "dtensor" and self._mesh is not None:
+                styles = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+                net = parallelize_module(net, self._mesh, styles)
+            self._nets[name] = net
+
+    def turn(self, contender: str, steps: int) -> float:
+        """Microseconds a step."""
+        net, x = self._nets[contender], self._x.clone().requires_grad_()
+        parameters = list(net.parameters())
+        start = time.perf_counter()
+        for _ in range(steps):
+            for p in parameters:
+                p.grad = None
+            net(x).sum().backward()
+        return 1e6 * (time.perf_counter() - start) / steps
+
+    def close(self) -> None:
+        """Leave the ring and torch's group."""
+        if self._ring is not None:
+            self._ring.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def bench_tensor(
+    cluster: Cluster, workers: int, contenders: Sequence[str], *, widths: Sequence[int] = (64, 256), batch: int = 32,
+    steps: int = 50, repeats: int = 9, timeout: float = 120.0,
+) -> list[TensorRow]:  # fmt: skip
+    """Forward and backward of a split pair of layers, one thread a worker: a row for each contender and width.
+
+    Each takes `repeats` turns of `steps` steps, in changing order. Raises ConfigError, ClusterError, LinkError.
+    """
+    for each in contenders:
+        if each not in CONTENDERS:
+            raise ConfigError(f"no contender {each!r}; use some of {', '.join(CONTENDERS)}", contender=each)
+    name, names = f"tensor-{secrets.token_hex(4)}", list(contenders)
+    actors = [cluster.spawn("rayps.bench.tensor:TensorBench", rank, workers) for rank in range(workers)]
+    rows: list[TensorRow] = []
+    try:
+        port = actors[0].call("port").result(timeout)
+        together(actors, "meet", name, names, port, timeout=timeout)
+        for width in widths:
+            together(actors, "prepare", names, width, batch, timeout=timeout)
+            medians = _turns(lambda each: max(together(actors, "turn", each, steps, timeout=timeout)), names, repeats)
+            rows += _rows(medians, workers, width, batch)
+        together(actors, "close", timeout=timeout)
+    finally:
+        for actor in actors:
+            cluster.kill(actor)
+    return rows
+
+
+def _turns(turn: Callable[[str], float], names: list[str], repeats: int) -> dict[str, float]:
+    found: dict[str, list[float]] = {each: [] for each in names}
+    for number in range(repeats + 1):
+        for each in names[number % len(names) :] + names[: number % len(names)]:
+            took = turn(each)
+            if number:  # the first one touches new pages
+                found[each].append(took)
+    return {each: statistics.median(times) for each, times in found.items()}
+
+
+def _rows(medians: dict[str, float], workers: int, width: int, batch: int) -> list[TensorRow]:
+    theirs, alone = medians.get("dtensor"), medians.get("alone")
+    return [
+        TensorRow(name, workers, width, batch, step, theirs / step if theirs else None, alone / step if alone else None)
+        for name, step in medians.items()
+    ]
+
+
+def _pair(width: int) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width))

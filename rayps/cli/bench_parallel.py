@@ -1,0 +1,70 @@
+"""`rayps bench pipeline`, `tensor` and `device`: models that several workers share, beside torch's own ways."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from rayps.cli.measure import Address, Format, Json, run, show_rows, whole
+from rayps.cli.show import Output
+
+
+def pipeline(
+    stages: Annotated[int, typer.Option(help="Stages, one worker each.")] = 2,
+    contenders: Annotated[str, typer.Option(help="Contenders: own, torch.")] = "own,torch",
+    schedules: Annotated[str, typer.Option(help="Some of gpipe, 1f1b, interleaved.")] = "gpipe,1f1b",
+    micro_batches: Annotated[int, typer.Option(help="Micro-batches of a step.")] = 8,
+    width: Annotated[int, typer.Option(help="Width of the layers.")] = 64,
+    batch: Annotated[int, typer.Option(help="Rows of a batch.")] = 64,
+    repeats: Annotated[int, typer.Option(help="Turns of 20 steps for each.")] = 9,
+    address: Address = None,
+    output: Format = Output.table,
+    as_json: Json = False,
+) -> None:
+    """What a pipeline adds to the compute of its stages, beside torch.distributed.pipelining on gloo."""
+    from rayps.bench.pipeline import bench_pipeline
+
+    rows = run(address, stages, lambda cluster: bench_pipeline(
+        cluster, stages, contenders.split(","), schedules=schedules.split(","), micros=micro_batches, width=width,
+        batch=batch, repeats=repeats,
+    ))  # fmt: skip
+    show_rows(Output.json if as_json else output, rows, {
+        "contender": "contender", "schedule": "schedule", "stages": "stages", "micro_batches": "micro-batches",
+        "step": "ms a step", "ideal": "ideal", "beyond": "beyond", "times_torch": "torch's beyond / own"})  # fmt: skip
+
+
+def tensor(
+    workers: Annotated[int, typer.Option(help="Workers that share the layers.")] = 2,
+    contenders: Annotated[str, typer.Option(help="Contenders: own, dtensor, alone (unsplit).")] = "own,dtensor,alone",
+    widths: Annotated[str, typer.Option(help="Widths d of Linear(d, 4d), ReLU, Linear(4d, d).")] = "64,256,1024",
+    batch: Annotated[int, typer.Option(help="Rows of a batch.")] = 32,
+    repeats: Annotated[int, typer.Option(help="Turns of 50 steps for each.")] = 9,
+    address: Address = None,
+    output: Format = Output.table,
+    as_json: Json = False,
+) -> None:
+    """Forward and backward of a split pair of layers, beside torch's DTensor styles on gloo and unsplit."""
+    from rayps.bench.tensor import bench_tensor
+
+    rows = run(address, workers, lambda cluster: bench_tensor(
+        cluster, workers, contenders.split(","), widths=whole(widths, "widths"), batch=batch, repeats=repeats,
+    ))  # fmt: skip
+    show_rows(Output.json if as_json else output, rows, {
+        "contender": "contender", "width": "width", "batch": "batch", "step": "µs a step",
+        "times_dtensor": "x dtensor", "times_alone": "x alone"})  # fmt: skip
+
+
+def device(
+    batches: Annotated[str, typer.Option(help="Rows of a batch.")] = "1,32,128",
+    repeats: Annotated[int, typer.Option(help="Turns of each.")] = 9,
+    output: Format = Output.table,
+    as_json: Json = False,
+) -> None:
+    """Convolution and fully connected layers on this machine's CPU and GPU: which are worth bringing there."""
+    from rayps.bench.device import bench_device
+
+    rows = bench_device(whole(batches, "batches"), repeats=repeats)
+    show_rows(Output.json if as_json else output, rows, {
+        "layer": "layer", "batch": "batch", "parameters": "parameters", "cpu": "cpu ms", "gpu": "gpu ms",
+        "times": "times", "copy": "copy ms"})  # fmt: skip

@@ -1,0 +1,47 @@
+"""What the commands of `rayps bench` share: a cluster to measure on, lists of numbers, rows as a table or JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Any
+
+import typer
+
+from rayps.cli import show
+from rayps.cli.show import Output
+from rayps.errors import ConfigError
+
+Address = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Measure on this Ray cluster.")]
+Format = Annotated[Output, typer.Option("--output", "-o", help="table or json.")]
+Json = Annotated[bool, typer.Option("--json", help="The same as --output json.")]
+
+
+def run(address: str | None, workers: int, measure: Any) -> Any:
+    """What `measure(cluster)` gives, on the cluster at `address` or on one of its own. Raises ConfigError."""
+    if workers < 1:
+        raise ConfigError(f"workers is {workers}: give at least 1", field="workers")
+    from rayps.ray_cluster import RayCluster
+
+    cluster = RayCluster.join(address) if address else RayCluster.local(cpus=workers)
+    try:
+        return measure(cluster)
+    finally:
+        cluster.close()
+
+
+def show_rows(output: Output, rows: list[Any], columns: dict[str, str]) -> None:
+    """Dataclasses as a table of these columns, or all of them as JSON."""
+    if output is Output.json:
+        show.dump([dataclasses.asdict(row) for row in rows])
+        return
+    show.table(list(columns.values()), [[show.number(getattr(row, name)) for name in columns] for row in rows])
+
+
+def whole(text: str, field: str) -> list[int]:
+    """`1,16` as numbers. Raises ConfigError."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(
+            f"{field} {text!r} cannot be read: write whole numbers such as 1,16", field=field
+        ) from None  # fmt: skip
