@@ -75,7 +75,8 @@ def server(
         from rayps.bench.reads import bench_reads
 
         measured = run(address, workers, lambda cluster: bench_reads(cluster, workers, shards, found))
-        show_rows(form, measured, {"bytes": "bytes", "contender": "pulls", "turns": "turns/s", "share": "of independent"})
+        show_rows(form, measured, {"bytes": "bytes", "contender": "pulls", "turns": "turns/s",
+                                   "share": "of independent"})  # fmt: skip
         return
     from rayps.bench.server import bench_server
 
