@@ -154,7 +154,7 @@ def test_checkpoints_can_be_gone_on_from_by_any_strategy(tmp_path):
     assert resumed.history.column("round").to_pylist() == list(range(8, 24))
     assert again.history.column("round").to_pylist() == list(range(24, 32))
     mixed = train(work, [(1, Hogwild()), (1, AllReduce()), (1, Hogwild())], workers=2)
-    assert mixed.metrics["loss"] < plain(work, 2, epochs=1)[2][0]
+    assert mixed.metrics["loss"] < 1.5 * plain(work, 2, epochs=3)[2][-1]
 
 
 def test_resumed_alone_it_is_the_unbroken_run(tmp_path):
@@ -173,7 +173,7 @@ def test_a_death_means_going_on_from_the_last_checkpoint(victim):
     result = train(work, Hogwild(), cluster, workers=3, epochs=3)
     assert [e["lost"] for e in result.events if e["kind"] == "restarted"] == [[f"worker-{victim}"]]
     assert result.history.column("round").to_pylist() == list(range(21))
-    assert result.metrics["loss"] < plain(work, 3, epochs=1)[2][0]
+    assert result.metrics["loss"] < 1.5 * plain(work, 3, epochs=3)[2][-1]
     assert "replaced" not in kinds(result)
 
 
