@@ -35,6 +35,7 @@ class Client:
         settings = Settings.read(url=url)
         self.url = settings.url or _running(settings) or f"http://127.0.0.1:{settings.port}"
         self._token = token if token is not None else _token(settings)
+        self._state_dir = settings.state_dir
         self._http = httpx2.Client(
             base_url=self.url, timeout=timeout, trust_env=False,
             headers={"Authorization": f"Bearer {self._token or 'none'}", "User-Agent": "rayps"})
@@ -144,7 +145,7 @@ class Client:
             if answer.status_code in (502, 503, 504) and harmless and attempt < _RETRIES - 1:
                 failure = None
                 continue
-            return _checked(answer)
+            return self._checked(answer)
         raise self._unreachable(failure)
 
     def stream(self, job_id: str, topics: str, cursor: str = "") -> Iterator[tuple[str, Any]]:
@@ -164,7 +165,7 @@ class Client:
                         raise httpx2.ReadError(f"the service answered {answer.status_code}")
                     if answer.status_code != 200:
                         answer.read()
-                        _checked(answer)
+                        self._checked(answer)
                     silent_since, attempt = None, 0
                     for event, data, at in _events(answer.iter_lines()):
                         cursor = at or cursor
@@ -177,6 +178,13 @@ class Client:
                     raise self._unreachable(error) from error
             attempt += 1
             time.sleep(_pause(attempt))
+
+    def _checked(self, answer: httpx2.Response) -> Any:
+        if answer.status_code == 401 and not self._token:
+            raise Unauthorized(
+                f"there is no token in {self._state_dir}: give the service's state directory in RAYPS_STATE_DIR (what "
+                "`rayps serve`\nwas given as --state-dir), or its token in RAYPS_TOKEN", status=401)
+        return _checked(answer)
 
     def _unreachable(self, error: Exception | None) -> Unreachable:
         cause = f" ({error})" if error is not None and str(error) else ""

@@ -12,7 +12,7 @@ import httpx2
 import pytest
 from rayps_api import folder, pages
 from rayps_api.guard import is_private
-from rayps_api.rollup import Rollup
+from rayps_api.rollup import Rollup, Rollups
 from service_site import Site
 
 from rayps.job import Status
@@ -418,3 +418,21 @@ def test_streams_are_bounded(site: Site) -> None:
     answer = site.http.get("/api/v1/stream")
     assert answer.status_code == 429 and answer.headers["retry-after"]
     site.service.streams = 0
+
+
+def test_what_a_newcomer_sends_with_curl_is_answered_with_the_way_out(site: Site) -> None:
+    form = {"Content-Type": "application/x-www-form-urlencoded"}  # what curl -d says by itself
+    answer = site.http.post("/api/v1/jobs", content='{"workload": "a:B"}', headers=form)
+    assert answer.status_code == 422 and answer.json()["detail"].endswith("send 'Content-Type: application/json'")
+    answer = site.http.get("/api/v1/job")
+    assert answer.status_code == 404
+    assert answer.json()["detail"] == "there is no route /api/v1/job: /docs lists those that there are"
+    assert site.http.put("/api/v1/jobs").json()["detail"].startswith("PUT is not for /api/v1/jobs")
+
+
+def test_the_last_bucket_ends_with_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"kind": "round", "round": i, "loss": 1.0}) + "\n" for i in range(1, 396)))
+    series = Rollups().read(path, 20)["series"]
+    assert (series[-1]["round"], series[-1]["round_end"]) == (384, 395)
+    assert (series[-2]["round"], series[-2]["round_end"]) == (352, 383)

@@ -128,7 +128,7 @@ def test_a_group_that_a_job_uses_is_not_stopped_without_force(
 ) -> None:
     monkeypatch.setattr(scheduler_module, "DRIVER", DRIVER)
     group = client.start_servers("shared").wait(10)
-    job = site.add(server_group="shared")
+    job = site.add(server_group="shared", strategy="parameter_server")
     place.threads.find(actor("shared")).actor.open_space(job)  # type: ignore[union-attr]
     shown = until(lambda: group.refresh().data["spaces"], "the space")
     assert shown[0]["name"] == job and group.data["jobs"][0]["id"] == job
@@ -142,9 +142,19 @@ def test_a_group_that_a_job_uses_is_not_stopped_without_force(
     gauges = site.http.get("/metrics").text
     assert f'rayps_space_bytes{{group="shared",space="{job}"}} 800.0' in gauges
     assert 'rayps_group_servers{group="shared",state="alive"} 2.0' in gauges
-    body = {"workload": "a:B", "server_group": "shared", "branch": job[:-3].lower()}
+    body = {"workload": "a:B", "strategy": "parameter_server", "server_group": "shared", "branch": job[:-3].lower()}
     branch = site.http.post("/api/v1/jobs", json=body)
     assert branch.json()["spec"]["branch"] == job
+    for wrong, pointer, says in [
+            ({"branch": "nothing"}, "/branch", f"no such job and no such space; 'shared' holds {job}"),
+            ({"strategy": "all_reduce"}, "/server_group", "all_reduce keeps nothing on servers"),
+            ({"strategy": "hybrid"}, "/branch", "hybrid keeps no parameters on servers")]:
+        refused = site.http.post("/api/v1/jobs", json=body | wrong)
+        assert refused.status_code == 422 and refused.json()["errors"][0]["pointer"] == pointer, refused.text
+        assert says in refused.json()["detail"]
+    assert group.set_quota(job[:8].lower(), operations=60).data["spaces"][0]["quota"]["operations"] == 60
+    with pytest.raises(Conflict, match="has not ended"):
+        group.drop(job[:8])
     until(lambda: client.job(job).data["status"] == "RUNNING", "its driver")
     group.stop(force=True)
     ended = until(lambda: (found := client.job(job)).data["status"] == "FAILED" and found, "the job's end")
@@ -232,6 +242,11 @@ def test_the_command_line(run: Callable[..., tuple[int, str, str]], place: Threa
     assert "3 of 3" in run("servers", "ls")[1]
     assert run("servers", "quota", "shared", "mine", "--bytes", "2048")[1] == "mine may take 2.0 KiB\n"
     assert run("servers", "quota", "shared", "mine")[1] == "mine may take what it wants\n"
+    code, out, err = run("servers", "quota", "shared", "mine", "--bytes", "10")
+    assert (code, out) == (0, "mine may take 10 B\n") and err.startswith("it holds 800 B now, which stays")
+    data = json.loads(run("servers", "quota", "shared", "mine", "--operations", "5", "--json")[1])
+    assert data["spaces"][0]["quota"] == {"bytes": None, "operations": 5.0}
+    assert run("servers", "drop", "shared", "MIN")[0] == 3  # too few letters
     assert run("servers", "drop", "shared", "mine")[1] == "mine is dropped\n"
     assert run("servers", "drop", "shared", "mine")[0] == 3
     assert run("servers", "resize", "shared", "4", "--wait")[1] == "shared is ready, 4 of 4 servers\n"

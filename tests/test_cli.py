@@ -19,7 +19,8 @@ from service_site import Site
 import rayps
 from rayps.cli import doctor, jobs, show
 from rayps.cli import main as cli
-from rayps.errors import ConfigError, NoResources, TrainingError
+from rayps.client import Client
+from rayps.errors import ConfigError, NoResources, TrainingError, Unauthorized
 from rayps.job import Status
 from rayps.service.job_file import load, read
 from rayps.service.settings import Settings
@@ -305,5 +306,47 @@ def test_following_says_the_end_once_and_not_every_step(capsys: pytest.CaptureFi
     out, err = capsys.readouterr()
     assert out == "accuracy 0.5\n"
     assert err.splitlines() == [
-        "QUEUED: needs 8 CPUs, 2 free", "RUNNING epoch 1 of 2  loss 1", "RUNNING epoch 2 of 2  loss 0.0196",
+        "QUEUED: needs 8 CPUs, 2 free", "RUNNING epoch 1 of 2  batch loss 1",
+        "RUNNING epoch 2 of 2  batch loss 0.0196",
         "job J is SUCCEEDED: trained to the end"]
+
+
+def test_where_a_job_learns_and_which_loss_is_shown() -> None:
+    spec = {"strategy": {"name": "parameter_server", "shards": 1, "staleness": 3}, "server_group": "shared"}
+    job: dict[str, Any] = {"spec": spec, "status": "RUNNING", "metrics": None, "progress": {"loss": 0.5}}
+    assert show.learns(job) == "parameter_server:staleness=3 on shared"
+    assert show.result(job) == "batch loss 0.5"
+    servers = [{"state": "alive"}, {"state": "alive"}, {"state": "dead"}]
+    job["progress"] |= {"server_group": {"servers": servers, "replicas": 1}, "metrics": {"loss": 0.4}}
+    assert show.learns(job) == "parameter_server:staleness=3 on shared (2 servers, 1 copy)"
+    assert show.result(job) == "evaluation: loss 0.4"
+    alone = {"spec": {"strategy": {"name": "parameter_server", "shards": 2}}, "status": "FAILED", "progress": None}
+    assert (show.learns(alone), show.result(alone)) == ("parameter_server:shards=2", "")
+
+
+def test_what_holds_a_job_back_is_in_the_list_and_events_are_in_order(
+    at: Site, capsys: pytest.CaptureFixture[str],
+) -> None:
+    job = at.add(name="starved")
+    home = at.start(job)
+    at.store("move", job, Status.RUNNING, message="runs")
+    said = "held back by its quota of 4 operations a second"
+    group = {"servers": [], "held_back": said, "operations_s": 3.9, "quota": {"operations": 4.0}}
+    (home / "progress.json").write_text(json.dumps({"loss": 0.5, "round": 3, "server_group": group}))
+    events = [{"time": 5e9, "kind": "late", "message": ""}, {"time": 4e9, "kind": "early", "message": ""}]
+    (home / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert f"batch loss 0.5, {said}" in run(capsys, "ls")[1]
+    assert "operations/s  3.9 (quota 4)" in run(capsys, "get", job)[1]
+    out = run(capsys, "events", job)[1]
+    assert out.index("early") < out.index("late")
+
+
+def test_no_token_says_where_it_was_looked_for(at: Site, tmp_path: Path) -> None:
+    environ = {"RAYPS_STATE_DIR": str(tmp_path)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("RAYPS_TOKEN", raising=False)
+        patch.setenv(*next(iter(environ.items())))
+        with pytest.raises(Unauthorized, match=f"no token in {tmp_path}.*RAYPS_STATE_DIR"):
+            Client(at.url).jobs()
+    with pytest.raises(Unauthorized, match="wrong or revoked"):
+        Client(at.url, "rps_no").jobs()

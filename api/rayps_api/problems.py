@@ -41,7 +41,12 @@ def install(app: FastAPI, fields: Mapping[str, Sequence[str]]) -> None:
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
-        return problem(request, error.status_code, str(error.detail), headers=dict(error.headers or {}))
+        detail, path = str(error.detail), request.url.path
+        if error.status_code == 404 and detail == http.HTTPStatus.NOT_FOUND.phrase and path.startswith("/api"):
+            detail = f"there is no route {path[:200]}: /docs lists those that there are"
+        elif error.status_code == 405:
+            detail = f"{request.method} is not for {path[:200]}: /docs lists what is"
+        return problem(request, error.status_code, detail, headers=dict(error.headers or {}))
 
     @app.exception_handler(RaypsError)
     async def _ours(request: Request, error: RaypsError) -> JSONResponse:
@@ -74,6 +79,8 @@ def _explain(error: Any, fields: Sequence[str]) -> dict[str, str]:
     elif kind == "json_invalid":
         name, message = "", f"the body is no JSON: {error.get('ctx', {}).get('error', error['msg'])}"
         where = []
+    elif isinstance(error.get("input"), bytes) and not where:  # what curl -d says without a header
+        message = "the body was not read as JSON: send 'Content-Type: application/json'"
     else:
         given = repr(error.get("input"))
         short = given if len(given) <= 60 else given[:57] + "..."

@@ -58,13 +58,13 @@ class Bucket:
         for age, times in other.staleness.items():
             self.staleness[age] = self.staleness.get(age, 0) + times
 
-    def out(self, begin: int, size: int) -> dict[str, Any]:
-        """As JSON-ready data; `loss` is null where no round had a finite one."""
+    def out(self, begin: int, size: int, newest: int) -> dict[str, Any]:
+        """As JSON-ready data, as far as the `newest` round; `loss` is null where no round had a finite one."""
         loss = None
         if self.finite:
             loss = {"min": self.least, "mean": self.total / self.finite, "max": self.most}
         seconds = self.parts.get("seconds", 0.0)
-        return {"round": begin, "round_end": begin + size - 1, "count": self.count, "loss": loss,
+        return {"round": begin, "round_end": min(begin + size - 1, newest), "count": self.count, "loss": loss,
                 "not_finite": self.count - self.finite,
                 "samples_per_second": self.samples / seconds if seconds > 0 else None,
                 **self.parts, "staleness": self.staleness}
@@ -77,6 +77,7 @@ class Rollup:
         self.size = 1
         self.buckets: dict[int, Bucket] = {}
         self.evaluations: list[dict[str, Any]] = []
+        self.newest = 0
         self._cursor = 0
 
     def read(self, path: Path) -> None:
@@ -95,6 +96,7 @@ class Rollup:
             if len(self.evaluations) < _EVALUATIONS:
                 self.evaluations.append(point)
         elif isinstance(point.get("round"), int):
+            self.newest = max(self.newest, point["round"])
             self.buckets.setdefault(point["round"] // self.size, Bucket()).add(point)
             if len(self.buckets) > _MOST:
                 self.size, self.buckets = self._coarser(self.size * 2)
@@ -104,7 +106,7 @@ class Rollup:
         size, buckets = self.size, self.buckets
         while len(buckets) > most:
             size, buckets = self._coarser(size * 2)
-        return [buckets[index].out(index * size, size) for index in sorted(buckets)]
+        return [buckets[index].out(index * size, size, self.newest) for index in sorted(buckets)]
 
     def _coarser(self, size: int) -> tuple[int, dict[int, Bucket]]:
         found: dict[int, Bucket] = {}

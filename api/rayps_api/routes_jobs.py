@@ -16,7 +16,7 @@ from rayps.job import JobSpec, Status
 from rayps.strategy import parse, wire
 from rayps_api import folder
 from rayps_api.schemas import Events, JobIn, JobOut, JobsOut, Lines, Points, Series, problems
-from rayps_api.service import Known
+from rayps_api.service import Known, Service
 
 router = APIRouter(prefix="/api/v1/jobs", tags=["jobs"], responses=problems(400, 401, 403, 404, 409, 413, 422))
 
@@ -32,9 +32,11 @@ async def submit(
     spec, name = _spec(body)
     if spec.server_group is not None:
         known.groups.must_exist(spec.server_group)
+        _refuse_without_servers(spec)
     if spec.branch is not None:  # a space is named by its job's id, of which the beginning is enough
         with contextlib.suppress(NotFound):
             spec = replace(spec, branch=(await known.store.find(spec.branch)).id)
+        await _must_be_there(spec, known)
     known.scheduler.refuse_too_large(spec)
     record, created = await known.store.add(spec, name=name, key=idempotency_key)
     known.scheduler.wake()
@@ -106,6 +108,35 @@ async def events(job_id: str, known: Known, cursor: Cursor = 0,
     path = known.folder(job_id) / "events.jsonl"
     found, after = await asyncio.to_thread(folder.events, path, noted, cursor, limit)
     return JSONResponse({"events": found, "cursor": after})
+
+
+def _refuse_without_servers(spec: JobSpec) -> None:
+    """Refuse a strategy that keeps nothing on a group, whatever the model is."""
+    strategies = [phase.strategy for phase in parse(spec.strategy)]
+    if all(each.shards == 0 and each.tables is None for each in strategies):
+        names = " and ".join(dict.fromkeys(each.name for each in strategies))
+        raise ConfigError(f"server_group is {spec.server_group!r}, and {names} keeps nothing on servers: leave it out, "
+                          "or use parameter_server or hybrid", field="server_group")
+    if spec.branch is not None and strategies[0].shards == 0:
+        raise ConfigError(f"branch is {spec.branch!r}, and {strategies[0].name} keeps no parameters on servers: begin "
+                          "with parameter_server, or leave it out", field="branch")
+
+
+async def _must_be_there(spec: JobSpec, known: Service) -> None:
+    """Refuse the branch of a space that is not on the group and can never come."""
+    assert spec.server_group is not None and spec.branch is not None
+    spaces = known.groups.spaces(spec.server_group)
+    if spaces is None or spec.branch in spaces:
+        return
+    there = f"{spec.server_group!r} holds {', '.join(spaces) or 'none'}"
+    try:
+        job = await known.store.get(spec.branch)
+    except NotFound:
+        raise ConfigError(f"branch is {spec.branch!r}: there is no such job and no such space; {there}",
+                          field="branch") from None
+    if job.status.terminal or job.spec.server_group != spec.server_group:
+        why = "has ended, and its space with it" if job.status.terminal else "is not on that group"
+        raise ConfigError(f"branch is {spec.branch!r}: that job {why}; {there}", field="branch")
 
 
 def _spec(body: JobIn) -> tuple[JobSpec, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import os
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -63,7 +64,8 @@ async def cluster(known: Known) -> Any:
     """The Ray that runs the jobs, as last seen."""
     view, place = known.scheduler.view, known.scheduler.place
     total = view.total or place.capacity() or {}
-    return {"ready": view.ready, "address": place.address, "owned": place.owned, "total": total,
+    return {"ready": view.ready, "address": place.address, "owned": place.owned,
+            "cores": os.cpu_count() if place.owned else None, "total": total,
             "free": view.free or {}, "reason": view.reason}
 
 

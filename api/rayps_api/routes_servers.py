@@ -96,6 +96,7 @@ async def limit(name: Name, space: Space, body: QuotaIn, known: Known) -> Any:
 async def drop(name: Name, space: Space, known: Known) -> Any:
     """Forget a space, such as a branch that is not wanted any more; 409 while its job runs."""
     group = await show_group(known, name)
+    space = known.groups.space(name, space)
     if any(job["id"] == space for job in group["jobs"]):
         raise Conflict(f"space {space!r} is of a job that has not ended: stop it first with `rayps stop {space}`",
                        status=409)

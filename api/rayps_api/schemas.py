@@ -112,6 +112,7 @@ class ClusterOut(BaseModel):
     ready: bool
     address: str | None
     owned: bool
+    cores: int | None = Field(description="Of the machine, where the Ray is this service's own; `total` is logical.")
     total: dict[str, float]
     free: dict[str, float]
     reason: str | None

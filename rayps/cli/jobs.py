@@ -95,7 +95,7 @@ class _Where:
                     epoch == self._epoch and time.monotonic() - self._at < _PROGRESS_SECONDS):
                 return
             self._epoch, self._at = epoch, time.monotonic()
-            self._say(f"RUNNING epoch {epoch[1] + 1} of {progress['epochs']}  loss {progress['loss']:.3g}")
+            self._say(f"RUNNING epoch {epoch[1] + 1} of {progress['epochs']}  batch loss {progress['loss']:.3g}")
         elif data.get("reason") and not Status(data["status"]).terminal:  # the end has a line of its own
             self._say(f"{data['status']}: {data['reason']}")
 
@@ -117,8 +117,9 @@ def ls(
         show.dump([job.data for job in jobs])
         return
     rows = [[job.id, job.data["name"], show.status(job.data["status"]), show.age(job.data["created_at"]),
-             f"{job.data['spec']['workers']} x {show.strategy(job.data['spec']['strategy'])}",
-             show.measures(job.result) or _short(job.data["reason"])] for job in jobs]
+             f"{job.data['spec']['workers']} x {show.learns(job.data)}",
+             ", ".join(filter(None, [show.result(job.data), _held_back(job.data)])) or _short(job.data["reason"])]
+            for job in jobs]
     show.table(["id", "name", "status", "age", "workers", "result"], rows, cut=("name", "workers"))
 
 
@@ -132,12 +133,14 @@ def get(job_id: Id, output: Format = Output.table) -> None:
     spec, progress = data["spec"], data["progress"] or {}
     show.facts([
         ("id", data["id"]), ("name", data["name"]), ("status", data["status"]), ("reason", data["reason"]),
-        ("workload", spec["workload"]), ("strategy", show.strategy(spec["strategy"])),
-        ("workers", spec["workers"]), ("server group", spec.get("server_group")),
+        ("workload", spec["workload"]), ("strategy", show.learns(data)), ("workers", spec["workers"]),
+        ("operations/s", _operations(progress.get("server_group"))),
         ("submitted", data["created_at"]), ("started", data["started_at"]),
         ("finished", data["finished_at"]), ("attempt", data["attempt"]), ("failures", progress.get("failures")),
         ("round", f"{progress['round']} of {progress.get('rounds') or '?'}" if "round" in progress else None),
-        ("loss", show.number(progress.get("loss"))), ("metrics", show.measures(data["metrics"])),
+        ("batch loss", show.number(progress.get("loss"))),
+        ("evaluation", None if data["metrics"] else show.measures(progress.get("metrics"))),
+        ("metrics", show.measures(data["metrics"])),
         ("checkpoint", data["checkpoint"])])
 
 
@@ -183,7 +186,7 @@ def metrics(
 def events(job_id: Id, output: Format = Output.table) -> None:
     """Show what happened to a job."""
     with Client() as client:
-        found = list(client.job(job_id).events())
+        found = sorted(client.job(job_id).events(), key=lambda event: float(event["time"]))  # a server's come late
     if output is Output.json:
         show.dump(found)
         return
@@ -204,6 +207,19 @@ def open_page() -> None:
     """Print an address that opens the dashboard, once, within five minutes."""
     with Client() as client:
         show.say(client.page_address())
+
+
+def _operations(group: dict[str, Any] | None) -> str | None:
+    """What a job asks of its server group, beside what it may."""
+    if not group or group.get("operations_s") is None:
+        return None
+    most = (group.get("quota") or {}).get("operations")
+    return show.number(float(group["operations_s"])) + ("" if most is None else f" (quota {most:g})")
+
+
+def _held_back(job: dict[str, Any]) -> str | None:
+    return ((job.get("progress") or {}).get("server_group") or {}).get("held_back") if (
+        job["status"] == "RUNNING") else None
 
 
 def _short(text: str | None) -> str:

@@ -18,7 +18,7 @@ app = typer.Typer(name="servers", no_args_is_help=True, rich_markup_mode=None,
                   help="Server groups: parameter servers that live as long as the cluster and that several jobs share.")
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The group's name, as `rayps servers ls` shows it.")]
-Space = Annotated[str, typer.Argument(metavar="SPACE", help="The space's name: that of its job.")]
+Space = Annotated[str, typer.Argument(metavar="SPACE", help="The space's name, that of its job, or its beginning.")]
 Format = Annotated[Output, typer.Option("--output", "-o", help="table or json.")]
 Json = Annotated[bool, typer.Option("--json", help="The same as --output json.")]
 Wait = Annotated[bool, typer.Option("--wait", help="Until it stands as wanted and nothing moves.")]
@@ -53,7 +53,7 @@ def ls(output: Format = Output.table, as_json: Json = False) -> None:
         return
     if not found:
         show.note("there is no server group yet: `rayps servers start NAME --servers 3 --replicas 1` starts one")
-    show.table(["name", "status", "servers", "replicas", "spaces", "bytes", "requests/s", "jobs", "age", ""],
+    show.table(["name", "status", "servers", "replicas", "spaces", "bytes", "operations/s", "jobs", "age", ""],
                [[g["name"], _state(g["status"]), f"{g['alive']} of {g['wanted']}", g["replicas"], g["spaces"],
                  size(g["bytes"]), show.number(float(g["operations_s"])), g["jobs"], show.age(g["created_at"]),
                  g["reason"] or ""] for g in found])
@@ -93,21 +93,38 @@ def drain(
 @app.command("quota")
 def set_quota(
     name: Name, space: Space,
-    most: Annotated[int | None, typer.Option("--bytes", min=1, help="Of parameters, optimizer state and rows.")] = None,
-    operations: Annotated[float | None, typer.Option(help="Requests a second, over all servers.")] = None,
+    most: Annotated[int | None, typer.Option("--bytes", min=1, help="Of parameters, optimizer state and rows on all "
+                                             "servers, copies not counted. It bounds growth: beyond it pushes that "
+                                             "make rows are refused, and what is there stays.")] = None,
+    operations: Annotated[float | None, typer.Option(help="Operations a second, over all servers: a push, or a pull, "
+                                                     "is one at each server that holds part of what it touches. What "
+                                                     "is beyond waits.")] = None,
+    output: Format = Output.table, as_json: Json = False,
 ) -> None:
     """Limit what a job may take of a group; what is left out has no limit."""
     with Client() as client:
-        client.servers(name).set_quota(space, bytes=most, operations=operations)
-    show.say(f"{space} may take {quota({'bytes': most, 'operations': operations}).replace('-', 'what it wants')}")
+        before = client.servers(name).data["spaces"]
+        data = client.servers(name).set_quota(space, bytes=most, operations=operations).data
+    if _form(output, as_json) is Output.json:
+        show.dump(data)
+        return
+    full, held = _meant(before, space)
+    show.say(f"{full} may take {quota({'bytes': most, 'operations': operations}).replace('-', 'what it wants')}")
+    if most is not None and held > most:
+        show.note(f"it holds {size(held)} now, which stays; a push that would make rows fails the job from now on, and "
+                  "so does\nloading its parameters again after a loss: raise --bytes, or stop the job")
 
 
 @app.command()
-def drop(name: Name, space: Space) -> None:
+def drop(name: Name, space: Space, output: Format = Output.table, as_json: Json = False) -> None:
     """Forget a space: of a job that has ended, or a branch."""
     with Client() as client:
-        client.servers(name).drop(space)
-    show.say(f"{space} is dropped")
+        before = client.servers(name).data["spaces"]
+        data = client.servers(name).drop(space).data
+    if _form(output, as_json) is Output.json:
+        show.dump(data)
+    else:
+        show.say(f"{_meant(before, space)[0]} is dropped")
 
 
 @app.command()
@@ -127,6 +144,13 @@ def size(value: float | None) -> str:
     while rest >= 1024 and len(units) > 1:
         rest, units = rest / 1024, units[1:]
     return f"{rest:.0f} B" if units[0] == "B" else f"{rest:.1f} {units[0]}"
+
+
+def _meant(spaces: list[dict[str, Any]], text: str) -> tuple[str, int]:
+    """The whole name of the space that was meant, and the bytes that it holds."""
+    exact = [each for each in spaces if each["name"] == text]
+    near = exact or [each for each in spaces if str(each["name"]).upper().startswith(text.upper())]
+    return (str(near[0]["name"]), int(near[0].get("bytes") or 0)) if near else (text, 0)
 
 
 def _form(output: Output, as_json: bool) -> Output:
@@ -155,20 +179,25 @@ def _tables(data: dict[str, Any]) -> None:
         ("name", data["name"]), ("status", standing(data)), ("replicas", data["replicas"]),
         ("started", data["created_at"]), ("counts", show.measures(data["counts"])),
         ("jobs", ", ".join(f"{job['id']} ({job['name']})" for job in data["jobs"]))])
-    columns = ["server", "state", "host", "pid", "primaries", "copies", "bytes", "requests/s", "cpu"]
+    columns = ["server", "state", "host", "pid", "primaries", "copies", "bytes", "operations/s", "cpu"]
     _section("servers", columns, data["servers"], lambda s: [
                  s["name"], _state(s["state"]), s.get("host"), s.get("pid"), s.get("primaries"), s.get("copies"),
-                 size(s.get("bytes")), show.number(s.get("operations_s")), _percent(s.get("cpu"))])
-    columns = ["space", "workers", "segments", "tables", "bytes", "rows", "evicted", "requests/s", "held back", "quota"]
+                 *(["-"] * 3 if s["state"] == "dead" else
+                   [size(s.get("bytes")), show.number(s.get("operations_s")), _percent(s.get("cpu"))])])
+    columns = ["space", "workers", "segments", "tables", "bytes", "rows", "evicted", "operations/s", "held back",
+               "quota"]
     _section("spaces", columns, data["spaces"], lambda s: [
                  s["name"], s.get("workers"), _held(s["segments"]), ", ".join(s.get("tables") or []) or "-",
-                 size(s.get("bytes")), s.get("rows"), s.get("evicted"), show.number(s.get("operations_s")),
+                 size(s.get("bytes")), *([s.get("rows"), s.get("evicted")] if s.get("tables") else "--"),
+                 show.number(s.get("operations_s")),
                  s.get("throttled", s.get("rejected")), quota(s.get("quota"))])
     _section("moves", ["space", "segment", "from", "to", "phase", "seconds", "bytes"], data["moves"], lambda m: [
         m.get("space"), m.get("segment"), m.get("from") or "-", m.get("to"), m.get("phase"),
         show.number(m.get("seconds")), size(m.get("bytes"))])
     newest = data["events"][-_EVENTS:]
-    _section("events", ["when", "what", ""], newest, lambda e: [
+    rest = len(data["events"]) - len(newest)
+    title = f"events (the last {_EVENTS} of {rest + _EVENTS}; --json has all)" if rest else "events"
+    _section(title, ["when", "what", ""], newest, lambda e: [
         show.clock(e["time"]), e["kind"], e["message"]])
 
 

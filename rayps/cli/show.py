@@ -112,3 +112,37 @@ def measures(found: dict[str, Any] | None) -> str:
 def strategy(spec: Any) -> str:
     """A strategy in its text form."""
     return written(spec)
+
+
+def learns(job: dict[str, Any]) -> str:
+    """How a job learns together: its strategy, and the server group that it is on, as far as it is known."""
+    spec, group = job["spec"], (job.get("progress") or {}).get("server_group") or {}
+    name = spec.get("server_group")
+    if name is None:
+        return strategy(spec["strategy"])
+    said = strategy(_without_servers(spec["strategy"]))  # how many there are is the group's to say
+    if not group.get("servers"):
+        return f"{said} on {name}"
+    alive = sum(server.get("state") != "dead" for server in group["servers"])
+    copies = group.get("replicas") or 0
+    return (f"{said} on {name} ({alive} {'server' if alive == 1 else 'servers'}, "
+            f"{copies} {'copy' if copies == 1 else 'copies'})")
+
+
+def _without_servers(spec: Any) -> Any:
+    if isinstance(spec, list):
+        return [{**phase, "strategy": _without_servers(phase["strategy"])} for phase in spec]
+    return {key: value for key, value in spec.items() if key not in ("shards", "servers", "replicas")} if (
+        isinstance(spec, dict)) else spec
+
+
+def result(job: dict[str, Any]) -> str:
+    """What is known of how well a job learns: its metrics; while it runs, the last evaluation or the last batch."""
+    if job.get("metrics"):
+        return measures(job["metrics"])
+    progress = job.get("progress") or {}
+    if job["status"] != "RUNNING":
+        return ""
+    if progress.get("metrics"):
+        return f"evaluation: {measures(progress['metrics'])}"
+    return f"batch loss {number(progress['loss'])}" if progress.get("loss") is not None else ""

@@ -80,10 +80,10 @@ def _where(progress: dict[str, Any]) -> str:
 def _facts(progress: dict[str, Any]) -> str:
     found = []
     if progress.get("loss") is not None:
-        found.append(f"loss {progress['loss']:.4f}")
-    for name, value in (progress.get("metrics") or {}).items():
-        if name != "loss":
-            found.append(f"{name} {value:.4f}")
+        found.append(f"batch loss {progress['loss']:.4f}")
+    measured = [f"{name} {value:.4f}" for name, value in (progress.get("metrics") or {}).items()]
+    if measured:
+        found.append(f"evaluation: {' '.join(measured)}")
     if progress.get("samples_per_second"):
         found.append(f"{progress['samples_per_second']:,.0f} samples/s")
     if progress.get("eta_seconds") is not None:

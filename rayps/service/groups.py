@@ -24,6 +24,7 @@ from rayps.errors import ActorDied, ClusterError, ConfigError, Conflict, NotFoun
 from rayps.job import JobSpec
 from rayps.service.scheduler import Scheduler, read_json
 from rayps.service.settings import private_write
+from rayps.service.store import FEWEST_LETTERS
 
 log = logging.getLogger(__name__)
 
@@ -118,13 +119,39 @@ class Groups:
         facts = dict(sight.facts or {})
         fresh = sight.facts is not None and time.monotonic() - sight.at < _FRESH_SECONDS
         status = str(facts.get("status", "ready")) if fresh else "unreachable" if sight.facts else "starting"
-        reason = None if fresh else sight.reason or self._scheduler.view.reason or "its manager is starting"
+        reason = None if fresh else sight.reason or self._scheduler.view.reason
+        if not fresh and reason is None:
+            status = "unreachable" if wanted.launched else status  # by a service that was here before
+            reason = "the service has just started and looks for it" if wanted.launched else "its manager is starting"
         return {
             "name": name, "status": "stopping" if wanted.stopping else status, "reason": reason,
             "wanted": facts.get("wanted", wanted.servers) if fresh else wanted.servers, "replicas": wanted.replicas,
             "created_at": wanted.created_at, "settled": fresh and not wanted.stopping and _settled(facts),
             **{key: facts.get(key, []) for key in ("servers", "spaces", "moves", "events")},
             "counts": facts.get("counts", {})}
+
+    def spaces(self, name: str) -> list[str] | None:
+        """The spaces on a group; None while its manager is not heard. Raises NotFound."""
+        sight = self._find(name).sight
+        if sight.facts is None or time.monotonic() - sight.at >= _FRESH_SECONDS:
+            return None
+        return [str(each.get("name")) for each in sight.facts.get("spaces", [])]
+
+    def space(self, name: str, text: str) -> str:
+        """The space of this name, or of which this is the beginning (at least 4 letters), in capitals or not.
+
+        Raises NotFound, ConfigError (there are several).
+        """
+        there = self.spaces(name)
+        found = [text] if there is None or text in there else [
+            each for each in there if len(text) >= FEWEST_LETTERS and each.upper().startswith(text.upper())]
+        if len(found) > 1:
+            raise ConfigError(f"several spaces begin with {text!r}: {', '.join(found)}: give more of the name",
+                              field="space", code="ambiguous")
+        if not found:
+            known = ", ".join(there or []) or "none"
+            raise NotFound(f"server group {name!r} has no space {text[:100]!r}: it has {known}", status=404)
+        return found[0]
 
     def must_exist(self, name: str) -> None:
         """Refuse a job on a group that there is not.
@@ -198,15 +225,11 @@ class Groups:
 
     async def limit(self, name: str, space: str, quota: dict[str, float | None]) -> None:
         """Set what a space may take: {"bytes": ..., "operations": a second}, None: no limit. Raises as `drain` does."""
-        held = self._find(name)
-        self._must_hold(held, space)
-        await self._ask(held, "set_quota", space, quota)
+        await self._ask(self._find(name), "set_quota", self.space(name, space), quota)
 
     async def drop(self, name: str, space: str) -> None:
         """Forget a space and free its memory. Raises as `drain` does."""
-        held = self._find(name)
-        self._must_hold(held, space)
-        await self._ask(held, "drop", space)
+        await self._ask(self._find(name), "drop", self.space(name, space))
 
     async def stop(self, name: str) -> None:
         """Want a group to end; its parameters go with it."""
@@ -329,13 +352,6 @@ class Groups:
         except (ActorDied, ClusterError, TimeoutError) as error:
             raise Conflict(f"server group {name!r} cannot {method} now: {str(error).splitlines()[0]}\nits manager is "
                            "started again; try once more in some seconds", status=409) from error
-
-    def _must_hold(self, held: _Held, space: str) -> None:
-        facts = held.sight.facts
-        there = [str(each.get("name")) for each in (facts or {}).get("spaces", [])]
-        if facts is not None and space not in there:
-            raise NotFound(f"server group {held.wanted.name!r} has no space {space[:100]!r}: "
-                           f"it has {', '.join(there) or 'none'}", status=404)
 
     def _find(self, name: str) -> _Held:
         if name not in self._held:

@@ -101,7 +101,8 @@ def standing(data: dict[str, Any]) -> str:
     """Where a group stands, in a few words."""
     alive = data["alive"] if "alive" in data else sum(each.get("state") == "alive" for each in data["servers"])
     moves = data["moves"] if isinstance(data["moves"], int) else len(data["moves"])
-    said = f"{data['status']}, {alive} of {data['wanted']} servers"
+    unseen = data["status"] == "unreachable" and not alive  # how many live is not known
+    said = f"{data['status']}, {'' if unseen else f'{alive} of '}{data['wanted']} servers"
     if moves:
         said += f", {moves} {'move' if moves == 1 else 'moves'}"
     return f"{said}: {data['reason']}" if data.get("reason") else said
