@@ -189,9 +189,10 @@ class FakeGroup:
         copies = [s for space in spaces for s in space["segments"] if name in s["copies"]]
         number = int(name.rpartition("-")[2])
         load = sum(s["operations_s"] for s in own)
+        load = {"bytes": sum(s["bytes"] for s in own + copies), "rows": sum(s["rows"] for s in own),
+                "operations_s": round(load, 1), "cpu": min(0.99, load / 2600)}
         return {"name": name, "address": f"tcp:10.0.0.{number + 4}:41{number:03}", "host": f"node-{'abc'[number % 3]}",
-                "pid": 5101 + number, "state": state, "bytes": sum(s["bytes"] for s in own + copies),
-                "rows": sum(s["rows"] for s in own), "operations_s": round(load, 1), "cpu": min(0.99, load / 2600),
+                "pid": 5101 + number, "state": state, **(dict.fromkeys(load) if state == "dead" else load),
                 "seen_s": 0.05 if state != "dead" else 4.2, "primaries": len(own), "copies": len(copies)}
 
     def row(self) -> dict[str, Any]:
@@ -199,8 +200,8 @@ class FakeGroup:
         whole = self.to_json()
         short = {key: whole[key] for key in ("name", "status", "reason", "wanted", "replicas", "created_at", "settled")}
         return short | {"alive": sum(s["state"] == "alive" for s in whole["servers"]),
-                        "bytes": sum(s["bytes"] for s in whole["servers"]),
-                        "operations_s": sum(s["operations_s"] for s in whole["servers"]), "spaces": len(self.spaces),
+                        "bytes": sum(s["bytes"] or 0 for s in whole["servers"]),
+                        "operations_s": sum(s["operations_s"] or 0 for s in whole["servers"]), "spaces": len(self.spaces),
                         "moves": len(whole["moves"]), "jobs": len(whole["spaces"])}
 
 

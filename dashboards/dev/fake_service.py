@@ -116,7 +116,7 @@ class Handler(BaseHTTPRequestHandler):
         """The read routes below /api/v1."""
         world = self.world
         if parts == ["cluster"]:
-            return self.reply(200, {"ready": True, "address": "127.0.0.1:6379", "owned": True, "reason": None,
+            return self.reply(200, {"ready": True, "address": "127.0.0.1:6379", "owned": True, "cores": 2, "reason": None,
                                     "total": {"cpu": 16, "gpu": 0}, "free": {"cpu": 12, "gpu": 0}})
         if parts == ["jobs"]:
             with world.lock:

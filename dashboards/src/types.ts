@@ -88,6 +88,8 @@ export interface JobServers {
   rows?: number | null;
   operations_s?: number | null;
   branch_of?: string | null;
+  held_back?: string | null; // by its quota, in words
+  quota?: { bytes?: number | null; operations?: number | null } | null;
 }
 
 export interface Job {
@@ -151,6 +153,7 @@ export interface ClusterState {
   ready: boolean;
   address: string | null;
   owned: boolean;
+  cores?: number | null; // of the machine, where the Ray is the service's own
   total: Record<string, number>;
   free: Record<string, number>;
   reason: string | null;

@@ -86,6 +86,14 @@ describe("replication", () => {
     expect(risk(group([space("a", [segment(0, { copies: [] })])], { replicas: 0 })).text).toContain("last checkpoint");
     expect(risk(group([space("a", [segment(0, { primary: null })])])).tone).toBe("bad");
   });
+  it("says what is healed where every segment has its copies", () => {
+    const hurt = group([space("a", [segment(0)])], { status: "healing", servers: [server("server-0"), server("server-2", { state: "dead" })] });
+    expect(risk(hurt)).toEqual({ tone: "warn", text: "Every segment has its copy again; 1 server is being replaced." });
+  });
+  it("knows nothing of what a dead server does", () => {
+    const dead = group([], { servers: [server("server-0", { state: "dead", operations_s: null })] });
+    expect(calm(dead, new Map([["server server-0", 10]])).servers[0]!.operations_s).toBeNull();
+  });
 });
 
 describe("moves", () => {

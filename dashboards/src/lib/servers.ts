@@ -26,9 +26,10 @@ const NEWS = 0.25;
 /** The group with its rates calmed: they are measured over fractions of a second. `memory` holds them between two looks. */
 export function calm(group: Group, memory: Map<string, number>): Group {
   const seen = new Map<string, number>();
-  const rate = (key: string, heard: number | null | undefined): number => {
+  const rate = (key: string, heard: number | null | undefined): number | null => {
+    if (heard == null) return null; // of a dead one nobody knows
     const before = memory.get(key);
-    const value = before === undefined ? heard ?? 0 : before + NEWS * ((heard ?? 0) - before);
+    const value = before === undefined ? heard : before + NEWS * (heard - before);
     seen.set(key, value < 0.01 ? 0 : value);
     return seen.get(key)!;
   };
@@ -140,6 +141,11 @@ export function risk(group: Group): { tone: Tone; text: string } {
   if (state.lost > 0) return { tone: "bad", text: `${plural(state.lost, "segment")} ${state.lost === 1 ? "has" : "have"} no server: the job restores from its last checkpoint.` };
   if (group.replicas === 0) return { tone: "warn", text: "No copies are kept: a server that dies takes what was pushed since the job's last checkpoint, except pushes that the workers still hold and say again." };
   if (state.bare > 0) return { tone: "warn", text: `${plural(state.bare, "segment")} ${state.bare === 1 ? "lacks" : "lack"} a copy that is being made: until then the death of the wrong server would lose what its workers do not hold.` };
+  if (group.status === "healing") {
+    const missing = group.wanted - group.servers.filter((server) => server.state === "alive").length;
+    const why = missing > 0 ? `${plural(missing, "server")} ${missing === 1 ? "is" : "are"} being replaced` : "segments go back to where they belong";
+    return { tone: "warn", text: `Every segment has its ${group.replicas === 1 ? "copy" : "copies"} again; ${why}.` };
+  }
   const many = group.replicas === 1 ? "Any one server may die" : `Any ${group.replicas} servers may die`;
   return { tone: "ok", text: `${many}: every acknowledged push is on another server.` };
 }

@@ -143,7 +143,7 @@ function Tiles({ group }: { group: Group }) {
   return (
     <dl class="tiles">
       <Tile name="Servers" value={`${count(alive)} of ${count(group.wanted)}`} note={group.moves.length ? `${plural(group.moves.length, "segment")} moving` : "alive"} tone={alive < group.wanted ? "warn" : ""} />
-      <Tile name="Load" value={short(load)} unit="requests/s" note={lean === null ? "nothing is asked" : `${plural(group.spaces.length, "job")} on it`} />
+      <Tile name="Load" value={short(load)} unit="operations/s" note={lean === null ? "nothing is asked" : `${plural(group.spaces.length, "job")} on it`} />
       <Tile name="Busiest server" value={lean === null ? "–" : `${lean.toFixed(2)}×`} note="of the mean load" tone={lean !== null && lean >= 1.5 ? "warn" : ""} />
       <Tile name="Held" value={bytes(group.servers.reduce((sum, server) => sum + (server.bytes ?? 0), 0))} note={rows ? `${short(rows)} rows, copies included` : "copies included"} />
       <Tile name="Servers lost" value={count(deaths)} note={deaths ? `${plural(group.counts["promotions"] ?? 0, "promotion")}` : "none so far"} tone={deaths && group.status === "healing" ? "warn" : ""} />

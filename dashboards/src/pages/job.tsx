@@ -7,7 +7,8 @@ import { Feed } from "../feed";
 import { count, duration, loss, metric, plural, seconds, short } from "../lib/format";
 import { mainMetric } from "../lib/plot";
 import { ended, share, TONES, WORDS } from "../lib/status";
-import { current, describe, length, phases, usesPipeline, usesServer, words } from "../lib/strategy";
+import { describeJob, groupOf, shownLoss } from "../lib/place";
+import { current, length, phases, usesPipeline, usesServer, words } from "../lib/strategy";
 import { Ago, Badge, Bar, Copy, Dialog, Tile } from "../parts/bits";
 import { LossCard, RateCard } from "../parts/curves";
 import { ElasticCard } from "../parts/elastic";
@@ -75,14 +76,14 @@ function Head({ job, feed }: { job: Job; feed: Feed }) {
       <p class="job-line">
         <span class="mono id">{job.id}<Copy text={() => job.id} title="Copy the job's id" small /></span>
         <span class="mono">{job.spec.workload}</span>
-        <span>{describe(job.spec.strategy)}</span>
+        <span>{describeJob(job)}</span>
         <span>{plural(job.spec.workers ?? 1, "worker")}</span>
         {length(job.spec) && <span>{length(job.spec)}</span>}
-        {typeof job.spec["server_group"] === "string" && <span>on&nbsp;<a href={href(["servers", job.spec["server_group"]])}>{job.spec["server_group"]}</a></span>}
+        {typeof job.spec["server_group"] === "string" && <span>on&nbsp;<a href={href(["servers", job.spec["server_group"]])}>{groupOf(job)}</a></span>}
         <span>submitted&nbsp;<Ago at={created} /></span>
         {job.attempt > 1 && <span>attempt {job.attempt}</span>}
       </p>
-      {said && <p class={`job-reason tone-${TONES[job.status] ?? "warn"}`} role="status">{said}</p>}
+      {said && <p class={`job-reason tone-${job.status === "RUNNING" ? "warn" : TONES[job.status] ?? "warn"}`} role="status">{said}</p>}
       <Advance job={job} />
     </header>
   );
@@ -156,9 +157,11 @@ function Tiles({ job, feed }: { job: Job; feed: Feed }) {
   const started = seconds(job.started_at);
   const spent = started === null ? null : Math.max(0, (seconds(job.finished_at) ?? now.value) - started);
   const failures = progress?.failures ?? 0;
+  const shown = last?.metrics["loss"] != null ? { value: last.metrics["loss"], of: "evaluation" } : shownLoss(job);
+  const batch = shown.of === "evaluation" && !ended(job.status) ? `, last batch ${loss(progress?.loss)}` : "";
   return (
     <dl class="tiles">
-      <Tile name="Loss" value={progress?.round && progress.loss === null && feed.series.badRounds > 0 ? "NaN" : loss(progress?.loss ?? job.metrics?.["loss"])} note={last?.metrics["loss"] !== undefined ? `evaluation ${loss(last.metrics["loss"])}` : "training, last round"} />
+      <Tile name="Loss" value={progress?.round && progress.loss === null && feed.series.badRounds > 0 ? "NaN" : loss(shown.value)} note={`${shown.of}${batch}`} />
       <Tile name={name ? name.charAt(0).toUpperCase() + name.slice(1) : "Accuracy"} value={name ? metric(name, value) : "–"} note={last ? `after round ${count(last.round)}` : "not evaluated yet"} />
       <Tile name="Throughput" value={short(ended(job.status) ? average(feed) : progress?.samples_per_second)} unit="samples/s" note={ended(job.status) ? "mean of the run" : "now"} />
       <Tile name="Time" value={duration(spent)} note={started === null ? "not started" : job.finished_at ? "in all" : progress?.eta_seconds ? `${duration(progress.eta_seconds)} left` : "so far"} />

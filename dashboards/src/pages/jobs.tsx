@@ -5,7 +5,8 @@ import { now } from "../clock";
 import { asCurl } from "../lib/commands";
 import { count, duration, loss, metric, plural, seconds } from "../lib/format";
 import { ended, GROUPS, matches, share, TONES } from "../lib/status";
-import { brief, describe, length, shardWords } from "../lib/strategy";
+import { describeJob, groupOf, shownLoss, strategyOf } from "../lib/place";
+import { brief, length, shardWords } from "../lib/strategy";
 import { failure, jobs, loadingMore, more, nextCursor, state, watch } from "../list";
 import { Ago, Badge, Bar, Command, Empty } from "../parts/bits";
 import { SearchIcon } from "../parts/icons";
@@ -72,7 +73,7 @@ function JobTable({ shown }: { shown: Job[] }) {
   return (
     <table class="jobs" aria-label={plural(shown.length, "job")}>
       <thead>
-        <tr><th>Status</th><th>Job</th><th>Strategy</th><th class="col-progress">Progress</th><th class="num">Loss</th><th class="num">Accuracy</th><th class="num">Submitted</th></tr>
+        <tr><th>Status</th><th>Job</th><th>Strategy</th><th class="col-progress">Progress</th><th class="num" title="Of the evaluation where there is one, else of the last batch">Loss</th><th class="num">Accuracy</th><th class="num">Submitted</th></tr>
       </thead>
       <tbody>{shown.map((job) => <JobRow key={job.id} job={job} />)}</tbody>
     </table>
@@ -85,6 +86,7 @@ function JobRow({ job }: { job: Job }) {
     go(["jobs", job.id]);
   };
   const created = seconds(job.created_at);
+  const { value, of } = shownLoss(job);
   return (
     <tr onClick={open} data-job={job.id}>
       <td class="cell-status"><Badge status={job.status} /></td>
@@ -93,11 +95,11 @@ function JobRow({ job }: { job: Job }) {
         <span class="sub mono">{job.spec.workload}</span>
       </td>
       <td class="cell-strategy">
-        <span title={describe(job.spec.strategy)}>{brief(job.spec.strategy)}</span>
-        <span class="sub">{[plural(job.spec.workers ?? 1, "worker"), shardWords(job.spec.strategy), length(job.spec)].filter(Boolean).join(", ")}</span>
+        <span title={[describeJob(job), groupOf(job) && `on ${groupOf(job)}`].filter(Boolean).join(", ")}>{brief(strategyOf(job))}</span>
+        <span class="sub">{[plural(job.spec.workers ?? 1, "worker"), groupOf(job) ? `on ${job.spec["server_group"]}` : shardWords(job.spec.strategy), length(job.spec)].filter(Boolean).join(", ")}</span>
       </td>
       <td class="cell-progress"><Advance job={job} /></td>
-      <td class={`num cell-loss${lossOf(job) == null ? " is-none" : ""}`} data-label="Loss">{loss(lossOf(job))}</td>
+      <td class={`num cell-loss${value == null ? " is-none" : ""}`} data-label="Loss">{loss(value)}{value != null && of === "last batch" && <span class="sub">{of}</span>}</td>
       <td class={`num cell-accuracy${accuracy(job) === "–" ? " is-none" : ""}`} data-label="Accuracy">{accuracy(job)}</td>
       <td class="num cell-age"><Ago at={created} /><span class="sub">{took(job)}</span></td>
     </tr>
@@ -113,13 +115,11 @@ function Advance({ job }: { job: Job }) {
   if (job.status === "RUNNING" || job.status === "STOPPING" || ended(job.status)) {
     const rounds = progress?.rounds ? `${count(progress.round ?? 0)} / ${count(progress.rounds)} rounds` : progress?.round ? plural(progress.round, "round") : "";
     const left = job.status === "RUNNING" && progress?.eta_seconds ? `${duration(progress.eta_seconds)} left` : "";
+    const held = job.status === "RUNNING" ? job.progress?.server_group?.held_back : null;
+    if (held) return <>{bar}<span class="reason" title={held}>{held}</span></>;
     return <>{bar}<span class="sub sub-split"><span>{rounds}</span><span>{left}</span></span></>;
   }
   return <>{bar}<span class="sub">{job.reason ?? progress?.message ?? "Getting ready"}</span></>;
-}
-
-function lossOf(job: Job): number | null | undefined {
-  return job.progress?.loss ?? job.metrics?.["loss"];
 }
 
 function accuracy(job: Job): ComponentChildren {

@@ -41,7 +41,7 @@ function Row({ group }: { group: GroupRow }) {
         <div><dt>Copies</dt><dd>{group.replicas ? count(group.replicas) : "none"}</dd></div>
         <div><dt>Jobs</dt><dd>{count(Math.max(group.jobs, group.spaces))}</dd></div>
         <div><dt>Held</dt><dd>{bytes(group.bytes)}</dd></div>
-        <div><dt>Requests/s</dt><dd>{short(group.operations_s)}</dd></div>
+        <div><dt>Operations/s</dt><dd>{short(group.operations_s)}</dd></div>
         <div><dt>Moves</dt><dd>{group.moves ? plural(group.moves, "segment") : "none"}</dd></div>
       </dl>
     </li>

@@ -15,13 +15,14 @@ export function ElasticCard({ feed }: { feed: Feed }) {
   const moves = typeof group.moves === "number" ? group.moves : group.moves?.length ?? 0;
   const most = Math.max(1, ...servers.map((server) => server.segments ?? 0));
   const parts = [group.segments ? plural(group.segments, "segment") : "", group.replicas ? plural(group.replicas, "copy", "copies") : "no copies",
-    group.bytes ? bytes(group.bytes) : "", group.rows ? `${short(group.rows)} rows` : "", moves ? `${count(moves)} moving` : "", group.branch_of ? `branch of ${group.branch_of}` : ""];
+    group.bytes ? bytes(group.bytes) : "", group.rows ? `${short(group.rows)} rows` : "", moves ? `${count(moves)} moving` : "", group.branch_of ? `branch of ${group.branch_of}` : "",
+    group.operations_s != null ? `${short(group.operations_s)} operations/s${group.quota?.operations ? ` of ${short(group.quota.operations)} that it may make` : ""}` : ""];
   return (
     <Card title={group.own ? "Servers" : "Server group"} id="elastic" note={parts.filter(Boolean).join(", ")}
       tools={!group.own && <a class="button" href={href(["servers", group.name], new URLSearchParams({ job: group.space ?? job?.id ?? "" }))}>Open {group.name}</a>}>
       <div class="scroll-x" tabIndex={0} aria-label="Servers, a table that scrolls">
         <table class="plain servers">
-          <thead><tr><th>Server</th><th>State</th><th>Host</th><th class="col-load">Segments</th><th class="num">Size</th><th class="num">Requests/s</th><th class="num" title="Share of one core">CPU</th></tr></thead>
+          <thead><tr><th>Server</th><th>State</th><th>Host</th><th class="col-load">Segments</th><th class="num">Size</th><th class="num">Operations/s</th><th class="num" title="Share of one core">CPU</th></tr></thead>
           <tbody>{servers.map((server) => (
             <tr key={server.name}>
               <td><span class="server-name"><i class={`server-mark srv-${tint(server.name, names)}`} />{server.name}</span></td>

@@ -2,7 +2,8 @@
 import type { Feed } from "../feed";
 import { asCli, asCurl, slim } from "../lib/commands";
 import { bytes, clock, metric, stamp } from "../lib/format";
-import { describe, length } from "../lib/strategy";
+import { describeJob } from "../lib/place";
+import { length } from "../lib/strategy";
 import type { Job, JobEvent } from "../types";
 import { Card, Copy, Empty } from "./bits";
 
@@ -13,7 +14,7 @@ const TONE: Record<string, string> = {
 
 export function EventsCard({ feed }: { feed: Feed }) {
   void feed.version.value;
-  const events = [...feed.events].reverse();
+  const events = [...feed.events].sort((a, b) => b.time - a.time || b.seq - a.seq); // those of servers come late
   return (
     <Card title="Events" id="events" class="events-card" note={events.length ? String(events.length) : undefined}>
       {events.length === 0 ? <Empty title="Nothing has happened yet" /> : (
@@ -48,7 +49,7 @@ export function SpecCard({ job }: { job: Job }) {
     </>}>
       <dl class="facts">
         <Fact name="Workload"><code>{spec.workload}</code></Fact>
-        <Fact name="Strategy">{describe(spec.strategy)}</Fact>
+        <Fact name="Strategy">{describeJob(job)}</Fact>
         <Fact name="Workers">{spec.workers ?? 1}</Fact>
         <Fact name="Length">{length(spec) || "the workload's own"}</Fact>
         <Fact name="Per worker">{resources(spec.resources)}</Fact>

@@ -67,14 +67,14 @@ export function ServersCard({ group, marked, onDrain }: { group: Group; marked: 
   const servers = inOrder(group.servers);
   const segments = placed(group.spaces);
   const rows = (server: GroupServer) => segments.reduce((sum, segment) => sum + (segment.table && segment.primary === server.name ? segment.rows ?? 0 : 0), 0);
-  const most = Math.max(1e-9, ...servers.map((server) => server.operations_s ?? 0));
+  const most = Math.max(1e-9, ...servers.map((server) => server.state === "dead" ? 0 : server.operations_s ?? 0));
   const alive = servers.filter((server) => server.state === "alive").length;
   return (
     <Card title="Servers" id="servers" note={`${count(alive)} of ${count(group.wanted)} alive`}>
       {servers.length === 0 ? <Empty title="No server yet">{group.reason ?? "They appear here as soon as they are started."}</Empty> : (
         <div class="scroll-x" tabIndex={0} aria-label="Servers, a table that scrolls">
           <table class="plain servers">
-            <thead><tr><th>Server</th><th>State</th><th>Host</th><th class="num">Primaries</th><th class="num">Copies</th><th class="num">Size</th><th class="num" title="Rows of tables whose primary it is">Rows</th><th class="col-load">Requests/s</th><th class="num" title="Share of one core">CPU</th><th class="num">Heard</th><th /></tr></thead>
+            <thead><tr><th>Server</th><th>State</th><th>Host</th><th class="num">Primaries</th><th class="num">Copies</th><th class="num">Size</th><th class="num" title="Rows of tables whose primary it is">Rows</th><th class="col-load" title="A push, or a pull, is one at each server that holds part of what it touches">Operations/s</th><th class="num" title="Share of one core">CPU</th><th class="num">Heard</th><th /></tr></thead>
             <tbody>{servers.map((server) => (
               <tr key={server.name} class={marked.value === server.name ? "is-marked" : ""}>
                 <td><span class="server-name"><i class={`server-mark srv-${tint(server.name, servers.map((each) => each.name))}`} />{server.name}</span></td>
@@ -83,8 +83,8 @@ export function ServersCard({ group, marked, onDrain }: { group: Group; marked: 
                 <td class="num">{count(server.primaries)}</td>
                 <td class="num">{count(server.copies)}</td>
                 <td class="num">{bytes(server.bytes)}</td>
-                <td class="num">{rows(server) ? count(rows(server)) : "–"}</td>
-                <td><span class="load"><span class="load-bar" style={{ width: `${((server.operations_s ?? 0) / most) * 100}%` }} /><span class="load-text">{short(server.operations_s)}</span></span></td>
+                <td class="num">{server.state !== "dead" && rows(server) ? count(rows(server)) : "–"}</td>
+                <td>{server.operations_s == null ? "–" : <span class="load"><span class="load-bar" style={{ width: `${(server.operations_s / most) * 100}%` }} /><span class="load-text">{short(server.operations_s)}</span></span>}</td>
                 <td class="num">{percent(server.cpu, 0)}</td>
                 <td class="num">{typeof server.seen_s === "number" ? server.seen_s < 1 ? "now" : `${duration(server.seen_s)} ago` : "–"}</td>
                 <td class="num"><button type="button" class="button button-small" disabled={server.state !== "alive"} aria-label={`Drain ${server.name}`} onClick={() => onDrain(server)}>Drain</button></td>
@@ -104,7 +104,7 @@ export function SpacesCard({ group }: { group: Group }) {
       {group.spaces.length + waiting.length === 0 ? <Empty title="No job uses this group"><code>rayps submit job.yaml --server-group {group.name}</code></Empty> : (
         <div class="scroll-x" tabIndex={0} aria-label="Jobs, a table that scrolls">
           <table class="plain spaces">
-            <thead><tr><th>Job</th><th class="num">Workers</th><th class="num">Segments</th><th>Tables</th><th class="num">Rows</th><th class="col-quota">Size</th><th class="col-quota">Requests/s</th><th class="num" title="Requests that had to wait because the job was at its quota">Held back</th></tr></thead>
+            <thead><tr><th>Job</th><th class="num">Workers</th><th class="num">Segments</th><th>Tables</th><th class="num">Rows</th><th class="col-quota">Size</th><th class="col-quota" title="A push, or a pull, is one at each server that holds part of what it touches">Operations/s</th><th class="num" title="Operations that had to wait because the job was at its quota">Held back</th></tr></thead>
             <tbody>
               {group.spaces.map((space) => <SpaceLine key={space.number} space={space} group={group} />)}
               {waiting.map((job) => (
@@ -129,7 +129,7 @@ function SpaceLine({ space, group }: { space: GroupSpace; group: Group }) {
       <td>{space.tables?.length ? space.tables.join(", ") : <span class="faint">none</span>}</td>
       <td class="num" title={space.evicted ? `${count(space.evicted)} rows were evicted` : undefined}>{space.rows ? short(space.rows) : "–"}</td>
       <td><Quota value={space.bytes ?? 0} limit={space.quota?.bytes} words={bytes} label="Size" /></td>
-      <td><Quota value={space.operations_s ?? 0} limit={space.quota?.operations} words={short} label="Requests a second" /></td>
+      <td><Quota value={space.operations_s ?? 0} limit={space.quota?.operations} words={short} label="Operations a second" /></td>
       <td class="num">{held ? <span class="slow">{count(held)}</span> : "0"}</td>
     </tr>
   );

@@ -14,7 +14,7 @@ export function HeatCard({ group, space }: { group: Group; space: string }) {
   const spaces = group.spaces.filter((each) => !space || each.name === space);
   const byJob = jobs.value || segments.length > MOST_COLUMNS;
   return (
-    <Card title="Load" id="load" note="operations a second: pushes and pulls of parameters, rows of tables" tools={<>
+    <Card title="Load" id="load" note="touches a second: a push or pull of a segment of parameters, a row of a table" tools={<>
       <Ramp />
       <button type="button" class="button toggle" aria-pressed={!byJob} disabled={segments.length > MOST_COLUMNS} onClick={() => (jobs.value = false)}>Segments</button>
       <button type="button" class="button toggle" aria-pressed={byJob} onClick={() => (jobs.value = true)}>Jobs</button>
@@ -34,11 +34,11 @@ function Ramp() {
 
 function BySegment({ group, segments }: { group: Group; segments: Placed[] }) {
   const at = useSignal("");
-  const servers = inOrder(group.servers);
+  const servers = inOrder(group.servers).filter((server) => server.state !== "dead");
   const mean = segments.reduce((sum, segment) => sum + (segment.operations_s ?? 0), 0) / segments.length;
   const sums = servers.map((server) => segments.reduce((sum, segment) => sum + (segment.primary === server.name ? segment.operations_s ?? 0 : 0), 0));
   const starts = segments.map((segment, i) => (segment.first ? i : -1)).filter((i) => i >= 0);
-  const say = (segment: Placed, role: string) => `${segmentName(segment)} of ${spaceName(segment.space, group.jobs)}, ${role}: ${short(segment.operations_s)} operations/s, ${bytes(segment.bytes)}`;
+  const say = (segment: Placed, role: string) => `${segmentName(segment)} of ${spaceName(segment.space, group.jobs)}, ${role}: ${short(segment.operations_s)} touches/s, ${bytes(segment.bytes)}`;
   const inset = Math.min(0.12, segments.length / 600);
   return (
     <>
@@ -64,7 +64,7 @@ function BySegment({ group, segments }: { group: Group; segments: Placed[] }) {
 }
 
 function ByJob({ group, spaces }: { group: Group; spaces: Group["spaces"] }) {
-  const servers = inOrder(group.servers);
+  const servers = inOrder(group.servers).filter((server) => server.state !== "dead");
   const table = bySpace(servers, spaces);
   const cells = table.flat().filter((value) => value > 0);
   const mean = cells.length ? cells.reduce((sum, value) => sum + value, 0) / cells.length : 0;
@@ -102,7 +102,7 @@ export function HotCard({ group, space }: { group: Group; space: string }) {
               <span class="hot-name"><b>{segmentName(segment)}</b> <span class="faint">{spaceName(segment.space, group.jobs)}</span></span>
               <span class="hot-where">{segment.primary ? <><i class={`server-mark srv-${tint(segment.primary, group.servers.map((each) => each.name))}`} />{segment.primary}</> : "no server"}</span>
               <span class="hot-load"><span class={`hot-bar heat-${ratio < 0.5 ? 0 : ratio < 1.25 ? 1 : ratio < HOT ? 2 : ratio < 4 ? 3 : 4}`} style={{ width: `${Math.max(2, (ratio / most) * 100)}%` }} /></span>
-              <span class="hot-ratio" title={`${short(segment.operations_s)} operations a second`}>{ratio.toFixed(1)}×</span>
+              <span class="hot-ratio" title={`${short(segment.operations_s)} touches a second`}>{ratio.toFixed(1)}×</span>
             </li>
           ))}
         </ol>
@@ -112,5 +112,5 @@ export function HotCard({ group, space }: { group: Group; space: string }) {
 }
 
 function loads(servers: GroupServer[], sums: number[]): string {
-  return `Operations a second of ${plural(servers.length, "server")}: ${servers.map((server, y) => `${server.name} ${short(sums[y])}`).join(", ")}`;
+  return `Touches a second of ${plural(servers.length, "server")}: ${servers.map((server, y) => `${server.name} ${short(sums[y])}`).join(", ")}`;
 }

@@ -59,6 +59,9 @@ function WorkerLine({ worker, verdict, snapshots, version, over }: { worker: Wor
   );
 }
 
+/** The share of a bar from which its label has room in it, however narrow the bar is. */
+const LABELLED = 0.3;
+
 function SplitBar({ worker }: { worker: WorkerRow }) {
   const parts = { compute: worker.compute ?? 0, move: worker.move ?? 0, wait: worker.wait ?? 0 };
   const all = parts.compute + parts.move + parts.wait;
@@ -69,7 +72,7 @@ function SplitBar({ worker }: { worker: WorkerRow }) {
       {(["compute", "move", "wait"] as const).map((key) => (
         <span key={key} class={`split-${key}`} style={{ width: `${((parts[key] / all) * 100).toFixed(2)}%` }} />
       ))}
-      <span class="split-text">{percent(parts.compute / all, 0)}</span>
+      {parts.compute / all >= LABELLED && <span class="split-text">{percent(parts.compute / all, 0)}</span>}
     </div>
   );
 }
