@@ -161,12 +161,25 @@ class EmbeddingBag(_Rows):
         if ids.dim() == 2 and offsets is None:
             return None
         if ids.dim() == 1 and offsets is not None:
-            return torch.as_tensor(offsets, dtype=torch.int64, device=ids.device)
+            return self._checked(torch.as_tensor(offsets, device=ids.device), len(ids))
         with_offsets = "without" if offsets is None else "with"
         raise WorkloadError(
             f"EmbeddingBag {self.table.name!r} was given ids of shape {list(ids.shape)} {with_offsets} offsets: "
             "give [bags, n] without offsets, or [m] with offsets [bags]"
         )
+
+    def _checked(self, offsets: Tensor, ids: int) -> Tensor:
+        good = offsets.dim() == 1 and not offsets.is_floating_point()
+        if good and len(offsets):
+            good = int(offsets[0]) == 0 and int(offsets[-1]) <= ids and bool((offsets.diff() >= 0).all())
+        if not good:
+            shown = offsets.flatten()[:6].tolist()
+            raise WorkloadError(
+                f"EmbeddingBag {self.table.name!r} was given offsets {shown}{' ...' if offsets.numel() > 6 else ''} of "
+                f"shape {list(offsets.shape)} for {ids} ids: give whole numbers [bags] that begin with 0, never fall, "
+                f"and end with at most {ids}"
+            )
+        return offsets.to(torch.int64)
 
     def extra_repr(self) -> str:
         """What print(model) shows."""

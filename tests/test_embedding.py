@@ -347,3 +347,19 @@ def test_states_of_several_segments_are_one_table():
 def test_what_is_not_there_cannot_be_loaded(tmp_path):
     with pytest.raises(CheckpointError):
         embedding.load(Two(), tmp_path / "none")
+
+
+def test_words_among_numbers_are_refused():
+    table = Embedding(2, "words")
+    for given in (["a", 1], [["a", "b"], ["c", 2]]):
+        with pytest.raises(WorkloadError, match="among strings: give strings alone"):
+            table(given)
+    assert torch.equal(table(["a", "b"]), table(np.array(["a", "b"])))
+
+
+@pytest.mark.parametrize("offsets", [[1, 2], [0, 3, 2], [0, 5], [[0, 1]], [0.0, 1.0]])
+def test_offsets_that_cannot_be_say_what_can(offsets):
+    bag = EmbeddingBag(2, "bags")
+    with pytest.raises(WorkloadError, match=r"'bags' was given offsets \[.* for 4 ids: .* begin with 0, never fall"):
+        bag(torch.arange(4), torch.tensor(offsets))
+    assert bag(torch.arange(4), torch.tensor([0, 2, 2, 4])).shape == (4, 2)

@@ -255,7 +255,7 @@ class Keeper:
             self.record.placed_by_load[seat] = server
             self.event(
                 "hot_segment",
-                f"segment {seat[1]} of {self.record.spaces[seat[0]].name!r} ({loads[seat]:.0f} operations/s) goes from "
+                f"segment {seat[1]} of {self.record.spaces[seat[0]].name!r} ({loads[seat]:.0f} touches/s) goes from "
                 f"{named[seat]} to {server}, which has less to do",
                 server=server,
             )
