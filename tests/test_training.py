@@ -195,7 +195,8 @@ def test_progress_on_no_terminal_is_plain_lines(monkeypatch):
     display.close()
     lines = stream.getvalue().splitlines()
     assert lines[0] == "restarted: worker-1 died [red]"
-    assert lines[1] == "epoch 1/2  round 5/20  batch loss 0.2500  evaluation: loss 1.0000 accuracy 0.5000  1,234 samples/s  7 s left"
+    assert lines[1] == ("epoch 1/2  round 5/20  batch loss 0.2500  evaluation: loss 1.0000 accuracy 0.5000  "
+                        "1,234 samples/s  7 s left")
     assert len(lines) == 2
 
 

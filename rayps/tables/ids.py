@@ -21,7 +21,7 @@ def ids_of(given: Any, table: str = "") -> Tensor:
     if not isinstance(given, Tensor):
         values = np.asarray(given)
         if values.dtype.kind in "USO" and values.size:
-            return hash_ids(values if isinstance(given, np.ndarray) else given)  # numpy makes words of numbers among words
+            return hash_ids(values if isinstance(given, np.ndarray) else given)  # numpy makes words of all
         given = torch.from_numpy(values.astype(np.int64)) if values.size == 0 else torch.as_tensor(values)
     if given.dtype in (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8):
         ids: Tensor = given.detach().to(torch.int64)
