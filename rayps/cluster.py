@@ -41,6 +41,9 @@ class Handle(Protocol):
 class Gang(Protocol):
     """Resources that were reserved together."""
 
+    def hosts(self) -> list[str]:
+        """The host of each bundle."""
+
     def release(self) -> None:
         """Give them back."""
 
@@ -79,6 +82,9 @@ class Cluster(Protocol):
 
     def total(self) -> Bundle:
         """All that there is."""
+
+    def hosts(self, free: bool = True) -> dict[str, Bundle]:
+        """The same of each host: what is not in use, or all."""
 
     def reserve(self, bundles: list[Bundle], timeout: float) -> Gang | None:
         """Reserve all bundles or none; None where they are empty. Raises NoResources."""
@@ -254,10 +260,14 @@ class LocalCluster:
         """See Cluster."""
         return dict(self._total)
 
+    def hosts(self, free: bool = True) -> dict[str, Bundle]:
+        """See Cluster."""
+        return {"here": dict(self._total)}
+
     def reserve(self, bundles: list[Bundle], timeout: float) -> Gang:
         """See Cluster."""
         refuse_if_too_large(bundles, self._total)
-        return _LocalGang()
+        return _LocalGang(len(bundles))
 
     def kill(self, handle: Handle) -> None:
         """See Cluster."""
@@ -272,6 +282,13 @@ class LocalCluster:
 
 
 class _LocalGang:
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def hosts(self) -> list[str]:
+        """One host."""
+        return ["here"] * self._count
+
     def release(self) -> None:
         """Nothing was held."""
 
@@ -298,6 +315,16 @@ def refuse_if_too_large(bundles: list[Bundle], total: Bundle) -> None:
                 total=total,
                 kind=kind,
             )
+
+
+def not_free(bundles: list[Bundle], free: Bundle, timeout: float) -> NoResources:
+    """The error of who waited in vain for resources that others hold."""
+    return NoResources(
+        f"the job needs {sum(b.get('cpu', 0) for b in bundles):g} CPUs together, {free['cpu']:g} are free "
+        f"after {timeout:g} s:\nwait for other jobs, ask for fewer workers, or raise timeout",
+        needed=bundles,
+        free=free,
+    )
 
 
 def until(ready: Callable[[], bool], timeout: float, pause: float = 0.01) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 from rayps.errors import ConfigError
+from rayps.strategy import parse
 
 LOCAL_CPUS = 16  # logical CPUs of a Ray that rayps starts itself, where the machine has fewer cores
 
@@ -104,7 +105,20 @@ class JobSpec:
             raise ConfigError(f"timeout is {self.timeout!r}: give seconds above 0", field="timeout")
         self._check_resources()
         self._check_group()
+        self._check_layout()
         return self
+
+    def _check_layout(self) -> None:
+        try:
+            phases = parse(self.strategy)
+        except ConfigError:
+            return  # who reads it says so; one of the user's own has no name here, and is looked at before the run
+        for number, phase in enumerate(phases, 1):
+            try:
+                phase.strategy.grid(self.workers)
+            except ConfigError as error:
+                which = f"strategy {number} of {len(phases)}: " if len(phases) > 1 else ""
+                raise ConfigError(f"{which}{error.message}", **error.data) from None
 
     def _check_group(self) -> None:
         for name in ("server_group", "branch"):

@@ -12,12 +12,18 @@ import socket
 from typing import Any
 
 import ray
+from ray._private.state import available_resources_per_node as _available_resources_per_node
 from ray.experimental import internal_kv
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from rayps.cluster import Bundle, Gang, Handle, Surroundings, provide, refuse_if_too_large, resolve
-from rayps.errors import ActorDied, ClusterError, NoResources, RaypsError
+from rayps.cluster import Bundle, Gang, Handle, Surroundings, not_free, provide, refuse_if_too_large, resolve
+from rayps.errors import ActorDied, ClusterError, RaypsError
 from rayps.scratch import Scratch
 
 log = logging.getLogger(__name__)
@@ -114,10 +120,15 @@ def _shell(target: str) -> type:
 
 
 class RayGang:
-    """A placement group."""
+    """A placement group, whose bundles are inside one host each."""
 
     def __init__(self, group: PlacementGroup) -> None:
         self.group = group
+
+    def hosts(self) -> list[str]:
+        """See Gang."""
+        found: dict[int, str] = placement_group_table(self.group)["bundles_to_node_id"]
+        return [found[index] for index in sorted(found)]
 
     def release(self) -> None:
         """Give the bundles back."""
@@ -230,6 +241,14 @@ class RayCluster:
         """See Cluster."""
         return _bundle(ray.cluster_resources())
 
+    def hosts(self, free: bool = True) -> dict[str, Bundle]:
+        """See Cluster."""
+        alive = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+        if free:
+            now = _available_resources_per_node()
+            alive = {name: now.get(name, {}) for name in alive}
+        return {name: _bundle(has) | {"memory": has.get("memory", 0.0)} for name, has in alive.items()}
+
     def reserve(self, bundles: list[Bundle], timeout: float) -> RayGang | None:
         """See Cluster."""
         refuse_if_too_large(bundles, self.total())
@@ -239,13 +258,7 @@ class RayCluster:
         group = placement_group(wanted, strategy="PACK")
         if not group.wait(timeout):
             remove_placement_group(group)
-            free = self.free()
-            raise NoResources(
-                f"the job needs {sum(b.get('cpu', 0) for b in bundles):g} CPUs together, {free['cpu']:g} are free "
-                f"after {timeout:g} s:\nwait for other jobs, ask for fewer workers, or raise timeout",
-                needed=bundles,
-                free=free,
-            )
+            raise not_free(bundles, self.free(), timeout)
         return RayGang(group)
 
     def kill(self, handle: Handle) -> None:

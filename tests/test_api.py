@@ -114,6 +114,8 @@ BAD = [
     ({"workload": "a.py:B", "working_dir": "."}, "/working_dir", "absolute"),
     ({"workload": "a.py:B", "working_dir": "/"}, "/workload", "no file a.py"),
     ({"workload": "a:B", "workers": 9}, "/workers", "has 8"),
+    ({"workload": "a:B", "workers": 3, "strategy": "all_reduce:replica=pipeline(stages=2)"}, "/workers", "such as 2"),
+    ({"workload": "a:B", "workers": 4, "strategy": "1*all_reduce > tensor_parallel:size=3"}, "/workers", "2 of 2"),
 ]
 
 

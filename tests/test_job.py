@@ -43,6 +43,13 @@ BAD = [
     ({"resources": {"cpu": math.inf}}, "resources", ["inf"]),
     ({"resources": [1]}, "resources", ["[1]"]),
     ({"resources": None}, "resources", ["None"]),
+    ({"workers": 3, "strategy": {"name": "all_reduce", "replica": {"name": "pipeline", "stages": 2}}}, "workers",
+     ["is 3", "2 stages", "multiple of 2"]),
+    ({"workers": 4, "strategy": [
+        {"epochs": 1, "strategy": {"name": "all_reduce"}},
+        {"epochs": 1, "strategy": {"name": "all_reduce", "replica": {"name": "tensor_parallel", "size": 2}}},
+        {"strategy": {"name": "downpour", "replica": {"name": "pipeline", "stages": 3}}}]}, "workers",
+     ["strategy 3 of 3", "is 4", "multiple of 3"]),
 ]
 
 
@@ -58,7 +65,9 @@ def test_what_can_never_run_is_refused(fields, field, words):
 
 GOOD = [{}, {"workers": 100}, {"epochs": 1}, {"steps": 10**9}, {"max_failures": 0}, {"timeout": 0.5}, {"timeout": 3},
         {"resources": {"cpu": 0.5, "gpu": 1, "memory": 10**9}}, {"resources": {}}, {"seed": 0}, {"seed": 2**63},
-        {"seed": -1}, {"checkpoint_every": 1}, {"name": "mine"}, {"resume": "x/step-00000001"}]
+        {"workers": 4, "strategy": {"name": "all_reduce", "replica": {"name": "pipeline", "stages": 2}}},
+        {"workers": 3, "strategy": {"name": "of one's own"}}, {"seed": -1},
+        {"checkpoint_every": 1}, {"name": "mine"}, {"resume": "x/step-00000001"}]
 
 
 @pytest.mark.parametrize("fields", GOOD, ids=str)

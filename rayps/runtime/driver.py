@@ -118,7 +118,10 @@ class Driver:
                 self._capture,
                 space=self._space(cluster),
             )
-            group.start(self.spec.timeout)
+            grids = [leg.phase.strategy.grid(self.spec.workers) for leg in self._legs]
+            placed = group.start(self.spec.timeout, max(grids, key=lambda grid: grid.columns))
+            if placed:
+                self.journal.event("placed", placed)
             outcome = Outcome(Status.SUCCEEDED, "trained to the end", self._run_phases(group))
             if self._tables and self._checkpoints is None and group.space is not None:
                 outcome.tables = group.space.whole_tables()

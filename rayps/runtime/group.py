@@ -10,13 +10,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from rayps.cluster import Bundle, Cluster, Gang
+from rayps.cluster import Bundle, Cluster
 from rayps.errors import ActorDied, ClusterError, LinkError
 from rayps.grid import Grid
 from rayps.metrics import means
 from rayps.replica.keepers import Bond, Mending
 from rayps.runtime.actors import WorkerFacts
 from rayps.runtime.assembly import assemble, columns_of
+from rayps.runtime.berths import Berths, reserve
 from rayps.runtime.bonds import halted, tied
 from rayps.runtime.meeting import Meeting
 from rayps.runtime.members import START_SECONDS, Member, place, settle
@@ -42,7 +43,7 @@ class Group:
     workers: list[Member] = field(default_factory=list)
     space: JobSpace | None = None
     _fixed: Shards = field(init=False)
-    _gang: Gang | None = None
+    _berths: Berths = field(default_factory=Berths)
     _orders: Orders | None = None
     _meeting: Meeting | None = None
     _grid: Grid = field(default_factory=lambda: Grid(1))
@@ -75,14 +76,14 @@ class Group:
 
     # ---- starting and ending
 
-    def start(self, timeout: float) -> None:
-        """Reserve the workers' resources together and start them, or leave nothing behind.
+    def start(self, timeout: float, grid: Grid | None = None) -> str | None:
+        """Reserve the workers' resources together and start them, or leave nothing behind; says where replicas are.
 
         Raises:
             NoResources: the cluster cannot hold them.
             ClusterError: an actor did not start.
         """
-        self._gang = self.cluster.reserve([self.resources] * self.size, timeout)
+        self._berths = reserve(self.cluster, self.resources, grid or Grid(self.size), timeout)
         try:
             self.workers = [self._spawn_worker(rank) for rank in range(self.size)]
             place(self.workers)
@@ -92,6 +93,7 @@ class Group:
         except BaseException:
             self.close()
             raise
+        return self._berths.message
 
     def close(self) -> None:
         """End every member, free what the job holds on a server group, and give the resources back."""
@@ -101,9 +103,8 @@ class Group:
         self._fixed.close()
         if self.space is not None:
             self.space.close()
-        if self._gang is not None:
-            self._gang.release()
-            self._gang = None
+        self._berths.release()
+        self._berths = Berths()
 
     def _spawn_worker(self, rank: int) -> Member:
         cpus, gpus = self.resources.get("cpu", 1.0), self.resources.get("gpu", 0.0)
@@ -118,8 +119,8 @@ class Group:
             capture=self.capture,
             cpus=cpus,
             gpus=gpus,
-            gang=self._gang,
-            index=rank,
+            gang=self._berths.gang,
+            index=self._berths.index[rank],
         )
         return Member(f"worker-{rank}", handle)
 
