@@ -30,6 +30,7 @@ from rayps.runtime.standby import Standby
 from rayps.runtime.ties import Ties
 from rayps.server.parts import Parts
 from rayps.snapshot import Snapshot
+from rayps.user_code import lacks_memory, too_large
 from rayps.worker import Worker
 from rayps.workload import Workload, unpack
 
@@ -107,7 +108,12 @@ class WorkerActor:
 
     def initial(self, seed: int) -> Snapshot:
         """The state before the first round: parameters drawn from the seed alone, whatever the strategy or size."""
-        return drawn(self._load(), seed)
+        try:
+            return drawn(self._load(), seed)
+        except Exception as error:
+            if lacks_memory(error):
+                raise too_large("worker-0", error) from error
+            raise
 
     def begin(self, plan: WorkerPlan, snapshot: Snapshot) -> None:
         """End what runs, and start this plan; returns at once. Raises PeerLost when this worker has been closed."""
@@ -201,8 +207,7 @@ class WorkerActor:
         except RaypsError as raised:
             status, error = "failed", raised
         except Exception as raised:  # a fault of ours or of a library: the driver must see it, not a hung worker
-            log.exception("worker-%d failed", plan.rank)
-            status, error = "failed", RaypsError(f"worker-{plan.rank} failed: {type(raised).__name__}: {raised}")
+            status, error = "failed", _failure(f"worker-{plan.rank}", raised)
         with self._lock:
             if not stop.is_set():  # before the peers can notice that this worker has gone
                 self._facts.status, self._facts.error = status, error
@@ -239,6 +244,13 @@ class WorkerActor:
             if stop.is_set():
                 return
             self._parts.keep(part.round, part)
+
+
+def _failure(name: str, error: Exception) -> RaypsError:
+    if lacks_memory(error):
+        return too_large(name, error)
+    log.exception("%s failed", name)
+    return RaypsError(f"{name} failed: {type(error).__name__}: {error}")
 
 
 __all__ = ["Place", "ShardActor", "ShardPlan", "WorkerActor", "WorkerFacts"]
