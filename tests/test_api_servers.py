@@ -21,6 +21,7 @@ from rayps.service import groups as groups_module
 from rayps.service import scheduler as scheduler_module
 from rayps.service.groups import actor
 from rayps.service.plan import Facts, Start, Wait, plan
+from rayps.service.remote_group import standing
 
 GROUPS = "/api/v1/server-groups"
 
@@ -171,6 +172,13 @@ def test_a_service_that_is_started_again_finds_its_group(tmp_path: Path, place: 
         client.start_servers("shared", servers=3).wait(10)
     manager = place.threads.find(actor("shared"))
     first.close()
+    unseen = Site(tmp_path)  # it may be well: nobody has looked yet
+    try:
+        group = unseen.service.groups.get("shared")
+        assert (group["status"], group["reason"]) == ("unreachable", "Ray is starting")
+        assert standing(group) == "unreachable, 3 servers: Ray is starting"
+    finally:
+        unseen.close()
     again = Site(tmp_path, place=place)
     try:
         with Client(again.url, again.token) as client:

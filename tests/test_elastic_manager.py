@@ -36,7 +36,7 @@ def make(monkeypatch, tmp_path):
         assert until(lambda: len(list_alive(manager)) == manager.facts()["wanted"], 10), alive
         return manager
 
-    one.cluster = cluster
+    one.cluster, one.made = cluster, made
     yield one
     for manager in made:
         manager.close()
@@ -189,6 +189,17 @@ def test_grow_and_shrink(make):
     assert until(lambda: "server-3" not in HOSTS, 5)
     assert all(len(h.copies) == 1 for h in by(manager, 1).holdings)
     assert manager.facts()["counts"]["deaths"] == manager.facts()["counts"]["promotions"] == 0
+
+
+def test_a_group_whose_first_servers_come_is_starting_and_one_that_lost_some_heals(make, monkeypatch):
+    assert make(2).facts()["status"] == "ready"
+    monkeypatch.setattr(crew.Crew, "start", lambda *args, **more: None)
+    manager = Manager("slow", 2, 1, cluster=make.cluster)
+    assert manager.facts()["status"] == "starting"
+    manager.close()
+    manager = make.made[0]
+    kill(manager, make, "server-0")
+    assert until(lambda: manager.facts()["status"] == "healing", 5)
 
 
 def test_drain_empties_that_server_and_ends_it(make):

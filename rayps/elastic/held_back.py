@@ -18,7 +18,7 @@ class HeldBack:
         self._said = False
 
     def look(self, space: dict[str, Any], now: float) -> str | None:
-        """Take in a space's "quota", "throttled" and "operations_s"; what is to be told, once for each quota."""
+        """Take in a space's "quota" and "throttled"; what is to be told, once for each quota."""
         limit, throttled = (space.get("quota") or {}).get("operations"), int(space.get("throttled") or 0)
         if limit != self._limit:
             self._limit, self._growths, self._said = limit, 0, False
@@ -29,7 +29,7 @@ class HeldBack:
         if self._said or self.now(now) is None:
             return None
         self._said = True
-        return f"{self.now(now)} (it makes {float(space.get('operations_s') or 0.0):.3g})"
+        return self.now(now)
 
     def now(self, now: float) -> str | None:
         """How it stands: None where nothing holds it back."""

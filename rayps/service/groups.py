@@ -119,10 +119,10 @@ class Groups:
         facts = dict(sight.facts or {})
         fresh = sight.facts is not None and time.monotonic() - sight.at < _FRESH_SECONDS
         status = str(facts.get("status", "ready")) if fresh else "unreachable" if sight.facts else "starting"
-        reason = None if fresh else sight.reason or self._scheduler.view.reason
-        if not fresh and reason is None:
-            status = "unreachable" if wanted.launched else status  # by a service that was here before
-            reason = "the service has just started and looks for it" if wanted.launched else "its manager is starting"
+        if not fresh and wanted.launched and sight.facts is None and sight.reason is None:
+            status = "unreachable"  # it was started by a service that was here before, and may be well
+        reason = None if fresh else sight.reason or self._scheduler.view.reason or (
+            "the service has just started and looks for it" if wanted.launched else "its manager is starting")
         return {
             "name": name, "status": "stopping" if wanted.stopping else status, "reason": reason,
             "wanted": facts.get("wanted", wanted.servers) if fresh else wanted.servers, "replicas": wanted.replicas,
