@@ -6,7 +6,9 @@ import sys
 import textwrap
 
 import pytest
+from small_work import Small, train
 
+from rayps import AllReduce, Pipeline
 from rayps.cluster import LocalCluster
 from rayps.errors import NoResources
 from rayps.grid import Grid
@@ -142,6 +144,16 @@ def test_without_a_replica_each_worker_has_its_bundle():
     cluster = Hosts([[4, 4]])
     berths = reserve(cluster, ONE, Grid(3), 5)
     assert (cluster.bundles, berths.index, berths.message, cluster.asked) == ([ONE] * 3, [0, 1, 2], None, 0)
+
+
+def test_a_run_says_where_its_replicas_are():
+    def said(strategy):
+        events = train(Small(n=24, batch=6), strategy, workers=4).events
+        return [event["message"] for event in events if event["kind"] == "placed"]
+
+    assert said("pipeline:stages=2") == ["each of 2 replicas of 2 workers is inside one host"]
+    assert said([(1, AllReduce()), AllReduce(replica=Pipeline(stages=2))]) == said("pipeline:stages=2")
+    assert said("all_reduce") == []
 
 
 NODES = """
