@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -260,7 +261,7 @@ def test_headers_and_open_probes(site: Site) -> None:
 
 def test_cluster_strategies_metrics_docs(site: Site) -> None:
     assert site.http.get("/api/v1/cluster").json() == {
-        "ready": False, "address": None, "owned": True, "total": {"cpu": 8.0}, "free": {},
+        "ready": False, "address": None, "owned": True, "cores": os.cpu_count(), "total": {"cpu": 8.0}, "free": {},
         "reason": "Ray is starting"}
     names = {strategy["name"] for strategy in site.http.get("/api/v1/strategies").json()}
     assert {"all_reduce", "parameter_server"} <= names
