@@ -74,8 +74,6 @@ def train(
     ("parameter_server:staleness=3,shards=2"), or a list of (epochs, strategy) to change it during the run.
     Where its `replica` is several workers, `workers` are a whole number of replicas and each holds its part of the
     model; the parameters that it begins with are drawn in this process.
-    Where its `replica` is several workers, `workers` are a whole number of replicas and each holds its part of the
-    model; the parameters that it begins with are drawn in this process.
     Without `epochs` or `steps` (batches per worker) it trains one epoch. Without `address` it starts a Ray of
     its own on this machine, with as many logical CPUs as are asked for, and ends it without a trace.
 
