@@ -71,6 +71,12 @@ class Grid:
         """Which part of the model a rank holds."""
         return rank % self.columns
 
+    def words(self, rank: int) -> str:
+        """A rank's place in words, by the axes that there are: `replica 1, stage 0`."""
+        lengths, here = (self.data, self.stage, self.tensor), self.at(rank)
+        names = ("replica", "stage", "tensor")
+        return ", ".join(f"{name} {i}" for name, i, n in zip(names, here, lengths, strict=True) if n > 1)
+
     def along(self, axis: str, rank: int) -> list[int]:
         """The ranks that differ from `rank` on this axis only, in its order; `rank` is one of them."""
         here, at = self.at(rank), AXES.index(axis)

@@ -12,10 +12,12 @@ from rayps import AllReduce, ParameterServer, optim
 from rayps.cluster import LocalCluster
 from rayps.errors import ConfigError, RaypsError, TrainingError, WorkloadError
 from rayps.flat import FlatModel, beside
+from rayps.grid import Grid
 from rayps.replica.build import blank, drawn, drawn_apart, keep_only
 from rayps.replica.divide import divide, words
 from rayps.replica.division import Piece, shares
 from rayps.replica.optimizer import of_some
+from rayps.runtime.report import _in_replicas
 from rayps.server.ledger import Ledger
 from rayps.snapshot import Snapshot
 from rayps.strategies.pipeline import Pipeline
@@ -369,3 +371,17 @@ def test_the_same_bits_after_a_resume(tmp_path):
     assert result.snapshot.ring is None or set(result.snapshot.ring) == {"tensor:0:0", "tensor:0:1"}
     assert distance(result.model(), whole.model()) < 1e-14
     assert "resumed" in kinds(result)
+
+
+def test_a_rank_is_called_by_the_axes_that_there_are():
+    assert [Grid(2, 2).words(rank) for rank in range(4)] == [
+        "replica 0, stage 0", "replica 0, stage 1", "replica 1, stage 0", "replica 1, stage 1"]  # fmt: skip
+    assert Grid(1, 2, 2).words(3) == "stage 1, tensor 1" and Grid(3).words(1) == "replica 1" and Grid(1).words(0) == ""
+
+
+def test_every_worker_of_a_replica_has_its_rate():
+    lines = [{"rank": 0, "wait": 0.5, "samples_per_second": 0.0}, {"rank": 1, "wait": 0.1, "samples_per_second": 80.0},
+             {"rank": 2, "wait": 0.5, "samples_per_second": 0.0}, {"rank": 3}]  # fmt: skip
+    found = _in_replicas(lines, Grid(2, 2))
+    assert [line.get("samples_per_second") for line in found] == [80.0, 80.0, 0.0, None]
+    assert found[1]["part"] == "replica 0, stage 1" and _in_replicas(lines, Grid(4)) is lines

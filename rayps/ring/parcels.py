@@ -129,6 +129,7 @@ class Parcels:
             came = self._mesh.arrived(frm, want)
             now = time.perf_counter()
         self.seconds += now - start
+        self._mesh.seconds_waiting += now - start
         return came
 
     def _wait(self, sending: set[int], wants: dict[int, Any]) -> None:

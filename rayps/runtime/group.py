@@ -46,7 +46,7 @@ class Group:
     _berths: Berths = field(default_factory=Berths)
     _orders: Orders | None = None
     _meeting: Meeting | None = None
-    _grid: Grid = field(default_factory=lambda: Grid(1))
+    grid: Grid = field(default_factory=lambda: Grid(1))
     _line: int = 0  # the generation that last began from a snapshot
     _bonds: list[Bond | None] = field(default_factory=list)
     _attempts: int = 0  # how often workers have begun anew while others went on
@@ -145,14 +145,14 @@ class Group:
 
     def halt(self) -> Mending | None:
         """End the generation where it stands; from which round the next one can go on without a snapshot, if any."""
-        return halted(self._grid, self.workers, self._line)
+        return halted(self.grid, self.workers, self._line)
 
     def begin(self, orders: Orders, snapshot: Snapshot, mending: Mending | None = None) -> None:
         """Start a generation: dead members are replaced, living ones begin anew, all from the snapshot.
 
         With `mending`, from the states that workers keep, and the snapshot is what these do not have.
         """
-        self._orders, self._meeting, self._grid = orders, Meeting(orders.boundary), orders.strategy.grid(self.size)
+        self._orders, self._meeting, self.grid = orders, Meeting(orders.boundary), orders.strategy.grid(self.size)
         self._collected, self._evaluated = snapshot.round, [orders.evaluated] * self.size
         for member in [m for m in self.workers if m.dead]:
             self.cluster.kill(member.handle)
@@ -165,7 +165,7 @@ class Group:
             self._line, self._said = orders.generation, {}
         else:
             self._said = {at: min(newest, mending.round - 1) for at, newest in self._said.items()}
-        self._bonds = tied(self._grid, self.workers, self._line, mending) if self.mends else []
+        self._bonds = tied(self.grid, self.workers, self._line, mending) if self.mends else []
         if any(member.dead for member in self.workers):
             return
         parts = columns_of(snapshot, orders.division)
@@ -177,17 +177,17 @@ class Group:
         del parts
         replies = []
         for rank, worker in enumerate(self.workers):
-            start = snapshot.positions[self._grid.at(rank).data] if mending is None else mending.round
+            start = snapshot.positions[self.grid.at(rank).data] if mending is None else mending.round
             plan = self._worker_plan(rank, start)
             replies.append(worker.handle.call("begin", plan, shared[self._column(rank)]))
         settle(replies, self.workers)
 
     def _column(self, rank: int) -> int:
-        return self._grid.column(rank) if self._known().division is not None else 0
+        return self.grid.column(rank) if self._known().division is not None else 0
 
     def replicas_of(self, ranks: Iterable[int]) -> list[list[int]]:
         """The replicas that these workers belong to, each as its ranks."""
-        return [self._grid.replica(data) for data in sorted({self._grid.at(rank).data for rank in ranks})]
+        return [self.grid.replica(data) for data in sorted({self.grid.at(rank).data for rank in ranks})]
 
     def replace_workers(self, ranks: list[int], snapshot: Snapshot) -> None:
         """Start a replica's workers anew while the others go on; they ask the servers which step is their next.
@@ -219,11 +219,11 @@ class Group:
                     worker.heard(worker.handle.call("rewire", number, address))
 
     def _addresses(self, axis: str, rank: int) -> list[str]:
-        return [self.workers[other].address for other in self._grid.along(axis, rank)]
+        return [self.workers[other].address for other in self.grid.along(axis, rank)]
 
     def _worker_plan(self, rank: int, start: int) -> WorkerPlan:
         orders, shards = self._known(), self._fixed.doors(self._column(rank)) if self._fixed.members else []
-        within = {"stage": self._grid.stage, "tensor": self._grid.tensor}
+        within = {"stage": self.grid.stage, "tensor": self.grid.tensor}
         return WorkerPlan(
             orders.generation,
             rank,

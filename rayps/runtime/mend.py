@@ -73,7 +73,8 @@ class Mender:
             self._wound = None
             self.journal.event(
                 "warning",
-                f"{decision.reason}: no twin, no mirror has its state any more, so everyone goes back to the snapshot",
+                f"{decision.reason}: nobody else has its state (from the first round on a twin or a neighbour does), "
+                "so everyone goes back to the snapshot",
                 lost=list(decision.lost),
             )
             return None

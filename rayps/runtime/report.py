@@ -7,6 +7,7 @@ from collections import deque
 from typing import Any
 
 from rayps.epochs import Calendar
+from rayps.grid import Grid
 from rayps.metrics import Point, Throughput
 from rayps.runtime.actors import WorkerFacts
 from rayps.runtime.group import Group
@@ -50,7 +51,8 @@ class Report:
     def look(self, group: Group, strategy: str) -> None:
         """Take in the members as they are now."""
         self._facts["strategy"] = strategy
-        self._facts["workers"] = [self._worker(rank, member) for rank, member in enumerate(group.workers)]
+        workers = [self._worker(rank, member) for rank, member in enumerate(group.workers)]
+        self._facts["workers"] = _in_replicas(workers, group.grid)
         self._facts["shards"] = [_shard(index, member) for index, member in enumerate(group.shards)]
         if group.space is not None:
             self._facts["server_group"] = group.space.facts()
@@ -101,6 +103,19 @@ class Report:
         seconds = sum(point["seconds"] for point in points) or 1e-9
         shares = {key: sum(point[key] for point in points) / seconds for key in ("compute", "wait", "move")}
         return line | shares | {"samples_per_second": sum(point["samples"] for point in points) / seconds}
+
+
+def _in_replicas(workers: list[dict[str, Any]], grid: Grid) -> list[dict[str, Any]]:
+    """With what each worker's part is: samples are counted by one worker of a replica, and are everyone's of it."""
+    if grid.columns == 1 or grid.size != len(workers):
+        return workers
+    rates = [max((workers[rank].get("samples_per_second", 0.0) for rank in grid.replica(data)), default=0.0)
+             for data in range(grid.data)]  # fmt: skip
+    found = []
+    for rank, line in enumerate(workers):
+        known = {"samples_per_second": rates[grid.at(rank).data]} if "wait" in line else {}
+        found.append(line | known | {"part": grid.words(rank)})
+    return found
 
 
 def _shard(index: int, member: Member) -> dict[str, Any]:

@@ -86,6 +86,6 @@ def _must_rise(given: Any, count: int) -> None:
     if not whole or len(given) != count or list(given) != sorted(set(given)):
         shown = list(given) if isinstance(given, tuple) else given
         raise ConfigError(
-            f"boundaries is {shown!r}: give {count} rising layer numbers, each where a new part begins",
+            f"boundaries is {shown!r}: give {count} rising layer number(s), each where a new part begins",
             field="boundaries",
         )

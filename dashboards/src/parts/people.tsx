@@ -48,7 +48,7 @@ function WorkerLine({ worker, verdict, snapshots, version, over }: { worker: Wor
   return (
     <tr class={verdict.straggler ? "is-slow" : ""}>
       <td class="num">{worker.rank}</td>
-      <td><span class="host">{worker.host ?? "–"}</span>{worker.pid != null && <span class="faint"> · {worker.pid}</span>}</td>
+      <td>{worker.part && <>{worker.part} · </>}<span class="host">{worker.host ?? "–"}</span>{worker.pid != null && <span class="faint"> · {worker.pid}</span>}</td>
       <td><span class={`state state-${tone(over && state === "running" ? "ended" : state)}`}>{over && state === "running" ? "ended" : state}</span></td>
       <td class="num">{count(worker.round)}</td>
       <td class="num">{short(worker.samples_per_second)}</td>
