@@ -98,15 +98,16 @@ def test_two_jobs_on_one_group_each_equal_their_result_alone(cluster, group):
     alone = {name: train(work, ParameterServer(shards=2), cluster) for name, work in works.items()}
     found, both = {}, threading.Event()
 
-    def meet(_):  # a driver that waits here keeps its space open: the two are there at once, however slow one begins
+    def meet(name):  # a driver that waits here keeps its space open: the two are there at once, however slow one begins
         deadline = time.monotonic() + 30
-        while not both.is_set() and time.monotonic() < deadline:
+        while name in spaces(group) and not both.is_set() and time.monotonic() < deadline:
             if set(spaces(group)) == set(works):
                 both.set()
             time.sleep(0.01)
 
     def run(name):
-        found[name] = train(works[name], ParameterServer(), cluster, server_group="main", name=name, progress=meet)
+        found[name] = train(works[name], ParameterServer(), cluster, server_group="main", name=name,
+                            progress=lambda _: meet(name))
 
     threads = [threading.Thread(target=run, args=(name,)) for name in works]
     for thread in threads:
