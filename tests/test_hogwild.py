@@ -78,9 +78,8 @@ def serial(work, workers, epochs):
 @pytest.mark.parametrize("workers", [1, 2, 4])
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adagrad])
 def test_sparse_rows_that_never_meet_are_serial_to_the_bit(workers, optimizer):
-    """Adagrad's sums are a worker's own; within an epoch each row is one worker's, so one epoch is the law of both."""
-    work = Rows(optimizer=optimizer)
-    epochs = 3 if optimizer is torch.optim.SGD else 1
+    """Within an epoch each row is one worker's; in the next it may be another's, who need not wait for the first."""
+    work, epochs = Rows(optimizer=optimizer), 1 if workers > 1 or optimizer is torch.optim.Adagrad else 3
     result = train(work, Hogwild(), workers=workers, epochs=epochs, checkpoint_every=7)
     assert distance(result.model(), serial(work, workers, epochs)) == 0
 
@@ -132,7 +131,7 @@ def test_nobody_waits_for_the_slow_one_and_the_result_has_all_steps():
 
     class Uneven(Rows):
         def loss(self, model, batch):
-            time.sleep(0.03 if threading.current_thread().name == "worker-2" else 0)
+            time.sleep(0.2 if threading.current_thread().name == "worker-2" else 0)
             return super().loss(model, batch)
 
     seen = []
@@ -143,7 +142,7 @@ def test_nobody_waits_for_the_slow_one_and_the_result_has_all_steps():
     work = Uneven(n=180)
     result = train(work, Hogwild(), workers=3, epochs=1, progress=look)
     assert distance(result.model(), serial(Rows(n=180), 3, 1)) == 0
-    assert any(max(rounds) - min(rounds) > 5 for rounds in seen if len(rounds) == 3), seen
+    assert any(max(rounds) - min(rounds) > 2 for rounds in seen if len(rounds) == 3), seen
 
 
 def test_checkpoints_can_be_gone_on_from_by_any_strategy(tmp_path):

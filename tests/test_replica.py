@@ -1,6 +1,8 @@
 """How a model is divided among workers, what each of them holds, and what is refused before anything starts."""
 
 import pickle
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -385,3 +387,20 @@ def test_every_worker_of_a_replica_has_its_rate():
     found = _in_replicas(lines, Grid(2, 2))
     assert [line.get("samples_per_second") for line in found] == [80.0, 80.0, 0.0, None]
     assert found[1]["part"] == "replica 0, stage 1" and _in_replicas(lines, Grid(4)) is lines
+
+
+class Slowly(rayps.Workload):
+    def model(self):
+        layers = []
+        for _ in range(20):
+            layers.append(torch.nn.Linear(3, 3))
+            time.sleep(0.001)  # lets another thread draw
+        return torch.nn.Sequential(*layers)
+
+
+def test_threads_that_draw_at_once_draw_what_each_draws_alone():
+    alone = [drawn(Slowly(), seed).params for seed in range(4)]
+    with ThreadPoolExecutor(8) as pool:
+        calls = [pool.submit(way, Slowly(), seed) for seed in range(4) for way in (drawn, drawn_apart)]
+    for i, call in enumerate(calls):
+        assert torch.equal(call.result().params, alone[i // 2])

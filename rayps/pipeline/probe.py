@@ -16,7 +16,7 @@ from rayps.data.base import map_tensors
 from rayps.pipeline import proxy
 from rayps.pipeline.cut import layers, spans
 from rayps.pipeline.skip import aside
-from rayps.replica.build import model_of
+from rayps.replica.build import apart, model_of
 from rayps.replica.division import Division
 from rayps.tensor import Talk, split
 from rayps.user_code import user_code
@@ -59,7 +59,7 @@ def plain(division: Division, sizes: Sizes) -> Sizes:
 
 def whole(workload: Workload, sizes: Sizes, sample: Batch) -> Sizes:
     """`sizes` with what a model on one worker keeps for its backward pass, for one row. Raises WorkloadError."""
-    with torch.random.fork_rng(devices=[]):
+    with apart():
         model = model_of(workload)
         with _kept(model) as found, user_code("loss"):
             workload.loss(model, sample)
@@ -73,7 +73,7 @@ def probe(workload: Workload, division: Division, sizes: Sizes, sample: Batch) -
         WorkloadError: the user's code fails on the sample.
     """
     sizes, rows = plain(division, sizes), max(sample.size, 1)
-    with torch.random.fork_rng(devices=[]):
+    with apart():
         model, talk = model_of(workload), _Alone(division.tensor)
         if division.tensor > 1:
             model = split(model, division.plan, 0, division.tensor, talk)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,11 +17,19 @@ from rayps.user_code import user_code
 from rayps.workload import Workload
 
 _HELD = ("_parameters", "_buffers", "_modules")
+_DRAWING = threading.RLock()  # torch's random numbers are the whole process's: workers that are threads take turns
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Within it random numbers are drawn that the process's own do not feel."""
+    with _DRAWING, torch.random.fork_rng(devices=[]):
+        yield
 
 
 def model_of(workload: Workload) -> nn.Module:
     """A new model of the user's. Raises WorkloadError."""
-    with user_code("model"):
+    with _DRAWING, user_code("model"):
         model = workload.model()
     if not isinstance(model, nn.Module):
         raise WorkloadError(f"model() gave {type(model).__name__}: return a torch.nn.Module")
@@ -28,8 +38,9 @@ def model_of(workload: Workload) -> nn.Module:
 
 def drawn(workload: Workload, seed: int) -> Snapshot:
     """The state before the first round: parameters drawn from the seed alone, whatever the strategy or size."""
-    torch.manual_seed(seed)
-    model = model_of(workload)
+    with _DRAWING:
+        torch.manual_seed(seed)
+        model = model_of(workload)
     buffers = {name: value.clone() for name, value in beside(model).items()}
     flat = FlatModel(model)
     return Snapshot(flat.layout, flat.vector.clone(), buffers=buffers)
@@ -37,7 +48,7 @@ def drawn(workload: Workload, seed: int) -> Snapshot:
 
 def drawn_apart(workload: Workload, seed: int) -> Snapshot:
     """As `drawn`, in a process whose own random numbers stay as they were."""
-    with torch.random.fork_rng(devices=[]):
+    with apart():
         return drawn(workload, seed)
 
 

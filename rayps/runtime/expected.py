@@ -16,7 +16,7 @@ from rayps.flat import Layout
 from rayps.pipeline import proxy
 from rayps.pipeline.cut import layers, measure, spans
 from rayps.pipeline.probe import plain, probe, whole
-from rayps.replica.build import blank, model_of
+from rayps.replica.build import apart, blank, model_of
 from rayps.replica.divide import sample_of
 from rayps.replica.division import Division
 from rayps.runtime.tally import Tally
@@ -71,7 +71,7 @@ def sizes(
     workload: Workload, strategy: Strategy, workers: int, division: Division | None = None, batch: int | None = None
 ) -> Sizes:
     """What the costs depend on; see `expected`."""
-    with torch.random.fork_rng(devices=[]):
+    with apart():
         model = blank(workload)
         layout = Layout.of((name, p) for name, p in model.named_parameters() if p.requires_grad)
         found = Sizes(layout.size, layout.dtype.itemsize)

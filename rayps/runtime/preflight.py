@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from typing import NamedTuple
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -17,7 +16,7 @@ from rayps.errors import ConfigError, WorkloadError
 from rayps.flat import Layout
 from rayps.grid import Grid
 from rayps.job import JobSpec
-from rayps.replica.build import model_of
+from rayps.replica.build import apart, model_of
 from rayps.replica.divide import divide, sample_of
 from rayps.replica.division import Division
 from rayps.strategies.pipeline import Pipeline
@@ -45,7 +44,7 @@ def preflight(workload: Workload, phases: list[Phase], spec: JobSpec) -> Finding
     """
     data = _data(workload)
     grids = [phase.strategy.grid(spec.workers) for phase in phases]
-    with torch.random.fork_rng(devices=[]):  # the user's own random numbers stay as they were
+    with apart():  # the user's own random numbers stay as they were
         model = model_of(workload)
         tables = tables_of(model)
         if tables:
@@ -99,7 +98,7 @@ def _division(
         )
     with user_code("data"):
         sample = next(data.batches(rank=0, size=grid.data, seed=0, epoch=0), None)
-    with torch.random.fork_rng(devices=[]):
+    with apart():
         return divide(workload, replica, model, None if sample is None else sample_of(sample))
 
 
