@@ -397,6 +397,12 @@ class Slowly(rayps.Workload):
             time.sleep(0.001)  # lets another thread draw
         return torch.nn.Sequential(*layers)
 
+    def data(self):
+        return rayps.data.tensors(torch.zeros(2, 3))
+
+    def loss(self, model, batch):
+        return model(batch.x).sum()
+
 
 def test_threads_that_draw_at_once_draw_what_each_draws_alone():
     alone = [drawn(Slowly(), seed).params for seed in range(4)]
