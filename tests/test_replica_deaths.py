@@ -199,5 +199,5 @@ def test_a_worker_and_its_mirror_gone_together_mean_the_snapshot_again():
     assert len(killed) == 2
     assert kinds(result).count("restarted") == 1
     assert not mended(result)
-    assert any("no twin, no mirror has its state any more" in event["message"] for event in result.events)
+    assert any("nobody else has its state" in event["message"] for event in result.events)
     equal(result, undisturbed("pipeline"))
