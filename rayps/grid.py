@@ -74,7 +74,7 @@ class Grid:
     def words(self, rank: int) -> str:
         """A rank's place in words, by the axes that there are: `replica 1, stage 0`."""
         lengths, here = (self.data, self.stage, self.tensor), self.at(rank)
-        names = ("replica", "stage", "tensor")
+        names = ("replica", "stage", "tensor rank")
         return ", ".join(f"{name} {i}" for name, i, n in zip(names, here, lengths, strict=True) if n > 1)
 
     def along(self, axis: str, rank: int) -> list[int]:

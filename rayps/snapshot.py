@@ -10,6 +10,7 @@ them, so that everyone has the same ones.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,8 @@ from rayps.errors import CheckpointError
 from rayps.flat import Layout
 from rayps.optim import Moments
 from rayps.server.ledger import Ledger, anywhere
+
+_OPTIM = "optim/"  # how the names of an optimizer's tensors begin
 
 
 @dataclass(slots=True)
@@ -80,13 +83,8 @@ class Snapshot:
         }
         tensors |= {f"buffer/{name}": value for name, value in self.buffers.items()}
         tensors |= {f"rng/{rank}": value for rank, value in self.rng.items()}
-        numbers: dict[str, dict[str, Any]] = {}
-        for name, state in self.moments.items():
-            for key, value in state.items():
-                if isinstance(value, Tensor):
-                    tensors[f"optim/{name}/{key}"] = value
-                else:
-                    numbers.setdefault(name, {})[key] = value
+        moments, numbers = by_name(self.moments)
+        tensors |= moments
         meta = {
             "parameters": [[e.name, list(e.shape)] for e in self.layout.entries],
             "optimizer_numbers": numbers,
@@ -107,15 +105,10 @@ class Snapshot:
         shapes = {name: tuple(shape) for name, shape in state.meta["parameters"]}
         layout = Layout.of((name, state.tensors[f"model/{name}"]) for name in shapes)
         params = torch.cat([state.tensors[f"model/{name}"].reshape(-1) for name in shapes])
-        moments: Moments = {name: dict(numbers) for name, numbers in state.meta["optimizer_numbers"].items()}
-        for key, value in state.tensors.items():
-            if key.startswith("optim/"):
-                name, _, slot = key.removeprefix("optim/").rpartition("/")
-                moments.setdefault(name, {})[slot] = value
         return cls(
             layout,
             params,
-            moments,
+            moments_of(state.tensors, state.meta["optimizer_numbers"]),
             positions=list(state.meta["positions"]),
             buffers={k.removeprefix("buffer/"): v for k, v in state.tensors.items() if k.startswith("buffer/")},
             rng={int(k.removeprefix("rng/")): v for k, v in state.tensors.items() if k.startswith("rng/")},
@@ -185,6 +178,28 @@ class Snapshot:
             held = [ledger for _, _, ledger in self.ledgers]
             self.ledgers, self.divided = ([(0, self.layout.size, anywhere(held))] if held else []), ""
         self.columns, self.steps_per_epoch, self.origin = span.columns, span.steps, span.origin
+
+
+def by_name(moments: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
+    """An optimizer's state as tensors by one name each, and its numbers by parameter. Nothing is copied."""
+    tensors, numbers = dict[str, Tensor](), dict[str, dict[str, Any]]()
+    for name, state in moments.items():
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                tensors[f"{_OPTIM}{name}/{key}"] = value
+            else:
+                numbers.setdefault(name, {})[key] = value
+    return tensors, numbers
+
+
+def moments_of(tensors: Mapping[str, Tensor], numbers: Mapping[str, Mapping[str, Any]]) -> Moments:
+    """What `by_name` was given, found among other tensors."""
+    found: Moments = {name: dict(values) for name, values in numbers.items()}
+    for name, tensor in tensors.items():
+        if name.startswith(_OPTIM):
+            parameter, _, key = name.removeprefix(_OPTIM).rpartition("/")
+            found.setdefault(parameter, {})[key] = tensor
+    return found
 
 
 def _shapes(layout: Layout) -> dict[str, tuple[int, ...]]:

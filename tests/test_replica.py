@@ -378,7 +378,8 @@ def test_the_same_bits_after_a_resume(tmp_path):
 def test_a_rank_is_called_by_the_axes_that_there_are():
     assert [Grid(2, 2).words(rank) for rank in range(4)] == [
         "replica 0, stage 0", "replica 0, stage 1", "replica 1, stage 0", "replica 1, stage 1"]  # fmt: skip
-    assert Grid(1, 2, 2).words(3) == "stage 1, tensor 1" and Grid(3).words(1) == "replica 1" and Grid(1).words(0) == ""
+    assert Grid(1, 2, 2).words(3) == "stage 1, tensor rank 1"
+    assert Grid(3).words(1) == "replica 1" and Grid(1).words(0) == ""
 
 
 def test_every_worker_of_a_replica_has_its_rate():

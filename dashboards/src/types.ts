@@ -32,7 +32,7 @@ export interface JobSpec {
 
 export interface WorkerRow {
   rank: number;
-  part?: string; // of its replica: stage 1, tensor 0
+  part?: string; // of its replica: stage 1, tensor rank 0
   host?: string | null;
   pid?: number | null;
   status?: string;

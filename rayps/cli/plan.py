@@ -333,9 +333,7 @@ def _grid_words(grid: Grid) -> str:
 
 
 def _who(grid: Grid, column: int) -> str:
-    stage, rank = divmod(column, grid.tensor)
-    parts = [f"stage {stage}"] * (grid.stage > 1) + [f"tensor rank {rank}"] * (grid.tensor > 1)
-    return ", ".join(parts) or "each worker"
+    return Grid(1, grid.stage, grid.tensor).words(column) or "each worker"
 
 
 def _bytes(count: float | None) -> str:

@@ -36,6 +36,3 @@ class HeldBack:
         if self._limit is None or self._growths < GROWTHS or now - self._grown_at >= FOR_SECONDS:
             return None
         return f"held back by its quota of {self._limit:g} operations a second"
-
-
-__all__ = ["HeldBack"]

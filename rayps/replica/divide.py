@@ -10,6 +10,7 @@ from torch import nn
 from rayps.data import Batch
 from rayps.errors import ConfigError, WorkloadError
 from rayps.flat import Layout, beside
+from rayps.grid import Grid
 from rayps.pipeline import cut, proxy
 from rayps.pipeline.skip import Route, routes
 from rayps.replica.division import Borrowed, Column, Division, Piece
@@ -183,14 +184,12 @@ def sample_of(batch: Batch) -> Batch:
 
 def words(division: Division) -> str:
     """How the model is divided, in plain words."""
-    facts = division.facts()
+    facts, grid = division.facts(), Grid(1, division.stages, division.tensor)
     width = division.layout.dtype.itemsize
     lines = []
-    for fact in facts:
-        who = [f"stage {fact['stage']}"] if division.stages > 1 else []
-        who += [f"tensor rank {fact['tensor']}"] if division.tensor > 1 else []
+    for column, fact in enumerate(facts):
         has = [f"layer {lo}" if hi - lo == 1 else f"layers {lo} to {hi - 1}" for lo, hi in fact["layers"]]
         has.append(f"{fact['held']:,} parameters ({fact['bytes'] / 1e6:.3g} MB)")
-        lines.append(f"{', '.join(who)}: {', '.join(has)}")
+        lines.append(f"{grid.words(column)}: {', '.join(has)}")
     whole = f"{division.layout.size:,} parameters ({division.layout.size * width / 1e6:.3g} MB)"
     return f"a replica of {whole} is on {len(facts)} workers: " + "; ".join(lines)

@@ -12,6 +12,7 @@ slots are enough for everyone to go back to a round that all have.
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
 import struct
@@ -27,6 +28,7 @@ from rayps import failpoint
 from rayps.errors import LinkError
 from rayps.link.memory import Memory
 from rayps.optim import Moments
+from rayps.snapshot import by_name, moments_of
 
 SLOTS = 2
 _MAGIC = b"raypsvlt"
@@ -54,12 +56,7 @@ class State:
     @property
     def moments(self) -> Moments:
         """The optimizer's state by parameter name."""
-        found: Moments = {name: dict(numbers) for name, numbers in self.facts.get("numbers", {}).items()}
-        for name, tensor in self.tensors.items():
-            if name.startswith("optim/"):
-                parameter, _, key = name.removeprefix("optim/").rpartition("/")
-                found.setdefault(parameter, {})[key] = tensor
-        return found
+        return moments_of(self.tensors, self.facts.get("numbers", {}))
 
     @property
     def buffers(self) -> dict[str, Tensor]:
@@ -80,13 +77,8 @@ def tensors_of(
     points: list[dict[str, Any]],
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """What `Vault.commit` takes; nothing is copied. `moments` by parameter name, `points` that may not be heard yet."""
-    tensors, numbers = {"params": params}, dict[str, dict[str, Any]]()
-    for name, state in moments.items():
-        for key, value in state.items():
-            if isinstance(value, Tensor):
-                tensors[f"optim/{name}/{key}"] = value
-            else:
-                numbers.setdefault(name, {})[key] = value
+    named, numbers = by_name(moments)
+    tensors = {"params": params} | named
     tensors |= {f"buffer/{name}": value for name, value in buffers.items()}
     tensors["rng"] = rng
     return tensors, {"numbers": numbers, "points": points}
@@ -213,7 +205,7 @@ class _Slot:
         return self._end + len(facts)
 
     def _lay_out(self, shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]], extra: int) -> None:
-        sizes = [dtype.itemsize * _count(shape) for dtype, shape in shapes.values()]
+        sizes = [dtype.itemsize * math.prod(shape) for dtype, shape in shapes.values()]
         kinds = [[name, str(dtype).removeprefix("torch."), list(shape)] for name, (dtype, shape) in shapes.items()]
         self._table = json.dumps(kinds).encode()
         at = _aligned(_HEAD.size + len(self._table))
@@ -227,9 +219,9 @@ class _Slot:
         view = self._memory.view
         view[_HEAD.size : _HEAD.size + len(self._table)] = self._table
         self._places = [
-            torch.frombuffer(view, dtype=dtype, count=_count(shape), offset=offset).view(shape)
+            torch.frombuffer(view, dtype=dtype, count=math.prod(shape), offset=offset).view(shape)
             for (dtype, shape), offset in zip(shapes.values(), offsets, strict=True)
-            if _count(shape)
+            if math.prod(shape)
         ]
         self._shapes = shapes
 
@@ -261,7 +253,7 @@ def parse(blob: Any) -> State | None:
     try:
         tensors, at = dict[str, Tensor](), _aligned(_HEAD.size + table)
         for name, kind, shape in json.loads(bytes(view[_HEAD.size : _HEAD.size + table])):
-            dtype, count = getattr(torch, kind), _count(shape)
+            dtype, count = getattr(torch, kind), math.prod(shape)
             flat = torch.frombuffer(view, dtype=dtype, count=count, offset=at) if count else torch.empty(0, dtype=dtype)
             tensors[name] = flat.view(shape)
             at = _aligned(at + count * dtype.itemsize)
@@ -312,13 +304,6 @@ def _sealed(view: memoryview) -> tuple[int, int] | None:
 def _size(view: memoryview) -> int:
     *_, end, extra = _HEAD.unpack_from(view)
     return int(end + extra)
-
-
-def _count(shape: Any) -> int:
-    count = 1
-    for extent in shape:
-        count *= extent
-    return count
 
 
 def _aligned(at: int) -> int:

@@ -9,6 +9,7 @@ while this rank computes, so two ranks may give each other more than the line ho
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
 import time
@@ -105,7 +106,7 @@ class Parcels:
             raise LinkError(f"rank {frm} sent {len(body)} bytes where {note.size} were said", peer=f"rank {frm}")
         tensors = [
             torch.frombuffer(body, dtype=dtype, count=count, offset=offset).view(shape)
-            if (count := _count(shape)) else torch.empty(shape, dtype=dtype)
+            if (count := math.prod(shape)) else torch.empty(shape, dtype=dtype)
             for dtype, shape, _, offset in note.parts
         ]  # fmt: skip
         return Parcel(tensors, [wants for _, _, wants, _ in note.parts], note.form)
@@ -217,13 +218,6 @@ class Parcels:
     def _end(self) -> None:
         self._over = True
         self._due.set()
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for n in shape:
-        count *= n
-    return count
 
 
 def _bytes_of(tensors: Sequence[Tensor], note: Note, head: bytes) -> Any:

@@ -15,6 +15,7 @@ from rayps.pipeline.simulate import simulate
 from rayps.strategies.pipeline import Pipeline
 from rayps.strategy import Strategy
 
+_KEPT = 1_000  # newest rounds of each worker
 _WARM = 1  # rounds of each worker that do not count: memory is still being made, and rings formed
 
 
@@ -74,9 +75,6 @@ class Tally:
             "measured": found,
             "formula": costs.to_dict(),
         }
-
-
-_KEPT = 1_000  # newest rounds of each worker
 
 
 def measured(points: dict[int, list[Point]], grid: Grid) -> dict[str, Any]:
