@@ -629,3 +629,12 @@ def test_split_layers_without_a_ring_say_so():
     net = split(One(4, 4), {"layer": Way("out", 4)}, 0, 2, None)
     with pytest.raises(ConfigError, match="give split\\(\\) a ring"):
         net(torch.zeros(1, 4))
+
+
+def test_a_model_that_cannot_be_split_by_itself_is_told_a_layer_of_its_own():
+    tied = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8))
+    tied[1].weight = tied[0].weight
+    with pytest.raises(WorkloadError, match=r"share weights are left whole\).*plan=\{'0': 'out'\}"):
+        plan(tied, 2)
+    with pytest.raises(WorkloadError, match="use pipeline instead"):
+        plan(nn.Sequential(nn.Conv2d(1, 2, 3)), 2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +13,7 @@ from rayps.cli.bench_parallel import device, pipeline, tensor
 from rayps.cli.bench_tables import tables
 from rayps.cli.measure import Address, Format, Json, run, show_rows, whole
 from rayps.cli.show import Output
-from rayps.errors import ConfigError
+from rayps.cli.sizes import size as size_of
 
 app = typer.Typer(no_args_is_help=True, help="Measure the data plane beside its peers, in one run.")
 app.command()(tables)
@@ -22,7 +21,6 @@ for command in (faults, resize, jobs, pipeline, tensor, device):
     app.command()(command)
 
 Sizes = Annotated[str, typer.Option(help="Sizes of the vector, e.g. 10KB,1MB (1 KB = 1000 bytes).")]
-_UNITS = {"b": 1, "kb": 1_000, "mb": 1_000_000, "gb": 1_000_000_000}
 
 
 @app.command()
@@ -238,10 +236,4 @@ def compression(
 
 
 def _sizes(text: str) -> list[int]:
-    found = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?b)?", part.strip().lower())
-        if match is None:
-            raise ConfigError(f"size {part!r} cannot be read: write 10KB, 1MB or a number of bytes", field="sizes")
-        found.append(int(float(match[1]) * _UNITS[match[2] or "b"]))
-    return found
+    return [int(size_of(part, "sizes")) for part in text.split(",")]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,6 +11,7 @@ import typer
 
 from rayps.cli import show
 from rayps.cli.show import Output
+from rayps.cli.sizes import size
 from rayps.costs import Costs, Sizes, amount, costs
 from rayps.errors import ConfigError
 from rayps.grid import Grid
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 _WIDTH = 100
 _MEMORY = ("parameters", "gradients", "optimizer", "activations", "all")
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 
 
 def plan(
@@ -52,7 +51,7 @@ def plan(
     phases = parse(strategy)
     _must_fit_together(target, batch, parameters, times)
     own = _own(schedule, phases)
-    limit = None if memory is None else _size(memory)
+    limit = None if memory is None else size(memory, "memory")
     found = []
     workload = None if target is None else _workload(target, batch)
     divisions = [None] * len(phases) if workload is None else _divisions(workload, target, phases, workers)
@@ -317,13 +316,6 @@ def _draw(found: list[_Plan], path: Path) -> None:
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror or error}", field="svg") from None
     show.note(f"drawn to {path}")
-
-
-def _size(text: str) -> float:
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
-    if match is None or match[2] not in _UNITS:
-        raise ConfigError(f"memory is {text!r}: give a size such as 512MB or 2GB", field="memory")
-    return float(match[1]) * _UNITS[match[2]]
 
 
 def _grid_words(grid: Grid) -> str:

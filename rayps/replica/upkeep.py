@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rayps import failpoint
+from rayps.costs import amount
 from rayps.errors import LinkError
 from rayps.replica.mirror import Mirror
 from rayps.replica.vault import State, tensors_of
@@ -44,8 +45,8 @@ class Cost:
         return max(costs, key=lambda cost: (cost.share, cost.kept), default=None)
 
     def __str__(self) -> str:
-        travel = f" and send {_bytes(self.sent)} to another host" if self.sent else ""
-        return f"copy {_bytes(self.kept)}{travel}, {self.seconds * 1e3:.2f} ms, {self.share:.1%} of a round"
+        travel = f" and send {amount(self.sent)} to another host" if self.sent else ""
+        return f"copy {amount(self.kept)}{travel}, {self.seconds * 1e3:.2f} ms, {self.share:.1%} of a round"
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON-ready facts."""
@@ -121,10 +122,3 @@ def overlaid(snapshot: Snapshot, rank: int, state: State, rest: State | None = N
         rng={} if rng is None else {rank: rng},
         positions=[state.round] * len(snapshot.positions),
     )
-
-
-def _bytes(count: int) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count} B"

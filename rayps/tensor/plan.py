@@ -40,10 +40,7 @@ def plan(model: nn.Module, size: int, given: dict[str, str] | None = None) -> Pl
     if size == 1:
         return {}
     if not wishes and given is None:
-        raise WorkloadError(
-            f"no layer can be split among {size} workers by itself: name some in plan, e.g. plan={{'head': 'out'}}; "
-            "automatic are pairs of Linear in a Sequential, attention, transformer layers and big embeddings"
-        )
+        raise _none_by_itself(model, size)
     made = _join(model, wishes)
     layers = dict(model.named_modules())
     for name, way in made.items():
@@ -51,6 +48,17 @@ def plan(model: nn.Module, size: int, given: dict[str, str] | None = None) -> Pl
             raise _too_small(name, layers[name], way, size)
     _must_keep_ties(model, made, size)
     return made
+
+
+def _none_by_itself(model: nn.Module, size: int) -> WorkloadError:
+    """Names a layer of this model that `plan` could take, if there is one."""
+    could = next((name for name, each in model.named_modules() if splits(each) and name), None)
+    tied = " (layers that share weights are left whole)" if any(len(n) > 1 for n in _holders(model).values()) else ""
+    way_out = "use pipeline instead" if could is None else f"name some in plan, e.g. plan={{{could!r}: 'out'}}"
+    return WorkloadError(
+        f"no layer can be split among {size} workers by itself{tied}: {way_out}; automatic are pairs of Linear in a "
+        "Sequential, attention, transformer layers and big embeddings"
+    )
 
 
 def chains(model: nn.Module) -> Iterator[Named]:
