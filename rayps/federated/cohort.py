@@ -1,0 +1,105 @@
+"""Who is asked in a round, and on which worker each trains. Pure functions of the seed: the same on every host.
+
+Draws come from a hash (the finalizer of SplitMix64, Steele, Lea and Flood 2014), not from a library's generator: no
+version and no order of calls changes them, and any round can be drawn without those before it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import zlib
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rayps.errors import ConfigError
+
+Ints = NDArray[np.int64]
+_GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_MASK = (1 << 64) - 1
+
+
+def hashes(seed: int, purpose: str, clients: Ints, *at: int) -> NDArray[np.uint64]:
+    """64 random bits for each client: a function of seed, purpose, client and where `at` (a round, an attempt).
+
+    Two clients never have the same ones at the same place, so they are an order too.
+    """
+    base = _mixed(seed ^ (zlib.crc32(purpose.encode()) << 32))
+    for number in at:
+        base = _mixed(base ^ _mixed(number + _GOLDEN))
+    z = clients.astype(np.uint64) * np.uint64(_GOLDEN) + np.uint64(base)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(_FIRST)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(_SECOND)
+    return np.asarray(z ^ (z >> np.uint64(31)), dtype=np.uint64)
+
+
+def uniforms(seed: int, purpose: str, clients: Ints, *at: int) -> NDArray[np.float64]:
+    """As `hashes`, as numbers from 0 to below 1."""
+    return np.asarray((hashes(seed, purpose, clients, *at) >> np.uint64(11)) * 2.0**-53, dtype=np.float64)
+
+
+def normals(seed: int, purpose: str, clients: Ints, *at: int) -> NDArray[np.float64]:
+    """As `hashes`, as standard normal numbers (Box and Muller 1958)."""
+    radius = np.sqrt(-2 * np.log1p(-uniforms(seed, purpose + ":radius", clients, *at)))
+    return np.asarray(radius * np.cos(2 * np.pi * uniforms(seed, purpose + ":angle", clients, *at)), dtype=np.float64)
+
+
+def cohort_size(clients: int, fraction: float) -> int:
+    """max(1, fraction of the clients): McMahan et al. 2017, algorithm 1."""
+    return min(clients, max(1, int(fraction * clients + 0.5)))
+
+
+def cohort(seed: int, round: int, clients: int, fraction: float) -> Ints:
+    """The positions that round `round` asks, sorted, each once: `cohort_size` of all `clients`.
+
+    Raises:
+        ConfigError: there is no client, or the fraction is outside (0, 1].
+    """
+    if clients < 1:
+        raise ConfigError("there are no clients to draw a cohort from: give the data clients with client=...",
+                          field="clients")  # fmt: skip
+    if not 0 < fraction <= 1:
+        raise ConfigError(f"fraction is {fraction!r}: give a share above 0 and up to 1", field="fraction")
+    return first(seed, round, np.arange(clients, dtype=np.int64), cohort_size(clients, fraction))
+
+
+def first(seed: int, round: int, candidates: Ints, count: int) -> Ints:
+    """The `count` candidates, or all, that come first in the round's random order; sorted.
+
+    Who is no candidate changes nothing about the order of the others.
+    """
+    if count >= len(candidates):
+        return np.sort(candidates)
+    keys = hashes(seed, "cohort", candidates, round)
+    return np.sort(candidates[np.argpartition(keys, count)[:count]])
+
+
+def pack(costs: Any, workers: int) -> list[Ints]:
+    """Positions in `costs` for each worker: the largest first, to the least loaded (Graham 1969); each list sorted.
+
+    What a round gives does not depend on it; only how long the slowest worker takes.
+    """
+    loads = [(0.0, rank) for rank in range(workers)]
+    dealt: list[list[int]] = [[] for _ in range(workers)]
+    costs = np.asarray(costs, dtype=np.float64)
+    for position in np.argsort(-costs, kind="stable").tolist():
+        load, rank = loads[0]
+        dealt[rank].append(position)
+        heapq.heapreplace(loads, (load + float(costs[position]), rank))
+    return [np.sort(np.asarray(positions, dtype=np.int64)) for positions in dealt]
+
+
+def homes(costs: Any, workers: int) -> Ints:
+    """The rank on which each client lives, whatever the round asks: for strategies whose clients have a state."""
+    found = np.zeros(len(costs), dtype=np.int64)
+    for rank, positions in enumerate(pack(costs, workers)):
+        found[positions] = rank
+    return found
+
+
+def _mixed(z: int) -> int:
+    z &= _MASK
+    z = ((z ^ (z >> 30)) * _FIRST) & _MASK
+    z = ((z ^ (z >> 27)) * _SECOND) & _MASK
+    return z ^ (z >> 31)
