@@ -1,6 +1,6 @@
-"""A private temporary folder of one process, which a later process removes when the owner was killed.
+"""A temporary folder of one process, or of several that share what is in it; a later process removes those left.
 
-The owner holds a lock on a file in it, which the system lets go of with the owner, however that ends.
+An owner holds a lock on a file in it, which the system lets go of with the owner, however that ends.
 """
 
 from __future__ import annotations
@@ -10,7 +10,11 @@ import fcntl
 import os
 import shutil
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
+
+from rayps.errors import DataError
 
 PREFIX = "rayps-"
 _LOCK = "owner.lock"
@@ -33,6 +37,76 @@ class Scratch:
         """Remove the folder."""
         shutil.rmtree(self.path, ignore_errors=True)
         if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+class Shared:
+    """A folder that all processes of a user on this host share under one key: the first to come fills it.
+
+    It stays while one of them has it open; the last to `close` removes it.
+    """
+
+    def __init__(self, key: str, fill: Callable[[Path], None], *, what: str, timeout: float = 600.0,
+                 parent: Path | None = None) -> None:
+        """Return when it is full. `what` says what `fill` does, for those who wait.
+
+        Raises:
+            DataError: another process has not filled it within `timeout` seconds, or the folder is another user's.
+        """
+        parent = parent or _short_temp()
+        sweep(parent)
+        self.path = parent / f"{PREFIX}{key}"
+        deadline = time.monotonic() + timeout
+        self._lock = self._enter(deadline, what)
+        try:
+            self._filled(fill, deadline, what)
+        except BaseException:
+            self.close()
+            raise
+
+    def _enter(self, deadline: float, what: str) -> int:
+        """A share of the owners' lock of a folder that is still there."""
+        while True:
+            self.path.mkdir(mode=0o700, exist_ok=True)
+            if self.path.stat().st_uid != os.getuid() or self.path.is_symlink():
+                raise DataError(f"{self.path} belongs to another user: remove it, or set TMPDIR", file=str(self.path))
+            with contextlib.suppress(FileNotFoundError):  # swept in between
+                lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                with contextlib.suppress(BlockingIOError, FileNotFoundError):
+                    fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                    if (self.path / _LOCK).stat().st_ino == os.fstat(lock).st_ino:
+                        return lock
+                os.close(lock)
+            self._patience(deadline, what)
+
+    def _filled(self, fill: Callable[[Path], None], deadline: float, what: str) -> None:
+        full, turn = self.path / "full", self.path / "turn.lock"
+        while not full.exists():
+            with turn.open("a+") as mine:
+                try:
+                    fcntl.flock(mine, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    self._patience(deadline, what)
+                    continue
+                if not full.exists():
+                    (self.path / "by").write_text(str(os.getpid()))
+                    fill(self.path)
+                    full.touch()
+
+    def _patience(self, deadline: float, what: str) -> None:
+        if time.monotonic() > deadline:
+            by = self.path / "by"
+            who = f"process {by.read_text()}" if by.exists() else "another process"
+            raise DataError(f"{self.path}: {who} is still {what}: end it, or wait and start again", file=str(self.path))
+        time.sleep(0.02)
+
+    def close(self) -> None:
+        """Let go of the folder, and remove it if nobody else has it open."""
+        if self._lock >= 0:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
             self._lock = -1
 

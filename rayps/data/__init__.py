@@ -1,7 +1,12 @@
-"""Where rows come from: Parquet, tensors, or a torch Dataset. The work is in the `data_*` modules."""
+"""Where rows come from: Parquet, tensors, or a torch Dataset; and how they are divided into clients."""
 
 from rayps.data.base import Batch, Data
+from rayps.data.clients import Clients
 from rayps.data.memory import dataset, tensors
+from rayps.data.partition_rules import Rule, by_quantity, dirichlet, iid, rule, shards
 from rayps.data.reader import parquet
 
-__all__ = ["Batch", "Data", "dataset", "parquet", "tensors"]
+__all__ = [
+    "Batch", "Clients", "Data", "Rule", "by_quantity", "dataset", "dirichlet", "iid", "parquet", "rule", "shards",
+    "tensors",
+]

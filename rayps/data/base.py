@@ -9,17 +9,21 @@ of its batches, and an empty batch counts nothing.
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from rayps.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rayps.data.clients import Clients
 
 
 @dataclass(slots=True)
@@ -56,9 +60,17 @@ def map_tensors(value: Any, change: Any) -> Any:
 
 
 class Data(ABC):
-    """Rows to learn from, in batches of `batch_size` per rank."""
+    """Rows to learn from, in batches of `batch_size` per rank.
+
+    `client` says how they are divided into clients (a rule, an id for each row, a column; None: they are not):
+    federated strategies learn from `clients`, all others do not look at it. `keeps_rows`: a rank has the same rows
+    in every epoch, in another order each time; with clients, a run of whole clients as far as even parts allow.
+    """
 
     batch_size: int
+    client: Any = None
+    keeps_rows: bool = False
+    _clients: Clients | None = None
 
     @abstractmethod
     def check(self) -> None:
@@ -75,6 +87,44 @@ class Data(ABC):
     @abstractmethod
     def batches(self, *, rank: int, size: int, seed: int, epoch: int, start: int = 0) -> Iterator[Batch]:
         """This rank's batches of an epoch from number `start` on: the same for the same arguments, always."""
+
+    def share(self, rank: int, size: int) -> int:
+        """How many rows of an epoch this rank has."""
+        return len(range(rank, self.rows(), size))
+
+    @property
+    def divided(self) -> bool:
+        """Whether the data has clients."""
+        return self.client is not None
+
+    @property
+    def clients(self) -> Clients:
+        """Who has which rows; made at the first look.
+
+        Raises:
+            ConfigError: the data is not divided, or cannot be divided so.
+            DataError: a column, id or label that cannot be used.
+        """
+        if self._clients is None:
+            if self.client is None:
+                raise ConfigError(
+                    "the data is not divided into clients: give client= to rayps.data.parquet, tensors or dataset: "
+                    'a column such as "writer", or a rule such as rayps.data.iid(20)', field="client")
+            self._clients = self._divide()
+        return self._clients
+
+    def with_clients(self, client: Any) -> Self:
+        """The same rows, divided otherwise: by a rule, a column, or an id for each row."""
+        other = copy.copy(self)
+        other.client, other._clients = client, None
+        return other
+
+    def _divide(self) -> Clients:
+        raise ConfigError(f"{type(self).__name__} cannot be divided into clients: use rayps.data.parquet, tensors or "
+                          "dataset", field="client")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_clients": None}
 
 
 def batch_size_of(value: Any) -> int:
@@ -100,3 +150,13 @@ def dealt(rows: int, *, rank: int, size: int, seed: int | None, epoch: int) -> N
     if seed is None:
         return np.arange(rank, rows, size, dtype=np.int64)
     return random_of(seed, epoch).permutation(rows)[rank::size].astype(np.int64, copy=False)
+
+
+def kept(data: Data, *, rank: int, size: int, seed: int | None, epoch: int) -> NDArray[np.int64]:
+    """As `dealt`, but the same rows in every epoch: those of epoch 0, or of a run of clients; shuffled anew."""
+    if data.divided:
+        clients = data.clients
+        mine = np.array_split(np.concatenate([clients.rows(k) for k in range(clients.count)]), size)[rank]
+    else:
+        mine = dealt(data.rows(), rank=rank, size=size, seed=seed, epoch=0)
+    return mine if seed is None else random_of(seed, epoch, rank).permutation(mine)

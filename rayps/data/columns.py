@@ -89,7 +89,7 @@ def layout_of(schema: pa.Schema, features: Sequence[str], label: str | None, *, 
     """
     for name in [*features, *([] if label is None else [label])]:
         if schema.get_field_index(name) < 0:
-            raise DataError(f"{file}: {_missing(schema, name)}", file=file, column=name, columns=schema.names)
+            raise DataError(f"{file}: {missing(schema, name)}", file=file, column=name, columns=schema.names)
     types = [_numbers(schema.field(name).type) for name in features]
     for name, kind in zip(features, types, strict=True):
         _usable(kind, schema.field(name).type, name, file)
@@ -102,7 +102,8 @@ def layout_of(schema: pa.Schema, features: Sequence[str], label: str | None, *, 
     return Layout(tuple(features), widths, label, store, label_dtype or _label_dtype(schema, label, file))
 
 
-def _missing(schema: pa.Schema, name: str) -> str:
+def missing(schema: pa.Schema, name: str) -> str:
+    """What to say of a column that is not there."""
     names = [str(column) for column in schema.names]
     near = difflib.get_close_matches(name, names, n=1)
     shown = ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")

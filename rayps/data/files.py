@@ -88,6 +88,11 @@ class Files:
                             "to learn from", file=self._paths[0])
         return Index(files, tuple(sizes), tuple(groups), rows, schema)
 
+    def changed(self, files: Sequence[str]) -> list[str]:
+        """When each file was last written, as far as the file system knows."""
+        with told(files[0]):
+            return [str(info.mtime_ns) for info in self._fs.get_file_info(list(files))]
+
     def nulls(self, index: Index, group: Group, used: Sequence[str]) -> bool:
         """Whether the statistics of a row group count nulls in a used column.
 

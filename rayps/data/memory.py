@@ -9,7 +9,9 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, default_collate
 
-from rayps.data.base import Batch, Data, batch_size_of, check_place, dealt, map_tensors
+from rayps.data.base import Batch, Data, batch_size_of, check_place, dealt, kept, map_tensors
+from rayps.data.clients import Clients, divide, given
+from rayps.data.partition_rules import Ints, Rule
 from rayps.errors import DataError, RaypsError
 
 
@@ -18,21 +20,35 @@ class InMemory(Data):
 
     shuffle: bool
 
-    def _take(self, rows: list[int]) -> Batch:
+    def _take(self, rows: Ints) -> Batch:
         raise DataError("this data set cannot take rows by number")
+
+    def _labels(self) -> Any:
+        """The label of each row as numpy, or None."""
+        return None
+
+    def _divide(self) -> Clients:
+        wanted = isinstance(self.client, Rule) and self.client.by_label
+        return divide(self.client, self.rows(), self._labels() if wanted or self._cheap_labels else None, self._take)
+
+    _cheap_labels = True
 
     def batches(self, *, rank: int, size: int, seed: int, epoch: int, start: int = 0) -> Iterator[Batch]:
         """This rank's batches; step k of all ranks is [k*B*size, (k+1)*B*size) of the permutation."""
         check_place(rank, size, start)
-        mine = dealt(self.rows(), rank=rank, size=size, seed=seed if self.shuffle else None, epoch=epoch)
+        shuffled = seed if self.shuffle else None
+        mine = (kept(self, rank=rank, size=size, seed=shuffled, epoch=epoch) if self.keeps_rows
+                else dealt(self.rows(), rank=rank, size=size, seed=shuffled, epoch=epoch))
         for step in range(start, self.steps(size)):
-            yield self._take(mine[step * self.batch_size:(step + 1) * self.batch_size].tolist())
+            yield self._take(mine[step * self.batch_size:(step + 1) * self.batch_size])
 
 
 class TensorData(InMemory):
     """Rows of one tensor, or of two of the same length; dtypes stay as given."""
 
-    def __init__(self, x: Any, y: Any = None, *, batch_size: int = 32, shuffle: bool = True) -> None:
+    def __init__(self, x: Any, y: Any = None, *, batch_size: int = 32, shuffle: bool = True,
+                 client: Any = None) -> None:
+        self.client = given(client)
         self.x = _tensor("x", x)
         self.y = None if y is None else _tensor("y", y)
         self.batch_size = batch_size_of(batch_size)
@@ -55,8 +71,11 @@ class TensorData(InMemory):
         """The length of x."""
         return len(self.x)
 
-    def _take(self, rows: list[int]) -> Batch:
-        index = torch.tensor(rows, dtype=torch.int64)
+    def _labels(self) -> Any:
+        return None if self.y is None else self.y.numpy(force=True)
+
+    def _take(self, rows: Ints) -> Batch:
+        index = torch.from_numpy(np.ascontiguousarray(rows))
         return Batch(self.x[index], None if self.y is None else self.y[index], len(rows))
 
 
@@ -80,7 +99,8 @@ class DatasetData(InMemory):
     """Items of a map-style torch Dataset: (x, y) pairs, or x alone."""
 
     def __init__(self, source: Any, *, batch_size: int = 32, shuffle: bool = True,
-                 collate: Callable[[list[Any]], Any] | None = None) -> None:
+                 collate: Callable[[list[Any]], Any] | None = None, client: Any = None) -> None:
+        self.client = given(client)
         self.source = source
         self.batch_size = batch_size_of(batch_size)
         self.shuffle = shuffle
@@ -94,15 +114,26 @@ class DatasetData(InMemory):
                             "map-style Dataset (with __len__ and __getitem__)")
         if self.rows() == 0:
             raise DataError("dataset: it has no rows: there is nothing to learn from")
-        self._take([0])
+        self._take(np.zeros(1, dtype=np.int64))
 
     def rows(self) -> int:
         """The length of the data set."""
         return len(self.source)
 
-    def _take(self, rows: list[int]) -> Batch:
-        if rows:
-            return self._collated([self._item(row) for row in rows])
+    _cheap_labels = False  # without `targets` every item is read for them
+
+    def _labels(self) -> Any:
+        known = getattr(self.source, "targets", None)
+        if known is not None and len(known) == self.rows():
+            return np.asarray(known)
+        made = [self._take(np.array([row])).y for row in range(self.rows())]
+        if not all(isinstance(y, torch.Tensor) and y.numel() == 1 for y in made):
+            return None if made[0] is None else np.zeros((len(made), 2))
+        return torch.cat([y.reshape(1) for y in made]).numpy(force=True)
+
+    def _take(self, rows: Ints) -> Batch:
+        if len(rows):
+            return self._collated([self._item(row) for row in rows.tolist()])
         if self._empty is None:
             one = self._collated([self._item(0)])
             self._empty = Batch(_no_rows(one.x), _no_rows(one.y), 0)
@@ -134,19 +165,24 @@ def _no_rows(value: Any) -> Any:
     return map_tensors(value, lambda tensor: tensor[:0])
 
 
-def tensors(x: Any, y: Any = None, *, batch_size: int = 32, shuffle: bool = True) -> Data:
+def tensors(x: Any, y: Any = None, *, batch_size: int = 32, shuffle: bool = True, client: Any = None) -> Data:
     """Rows of a tensor (or numpy array) `x`, and of `y` of the same length. They travel to every worker.
 
+    `client` divides them for federated strategies: a rule such as `rayps.data.shards(2, clients=20)`, or an id for
+    each row (whole numbers or text).
+
     Raises:
-        DataError: for something that is not a tensor; check() finds the rest.
+        ConfigError: for a `client` that is neither.
+        DataError: for something that is not a tensor; check() and `clients` find the rest.
     """
-    return TensorData(x, y, batch_size=batch_size, shuffle=shuffle)
+    return TensorData(x, y, batch_size=batch_size, shuffle=shuffle, client=client)
 
 
 def dataset(torch_dataset: Any, *, batch_size: int = 32, shuffle: bool = True,
-            collate: Callable[[list[Any]], Any] | None = None) -> Data:
+            collate: Callable[[list[Any]], Any] | None = None, client: Any = None) -> Data:
     """Items of any map-style `torch.utils.data.Dataset`, collated as torch's DataLoader does.
 
-    Random changes inside the data set are its own: they follow torch's global seed, not the platform's.
+    Random changes inside the data set are its own: they follow torch's global seed, not the platform's. `client` as
+    for `tensors`; a rule by label asks `targets` of the data set where it has them, and reads every item where not.
     """
-    return DatasetData(torch_dataset, batch_size=batch_size, shuffle=shuffle, collate=collate)
+    return DatasetData(torch_dataset, batch_size=batch_size, shuffle=shuffle, collate=collate, client=client)

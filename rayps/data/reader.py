@@ -7,10 +7,14 @@ Two ways, chosen from the footers alone, so that every rank chooses alike:
 
 NaN, infinity and null: a set that fits into the window is looked at before training starts; in a larger one,
 nulls that the footers' statistics count are found before, the rest as it is read.
+
+Clients: where the rows do not fit into the window, they are sorted by client once into memory-mapped files that
+all processes of a host share (`rayps.data.client_files`), at the first look at `clients`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -21,9 +25,12 @@ import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
-from rayps.data.base import Batch, Data, batch_size_of, check_place, dealt, random_of
-from rayps.data.columns import Bad, Layout, Rows, layout_of
+from rayps.data.base import Batch, Data, batch_size_of, check_place, dealt, kept, random_of
+from rayps.data.client_files import Sorted
+from rayps.data.clients import Clients, coded, divide, given, owners_by_id
+from rayps.data.columns import Bad, Layout, Rows, layout_of, missing
 from rayps.data.files import Files, Group, Index, PathGiven, told
+from rayps.data.partition_rules import Rule
 from rayps.errors import ConfigError, DataError
 
 _log = logging.getLogger(__name__)
@@ -36,7 +43,8 @@ class ParquetData(Data):
 
     def __init__(self, files: Files, features: Sequence[str], label: str | None, *, batch_size: int,
                  shuffle: bool, dtype: str, label_dtype: str | None, scale: float | None, on_invalid: str,
-                 window_mb: float) -> None:
+                 window_mb: float, client: Any = None) -> None:
+        self.client = given(client, columns=True)
         self.batch_size = batch_size_of(batch_size)
         self._files = files
         self._features = tuple(features)
@@ -57,10 +65,11 @@ class ParquetData(Data):
         self._index: Index | None = None
         self._layout: Layout | None = None
         self._held: Rows | None = None
+        self._clients = None
         self._warned: set[str] = set()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_index": None, "_layout": None, "_held": None, "_warned": set()}
+        return {**self.__dict__, "_index": None, "_layout": None, "_held": None, "_clients": None, "_warned": set()}
 
     # ------------------------------------------------------------------------------------ before training
 
@@ -87,14 +96,34 @@ class ParquetData(Data):
         """The rows in all files, bad ones included."""
         return self._known()[0].rows
 
+    def share(self, rank: int, size: int) -> int:
+        """See Data; a span of the rows where they do not fit into the window."""
+        if self._by_number():
+            return super().share(rank, size)
+        return self.rows() * (rank + 1) // size - self.rows() * rank // size
+
+    def _by_number(self) -> bool:
+        """Whether ranks are dealt rows by number: all fit into the window, or they lie sorted by client."""
+        index, layout = self._known()
+        return index.rows * layout.row_bytes <= self._window or (self.keeps_rows and self.divided)
+
     def _known(self) -> tuple[Index, Layout]:
         if self._index is None or self._layout is None:
-            index = self._files.index(lambda schema, name: self._layout_of(schema, name).columns)
+            index = self._files.index(self._used)
             layout = self._layout_of(index.schema, index.files[0])
             widths = tuple(self._list_length(index, name) if width is None else width
                            for name, width in zip(layout.features, layout.widths, strict=True))
             self._index, self._layout = index, replace(layout, widths=widths)
         return self._index, self._layout
+
+    def _used(self, schema: pa.Schema, name: str) -> list[str]:
+        columns = self._layout_of(schema, name).columns
+        if not isinstance(self.client, str):
+            return columns
+        if schema.get_field_index(self.client) < 0:
+            raise DataError(f"{name}: client: {missing(schema, self.client)}", file=name, column=self.client,
+                            columns=schema.names)
+        return [*columns, self.client]
 
     def _layout_of(self, schema: pa.Schema, name: str) -> Layout:
         return layout_of(schema, self._features, self._label, dtype=self._dtype,
@@ -169,13 +198,9 @@ class ParquetData(Data):
             DataError: naming file, column and row of a value that cannot be used.
         """
         check_place(rank, size, start)
-        index, layout = self._known()
-        if index.rows * layout.row_bytes <= self._window:
-            shuffled = seed if self._shuffle else None
-            mine = dealt(index.rows, rank=rank, size=size, seed=shuffled, epoch=epoch)
-            held = self._hold(index)
-            for step in range(start, self.steps(size)):
-                yield self._batch(held, mine[step * self.batch_size:(step + 1) * self.batch_size])
+        index, _ = self._known()
+        if self._by_number():
+            yield from self._numbered(index, rank=rank, size=size, seed=seed, epoch=epoch, start=start)
             return
         low, high = index.rows * rank // size, index.rows * (rank + 1) // size
         given = start
@@ -185,6 +210,62 @@ class ParquetData(Data):
                 given += 1
         for _ in range(given, self.steps(size)):
             yield self._batch(self._room(0), np.empty(0, dtype=np.int64))
+
+    def _numbered(self, index: Index, *, rank: int, size: int, seed: int, epoch: int, start: int) -> Iterator[Batch]:
+        shuffled = seed if self._shuffle else None
+        if self.keeps_rows:
+            mine = kept(self, rank=rank, size=size, seed=shuffled, epoch=epoch)
+        else:
+            mine = dealt(index.rows, rank=rank, size=size, seed=shuffled, epoch=epoch)
+        held = None if self.keeps_rows and self.divided else self._hold(index)
+        for step in range(start, self.steps(size)):
+            which = mine[step * self.batch_size:(step + 1) * self.batch_size]
+            yield self.clients.batch(which) if held is None else self._batch(held, which)
+
+    # ------------------------------------------------------------------------------------ clients
+
+    def _divide(self) -> Clients:
+        index, layout = self._known()
+
+        def divided(labels: Any, usable: NDArray[np.int64] | None) -> Clients:
+            client, words = self.client, None
+            if isinstance(client, str):
+                words = f"column {client}"
+                client = coded(self._column(index, client), client)
+            known = None if layout.label is None else labels
+            return divide(client, index.rows, known, self._by_row, usable=usable, words=words)
+
+        if index.rows * layout.row_bytes <= self._window:
+            held = self._hold(index)
+            return divided(held.y, None if held.good.all() else np.flatnonzero(held.good))
+        stored = Sorted(self._key(index, layout), layout, index.rows, lambda: self._all(index), divided)
+
+        def take(which: NDArray[np.int64]) -> Batch:
+            return self._batch(stored.rows, stored.place[which])
+
+        return Clients(stored.names, stored.order, stored.sizes, take, labels=stored.labels, rule=stored.rule)
+
+    def _by_row(self, which: NDArray[np.int64]) -> Batch:
+        return self._batch(self._hold(self._known()[0]), which)
+
+    def _all(self, index: Index) -> Iterator[Rows]:
+        for group in index.groups:
+            yield from self._read(group, 0, group.rows)
+
+    def _column(self, index: Index, name: str) -> pa.ChunkedArray:
+        chunks = [chunk.column(0) for group in index.groups for chunk in self._chunks(index, group, [name], 65_536)]
+        return pa.chunked_array(chunks)
+
+    def _key(self, index: Index, layout: Layout) -> str:
+        """The same for the same rows divided in the same way."""
+        found = hashlib.sha256(repr((index.files, index.sizes, self._files.changed(index.files), layout, self._drop,
+                                     np.__version__)).encode())
+        if isinstance(self.client, (str, Rule)):
+            found.update(repr(self.client).encode())
+        else:
+            names, owners = owners_by_id(self.client, index.rows)
+            found.update(repr(names).encode() + owners.tobytes())
+        return found.hexdigest()[:24]
 
     def _batch(self, rows: Rows, which: NDArray[np.int64]) -> Batch:
         if not rows.good[which].all():
@@ -199,9 +280,8 @@ class ParquetData(Data):
         if self._held is None:
             held = self._room(index.rows)
             done = 0
-            for group in index.groups:
-                for rows in self._read(group, 0, group.rows):
-                    done = _copy(rows, 0, held, done, len(rows.good))
+            for rows in self._all(index):
+                done = _copy(rows, 0, held, done, len(rows.good))
             self._held = held
         return self._held
 
@@ -222,7 +302,7 @@ class ParquetData(Data):
         number, skip = divmod(start * self.batch_size, length)
         low += number * length
         window = self._room(min(length, max(high - low, 0)))
-        stream = self._span(index, low, high, seed=seed, epoch=epoch)
+        stream = self._span(index, low, high, seed=seed, epoch=0 if self.keeps_rows else epoch)
         for count in _filled(stream, window):
             order = np.arange(count)
             if self._shuffle:
@@ -286,7 +366,7 @@ def _policy(on_invalid: str) -> str:
 def parquet(path: PathGiven | Sequence[PathGiven], *, features: str | Sequence[str], label: str | None = None,
             batch_size: int = 32, filesystem: Any = None, shuffle: bool = True, dtype: str = "float32",
             label_dtype: str | None = None, scale: float | None = None, on_invalid: str = "fail",
-            window_mb: float = 64) -> Data:
+            window_mb: float = 64, client: Any = None) -> Data:
     """Rows of a Parquet file, a directory of them, or a list of both, never loaded whole above `window_mb`.
 
     - `features`: one column of lists of numbers, or several columns of numbers: x is [rows, numbers], as
@@ -296,6 +376,9 @@ def parquet(path: PathGiven | Sequence[PathGiven], *, features: str | Sequence[s
     - `on_invalid`: "fail" at a null, NaN or infinite value, or "drop" the row from its batch: the number of
       batches stays, and the smaller batch weighs less.
     - `window_mb`: megabytes of rows that a worker holds, and shuffles among, at a time.
+    - `client`: who has which rows, for federated strategies: a column of whole numbers or text (client="writer"), a
+      rule such as rayps.data.shards(2, clients=20), or an id for each row. Rows that on_invalid="drop" leaves out
+      are nobody's.
 
     Raises:
         DataError: for an empty list of paths; check() finds what is wrong in the files.
@@ -306,4 +389,4 @@ def parquet(path: PathGiven | Sequence[PathGiven], *, features: str | Sequence[s
         raise ConfigError("features is empty: name a column of lists, or of numbers each", field="features")
     return ParquetData(Files(path, filesystem), names, label, batch_size=batch_size, shuffle=shuffle,
                        dtype=dtype, label_dtype=label_dtype, scale=scale, on_invalid=on_invalid,
-                       window_mb=window_mb)
+                       window_mb=window_mb, client=client)

@@ -1,0 +1,99 @@
+"""Rows on disk, those of a client side by side, in memory-mapped files that the processes of a host share.
+
+The price: the rows twice on disk while they are sorted (once afterwards) and 17 bytes a row more, in the system's
+temporary folder (TMPDIR); and in the memory of the one process that sorts, 32 bytes a row. What others hold is the
+system's cache of the files.
+"""
+
+from __future__ import annotations
+
+import shutil
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rayps.data.clients import Clients
+from rayps.data.columns import Layout, Rows
+from rayps.data.partition_rules import Ints
+from rayps.errors import DataError
+from rayps.scratch import Shared
+
+_BLOCK = 32 << 20  # bytes that are sorted at once
+
+
+class Sorted:
+    """All rows, by client: `rows` as the layout says, and `place`, where each row of the data lies in them."""
+
+    def __init__(self, key: str, layout: Layout, count: int, read: Callable[[], Iterator[Rows]],
+                 divided: Callable[[Any, Ints | None], Clients], timeout: float = 600.0) -> None:
+        """`read` gives all rows in the order of the data; `divided(labels, usable)` says whose they are."""
+        def fill(folder: Path) -> None:
+            _room(folder, count, layout)
+            _fill(folder, layout, count, read, divided)
+
+        shared = Shared(key, fill, what="sorting rows by client", timeout=timeout)
+        self._closed = weakref.finalize(self, shared.close)
+        self.rows = Rows(_open(shared.path / "x.npy"), None if layout.label is None else _open(shared.path / "y.npy"),
+                         _open(shared.path / "good.npy"), None)
+        self.place, self.order = _open(shared.path / "place.npy"), _open(shared.path / "order.npy")
+        self.sizes = np.load(shared.path / "sizes.npy")
+        said = np.load(shared.path / "said.npz")
+        self.names, self.rule = tuple(said["names"].tolist()), str(said["rule"])
+        self.labels = (tuple(said["labels"].tolist()), said["counts"]) if "labels" in said else None
+
+    def close(self) -> None:
+        """Let go of the files; the last process removes them."""
+        self._closed()
+
+
+def _open(path: Path) -> Any:
+    return np.asarray(np.load(path, mmap_mode="r"))
+
+
+def _new(path: Path, shape: Any, dtype: Any) -> Any:
+    return np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
+
+
+def _room(folder: Path, count: int, layout: Layout) -> None:
+    needed, free = count * (2 * layout.row_bytes + 17), shutil.disk_usage(folder).free
+    if needed > free:
+        raise DataError(f"sorting {count} rows by client needs {needed / 1e9:.1f} GB in {folder.parent}, which has "
+                        f"{free / 1e9:.1f}: set TMPDIR to a larger disk", needed=needed, free=free)
+
+
+def _fill(folder: Path, layout: Layout, count: int, read: Callable[[], Iterator[Rows]],
+          divided: Callable[[Any, Ints | None], Clients]) -> None:
+    """First the rows as they come, then by client, a block at a time."""
+    columns: dict[str, Any] = {"x": ((count, layout.width), layout.store), "good": ((count,), np.bool_)}
+    if layout.label is not None:
+        columns["y"] = ((count,), layout.label_dtype)
+    raw = {name: _new(folder / f"{name}.raw.npy", *how) for name, how in columns.items()}
+    done = 0
+    for rows in read():
+        end = done + len(rows.good)
+        for name, out in raw.items():
+            out[done:end] = getattr(rows, name)
+        done = end
+    good = raw["good"]
+    clients = divided(raw.get("y"), None if good.all() else np.flatnonzero(good))
+    order = np.concatenate([clients.rows(k) for k in range(clients.count)])
+    place = np.zeros(count, dtype=np.int64)
+    place[order] = np.arange(len(order))
+    for name, out in raw.items():
+        into = _new(folder / f"{name}.npy", (len(order), *out.shape[1:]), out.dtype)
+        block = max(1, _BLOCK // max(1, out.itemsize * int(np.prod(out.shape[1:], dtype=np.int64))))
+        for first in range(0, len(order), block):
+            wanted = order[first:first + block]
+            by_row = np.argsort(wanted)  # read forwards
+            into[first + by_row] = out[wanted[by_row]]
+        (folder / f"{name}.raw.npy").unlink()
+    np.save(folder / "place.npy", place)
+    np.save(folder / "order.npy", order)
+    np.save(folder / "sizes.npy", clients.sizes)
+    said: dict[str, Any] = {"names": np.array(clients.names), "rule": np.array(clients.rule)}
+    if clients.labels is not None:
+        said |= {"labels": np.array(clients.labels[0]), "counts": clients.labels[1]}
+    np.savez(folder / "said.npz", **said)

@@ -1,0 +1,233 @@
+"""Data divided into clients: which rows are whose, as numbers, as a table and as a picture."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.types as pt
+from numpy.typing import NDArray
+
+from rayps.data.partition_rules import Ints, Rule, classes
+from rayps.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from rayps.data.base import Batch
+
+_COLUMNS = 100  # labels that have a column each in statistics()
+_SHOWN, _LABELS = 60, 20  # clients and labels in summary()
+Given = Any  # a Rule, a name of a column, or an id for each row
+
+
+class Clients:
+    """Who has which rows. Clients have numbers 0 to count - 1, in the order of their names or of the rule.
+
+    `names`: one text each. `sizes`: rows of each (int64, none 0). `rule`: how they were dealt, in words. `labels`:
+    names of labels and how many rows of each a client has [clients, labels]; None where labels are not classes.
+    """
+
+    def __init__(self, names: Sequence[str], order: Ints, sizes: Ints, take: Callable[[Ints], Batch], *, rule: str,
+                 labels: tuple[tuple[str, ...], Ints] | None = None) -> None:
+        """`order`: the rows of client 0, then of client 1, ...; `take` makes a batch of row numbers."""
+        self.names = tuple(names)
+        self.sizes = sizes
+        self.rule = rule
+        self._order = order
+        self._ends = np.concatenate(([0], np.cumsum(sizes))).tolist()
+        self.labels = labels
+        self._take = take
+        if not len(sizes) or not sizes.all():
+            empty = self.names[int(sizes.argmin())] if len(sizes) else "0"
+            raise DataError(f"client {empty!r} has no samples: leave it out, or give it rows", client=empty)
+
+    @property
+    def count(self) -> int:
+        """How many clients there are."""
+        return len(self.names)
+
+    def rows(self, k: int) -> Ints:
+        """The row numbers of client `k`, ascending. Do not change them."""
+        return self._order[self._ends[k]:self._ends[k + 1]]
+
+    def batch(self, rows: Ints) -> Batch:
+        """These rows of the data, in this order."""
+        return self._take(rows)
+
+    def find(self, name: str) -> int | None:
+        """The number of the client of this name."""
+        return self._numbers.get(name)
+
+    @functools.cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {name: k for k, name in enumerate(self.names)}
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """The same for the same division of the same rows, whichever process computed it."""
+        found = hashlib.sha256(repr(self.names).encode())
+        found.update(self.sizes.tobytes() + self._order.tobytes())
+        return found.hexdigest()
+
+    # ------------------------------------------------------------------------------------------ what they have
+
+    def statistics(self) -> pa.Table:
+        """A row for each client: `client`, `rows`; with labels `labels` (different ones), `entropy` in bits, and,
+        where there are at most 100 different labels, the rows of each as `label NAME`."""
+        columns: dict[str, Any] = {"client": pa.array(self.names, pa.string()), "rows": pa.array(self.sizes)}
+        if self.labels is not None:
+            names, counts = self.labels
+            columns["labels"] = pa.array((counts > 0).sum(axis=1))
+            columns["entropy"] = pa.array(entropy(counts))
+            if len(names) <= _COLUMNS:
+                columns |= {f"label {name}": pa.array(counts[:, i]) for i, name in enumerate(names)}
+        return pa.table(columns)
+
+    def summary(self) -> dict[str, Any]:
+        """The same, small and ready for JSON: at most 60 clients, spread evenly over the sizes, and 20 labels.
+
+        The last label is "other" where there are more.
+        """
+        by_size = np.argsort(-self.sizes, kind="stable")
+        shown = np.arange(self.count)
+        if self.count > _SHOWN:
+            shown = by_size[np.arange(_SHOWN) * (self.count - 1) // (_SHOWN - 1)]
+        labels, counts = self._few_labels()
+        return {
+            "clients": self.count, "rows": int(self.sizes.sum()), "rule": self.rule,
+            "names": [self.names[k] for k in shown.tolist()], "sizes": self.sizes[shown].tolist(),
+            "labels": labels, "counts": counts[shown].tolist() if labels else [],
+            "smallest": int(self.sizes.min()), "median": float(np.median(self.sizes)), "largest": int(self.sizes.max()),
+        }  # fmt: skip
+
+    def _few_labels(self) -> tuple[list[str], Ints]:
+        if self.labels is None:
+            return [], np.zeros((self.count, 0), dtype=np.int64)
+        names, counts = self.labels
+        if len(names) <= _LABELS:
+            return list(names), counts
+        most = np.sort(np.argsort(-counts.sum(axis=0), kind="stable")[:_LABELS - 1])
+        other = counts.sum(axis=1) - counts[:, most].sum(axis=1)
+        return [*(names[i] for i in most.tolist()), "other"], np.column_stack([counts[:, most], other])
+
+
+def entropy(counts: NDArray[Any]) -> NDArray[np.float64]:
+    """Bits for each row of counts: 0 where there is one label, log2(L) where L are equally frequent."""
+    shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    logs = np.log2(shares, out=np.zeros_like(shares), where=shares > 0)
+    return np.asarray(0.0 - (shares * logs).sum(axis=1), dtype=np.float64)
+
+
+# ------------------------------------------------------------------------------------------------ making them
+
+
+def given(client: Given, columns: bool = False) -> Given:
+    """`client` if it can divide rows at all: None, a rule, ids, and where there are `columns` the name of one.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if client is None or isinstance(client, Rule) or (columns and isinstance(client, str) and client):
+        return client
+    if isinstance(client, (str, bytes)) or not hasattr(client, "__len__"):
+        other = "the name of a column, " if columns else ""
+        hint = "; these rows have no columns" if isinstance(client, str) and not columns else ""
+        raise ConfigError(f"client is {client!r}: give {other}a rule such as rayps.data.iid(20), or an id for each "
+                          f"row{hint}", field="client")
+    return client
+
+
+def divide(client: Given, rows: int, labels: NDArray[Any] | None, take: Callable[[Ints], Batch], *,
+           usable: Ints | None = None, words: str | None = None) -> Clients:
+    """Clients by a rule, or by an id for each of `rows` rows. `usable`: only these rows are dealt.
+
+    Raises:
+        ConfigError: more clients than rows, shards that cannot be cut.
+        DataError: ids with nulls or of another length; labels that a rule cannot use.
+    """
+    which = np.arange(rows, dtype=np.int64) if usable is None else usable
+    known = None if labels is None else labels[which]
+    if isinstance(client, Rule):
+        owners = client.owners(len(which), classes(known, str(client))[1] if client.by_label else None)
+        names = tuple(map(str, range(int(owners.max(initial=-1)) + 1)))
+        words = words or str(client)
+    else:
+        names, owners = owners_by_id(client, rows)
+        owners = owners[which]
+        words = words or "an id for each row"
+        if usable is not None:  # a client whose every row was left out is none
+            there, owners = np.unique(owners, return_inverse=True)
+            names, owners = tuple(names[k] for k in there.tolist()), owners.astype(np.int64)
+    order, sizes = in_order(owners, len(names))
+    counts = None if not _are_classes(known) else label_counts(owners, len(names), known)
+    return Clients(names, which[order], sizes, take, rule=words, labels=counts)
+
+
+def in_order(owners: Ints, clients: int) -> tuple[Ints, Ints]:
+    """Row numbers by client and ascending within, and the rows of each."""
+    return np.argsort(owners, kind="stable"), np.bincount(owners, minlength=clients).astype(np.int64)
+
+
+def _are_classes(labels: NDArray[Any] | None) -> bool:
+    return labels is not None and labels.ndim == 1 and labels.dtype.kind in "iub"
+
+
+def label_counts(owners: Ints, clients: int, labels: Any) -> tuple[tuple[str, ...], Ints] | None:
+    """Names of labels and counts [clients, labels]; None for so many labels that it were no table."""
+    names, numbers = classes(labels, "statistics")
+    if len(names) * clients > 50_000_000 or len(names) > 10_000:
+        return None
+    counts = np.bincount(owners * len(names) + numbers, minlength=clients * len(names))
+    return names, counts.reshape(clients, len(names)).astype(np.int64)
+
+
+def owners_by_id(ids: Any, rows: int) -> tuple[tuple[str, ...], Ints]:
+    """Names in ascending order, and the number of each row's, for one id for each row.
+
+    Raises:
+        DataError: a null, another length, or ids that are neither whole numbers nor text.
+    """
+    column = ids if isinstance(ids, (pa.Array, pa.ChunkedArray)) else _as_arrow(ids)
+    if len(column) != rows:
+        raise DataError(f"client has {len(column)} ids, and there are {rows} rows: give one for each row",
+                        column="client")
+    return coded(column, "client")
+
+
+def coded(column: Any, name: str) -> tuple[tuple[str, ...], Ints]:
+    """The different values of an Arrow column as text, ascending, and the number of each row's among them."""
+    kind = column.type.value_type if pt.is_dictionary(column.type) else column.type
+    if column.null_count:
+        row = int(pc.index(pc.is_null(column), True).as_py())
+        raise DataError(f"{name} is null in row {row}: every row needs its client; {column.null_count} have none",
+                        column=name, row=row)
+    if not (pt.is_integer(kind) or pt.is_boolean(kind) or pt.is_string(kind) or pt.is_large_string(kind)):
+        raise DataError(f"{name} is {column.type}: ids of clients are whole numbers or text", column=name)
+    if pt.is_dictionary(column.type):
+        column = column.cast(kind)
+    if pt.is_boolean(kind):
+        column = column.cast(pa.uint8())
+    whole = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    found = pc.dictionary_encode(whole)
+    if isinstance(found, pa.ChunkedArray):
+        found = found.combine_chunks()
+    order = pc.array_sort_indices(found.dictionary).to_numpy()
+    place = np.empty(len(order), dtype=np.int64)
+    place[order] = np.arange(len(order))
+    names = tuple(map(str, found.dictionary.take(pa.array(order)).to_pylist()))
+    return names, place[found.indices.to_numpy(zero_copy_only=False)]
+
+
+def _as_arrow(ids: Any) -> Any:
+    values = ids.numpy(force=True) if hasattr(ids, "numpy") else ids
+    if isinstance(values, np.ma.MaskedArray):
+        values = values.tolist()
+    try:
+        return pa.array(values, from_pandas=True)
+    except (pa.ArrowException, TypeError, ValueError) as error:
+        raise DataError(f"client: these ids cannot be used: {error}; give whole numbers or text, one for each row",
+                        column="client") from None

@@ -1,0 +1,323 @@
+"""Rules that deal rows to clients: each gives the client of every row. Pure numpy; the same for the same seed.
+
+`iid` deals at random, `shards` and `dirichlet` by label, `by_quantity` unequally many. (A column of the data, or
+an array of ids, needs no rule.) Every rule gives each row to exactly one client and no client nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rayps.data.base import random_of
+from rayps.errors import ConfigError, DataError
+from rayps.strategies.text import form
+
+Ints = NDArray[np.int64]
+
+
+class Rule(ABC):
+    """How rows become clients. `str(rule)` says it as it is written."""
+
+    by_label: ClassVar[bool] = False
+
+    @abstractmethod
+    def owners(self, rows: int, labels: Ints | None) -> Ints:
+        """The client of each of `rows` rows, 0 to n - 1; `labels` are 0 to L - 1 (None: not asked for).
+
+        Raises:
+            ConfigError: naming the option that these rows cannot bear.
+        """
+
+
+@dataclass(frozen=True)
+class Iid(Rule):
+    """See `iid`."""
+
+    clients: int
+    seed: int = 0
+
+    def __str__(self) -> str:
+        return f"iid({self.clients})"
+
+    def owners(self, rows: int, labels: Ints | None) -> Ints:
+        """Sizes differ by one row at most."""
+        _enough(rows, self.clients)
+        return np.asarray(random_of(self.seed, _IID).permutation(rows) % self.clients, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class Shards(Rule):
+    """See `shards`."""
+
+    by_label: ClassVar[bool] = True
+    per_client: int
+    clients: int
+    pure: bool = False
+    seed: int = 0
+
+    def __str__(self) -> str:
+        return f"shards({self.per_client}, clients={self.clients}{', pure=True' if self.pure else ''})"
+
+    def owners(self, rows: int, labels: Ints | None) -> Ints:
+        """Shards of neighbours in the order of labels, dealt at random."""
+        assert labels is not None
+        shards = self.clients * self.per_client
+        if shards > rows:
+            raise ConfigError(f"{self}: {shards} shards cannot be cut from {rows} rows: give fewer clients, or fewer "
+                              "shards for each", field="client")
+        ends = _pure_ends(labels, shards, self) if self.pure else rows * np.arange(1, shards + 1) // shards
+        dealt = random_of(self.seed, _SHARDS).permutation(shards) // self.per_client
+        owners = np.empty(rows, dtype=np.int64)
+        owners[np.argsort(labels, kind="stable")] = np.repeat(dealt, np.diff(ends, prepend=0))
+        return owners
+
+
+@dataclass(frozen=True)
+class Dirichlet(Rule):
+    """See `dirichlet`."""
+
+    by_label: ClassVar[bool] = True
+    alpha: float
+    clients: int
+    balanced: bool = True
+    seed: int = 0
+
+    def __str__(self) -> str:
+        return f"dirichlet({self.alpha:g}, clients={self.clients}{'' if self.balanced else ', balanced=False'})"
+
+    def owners(self, rows: int, labels: Ints | None) -> Ints:
+        """First how many of each label each client gets, then which."""
+        assert labels is not None
+        _enough(rows, self.clients)
+        random = random_of(self.seed, _DIRICHLET)
+        have = np.bincount(labels)
+        counts = self._mixtures(have, random) if self.balanced else self._spread(have, random)
+        owners = np.empty(rows, dtype=np.int64)
+        for label in range(len(have)):
+            mine = random.permutation(np.flatnonzero(labels == label))
+            owners[mine] = np.repeat(np.arange(self.clients), counts[:, label])
+        return owners
+
+    def _mixtures(self, have: Ints, random: np.random.Generator) -> Ints:
+        """Counts [clients, labels]: each client draws q ~ Dir(alpha p), then its rows by q without putting back."""
+        left = have.copy()
+        sizes = np.diff(int(have.sum()) * np.arange(self.clients + 1) // self.clients)
+        counts = np.zeros((self.clients, len(have)), dtype=np.int64)
+        weights = self.alpha * have[have > 0] / have.sum()
+        for k, size in enumerate(sizes.tolist()):
+            q = np.zeros(len(have))
+            q[have > 0] = _dirichlet(random, weights)
+            while size:  # a label that has run out leaves its share to the others
+                open_ = np.where(left > 0, q, 0.0)
+                total = open_.sum()
+                open_ = open_ / total if total > 1e-12 else left / left.sum()
+                drawn = np.minimum(random.multinomial(size, open_), left)
+                counts[k] += drawn
+                left -= drawn
+                size -= int(drawn.sum())
+        return counts
+
+    def _spread(self, have: Ints, random: np.random.Generator) -> Ints:
+        """Counts [clients, labels]: each label spreads over the clients by Dir(alpha); nobody stays empty."""
+        counts = np.zeros((self.clients, len(have)), dtype=np.int64)
+        for label, count in enumerate(have.tolist()):
+            if count:
+                counts[:, label] = apportion(count, _dirichlet(random, np.full(self.clients, self.alpha)))
+        for k in np.flatnonzero(counts.sum(axis=1) == 0):
+            giver = int(counts.sum(axis=1).argmax())  # the largest gives a row of its most frequent label
+            label = int(counts[giver].argmax())
+            counts[giver, label] -= 1
+            counts[k, label] += 1
+        return counts
+
+
+@dataclass(frozen=True)
+class ByQuantity(Rule):
+    """See `by_quantity`."""
+
+    clients: int | tuple[int, ...]
+    law: str = "lognormal"
+    spread: float = 1.0
+    seed: int = 0
+
+    def __str__(self) -> str:
+        if isinstance(self.clients, tuple):
+            return f"by_quantity of {len(self.clients)} sizes"
+        return f"by_quantity({self.clients}, {self.law}, spread={self.spread:g})"
+
+    def owners(self, rows: int, labels: Ints | None) -> Ints:
+        """Rows at random, sizes by the law."""
+        random = random_of(self.seed, _QUANTITY)
+        if isinstance(self.clients, tuple):
+            sizes = np.array(self.clients, dtype=np.int64)
+            if sizes.sum() != rows:
+                raise ConfigError(f"{self}: they add up to {sizes.sum()}, and there are {rows} rows", field="client")
+        else:
+            _enough(rows, self.clients)
+            k = self.clients
+            weights = (random.lognormal(0.0, self.spread, k) if self.law == "lognormal"
+                       else random.permutation(np.arange(1, k + 1, dtype=np.float64) ** -self.spread))
+            sizes = 1 + apportion(rows - k, weights / weights.sum())
+        owners = np.empty(rows, dtype=np.int64)
+        owners[random.permutation(rows)] = np.repeat(np.arange(len(sizes)), sizes)
+        return owners
+
+
+_IID, _SHARDS, _DIRICHLET, _QUANTITY = range(1, 5)  # rules with one seed draw independently of each other
+
+
+def apportion(total: int, shares: NDArray[np.float64]) -> Ints:
+    """`total` cut by shares that add up to 1, in whole numbers: the largest remainders are rounded up."""
+    exact = total * shares
+    found = np.floor(exact).astype(np.int64)
+    most = np.argsort(-(exact - found), kind="stable")
+    found[most[:total - int(found.sum())]] += 1
+    return found
+
+
+def _dirichlet(random: np.random.Generator, weights: NDArray[np.float64]) -> NDArray[np.float64]:
+    """A draw of Dir(weights); for weights so small that it underflows, the corner that it is next to."""
+    q = random.dirichlet(weights)
+    if not np.isfinite(q).all() or q.sum() < 0.5:
+        q = np.zeros(len(weights))
+        q[random.choice(len(weights), p=weights / weights.sum())] = 1.0
+    return np.asarray(q, dtype=np.float64)
+
+
+def _pure_ends(labels: Ints, shards: int, rule: Shards) -> Ints:
+    """Where shards of one label each end, in the order of labels."""
+    have = np.bincount(labels)
+    have = have[have > 0]
+    if len(have) > shards:
+        raise ConfigError(f"{rule}: {shards} shards of one label each cannot hold {len(have)} labels: give more "
+                          "clients or shards, or leave pure out", field="client")
+    pieces = 1 + apportion(shards - len(have), have / have.sum())
+    if (pieces > have).any():
+        at = int((pieces > have).argmax())
+        raise ConfigError(f"{rule}: a label with {have[at]} rows cannot be cut into {pieces[at]} shards: give fewer "
+                          "clients, or leave pure out", field="client")
+    first = np.concatenate(([0], np.cumsum(have)))
+    return np.concatenate([first[i] + have[i] * np.arange(1, n + 1) // n for i, n in enumerate(pieces.tolist())])
+
+
+def _enough(rows: int, clients: int) -> None:
+    if clients > rows:
+        raise ConfigError(f"{clients} clients cannot share {rows} rows: some would have no samples; give fewer clients",
+                          field="client")
+
+
+# ------------------------------------------------------------------------------------------------ as a user writes
+
+
+def iid(clients: int, *, seed: int = 0) -> Rule:
+    """Rows dealt at random to `clients` clients, as many to each (one more or less)."""
+    return Iid(_count("clients", clients), _seed(seed))
+
+
+def shards(per_client: int, *, clients: int, pure: bool = False, seed: int = 0) -> Rule:
+    """Rows sorted by label, cut into clients x per_client shards of equal size, `per_client` dealt to each client.
+
+    McMahan et al. 2017, section 3: most clients have rows of `per_client` labels only, some of one more where a
+    shard lies over the end of a label. `pure=True` cuts each label by itself (shards in proportion to its rows),
+    so that no client has more labels than shards.
+    """
+    if not isinstance(pure, bool):
+        raise ConfigError(f"pure is {pure!r}: give True or False", field="client")
+    return Shards(_count("per_client", per_client), _count("clients", clients), pure, _seed(seed))
+
+
+def dirichlet(alpha: float, *, clients: int, balanced: bool = True, seed: int = 0) -> Rule:
+    """Labels mixed differently for each client; the smaller `alpha`, the fewer labels a client has.
+
+    Hsu et al. 2019, section 3: each client draws its mixture q ~ Dir(alpha p), p being the shares of all labels,
+    then as many rows as every other client (one more or less) by q, without putting back; labels that have run out
+    leave their share to the others. So no client is empty. `balanced=False` spreads each label over the clients by
+    Dir(alpha) instead (Yurochkin et al. 2019): sizes differ widely, and a client that would be empty is given one
+    row by the largest.
+    """
+    if not isinstance(balanced, bool):
+        raise ConfigError(f"balanced is {balanced!r}: give True or False", field="client")
+    return Dirichlet(_positive("alpha", alpha), _count("clients", clients), balanced, _seed(seed))
+
+
+def by_quantity(clients: int | Sequence[int], *, law: str = "lognormal", spread: float = 1.0, seed: int = 0) -> Rule:
+    """Rows dealt at random, but unequally many: one to each client, the rest by the law.
+
+    `law`: "lognormal" (the logarithm of a size has standard deviation `spread`), or "zipf" (the r-th largest size
+    is in proportion to r ** -spread). Or give the sizes themselves, which must add up to the rows.
+    """
+    if law not in ("lognormal", "zipf"):
+        raise ConfigError(f"law is {law!r}: give 'lognormal' or 'zipf'", field="client")
+    if isinstance(clients, (int, float, str)):
+        return ByQuantity(_count("clients", clients), law, _positive("spread", spread), _seed(seed))
+    sizes = tuple(int(size) if isinstance(size, np.integer) else size for size in clients)
+    for k, size in enumerate(sizes):
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ConfigError(f"by_quantity: client {k} would have {size!r} rows: a client with no samples cannot "
+                              "learn; give whole numbers of at least 1", field="client")
+    if not sizes:
+        raise ConfigError("by_quantity: the list of sizes is empty: give one for each client", field="client")
+    return ByQuantity(sizes, law, _positive("spread", spread), _seed(seed))
+
+
+def rule(text: str) -> Rule:
+    """A rule as text, such as `shards(per_client=2,clients=20)`. Raises ConfigError."""
+    known: dict[str, Any] = {"iid": iid, "shards": shards, "dirichlet": dirichlet, "by_quantity": by_quantity}
+    options = form(text)
+    name = options.pop("name")
+    if name not in known:
+        raise ConfigError(f"there is no rule {name!r}: give one of {', '.join(known)}", field="client")
+    positional = {"iid": ["clients"], "by_quantity": ["clients"]}
+    try:
+        first = [options.pop(key) for key in positional.get(name, []) if key in options]
+        if name == "shards":
+            first = [options.pop("per_client", 1)]
+        elif name == "dirichlet":
+            first = [options.pop("alpha", 1.0)]
+        made: Rule = known[name](*first, **options)
+    except TypeError as error:
+        raise ConfigError(f"the rule {text!r} cannot be: {error}", field="client") from None
+    return made
+
+
+def _count(name: str, value: Any) -> int:
+    if isinstance(value, np.integer):
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name} is {value!r}: give a whole number of at least 1", field="client")
+    return int(value)
+
+
+def _seed(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise ConfigError(f"seed is {value!r}: give a whole number", field="client")
+    return int(value)
+
+
+def _positive(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (0 < value < math.inf):
+        raise ConfigError(f"{name} is {value!r}: give a number above 0", field="client")
+    return float(value)
+
+
+def classes(values: NDArray[Any] | None, wanted: str) -> tuple[tuple[str, ...], Ints]:
+    """The different labels as text, and the number of each row's among them.
+
+    Raises:
+        DataError: there are no labels, or they are not classes.
+    """
+    if values is None:
+        raise DataError(f"{wanted} deals rows by label, and this data has none: give y or label=, or the rule iid")
+    if values.ndim != 1 or values.dtype.kind not in "iub":
+        kind = "numbers with fractions" if values.dtype.kind == "f" and values.ndim == 1 else f"of shape {values.shape}"
+        raise DataError(f"{wanted} deals rows by label, and these labels are {kind}: it needs one whole number for "
+                        "each row; use the rule iid or by_quantity, or a column")
+    names, numbers = np.unique(values, return_inverse=True)
+    return tuple(map(str, names.tolist())), numbers.astype(np.int64)
