@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOMES = {
+    "ADMM": "rayps.strategies.admm",
     "AllReduce": "rayps.strategies.all_reduce",
     "Client": "rayps.client",
     "Downpour": "rayps.strategies.downpour",
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from rayps.loop import wrap as wrap
     from rayps.ring import Ring as Ring
     from rayps.server_group import ServerGroup as ServerGroup
+    from rayps.strategies.admm import ADMM as ADMM
     from rayps.strategies.all_reduce import AllReduce as AllReduce
     from rayps.strategies.base import Strategy as Strategy
     from rayps.strategies.downpour import Downpour as Downpour

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from rayps.errors import ConfigError
+from rayps.strategies.admm import ADMM
 from rayps.strategies.all_reduce import AllReduce
 from rayps.strategies.base import Replica, ShardView, Strategy, WorkerView
 from rayps.strategies.downpour import Downpour
@@ -28,7 +29,7 @@ __all__ = [
 ]  # fmt: skip
 
 CATALOGUE: dict[str, type[Strategy]] = {
-    kind.name: kind for kind in (AllReduce, ParameterServer, Hybrid, Downpour, Hogwild)
+    kind.name: kind for kind in (AllReduce, ParameterServer, Hybrid, Downpour, Hogwild, ADMM)
 }
 REPLICAS: dict[str, type[Replica]] = {kind.name: kind for kind in (Pipeline, TensorParallel)}
 _NESTED: dict[str, tuple[str, ...]] = {"replica": tuple(REPLICAS), "stage": (TensorParallel.name,)}  # by option

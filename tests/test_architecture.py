@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOORS = [
     # pure: no thread, no socket
     "__init__ errors job clock grid partition flat compress metrics strategy strategies user_code logs failpoint "
-    "epochs pipeline.schedule pipeline.validate pipeline.simulate pipeline.gantt costs placement "
+    "prox attendance epochs pipeline.schedule pipeline.validate pipeline.simulate pipeline.gantt costs placement "
     "federated.forms federated.cohort federated.availability federated.world federated.buffer",
     # where actors live, and how bytes travel between them
     "cluster scratch ray_cluster link",

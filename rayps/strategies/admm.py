@@ -1,0 +1,142 @@
+"""Consensus ADMM: workers that learn apart, and multipliers that make them agree.
+
+Boyd, Parikh, Chu, Peleato, Eckstein, "Distributed Optimization and Statistical Learning via the Alternating Direction
+Method of Multipliers", FnTML 2011: section 7.1 (global consensus, scaled form), 3.3 (the stop rule), 3.4.1 (residual
+balancing), 3.4.3 (over-relaxation). What is minimised is
+    sum_i (n_i / n) f_i(x) + g(x)
+where f_i is the mean of `loss` over the n_i rows that worker i keeps, n = sum n_i, and g the `regularizer` (none,
+l1(weight=...), l2(weight=...), of all parameters in the vector): the mean loss over all rows, plus g. Between two
+meetings worker i takes `local_steps` steps of the workload's optimizer on f_i(x) + penalty/2 |x - z + u_i|^2, each on
+its next batch, and goes on from where it was. At a meeting, with alpha = `relaxation`:
+    v_i <- alpha x_i + (1 - alpha) z + u_i
+    z <- prox_{g / penalty}(sum_i (n_i / n) v_i);  u_i <- v_i - z
+(the paper's problem, its f_i and its penalty times n_i / n.) The job holds z; x_i and u_i stay with worker i.
+Residuals: primal r^2 = N sum_i (n_i / n) |x_i - z|^2, dual s^2 = N penalty^2 |z - z_old|^2.
+`balance`: r > 10 s: penalty * 2, u_i / 2; s > 10 r the reverse. The optimizer's rate must suit the curvature of f_i
+plus the penalty, also after that.
+`eps_abs`, `eps_rel`: both none = no stop rule; else training ends once r and s are within the bounds of section 3.3.
+`participation` p: a worker takes part in a period with this probability, drawn from the seed; one that does not keeps
+x_i, and its last word v_i counts (a randomised ADMM: Iutzeler et al., CDC 2013).
+`momentum` (keep, reset, average): what a meeting does to the optimizers' state. `buffers` (average, keep): what it does
+to what is no parameter, as BatchNorm's statistics, which have no multipliers.
+Batches smaller than a worker's rows make it stochastic: z then comes to rest at a distance that grows with the rate,
+and exactly only with a rate that falls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from rayps.attendance import attends
+from rayps.errors import ConfigError
+from rayps.prox import canonical, prox
+from rayps.strategies.base import Strategy, WorkerView
+
+
+@dataclass(frozen=True)
+class ADMM(Strategy):
+    """Workers that keep their own rows and meet seldom, and still reach the optimum of all rows: convex models."""
+
+    penalty: float = 1.0
+    local_steps: int = 20
+    relaxation: float = 1.0
+    balance: bool = True
+    regularizer: str | None = None
+    eps_abs: float | None = None
+    eps_rel: float | None = None
+    participation: float = 1.0
+    momentum: str = "keep"
+    buffers: str = "average"
+    name: ClassVar[str] = "admm"
+    apart: ClassVar[bool] = True
+    keeps_rows: ClassVar[bool] = True  # type: ignore[misc]
+
+    def __post_init__(self) -> None:
+        k = self.local_steps
+        if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+            raise ConfigError(f"local_steps is {k!r}: give a whole number of at least 1", field="local_steps")
+        _must_lie("penalty", self.penalty, "above 0", lambda v: 0 < v < float("inf"))
+        _must_lie("relaxation", self.relaxation, "between 0 and 2, such as 1 (none) or 1.6", lambda v: 0 < v < 2)
+        _must_lie("participation", self.participation, "above 0 and up to 1", lambda v: 0 < v <= 1)
+        for field in ("eps_abs", "eps_rel"):
+            if getattr(self, field) is not None:
+                _must_lie(field, getattr(self, field), "of at least 0, or none", lambda v: 0 <= v < float("inf"))
+        if not isinstance(self.balance, bool):
+            raise ConfigError(f"balance is {self.balance!r}: give true or false", field="balance")
+        for field, known in (("momentum", ("keep", "reset", "average")), ("buffers", ("average", "keep"))):
+            if getattr(self, field) not in known:
+                raise ConfigError(f"{field} is {getattr(self, field)!r}: give {' or '.join(known)}", field=field)
+        object.__setattr__(self, "regularizer", canonical(self.regularizer))
+
+    def begin(self, w: WorkerView) -> None:
+        """z = x_i, u_i = 0."""
+        if "z" not in w.shared:
+            w.shared |= {"z": w.params.clone(), "penalty": w.params.new_tensor(self.penalty).double()}
+        if "u" not in w.memory:
+            w.memory |= {"u": w.params * 0, "calm": w.params.new_tensor(0.0)}
+
+    def consensus(self, w: WorkerView) -> Any:
+        """What the job holds: z."""
+        return w.shared["z"]
+
+    def round(self, w: WorkerView) -> None:
+        """One step of x_i <- argmin f_i(x) + penalty/2 |x - z + u_i|^2, and a meeting where one is due."""
+        batch = w.batch()
+        here = attends(w.plan.seed, (w.position - 1) // self.local_steps, w.rank, self.participation)
+        if here and len(batch):
+            g = w.grad(batch).vector
+            w.step(g.add_(w.params - w.shared["z"] + w.memory["u"], alpha=float(w.shared["penalty"])))
+        if w.position % self.local_steps == 0 or w.position == w.plan.end:
+            self._meet(w, here)
+
+    def _meet(self, w: WorkerView, here: bool) -> None:
+        """v_i, z, u_i; then the residuals, the stop rule and the penalty."""
+        x, u, z_old, penalty = w.params, w.memory["u"], w.shared["z"], float(w.shared["penalty"])
+        share = w.rows / w.all_rows
+        alpha = self.relaxation if here else 0.0  # of one that was absent v = z + u: its last word
+        v = u.add_(x, alpha=alpha).add_(z_old, alpha=1 - alpha)
+        z = w.shared["z"] = prox(self.regularizer, w.mean(v, w.rows, exact=True), 1 / penalty)
+        u = v.sub_(z)
+        w.together(w.rows, momentum=self.momentum, buffers=self.buffers)
+
+        calm = here or bool(w.memory["calm"])
+        norms = w.ring.sum(_doubles(x, _square(x - z) * share, _square(x) * share, _square(u) * share, calm, here))
+        primal, x_norm, u_norm = ((w.size * square) ** 0.5 for square in norms[:3].tolist())
+        root = w.size**0.5
+        dual = penalty * root * _square(z - z_old) ** 0.5
+        absolute = (w.size * len(z)) ** 0.5 * (self.eps_abs or 0.0)
+        primal_stop = absolute + (self.eps_rel or 0.0) * max(x_norm, root * _square(z) ** 0.5)
+        dual_stop = absolute + (self.eps_rel or 0.0) * penalty * u_norm
+        facts = {"met": 1, "primal": primal, "dual": dual, "penalty": penalty, "present": int(norms[4])}
+        has_rule = self.eps_abs is not None or self.eps_rel is not None
+        w.say(**facts, **({"primal_stop": primal_stop, "dual_stop": dual_stop} if has_rule else {}))
+        if has_rule:
+            stops = primal <= primal_stop and dual <= dual_stop
+            w.memory["calm"].fill_(stops and calm)
+            if stops and norms[3] == w.size:  # each took part since r and s came within their bounds
+                w.done = True
+                w.reason = f"primal residual {primal:.3g} <= {primal_stop:.3g} and dual {dual:.3g} <= {dual_stop:.3g}"
+                return
+        factor = 2.0 if primal > 10 * dual else 0.5 if dual > 10 * primal else 1.0
+        if self.balance and factor != 1:
+            w.shared["penalty"].mul_(factor)
+            u.div_(factor)
+
+
+def _square(v: Any) -> float:
+    """|v|^2."""
+    return float(v.double().square().sum())
+
+
+def _doubles(like: Any, *numbers: float) -> Any:
+    found = like.new_empty(len(numbers)).double()
+    for i, number in enumerate(numbers):
+        found[i] = number
+    return found
+
+
+def _must_lie(field: str, given: Any, where: str, holds: Callable[[Any], bool]) -> None:
+    if isinstance(given, bool) or not isinstance(given, (int, float)) or not holds(given):
+        raise ConfigError(f"{field} is {given!r}: give a number {where}", field=field)
