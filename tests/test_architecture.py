@@ -14,14 +14,14 @@ FLOORS = [
     # pure: no thread, no socket
     "__init__ errors job clock grid partition flat compress metrics strategy strategies user_code logs failpoint "
     "prox attendance epochs pipeline.schedule pipeline.validate pipeline.simulate pipeline.gantt costs placement "
-    "federated.forms federated.cohort federated.availability federated.world federated.buffer",
+    "federated.forms federated.cohort federated.availability federated.world federated.buffer federated.choices",
     # where actors live, and how bytes travel between them
     "cluster scratch ray_cluster link",
     # the two ways of talking
     "ring optim server tables elastic",
     # what is learnt
     "tensor data workload checkpoint snapshot embedding buckets worker runtime.plans runtime.decide "
-    "pipeline replica meter stepping",
+    "pipeline replica meter stepping federated",
     # a run
     "runtime elastic.job elastic.job_tables loop server_group training",
     # the service
