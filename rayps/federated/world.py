@@ -7,8 +7,9 @@ Seconds here are virtual; no one ever waits for them.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,6 +20,20 @@ from rayps.federated.cohort import Ints, cohort_size, first, normals, uniforms
 
 LOOKS = 10_000  # at an empty world, before a round gives up
 _LATEST = 1 << 60  # microseconds: where the clock ends
+
+
+REASONS = ("", "offline", "dropout", "deadline")  # what became of a client's training; "" = it replied
+
+
+class Training(NamedTuple):
+    """One reply: which client trained, and from which version's parameters."""
+
+    client: int
+    version: int  # the round at whose beginning the parameters were these
+    staleness: int  # versions since then, as the server takes the reply over
+    again: int  # how often this client had already begun from this version
+    begin: float  # virtual seconds
+    end: float
 
 
 @dataclass(frozen=True)
@@ -32,6 +47,13 @@ class Plan:
     begin: float  # virtual seconds: when the clients were asked
     end: float  # when the round ended
     waited: float = 0.0  # how long nobody was there before it began
+    trainings: tuple[Training, ...] = ()  # a reply each: of `trains` in their order, or as they arrive in a buffer
+    needed: tuple[int, ...] = ()  # versions from which somebody is still training after this round
+
+    @property
+    def staleness(self) -> dict[int, int]:
+        """How many replies were so many versions old."""
+        return dict(sorted(Counter(each.staleness for each in self.trainings).items()))
 
 
 @dataclass(frozen=True)
@@ -102,10 +124,15 @@ class World:
             end = int(sent.ends[replies[self.enough - 1]])
             replies = replies[: self.enough]
         kept = set(replies)
+        trains = sampled[sorted(kept)]
+        begin = moment / 1e6
         return Plan(
-            round=t, sampled=sampled, trains=sampled[sorted(kept)],
+            round=t, sampled=sampled, trains=trains, trainings=tuple(
+                Training(client, t, 0, 0, begin, sent.ends[at] / 1e6)
+                for client, at in zip(trains.tolist(), sorted(kept), strict=True)
+            ),
             dropped=[(int(client), sent.reasons[at] or "late") for at, client in enumerate(sampled) if at not in kept],
-            begin=moment / 1e6, end=end / 1e6, waited=(moment - micros(now)) / 1e6,
+            begin=begin, end=end / 1e6, waited=(moment - micros(now)) / 1e6,
         )  # fmt: skip
 
     def someone(self, t: int, now: int, among: Ints) -> tuple[int, Ints]:
@@ -129,19 +156,23 @@ class World:
             round=t,
         )
 
-    def send(self, clients: Ints, now: int, t: int) -> Errand:
-        """What becomes of clients that begin round `t` at `now` (microseconds).
+    def there(self, clients: Ints, now: int, t: int) -> Any:
+        """Whether each of `clients` is there in round `t` at `now` (microseconds)."""
+        return self._available.there(clients, now, t, 0)
+
+    def send(self, clients: Ints, now: int, t: int, again: int = 0) -> Errand:
+        """What becomes of clients that begin round `t` at `now` (microseconds), for the first time or once again.
 
         Without a deadline a client that is lost by dropout is noticed when its reply was due.
         """
-        seconds = self._pace[clients]
+        seconds, place = self._pace[clients], (t, again) if again else (t,)
         jitter = self._speed.get("jitter", 0.0)
         if jitter:
-            seconds = seconds * np.exp(jitter * normals(self.seed, "jitter", clients, t))
+            seconds = seconds * np.exp(jitter * normals(self.seed, "jitter", clients, *place))
         due = now + np.minimum(np.rint(self.work[clients] * seconds * 1e6), _LATEST).astype(np.int64)
         leaves = self._available.until(clients, now)
         latest = FOREVER if self._deadline is None else now + self._deadline
-        lost = uniforms(self.seed, "dropout", clients, t) < self._dropout
+        lost = uniforms(self.seed, "dropout", clients, *place) < self._dropout
         reasons = [
             "offline" if gone else "dropout" if drop else "deadline" if late else ""
             for gone, drop, late in zip(

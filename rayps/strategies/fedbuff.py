@@ -1,0 +1,62 @@
+"""FedBuff: federated learning in which nobody waits for the slow ones. Buffered, asynchronous.
+
+Nguyen, Malik, Zhan, Yousefpour, Rabbat, Malek, Huba, "Federated Learning with Buffered Asynchronous Aggregation",
+AISTATS 2022, algorithm 1. M clients (`concurrency`) train at any time, each from the parameters as they were when it
+began. An update D that comes back tau versions later is worth s(tau) = (1 + tau)^-1/2. Once K of them (`buffer`) have
+come,
+    server:   w <- w + server_lr * (sum of s(tau) D) / K
+and that is one round. An update of more than `max_staleness` versions is dropped and counted.
+Training is real and time is virtual: who ends when is drawn from speed and availability (`rayps.federated.buffer`),
+so that a run has the same bits whatever the load, and any number of workers. Old parameters are kept as long as
+somebody trains from them. `decay` is the exponent 1/2 of s; 0 makes all updates alike.
+With K = M = all clients it is FedAvg on updates that are worth the same, however many samples they come from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from rayps.errors import ConfigError
+from rayps.strategies.federated import Federated, must_be_above_zero
+
+
+@dataclass(frozen=True)
+class FedBuff(Federated):
+    """Clients train at their own pace from parameters of different age; every K updates make a step."""
+
+    buffer: int = 10
+    concurrency: int | None = None  # none = fraction of the clients
+    server_lr: float = 1.0
+    max_staleness: int | None = None
+    decay: float = 0.5
+    name: ClassVar[str] = "fedbuff"
+    asynchronous: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for field, least, free in (("buffer", 1, False), ("concurrency", 1, True), ("max_staleness", 0, True)):
+            value = getattr(self, field)
+            if value is None and free:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigError(
+                    f"{field} is {value!r}: give a whole number of at least {least}{', or none' * free}", field=field
+                )
+        must_be_above_zero("server_lr", self.server_lr)
+        must_be_above_zero("decay", self.decay, zero=True)
+        for field, usual in (("rule", "mean"), ("enough", None), ("over_selection", 0.0), ("min_replies", 1)):
+            if getattr(self, field) != usual:
+                raise ConfigError(
+                    f"{field} is {getattr(self, field)!r}: a buffer of fedbuff always waits for {self.buffer} updates "
+                    f"and sums them by their age; leave out {field}, or take fedavg",
+                    field=field,
+                )
+
+    def weight(self, n: int, staleness: int) -> float:
+        """s(tau)."""
+        return float((1.0 + staleness) ** -self.decay)
+
+    def server(self, s: Any) -> None:
+        """w <- w + server_lr * (sum of s(tau) D) / K."""
+        s.w.add_(s.delta, alpha=self.server_lr * s.weight / self.buffer)
