@@ -15,6 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from fake_apart import apart_jobs
 from fake_jobs import ENDS, FakeJob, World, sample_jobs
 from fake_servers import FakeGroup, sample_groups
 
@@ -235,7 +236,7 @@ class Handler(BaseHTTPRequestHandler):
 
 def serve(port: int = 0, empty: bool = False, speed: float = 12.0, code: str = "letmein") -> ThreadingHTTPServer:
     """A server on loopback that is ready to be run; port 0 takes a free one."""
-    world = World([] if empty else sample_jobs(speed))
+    world = World([] if empty else [*sample_jobs(speed), *apart_jobs()])
     groups = {} if empty else sample_groups()
     handler = type("BoundHandler", (Handler,), {"world": world, "groups": groups, "code": code})
     server = Server(("127.0.0.1", port), handler)

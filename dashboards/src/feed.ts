@@ -5,6 +5,7 @@
 import { signal } from "@preact/signals";
 import * as api from "./api";
 import { write } from "./lib/cursor";
+import { Cohorts } from "./lib/federated";
 import { Series } from "./lib/series";
 import { cost, median } from "./lib/worker";
 import * as list from "./list";
@@ -30,6 +31,8 @@ export class Feed {
   readonly logVersion = signal(0);
   readonly series = new Series();
   readonly events: JobEvent[] = [];
+  readonly cohorts = new Cohorts(); // of a federated job; its rounds are no lines among the events
+  private heard = -1; // the newest event's number
   readonly lines: LogLine[] = [];
   readonly snapshots: Snapshot[] = [];
   droppedLines = 0; // lines that came before the first one kept here (at least)
@@ -113,8 +116,11 @@ export class Feed {
   }
 
   private addEvents(events: readonly JobEvent[]): void {
-    const newest = this.events[this.events.length - 1]?.seq ?? -1;
-    this.events.push(...events.filter((event) => event.seq > newest));
+    for (const event of events) {
+      if (event.seq <= this.heard) continue;
+      this.heard = event.seq;
+      if (!this.cohorts.take(event)) this.events.push(event);
+    }
     if (this.events.length > MOST_EVENTS) this.events.splice(0, this.events.length - MOST_EVENTS);
     this.touch();
   }

@@ -192,7 +192,7 @@ describe("strategy", () => {
     expect(inWords("parameter_server:staleness=none,shards=1")).toBe("Parameter server, asynchronous, 1 shard");
     expect(inWords([{ epochs: 2, strategy: { ...server, staleness: 0 } }, { strategy: { name: "all_reduce" } }]))
       .toBe("Parameter server, synchronous, 2 shards → All-reduce");
-    expect(words({ name: "local_sgd", every: 8 })).toBe("Local sgd, every 8");
+    expect(words({ name: "own_way", every: 8 })).toBe("Own way, every 8");
     expect(brief(server)).toBe("Parameter server, staleness ≤ 3");
     expect(shardWords(server)).toBe("2 shards");
   });

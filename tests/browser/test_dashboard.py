@@ -82,10 +82,10 @@ def test_a_used_code_is_explained(tab: Tab, fake: Fake) -> None:
 
 def test_the_list_filters_by_address_and_keys(tab: Tab, fake: Fake) -> None:
     page = jobs_page(tab, fake())
-    until(page, SHOWN, 8)
+    until(page, SHOWN, 12)
     assert "needs 32 CPUs, 12 free" in page.inner_text("tr:has-text('digits-wide')")
     page.click("role=button[name=/^Succeeded/]")
-    until(page, SHOWN, 4)
+    until(page, SHOWN, 8)
     assert "status=succeeded" in page.url
     page.keyboard.press("/")
     page.keyboard.type("ssp")

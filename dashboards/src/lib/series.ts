@@ -16,8 +16,10 @@ export interface Bucket {
   bad: number; // rounds whose loss is NaN, infinite or null
   samples: number;
   seconds: number;
+  bytes: number;
   strategy: string; // wire form as JSON, for the phase bands
   epoch: number;
+  told: Record<string, number> | null; // what the strategy says of the round, by name; the newest of several rounds, meetings summed
 }
 
 export interface Mark {
@@ -32,6 +34,8 @@ export interface Band {
   strategy: string;
 }
 
+/** Fields that every round has; any other number in it was told by the strategy. */
+const COMMON = new Set(["round", "epoch", "time", "loss", "samples", "seconds", "compute", "wait", "move", "pull", "pull_hidden", "bytes", "generation", "rank", "lead"]);
 const MAX_MARKS = 64;
 const MAX_EVALUATIONS = 1000; // past that, one for each 2, 4, 8 ... rounds
 
@@ -177,12 +181,26 @@ function single(point: RoundPoint): Bucket {
   return {
     round: point.round, end: point.round, rounds: 1, count: ok ? 1 : 0, bad: ok ? 0 : 1,
     min: ok ? value : Infinity, max: ok ? value : -Infinity, sum: value,
-    samples: point.samples ?? 0, seconds: point.seconds ?? 0, epoch: point.epoch ?? 0,
+    samples: point.samples ?? 0, seconds: point.seconds ?? 0, bytes: point.bytes ?? 0, epoch: point.epoch ?? 0, told: told(point),
     strategy: typeof point.strategy === "string" ? point.strategy : point.strategy ? JSON.stringify(point.strategy) : "",
   };
 }
 
+/** The numbers of a round that only its strategy knows: residuals, meetings, clients. */
+function told(point: RoundPoint): Record<string, number> | null {
+  let found: Record<string, number> | null = null;
+  for (const [name, value] of Object.entries(point)) {
+    if (!COMMON.has(name) && typeof value === "number" && Number.isFinite(value)) (found ??= {})[name] = value;
+  }
+  return found;
+}
+
 function merge(into: Bucket, other: Bucket): void {
+  if (other.told) {
+    const met = (into.told?.["met"] ?? 0) + (other.told["met"] ?? 0);
+    into.told = other.round >= into.round ? { ...into.told, ...other.told } : { ...other.told, ...into.told };
+    if ("met" in into.told) into.told["met"] = met;
+  }
   into.round = Math.min(into.round, other.round);
   into.end = Math.max(into.end, other.end);
   into.rounds += other.rounds;
@@ -193,6 +211,7 @@ function merge(into: Bucket, other: Bucket): void {
   into.sum += other.sum;
   into.samples += other.samples;
   into.seconds += other.seconds;
+  into.bytes += other.bytes;
 }
 
 function newestOfEach(points: EvaluationPoint[], width: number): EvaluationPoint[] {

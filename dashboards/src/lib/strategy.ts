@@ -15,6 +15,8 @@ export function words(strategy: StrategyWire): string {
   if (strategy.name === "all_reduce") return "All-reduce" + replicaOf(strategy);
   if (strategy.name === "hybrid") return hybrid(strategy);
   if (strategy.name === "downpour") return downpour(strategy);
+  if (plain(strategy.name) in FEDERATED) return federated(strategy);
+  if (plain(strategy.name) in APART) return apart(strategy);
   if (strategy.name !== "parameter_server") return sentence(strategy.name) + others(strategy, []);
   const parts = ["Parameter server"];
   if ("staleness" in strategy) parts.push(staleWords(strategy["staleness"]));
@@ -43,13 +45,32 @@ export function describe(spec: StrategySpec | null | undefined): string {
 /** The shortest label of a strategy, for a band in a chart. */
 export function label(strategy: StrategyWire): string {
   if (strategy.name === "all_reduce") return "All-reduce";
-  if (strategy.name !== "parameter_server") return sentence(strategy.name);
+  if (strategy.name !== "parameter_server") return FEDERATED[plain(strategy.name)] ?? APART[plain(strategy.name)] ?? sentence(strategy.name);
   return "staleness" in strategy ? `Server, ${staleWords(strategy["staleness"])}` : "Parameter server";
 }
 
 /** Whether any phase uses a parameter server (and so has shards and staleness). */
 export function usesServer(spec: StrategySpec | null | undefined): boolean {
   return phases(spec).some((phase) => phase.strategy.name === "parameter_server" || phase.strategy.name === "downpour");
+}
+
+/** Whether any phase asks clients. */
+export function isFederated(spec: StrategySpec | null | undefined): boolean {
+  return phases(spec).some(({ strategy }) => plain(strategy.name) in FEDERATED);
+}
+
+/** Whether in any phase the workers learn apart and meet now and then. */
+export function meetsNowAndThen(spec: StrategySpec | null | undefined): boolean {
+  return phases(spec).some(({ strategy }) => plain(strategy.name) in APART && strategy.name !== "admm");
+}
+
+export function usesAdmm(spec: StrategySpec | null | undefined): boolean {
+  return phases(spec).some(({ strategy }) => strategy.name === "admm");
+}
+
+/** Whether in any phase an update may be older than the model that takes it. */
+export function hasStaleness(spec: StrategySpec | null | undefined): boolean {
+  return usesServer(spec) || phases(spec).some(({ strategy }) => plain(strategy.name) === "fedbuff");
 }
 
 /** Whether in any phase a replica is a pipeline of several stages. */
@@ -65,6 +86,7 @@ export function staleBound(spec: StrategySpec | null | undefined): number | null
   let bound = 0;
   for (const { strategy } of phases(spec)) {
     if (strategy.name === "downpour") return null;
+    if (plain(strategy.name) === "fedbuff") return typeof strategy["max_staleness"] === "number" ? strategy["max_staleness"] : null;
     if (strategy.name !== "parameter_server") continue;
     const value = "staleness" in strategy ? strategy["staleness"] : 0;
     if (typeof value !== "number") return null;
@@ -169,6 +191,59 @@ function hybrid(strategy: StrategyWire): string {
   return parts.filter(Boolean).join(", ") + others(strategy, said);
 }
 
+/** Strategies of clients, as their papers spell them. */
+const FEDERATED: Record<string, string> = {
+  fedavg: "FedAvg", fedprox: "FedProx", scaffold: "Scaffold", fedavgm: "FedAvgM", fedadagrad: "FedAdagrad", fedadam: "FedAdam",
+  fedyogi: "FedYogi", fedbuff: "FedBuff", ditto: "Ditto",
+};
+
+/** Strategies whose workers learn apart. */
+const APART: Record<string, string> = { localsgd: "Local SGD", parallelsgd: "Parallel SGD", diloco: "DiLoCo", admm: "ADMM" };
+
+/** What is not worth a word, because it is what one gets without asking. */
+const USUAL: Record<string, unknown> = {
+  fraction: 1, local_epochs: 1, rule: "mean", dropout: 0, min_replies: 1, evaluate_every: 1, clients: "simulated",
+};
+
+function plain(name: string): string {
+  return name.replaceAll("_", "");
+}
+
+function unusual(strategy: StrategyWire): StrategyWire {
+  return Object.fromEntries(Object.entries(strategy).filter(([key, value]) => value !== null && value !== undefined && value !== USUAL[key])) as StrategyWire;
+}
+
+function federated(strategy: StrategyWire): string {
+  const own = unusual(strategy);
+  const part = (key: string, say: (value: unknown) => string) => (key in own ? say(own[key]) : "");
+  const epochs = "local_steps" in own ? `${String(own["local_steps"])} local steps` : part("local_epochs", (value) => `${String(value)} local epochs`);
+  const said = ["fraction", "local_epochs", "local_steps", "batch_size", "rule", "dropout", "attack", "clients"];
+  const parts = [
+    FEDERATED[plain(own.name)], part("clients", (value) => `${String(written(value))} clients`), part("fraction", (value) => `${percentage(value)} of the clients a round`), epochs,
+    part("batch_size", (value) => `batches of ${String(value)}`), part("rule", (value) => String(written(value))),
+    part("attack", (value) => `under attack by ${String(written(value))}`), part("dropout", (value) => `${percentage(value)} drop out`),
+  ];
+  return parts.filter(Boolean).join(", ") + others(own, said);
+}
+
+function apart(strategy: StrategyWire): string {
+  const { period, ...rest } = unusual(strategy);
+  const every = typeof period === "number" ? `, meets every ${period === 1 ? "round" : `${period} rounds`}` : "";
+  return APART[plain(strategy.name)] + every + others(rest as StrategyWire, []);
+}
+
+function percentage(value: unknown): string {
+  return typeof value === "number" ? `${Number((100 * value).toFixed(2))}%` : String(value);
+}
+
+/** An option that has options of its own, as it is written: krum(f=4). */
+function written(value: unknown): unknown {
+  if (value === null || typeof value !== "object" || Array.isArray(value)) return value;
+  const { name, ...rest } = value as Record<string, unknown>;
+  const inside = Object.entries(rest).filter(([, each]) => each !== null).map(([key, each]) => `${key}=${String(written(each))}`).join(",");
+  return inside ? `${String(name)}(${inside})` : String(name);
+}
+
 function copyWords(replicas: unknown): string {
   return typeof replicas !== "number" || replicas === 0 ? "" : replicas === 1 ? "1 copy" : `${replicas} copies`;
 }
@@ -185,5 +260,5 @@ function sentence(name: string): string {
 
 function others(strategy: StrategyWire, said: string[]): string {
   const rest = Object.entries(strategy).filter(([key, value]) => key !== "name" && value !== undefined && !said.includes(key));
-  return rest.length ? `, ${rest.map(([key, value]) => `${key} ${String(value)}`).join(", ")}` : "";
+  return rest.length ? `, ${rest.map(([key, value]) => `${key.replaceAll("_", " ")} ${String(written(value))}`).join(", ")}` : "";
 }

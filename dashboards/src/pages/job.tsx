@@ -8,11 +8,14 @@ import { count, duration, loss, metric, plural, seconds, short } from "../lib/fo
 import { mainMetric } from "../lib/plot";
 import { ended, share, TONES, WORDS } from "../lib/status";
 import { describeJob, groupOf, shownLoss } from "../lib/place";
-import { current, length, phases, usesPipeline, usesServer, words } from "../lib/strategy";
+import { current, hasStaleness, isFederated, length, meetsNowAndThen, phases, usesAdmm, usesPipeline, usesServer, words } from "../lib/strategy";
+import { MeetingsCard, ResidualsCard } from "../parts/apart";
 import { Ago, Badge, Bar, Copy, Dialog, Tile } from "../parts/bits";
+import { ClientsCard } from "../parts/clients";
 import { LossCard, RateCard } from "../parts/curves";
 import { ElasticCard } from "../parts/elastic";
 import { EventsCard, ResultCard, SpecCard } from "../parts/facts";
+import { CohortsCard, LearntCard, VirtualCard } from "../parts/federated";
 import { StopIcon } from "../parts/icons";
 import { LogsCard } from "../parts/logs";
 import { Missing } from "../parts/missing";
@@ -38,7 +41,9 @@ export function JobPage({ id }: { id: string }) {
     />
   );
   if (!job) return <main class="page"><div class="skeleton" role="status" aria-label="Loading the job"><span /><span /><span /></div></main>;
-  const server = usesServer(job.spec.strategy);
+  const { strategy } = job.spec;
+  const server = usesServer(strategy);
+  const stale = hasStaleness(strategy);
   return (
     <main class="page job">
       <Head job={job} feed={feed} />
@@ -46,18 +51,32 @@ export function JobPage({ id }: { id: string }) {
       <div class="grid">
         <LossCard feed={feed} />
         <div class="stack">
-          <RateCard feed={feed} height={server ? 132 : 300} />
-          {server && <StalenessCard feed={feed} />}
+          <RateCard feed={feed} height={stale ? 132 : 300} />
+          {stale && <StalenessCard feed={feed} />}
         </div>
+        {isFederated(strategy) && <Federated feed={feed} />}
+        {usesAdmm(strategy) && <div class="wide"><ResidualsCard feed={feed} /></div>}
+        {meetsNowAndThen(strategy) && <div class="wide"><MeetingsCard feed={feed} /></div>}
         <div class="wide"><WorkersCard feed={feed} /></div>
         {job.progress?.server_group ? <div class="wide"><ElasticCard feed={feed} /></div> : server && <div class="wide"><ShardsCard feed={feed} /></div>}
-        {usesPipeline(job.spec.strategy) && <div class="wide"><ScheduleCard feed={feed} /></div>}
+        {usesPipeline(strategy) && <div class="wide"><ScheduleCard feed={feed} /></div>}
         <CostsCard feed={feed} />
         <LogsCard feed={feed} />
         <EventsCard feed={feed} />
         <div class="wide pair"><ResultCard job={job} /><SpecCard job={job} /></div>
       </div>
     </main>
+  );
+}
+
+/** What a federated job has beside any other: its rounds of clients, what came of them, and their data. */
+function Federated({ feed }: { feed: Feed }) {
+  return (
+    <>
+      <div class="wide"><CohortsCard feed={feed} /></div>
+      <div class="wide pair"><LearntCard feed={feed} /><VirtualCard feed={feed} /></div>
+      <div class="wide"><ClientsCard feed={feed} /></div>
+    </>
   );
 }
 

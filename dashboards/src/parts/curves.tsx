@@ -98,10 +98,10 @@ export function RateCard({ feed, height }: { feed: Feed; height: number }) {
   );
 }
 
-interface Read { swatch?: string; name: string; value: string }
+export interface Read { swatch?: string; name: string; value: string }
 
 /** The chart's legend: what each line is, and its value under the cursor (at the end of the run without one). */
-function Readout({ items }: { items: Read[] }) {
+export function Readout({ items }: { items: Read[] }) {
   return (
     <dl class="readout">
       {items.map((item) => (
@@ -146,7 +146,7 @@ function Table({ series, name }: { series: Series; name: string | null }) {
 }
 
 /** Steps of the metric axis: 1, 2, 5 of every power of ten, so that percentages are whole. */
-const ROUND_STEPS = [-6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6].flatMap((power) => [1, 2, 5].map((step) => Number(`${step}e${power}`)));
+export const ROUND_STEPS = [-6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6].flatMap((power) => [1, 2, 5].map((step) => Number(`${step}e${power}`)));
 
 type Marks = () => { series: Series; spec: StrategySpec | undefined };
 
@@ -307,20 +307,20 @@ function lossSummary(series: Series, name: string | null): string {
   return `Loss by round, from ${loss(mean(first))} in round ${first.round} to ${loss(mean(last))} in round ${last.end}.${also}`;
 }
 
-function pctRange(lo: number | null, hi: number | null): [number, number] {
+export function pctRange(lo: number | null, hi: number | null): [number, number] {
   if (lo === null || hi === null) return [0, 1];
   if (lo >= 0 && hi <= 1) return [Math.max(0, Math.floor((lo - 0.05) * 10) / 10), 1];
   const pad = (hi - lo || Math.abs(hi) || 1) * 0.1;
   return [lo - pad, hi + pad];
 }
 
-function tick(value: number): string {
+export function tick(value: number): string {
   if (value === 0) return "0";
   const size = Math.abs(value);
   return size < 1e-3 || size >= 1e5 ? value.toExponential(0) : String(Number(value.toPrecision(4)));
 }
 
-function metricTick(name: string, value: number): string {
+export function metricTick(name: string, value: number): string {
   return /acc|precision|recall|f1|auc/i.test(name) && value <= 1.0001 ? `${Number((value * 100).toFixed(2))}%` : tick(value);
 }
 
@@ -333,12 +333,12 @@ function clampSmooth(text: string | null): number {
   return Number.isFinite(value) ? Math.min(0.99, Math.max(0, value)) : DEFAULT_SMOOTH;
 }
 
-function lastKnown(values: readonly (number | null)[]): number {
+export function lastKnown(values: readonly (number | null)[]): number {
   for (let i = values.length - 1; i >= 0; i--) if (values[i] !== null) return i;
   return Math.max(0, values.length - 1);
 }
 
-function before(values: readonly (number | null)[], index: number): number | null {
+export function before(values: readonly (number | null)[], index: number): number | null {
   for (let i = Math.min(index, values.length - 1); i >= 0; i--) if (values[i] !== null) return values[i] ?? null;
   return null;
 }

@@ -4,7 +4,8 @@ import { color, painted } from "../clock";
 import type { Feed, Snapshot } from "../feed";
 import { bytes, count, duration, percent, plural, short } from "../lib/format";
 import { ageBars, judge, median, type Verdict } from "../lib/worker";
-import { staleBound } from "../lib/strategy";
+import { staleUpdates } from "../lib/federated";
+import { isFederated, staleBound } from "../lib/strategy";
 import { ended } from "../lib/status";
 import type { ShardRow, WorkerRow } from "../types";
 import { Card, Empty } from "./bits";
@@ -173,22 +174,25 @@ function Ages({ ages }: { ages: Record<string, number> | undefined }) {
 export function StalenessCard({ feed }: { feed: Feed }) {
   void feed.version.value;
   const job = feed.job.value;
-  const histogram = [...feed.series.staleness]
+  const federated = isFederated(job?.spec.strategy);
+  const noun = federated ? "update" : "pull";
+  const counts = federated && feed.series.staleness.size === 0 ? staleUpdates(feed.cohorts.rounds.values()) : feed.series.staleness;
+  const histogram = [...counts]
     .map(([age, pulls]) => ({ age, pulls }))
     .filter((entry) => Number.isFinite(entry.age))
     .sort((a, b) => a.age - b.age);
   const all = histogram.reduce((sum, entry) => sum + entry.pulls, 0);
   const bound = staleBound(job?.spec.strategy);
   return (
-    <Card title="Staleness" note="pulls, by rounds behind" id="staleness">
-      {all === 0 ? <Empty title="Nothing measured yet" /> : <Histogram histogram={histogram} all={all} bound={bound} />}
+    <Card title="Staleness" note={federated ? "updates, by versions behind" : "pulls, by rounds behind"} id="staleness">
+      {all === 0 ? <Empty title="Nothing measured yet" /> : <Histogram histogram={histogram} all={all} bound={bound} noun={noun} />}
     </Card>
   );
 }
 
 const MOST_BARS = 12;
 
-function Histogram({ histogram, all, bound }: { histogram: { age: number; pulls: number }[]; all: number; bound: number | null }) {
+function Histogram({ histogram, all, bound, noun }: { histogram: { age: number; pulls: number }[]; all: number; bound: number | null; noun: string }) {
   const widest = histogram[histogram.length - 1]?.age ?? 0;
   const top = Math.min(MOST_BARS - 1, Math.max(widest, bound ?? 0));
   const bars = Array.from({ length: top + 1 }, (_, age) => ({ age, pulls: 0 }));
@@ -197,17 +201,17 @@ function Histogram({ histogram, all, bound }: { histogram: { age: number; pulls:
   const mean = histogram.reduce((sum, entry) => sum + entry.age * entry.pulls, 0) / all;
   return (
     <>
-      <ul class="histogram" aria-label={`Staleness of ${plural(all, "pull")}`}>
+      <ul class="histogram" aria-label={`Staleness of ${plural(all, noun)}`}>
         {bars.map((entry) => (
-          <li key={entry.age} title={`${plural(entry.pulls, "pull")} (${percent(entry.pulls / all)}) at ${entry.age} behind`}>
+          <li key={entry.age} title={`${plural(entry.pulls, noun)} (${percent(entry.pulls / all)}) at ${entry.age} behind`}>
             <span class="histogram-share" aria-hidden="true">{entry.pulls ? (entry.pulls / all < 0.005 ? "<1%" : percent(entry.pulls / all, 0)) : ""}</span>
             <span class="histogram-bar" aria-hidden="true" style={{ height: `${Math.max(entry.pulls ? 2 : 0, (entry.pulls / most) * 100)}%` }} />
-            <span class="histogram-age">{entry.age}{entry.age === top && widest > top ? "+" : ""}<span class="sr">: {plural(entry.pulls, "pull")}</span></span>
+            <span class="histogram-age">{entry.age}{entry.age === top && widest > top ? "+" : ""}<span class="sr">: {plural(entry.pulls, noun)}</span></span>
           </li>
         ))}
       </ul>
       <p class="card-foot">
-        Mean {mean.toFixed(2)}, widest {count(widest)} over {plural(all, "pull")}
+        Mean {mean.toFixed(2)}, widest {count(widest)} over {plural(all, noun)}
         {bound === null ? "; no bound was set." : widest <= bound ? `; within the bound of ${bound}.` : `; above the bound of ${bound}.`}
       </p>
     </>
