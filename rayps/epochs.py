@@ -6,7 +6,7 @@ A round is one batch of every replica, so an epoch has as many rounds as the str
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rayps.errors import ConfigError
 from rayps.strategy import Phase, phase_ends
@@ -73,6 +73,20 @@ class Calendar:
     def epoch_of(self, number: int) -> int:
         """The epoch of the round with this number."""
         return self.at(number).epoch_of(number)
+
+    def cut(self, planned: int, at: int) -> bool:
+        """Let the phase that was to end at round `planned` end at `at`, and those after it begin the sooner.
+
+        False where there is no such phase: the run has others by now.
+        """
+        number = next((i for i, span in enumerate(self.spans) if span.end == planned and span.begin <= at), None)
+        if number is None:
+            return False
+        self.spans[number] = replace(self.spans[number], end=at)
+        for i in range(number + 1, len(self.spans)):
+            span = self.spans[i]
+            self.spans[i] = replace(span, begin=span.begin - planned + at, end=span.end - planned + at)
+        return True
 
     def after(self, epochs: int) -> int:
         """The rounds that so many whole epochs take."""

@@ -76,7 +76,8 @@ class Rounds:
         leads = Counter(p["lead"] for p in points if p["lead"] is not None)  # a ring has none
         known = [key for key in SECONDS if all(key in p for p in points)]
         mean = {key: sum(p[key] for p in points) / len(points) for key in known}
-        return {
+        said: Point = next((p["said"] for p in points if p.get("said")), {})  # by the strategy, the same on all ranks
+        return said | {
             "kind": "round",
             "round": number,
             "epoch": points[0]["epoch"],
@@ -153,7 +154,7 @@ def history(points: list[Point]) -> pa.Table:
     """The rounds of a run as a table; a round that was run again after a failure appears once, as it counted.
 
     `staleness` is the largest lead in the round; evaluations stand in the row of the round before them, in
-    columns named `evaluation_<metric>`.
+    columns named `evaluation_<metric>`. What a strategy said of its rounds stands in columns of those names.
     """
     rounds: dict[int, Point] = {}
     for point in points:
@@ -165,11 +166,19 @@ def history(points: list[Point]) -> pa.Table:
             for name, value in point["metrics"].items():
                 evaluated.setdefault(f"evaluation_{name}", {})[point["round"] - 1] = value
     order = sorted(rounds)
-    found = {name for point in rounds.values() for name in point}
+    found = {name: None for point in rounds.values() for name in point}
+    known = {"kind", *(name for name, _ in COLUMNS)}
     columns = {
         name: pa.array([rounds[r].get(name) for r in order], kind)
         for name, kind in COLUMNS
         if name in found or not name.startswith("pull")
     }
+    for name in [name for name in found if name not in known]:  # what strategies said; a phase of another one did not
+        values = [rounds[r].get(name) for r in order]
+        columns[name] = pa.array(values, pa.int64() if all(_whole(v) for v in values) else pa.float64())
     columns |= {name: pa.array([by_round.get(r) for r in order], pa.float64()) for name, by_round in evaluated.items()}
     return pa.table(columns)
+
+
+def _whole(value: Any) -> bool:
+    return value is None or (isinstance(value, int) and not isinstance(value, bool))

@@ -6,25 +6,26 @@ data and its random state. `checkpoint` writes it to disk and reads it back.
 Buffers (BatchNorm statistics): each worker keeps its own while it trains; rank 0's are evaluated, saved,
 returned, and given to everyone when a run starts or restarts. Parameters that need no gradient travel with
 them, so that everyone has the same ones.
+
+Where workers learn apart (`Strategy.apart`) `params` are what they agree on (`Strategy.consensus`), and `own` holds
+what each of them has: with it everyone goes on from where it was.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from rayps.apart import Own, below, by_name, moments_of
 from rayps.checkpoint import State
 from rayps.epochs import Calendar, Span
 from rayps.errors import CheckpointError
 from rayps.flat import Layout
 from rayps.optim import Moments
 from rayps.server.ledger import Ledger, anywhere
-
-_OPTIM = "optim/"  # how the names of an optimizer's tensors begin
 
 
 @dataclass(slots=True)
@@ -46,6 +47,11 @@ class Snapshot:
     divided: str = ""  # of which division's columns, one behind another, the ledgers' elements are; "" = the vector's
     columns: int = 1  # workers of one replica
     origin: tuple[int, int] = (0, 0)  # the round and the epoch that `steps_per_epoch` counts from
+    strategy: str = ""  # whose `own` and `shared` are
+    own: dict[int, Own] = field(default_factory=dict)  # by worker, where they learn apart
+    shared: dict[str, Tensor] = field(default_factory=dict)  # what the strategy remembers, the same on all workers
+    ended: list[tuple[int, int]] = field(default_factory=list)  # of phases that met their stop rule: the round at which
+    # each would have ended, and that at which it did
 
     @property
     def round(self) -> int:
@@ -84,7 +90,11 @@ class Snapshot:
         tensors |= {f"buffer/{name}": value for name, value in self.buffers.items()}
         tensors |= {f"rng/{rank}": value for rank, value in self.rng.items()}
         moments, numbers = by_name(self.moments)
-        tensors |= moments
+        tensors |= moments | {f"shared/{name}": value for name, value in self.shared.items()}
+        own_numbers = dict[str, Any]()
+        for rank, own in self.own.items():
+            found, own_numbers[str(rank)] = own.named()
+            tensors |= {f"own/{rank}/{name}": value for name, value in found.items()}
         meta = {
             "parameters": [[e.name, list(e.shape)] for e in self.layout.entries],
             "optimizer_numbers": numbers,
@@ -95,6 +105,7 @@ class Snapshot:
             "columns": self.columns,
             "origin": list(self.origin),
             "ledgers": [[lo, hi, ledger.to_json()] for lo, hi, ledger in self.ledgers],
+            "apart": {"strategy": self.strategy, "numbers": own_numbers, "ended": self.ended},
             **facts,
         }
         return State(tensors, meta)
@@ -105,6 +116,7 @@ class Snapshot:
         shapes = {name: tuple(shape) for name, shape in state.meta["parameters"]}
         layout = Layout.of((name, state.tensors[f"model/{name}"]) for name in shapes)
         params = torch.cat([state.tensors[f"model/{name}"].reshape(-1) for name in shapes])
+        apart = state.meta.get("apart", {})
         return cls(
             layout,
             params,
@@ -118,6 +130,13 @@ class Snapshot:
             divided=state.meta.get("divided", ""),
             columns=state.meta.get("columns", 1),
             origin=tuple(state.meta.get("origin", (0, 0))),
+            strategy=apart.get("strategy", ""),
+            own={
+                int(rank): Own.of(below(f"own/{rank}/", state.tensors), numbers)
+                for rank, numbers in apart.get("numbers", {}).items()
+            },
+            shared=below("shared/", state.tensors),
+            ended=[(planned, at) for planned, at in apart.get("ended", [])],
         )
 
     def check(self, layout: Layout) -> None:
@@ -147,6 +166,7 @@ class Snapshot:
         Raises:
             CheckpointError: it has, and the snapshot lies in the middle of an epoch.
         """
+        self.ended = [(planned, at) for planned, at in self.ended if calendar.cut(planned, at)]
         span = calendar.at(self.round)
         began, epoch = self.origin
         counts_alike = epoch * self.steps_per_epoch - began == span.epoch * span.steps - span.begin
@@ -167,6 +187,16 @@ class Snapshot:
         count = len(self.positions)
         return f"{count} workers" if self.columns == 1 else f"{count} replicas of {self.columns} workers each"
 
+    def under(self, strategy: str, workers: int) -> None:
+        """Go on under a strategy, by name: what workers had apart under another, or when there were more or fewer of
+        them, is dropped, and all go on from what they agreed on.
+        """
+        if self.strategy != strategy:
+            self.shared = {}
+        if self.strategy != strategy or len(self.own) != workers:
+            self.own = {}
+        self.strategy = strategy
+
     def enter(self, span: Span) -> None:
         """Go on under a phase's layout; at its begin all positions are equal, or their number stays the same."""
         if len(self.positions) != span.replicas:
@@ -178,28 +208,6 @@ class Snapshot:
             held = [ledger for _, _, ledger in self.ledgers]
             self.ledgers, self.divided = ([(0, self.layout.size, anywhere(held))] if held else []), ""
         self.columns, self.steps_per_epoch, self.origin = span.columns, span.steps, span.origin
-
-
-def by_name(moments: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
-    """An optimizer's state as tensors by one name each, and its numbers by parameter. Nothing is copied."""
-    tensors, numbers = dict[str, Tensor](), dict[str, dict[str, Any]]()
-    for name, state in moments.items():
-        for key, value in state.items():
-            if isinstance(value, Tensor):
-                tensors[f"{_OPTIM}{name}/{key}"] = value
-            else:
-                numbers.setdefault(name, {})[key] = value
-    return tensors, numbers
-
-
-def moments_of(tensors: Mapping[str, Tensor], numbers: Mapping[str, Mapping[str, Any]]) -> Moments:
-    """What `by_name` was given, found among other tensors."""
-    found: Moments = {name: dict(values) for name, values in numbers.items()}
-    for name, tensor in tensors.items():
-        if name.startswith(_OPTIM):
-            parameter, _, key = name.removeprefix(_OPTIM).rpartition("/")
-            found.setdefault(parameter, {})[key] = tensor
-    return found
 
 
 def _shapes(layout: Layout) -> dict[str, tuple[int, ...]]:

@@ -83,7 +83,7 @@ def for_a_loop(given: Any) -> Strategy:
     if len(phases) > 1:
         raise ConfigError("wrap takes one strategy: a loop of your own changes it by wrapping again", field="strategy")
     chosen = phases[0].strategy
-    if chosen.replica is not None or chosen.steps_locally or chosen.in_place:
+    if chosen.replica is not None or chosen.steps_locally or chosen.in_place or chosen.apart or chosen.federated:
         what = chosen.name if chosen.replica is None else f"{chosen.name} with a replica of several workers"
         raise ConfigError(f"wrap cannot follow {what}: use rayps.train, which makes the loop", field="strategy")
     return chosen

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rayps import optim
+from rayps import keeping, optim
 from rayps.buckets import Buckets
 from rayps.data import Batch
 from rayps.elastic.client.client import ElasticServer
@@ -26,14 +26,13 @@ from rayps.meter import Meter
 from rayps.replica.agree import agreed
 from rayps.replica.build import model_of
 from rayps.replica.optimizer import of_some
-from rayps.replica.part import Part, Whole, number
+from rayps.replica.part import Part, Whole
 from rayps.replica.slice import Slice
 from rayps.ring import Ring
 from rayps.ring.compressed import compressed
 from rayps.runtime.plans import WorkerPart, WorkerPlan
 from rayps.server import Server
 from rayps.server.compressed import compress
-from rayps.server.rule import fitting
 from rayps.snapshot import Snapshot
 from rayps.stepping import clipped, steps_by_reading
 from rayps.user_code import user_code
@@ -66,9 +65,15 @@ class Worker:
         self._norm = workload.clip_norm, tuple(self.rings.values())
         self.server: Any = server
         self.tables: Any = None
+        self.clients: Any = None  # those of a federated job
         self.memory: dict[str, Any] = {}  # what a strategy keeps between its rounds
+        self.shared: dict[str, Any] = {}  # of this, what is the same on all workers
+        self.done, self.reason = False, ""  # whether the strategy has met its stop rule, and why
+        self._said: dict[str, float] = {}  # by the strategy, of the round under way
+        self._events: list[dict[str, Any]] = []
         with user_code("data"):
             self.data = workload.data()
+            self.data.keeps_rows = plan.strategy.keeps_rows
             self.steps_per_epoch = self.data.steps(self.size)
         self.held: Part = self._whole_or_slice(grid.column(plan.rank))
         # gradients lie where the other ranks, or the shards, of this host can read them: no copy is needed
@@ -82,11 +87,16 @@ class Worker:
             self.choices += self._ring_choices()
         elif ring is not None and plan.rank == 0 and plan.size > 1:
             self.choices.append({"kind": "choice", "message": ring.choice, "ring": ring.choices})
+        sent: Any = ring
         if ring is not None and plan.strategy.compression is not None:
-            self.ring, found = compressed(ring, plan.strategy.compression, Gradient(self.flat.packed, 0))
+            sent, found = compressed(ring, plan.strategy.compression, Gradient(self.flat.packed, 0))
             self.choices += [found] if plan.rank == 0 else []
+        self.means = keeping.Means(ring, sent)
+        if not plan.strategy.apart:  # else gradients, where there are some, are of another kind than what is sent
+            self.ring = sent
         self._buckets: Buckets | None = None
-        if isinstance(self.ring, Ring) and plan.division is None and not plan.strategy.in_place:
+        each_step = not plan.strategy.in_place and not plan.strategy.apart and not plan.strategy.federated
+        if isinstance(self.ring, Ring) and plan.division is None and each_step:
             self._buckets = Buckets(self.flat, self.ring, getattr(plan.strategy, "bucket_mb", None))
             self.choices += [self._buckets.choice] if plan.rank == 0 and plan.size > 1 else []
         self.optimizer: Any = self._own_optimizer()
@@ -94,7 +104,7 @@ class Worker:
         self._used: list[bool] = []  # which parameters the latest gradient is of
         self._unused: Collection[int] = ()  # parameters that no rank used in this round
         self._only_reads: bool | None = None  # whether the optimizer may be given what others read too
-        self.load(snapshot)
+        keeping.take_over(self, snapshot)
         if server is not None and device == "cpu":
             server.home = self.flat.vector  # a pull lands in the model at once
         if talk is not None and talk.space.tables:
@@ -157,8 +167,18 @@ class Worker:
         self._samples = batch.size
         return batch.to(self.device) if self.device != "cpu" else batch
 
+    @property
+    def rows(self) -> int:
+        """Rows of this worker's share of the data."""
+        return self.data.share(self.rank, self.size)
+
+    @property
+    def all_rows(self) -> int:
+        """Rows of the data, over all workers."""
+        return self.data.rows()
+
     def _next(self, position: int) -> Batch:
-        epoch, index = self._epoch_of(position)
+        epoch, index = self.epoch_of(position)
         with user_code("data"):
             if epoch != self._epoch:
                 self._epoch = epoch
@@ -178,7 +198,7 @@ class Worker:
         said = [{"kind": "choice", "message": f"{self.place.line(axis)}: {ring.choice}"} for axis, ring in mine.items()]
         return ([{"kind": "rings", "rings": tables}] if tables else []) + (said if self.plan.rank == 0 else [])
 
-    def _epoch_of(self, position: int) -> tuple[int, int]:
+    def epoch_of(self, position: int) -> tuple[int, int]:
         """The epoch, and the number of the batch in it."""
         began, before = self.plan.origin
         epoch, index = divmod(position - began, self.steps_per_epoch)
@@ -252,6 +272,30 @@ class Worker:
                 self.optimizer.step()
         self._meter.compute += time.perf_counter() - began
 
+    def say(self, **numbers: float) -> None:
+        """Numbers for this round's point, the same on all workers; what every point has cannot be said."""
+        self._said |= {name: value if isinstance(value, int) else float(value) for name, value in numbers.items()}
+
+    def event(self, kind: str, message: str, **facts: Any) -> None:
+        """File an event of the job, once this round is over."""
+        self._events.append({"kind": kind, "message": message, **facts})
+
+    def mean(self, vector: Tensor, samples: float = 1.0, *, exact: bool = False) -> Tensor:
+        """See `WorkerView.mean`. Raises LinkError."""
+        return self.means.mean(vector, samples, exact=exact)
+
+    def mean_later(self, vector: Tensor, samples: float = 1.0) -> Tensor:
+        """See `WorkerView.mean_later`."""
+        return self.means.mean_later(vector, samples)
+
+    def arrived(self, parcel: Tensor) -> Tensor:
+        """See `WorkerView.arrived`. Raises LinkError."""
+        return self.means.arrived(parcel)
+
+    def together(self, samples: float, *, momentum: str, buffers: str) -> None:
+        """See `keeping.together`."""
+        keeping.together(self, samples, momentum=momentum, buffers=buffers)
+
     # ---- what runs it
 
     def run(
@@ -270,96 +314,44 @@ class Worker:
         self.strategy.begin(self)
         if self.commit is not None:
             self.commit(self)
-        self._evaluate(report)  # what a death before this generation has cut short
-        while self.position < self.plan.end and not stopped():
-            self._meter.begin()
-            step = self.position
-            if self.tables is not None:
-                self.tables.begin(step)
-            self.strategy.round(self)
-            if self.tables is not None and self.server is None:
-                self.tables.push(step, float(self._samples))
-            report(self._point())
-            if self.commit is not None:
-                self.commit(self)
-            if self.position in self.plan.boundary or self.position == self.wanted:
-                keep(self.part())
-            self._evaluate(report)
+        keeping.evaluate_epoch(self, report)  # what a death before this generation has cut short
+        while self.position < self.plan.end and not self.done and not stopped():
+            self._round(report)
+            at, over = self.position, self.done or self.position >= self.plan.end
+            if (at in self.plan.boundary or at == self.wanted) and not (over and self.strategy.apart):
+                keep(keeping.share(self, together=at in self.plan.boundary))
+            keeping.evaluate_epoch(self, report)
         if not stopped():
             self.strategy.finish(self)
         if self.server is not None and not stopped():
             self.server.settle()
+        if self.server is None and not stopped() and (agreed := self.strategy.consensus(self)) is not None:
+            self.params = agreed
         if not stopped():
-            keep(self.part())  # also for one that replaced a worker at its very end
+            keep(keeping.share(self, together=True))  # also for one that replaced a worker at its very end
 
-    def _evaluate(self, report: Callable[[dict[str, Any]], None]) -> None:
-        """After each epoch but the last, whose evaluation the driver asks for; what was heard is not said again."""
-        at = self.position
-        if self.plan.evaluated < at < self.plan.end and self._epoch_of(at)[1] == 0:
-            own = self.params.clone() if self.strategy.steps_locally else None
-            report({"kind": "evaluation", "round": at, "sums": self.evaluate(self._shared())})
-            if own is not None:
-                self.params = own  # what this worker has learnt since it last pulled
-
-    def _shared(self) -> Tensor | None:
-        """What to evaluate where the servers hold it: in step, only once everyone's pushes of the round are in."""
-        if self.server is None:
-            return None
-        vector: Tensor = self.server.pull() if self.strategy.lockstep else self.server.read()
-        return vector
+    def _round(self, report: Callable[[dict[str, Any]], None]) -> None:
+        self._meter.begin()
+        step = self.position
+        if self.tables is not None:
+            self.tables.begin(step)
+        self.strategy.round(self)
+        if self.tables is not None and self.server is None:
+            self.tables.push(step, float(self._samples))
+        for event in self._events:
+            report({"kind": "event", "event": event})
+        self._events = []
+        report(self._point())
+        if self.commit is not None:
+            self.commit(self)
 
     def evaluate(self, vector: Tensor | None = None) -> dict[str, tuple[float, int]]:
-        """Sums and sample counts of every metric over this worker's share of the evaluation data.
-
-        Means over all workers are the sums divided by the counts. `vector` replaces the parameters first.
-        """
-        if vector is not None:
-            self.params = vector
-        model, sums = self.flat.model, dict[str, tuple[float, int]]()
-        self.held.refresh()
-        model.eval()
-        with torch.no_grad(), user_code("evaluate"):
-            data = self.workload.evaluation_data()
-            for batch in data.batches(rank=self.rank, size=self.size, seed=self.plan.seed, epoch=0):
-                if batch.size:
-                    for name, mean in self.held.evaluate(batch.to(self.device)).items():
-                        total, count = sums.get(name, (0.0, 0))
-                        sums[name] = (total + number(name, mean) * batch.size, count + batch.size)
-        model.train()
-        return sums
-
-    def part(self) -> WorkerPart:
-        """This worker's share of a checkpoint, as copies. What it has pushed is there."""
-        if self.tables is not None:
-            self.tables.settle()
-        lead = self.rank == 0 and self.server is None
-        return WorkerPart(
-            self.position,
-            self.flat.vector.cpu().clone() if lead else None,
-            optim.moments(self.optimizer, self.flat.layout, self.flat.parameters) if lead else {},
-            self.buffers() if self.rank == 0 else {},
-            torch.get_rng_state(),
-        )
+        """See `keeping.evaluated`."""
+        return keeping.evaluated(self, vector)
 
     def buffers(self) -> dict[str, Tensor]:
         """The model's buffers and frozen parameters by name, as copies."""
         return {name: value.detach().cpu().clone() for name, value in self.held.beside.items()}
-
-    def load(self, snapshot: Snapshot) -> None:
-        """Take over parameters, optimizer state, buffers and this rank's random state."""
-        snapshot.check(self.flat.layout)
-        self.params = snapshot.params
-        with torch.no_grad():
-            for name, value in self.held.beside.items():
-                if name in snapshot.buffers:
-                    value.copy_(snapshot.buffers[name])
-        if self.optimizer is not None and self.server is None:
-            moments = fitting(snapshot.moments, self.optimizer)
-            optim.load(self.optimizer, moments, self.flat.layout, self.flat.parameters)
-        if self.plan.rank in snapshot.rng:
-            torch.set_rng_state(snapshot.rng[self.plan.rank])
-        else:  # the ranks that share a layer draw the same numbers
-            torch.manual_seed(self.plan.seed * 1_000_003 + self.plan.rank - self.place.tensor)
 
     def _check(self, loss: Any) -> float:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -370,7 +362,7 @@ class Worker:
         if not math.isfinite(loss.item()):
             raise TrainingError(
                 f"the loss became {loss.item()} on worker-{self.plan.rank} at round {self.position - 1} "
-                f"(epoch {self._epoch_of(self.position - 1)[0] + 1}):\n"
+                f"(epoch {self.epoch_of(self.position - 1)[0] + 1}):\n"
                 "lower the learning rate, clip the gradient, or look for bad values in the data",
                 rank=self.plan.rank,
                 round=self.position - 1,
@@ -379,5 +371,7 @@ class Worker:
 
     def _point(self) -> dict[str, Any]:
         done = self.position - 1
-        point = {"kind": "round", "round": done, "epoch": self._epoch_of(done)[0], **self._meter.point()}
+        point = {"kind": "round", "round": done, "epoch": self.epoch_of(done)[0], **self._meter.point()}
+        if self._said:
+            point, self._said = point | {"said": self._said}, {}
         return point | self.held.facts() | (self.tables.point() if self.tables is not None else {})

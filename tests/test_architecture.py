@@ -13,22 +13,22 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOORS = [
     # pure: no thread, no socket
     "__init__ errors job clock grid partition flat compress metrics strategy strategies user_code logs failpoint "
-    "prox attendance epochs pipeline.schedule pipeline.validate pipeline.simulate pipeline.gantt costs placement "
+    "federated.joining prox attendance epochs pipeline.schedule pipeline.validate pipeline.simulate pipeline.gantt costs placement "
     "federated.forms federated.cohort federated.availability federated.world federated.buffer federated.choices "
     "federated.events",
     # where actors live, and how bytes travel between them
-    "cluster scratch ray_cluster link",
+    "cluster scratch ray_cluster link federated.mailbox federated.signed",
     # the two ways of talking
     "ring optim server tables elastic",
     # what is learnt
-    "tensor data workload checkpoint snapshot embedding buckets worker runtime.plans runtime.decide "
+    "tensor data workload checkpoint apart keeping snapshot embedding buckets worker runtime.plans runtime.decide "
     "pipeline replica meter stepping federated",
     # a run
     "runtime elastic.job elastic.job_tables loop server_group training",
     # the service
     "service client",
     # the command line, which may also train at once and serve; measurements
-    "cli bench",
+    "cli bench federated.outside federated.kept",
 ]
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names.split()}
 SERVICE_MAY = {0, 1, 5}  # the service wing needs neither torch nor the floors of training

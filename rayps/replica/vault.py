@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 from rayps import failpoint
+from rayps.apart import by_name, moments_of
 from rayps.errors import LinkError
 from rayps.link.memory import Memory
 from rayps.optim import Moments
-from rayps.snapshot import by_name, moments_of
 
 SLOTS = 2
 _MAGIC = b"raypsvlt"

@@ -58,6 +58,35 @@ class CompressedRing:
                 self._fold(self._ring._mesh, vector, x.samples)
         return vector
 
+    def mean_async(self, x: Gradient) -> None:
+        """As `mean`, in the background, of a gradient whose spare element becomes 1, or 0 where nobody had a sample.
+
+        `settle` of the ring waits for it; until then `x` must not be touched.
+        """
+        self._ring._mesh.check()
+
+        def work() -> None:
+            x.packed[-1] = 1
+            if self._ring.size > 1:
+                with self._ring._collective():
+                    self._fold(self._ring._mesh, x.vector, x.samples)
+
+        self._ring._later.start(work)
+
+    def feedback(self) -> dict[str, Tensor]:
+        """What was left out so far, by name, as copies; nothing before the first mean."""
+        held = {"sent": self._sent, "folded": self._folded}
+        return {name: memory.residual.cpu().clone() for name, memory in held.items() if memory is not None}
+
+    def restore(self, held: dict[str, Tensor]) -> None:
+        """Go on from what `feedback` gave, on a ring of as many ranks."""
+        self._sent, self._folded = (self._memory(held[name]) for name in ("sent", "folded"))
+
+    def _memory(self, residual: Tensor) -> ErrorFeedback:
+        memory = ErrorFeedback(self._codec, residual.numel(), residual.dtype, residual.device)
+        memory.residual.copy_(residual)
+        return memory
+
     def _fold(self, mesh: Any, vector: Tensor, samples: int) -> None:
         cuts, me = slices(vector.numel(), mesh.size), mesh.rank
         if self._sent is None or self._folded is None or self._sent.residual.numel() != vector.numel():

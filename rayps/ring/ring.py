@@ -135,6 +135,11 @@ class Ring:
         self._mesh.check()
         return self._later.start(lambda: self._fold_now(t, "add", algorithm))
 
+    def settle(self) -> None:
+        """Wait for what is under way in the background. Raises the LinkError that it failed with."""
+        self._later.settle()
+        self._mesh.check()
+
     def mean(self, x: Any, *, in_place: bool = True) -> Tensor:
         """The mean over ranks; of a gradient (`vector` and `samples`), the mean over all samples.
 

@@ -10,12 +10,13 @@ import logging
 import os
 import socket
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rayps.apart import Own
 from rayps.cluster import host_address
 from rayps.errors import PeerLost, RaypsError, StaleGeneration
 from rayps.link import Listener
@@ -53,6 +54,7 @@ class WorkerFacts:
     lines: list[tuple[float, str]] = field(default_factory=list)
     kept_since: int = 0  # pushes below this step are not kept, and are not known to be durable
     cost: Cost | None = None  # of keeping its state for a death
+    met: str | None = None  # why the phase is over before its end, as its strategy's stop rule says
 
 
 class WorkerActor:
@@ -115,8 +117,13 @@ class WorkerActor:
                 raise too_large("worker-0", error) from error
             raise
 
-    def begin(self, plan: WorkerPlan, snapshot: Snapshot) -> None:
-        """End what runs, and start this plan; returns at once. Raises PeerLost when this worker has been closed."""
+    def begin(self, plan: WorkerPlan, snapshot: Snapshot, own: Own | None = None) -> None:
+        """End what runs, and start this plan; returns at once. `own` is what this worker alone has of the state.
+
+        Raises PeerLost when this worker has been closed.
+        """
+        if own is not None:
+            snapshot = replace(snapshot, own={plan.rank: own})
         with self._ending:
             self.abort()
             if self._closed:
@@ -151,6 +158,7 @@ class WorkerActor:
                 self.logs.drain(),
                 0 if self._ties.talk is None else self._ties.talk.kept.since,
                 self._standby.cost,
+                facts.met,
             )
             facts.points = []
             self._standby.asked()
@@ -211,6 +219,8 @@ class WorkerActor:
         with self._lock:
             if not stop.is_set():  # before the peers can notice that this worker has gone
                 self._facts.status, self._facts.error = status, error
+                if self._worker is not None and self._worker.done and error is None:
+                    self._facts.met = self._worker.reason or "it is done"
         if error is not None:
             ties.part()
             ties.close()

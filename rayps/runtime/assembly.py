@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rayps import optim
 from rayps.replica.division import Division
@@ -23,7 +25,7 @@ def assemble(base: Snapshot, workers: dict[int, Any], shards: list[Any]) -> Snap
     none yet.
     """
     from_shards, lead = bool(shards), next(iter(workers.values()))
-    params = torch.cat([part.params for part in shards]) if from_shards else lead.params
+    params = torch.cat([part.params for part in shards]) if from_shards else _agreed(list(workers.values()))
     moments = optim.join([part.moments for part in shards], base.layout) if from_shards else lead.moments
     # shards at a round boundary know how far each worker's pushes got; the slowest shard counts
     positions = (
@@ -42,4 +44,29 @@ def assemble(base: Snapshot, workers: dict[int, Any], shards: list[Any]) -> Snap
         ring=base.ring,
         ledgers=[(part.lo, part.lo + part.params.numel(), part.ledger) for part in shards],
         origin=base.origin,
+        strategy=base.strategy,
+        own={rank: part.own for rank, part in workers.items() if part is not None and part.own is not None},
+        shared={} if lead is None else lead.shared,
     )
+
+
+def in_columns(
+    division: Division, base: Snapshot, columns: list[int], given: list[Any], of: list[list[int]], held: list[Any]
+) -> Snapshot:
+    """As `assemble` where replicas are several workers: `columns` is each worker's, `of` the shards of each column."""
+    parts = []
+    for i, column in enumerate(division.columns):
+        workers = {rank: part for rank, part in enumerate(given) if columns[rank] == i}
+        shards = [held[index] for index in of[i]] if of else []
+        parts.append(assemble(replace(base, layout=column.layout, buffers={}), workers, shards))
+    return division.join(parts, base)
+
+
+def _agreed(parts: list[Any]) -> Tensor:
+    """What workers in step agree on; the mean where they are apart and were not asked together, as for a checkpoint
+    on leaving.
+    """
+    found: Tensor | None = parts[0].params
+    if found is not None:
+        return found
+    return torch.stack([part.own.params for part in parts]).mean(0)

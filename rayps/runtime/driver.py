@@ -183,13 +183,16 @@ class Driver:
         if begin.resumed:
             # an earlier driver of this very run may have died before the evaluation that belongs to the checkpoint
             self._evaluated = self._snapshot.round if self.journal.evaluated is None else self.journal.evaluated
-        for leg in self._legs:
+        for number in range(len(self._legs)):
+            leg = replace(self._legs[number], span=self.calendar.spans[number])  # earlier ones may have ended early
             nothing_left = leg.end == self.calendar.rounds and self._generation == 0  # the workers only evaluate
             if self._snapshot.round < leg.end or nothing_left:
-                self._snapshot.enter(leg.span)
+                leg.enter(self._snapshot, self.spec.workers)
                 leg.tell(self.journal, self._snapshot.round)
                 self.journal.tally = leg.tally(self.workload, self.spec.workers, self._snapshot.layout)
                 self._run_phase(group, leg)
+                if group.met is not None and self._snapshot.round < leg.end:
+                    leg = leg.met(self.journal, self.calendar, self._snapshot.round, group.met)
                 metrics = self._evaluate(group, leg)
                 self.journal.reckon()
         return metrics
@@ -231,7 +234,7 @@ class Driver:
                     self._stop.wait(POLL_SECONDS)
                 case Finish():
                     self._collect(group)
-                    if self._snapshot is not None and self._snapshot.round >= end:
+                    if self._snapshot is not None and (self._snapshot.round >= end or self._over(group)):
                         self._take_in(group, rounds)
                         return None
                     time.sleep(POLL_SECONDS / 4)
@@ -248,6 +251,12 @@ class Driver:
                 case Replace():
                     self._failures += 1
                     self._replace(group, decision)
+
+    def _over(self, group: Group) -> bool:
+        """Whether the newest state is that at which the strategy has met its stop rule."""
+        assert self._snapshot is not None
+        facts = [worker.facts for worker in group.workers]
+        return group.met is not None and all(f.position == self._snapshot.round for f in facts)
 
     def _save_on_leaving(self, group: Group, rounds: Rounds, phase: Phase) -> None:
         """A last checkpoint, of a round that everyone reaches soon; where it takes too long, the one before stays."""

@@ -11,16 +11,15 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from rayps.cluster import Bundle, Cluster
-from rayps.errors import ActorDied, ClusterError, LinkError
+from rayps.errors import ClusterError
 from rayps.grid import Grid
-from rayps.metrics import means
 from rayps.replica.keepers import Bond, Mending
 from rayps.runtime.actors import WorkerFacts
-from rayps.runtime.assembly import assemble, columns_of
+from rayps.runtime.assembly import assemble, columns_of, in_columns
 from rayps.runtime.berths import Berths, reserve
 from rayps.runtime.bonds import halted, tied
 from rayps.runtime.meeting import Meeting
-from rayps.runtime.members import START_SECONDS, Member, place, settle
+from rayps.runtime.members import START_SECONDS, Member, evaluated, place, settle
 from rayps.runtime.plans import Orders, WorkerPlan
 from rayps.runtime.shards import Servers, Shards
 from rayps.snapshot import Snapshot
@@ -168,7 +167,7 @@ class Group:
         self._bonds = tied(self.grid, self.workers, self._line, mending) if self.mends else []
         if any(member.dead for member in self.workers):
             return
-        parts = columns_of(snapshot, orders.division)
+        parts = columns_of(replace(snapshot, own={}), orders.division)
         shared = [self.cluster.share(part) for part in parts]  # nobody is sent more than its column's
         if self.space is not None and self._spaced:
             self.space.begin(orders, snapshot, shared[0])
@@ -179,7 +178,8 @@ class Group:
         for rank, worker in enumerate(self.workers):
             start = snapshot.positions[self.grid.at(rank).data] if mending is None else mending.round
             plan = self._worker_plan(rank, start)
-            replies.append(worker.handle.call("begin", plan, shared[self._column(rank)]))
+            own = (snapshot.own[rank],) if rank in snapshot.own else ()
+            replies.append(worker.handle.call("begin", plan, shared[self._column(rank)], *own))
         settle(replies, self.workers)
 
     def _column(self, rank: int) -> int:
@@ -258,6 +258,13 @@ class Group:
         assert self._orders is not None, "begin() comes first"
         return self._orders
 
+    @property
+    def met(self) -> str | None:
+        """Why the strategy is done before the phase's end, as all workers say; None while it is not."""
+        facts = [worker.facts for worker in self.workers]
+        reasons = [f.met for f in facts if isinstance(f, WorkerFacts) and f.generation == self._known().generation]
+        return reasons[0] if len(reasons) == self.size and None not in reasons else None
+
     # ---- asking
 
     def poll(self) -> list[dict[str, Any]]:
@@ -328,6 +335,8 @@ class Group:
                 return None  # somebody died or is silent: the next polls say who
             if all(part is not None for part in ([*given, *held] if in_step else held)):
                 found = self._assemble(snapshot, given, held)
+                early = [(self._known().end, found.round)] if given[0] is not None and given[0].met else []
+                found.strategy, found.ended = snapshot.strategy, snapshot.ended + early
                 self._collected = found.round
                 return found
         return None
@@ -337,12 +346,9 @@ class Group:
         division = self._known().division
         if division is None:
             return assemble(base, dict(enumerate(given)), held)
-        parts = []
-        for i, column in enumerate(division.columns):
-            workers = {rank: part for rank, part in enumerate(given) if self._column(rank) == i}
-            shards = [held[index] for index in self._fixed.of(i)] if held else []
-            parts.append(assemble(replace(base, layout=column.layout, buffers={}), workers, shards))
-        return division.join(parts, base)
+        columns = [self._column(rank) for rank in range(self.size)]
+        of = [list(self._fixed.of(i)) for i in range(len(division.columns))] if held else []
+        return in_columns(division, base, columns, given, of, held)
 
     def saved(self, snapshot: Snapshot) -> None:
         """Tell the servers that the driver has this state: what it holds need not be said again."""
@@ -377,19 +383,7 @@ class Group:
         parts = columns_of(snapshot, self._known().division)
         shared = [(self.cluster.share(part.params), part.buffers) for part in parts]
         replies = [w.handle.call("evaluate", *shared[self._column(rank)]) for rank, w in enumerate(self.workers)]
-        found, torn = [], list[tuple[Member, str]]()
-        for worker, reply in zip(self.workers, replies, strict=True):
-            try:
-                found.append(reply.result(timeout))
-            except ActorDied as error:
-                worker.dead = str(error.data.get("reason", error))
-            except TimeoutError:
-                worker.dead = f"it did not evaluate within {timeout:g} s"
-            except LinkError as error:  # within its replica
-                torn.append((worker, str(error)))
-        if torn and not any(worker.dead for worker in self.workers):  # else the dead one is why
-            torn[0][0].dead = torn[0][1]
-        return means(found) if len(found) == self.size else None
+        return evaluated(self.workers, replies, timeout)
 
 
 def _servers(orders: Orders) -> int:

@@ -60,11 +60,15 @@ class Journal:
             self._on_event(event)
 
     def choices(self, points: list[Point]) -> list[Point]:
-        """File what workers chose, and why, as events; the points that are left, which the tally hears."""
+        """File what workers chose, and why, and what strategies tell, as events; the points that are left, which the
+        tally hears.
+        """
         for point in points:
             if point["kind"] == "choice":
                 self.event(**point)
-        left = [point for point in points if point["kind"] not in ("choice", "rings")]
+            elif point["kind"] == "event":
+                self.event(**point["event"])
+        left = [point for point in points if point["kind"] not in ("choice", "rings", "event")]
         for event in self.tally.hear(left) if self.tally is not None else ():
             self.event(**event)
         return left

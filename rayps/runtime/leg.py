@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from rayps.epochs import Span
+from rayps.epochs import Calendar, Span
 from rayps.flat import Layout
 from rayps.job import JobSpec
 from rayps.replica.divide import words
@@ -14,6 +14,7 @@ from rayps.runtime.journal import Journal
 from rayps.runtime.plans import Orders
 from rayps.runtime.tally import Tally
 from rayps.server.shard import Boundary
+from rayps.snapshot import Snapshot
 from rayps.strategy import Phase
 from rayps.workload import Workload
 
@@ -31,11 +32,26 @@ class Leg:
         """The round after which it is over."""
         return self.span.end
 
+    @property
+    def name(self) -> str:
+        """That of its strategy."""
+        return self.phase.strategy.name or type(self.phase.strategy).__name__
+
+    def enter(self, snapshot: Snapshot, workers: int) -> None:
+        """Let a state go on in this phase."""
+        snapshot.enter(self.span)
+        snapshot.under(self.name, workers)
+
+    def met(self, journal: Journal, calendar: Calendar, at: int, reason: str) -> Leg:
+        """File that its strategy's stop rule was met after round `at`, and end it there: so it is now."""
+        journal.event("met", f"{self.name} ends after round {at} of {self.end}: {reason}", round=at, end=self.end)
+        calendar.cut(self.end, at)
+        return replace(self, span=replace(self.span, end=at))
+
     def tell(self, journal: Journal, now: int) -> None:
         """File that it begins, after round `now`."""
         strategy = self.phase.strategy
-        name = strategy.name or type(strategy).__name__
-        journal.event("phase", f"{name} until round {self.end}", round=now, end=self.end, strategy=strategy.name)
+        journal.event("phase", f"{self.name} until round {self.end}", round=now, end=self.end, strategy=strategy.name)
         if self.division is not None:
             journal.event("divided", words(self.division), columns=self.division.facts())
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rayps.cluster import Handle, Reply
-from rayps.errors import ClusterError
+from rayps.errors import ActorDied, ClusterError, LinkError
+from rayps.metrics import means
 from rayps.runtime.actors import Place
 
 START_SECONDS = 180.0  # a process has this long to start and to import torch
@@ -83,3 +84,20 @@ def settle(replies: Sequence[Reply], members: Sequence[Member]) -> None:
     for reply, member in zip(replies, members, strict=True):
         member.question, member.facts = None, None
         member.heard(reply)
+
+
+def evaluated(members: Sequence[Member], replies: Sequence[Reply], timeout: float) -> dict[str, float] | None:
+    """The means of every metric from everyone's answers; None when one was lost meanwhile: it counts as dead."""
+    found, torn = [], list[tuple[Member, str]]()
+    for member, reply in zip(members, replies, strict=True):
+        try:
+            found.append(reply.result(timeout))
+        except ActorDied as error:
+            member.dead = str(error.data.get("reason", error))
+        except TimeoutError:
+            member.dead = f"it did not evaluate within {timeout:g} s"
+        except LinkError as error:  # within its replica
+            torn.append((member, str(error)))
+    if torn and not any(member.dead for member in members):  # else the dead one is why
+        torn[0][0].dead = torn[0][1]
+    return means(found) if len(found) == len(members) else None

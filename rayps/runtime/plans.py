@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from rayps import optim
+from rayps.apart import Own
 from rayps.elastic.space import Space
 from rayps.replica.division import Division
 from rayps.replica.keepers import Bond
@@ -76,3 +77,6 @@ class WorkerPart:
     moments: optim.Moments
     buffers: dict[str, Tensor]
     rng: Tensor
+    own: Own | None = None  # where workers learn apart
+    shared: dict[str, Tensor] = field(default_factory=dict)  # of rank 0
+    met: bool = False  # the phase ends here: its strategy has met its stop rule

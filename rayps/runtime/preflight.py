@@ -80,7 +80,13 @@ def preflight(workload: Workload, phases: list[Phase], spec: JobSpec) -> Finding
         said = dict.fromkeys(strategy.scale_warning(grid.data) for strategy, grid in both)
         if any(said) and optim.ignores_scale(workload.optimizer, layout):
             warnings += [each for each in said if each]
-    return Findings([data.steps(grid.data) for grid in grids], warnings, tables, divisions)
+    return Findings([_steps(data, strategy, grid) for strategy, grid in both], warnings, tables, divisions)
+
+
+def _steps(data: Data, strategy: Strategy, grid: Grid) -> int:
+    """Rounds of an epoch. Raises DataError, ConfigError: no worker could keep its rows."""
+    data.keeps_rows = strategy.keeps_rows
+    return data.steps(grid.data)
 
 
 def _division(

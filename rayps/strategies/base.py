@@ -22,8 +22,21 @@ class WorkerView(Protocol):
     ring: Any
     server: Any
     tables: Any
+    clients: Any  # of the data, where the strategy is federated
     params: Any
-    memory: dict[str, Any]  # what a round leaves to the next; empty when a worker begins, or is replaced
+    memory: dict[str, Any]  # what a round leaves to the next; empty when a worker begins, or is replaced: but where
+    # workers learn apart its tensors come back with the worker's own parameters, moments and buffers
+    shared: dict[str, Any]  # tensors that are the same on all workers; they come back as long as the strategy goes on
+    done: bool  # set by all workers in the same round: the strategy has met its stop rule, and the phase ends here
+    reason: str  # why, in words
+
+    @property
+    def rows(self) -> int:
+        """Rows of this worker's share of the data."""
+
+    @property
+    def all_rows(self) -> int:
+        """Rows of the data, over all workers."""
 
     def batch(self) -> Any:
         """The next batch of this worker's share of the data."""
@@ -36,6 +49,26 @@ class WorkerView(Protocol):
 
     def step(self, grad: Any) -> None:
         """Let this worker's own optimizer apply a gradient vector."""
+
+    def say(self, **numbers: float) -> None:
+        """Numbers for this round's point, the same on all workers: they stand in the history by these names."""
+
+    def event(self, kind: str, message: str, **facts: Any) -> None:
+        """File an event of the job; for one worker to call, such as rank 0."""
+
+    def mean(self, vector: Any, samples: float = 1.0, *, exact: bool = False) -> Any:
+        """The mean over workers of a vector, weighted by `samples`, as a new one; zeros where nobody has any. It
+        travels by `compression`, unless it must be `exact`.
+        """
+
+    def mean_later(self, vector: Any, samples: float = 1.0) -> Any:
+        """As `mean`, in the background: a tensor to be kept in `memory`, untouched, until `arrived` is asked for it."""
+
+    def arrived(self, parcel: Any) -> Any:
+        """The mean that `mean_later` has sent for; waits for it."""
+
+    def together(self, samples: float, *, momentum: str, buffers: str) -> None:
+        """What a meeting does to moments ("keep", "reset", "average") and to buffers ("keep", "average")."""
 
 
 class ShardView(Protocol):
@@ -76,6 +109,15 @@ class Strategy:
     in_place: ClassVar[bool] = False  # all workers, on one host, step one vector in memory that they share
     spans: ClassVar[bool] = False  # a push stands for all rounds since the one before; else for one
     fixed_servers: ClassVar[bool] = False  # an elastic server group cannot serve it
+    apart: ClassVar[bool] = False  # workers hold parameters of their own between meetings: see `consensus`
+    federated: ClassVar[bool] = False  # it learns from the clients of the data
+    keeps_rows: bool = False  # a worker has the same rows in every epoch
+    evaluate_every: int = 1  # epochs between evaluations
+
+    @property
+    def remote(self) -> bool:
+        """Whether it learns from clients outside of the cluster."""
+        return False
 
     @property
     def servers(self) -> int:
@@ -119,6 +161,14 @@ class Strategy:
 
     def finish(self, w: WorkerView) -> None:
         """What a worker does after its last round."""
+
+    def consensus(self, w: WorkerView) -> Any:
+        """What all workers would agree on if training ended now, as a vector; None = `w.params`.
+
+        All call it together: for checkpoints, for evaluations, and after `finish`, when everyone takes it over. It
+        leaves what is being learnt as it is.
+        """
+        return None
 
     def scale_warning(self, workers: int) -> str | None:
         """What to say where the optimizer takes steps of the same size whatever the gradient's; None = nothing."""
