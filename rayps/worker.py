@@ -21,6 +21,7 @@ from rayps.elastic.client.client import ElasticServer
 from rayps.elastic.client.talk import Talk
 from rayps.embedding import bind
 from rayps.errors import TrainingError, WorkloadError
+from rayps.federated.engine import Engine
 from rayps.flat import FlatModel, Gradient
 from rayps.meter import Meter
 from rayps.replica.agree import agreed
@@ -74,31 +75,17 @@ class Worker:
         with user_code("data"):
             self.data = workload.data()
             self.data.keeps_rows = plan.strategy.keeps_rows
-            self.steps_per_epoch = self.data.steps(self.size)
+            self.steps_per_epoch = 1 if plan.strategy.federated else self.data.steps(self.size)
         self.held: Part = self._whole_or_slice(grid.column(plan.rank))
         # gradients lie where the other ranks, or the shards, of this host can read them: no copy is needed
-        shared = ring if ring is not None else server
+        shared = None if plan.strategy.federated else ring if ring is not None else server
         buffer, home = (None if shared is None else shared.buffer), None
         if plan.strategy.in_place and ring is not None:
             buffer, home = None, ring.common
         self.flat = FlatModel(self.held.module, buffer, (self.held.layout, self.held.parameters), home)
         self.choices: list[dict[str, Any]] = []  # what was chosen here, as events
-        if plan.division is not None:
-            self.choices += self._ring_choices()
-        elif ring is not None and plan.rank == 0 and plan.size > 1:
-            self.choices.append({"kind": "choice", "message": ring.choice, "ring": ring.choices})
-        sent: Any = ring
-        if ring is not None and plan.strategy.compression is not None:
-            sent, found = compressed(ring, plan.strategy.compression, Gradient(self.flat.packed, 0))
-            self.choices += [found] if plan.rank == 0 else []
-        self.means = keeping.Means(ring, sent)
-        if not plan.strategy.apart:  # else gradients, where there are some, are of another kind than what is sent
-            self.ring = sent
         self._buckets: Buckets | None = None
-        each_step = not plan.strategy.in_place and not plan.strategy.apart and not plan.strategy.federated
-        if isinstance(self.ring, Ring) and plan.division is None and each_step:
-            self._buckets = Buckets(self.flat, self.ring, getattr(plan.strategy, "bucket_mb", None))
-            self.choices += [self._buckets.choice] if plan.rank == 0 and plan.size > 1 else []
+        self._choose(ring)
         self.optimizer: Any = self._own_optimizer()
         self._mean: Tensor | None = None  # of the gradients, where the ring's ranks share it
         self._used: list[bool] = []  # which parameters the latest gradient is of
@@ -124,6 +111,27 @@ class Worker:
         self._coming: Batch | None = None  # the batch after this one, where its rows are looked up ahead
         self._samples = 0  # of the batch under way
         self._meter = Meter(self.ring, self.server, self.tables, list(self.rings.values()))
+        if plan.strategy.federated:
+            self.clients = Engine(self)
+
+    def _choose(self, ring: Ring | None) -> None:
+        """How gradients and means travel around the ring; the choices as events."""
+        plan = self.plan
+        if plan.division is not None:
+            self.choices += self._ring_choices()
+        elif ring is not None and plan.rank == 0 and plan.size > 1:
+            self.choices.append({"kind": "choice", "message": ring.choice, "ring": ring.choices})
+        sent: Any = ring
+        if ring is not None and plan.strategy.compression is not None:
+            sent, found = compressed(ring, plan.strategy.compression, Gradient(self.flat.packed, 0))
+            self.choices += [found] if plan.rank == 0 else []
+        self.means = keeping.Means(ring, sent)
+        if not plan.strategy.apart:  # else gradients, where there are some, are of another kind than what is sent
+            self.ring = sent
+        each_step = not plan.strategy.in_place and not plan.strategy.apart and not plan.strategy.federated
+        if isinstance(self.ring, Ring) and plan.division is None and each_step:
+            self._buckets = Buckets(self.flat, self.ring, getattr(plan.strategy, "bucket_mb", None))
+            self.choices += [self._buckets.choice] if plan.rank == 0 and plan.size > 1 else []
 
     def _own_optimizer(self) -> torch.optim.Optimizer | None:
         """What steps this worker's parameters; None where only servers do."""
