@@ -184,7 +184,7 @@ class Client:
             raise Unauthorized(
                 f"there is no token in {self._state_dir}: give the service's state directory in RAYPS_STATE_DIR (what "
                 "`rayps serve`\nwas given as --state-dir), or its token in RAYPS_TOKEN", status=401)
-        return _checked(answer)
+        return checked(answer)
 
     def _unreachable(self, error: Exception | None) -> Unreachable:
         cause = f" ({error})" if error is not None and str(error) else ""
@@ -311,7 +311,8 @@ def _events(lines: Iterator[str]) -> Iterator[tuple[str, Any, str]]:
             at = value
 
 
-def _checked(answer: httpx2.Response) -> Any:
+def checked(answer: httpx2.Response) -> Any:
+    """The JSON of an answer; what it says went wrong is raised, by its status."""
     if answer.is_success:
         return answer.json() if answer.content else None
     try:

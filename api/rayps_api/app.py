@@ -10,14 +10,17 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 from fastapi import FastAPI
 
+from rayps.federated.signed import Key
+from rayps.service.client_tokens import ClientTokens
 from rayps.service.groups import Groups
 from rayps.service.ray_place import place as choose
 from rayps.service.scheduler import Place, Scheduler
 from rayps.service.settings import Settings
 from rayps.service.store import Store
-from rayps_api import pages, problems, routes_jobs, routes_root, routes_servers, stream
+from rayps_api import pages, problems, routes_clients, routes_jobs, routes_root, routes_servers, stream
 from rayps_api.guard import Guard
 from rayps_api.schemas import FIELDS, GROUP_FIELDS
+from rayps_api.schemas_clients import CLIENT_FIELDS
 from rayps_api.service import Service
 
 log = logging.getLogger(__name__)
@@ -40,7 +43,8 @@ def create_app(settings: Settings, *, place: Place | None = None, keep: bool = F
         scheduler = Scheduler(store, place or choose(settings), settings.jobs_dir)
         groups = Groups(scheduler, settings.servers_dir)
         scheduler.group_hinders, scheduler.group_ended = groups.hinders, groups.ended
-        app.state.service = Service(settings, store, scheduler, groups)
+        tokens = ClientTokens(store, Key.kept(settings.client_key))
+        app.state.service = Service(settings, store, scheduler, groups, tokens)
         if started is not None:
             await started(app.state.service)
         ticking = asyncio.gather(scheduler.run(), groups.run())
@@ -61,8 +65,10 @@ def create_app(settings: Settings, *, place: Place | None = None, keep: bool = F
                   docs_url=None, redoc_url=None, openapi_url=None)
     app.state.failures = deque()
     app.add_middleware(Guard, settings=settings, failures=app.state.failures)
-    problems.install(app, {"/api/v1/jobs": FIELDS, "/api/v1/server-groups": GROUP_FIELDS})
-    for router in (routes_jobs.router, routes_servers.router, routes_root.router, stream.router):
+    problems.install(app, {"/api/v1/jobs": FIELDS, "/api/v1/server-groups": GROUP_FIELDS,
+                           "/api/v1/client": CLIENT_FIELDS})
+    routers = routes_jobs.router, routes_servers.router, routes_clients.router, routes_root.router, stream.router
+    for router in routers:
         app.include_router(router)
     pages.install(app)
     return app

@@ -18,6 +18,7 @@ from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from rayps.federated.signed import is_client_token
 from rayps.service.settings import LOOPBACK, Settings
 from rayps.service.store import Store
 from rayps_api.problems import problem
@@ -26,6 +27,8 @@ log = logging.getLogger(__name__)
 
 COOKIE = "rayps_session"
 BODY_LIMIT = 1_000_000
+UPDATE_LIMIT = 16 * 2**30
+_CLIENTS = "/api/v1/client/"
 _OPEN = {("GET", "/healthz"), ("HEAD", "/healthz"), ("GET", "/readyz"), ("HEAD", "/readyz"),
          ("POST", "/api/v1/session")}
 _PRIVATE = ("/metrics", "/openapi.json", "/docs")
@@ -49,6 +52,7 @@ class Guard:
 
     def __init__(self, app: ASGIApp, settings: Settings, failures: deque[float]) -> None:
         self._app = RequestBodyLimitMiddleware(app, BODY_LIMIT)
+        self._updates = RequestBodyLimitMiddleware(app, UPDATE_LIMIT)  # of clients; its route knows the exact limit
         self._hosts = {*LOOPBACK, settings.host, *settings.allowed_hosts}
         self._failures = failures
 
@@ -82,7 +86,8 @@ class Guard:
             if refused is not None:
                 await refused(scope, receive, dressed)
             else:
-                await self._app(scope, receive, dressed)
+                app = self._updates if "rayps_grant" in scope and _is_update(request) else self._app
+                await app(scope, receive, dressed)
         except Exception:  # the last net: no traceback leaves the service
             log.exception("request %s %s %s failed", scope["request_id"], request.method, scope["path"])
             if not started:
@@ -96,8 +101,9 @@ class Guard:
             return problem(request, 400, code="bad_host",
                            detail=f"Host {host[:100]!r} is not answered here: name it with --allow-host")
         length = request.headers.get("content-length", "0")
-        if not length.isdigit() or int(length) > BODY_LIMIT:
-            return problem(request, 413, f"a body may have {BODY_LIMIT} bytes at most")
+        limit = UPDATE_LIMIT if _is_update(request) else BODY_LIMIT
+        if not length.isdigit() or int(length) > limit:
+            return problem(request, 413, f"a body may have {limit} bytes at most")
         path = request.scope["path"]
         origin = request.headers.get("origin")
         writes = request.method not in _READS
@@ -111,6 +117,8 @@ class Guard:
         store: Store = request.app.state.service.store
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
         cookie = request.cookies.get(COOKIE)
+        if scheme.lower() == "bearer" and is_client_token(token.strip()):
+            return await self._client(request, token.strip())
         if scheme.lower() == "bearer" and token:
             if await store.knows(token.strip()):
                 request.scope["rayps_known"] = True
@@ -121,6 +129,18 @@ class Guard:
             request.scope["rayps_known"] = True
             return None
         return self.failed(request)
+
+    async def _client(self, request: Request, token: str) -> Response | None:
+        """A federated client: it may do what is a client's, and nothing else."""
+        running = request.app.state.service
+        grant = await running.client_tokens.grant(token)
+        if grant is None:
+            return self.failed(request, "this client's token is wrong, was revoked, or is past its time: ask whom you "
+                               "have it from for another (`rayps token create`)")
+        if not request.scope["path"].startswith(_CLIENTS):
+            return problem(request, 403, f"a client's token is good for {_CLIENTS}* only", code="client_only")
+        request.scope["rayps_grant"] = grant
+        return None
 
     def failed(self, request: Request, detail: str | None = None) -> Response:
         """The answer to somebody unknown; after many of those in a minute, 429. The known never see it."""
@@ -135,6 +155,11 @@ class Guard:
             request, 401, detail or "the token is missing, wrong or revoked: send `Authorization: Bearer "
             "rps_...`; `rayps serve` keeps it in the file `token` of its state directory",
             headers={"WWW-Authenticate": "Bearer"})
+
+
+def _is_update(request: Request) -> bool:
+    path = request.scope["path"]
+    return request.method == "PUT" and path.startswith(f"{_CLIENTS}rounds/") and path.endswith("/update")
 
 
 def _host(header: str) -> str:

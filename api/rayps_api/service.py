@@ -11,6 +11,8 @@ from typing import Annotated, Any
 from fastapi import Depends, Request
 
 from rayps.errors import Unauthorized
+from rayps.federated.mailbox import FOLDER, Mailbox
+from rayps.service.client_tokens import ClientTokens
 from rayps.service.groups import Groups
 from rayps.service.scheduler import Scheduler, read_json
 from rayps.service.settings import Settings
@@ -29,15 +31,21 @@ class Service:
     store: Store
     scheduler: Scheduler
     groups: Groups
+    client_tokens: ClientTokens
     rollups: Rollups = field(default_factory=Rollups)
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     streams: int = 0
+    receiving: int = 0  # updates of clients
     requests: int = 0
     _progress: OrderedDict[str, tuple[int, dict[str, Any] | None]] = field(default_factory=OrderedDict)
 
     def folder(self, job_id: str) -> Path:
         """A job's folder."""
         return self.settings.jobs_dir / job_id
+
+    def mailbox(self, job_id: str) -> Mailbox:
+        """Where the real clients of a job leave their updates."""
+        return Mailbox(self.folder(job_id) / FOLDER)
 
     async def record(self, job_id: str) -> Record:
         """A job of the store, by its id or the beginning of it.

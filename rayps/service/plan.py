@@ -184,7 +184,7 @@ def _mirrored(job: Facts) -> list[Action]:
     except ValueError:
         status = Status.STARTING if job.status is Status.UNKNOWN else job.status
     steady = status is Status.RUNNING
-    held_back = (said.get("server_group") or {}).get("held_back")
+    held_back = (said.get("server_group") or {}).get("held_back") or said.get("waits")
     reason = held_back if steady else str(said["message"]) if said.get("message") else job.reason
     if status is not job.status and may_move(job.status, status) and not status.terminal:
         return [Show(job.id, status, reason, told=job.status is not Status.UNKNOWN)]

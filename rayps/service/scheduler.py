@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from rayps.cluster import Cluster, Handle, Reply
 from rayps.errors import ClusterError, ConfigError, Conflict, RaypsError
+from rayps.federated.mailbox import FOLDER, Mailbox
 from rayps.job import JobSpec, Status, may_move
 from rayps.service.plan import Action, Ask, Bundle, Facts, Kill, Seal, Show, Start, Wait, needs, plan
 from rayps.service.store import Record, Store
@@ -224,6 +225,8 @@ class Scheduler:
             progress = read_json(folder / "progress.json")
             if progress is not None and progress.get("time", 0) < (record.attempt_at or 0):
                 progress = None  # of the attempt before
+        if progress is not None:
+            progress["waits"] = Mailbox(folder / FOLDER).standing()  # of a job whose clients are real
         asked = record.stop_requested_at
         return Facts(
             record.id, record.name, record.status, record.reason, needs(record.spec), record.attempt,

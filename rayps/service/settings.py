@@ -76,6 +76,11 @@ class Settings:
         return self.state_dir / "token"
 
     @property
+    def client_key(self) -> Path:
+        """The private key that signs what federated clients are told, mode 0600."""
+        return self.state_dir / "clients.key"
+
+    @property
     def service_file(self) -> Path:
         """Where the running service says its address and process."""
         return self.state_dir / "service.json"

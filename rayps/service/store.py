@@ -104,10 +104,15 @@ class Store:
         await self._reader.dispose()
 
     @asynccontextmanager
-    async def _write(self) -> AsyncIterator[AsyncConnection]:
+    async def writing(self) -> AsyncIterator[AsyncConnection]:
+        """A transaction that writes; one at a time."""
         async with self._writer.begin() as tx:
             yield tx
         self.version += 1  # after the commit: who sees the new number reads the new rows
+
+    def reading(self) -> AsyncConnection:
+        """A connection that reads, for `async with`."""
+        return self._reader.connect()
 
     # jobs
 
@@ -121,7 +126,7 @@ class Store:
         now = time.time() if now is None else now
         text = json.dumps(spec.to_dict(), sort_keys=True)
         digest = _sha256(text)
-        async with self._write() as tx:
+        async with self.writing() as tx:
             if key is not None:
                 row = (await tx.execute(_jobs.select().where(_jobs.c.idempotency_key == key))).first()
                 if row is not None:
@@ -144,7 +149,7 @@ class Store:
         Raises:
             NotFound: when there is none of that id.
         """
-        async with self._reader.connect() as tx:
+        async with self.reading() as tx:
             return await _get(tx, job_id)
 
     async def find(self, text: str) -> Record:
@@ -158,7 +163,7 @@ class Store:
         query = _jobs.select().where(_jobs.c.id.startswith(start)).order_by(_jobs.c.id).limit(3)
         found = []
         if FEWEST_LETTERS <= len(start) <= ID_LETTERS:
-            async with self._reader.connect() as tx:
+            async with self.reading() as tx:
                 found = [_record(row) for row in await tx.execute(query)]
         if not found:
             few = 0 < len(start) < FEWEST_LETTERS
@@ -178,19 +183,19 @@ class Store:
             query = query.where(_jobs.c.status.in_([s.value for s in status]))
         if before is not None:
             query = query.where(_jobs.c.id < before)
-        async with self._reader.connect() as tx:
+        async with self.reading() as tx:
             return [_record(row) for row in await tx.execute(query)]
 
     async def live(self) -> list[Record]:
         """Every job that has not ended, oldest first."""
         query = _jobs.select().where(_jobs.c.status.in_(_LIVE)).order_by(_jobs.c.id)
-        async with self._reader.connect() as tx:
+        async with self.reading() as tx:
             return [_record(row) for row in await tx.execute(query)]
 
     async def counts(self) -> dict[str, int]:
         """How many jobs there are of each status."""
         query = sa.select(_jobs.c.status, sa.func.count()).group_by(_jobs.c.status)
-        async with self._reader.connect() as tx:
+        async with self.reading() as tx:
             return {row[0]: row[1] for row in await tx.execute(query)}
 
     async def move(self, job_id: str, new: Status, *, message: str | None, old: Status | None = None,
@@ -204,7 +209,7 @@ class Store:
             NotFound: when there is no such job.
         """
         now = time.time() if now is None else now
-        async with self._write() as tx:
+        async with self.writing() as tx:
             found = await _get(tx, job_id)
             if (old is not None and found.status is not old) or not may_move(found.status, new):
                 raise Conflict(f"job {job_id} is {found.status}: it cannot become {new}",
@@ -227,7 +232,7 @@ class Store:
             Conflict: when the job has ended, or that attempt has begun already.
         """
         now = time.time() if now is None else now
-        async with self._write() as tx:
+        async with self.writing() as tx:
             found = await _get(tx, job_id)
             if found.status.terminal or found.attempt >= attempt:
                 raise Conflict(f"job {job_id} is {found.status} in attempt {found.attempt}: "
@@ -239,7 +244,7 @@ class Store:
 
     async def explain(self, job_id: str, reason: str | None) -> None:
         """Say why a living job stands where it stands; an ended one keeps its last word."""
-        async with self._write() as tx:
+        async with self.writing() as tx:
             await tx.execute(_jobs.update().where(
                 _jobs.c.id == job_id, _jobs.c.status.in_(_LIVE), _jobs.c.reason.is_distinct_from(reason),
             ).values(reason=reason))
@@ -252,7 +257,7 @@ class Store:
             NotFound: when there is no such job.
         """
         now = time.time() if now is None else now
-        async with self._write() as tx:
+        async with self.writing() as tx:
             found = await _get(tx, job_id)
             if found.status.terminal:
                 raise Conflict(f"job {job_id} has ended already: {found.status}", job=job_id, status=409,
@@ -265,7 +270,7 @@ class Store:
     async def interrupt(self) -> int:
         """Mark every job that has a driver: its Ray ends on purpose, which is no failure. Gives how many."""
         held = [s for s in _LIVE if s != Status.QUEUED.value]
-        async with self._write() as tx:
+        async with self.writing() as tx:
             result = await tx.execute(_jobs.update().where(_jobs.c.status.in_(held)).values(interrupted=True))
             return cast("sa.CursorResult[Any]", result).rowcount
 
@@ -273,7 +278,7 @@ class Store:
         """What the scheduler noted about a job, oldest first, after the given id."""
         query = _events.select().where(_events.c.job_id == job_id, _events.c.id > after).order_by(
             _events.c.id).limit(limit)
-        async with self._reader.connect() as tx:
+        async with self.reading() as tx:
             return [{"seq": r.id, "time": r.time, "kind": r.kind, "message": r.message, "attempt": r.attempt}
                     for r in await tx.execute(query)]
 
@@ -295,12 +300,12 @@ class Store:
         query = sa.select(_tokens.c.hash).where(
             _tokens.c.hash == _sha256(secret), _tokens.c.revoked_at.is_(None),
             sa.or_(_tokens.c.expires_at.is_(None), _tokens.c.expires_at > now))
-        async with self._reader.connect() as tx:
+        async with self.reading() as tx:
             return (await tx.execute(query)).first() is not None
 
     async def revoke(self, secret: str) -> None:
         """Make a token or a session unknown from now on."""
-        async with self._write() as tx:
+        async with self.writing() as tx:
             await tx.execute(_tokens.update().where(_tokens.c.hash == _sha256(secret)).values(
                 revoked_at=time.time()))
 
@@ -308,7 +313,7 @@ class Store:
         """A code that one browser may exchange for a session within five minutes, once."""
         now = time.time() if now is None else now
         code = secrets.token_urlsafe(24)
-        async with self._write() as tx:
+        async with self.writing() as tx:
             await tx.execute(_codes.delete().where(_codes.c.expires_at < now))
             await tx.execute(_codes.insert().values(hash=_sha256(code), expires_at=now + _CODE_SECONDS))
         return code
@@ -316,7 +321,7 @@ class Store:
     async def login(self, code: str, now: float | None = None) -> str | None:
         """The session for a code, or None when the code is unknown, used or past its time."""
         now = time.time() if now is None else now
-        async with self._write() as tx:
+        async with self.writing() as tx:
             used = await tx.execute(_codes.delete().where(
                 _codes.c.hash == _sha256(code), _codes.c.expires_at > now))
             if cast("sa.CursorResult[Any]", used).rowcount != 1:
@@ -325,7 +330,7 @@ class Store:
 
     async def _mint(self, kind: str, expires_at: float | None) -> str:
         secret = f"rps_{secrets.token_urlsafe(32)}"
-        async with self._write() as tx:
+        async with self.writing() as tx:
             await tx.execute(_tokens.insert().values(
                 hash=_sha256(secret), kind=kind, created_at=time.time(), expires_at=expires_at))
         return secret

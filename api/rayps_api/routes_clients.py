@@ -1,0 +1,338 @@
+"""The routes of real federated clients, and those by which a user lets them in.
+
+A client may do what stands under /api/v1/client and nothing else; it sees its own orders, never those of others. All
+of it is files in the job's folder (`rayps.federated.mailbox`): the service may be started again at any moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Header, HTTPException, Query, Request, Response
+from fastapi import Path as InPath
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.requests import ClientDisconnect
+
+from rayps.errors import ConfigError, Conflict
+from rayps.federated.mailbox import Mailbox, Member, Order
+from rayps.federated.signed import order_text
+from rayps.service.client_tokens import Grant
+from rayps.service.store import Record
+from rayps.strategy import parse
+from rayps_api.schemas import problems
+from rayps_api.schemas_clients import (
+    ClientsOut,
+    JoinIn,
+    JoinOut,
+    NewToken,
+    TokenIn,
+    TokenOut,
+    TokensOut,
+    UpdateOut,
+    WorkOut,
+)
+from rayps_api.service import Known, Service
+
+LONGEST_WAIT = 30.0
+_PAUSE = 0.1
+_SEEN_SECONDS = 2.0
+_BLOCK = 1 << 20
+MOST_UPDATES = 8  # being received at once: a ninth is told to come again
+
+router = APIRouter(prefix="/api/v1", tags=["clients"], responses=problems(400, 401, 403, 404, 409, 413, 422))
+
+Serial = Annotated[int, InPath(ge=1, lt=2**53, description="The order's serial number.")]
+
+
+# ---- who asks
+
+
+def _granted(request: Request) -> Grant:
+    grant = request.scope.get("rayps_grant")
+    if not isinstance(grant, Grant):
+        raise HTTPException(403, "this route is for clients: send a token of `rayps token create`, not the user's own")
+    return grant
+
+
+Granted = Annotated[Grant, Depends(_granted)]
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """A client that has joined, and asks."""
+
+    service: Service
+    job: str
+    mailbox: Mailbox
+    member: Member
+    token: str
+
+
+async def _joined(
+    request: Request, grant: Granted,
+    rayps_client: Annotated[str, Header(pattern=r"^[0-9A-Z]{26}:\d{1,8}:[A-Za-z0-9_-]{16,200}$",
+                                        description="JOB:NUMBER:KEY, as it joined.")],
+) -> Caller:
+    job, number, key = rayps_client.split(":")
+    if grant.job not in (None, job):
+        raise HTTPException(403, f"this token is for job {grant.job}")
+    running: Service = request.app.state.service
+    mailbox = running.mailbox(job)
+    member = await asyncio.to_thread(mailbox.member, int(number), key)
+    if grant.name not in (None, member.name):
+        raise HTTPException(403, f"this token is for the client {grant.name!r}")
+    mailbox.seen(member.number)
+    return Caller(running, job, mailbox, member, request.headers["authorization"].partition(" ")[2].strip())
+
+
+Joined = Annotated[Caller, Depends(_joined)]
+
+
+# ---- what a user does
+
+
+@router.post("/client-tokens", status_code=201, response_model=NewToken)
+async def create_token(body: TokenIn, known: Known) -> Any:
+    """Make a token for clients; it is shown once."""
+    job = None if body.job is None else await known.record(body.job)
+    if job is not None:
+        _must_be_remote(job)
+    seconds = None if body.days is None else body.days * 86400
+    grant, text = await known.client_tokens.create(job.id if job else None, body.name, seconds)
+    return {**_token(grant), "token": text}
+
+
+@router.get("/client-tokens", response_model=TokensOut)
+async def tokens(known: Known, job: Annotated[str | None, Query(max_length=100)] = None) -> Any:
+    """Tokens of clients, newest first."""
+    job_id = None if job is None else (await known.record(job)).id
+    return {"tokens": [_token(grant) for grant in await known.client_tokens.all(job_id)]}
+
+
+@router.delete("/client-tokens/{token_id}", response_model=TokenOut)
+async def revoke(token_id: Annotated[str, InPath(min_length=1, max_length=100)], known: Known) -> Any:
+    """Refuse a token from now on; what its clients have sent for a round that is still open does not count."""
+    grant = await known.client_tokens.revoke(token_id)
+    for job in await known.store.live():
+        mailbox = known.mailbox(job.id)
+        for member in await asyncio.to_thread(mailbox.members):
+            if member.token == grant.id:
+                await asyncio.to_thread(mailbox.withdraw, member.number)
+    return _token(grant)
+
+
+@router.get("/jobs/{job_id}/clients", response_model=ClientsOut)
+async def clients(job_id: str, known: Known) -> Any:
+    """The clients outside of the cluster that have joined a job, and whom it waits for."""
+    mailbox = known.mailbox((await known.record(job_id)).id)
+    return JSONResponse(await asyncio.to_thread(_shown, mailbox))
+
+
+# ---- what a client does
+
+
+@router.post("/client/join", response_model=JoinOut)
+async def join(body: JoinIn, grant: Granted, request: Request) -> Any:
+    """Take part in a job, or come back to it."""
+    running: Service = request.app.state.service
+    wanted = grant.job or body.job
+    if wanted is None:
+        raise ConfigError("this token is for any job: say which (--job ID)", field="job")
+    if body.job not in (None, wanted):
+        raise ConfigError(f"this token is for job {wanted}, not for {body.job}", field="job")
+    name = grant.name or body.name
+    if name is None:
+        raise ConfigError("a client needs a name: give --name, such as hospital-a", field="name")
+    if body.name not in (None, name):
+        raise ConfigError(f"this token is for the client {name!r}, not for {body.name!r}", field="name")
+    job = await running.store.get(wanted)
+    _must_be_remote(job)
+    if job.status.terminal:
+        raise Conflict(f"job {job.id} has ended: {job.status}: {job.reason or ''}", status=409, code="ended")
+    mailbox = running.mailbox(job.id)
+    await asyncio.to_thread(mailbox.prepare)
+    member = await asyncio.to_thread(mailbox.join, name, body.key, grant.id, body.samples)
+    key = running.client_tokens.key
+    return {"job": job.id, "name": name, "number": member.number, "public_key": key.public,
+            "workload": job.spec.workload}
+
+
+@router.get("/client/work", response_model=WorkOut)
+async def work(
+    caller: Joined, request: Request, after: Annotated[int, Query(ge=0, lt=2**53)] = 0,
+    wait: Annotated[float, Query(ge=0, le=LONGEST_WAIT, allow_inf_nan=False)] = 20.0,
+) -> Any:
+    """What to do after order `after`; stays up to `wait` seconds until there is something."""
+    running, ends = caller.service, time.monotonic() + wait
+    seen, version, record = time.monotonic(), -1, None
+    verdict = await asyncio.to_thread(caller.mailbox.verdict, after, caller.member.number) if after else None
+    while True:
+        if version != running.store.version or record is None:
+            version = running.store.version
+            record = await running.store.get(caller.job)
+            if await running.client_tokens.grant(caller.token) is None:
+                raise HTTPException(401, "this client's token was revoked, or is past its time")
+        if record.status.terminal:
+            return WorkOut(kind="end", status=record.status.value, reason=record.reason, verdict=verdict)
+        order = await asyncio.to_thread(caller.mailbox.newest)
+        if order is not None and order.serial > after and _is_for(caller, order):
+            text = _signed_text(caller, order)
+            signature = running.client_tokens.key.sign(text)
+            return WorkOut(kind="round", order=text, signature=signature, verdict=verdict)
+        if time.monotonic() >= ends or running.closing.is_set() or await request.is_disconnected():
+            reason = await asyncio.to_thread(caller.mailbox.standing)
+            return WorkOut(kind="wait", status=record.status.value, reason=reason or record.reason, verdict=verdict)
+        if time.monotonic() - seen > _SEEN_SECONDS:
+            seen = time.monotonic()
+            caller.mailbox.seen(caller.member.number)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(running.closing.wait(), _PAUSE)
+
+
+@router.get("/client/rounds/{serial}/parameters", response_class=Response,
+            responses={200: {"content": {"application/octet-stream": {}}}})
+async def parameters(serial: Serial, caller: Joined) -> Response:
+    """The parameters of an open round, as safetensors; their hash is in the order."""
+    order = await asyncio.to_thread(_open_order, caller, serial)
+    file = await asyncio.to_thread(_open, caller.mailbox, order.serial)
+    size = os.fstat(file.fileno()).st_size
+    return StreamingResponse(_blocks(file), media_type="application/octet-stream",
+                             headers={"Content-Length": str(size)})
+
+
+@router.put("/client/rounds/{serial}/update", status_code=201, response_model=UpdateOut,
+            responses={200: {"model": UpdateOut}, **problems(429)},
+            openapi_extra={"requestBody": {"required": True, "content": {"application/octet-stream": {
+                "schema": {"type": "string", "format": "binary"}}}}})
+async def update(
+    serial: Serial, caller: Joined, request: Request,
+    rayps_sha256: Annotated[str, Header(pattern=r"^[0-9a-f]{64}$", description="Of the body.")],
+) -> Any:
+    """An update, as safetensors. The first one that is whole counts, however often it is sent; 409 when it is late."""
+    if caller.service.receiving >= MOST_UPDATES:
+        raise HTTPException(429, f"{MOST_UPDATES} updates are being received: come again", {"Retry-After": "2"})
+    caller.service.receiving += 1
+    try:
+        order = await asyncio.to_thread(_open_order, caller, serial, True)
+        if order is None:
+            return JSONResponse({"serial": serial, "again": True}, 200)
+        part = caller.mailbox.part(serial, caller.member.number)
+        try:
+            await _receive(request, caller, part, order.most_bytes, rayps_sha256)
+            new = await asyncio.to_thread(caller.mailbox.deliver, serial, caller.member.number, part)
+        finally:
+            part.unlink(missing_ok=True)
+    finally:
+        caller.service.receiving -= 1
+    return JSONResponse({"serial": serial, "again": not new}, 201 if new else 200)
+
+
+@router.post("/client/leave", status_code=204)
+async def leave(caller: Joined) -> Response:
+    """Take part no more, until it joins again."""
+    await asyncio.to_thread(caller.mailbox.leave, caller.member.number)
+    return Response(status_code=204)
+
+
+async def _receive(request: Request, caller: Caller, part: Path, most: int, digest: str) -> None:
+    """The body into a file, as it comes: neither its length nor its sender is trusted."""
+    found, size, seen = hashlib.sha256(), 0, time.monotonic()
+    try:
+        with part.open("xb") as file:
+            async for block in request.stream():
+                size += len(block)
+                if size > most:
+                    raise HTTPException(413, f"an update of this round has {most} bytes at most")
+                found.update(block)
+                await asyncio.to_thread(file.write, block)
+                if time.monotonic() - seen > _SEEN_SECONDS:
+                    seen = time.monotonic()
+                    caller.mailbox.seen(caller.member.number)
+    except FileNotFoundError:
+        raise Conflict("this round is over", status=409, code="late") from None
+    except ClientDisconnect:
+        raise HTTPException(400, "the update broke off") from None
+    if found.hexdigest() != digest:
+        raise HTTPException(422, "the update's hash is not the one that was said: it was cut or changed on its way")
+
+
+def _open_order(caller: Caller, serial: int, delivering: bool = False) -> Any:
+    """The order, if it is open and for this client; None where its update is in already. Raises Conflict, NotFound."""
+    mailbox, number = caller.mailbox, caller.member.number
+    if delivering and mailbox.has(serial, number):
+        return None
+    mailbox.parameters(serial)
+    order = mailbox.newest()
+    if order is None or order.serial != serial or number not in order.sampled:
+        raise Conflict(f"order {serial} is not for {caller.member.name}", status=409, code="not_asked")
+    return order
+
+
+def _is_for(caller: Caller, order: Order) -> bool:
+    mailbox, number = caller.mailbox, caller.member.number
+    return number in order.sampled and mailbox.is_open(order.serial) and not mailbox.has(order.serial, number)
+
+
+def _signed_text(caller: Caller, order: Order) -> str:
+    left = max(0.0, order.begun + order.deadline - time.time())
+    return order_text({**order.facts, "job": caller.job, "client": caller.member.number, "name": caller.member.name,
+                       "seconds": round(left, 3)})
+
+
+def _open(mailbox: Mailbox, serial: int) -> Any:
+    try:
+        return mailbox.parameters(serial).open("rb")
+    except FileNotFoundError:
+        raise Conflict("this round is over", status=409, code="late") from None
+
+
+def _blocks(file: Any) -> Iterator[bytes]:
+    with file:
+        while block := file.read(_BLOCK):
+            yield block
+
+
+def _must_be_remote(job: Record) -> None:
+    if not any(phase.strategy.remote for phase in parse(job.spec.strategy)):
+        raise ConfigError(f"job {job.id} ({job.name}) has no clients outside of the cluster: submit it with a "
+                          "federated strategy and clients=remote, such as fedavg:clients=remote", field="job",
+                          code="not_remote")
+
+
+def _shown(mailbox: Mailbox) -> dict[str, Any]:
+    order = mailbox.newest()
+    return {"clients": [_client(mailbox, member, order) for member in mailbox.members()], "waits": mailbox.standing()}
+
+
+def _client(mailbox: Mailbox, member: Member, order: Order | None) -> dict[str, Any]:
+    seen = mailbox.last_seen(member.number)
+    doing = ""
+    if order is not None and member.number in order.sampled:
+        if mailbox.has(order.serial, member.number):
+            doing = f"has sent round {order.round}"
+        elif mailbox.is_open(order.serial):
+            doing = f"is asked for round {order.round}"
+        else:
+            doing = f"sent nothing in round {order.round}"
+    return {"number": member.number, "name": member.name, "state": mailbox.state(member.number),
+            "samples": member.samples, "joined_at": _stamp(member.joined_at),
+            "seen_seconds": seen if seen < float("inf") else None, "doing": doing}
+
+
+def _token(grant: Grant) -> dict[str, Any]:
+    return {"id": grant.id, "job": grant.job, "name": grant.name, "created_at": _stamp(grant.created_at),
+            "expires_at": _stamp(grant.expires_at), "revoked_at": _stamp(grant.revoked_at)}
+
+
+def _stamp(at: float | None) -> str | None:
+    return None if at is None else datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds").replace(
+        "+00:00", "Z")

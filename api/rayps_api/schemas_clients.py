@@ -1,0 +1,108 @@
+"""The JSON forms of the routes of federated clients."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from rayps_api.schemas import NAME
+
+JOB = r"^[0-9A-Z]{26}$"
+Key = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{16,200}$")]
+MOST_DAYS = 3650
+
+
+class TokenIn(BaseModel):
+    """A token for clients of one job, for one client in any job, or for one client in one job."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    job: str | None = Field(None, min_length=1, max_length=100, description="A job's id, or the beginning of it.")
+    name: str | None = Field(None, pattern=NAME, description="The client's name.")
+    days: float | None = Field(None, gt=0, le=MOST_DAYS, allow_inf_nan=False, description="null = until revoked.")
+
+
+class TokenOut(BaseModel):
+    """What a client's token allows."""
+
+    id: str
+    job: str | None
+    name: str | None
+    created_at: datetime
+    expires_at: datetime | None
+    revoked_at: datetime | None
+
+
+class NewToken(TokenOut):
+    """A token that has just been made."""
+
+    token: str = Field(description="Shown once: only a hash of it is kept.")
+
+
+class TokensOut(BaseModel):
+    """Tokens of clients, newest first."""
+
+    tokens: list[TokenOut]
+
+
+class JoinIn(BaseModel):
+    """A client that wants to take part. `key` is a secret of its own, by which it is known when it comes back."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: str | None = Field(None, pattern=NAME)
+    key: Key
+    samples: int = Field(ge=1, lt=2**53)
+    job: str | None = Field(None, pattern=JOB, description="Where the token is for any job.")
+
+
+class JoinOut(BaseModel):
+    """A client that takes part."""
+
+    job: str
+    name: str
+    number: int
+    public_key: str = Field(description="Ed25519; its fingerprint is in the token.")
+    workload: str
+
+
+class WorkOut(BaseModel):
+    """What a client is to do now. `order` is the text that is signed, of which `verdict` and `reason` are no part."""
+
+    kind: Literal["round", "wait", "end"]
+    order: str | None = None
+    signature: str | None = None
+    reason: str | None = None
+    status: str | None = None
+    verdict: str | None = Field(None, description="Why the update of round `after` did not count.")
+
+
+class UpdateOut(BaseModel):
+    """An update that is in."""
+
+    serial: int
+    again: bool = Field(description="It was in already; the first one counts.")
+
+
+class ClientOut(BaseModel):
+    """A client of a job."""
+
+    number: int
+    name: str
+    state: Literal["here", "away", "left"]
+    samples: int
+    joined_at: datetime
+    seen_seconds: float | None
+    doing: str
+
+
+class ClientsOut(BaseModel):
+    """The clients of a job, in the order of joining, and whom the job waits for."""
+
+    clients: list[ClientOut]
+    waits: str | None
+
+
+CLIENT_FIELDS = sorted({*TokenIn.model_fields, *JoinIn.model_fields})

@@ -1,0 +1,155 @@
+"""`rayps client`: take part in a federated job from outside of its cluster; `rayps token`: let clients in."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rayps.cli import show
+from rayps.cli.show import Output
+from rayps.client import Client
+from rayps.errors import ConfigError
+from rayps.federated.signed import ClientToken
+from rayps.job import Status
+from rayps.service.settings import Settings
+
+Format = Annotated[Output, typer.Option("--output", "-o", help="For a person (table) or a program (json).")]
+token_app = typer.Typer(no_args_is_help=True, help="Tokens of real federated clients.")
+
+
+def client(
+    target: Annotated[str, typer.Argument(metavar="WORKLOAD", help="file.py:Class or module:Class; its data() is this "
+                                          "client's own, and never leaves.")],
+    url: Annotated[str | None, typer.Option(help="The job service's address, https://... (RAYPS_URL).")] = None,
+    token: Annotated[str | None, typer.Option(help="Of `rayps token create`: itself, @FILE, or in "
+                                              "RAYPS_CLIENT_TOKEN.")] = None,
+    name: Annotated[str | None, typer.Option(help="Who this is, e.g. hospital-a, unless the token says it.")] = None,
+    job: Annotated[str | None, typer.Option(metavar="ID", help="Where the token is good for any job.")] = None,
+    data: Annotated[str | None, typer.Option(metavar="FILE", help="A Parquet file or folder to read the columns of the "
+                                             "workload's data() from.")] = None,
+    state: Annotated[Path | None, typer.Option(metavar="DIR", help="Where it keeps who it is, and what the strategy "
+                                               "keeps of it (below ~/.rayps/clients).")] = None,
+    patience: Annotated[float, typer.Option(metavar="SECONDS", min=0.0, help="For a service that does not answer.",
+                                            )] = 3600.0,
+    device: Annotated[str, typer.Option(help="Where to train: cpu, cuda.")] = "cpu",
+) -> None:
+    """Train on this machine's own data in a federated job. Only parameters, counts and the mean loss leave.
+
+    Ends with the job: 0 when it succeeded, 1 when it failed or was stopped, 4 when the token was revoked, an order was
+    not signed by the service, or nobody answered for too long; 130 by Ctrl-C. Start it again to go on.
+    """
+    from rayps.federated.kept import Kept
+    from rayps.federated.outside import Line, Outside, own_data
+    from rayps.workload import load
+
+    found = ClientToken.read(_token(token))
+    settings = Settings.read(url=url)
+    if settings.url is None:
+        raise ConfigError("give the job service's address: --url, or RAYPS_URL", field="url")
+    which = found.job or job
+    if which is None:
+        raise ConfigError("this token is good for any job: say which with --job ID", field="job")
+    if job not in (None, which):
+        raise ConfigError(f"this token is for job {which}, not for {job}", field="job")
+    workload = load(target)
+    rows = own_data(workload, data)
+    kept = Kept(state or settings.state_dir / "clients" / which / (name or "client"))
+    line = Line(settings.url, str(found), patience, show.note)
+    try:
+        ended = Outside(workload, rows, found, which, line, kept, name=name, say=show.note, device=device).run()
+    finally:
+        line.close()
+        kept.close()
+    rounds = f"{ended.rounds} round{'' if ended.rounds == 1 else 's'} with this client's update"
+    show.note(f"job {which} is {ended.status}: {ended.reason} ({rounds})")
+    if ended.status is not Status.SUCCEEDED:
+        raise typer.Exit(1)
+
+
+def _token(given: str | None) -> str:
+    text = given or os.environ.get("RAYPS_CLIENT_TOKEN", "")
+    if text.startswith("@"):
+        try:
+            text = Path(text[1:]).expanduser().read_text(encoding="utf-8").strip()
+        except OSError as error:
+            raise ConfigError(f"the token's file {text[1:]} cannot be read: {error.strerror}", field="token") from error
+    if not text:
+        raise ConfigError("give the token that you have been sent: --token, or RAYPS_CLIENT_TOKEN", field="token")
+    return text
+
+
+@token_app.command()
+def create(
+    job: Annotated[str | None, typer.Option(metavar="ID", help="Good for this job only.")] = None,
+    name: Annotated[str | None, typer.Option(help="Good for the client of this name only.")] = None,
+    days: Annotated[float | None, typer.Option(min=0.0, help="Good for so long; until it is revoked.")] = None,
+    output: Format = Output.table,
+) -> None:
+    """Make a token for clients of a job, or for one client; it is shown once."""
+    body = {key: value for key, value in (("job", job), ("name", name), ("days", days)) if value is not None}
+    with Client() as service:
+        found = service.call("POST", "/api/v1/client-tokens", json=body)
+    if output is Output.json:
+        show.dump(found)
+        return
+    show.say(found["token"])
+    show.note(f"token {found['id']} is for {_whom(found)}; it is shown once. Whoever has it may take part as a client: "
+              f"send it by a safe way.\nRefuse it with `rayps token revoke {found['id']}`")
+
+
+@token_app.command("ls")
+def list_tokens(
+    job: Annotated[str | None, typer.Option(metavar="ID", help="Only those that it may use.")] = None,
+    output: Format = Output.table,
+) -> None:
+    """List the tokens of clients, newest first."""
+    with Client() as service:
+        found = service.call("GET", "/api/v1/client-tokens", params={} if job is None else {"job": job})["tokens"]
+    if output is Output.json:
+        show.dump(found)
+        return
+    show.table(["id", "job", "client", "made", "until", ""], [
+        [t["id"], t["job"] or "any", t["name"] or "any", show.age(t["created_at"]), t["expires_at"] or "",
+         "revoked" if t["revoked_at"] else ""] for t in found])
+
+
+@token_app.command()
+def revoke(token_id: Annotated[str, typer.Argument(metavar="ID", help="As `rayps token ls` shows it.")],
+           output: Format = Output.table) -> None:
+    """Refuse a token from now on; its clients stop, and what they sent for an open round does not count."""
+    with Client() as service:
+        found = service.call("DELETE", f"/api/v1/client-tokens/{token_id}")
+    if output is Output.json:
+        show.dump(found)
+    else:
+        show.say(f"{found['id']} is revoked: {_whom(found)}")
+
+
+def joined(job_id: Annotated[str, typer.Argument(metavar="ID", help="The job's id, or its beginning.")],
+            output: Format = Output.table) -> None:
+    """Show the real clients that have joined a job."""
+    with Client() as service:
+        found = service.call("GET", f"/api/v1/jobs/{service.job(job_id).id}/clients")
+    if output is Output.json:
+        show.dump(found)
+        return
+    show.table(["client", "name", "state", "samples", "seen", ""], [
+        [c["number"], c["name"], c["state"], c["samples"],
+         "" if c["seen_seconds"] is None else f"{c['seen_seconds']:.0f} s ago", c["doing"]] for c in found["clients"]])
+    if found["waits"]:
+        show.note(found["waits"])
+
+
+def _whom(token: dict[str, Any]) -> str:
+    client = f"the client {token['name']}" if token["name"] else "any client"
+    return f"{client} of {'any job' if token['job'] is None else 'job ' + token['job']}"
+
+
+def add(app: typer.Typer) -> None:
+    """Add the commands to the command line."""
+    app.command()(client)
+    app.command()(joined)
+    app.add_typer(token_app, name="token")

@@ -1,0 +1,259 @@
+"""A real client: a process outside of the cluster, with its own data, that speaks outgoing HTTP only.
+
+It joins a job, asks for work (and waits at the service's side for it), checks that an order is signed by the service
+that made its token, is of its job, is for it and is newer than all before, trains, and sends parameters, counts and
+loss. Rows and labels never leave, nor does what a strategy keeps of it. Where nobody answers it tries again after
+exponential pauses; it may be killed at any moment and started again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import numpy as np
+
+from rayps.client import checked
+from rayps.data.base import Data
+from rayps.errors import Conflict, DataError, NotFound, RaypsError, Unauthorized, Unreachable, WorkloadError
+from rayps.federated import parcel
+from rayps.federated.client import Reply, Rows, Task, Trainer
+from rayps.federated.kept import Kept
+from rayps.federated.signed import ClientToken, fingerprint, verified
+from rayps.flat import FlatModel
+from rayps.job import Status
+from rayps.strategy import parse
+from rayps.user_code import user_code
+from rayps.workload import Workload
+
+log = logging.getLogger(__name__)
+
+LONG_POLL = 20.0
+MOST_PAUSE = 30.0
+_SECONDS = 60.0  # of silence in one call
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a job ended, seen from a client."""
+
+    status: Status
+    reason: str
+    rounds: int  # in which this client's update was taken
+
+
+class Line:
+    """The client's calls, repeated while nobody answers, until `patience` seconds of silence have passed."""
+
+    def __init__(self, url: str, token: str, patience: float, say: Callable[[str], None],
+                 transport: httpx2.BaseTransport | None = None) -> None:
+        self.url, self.patience, self._say = url, patience, say
+        self._http = httpx2.Client(
+            base_url=url, timeout=httpx2.Timeout(_SECONDS, connect=10.0), trust_env=True, transport=transport,
+            headers={"Authorization": f"Bearer {token}", "User-Agent": "rayps-client"})
+
+    def call(self, method: str, path: str, **options: Any) -> httpx2.Response:
+        """Raises Unreachable, Unauthorized, NotFound, Conflict, ConfigError, ServiceError."""
+        since, attempt, told = time.monotonic(), 0, False
+        while True:
+            cause = ""
+            try:
+                answer = self._http.request(method, path, **options)
+                if answer.status_code < 500 and answer.status_code != 429:
+                    if told:
+                        self._say("the service answers again")
+                    if not answer.is_success:
+                        checked(answer)
+                    return answer
+                cause = f"it answers {answer.status_code}"
+            except httpx2.TransportError as error:
+                cause = str(error) or type(error).__name__
+            silent = time.monotonic() - since
+            if silent > self.patience:
+                raise Unreachable(
+                    f"no rayps service has answered at {self.url} for {silent:.0f} s ({cause}): start this again later "
+                    "(it goes on where it was),\nor wait longer with --patience SECONDS", url=self.url)
+            if not told and attempt > 1:
+                self._say(f"nobody answers at {self.url} ({cause}): trying again for up to {self.patience:.0f} s")
+                told = True
+            attempt += 1
+            time.sleep(_pause(attempt))
+
+    def close(self) -> None:
+        """Let go of the connection."""
+        self._http.close()
+
+
+class Outside:
+    """One client in one job, from joining to the job's end."""
+
+    def __init__(self, workload: Workload, data: Data, token: ClientToken, job: str, line: Line, kept: Kept,
+                 name: str | None = None, say: Callable[[str], None] = log.info, device: str = "cpu") -> None:
+        self.workload, self.token, self.job, self.name = workload, token, job, name
+        self._line, self._kept, self._say = line, kept, say
+        self._rows = rows_of(data)
+        with user_code("model"):
+            model = workload.model().to(device)
+        model.train()
+        self._trainer = Trainer(FlatModel(model), workload, device)
+        self._number, self._public_key, self._rounds = -1, "", 0
+        self._waited = ""
+
+    def run(self) -> Ended:
+        """Take part until the job has ended.
+
+        Raises:
+            Unauthorized: the token is revoked, or an order is not signed, replayed or of another job.
+            Unreachable: nobody answered for too long. WorkloadError, DataError: it cannot be trained here.
+        """
+        self.join()
+        while True:
+            work = self._ask()
+            if work.get("verdict"):
+                self._refused(str(work["verdict"]))
+            if work["kind"] == "end":
+                return Ended(Status(work["status"]), str(work.get("reason") or ""), self._rounds)
+            if work["kind"] == "round":
+                self._waited = ""
+                self.take_part(self.trusted(work))
+            elif (why := str(work.get("reason") or "waits")) != self._waited:
+                self._waited = why
+                self._say(f"job {self.job} ({work.get('status')}): {why}")
+
+    def join(self) -> None:
+        """Say that this client takes part; a second time gives the same number."""
+        body = {"name": self.name, "key": self._kept.key, "samples": len(self._rows.numbers), "job": self.job}
+        found = self._line.call("POST", "/api/v1/client/join", json=body).json()
+        self._number, self._public_key, self.name = int(found["number"]), found["public_key"], found["name"]
+        samples = len(self._rows.numbers)
+        self._say(f"joined job {self.job} as {self.name}, client {self._number}, with {samples} samples")
+        if fingerprint(self._public_key) != self.token.fingerprint:
+            raise Unauthorized(
+                "whoever answers here is not the service that made this token (its key is another): nothing it orders "
+                "is done.\nAsk whom you have the token from, and look who stands between (a proxy?)", code="wrong_key"
+            )
+
+    def _headers(self, **more: str) -> dict[str, str]:
+        return {"Rayps-Client": f"{self.job}:{self._number}:{self._kept.key}", **more}
+
+    def _ask(self) -> dict[str, Any]:
+        params = {"after": self._kept.settled, "wait": LONG_POLL}
+        found: dict[str, Any] = self._line.call("GET", "/api/v1/client/work", params=params,
+                                                headers=self._headers()).json()
+        return found
+
+    def trusted(self, work: dict[str, Any]) -> dict[str, Any]:
+        """The order, if it is signed by the token's service, for this client and job, and not one from before.
+
+        Raises:
+            Unauthorized: it is not, and nothing of it is done.
+        """
+        order = verified(str(work.get("order")), str(work.get("signature")), self._public_key, self.token.fingerprint)
+        mine = {"kind": "round", "job": self.job, "client": self._number, "name": self.name}
+        for key, value in mine.items():
+            if order.get(key) != value:
+                raise _not_done(f"its {key} is {order.get(key)!r}, and here it is {value!r}")
+        serial = order["serial"]
+        if serial <= self._kept.settled or serial < self._kept.begun:
+            newest = max(self._kept.settled, self._kept.begun)
+            raise _not_done(f"it is order {serial}, and order {newest} came before: somebody plays it again")
+        return order
+
+    def take_part(self, order: dict[str, Any]) -> None:
+        """Train as the order says, and send what was learnt."""
+        serial, round, strategy = order["serial"], order["round"], parse(order["strategy"])[0].strategy
+        self._kept.begin(serial)
+        try:
+            raw = self._line.call("GET", f"/api/v1/client/rounds/{serial}/parameters", headers=self._headers()).content
+        except (Conflict, NotFound) as error:
+            self._too_late(order, error)
+            return
+        if hashlib.sha256(raw).hexdigest() != order["parameters"]["sha256"]:
+            raise _not_done("the parameters that came with it are not those that were signed")
+        w, shared, buffers = parcel.opened(raw, self._trainer.flat.layout)
+        at = order["phase"] + round
+        state = self._kept.state(at, strategy.name, order["starts"])
+        began = time.monotonic()
+        task = Task(order["seed"], round, self._number, w, shared, state, buffers)
+        reply = self._trainer.train(strategy, task, self._rows)
+        seconds = time.monotonic() - began
+        if self._send(order, reply):
+            if reply.state:
+                self._kept.keep(at, serial, strategy.name, reply.state, order["since"])
+            self._kept.settle(serial, at)
+            self._rounds += 1
+            self._say(f"round {round}: {reply.n} samples, loss {reply.loss:.4g}, {seconds:.1f} s; sent")
+
+    def _send(self, order: dict[str, Any], reply: Reply) -> bool:
+        raw = parcel.update(reply)
+        headers = self._headers(**{"Rayps-Sha256": hashlib.sha256(raw).hexdigest(),
+                                   "Content-Type": "application/octet-stream"})
+        try:
+            self._line.call("PUT", f"/api/v1/client/rounds/{order['serial']}/update", content=raw, headers=headers)
+        except (Conflict, NotFound) as error:
+            self._too_late(order, error)
+            return False
+        return True
+
+    def _too_late(self, order: dict[str, Any], error: RaypsError) -> None:
+        if error.data.get("code") not in ("late", "no_order", "not_asked"):
+            raise error
+        self._kept.settle(order["serial"], None)
+        self._say(f"round {order['round']}: {error}")
+
+    def _refused(self, verdict: str) -> None:
+        """The job has not used the newest update: it goes on, and this client with the state from before."""
+        if self._kept.last is not None:
+            self._say(f"round {self._kept.last}: the update was rejected: {verdict}")
+            self._kept.drop(self._kept.last)
+            self._kept.settle(self._kept.settled, None)
+            self._rounds -= 1
+
+
+def rows_of(data: Data) -> Rows:
+    """All rows of a data set, as one client's.
+
+    Raises:
+        DataError: there are none, or a value cannot be used.
+    """
+    with user_code("data"):
+        data.check()
+        count = data.rows()
+        mine = data.with_clients(np.zeros(count, dtype=np.int64)).clients
+    return Rows(mine.rows(0), mine.batch, data.batch_size, getattr(data, "shuffle", True))
+
+
+def own_data(workload: Workload, path: str | None) -> Data:
+    """The workload's data; with a path the same columns of another Parquet file or folder.
+
+    Raises:
+        DataError: the workload's data is not of Parquet files.
+    """
+    with user_code("data"):
+        data = workload.data()
+    if not isinstance(data, Data):
+        raise WorkloadError(f"data() gave {type(data).__name__}: return one of rayps.data, such as parquet(...)")
+    if path is None:
+        return data
+    if not hasattr(data, "at"):
+        raise DataError(
+            f"--data is {path!r}, and the workload's data() is no Parquet file: leave --data out and let data() read "
+            "this client's own rows,\nor return rayps.data.parquet(...) there"
+        )
+    found: Data = data.at(str(Path(path).expanduser()) if "://" not in path else path)
+    return found
+
+
+def _not_done(why: str) -> Unauthorized:
+    return Unauthorized(f"an order is refused: {why}. Nothing of it was done", code="refused")
+
+
+def _pause(attempt: int) -> float:
+    return float(np.random.uniform(0.5, 1.0)) * min(MOST_PAUSE, 0.1 * 2.0 ** min(attempt, 20))
+

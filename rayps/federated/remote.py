@@ -1,0 +1,286 @@
+"""Real clients as the engine's source of replies: orders out, updates in, by the files of the job's mailbox.
+
+Whom to ask is drawn as for simulated clients, from the seed and the round, among those that are there. The clock is the
+real one: a round is over when all that were asked have replied, or at its deadline; who comes later is refused. An
+update of another shape, or of more samples than its client joined with, is out before any rule sees it.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+
+from rayps.errors import ConfigError, StaleGeneration, TrainingError
+from rayps.federated import parcel
+from rayps.federated.client import Reply
+from rayps.federated.cohort import Ints, cohort_size, first
+from rayps.federated.joining import DEADLINE, Joining, joining_of
+from rayps.federated.mailbox import Mailbox, Member, Order
+from rayps.strategy import Phase, wire
+
+if TYPE_CHECKING:
+    from rayps.federated.engine import Engine
+
+PAUSE = 0.05  # seconds between two looks
+_SHOWN = 5  # names in a sentence
+_LISTED = 60  # clients in a summary
+
+
+@dataclass(frozen=True, slots=True)
+class Errand:
+    """A reply that has come, as the engine takes it in."""
+
+    client: int
+    version: int
+    staleness: int = 0
+    again: int = 0
+
+
+@dataclass(slots=True)
+class Asked:
+    """What became of a round's clients; `end` - `begin` are real seconds."""
+
+    sampled: Ints
+    trains: Ints
+    dropped: list[tuple[int, str]]
+    begin: float
+    end: float
+    staleness: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Arrived:
+    """A round whose updates are here: the engine's `Order`."""
+
+    plan: Asked
+    errands: list[Errand]
+    mine: list[int]
+    most: int
+    files: dict[int, Path]
+    refused: list[tuple[int, str]]
+    serial: int
+
+
+class Remote:
+    """The clients of a job that are processes outside of the cluster, seen from its worker."""
+
+    rule = "real clients, with data of their own"
+
+    def __init__(self, engine: Engine) -> None:
+        """Raises ConfigError: several workers, no service, or a folder that this machine does not have."""
+        self._engine, w = engine, engine.w
+        strategy: Any = w.strategy
+        joining = joining_of(strategy.clients)
+        assert joining is not None, "its clients are remote"
+        self._joining: Joining = joining
+        self._deadline: float = DEADLINE if strategy.deadline is None else strategy.deadline
+        self._mailbox = mailbox_of(w.plan.mailbox, w.size)
+        self._members: list[Member] = self._mailbox.members()
+        self._first, self._told = True, False
+        self._open: Arrived | None = None
+
+    # ---- who they are
+
+    @property
+    def count(self) -> int:
+        """Clients that have joined."""
+        return len(self._members)
+
+    @property
+    def names(self) -> list[str]:
+        """Their names, by number."""
+        return [member.name for member in self._members]
+
+    @property
+    def sizes(self) -> Ints:
+        """The samples that each said it has."""
+        return np.asarray([member.samples for member in self._members], dtype=np.int64)
+
+    def summary(self) -> dict[str, Any]:
+        """As `Clients.summary`; labels are the clients' own."""
+        sizes = self.sizes
+        return {
+            "clients": self.count, "rows": int(sizes.sum()), "rule": self.rule, "names": self.names[:_LISTED],
+            "sizes": sizes[:_LISTED].tolist(), "labels": [], "counts": [], "smallest": int(sizes.min()),
+            "median": float(np.median(sizes)), "largest": int(sizes.max()),
+        }  # fmt: skip
+
+    # ---- a round
+
+    def order(self, t: int) -> Arrived:
+        """Ask the clients of round `t`, and wait for them.
+
+        Raises:
+            TrainingError: too few clients came within `wait` seconds.
+        """
+        there = self._gather(t)
+        engine, w = self._engine, self._engine.w
+        strategy: Any = w.strategy
+        chosen = first(w.plan.seed, t, there, cohort_size(len(there), strategy.fraction)).tolist()
+        buffers = engine.trainer.kept()
+        shared = {name: value for name, value in w.shared.items() if name in strategy.sums}
+        raw = parcel.packed(w.flat.vector, w.flat.layout, shared, buffers)
+        facts = {
+            "kind": "round", "round": t, "phase": w.plan.origin[0], "seed": w.plan.seed,
+            "strategy": wire([Phase(None, strategy)]), "since": self._since(w.position),
+            "starts": self._mailbox.starts(w.position, self._first),
+        }  # fmt: skip
+        self._first = False
+        most = parcel.most_bytes(w.flat.vector, strategy.sums, buffers)
+        names = self.names
+        order = self._mailbox.begin(facts, {k: names[k] for k in chosen}, self._deadline, most, raw)
+        self._wait_for(order)
+        files = self._mailbox.close(order.serial)
+        self._mailbox.say(None)
+        self._open = self._arrived(t, order, files)
+        return self._open
+
+    def replies(self, order: Arrived, w_t: Tensor, buffers: Mapping[str, Tensor]) -> Iterator[tuple[Errand, Reply]]:
+        """What came, in the order of numbers; one at a time in memory."""
+        for errand in order.errands:
+            reply = self._read(errand.client, order.files[errand.client])
+            assert not isinstance(reply, str), "it was looked at before"
+            yield errand, reply
+
+    def judged(self, rejected: list[tuple[int, str]]) -> None:
+        """Tell the clients what became of their updates, which are gone then."""
+        order = self._open
+        if order is not None:
+            self._mailbox.judge(order.serial, dict([*order.refused, *rejected]))
+            self._open = None
+
+    def _arrived(self, t: int, order: Order, files: dict[int, Path]) -> Arrived:
+        refused: list[tuple[int, str]] = []
+        good: list[int] = []
+        for number in sorted(files):
+            reply = self._read(number, files[number])
+            if isinstance(reply, str):
+                refused.append((number, reply))
+            else:
+                good.append(number)
+        silent = [number for number in sorted(order.sampled) if number not in files]
+        dropped = [(number, self._why_silent(number)) for number in silent]
+        sampled = np.asarray(sorted(order.sampled), dtype=np.int64)
+        plan = Asked(sampled, np.asarray(good, dtype=np.int64), dropped, order.begun, time.time())
+        errands = [Errand(number, t) for number in good]
+        return Arrived(plan, errands, list(range(len(good))), len(good), files, refused, order.serial)
+
+    def _read(self, number: int, path: Path) -> Reply | str:
+        engine = self._engine
+        strategy: Any = engine.strategy
+        return parcel.received(
+            path.read_bytes(), engine.w.flat.vector, strategy.sums, engine.trainer.buffers,
+            self._members[number].samples,
+        )  # fmt: skip
+
+    def _since(self, position: int) -> int:
+        """The earliest round that the job may go back to from here: the checkpoint before the newest one."""
+        boundary, found = self._engine.w.plan.boundary, 0
+        for at in range(position, 0, -1):
+            if at in boundary:
+                found += 1
+                if found == 2:
+                    return at
+        return 0
+
+    # ---- waiting
+
+    def _gather(self, t: int) -> Ints:
+        """The numbers of those that are there, once they are enough."""
+        began = time.monotonic()
+        while True:
+            self._members = self._mailbox.members()
+            states = {member.number: self._mailbox.state(member.number) for member in self._members}
+            there = [number for number, state in states.items() if state == "here"]
+            least = self._joining.least
+            if len(there) >= least:
+                self._mailbox.say(None)
+                self._tell()
+                return np.asarray(there, dtype=np.int64)
+            away = [self._members[n].name for n, state in states.items() if state == "away"]
+            here = _listed([self._members[n].name for n in there])
+            said = f"round {t} waits for {least - len(there)} more of {_clients(least)}: {here or 'nobody'} is there"
+            said += f", {_listed(away)} {'is' if len(away) == 1 else 'are'} away" if away else ""
+            if time.monotonic() - began > self._joining.wait:
+                raise TrainingError(
+                    f"{said}, and has waited {self._joining.wait:g} s: let clients join with `rayps client`, or raise "
+                    "wait in\nclients=remote(least=...,wait=...), or lower least", waited=self._joining.wait,
+                )  # fmt: skip
+            self._mailbox.say(f"{said}; it gives up {_seconds(self._joining.wait)} after it began to wait")
+            self._rest()
+
+    def _wait_for(self, order: Order) -> None:
+        """Until all that were asked have replied or left, or the deadline is there."""
+        while True:
+            arrived = self._mailbox.arrived(order.serial)
+            missing = [n for n in order.sampled if n not in arrived and self._mailbox.state(n) != "left"]
+            left = order.begun + order.deadline - time.time()
+            if not missing or left <= 0:
+                return
+            names = _listed([order.sampled[n] for n in sorted(missing)])
+            self._mailbox.say(f"round {order.round} waits for {names}: {len(arrived)} of {len(order.sampled)} have "
+                              f"replied; its deadline is {_seconds(order.deadline)} after it began")  # fmt: skip
+            self._rest()
+
+    def _rest(self) -> None:
+        if self._engine.w.stopped():
+            raise StaleGeneration("the job goes on without this worker", peer="driver")
+        time.sleep(PAUSE)
+
+    def _why_silent(self, number: int) -> str:
+        state = self._mailbox.state(number)
+        return {"left": "left", "away": "offline"}.get(state, "deadline")
+
+    def _tell(self) -> None:
+        if not self._told:
+            self._told = True
+            facts = self.summary()
+            said = f"{_clients(self.count)} {'has' if self.count == 1 else 'have'} joined, with {facts['rows']} samples"
+            self._engine.w.event("clients", said, **facts)
+
+
+def mailbox_of(folder: str | None, workers: int) -> Mailbox:
+    """The job's mailbox, on this machine.
+
+    Raises:
+        ConfigError: there is none, or this machine does not have it.
+    """
+    if workers > 1:
+        raise ConfigError(f"workers is {workers}, and the clients are remote: the worker only sums what they send; "
+                          "give 1", field="workers")  # fmt: skip
+    if folder is None:
+        raise ConfigError(
+            "clients is remote, and real clients reach a job through the job service only: start `rayps serve`, and "
+            "submit it there\n(`rayps submit`, POST /api/v1/jobs); for clients of the data on this machine leave "
+            "clients out",
+            field="clients",
+        )
+    found = Mailbox(Path(folder))
+    if not found.reachable():
+        raise ConfigError(
+            f"the worker on {socket.gethostname()} cannot read and write {folder}, where the service leaves what "
+            "clients send: run the job on\nthe service's machine, or put the service's state (--state-dir) on a file "
+            "system that all machines share",
+            field="clients",
+        )
+    return found
+
+
+def _clients(count: int) -> str:
+    return f"{count} client{'' if count == 1 else 's'}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:g} s"
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,98 @@
+"""Tokens of federated clients: who holds one may take part in one job, or under one name, and do nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import sqlalchemy as sa
+
+from rayps.errors import ConfigError, NotFound
+from rayps.federated.signed import ClientToken, Key
+from rayps.service.store import Store
+
+_table = sa.Table("client_tokens", sa.MetaData(), *[sa.Column(name, kind) for name, kind in {
+    "id": sa.String, "hash": sa.String, "job_id": sa.String, "name": sa.String, "created_at": sa.Float,
+    "expires_at": sa.Float, "revoked_at": sa.Float}.items()])
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What a client's token allows; never the token itself, of which only a hash is kept."""
+
+    id: str
+    job: str | None  # None = any job
+    name: str | None  # the client's; None = any name
+    created_at: float
+    expires_at: float | None
+    revoked_at: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The grant as plain data."""
+        return asdict(self)
+
+
+class ClientTokens:
+    """The tokens of clients in the store."""
+
+    def __init__(self, store: Store, key: Key) -> None:
+        self._store, self.key = store, key
+
+    async def create(self, job: str | None, name: str | None, seconds: float | None = None) -> tuple[Grant, str]:
+        """A new token: what it allows, and its text, which is not kept.
+
+        Raises:
+            ConfigError: it would be for any job and any name.
+        """
+        if job is None and name is None:
+            raise ConfigError("a client token is for one job or for one client: give job, name, or both", field="job")
+        token, now = ClientToken.made(job, self.key), time.time()
+        grant = Grant(secrets.token_hex(4), job, name, now, None if seconds is None else now + seconds, None)
+        async with self._store.writing() as tx:
+            await tx.execute(_table.insert().values(
+                id=grant.id, hash=_sha256(token.secret), job_id=job, name=name, created_at=now,
+                expires_at=grant.expires_at))
+        return grant, str(token)
+
+    async def grant(self, text: str) -> Grant | None:
+        """What a token allows now; None where it is unknown, revoked or past its time."""
+        try:
+            secret = ClientToken.read(text).secret
+        except ConfigError:
+            return None
+        now = time.time()
+        found = await self._find(_table.c.hash == _sha256(secret), _table.c.revoked_at.is_(None),
+                                 sa.or_(_table.c.expires_at.is_(None), _table.c.expires_at > now))
+        return found[0] if found else None
+
+    async def all(self, job: str | None = None) -> list[Grant]:
+        """Every token ever made, newest first; of one job, those that it may use."""
+        mine = () if job is None else (sa.or_(_table.c.job_id == job, _table.c.job_id.is_(None)),)
+        return await self._find(*mine)
+
+    async def revoke(self, token_id: str) -> Grant:
+        """Make a token worthless from now on; a second time changes nothing.
+
+        Raises:
+            NotFound: there is none of that id.
+        """
+        async with self._store.writing() as tx:
+            await tx.execute(_table.update().where(
+                _table.c.id == token_id, _table.c.revoked_at.is_(None)).values(revoked_at=time.time()))
+        found = await self._find(_table.c.id == token_id)
+        if not found:
+            raise NotFound(f"there is no client token {token_id[:100]!r}: `rayps token ls` lists them", status=404)
+        return found[0]
+
+    async def _find(self, *where: Any) -> list[Grant]:
+        query = _table.select().where(*where).order_by(_table.c.created_at.desc())
+        async with self._store.reading() as tx:
+            return [Grant(row.id, row.job_id, row.name, row.created_at, row.expires_at, row.revoked_at)
+                    for row in await tx.execute(query)]
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
