@@ -37,7 +37,7 @@ export interface ClientMap {
 
 /** The reasons of the virtual clock in words. */
 const WHY: Record<string, string> = {
-  dropout: "dropped out", offline: "went offline", deadline: "past the deadline", late: "after enough replies had come",
+  stale: "too many versions old", dropout: "dropped out", offline: "went offline", deadline: "past the deadline", late: "after enough replies had come",
 };
 
 const MOST_ROUNDS = 2000; // whose names are kept; counts of older rounds stay in the series

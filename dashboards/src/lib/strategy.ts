@@ -202,7 +202,7 @@ const APART: Record<string, string> = { localsgd: "Local SGD", parallelsgd: "Par
 
 /** What is not worth a word, because it is what one gets without asking. */
 const USUAL: Record<string, unknown> = {
-  fraction: 1, local_epochs: 1, rule: "mean", dropout: 0, min_replies: 1, evaluate_every: 1, clients: "simulated",
+  fraction: 1, local_epochs: 1, rule: "mean", dropout: 0, min_replies: 1, evaluate_every: 1, over_selection: 0, buffers: "mean", clients: "simulated", participation: 1,
 };
 
 function plain(name: string): string {

@@ -20,7 +20,7 @@ export function ClientsCard({ feed }: { feed: Feed }) {
   const largest = Math.max(1, ...map.sizes);
   const most = Math.max(1, ...map.counts.flat());
   return (
-    <Card title="Clients" id="clients" note={`${plural(map.count, "client")}, ${count(map.rows)} rows${more ? `; the first ${map.names.length} are shown` : ""}`}
+    <Card title="Clients" id="clients" note={`${plural(map.count, "client")}, ${count(map.rows)} rows${more ? `; ${map.names.length} of all sizes are shown` : ""}`}
       tools={<Key labelled={labelled} took={columns.length > 0} />}>
       <p class="card-foot">{facts(map)}</p>
       <div class="client-rows" tabIndex={0} role="region" aria-label="What each client holds, and the rounds that it took part in">
