@@ -10,6 +10,8 @@ import typer
 
 import rayps
 from rayps.cli import bench as cli_bench
+from rayps.cli import client as cli_client
+from rayps.cli import clients as cli_clients
 from rayps.cli import jobs as cli_jobs
 from rayps.cli import plan as cli_plan
 from rayps.cli import servers as cli_servers
@@ -122,7 +124,9 @@ def doctor(output: Annotated[Output, typer.Option("--output", "-o", help="table 
 
 
 cli_jobs.add(app)
+cli_client.add(app)
 app.command()(cli_plan.plan)
+app.command()(cli_clients.clients)
 app.add_typer(cli_servers.app, name="servers")
 app.add_typer(cli_bench.app, name="bench")
 

@@ -116,8 +116,11 @@ class Data(ABC):
     def with_clients(self, client: Any) -> Self:
         """The same rows, divided otherwise: by a rule, a column, or an id for each row."""
         other = copy.copy(self)
-        other.client, other._clients = client, None
+        other._take_clients(client)
         return other
+
+    def _take_clients(self, client: Any) -> None:
+        self.client, self._clients = client, None
 
     def _divide(self) -> Clients:
         raise ConfigError(f"{type(self).__name__} cannot be divided into clients: use rayps.data.parquet, tensors or "

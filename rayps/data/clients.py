@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -13,11 +13,10 @@ import pyarrow.compute as pc
 import pyarrow.types as pt
 from numpy.typing import NDArray
 
-from rayps.data.partition_rules import Ints, Rule, classes
+from rayps.data.base import Batch, random_of
+from rayps.data.client_picture import picture
+from rayps.data.partition_rules import Ints, Rule, apportion, classes
 from rayps.errors import ConfigError, DataError
-
-if TYPE_CHECKING:
-    from rayps.data.base import Batch
 
 _COLUMNS = 100  # labels that have a column each in statistics()
 _SHOWN, _LABELS = 60, 20  # clients and labels in summary()
@@ -61,6 +60,27 @@ class Clients:
     def find(self, name: str) -> int | None:
         """The number of the client of this name."""
         return self._numbers.get(name)
+
+    def alike(self, labels: Any, *, seed: int = 0) -> NDArray[Any]:
+        """A client's name for each of other rows, such as those to evaluate on: client= of that data.
+
+        The rows of a label are dealt at random, in proportion to the rows of it that each client has.
+
+        Raises:
+            DataError: the clients' labels or these are not classes, or there is a label that no client has.
+        """
+        if self.labels is None:
+            raise DataError("these clients have no labels that are classes, so other rows cannot be dealt alike")
+        names, numbers = classes(labels.numpy(force=True) if hasattr(labels, "numpy") else np.asarray(labels), "alike")
+        known, counts = self.labels
+        owners = np.empty(len(numbers), dtype=np.int64)
+        for label, name in enumerate(names):
+            have = counts[:, known.index(name)] if name in known else np.zeros(self.count)
+            if not have.any():
+                raise DataError(f"no client has rows of label {name}, so those here are nobody's: leave them out")
+            rows = random_of(seed, label).permutation(np.flatnonzero(numbers == label))
+            owners[rows] = np.repeat(np.arange(self.count), apportion(len(rows), have / have.sum()))
+        return np.array(self.names)[owners]
 
     @functools.cached_property
     def _numbers(self) -> dict[str, int]:
@@ -114,6 +134,10 @@ class Clients:
         other = counts.sum(axis=1) - counts[:, most].sum(axis=1)
         return [*(names[i] for i in most.tolist()), "other"], np.column_stack([counts[:, most], other])
 
+    def svg(self) -> str:
+        """A picture of `summary()`: rows of each client, and how many of each label."""
+        return picture(self.summary())
+
 
 def entropy(counts: NDArray[Any]) -> NDArray[np.float64]:
     """Bits for each row of counts: 0 where there is one label, log2(L) where L are equally frequent."""
@@ -142,8 +166,9 @@ def given(client: Given, columns: bool = False) -> Given:
 
 
 def divide(client: Given, rows: int, labels: NDArray[Any] | None, take: Callable[[Ints], Batch], *,
-           usable: Ints | None = None, words: str | None = None) -> Clients:
+           usable: Ints | None = None, column: str | None = None) -> Clients:
     """Clients by a rule, or by an id for each of `rows` rows. `usable`: only these rows are dealt.
+    `column`: where ids are from, for what is said of them.
 
     Raises:
         ConfigError: more clients than rows, shards that cannot be cut.
@@ -154,11 +179,11 @@ def divide(client: Given, rows: int, labels: NDArray[Any] | None, take: Callable
     if isinstance(client, Rule):
         owners = client.owners(len(which), classes(known, str(client))[1] if client.by_label else None)
         names = tuple(map(str, range(int(owners.max(initial=-1)) + 1)))
-        words = words or str(client)
+        words = str(client)
     else:
-        names, owners = owners_by_id(client, rows)
+        names, owners = owners_by_id(client, rows, column or "client")
         owners = owners[which]
-        words = words or "an id for each row"
+        words = f"column {column}" if column else "an id for each row"
         if usable is not None:  # a client whose every row was left out is none
             there, owners = np.unique(owners, return_inverse=True)
             names, owners = tuple(names[k] for k in there.tolist()), owners.astype(np.int64)
@@ -185,7 +210,7 @@ def label_counts(owners: Ints, clients: int, labels: Any) -> tuple[tuple[str, ..
     return names, counts.reshape(clients, len(names)).astype(np.int64)
 
 
-def owners_by_id(ids: Any, rows: int) -> tuple[tuple[str, ...], Ints]:
+def owners_by_id(ids: Any, rows: int, name: str = "client") -> tuple[tuple[str, ...], Ints]:
     """Names in ascending order, and the number of each row's, for one id for each row.
 
     Raises:
@@ -195,10 +220,10 @@ def owners_by_id(ids: Any, rows: int) -> tuple[tuple[str, ...], Ints]:
     if len(column) != rows:
         raise DataError(f"client has {len(column)} ids, and there are {rows} rows: give one for each row",
                         column="client")
-    return coded(column, "client")
+    return _coded(column, name)
 
 
-def coded(column: Any, name: str) -> tuple[tuple[str, ...], Ints]:
+def _coded(column: Any, name: str) -> tuple[tuple[str, ...], Ints]:
     """The different values of an Arrow column as text, ascending, and the number of each row's among them."""
     kind = column.type.value_type if pt.is_dictionary(column.type) else column.type
     if column.null_count:

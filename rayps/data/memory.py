@@ -31,6 +31,9 @@ class InMemory(Data):
         wanted = isinstance(self.client, Rule) and self.client.by_label
         return divide(self.client, self.rows(), self._labels() if wanted or self._cheap_labels else None, self._take)
 
+    def _take_clients(self, client: Any) -> None:
+        super()._take_clients(given(client))
+
     _cheap_labels = True
 
     def batches(self, *, rank: int, size: int, seed: int, epoch: int, start: int = 0) -> Iterator[Batch]:

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from rayps.data.base import Batch, Data, batch_size_of, check_place, dealt, kept, random_of
 from rayps.data.client_files import Sorted
-from rayps.data.clients import Clients, coded, divide, given, owners_by_id
+from rayps.data.clients import Clients, divide, given, owners_by_id
 from rayps.data.columns import Bad, Layout, Rows, layout_of, missing
 from rayps.data.files import Files, Group, Index, PathGiven, told
 from rayps.data.partition_rules import Rule
@@ -228,12 +228,10 @@ class ParquetData(Data):
         index, layout = self._known()
 
         def divided(labels: Any, usable: NDArray[np.int64] | None) -> Clients:
-            client, words = self.client, None
-            if isinstance(client, str):
-                words = f"column {client}"
-                client = coded(self._column(index, client), client)
+            column = self.client if isinstance(self.client, str) else None
+            client = self.client if column is None else self._column(index, column)
             known = None if layout.label is None else labels
-            return divide(client, index.rows, known, self._by_row, usable=usable, words=words)
+            return divide(client, index.rows, known, self._by_row, usable=usable, column=column)
 
         if index.rows * layout.row_bytes <= self._window:
             held = self._hold(index)
@@ -244,6 +242,10 @@ class ParquetData(Data):
             return self._batch(stored.rows, stored.place[which])
 
         return Clients(stored.names, stored.order, stored.sizes, take, labels=stored.labels, rule=stored.rule)
+
+    def _take_clients(self, client: Any) -> None:
+        super()._take_clients(given(client, columns=True))
+        self._index = None  # the column is looked for anew
 
     def _by_row(self, which: NDArray[np.int64]) -> Batch:
         return self._batch(self._hold(self._known()[0]), which)

@@ -1,0 +1,72 @@
+"""`rayps clients`: how a workload's data is divided into clients, as a table and a picture; nothing is trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rayps.cli import show
+from rayps.cli.show import Output
+from rayps.errors import ConfigError
+
+_SHADES = " ░▒▓█"
+
+
+def clients(
+    target: Annotated[str, typer.Argument(metavar="WORKLOAD", help="file.py:Class or module:Class of a Workload.")],
+    client: Annotated[str | None, typer.Option(metavar="RULE", help="Divide by this instead: a column, or a rule such "
+                                               "as shards(per_client=2,clients=20), dirichlet(alpha=0.5,clients=20), "
+                                               "iid(clients=20), by_quantity(clients=20).")] = None,
+    evaluation: Annotated[bool, typer.Option("--evaluation", help="The data to evaluate on.")] = False,
+    picture: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw who has what into this SVG file.")] = None,
+    output: Annotated[Output, typer.Option("--output", "-o", help="table or json.")] = Output.table,
+    as_json: Annotated[bool, typer.Option("--json", help="The same as --output json.")] = False,
+) -> None:  # fmt: skip
+    """Say who has which rows: each client's rows and labels, and their entropy in bits."""
+    from rayps.data import rule
+    from rayps.workload import load
+
+    workload = load(target, str(Path.cwd()))
+    data = workload.evaluation_data() if evaluation else workload.data()
+    if client is not None:
+        data = data.with_clients(rule(client) if "(" in client or ":" in client else client)
+    data.check()
+    found = data.clients
+    if picture is not None:
+        try:
+            picture.write_text(found.svg(), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{picture} cannot be written: {error.strerror or error}", field="picture") from None
+        show.note(f"drawn into {picture}")
+    if as_json or output is Output.json:
+        show.dump({**found.summary(), "statistics": found.statistics().to_pylist()})
+        return
+    _table(found)
+
+
+def _table(found: Any) -> None:
+    table, summary = found.statistics(), found.summary()
+    rows, columns = [], ["client", "rows"]
+    if "labels" in table.column_names:
+        columns += ["labels", "entropy"]
+    names = [name for name in table.column_names if name.startswith("label ")]
+    strip = len(names) if len(names) <= 30 else 0
+    if strip:
+        columns.append(" ".join(name.removeprefix("label ")[:1] for name in names))
+    for record in table.to_pylist():
+        row = [record["client"], record["rows"]]
+        if "labels" in record:
+            row += [record["labels"], f"{record['entropy']:.2f}"]
+        if strip:
+            most = max(record[name] for name in names)
+            row.append(" ".join(_shade(record[name], most) for name in names))
+        rows.append(row)
+    show.table(columns, rows)
+    show.note(f"{summary['clients']} clients, {summary['rows']} rows ({summary['smallest']} to {summary['largest']}, "
+              f"median {summary['median']:g}): {summary['rule']}")
+
+
+def _shade(count: int, most: int) -> str:
+    return _SHADES[0 if not count else 1 + min(3, 4 * count // max(most, 1))]
