@@ -158,7 +158,7 @@ def test_a_fixed_divisor_and_beginning_anew():
         exact.mean()
 
 
-@pytest.mark.parametrize("weight", [0, -1, math.nan, math.inf, 2.0**32, "3"])
+@pytest.mark.parametrize("weight", [0, -1, math.nan, math.inf, "3"])
 def test_weights_that_cannot_be(weight):
     with pytest.raises(ConfigError, match="weight"):
         Exact(3, torch.float32).add(torch.zeros(3), weight)

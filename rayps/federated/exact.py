@@ -51,8 +51,12 @@ class Exact:
     the limbs of several of these adds their sums; `meet` does so over a ring.
     """
 
-    def __init__(self, size: int, dtype: torch.dtype) -> None:
-        """For vectors of `size` elements of `dtype`, on the CPU. Raises ConfigError for a dtype that is no float."""
+    def __init__(self, size: int, dtype: torch.dtype, home: Tensor | None = None) -> None:
+        """For vectors of `size` elements of `dtype`, on the CPU; `home`: the limbs' memory, zeros of `room(...)`.
+
+        Raises:
+            ConfigError: the dtype is no float.
+        """
         if dtype not in LIMBS:
             raise ConfigError(f"an exact sum of {dtype}: it adds float16, bfloat16, float32 and float64")
         self.size, self.dtype = size, dtype
@@ -60,9 +64,15 @@ class Exact:
         self._product = torch.empty(block, dtype=torch.float64)
         self._whole, self._back = np.empty(block), np.empty(block)
         self._only = torch.empty(size, dtype=dtype)
-        self._sums = torch.zeros(LIMBS[dtype], size + 2, dtype=torch.int64)
+        home = torch.zeros(self.room(size, dtype), dtype=torch.int64) if home is None else home
+        self._sums = home.view(LIMBS[dtype], size + 2)
         self._magic = [1.5 * 2.0 ** (52 - FIRST - DIGIT * j) for j in range(LIMBS[dtype])]
         self._unsettled = 0  # products whose limbs still hold the bits of `_magic`
+
+    @staticmethod
+    def room(size: int, dtype: torch.dtype) -> int:
+        """How many int64 the limbs take."""
+        return LIMBS[dtype] * (size + 2)
 
     # ---- in
 
@@ -88,10 +98,12 @@ class Exact:
 
     def refusal(self, update: Tensor, weight: float = 1.0) -> str | None:
         """Why `add` would leave this reply out; None if it would not. Raises as `add`."""
-        if not (isinstance(weight, (int, float)) and 0 < weight < LIMIT):
-            raise ConfigError(f"a reply's weight is {weight!r}: it must be above 0 and below {LIMIT:.3g}")
+        if not (isinstance(weight, (int, float)) and 0 < weight < math.inf):
+            raise ConfigError(f"a reply's weight is {weight!r}: it must be a number above 0")
         if update.numel() != self.size:
             raise ConfigError(f"a reply has {update.numel()} elements, the model {self.size}")
+        if weight >= LIMIT:
+            return TOO_LARGE
         if not self.size:
             return None
         low, high = (float(end) for end in torch.aminmax(update.detach()))  # NaN wins over both
@@ -144,6 +156,10 @@ class Exact:
         """Add the limbs of all ranks; all of them call it. A single reply among all ranks is passed on as it is."""
         mine = self.count
         ring.sum(self.limbs)
+        self.pass_on(ring, mine)
+
+    def pass_on(self, ring: Any, mine: int) -> None:
+        """The end of `meet`, once the limbs of all ranks are in; `mine`: the replies that this rank had before."""
         if self.count == 1:
             bits = self._only.view(_BITS[self.dtype.itemsize])
             told = bits.to(torch.int64) if mine else torch.zeros(self.size, dtype=torch.int64)

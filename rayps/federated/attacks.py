@@ -1,0 +1,56 @@
+"""What attackers send: to see a rule bear them, or the mean collapse. Which clients they are: `choices.Attack`.
+
+    sign_flip, gaussian   Blanchard et al., NeurIPS 2017, section 5
+    alie                  Baruch, Baruch and Goldberg, "A little is enough: circumventing defenses for distributed
+                          learning", NeurIPS 2019, section 3: mean - z sd, within the spread of the honest
+    inner_product         Xie, Koyejo and Gupta, "Fall of empires: breaking Byzantine-tolerant SGD by inner product
+                          manipulation", UAI 2019: -eps times the mean
+Label flipping (`Attack.labels`) and inflated counts (`counted`) leave updates as training gives them. The omniscient
+ones, alie and inner_product, see all honest updates of the round, and all their attackers send one vector.
+"""
+
+from __future__ import annotations
+
+from statistics import NormalDist
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rayps.federated.choices import Attack
+from rayps.federated.rules import Matrix, Vector
+
+OWN = ("sign_flip", "gaussian", "nan")  # attacks that need nothing but the attacker's own update
+
+
+def spoilt(attack: Attack, update: Tensor, *seed: int) -> Tensor:
+    """What an attacker sends in place of its update [P]; `seed` (of the run, round, client) draws the noise."""
+    if attack.name == "sign_flip":
+        return update * -attack.scale
+    if attack.name == "gaussian":
+        noise = np.random.default_rng(seed).normal(0.0, attack.sd, update.numel())
+        return torch.from_numpy(noise).to(update.dtype)
+    if attack.name == "nan":
+        return torch.full_like(update, torch.nan)
+    return update
+
+
+def counted(attack: Attack, weight: float) -> float:
+    """The number of samples that an attacker says it has."""
+    return weight * attack.factor if attack.name == "inflated_counts" else weight
+
+
+def agreed(attack: Attack, honest: Matrix, attackers: int) -> Vector:
+    """What omniscient attackers all send, given the honest updates [h, P] of the round."""
+    center = np.asarray(honest.mean(axis=0, dtype=np.float64))
+    if attack.name == "inner_product":
+        return -attack.eps * center
+    z = usual_z(len(honest) + attackers, attackers) if attack.z is None else attack.z
+    return center - z * np.asarray(honest.std(axis=0, dtype=np.float64))
+
+
+def usual_z(n: int, attackers: int) -> float:
+    """The paper's z (its algorithm 3): with s = floor(n/2 + 1) - m honest ones farther out, a majority is behind."""
+    supporters = n // 2 + 1 - attackers
+    share = (n - attackers - supporters) / max(1, n - attackers)
+    return NormalDist().inv_cdf(min(max(share, 1e-6), 1 - 1e-6))

@@ -1,0 +1,189 @@
+"""Aggregation rules that bear attackers: pure functions of a matrix of updates, one row for each reply.
+
+    krum, multi_krum    Blanchard, El Mhamdi, Guerraoui and Stainer, "Machine learning with adversaries: Byzantine
+                        tolerant gradient descent", NeurIPS 2017, section 4 (multi-Krum: section 5)
+    trimmed_mean, median  Yin, Chen, Ramchandran and Bartlett, "Byzantine-robust distributed learning: towards optimal
+                        statistical rates", ICML 2018, definitions 1 and 2
+    geometric_median    Pillutla, Kakade and Harchaoui, "Robust aggregation for federated learning", IEEE Transactions
+                        on Signal Processing 70, 2022, algorithm 2 (Weiszfeld's, smoothed)
+    bulyan              El Mhamdi, Guerraoui and Rouault, "The hidden vulnerability of distributed learning in
+                        Byzantium", ICML 2018, section 4
+    centered_clipping   Karimireddy, He and Jaggi, "Learning from history for Byzantine robust optimization", ICML 2021,
+                        algorithm 2
+
+x [n, P], float32 or float64, holds finite numbers: whoever calls drops the other rows first. Distances are sums of
+squares of differences, in float64, never |a|^2 + |b|^2 - 2ab, which loses them where updates are large and alike. Rows
+stand in cohort order, and what is equal is decided for the row that stands first. numpy alone, on one thread: so many
+threads or workers, the same bits. Rows count once each, whatever number of samples they say they have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rayps.errors import ConfigError
+from rayps.federated.choices import Rule
+
+Matrix = NDArray[np.float64] | NDArray[np.float32]
+Vector = NDArray[np.float64]
+_BLOCK = 1 << 16  # numbers of a block of columns
+_NEAR = 1e-9  # of a movement, relative to the distances: Weiszfeld ends there
+_SMOOTH = 1e-12  # of the median distance: no row is nearer than this
+
+
+def aggregate(rule: Rule, x: Matrix, before: Vector | None = None, seed: int = 0) -> Vector:
+    """What a robust rule makes of the rows of x, [P] in float64.
+
+    `before` is the last round's result (centered_clipping begins there; none: zeros). `seed` draws the buckets: give
+    another in each round.
+
+    Raises:
+        ConfigError: the rows are fewer than the rule needs.
+    """
+    if rule.name == "mean":
+        return mean(x)
+    lacking = rule.lacking(len(x))
+    if lacking is not None:
+        raise ConfigError(lacking, field="rule")
+    x = buckets(x, rule.bucket, seed)
+    if rule.name == "krum":
+        return krum(x, rule.f)
+    if rule.name == "multi_krum":
+        return multi_krum(x, rule.f, rule.m)
+    if rule.name == "trimmed_mean":
+        return trimmed_mean(x, rule.f)
+    if rule.name == "median":
+        return median(x)
+    if rule.name == "geometric_median":
+        return geometric_median(x, rule.iterations)
+    if rule.name == "bulyan":
+        return bulyan(x, rule.f)
+    return centered_clipping(x, rule.tau, rule.iterations, before)
+
+
+def mean(x: Matrix) -> Vector:
+    """The mean of the rows: what all the others are compared with."""
+    return np.asarray(np.add.reduce(x, axis=0, dtype=np.float64) / len(x))
+
+
+def krum(x: Matrix, f: int) -> Vector:
+    """The row with the smallest score: the sum of its n - f - 2 smallest squared distances to others."""
+    return np.asarray(x[int(np.argmin(scores(distances(x), f)))], dtype=np.float64)
+
+
+def multi_krum(x: Matrix, f: int, m: int | None = None) -> Vector:
+    """The mean of the m rows with the smallest scores (none: n - f of them)."""
+    chosen = np.argsort(scores(distances(x), f), kind="stable")[: len(x) - f if m is None else m]
+    return mean(x[np.sort(chosen)])
+
+
+def trimmed_mean(x: Matrix, f: int) -> Vector:
+    """Of each column the mean without its f largest and f smallest."""
+    out = np.empty(x.shape[1])
+    for part in _blocks(x):
+        out[part] = np.sort(x[:, part], axis=0)[f : len(x) - f].mean(axis=0, dtype=np.float64)
+    return out
+
+
+def median(x: Matrix) -> Vector:
+    """Of each column the middle, or the mean of the two middle ones."""
+    return trimmed_mean(x, (len(x) - 1) // 2)
+
+
+def geometric_median(x: Matrix, iterations: int = 100) -> Vector:
+    """argmin_z sum_i |x_i - z|: z <- sum_i x_i / |x_i - z| over sum_i 1 / |x_i - z|, from the median on."""
+    z = median(x)
+    for _ in range(iterations):
+        apart = np.sqrt(_squares(x, z))
+        if not np.median(apart):
+            break  # most of them are here
+        weights = 1 / np.maximum(apart, _SMOOTH * np.median(apart))
+        last, z = z, _weighted(x, weights / weights.sum())
+        if np.sqrt(float(np.square(z - last).sum())) <= _NEAR * float(np.median(apart)):
+            break
+    return z
+
+
+def bulyan(x: Matrix, f: int) -> Vector:
+    """n - 2f rows, chosen by Krum one by one; then of each column the mean of the n - 4f nearest to its median."""
+    n, d = len(x), distances(x)
+    left, chosen = list(range(n)), list[int]()
+    while len(chosen) < n - 2 * f:
+        best = left[int(np.argmin(scores(d[np.ix_(left, left)], f)))]
+        chosen.append(best)
+        left.remove(best)
+    picked, keep, out = x[np.sort(chosen)], n - 4 * f, np.empty(x.shape[1])
+    for part in _blocks(x):
+        column = np.sort(picked[:, part], axis=0).astype(np.float64)
+        middle = (column[(len(column) - 1) // 2] + column[len(column) // 2]) / 2
+        nearest = np.argsort(np.abs(column - middle), axis=0, kind="stable")[:keep]
+        out[part] = np.take_along_axis(column, np.sort(nearest, axis=0), axis=0).mean(axis=0)
+    return out
+
+
+def centered_clipping(x: Matrix, tau: float, iterations: int = 1, before: Vector | None = None) -> Vector:
+    """v <- v + mean_i (x_i - v) min(1, tau / |x_i - v|), so many times, from the last round's result on."""
+    v = np.zeros(x.shape[1]) if before is None else before.astype(np.float64)
+    for _ in range(iterations):
+        apart = np.sqrt(_squares(x, v))
+        share = tau / np.maximum(apart, tau) / len(x)
+        v = v * (1 - share.sum()) + _weighted(x, share)
+    return v
+
+
+def clip_factor(norm: float, largest: float | None) -> float:
+    """What to multiply an update of this norm by, so that it has at most the `largest`."""
+    return 1.0 if largest is None or norm <= largest else largest / norm
+
+
+def distances(x: Matrix) -> NDArray[np.float64]:
+    """Squared distances between all rows, [n, n]."""
+    found = np.zeros((len(x), len(x)))
+    for part in _blocks(x):
+        block = np.ascontiguousarray(x[:, part], dtype=np.float64)
+        for i in range(len(x) - 1):
+            apart = block[i + 1 :] - block[i]
+            found[i, i + 1 :] += np.einsum("ij,ij->i", apart, apart)
+    return found + found.T
+
+
+def scores(d: NDArray[np.float64], f: int) -> Vector:
+    """Of each row, the sum of its n - f - 2 smallest squared distances to others (at least one, for Bulyan's end)."""
+    n = len(d)
+    others = np.sort(d + np.diag(np.full(n, np.inf)), axis=1)
+    sums: Vector = others[:, : max(1, n - f - 2)].sum(axis=1)
+    return sums if n > 1 else np.zeros(1)
+
+
+def buckets(x: Matrix, size: int, seed: int) -> Matrix:
+    """Means of `size` rows each (the last of fewer), in an order drawn from the seed."""
+    if size == 1:
+        return x
+    order = np.random.default_rng(seed).permutation(len(x))
+    return np.stack([mean(x[np.sort(order[at : at + size])]) for at in range(0, len(x), size)])
+
+
+def _blocks(x: Matrix) -> Iterator[slice]:
+    width = max(1, _BLOCK // max(1, len(x)))
+    return (slice(at, at + width) for at in range(0, x.shape[1], width))
+
+
+def _squares(x: Matrix, z: Vector) -> Vector:
+    """Of each row the squared distance to z."""
+    found = np.zeros(len(x))
+    for part in _blocks(x):
+        apart = x[:, part] - z[part]
+        found += np.einsum("ij,ij->i", apart, apart)
+    return found
+
+
+def _weighted(x: Matrix, weights: Vector) -> Vector:
+    """sum_i weights_i x_i, added in the order of rows."""
+    out = np.zeros(x.shape[1])
+    for part in _blocks(x):
+        for row, weight in zip(x, weights, strict=True):
+            out[part] += weight * row[part].astype(np.float64)
+    return out
