@@ -69,11 +69,12 @@ class Worker:
         self.clients: Any = None  # those of a federated job
         self.memory: dict[str, Any] = {}  # what a strategy keeps between its rounds
         self.shared: dict[str, Any] = {}  # of this, what is the same on all workers
+        self.stopped: Callable[[], bool] = lambda: False  # whether the plan was ended from outside
         self.done, self.reason = False, ""  # whether the strategy has met its stop rule, and why
         self._said: dict[str, float] = {}  # by the strategy, of the round under way
         self._events: list[dict[str, Any]] = []
         with user_code("data"):
-            self.data = workload.data()
+            self.data = (workload.evaluation_data if plan.strategy.remote else workload.data)()
             self.data.keeps_rows = plan.strategy.keeps_rows
             self.steps_per_epoch = 1 if plan.strategy.federated else self.data.steps(self.size)
         self.held: Part = self._whole_or_slice(grid.column(plan.rank))
@@ -166,6 +167,7 @@ class Worker:
 
     def batch(self) -> Batch:
         """The next batch of this worker's share of the data."""
+        began = time.perf_counter()
         batch, self._coming = self._coming, None
         if batch is None:
             batch = self._next(self.position)
@@ -173,6 +175,7 @@ class Worker:
         if self.tables is not None and self.position < self.plan.end:
             self._coming = self._next(self.position)
         self._samples = batch.size
+        self._meter.data += time.perf_counter() - began
         return batch.to(self.device) if self.device != "cpu" else batch
 
     @property
@@ -225,7 +228,7 @@ class Worker:
         if batch.size:
             gradient.loss = self._backward(batch)
         self._used, self._unused = [p.grad is not None for p in self.flat.parameters], ()
-        if self.strategy.in_place:  # a step with zeros would write, and undo what others do meanwhile
+        if self.strategy.in_place or self.strategy.apart:  # with zeros it would be a step, and undo others' meanwhile
             self._unused = [i for i, used in enumerate(self._used) if not used]
         self.flat.collect_grad()
         if self.server is not None and batch.size:
@@ -292,9 +295,14 @@ class Worker:
         """See `WorkerView.mean`. Raises LinkError."""
         return self.means.mean(vector, samples, exact=exact)
 
-    def mean_later(self, vector: Tensor, samples: float = 1.0) -> Tensor:
+    def mean_later(self, vector: Tensor, samples: float = 1.0, *, slot: int = 0) -> Tensor:
         """See `WorkerView.mean_later`."""
-        return self.means.mean_later(vector, samples)
+        return self.means.mean_later(vector, samples, slot)
+
+    def own_loss(self) -> float:
+        """See `WorkerView.own_loss`."""
+        total, count = keeping.evaluated(self, whole=True).get("loss", (math.nan, 1))
+        return total / count
 
     def arrived(self, parcel: Tensor) -> Tensor:
         """See `WorkerView.arrived`. Raises LinkError."""
@@ -316,6 +324,7 @@ class Worker:
     def _run(
         self, report: Callable[[dict[str, Any]], None], keep: Callable[[WorkerPart], None], stopped: Callable[[], bool]
     ) -> None:
+        self.stopped = stopped
         self.flat.model.train()
         for choice in self.choices:
             report(choice)

@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 LONG_POLL = 20.0
 MOST_PAUSE = 30.0
 _SECONDS = 60.0  # of silence in one call
+_OWN = "buffers/"  # how a client's own buffers are called in its state
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +168,8 @@ class Outside:
 
     def take_part(self, order: dict[str, Any]) -> None:
         """Train as the order says, and send what was learnt."""
-        serial, round, strategy = order["serial"], order["round"], parse(order["strategy"])[0].strategy
+        serial, round = order["serial"], order["round"]
+        strategy: Any = parse(order["strategy"])[0].strategy
         self._kept.begin(serial)
         try:
             raw = self._line.call("GET", f"/api/v1/client/rounds/{serial}/parameters", headers=self._headers()).content
@@ -180,8 +182,12 @@ class Outside:
         at = order["phase"] + round
         state = self._kept.state(at, strategy.name, order["starts"])
         began = time.monotonic()
-        task = Task(order["seed"], round, self._number, w, shared, state, buffers)
+        own = {key.removeprefix(_OWN): value for key, value in state.items() if key.startswith(_OWN)}
+        task = Task(order["seed"], round, self._number, w, shared, state, buffers | own)
         reply = self._trainer.train(strategy, task, self._rows)
+        if strategy.buffers != "mean":  # they stay here
+            reply.state |= {f"{_OWN}{key}": value for key, value in reply.buffers.items()}
+            reply.buffers = {}
         seconds = time.monotonic() - began
         if self._send(order, reply):
             if reply.state:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,8 @@ from rayps.federated import parcel
 from rayps.federated.client import Reply
 from rayps.federated.cohort import Ints, cohort_size, first
 from rayps.federated.joining import DEADLINE, Joining, joining_of
-from rayps.federated.mailbox import Mailbox, Member, Order
+from rayps.federated.mailbox import FOLDER, Mailbox, Member, Order
+from rayps.federated.source import Round
 from rayps.strategy import Phase, wire
 
 if TYPE_CHECKING:
@@ -31,41 +31,6 @@ if TYPE_CHECKING:
 PAUSE = 0.05  # seconds between two looks
 _SHOWN = 5  # names in a sentence
 _LISTED = 60  # clients in a summary
-
-
-@dataclass(frozen=True, slots=True)
-class Errand:
-    """A reply that has come, as the engine takes it in."""
-
-    client: int
-    version: int
-    staleness: int = 0
-    again: int = 0
-
-
-@dataclass(slots=True)
-class Asked:
-    """What became of a round's clients; `end` - `begin` are real seconds."""
-
-    sampled: Ints
-    trains: Ints
-    dropped: list[tuple[int, str]]
-    begin: float
-    end: float
-    staleness: dict[int, int] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class Arrived:
-    """A round whose updates are here: the engine's `Order`."""
-
-    plan: Asked
-    errands: list[Errand]
-    mine: list[int]
-    most: int
-    files: dict[int, Path]
-    refused: list[tuple[int, str]]
-    serial: int
 
 
 class Remote:
@@ -83,8 +48,12 @@ class Remote:
         self._deadline: float = DEADLINE if strategy.deadline is None else strategy.deadline
         self._mailbox = mailbox_of(w.plan.mailbox, w.size)
         self._members: list[Member] = self._mailbox.members()
-        self._first, self._told = True, False
-        self._open: Arrived | None = None
+        self._strategy, self._first, self._told = strategy, True, False
+        self.refused: list[tuple[int, str]] = []  # whose updates of the round cannot be used, and why
+        self._open: Order | None = None
+        self._files: dict[int, Path] = {}  # updates that came, by number
+        self._good: list[int] = []  # those of the right form
+        self._like: tuple[Tensor, Mapping[str, Tensor]] = engine.w.flat.vector, {}  # what an update is to look like
 
     # ---- who they are
 
@@ -93,92 +62,75 @@ class Remote:
         """Clients that have joined."""
         return len(self._members)
 
-    @property
-    def names(self) -> list[str]:
-        """Their names, by number."""
-        return [member.name for member in self._members]
+    def names(self, numbers: Any) -> list[str]:
+        """What clients of these numbers are called."""
+        return [self._members[number].name for number in numbers]
 
-    @property
-    def sizes(self) -> Ints:
-        """The samples that each said it has."""
-        return np.asarray([member.samples for member in self._members], dtype=np.int64)
-
-    def summary(self) -> dict[str, Any]:
+    def _summary(self) -> dict[str, Any]:
         """As `Clients.summary`; labels are the clients' own."""
-        sizes = self.sizes
+        sizes = np.asarray([member.samples for member in self._members], dtype=np.int64)
+        names = [member.name for member in self._members[:_LISTED]]
         return {
-            "clients": self.count, "rows": int(sizes.sum()), "rule": self.rule, "names": self.names[:_LISTED],
+            "clients": self.count, "rows": int(sizes.sum()), "rule": self.rule, "names": names,
             "sizes": sizes[:_LISTED].tolist(), "labels": [], "counts": [], "smallest": int(sizes.min()),
             "median": float(np.median(sizes)), "largest": int(sizes.max()),
         }  # fmt: skip
 
     # ---- a round
 
-    def order(self, t: int) -> Arrived:
+    def round(self, t: int, w_t: Tensor, shared: Mapping[str, Any], buffers: Mapping[str, Tensor]) -> Round:
         """Ask the clients of round `t`, and wait for them.
 
         Raises:
             TrainingError: too few clients came within `wait` seconds.
         """
         there = self._gather(t)
-        engine, w = self._engine, self._engine.w
-        strategy: Any = w.strategy
+        w, strategy = self._engine.w, self._strategy
         chosen = first(w.plan.seed, t, there, cohort_size(len(there), strategy.fraction)).tolist()
-        buffers = engine.trainer.kept()
-        shared = {name: value for name, value in w.shared.items() if name in strategy.sums}
-        raw = parcel.packed(w.flat.vector, w.flat.layout, shared, buffers)
+        given = {name: value for name, value in shared.items() if name in strategy.sums}
+        raw = parcel.packed(w_t, w.flat.layout, given, buffers)
         facts = {
             "kind": "round", "round": t, "phase": w.plan.origin[0], "seed": w.plan.seed,
             "strategy": wire([Phase(None, strategy)]), "since": self._since(w.position),
             "starts": self._mailbox.starts(w.position, self._first),
         }  # fmt: skip
         self._first = False
-        most = parcel.most_bytes(w.flat.vector, strategy.sums, buffers)
-        names = self.names
-        order = self._mailbox.begin(facts, {k: names[k] for k in chosen}, self._deadline, most, raw)
+        self._like = w_t, buffers if strategy.buffers == "mean" else {}
+        most = parcel.most_bytes(w_t, strategy.sums, self._like[1])
+        asked = dict(zip(chosen, self.names(chosen), strict=True))
+        order = self._mailbox.begin(facts, asked, self._deadline, most, raw)
         self._wait_for(order)
-        files = self._mailbox.close(order.serial)
+        self._files, self._open = self._mailbox.close(order.serial), order
         self._mailbox.say(None)
-        self._open = self._arrived(t, order, files)
-        return self._open
+        return self._arrived(order)
 
-    def replies(self, order: Arrived, w_t: Tensor, buffers: Mapping[str, Tensor]) -> Iterator[tuple[Errand, Reply]]:
-        """What came, in the order of numbers; one at a time in memory."""
-        for errand in order.errands:
-            reply = self._read(errand.client, order.files[errand.client])
+    def replies(self) -> Iterator[tuple[int, Reply]]:
+        """What came and can be used, in the order of numbers; one at a time in memory."""
+        for number in self._good:
+            reply = self._read(number)
             assert not isinstance(reply, str), "it was looked at before"
-            yield errand, reply
+            yield number, reply
 
     def judged(self, rejected: list[tuple[int, str]]) -> None:
-        """Tell the clients what became of their updates, which are gone then."""
-        order = self._open
-        if order is not None:
-            self._mailbox.judge(order.serial, dict([*order.refused, *rejected]))
-            self._open = None
+        """Tell the clients whose updates did not count, and why; all updates are gone then."""
+        if self._open is not None:
+            self._mailbox.judge(self._open.serial, dict(rejected))
+        self._open, self._files, self._good = None, {}, []
 
-    def _arrived(self, t: int, order: Order, files: dict[int, Path]) -> Arrived:
-        refused: list[tuple[int, str]] = []
-        good: list[int] = []
-        for number in sorted(files):
-            reply = self._read(number, files[number])
-            if isinstance(reply, str):
-                refused.append((number, reply))
-            else:
-                good.append(number)
-        silent = [number for number in sorted(order.sampled) if number not in files]
-        dropped = [(number, self._why_silent(number)) for number in silent]
-        sampled = np.asarray(sorted(order.sampled), dtype=np.int64)
-        plan = Asked(sampled, np.asarray(good, dtype=np.int64), dropped, order.begun, time.time())
-        errands = [Errand(number, t) for number in good]
-        return Arrived(plan, errands, list(range(len(good))), len(good), files, refused, order.serial)
+    def _arrived(self, order: Order) -> Round:
+        found: dict[int, str] = {}  # of each, why it cannot be used
+        for number in self._files:
+            reply = self._read(number)
+            found[number] = reply if isinstance(reply, str) else ""
+        self._good = [number for number, why in found.items() if not why]
+        self.refused = [(number, why) for number, why in found.items() if why]
+        asked = sorted(order.sampled)
+        dropped = [(number, self._why_silent(number)) for number in asked if number not in self._files]
+        return Round(asked, dropped, order.begun, time.time(), list(self._good))
 
-    def _read(self, number: int, path: Path) -> Reply | str:
-        engine = self._engine
-        strategy: Any = engine.strategy
-        return parcel.received(
-            path.read_bytes(), engine.w.flat.vector, strategy.sums, engine.trainer.buffers,
-            self._members[number].samples,
-        )  # fmt: skip
+    def _read(self, number: int) -> Reply | str:
+        (w_t, buffers), most = self._like, self._members[number].samples
+        return parcel.received(self._files[number].read_bytes(), w_t, self._strategy.sums, buffers, most)
 
     def _since(self, position: int) -> int:
         """The earliest round that the job may go back to from here: the checkpoint before the newest one."""
@@ -241,9 +193,32 @@ class Remote:
     def _tell(self) -> None:
         if not self._told:
             self._told = True
-            facts = self.summary()
+            facts = self._summary()
             said = f"{_clients(self.count)} {'has' if self.count == 1 else 'have'} joined, with {facts['rows']} samples"
             self._engine.w.event("clients", said, **facts)
+
+
+def alone(workers: int) -> None:
+    """Raises ConfigError for several workers."""
+    if workers > 1:
+        raise ConfigError(
+            f"workers is {workers}, and the clients are remote: they train, and the worker only sums; give 1",
+            field="workers",
+        )
+
+
+def prepared(phases: list[Phase], folder: Path | None) -> str | None:
+    """The mailbox of a job in this folder, made if its clients are remote; else None.
+
+    Raises:
+        ConfigError: real clients could not reach the job.
+    """
+    if not any(phase.strategy.remote for phase in phases):
+        return None
+    if folder is None:
+        raise _no_service()
+    Mailbox(folder / FOLDER).prepare()
+    return str(folder / FOLDER)
 
 
 def mailbox_of(folder: str | None, workers: int) -> Mailbox:
@@ -252,16 +227,9 @@ def mailbox_of(folder: str | None, workers: int) -> Mailbox:
     Raises:
         ConfigError: there is none, or this machine does not have it.
     """
-    if workers > 1:
-        raise ConfigError(f"workers is {workers}, and the clients are remote: the worker only sums what they send; "
-                          "give 1", field="workers")  # fmt: skip
+    alone(workers)
     if folder is None:
-        raise ConfigError(
-            "clients is remote, and real clients reach a job through the job service only: start `rayps serve`, and "
-            "submit it there\n(`rayps submit`, POST /api/v1/jobs); for clients of the data on this machine leave "
-            "clients out",
-            field="clients",
-        )
+        raise _no_service()
     found = Mailbox(Path(folder))
     if not found.reachable():
         raise ConfigError(
@@ -271,6 +239,14 @@ def mailbox_of(folder: str | None, workers: int) -> Mailbox:
             field="clients",
         )
     return found
+
+
+def _no_service() -> ConfigError:
+    return ConfigError(
+        "clients is remote, and real clients reach a job through the job service only: start `rayps serve`, and submit "
+        "it there\n(`rayps submit`, POST /api/v1/jobs); for clients of the data on this machine leave clients out",
+        field="clients",
+    )
 
 
 def _clients(count: int) -> str:

@@ -21,6 +21,7 @@ from rayps.elastic.job import JobSpace
 from rayps.elastic.space import Table
 from rayps.epochs import Calendar
 from rayps.errors import RaypsError, TrainingError
+from rayps.federated.remote import prepared
 from rayps.job import JobSpec, Status
 from rayps.metrics import Point, Rounds
 from rayps.replica.build import drawn_apart
@@ -76,6 +77,7 @@ class Driver:
         self._legs: list[Leg] = []
         self._name, self._again = name or spec.name or f"job-{uuid.uuid4().hex[:8]}", again
         self._tables: tuple[Table, ...] = ()  # of the model
+        self._mailbox: str | None = None  # of real clients
         self._news = News()
         self._stop = threading.Event()
         self._failures = failures  # of the whole job, whatever drivers it had
@@ -147,6 +149,7 @@ class Driver:
         Raises:
             DataError, WorkloadError, ConfigError: what is wrong and the way out.
         """
+        self._mailbox = prepared(self.phases, self.journal.folder)
         found = preflight(self.workload, self.phases, self.spec)
         for warning in found.warnings:
             self.journal.event("warning", warning)
@@ -206,7 +209,8 @@ class Driver:
         while True:
             self._generation += 1
             self._broken_since, rounds.generation = None, self._generation
-            group.begin(leg.orders(self.spec, self._generation, self._evaluated), self._snapshot, mending)
+            orders = leg.orders(self.spec, self._generation, self._evaluated, self._mailbox)
+            group.begin(orders, self._snapshot, mending)
             self._standing.say(Status.RUNNING, "")
             broken = self._watch(group, rounds, phase, end)
             self._report.begin_again()

@@ -244,6 +244,7 @@ class Group:
             {axis: self._addresses(axis, rank) for axis, length in within.items() if length > 1},
             self._bonds[rank] if self._bonds else None,
             self._attempts,
+            orders.mailbox,
         )
 
     @property

@@ -59,11 +59,11 @@ class Leg:
         """What hears the points of its rounds."""
         return tally_of(workload, self.phase.strategy, workers, self.division, layout)
 
-    def orders(self, spec: JobSpec, generation: int, evaluated: int) -> Orders:
+    def orders(self, spec: JobSpec, generation: int, evaluated: int, mailbox: str | None = None) -> Orders:
         """What a generation is told; the evaluation after round `evaluated` is filed."""
         every, begin = spec.checkpoint_every, self.span.begin
         boundary = Boundary(self.span.steps, self.end, begin) if every is None else Boundary(every, self.end)
         return Orders(
             generation, self.phase.strategy, spec.seed, self.end, boundary, evaluated, spec.timeout, self.span.origin,
-            self.division,
+            self.division, mailbox,
         )  # fmt: skip

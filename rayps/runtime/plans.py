@@ -29,6 +29,7 @@ class Orders:
     timeout: float
     origin: tuple[int, int] = (0, 0)  # the round and the epoch that the phase's epochs are counted from
     division: Division | None = None  # how the model is divided, where a replica is several workers
+    mailbox: str | None = None  # the folder of the job's real clients, where it has some
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,7 @@ class WorkerPlan:
     axes: dict[str, list[str]] = field(default_factory=dict)  # addresses along each axis within the replica
     bond: Bond | None = None  # where workers keep each other's states
     attempt: int = 0  # how often this replica has begun anew in this generation
+    mailbox: str | None = None  # see Orders
 
 
 @dataclass(slots=True)
