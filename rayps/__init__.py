@@ -20,16 +20,25 @@ _HOMES = {
     "ADMM": "rayps.strategies.admm",
     "AllReduce": "rayps.strategies.all_reduce",
     "Client": "rayps.client",
+    "Ditto": "rayps.strategies.ditto",
     "Downpour": "rayps.strategies.downpour",
     "Embedding": "rayps.embedding",
     "EmbeddingBag": "rayps.embedding",
+    "FedAdagrad": "rayps.strategies.fedopt",
+    "FedAdam": "rayps.strategies.fedopt",
+    "FedAvg": "rayps.strategies.fedavg",
+    "FedAvgM": "rayps.strategies.fedopt",
+    "FedBuff": "rayps.strategies.fedbuff",
+    "FedProx": "rayps.strategies.fedprox",
+    "FedYogi": "rayps.strategies.fedopt",
     "Hogwild": "rayps.strategies.hogwild",
     "Hybrid": "rayps.strategies.hybrid",
-    "Pipeline": "rayps.strategies.pipeline",
     "ParameterServer": "rayps.strategies.parameter_server",
+    "Pipeline": "rayps.strategies.pipeline",
     "RaypsError": "rayps.errors",
     "Result": "rayps.training",
     "Ring": "rayps.ring",
+    "Scaffold": "rayps.strategies.scaffold",
     "ServerGroup": "rayps.server_group",
     "Strategy": "rayps.strategies.base",
     "TensorParallel": "rayps.strategies.tensor_parallel",
@@ -58,11 +67,23 @@ if TYPE_CHECKING:
     from rayps.strategies.admm import ADMM as ADMM
     from rayps.strategies.all_reduce import AllReduce as AllReduce
     from rayps.strategies.base import Strategy as Strategy
+    from rayps.strategies.diloco import DiLoCo as DiLoCo
+    from rayps.strategies.ditto import Ditto as Ditto
     from rayps.strategies.downpour import Downpour as Downpour
+    from rayps.strategies.fedavg import FedAvg as FedAvg
+    from rayps.strategies.fedbuff import FedBuff as FedBuff
+    from rayps.strategies.fedopt import FedAdagrad as FedAdagrad
+    from rayps.strategies.fedopt import FedAdam as FedAdam
+    from rayps.strategies.fedopt import FedAvgM as FedAvgM
+    from rayps.strategies.fedopt import FedYogi as FedYogi
+    from rayps.strategies.fedprox import FedProx as FedProx
     from rayps.strategies.hogwild import Hogwild as Hogwild
     from rayps.strategies.hybrid import Hybrid as Hybrid
+    from rayps.strategies.local_sgd import LocalSGD as LocalSGD
+    from rayps.strategies.parallel_sgd import ParallelSGD as ParallelSGD
     from rayps.strategies.parameter_server import ParameterServer as ParameterServer
     from rayps.strategies.pipeline import Pipeline as Pipeline
+    from rayps.strategies.scaffold import Scaffold as Scaffold
     from rayps.strategies.tensor_parallel import TensorParallel as TensorParallel
     from rayps.tables.ids import hash_ids as hash_ids
     from rayps.training import Result as Result

@@ -15,11 +15,20 @@ from rayps.errors import ConfigError
 from rayps.strategies.admm import ADMM
 from rayps.strategies.all_reduce import AllReduce
 from rayps.strategies.base import Replica, ShardView, Strategy, WorkerView
+from rayps.strategies.diloco import DiLoCo
+from rayps.strategies.ditto import Ditto
 from rayps.strategies.downpour import Downpour
+from rayps.strategies.fedavg import FedAvg
+from rayps.strategies.fedbuff import FedBuff
+from rayps.strategies.fedopt import FedAdagrad, FedAdam, FedAvgM, FedYogi
+from rayps.strategies.fedprox import FedProx
 from rayps.strategies.hogwild import Hogwild
 from rayps.strategies.hybrid import Hybrid
+from rayps.strategies.local_sgd import LocalSGD
+from rayps.strategies.parallel_sgd import ParallelSGD
 from rayps.strategies.parameter_server import ParameterServer
 from rayps.strategies.pipeline import Pipeline
+from rayps.strategies.scaffold import Scaffold
 from rayps.strategies.tensor_parallel import TensorParallel
 from rayps.strategies.text import form, scalar
 
@@ -29,8 +38,11 @@ __all__ = [
 ]  # fmt: skip
 
 CATALOGUE: dict[str, type[Strategy]] = {
-    kind.name: kind for kind in (AllReduce, ParameterServer, Hybrid, Downpour, Hogwild, ADMM)
-}
+    kind.name: kind for kind in (
+        AllReduce, ParameterServer, Hybrid, Downpour, Hogwild, LocalSGD, ParallelSGD, DiLoCo, ADMM,
+        FedAvg, FedProx, Scaffold, FedAvgM, FedAdagrad, FedAdam, FedYogi, FedBuff, Ditto,
+    )
+}  # fmt: skip
 REPLICAS: dict[str, type[Replica]] = {kind.name: kind for kind in (Pipeline, TensorParallel)}
 _NESTED: dict[str, tuple[str, ...]] = {"replica": tuple(REPLICAS), "stage": (TensorParallel.name,)}  # by option
 _Kind = TypeVar("_Kind", Strategy, Replica)

@@ -13,6 +13,7 @@ from rayps.data import Data
 from rayps.elastic.space import Table
 from rayps.embedding import tables_of, try_out
 from rayps.errors import ConfigError, WorkloadError
+from rayps.federated.check import federated
 from rayps.flat import Layout
 from rayps.grid import Grid
 from rayps.job import JobSpec
@@ -42,7 +43,7 @@ def preflight(workload: Workload, phases: list[Phase], spec: JobSpec) -> Finding
     Raises:
         DataError, WorkloadError, ConfigError: what is wrong and the way out.
     """
-    data = _data(workload)
+    data = _data(workload, all(phase.strategy.remote for phase in phases))
     grids = [phase.strategy.grid(spec.workers) for phase in phases]
     with apart():  # the user's own random numbers stay as they were
         model = model_of(workload)
@@ -74,7 +75,8 @@ def preflight(workload: Workload, phases: list[Phase], spec: JobSpec) -> Finding
     _refuse_closure(optim.build(workload.optimizer, layout))
     both = list(zip([phase.strategy for phase in phases], grids, strict=True))
     divisions = [_division(workload, strategy, grid, model, data) for strategy, grid in both]
-    warnings = []
+    asked = [strategy for strategy, _ in both if strategy.federated]
+    warnings = [said for strategy in asked for said in federated(strategy, workload, data, spec)]
     if any(phase.strategy.shards for phase in phases) or any(grid.tensor > 1 for grid in grids):
         optim.check_elementwise(workload.optimizer, layout)
         said = dict.fromkeys(strategy.scale_warning(grid.data) for strategy, grid in both)
@@ -86,7 +88,7 @@ def preflight(workload: Workload, phases: list[Phase], spec: JobSpec) -> Finding
 def _steps(data: Data, strategy: Strategy, grid: Grid) -> int:
     """Rounds of an epoch. Raises DataError, ConfigError: no worker could keep its rows."""
     data.keeps_rows = strategy.keeps_rows
-    return data.steps(grid.data)
+    return 1 if strategy.federated else data.steps(grid.data)
 
 
 def _division(
@@ -132,9 +134,9 @@ def _check_servers(strategy: Strategy, spec: JobSpec, tables: tuple[Table, ...])
         )
 
 
-def _data(workload: Workload) -> Data:
+def _data(workload: Workload, remote: bool) -> Data:
     with user_code("data"):
-        data = workload.data()
+        data = (workload.evaluation_data if remote else workload.data)()  # real clients have the data
     with user_code("evaluation_data"):
         evaluation = workload.evaluation_data()
     for given, method in ((data, "data"), (evaluation, "evaluation_data")):

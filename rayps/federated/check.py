@@ -1,0 +1,68 @@
+"""What is wrong with a federated job is found before any worker starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from rayps import optim
+from rayps.data import Data
+from rayps.errors import ConfigError
+from rayps.federated import choices
+from rayps.federated.client import is_plain
+from rayps.federated.cohort import cohort_size
+from rayps.federated.events import events_of
+from rayps.federated.remote import alone
+from rayps.job import JobSpec
+from rayps.workload import Workload
+
+_LABELS = 1000  # with more of them, how far clients' labels lie apart is not told
+
+
+def federated(strategy: Any, workload: Workload, data: Data, spec: JobSpec) -> list[str]:
+    """Try a federated strategy on a workload; warnings for the user.
+
+    Raises:
+        ConfigError, DataError: the data has no clients, or the options do not fit them.
+    """
+    if strategy.plain and not is_plain(optim.made(workload.optimizer, [nn.Parameter(torch.zeros(2, 2))])):
+        raise ConfigError(
+            f"{strategy.name} counts with steps of plain SGD, and the workload's optimizer is another: return "
+            "torch.optim.SGD(params, lr=...) without momentum and weight decay",
+            field="strategy",
+        )
+    if strategy.plain and workload.clip_norm is not None:
+        raise ConfigError(
+            f"{strategy.name} counts with steps of plain SGD, and the workload has clip_norm {workload.clip_norm:g}: "
+            "leave it out",
+            field="strategy",
+        )
+    if strategy.remote:
+        alone(spec.workers)
+        return []
+    clients = data.clients  # says how to give clients, where there are none
+    events_of(strategy, clients.sizes, spec.seed, data.batch_size)
+    rule, attack = choices.rule_of(strategy.rule), choices.attack_of(strategy.attack)
+    cohort = cohort_size(clients.count, strategy.fraction)
+    if not strategy.asynchronous:
+        asked = min(clients.count, int(cohort * (1 + strategy.over_selection) + 0.5))
+        if strategy.min_replies > asked:
+            raise ConfigError(
+                f"min_replies is {strategy.min_replies}, and a round asks {asked} of {clients.count} clients: no round "
+                "would ever count; lower it, or raise fraction",
+                field="min_replies",
+            )
+        rule.check(cohort, attack)
+    if attack is not None:
+        attack.check(clients.count)
+    warnings = [rule.doubt(cohort, cohort * (1 - strategy.dropout)), rule.warning(_skew(clients))]
+    return [said for said in warnings if said]
+
+
+def _skew(clients: Any) -> float | None:
+    """How far the clients' labels lie apart; None where labels are not classes."""
+    if clients.labels is None or len(clients.labels[0]) > _LABELS:
+        return None
+    return choices.skew(clients.labels[1].tolist())

@@ -1,0 +1,340 @@
+"""One model that trains clients in turn. It knows no worker, no ring and no file.
+
+What a batch costs beside forward, backward and step is kept to microseconds: a client's rows are taken once a round, a
+batch is made of them in one copy, a gradient becomes a vector only for who asks for one, and SGD without memory steps
+all parameters in one call, with the bits of torch's own loop.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD
+from torch.optim.optimizer import _global_optimizer_pre_hooks as _GLOBAL_HOOKS
+
+from rayps import optim
+from rayps.data import Batch
+from rayps.data.base import map_tensors, random_of
+from rayps.errors import ConfigError, WorkloadError
+from rayps.federated.order import Ints, parts
+from rayps.flat import FlatModel, dense
+from rayps.stepping import clipped
+from rayps.user_code import user_code
+from rayps.workload import Workload
+
+Tensors = dict[str, Tensor]
+
+
+@dataclass(slots=True)
+class Rows:
+    """A client's own rows: their numbers, and how a batch is made of numbers. `relabel` changes a batch's labels."""
+
+    numbers: Ints
+    take: Callable[[Ints], Batch]
+    batch_size: int
+    shuffle: bool = True
+    relabel: Callable[[Any], Any] | None = None
+
+
+@dataclass(slots=True)
+class Task:
+    """What client number `client` is asked in round `round` of a phase: to train from w_t and the buffers."""
+
+    seed: int
+    round: int
+    client: int
+    w_t: Tensor
+    shared: Mapping[str, Tensor]
+    state: Tensors = field(default_factory=dict)
+    buffers: Tensors = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Reply:
+    """What a client gives back. `w` and `buffers` are the model's own: good until the next client trains."""
+
+    w: Tensor
+    n: int
+    sums: Tensors
+    state: Tensors
+    buffers: Tensors
+    loss: float  # mean over all samples that it went through
+    samples: int
+    steps: int
+
+
+class Grad:
+    """A gradient where backward left it; it is made a vector when one is asked for, or counted with."""
+
+    __slots__ = ("_turn", "_vector", "used")
+
+    def __init__(self, turn: Turn) -> None:
+        self._turn, self.used = turn, False
+        self._vector: Tensor | None = None
+
+    @property
+    def vector(self) -> Tensor:
+        """As one vector of its own."""
+        if self._vector is None:
+            self._vector = self._turn.collected()
+        return self._vector
+
+    def __add__(self, other: Any) -> Tensor:
+        return torch.add(self.vector, other)
+
+    def __radd__(self, other: Any) -> Tensor:
+        return torch.add(self.vector, other)
+
+    def __sub__(self, other: Any) -> Tensor:
+        return torch.sub(self.vector, other)
+
+    def __rsub__(self, other: Any) -> Tensor:
+        return torch.sub(other, self.vector)
+
+    def __mul__(self, other: Any) -> Tensor:
+        return torch.mul(self.vector, other)
+
+    def __rmul__(self, other: Any) -> Tensor:
+        return torch.mul(self.vector, other)
+
+    def __neg__(self) -> Tensor:
+        return -self.vector
+
+
+class Turn:
+    """A client as a strategy's `client` sees it."""
+
+    def __init__(self, trainer: Trainer, strategy: Any, task: Task, rows: Rows) -> None:
+        self.w, self.w_t = trainer.flat.vector, task.w_t
+        self.n = len(rows.numbers)
+        self.state, self.shared = dict(task.state), task.shared
+        self.reply: Tensors = {}
+        self.steps = 0  # since `batches` was last called
+        self.losses: list[tuple[Tensor, int]] = []
+        self._trainer, self._strategy, self._task, self._rows = trainer, strategy, task, rows
+        self._held: Batch | None = None
+        self._last: Grad | None = None
+
+    @property
+    def lr(self) -> float:
+        """The optimizer's rate. Raises ConfigError where its groups have several."""
+        return self._trainer.lr
+
+    def batches(self, epochs: int | None = None) -> Iterator[Batch]:
+        """E epochs, or L steps, of this client's rows, with a fresh optimizer; the same ones if called again."""
+        self._trainer.fresh()
+        self.steps = 0
+        task, rows, strategy = self._task, self._rows, self._strategy
+        size = rows.batch_size if strategy.batch_size is None else strategy.batch_size or self.n
+        stream = parts(
+            task.seed, task.client, self.n, size, round=task.round, epochs=epochs or strategy.epochs,
+            steps=None if epochs else strategy.local_steps, shuffle=rows.shuffle,
+        )  # fmt: skip
+        for positions in stream:
+            yield from self._cut(positions, size)
+
+    def _cut(self, positions: Ints, size: int) -> Iterator[Batch]:
+        """Batches of these positions among the rows; all rows are taken once where an epoch needs them.
+
+        Each has memory of its own: what a sum of products gives depends on how its terms are aligned.
+        """
+        if self._held is None and 2 * len(positions) >= self.n:
+            held = self._made(self._rows.numbers)
+            self._held = held if _can_cut(held) else None
+        if self._held is None:
+            for lo in range(0, len(positions), size):
+                yield self._made(self._rows.numbers[positions[lo : lo + size]])
+            return
+        index = torch.from_numpy(positions).to(self._trainer.device)
+        for lo in range(0, len(positions), size):
+            yield _some(self._held, index[lo : lo + size])
+
+    def _made(self, numbers: Ints) -> Batch:
+        with user_code("data"):
+            batch = self._rows.take(numbers)
+        if self._rows.relabel is not None:
+            batch = Batch(batch.x, self._rows.relabel(batch.y), batch.size)
+        return batch.to(self._trainer.device) if self._trainer.device != "cpu" else batch
+
+    def grad(self, batch: Batch) -> Grad:
+        """The gradient of the loss on a batch, at `w`; it counts like a vector.
+
+        Raises WorkloadError: the user's loss failed or is not a scalar.
+        """
+        if self._last is not None and not self._last.used:
+            _ = self._last.vector  # what comes now takes its place
+        trainer = self._trainer
+        for p in trainer.parameters:
+            p.grad = None
+        with user_code("loss"):
+            loss = trainer.workload.loss(trainer.flat.model, batch)
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+                raise WorkloadError(
+                    f"loss(model, batch) gave {shape}: return one number as a tensor, the mean over the batch"
+                )
+            loss.backward()  # type: ignore[no-untyped-call]
+        self.losses.append((loss.detach(), batch.size))
+        self._last = Grad(self)
+        return self._last
+
+    def collected(self) -> Tensor:
+        """The gradients of all parameters as a new vector."""
+        found = self._trainer.parameters
+        return torch.cat([torch.zeros(p.numel(), dtype=p.dtype, device=p.device) if p.grad is None
+                          else dense(p.grad).reshape(-1) for p in found])  # fmt: skip
+
+    def step(self, grad: Grad | Tensor) -> None:
+        """Let the client's optimizer apply a gradient."""
+        self.steps += 1
+        if isinstance(grad, Grad):
+            grad.used = True
+        elif self._last is not None:
+            self._last.used = True
+        self._trainer.step(grad)
+
+
+class Trainer:
+    """A flat model that clients train in turn, each with a fresh state of the workload's optimizer."""
+
+    def __init__(self, flat: FlatModel, workload: Workload, device: str = "cpu") -> None:
+        self.flat, self.workload, self.device = flat, workload, device
+        self.parameters = flat.parameters
+        self.buffers: Tensors = dict(flat.model.named_buffers())
+        self._values = [flat.vector[e.lo : e.hi].view(e.shape) for e in flat.layout.entries]
+        self._start()
+
+    def _start(self) -> None:
+        self._optimizer = optim.made(self.workload.optimizer, self.parameters)
+        self._begin = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
+        self._torchs = type(self._optimizer).__module__.startswith("torch.optim.") and not self._optimizer.state
+        where = {id(p): i for i, p in enumerate(self.parameters)}
+        self._plain: list[tuple[list[int], float]] | None = None  # of each group: its parameters, minus its rate
+        if is_plain(self._optimizer) and self.workload.clip_norm is None:
+            self._plain = [([where[id(p)] for p in group["params"]], group["lr"] if group["maximize"] else -group["lr"])
+                           for group in self._optimizer.param_groups]  # fmt: skip
+        whole = self._plain is not None and len(self._plain) == 1 and len(self._plain[0][0]) == len(self.parameters)
+        self._rate = self._plain[0][1] if self._plain is not None and whole else None  # of all parameters
+
+    @property
+    def lr(self) -> float:
+        """The optimizer's rate. Raises ConfigError where its groups have several."""
+        found = {float(group["lr"]) for group in self._begin if "lr" in group}
+        if len(found) != 1:
+            raise ConfigError(
+                f"the optimizer has {len(found)} learning rates, and this strategy counts with one: give all "
+                "parameters the same lr",
+                field="strategy",
+            )
+        return found.pop()
+
+    def fresh(self) -> None:
+        """An optimizer that has taken no step."""
+        if self._plain is not None:
+            return
+        if not self._torchs:  # what a class of the user's keeps, or one that begins with a state, is made anew
+            self._start()
+            return
+        self._optimizer.state.clear()
+        for group, begin in zip(self._optimizer.param_groups, self._begin, strict=True):
+            group.update(begin)
+
+    def step(self, grad: Grad | Tensor) -> None:
+        """As the workload's optimizer steps with this gradient."""
+        if self._rate is not None and isinstance(grad, Tensor):
+            self.flat.vector.add_(grad, alpha=self._rate)
+            return
+        if isinstance(grad, Grad) and self.workload.clip_norm is None:
+            if self._plain is None:
+                with user_code("optimizer.step"):
+                    self._optimizer.step()
+                return
+            for members, rate in self._plain:
+                held = [i for i in members if self.parameters[i].grad is not None]
+                grads: Any = [self.parameters[i].grad for i in held]
+                torch._foreach_add_([self._values[i] for i in held], grads, alpha=rate)
+            return
+        vector = grad.vector if isinstance(grad, Grad) else grad
+        unused = [p for p in self.parameters if p.grad is None]
+        self.flat.load_grad(clipped(vector, self.workload.clip_norm, ()))
+        for p in unused:
+            p.grad = None
+        with user_code("optimizer.step"):
+            self._optimizer.step()
+
+    def train(self, strategy: Any, task: Task, rows: Rows) -> Reply:
+        """Let one client train, once. The same task and rows give the same bits, wherever.
+
+        Raises:
+            WorkloadError, DataError: the user's code or data failed.
+        """
+        self.put(task.w_t, task.buffers)
+        draw = random_of(task.seed, task.round, task.client, 1)
+        torch.manual_seed(int(draw.integers(1 << 62)))  # what the model draws, as for dropout
+        turn = Turn(self, strategy, task, rows)
+        strategy.client(turn)
+        steps, losses = turn.steps, turn.losses
+        w, buffers = self.flat.vector, self.buffers
+        if strategy.personal is not None:
+            w, buffers = w.clone(), self.kept()
+            turn.losses = []
+            strategy.beside(turn)
+            turn.state |= {f"beside/{name}": value for name, value in self.kept().items()}
+        samples = sum(size for _, size in losses)
+        total = math.fsum(float(loss) * size for loss, size in losses)
+        return Reply(
+            w, turn.n, turn.reply, turn.state, buffers, total / samples if samples else math.nan, samples, steps
+        )
+
+    def tune(self, strategy: Any, task: Task, rows: Rows, epochs: int) -> None:
+        """Leave in the model w_t, trained on by this client alone for so many epochs."""
+        self.put(task.w_t, task.buffers)
+        turn = Turn(self, strategy, task, rows)
+        for batch in turn.batches(epochs):
+            turn.step(turn.grad(batch))
+
+    def put(self, vector: Tensor, buffers: Mapping[str, Tensor]) -> None:
+        """Parameters and buffers into the model."""
+        if vector.data_ptr() != self.flat.vector.data_ptr():
+            self.flat.vector.copy_(vector)
+        for name, value in buffers.items():
+            self.buffers[name].detach().copy_(value)
+
+    def kept(self) -> Tensors:
+        """The model's buffers, as copies."""
+        return {name: value.detach().clone() for name, value in self.buffers.items()}
+
+
+def is_plain(optimizer: Any) -> bool:
+    """Whether an optimizer's step is p <- p - lr g for each parameter, and nothing else."""
+    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or _GLOBAL_HOOKS
+    return type(optimizer) is SGD and "step" not in vars(optimizer) and not hooks and all(
+        optim._is_plain(group) for group in optimizer.param_groups
+    )
+
+
+def _can_cut(batch: Batch) -> bool:
+    """Whether the rows of a batch can be had by cutting its tensors."""
+    return _rows_of(batch.x, batch.size) and (batch.y is None or _rows_of(batch.y, batch.size))
+
+
+def _rows_of(value: Any, size: int) -> bool:
+    if isinstance(value, Tensor):
+        return value.dim() > 0 and len(value) == size
+    if isinstance(value, dict):
+        return all(_rows_of(each, size) for each in value.values())
+    return isinstance(value, (list, tuple)) and all(_rows_of(each, size) for each in value)
+
+
+def _some(batch: Batch, index: Tensor) -> Batch:
+    """Some rows of a batch, as a copy."""
+    if isinstance(batch.x, Tensor) and (batch.y is None or isinstance(batch.y, Tensor)):
+        y = None if batch.y is None else batch.y.index_select(0, index)
+        return Batch(batch.x.index_select(0, index), y, len(index))
+    x, y = (map_tensors(each, lambda tensor: tensor.index_select(0, index)) for each in (batch.x, batch.y))
+    return Batch(x, y, len(index))

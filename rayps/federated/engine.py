@@ -1,0 +1,170 @@
+"""A federated round on a worker: its share of the cohort trains in turn, all workers meet once, the server steps.
+
+    source      who trains: a function of the seed and the round (or real clients, who say so themselves)
+    train       the worker's share of them, one after another, in one model; each reply goes into the sum at once
+    aggregate   `rayps.federated.aggregate`: screen -> clip -> rule or mean; the one exchange of the round
+    server      the strategy's hook, computed alike on every worker: nothing is sent for it
+What is to keep clients' updates private, noise and masks, belongs between clip and rule: no later step sees a client's
+own update.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from rayps.federated import choices
+from rayps.federated.aggregate import Aggregate, Met
+from rayps.federated.client import Reply, Tensors, Trainer
+from rayps.federated.cohort import homes
+from rayps.federated.personal import personal
+from rayps.federated.remote import Remote
+from rayps.federated.source import Errand, Round, Simulated, old
+from rayps.federated.states import States
+
+if TYPE_CHECKING:
+    from rayps.worker import Worker
+
+SHOWN = 50  # names in an event
+
+
+class Engine:
+    """The federated half of a worker; `round` is what its strategy calls."""
+
+    def __init__(self, w: Worker) -> None:
+        """Raises ConfigError: what preflight would have found."""
+        strategy: Any = w.strategy
+        self.w, self.strategy = w, strategy
+        self.clients: Any = None if strategy.remote else w.data.clients
+        self.trainer = Trainer(w.flat, w.workload, w.device)
+        self._w_t = torch.empty_like(w.flat.vector)
+        self.homes = homes(self.clients.sizes, w.size) if strategy.stateful and not strategy.remote else None
+        self.states = States() if strategy.stateful and not strategy.remote else None
+        self.source: Any = Remote(self) if strategy.remote else Simulated(self)
+        size, dtype = w.flat.layout.size, w.flat.layout.dtype
+        extras = dict.fromkeys(strategy.sums, (size, dtype))
+        count = sum(value.numel() for value in self.trainer.buffers.values())
+        self._averages = count > 0 and strategy.buffers == "mean"
+        if self._averages:
+            extras["buffers"] = (count + 1, torch.float64)  # and the samples, by which they are weighted
+        rule, attack = choices.rule_of(strategy.rule), choices.attack_of(strategy.attack)
+        self._aggregate = Aggregate(
+            rule, choices.clip_of(strategy.clip), attack, size, dtype, seed=w.plan.seed, clients=self.source.count,
+            extras=extras, least=strategy.min_replies, asynchronous=strategy.asynchronous,
+        )  # fmt: skip
+
+    def at(self, position: int) -> int:
+        """The number of the round within its phase."""
+        return position - self.w.plan.origin[0]
+
+    def base(self, version: int) -> Tensor:
+        """The parameters with which round `version` began."""
+        return old(self.w.shared, version, self._w_t)
+
+    def round(self) -> None:
+        """One round of the strategy, on this worker."""
+        w, t = self.w, self.at(self.w.position)
+        if t == 0:
+            self._tell()
+        w_t, buffers = self._w_t.copy_(w.flat.vector), self.trainer.kept()
+        known = self.source.round(t, w_t, w.shared, buffers)
+        cohort = list(known.sampled) if known.cohort is None else known.cohort
+        self._aggregate.begin(t, cohort, w_t)
+        began = time.perf_counter()
+        for errand, reply in self.source.replies():
+            self._take(errand if isinstance(errand, Errand) else Errand(errand, t), reply)
+        w._meter.compute += time.perf_counter() - began
+        met = self._aggregate.meet(w.ring, w.shared)
+        self.trainer.put(w_t, buffers)
+        why = self._serve(t, met)
+        if self.states is not None:
+            self.states.end(keep=not why)
+        rejected = [*self.source.refused, *met.rejected]
+        self.source.judged(rejected)
+        self._file(known, met, rejected, cohort, why)
+        w.position += 1
+
+    def _take(self, errand: Errand, reply: Reply) -> None:
+        """One reply into the sum, or out of the round."""
+        w, strategy, extra = self.w, self.strategy, dict(reply.sums)
+        if self._averages:
+            flat = [value.detach().reshape(-1).double() * reply.n for value in reply.buffers.values()]
+            extra["buffers"] = torch.cat([*flat, torch.tensor([float(reply.n)], dtype=torch.float64)])
+        weight = strategy.weight(reply.n, errand.staleness)
+        why = self._aggregate.take(errand.client, reply.w, self.base(errand.version), weight, extra)
+        if why is not None:
+            return
+        w._meter.losses.append((reply.loss, reply.samples))
+        if self.states is not None:
+            state = dict(reply.state)
+            if strategy.buffers == "keep":
+                state |= {f"buffers/{name}": value.detach().clone() for name, value in reply.buffers.items()}
+            self.states.put(errand.client, state, w.position + 1)
+
+    def _serve(self, t: int, met: Met) -> str:
+        """The server's half, the same on every worker; why the model stays as it was, if it does."""
+        w, strategy = self.w, self.strategy
+        if met.skipped is not None:
+            return met.skipped
+        strategy.server(Server(w.flat.vector, met, self.source.count, w.shared, t))
+        if self._averages:
+            self._spread(met.sums["buffers"])
+        return ""
+
+    def _spread(self, sums: Tensor) -> None:
+        """The buffers' means over samples; whole numbers are rounded."""
+        at, mean = 0, sums[:-1] / sums[-1]
+        for value in self.trainer.buffers.values():
+            part = mean[at : at + value.numel()].view(value.shape)
+            value.detach().copy_(part if value.is_floating_point() else part.round())
+            at += value.numel()
+
+    def _tell(self) -> None:
+        """Who the clients are."""
+        if self.clients is not None and self.w.rank == 0:
+            told = self.clients.summary()
+            self.w.event("clients", f"{told['clients']} clients with {told['rows']} samples ({told['rule']})", **told)
+
+    def _file(self, known: Round, met: Met, rejected: list[tuple[int, str]], cohort: list[int], why: str) -> None:
+        """What became of the round's clients, as numbers and as an event."""
+        w, names, asked = self.w, self.source.names, len(known.sampled)
+        w.say(sampled=asked, replied=met.count, dropped=len(known.dropped), rejected=len(rejected))
+        if w.rank:
+            return
+        message = f"{met.count} of {asked} clients replied" + (f", {len(rejected)} rejected" if rejected else "")
+        ages = {} if known.staleness is None else {"staleness": {str(age): n for age, n in known.staleness.items()}}
+        away = {
+            key: [[name, why] for name, (_, why) in zip(names([k for k, _ in some[:SHOWN]]), some, strict=False)]
+            for key, some in (("dropped", known.dropped), ("rejected", rejected))
+        }
+        w.event(
+            "cohort", f"{message}: the model stays as it was, because {why}" if why else message, round=w.position,
+            sampled=asked, replied=met.count, trained=names(cohort[:SHOWN]), seconds=known.end - known.begin,
+            skipped=bool(why), **away, **ages,
+        )  # fmt: skip
+
+    def evaluate(self) -> dict[str, tuple[float, int]]:
+        """Sums and samples of `personal_*`; the model is as it was afterwards."""
+        return personal(self)
+
+    def state_of(self, client: int) -> tuple[Tensors, Tensors]:
+        """What is kept of a client, and the buffers that are its own."""
+        held = self.states.get(client) if self.states is not None else {}
+        own = {name.removeprefix("buffers/"): value for name, value in held.items() if name.startswith("buffers/")}
+        return held, own
+
+    def close(self) -> None:
+        """Give up the clients' states."""
+        if self.states is not None:
+            self.states.close()
+
+
+class Server:
+    """The server as a strategy's `server` sees it. `w` is w_t, to be changed in place."""
+
+    def __init__(self, w: Tensor, met: Met, clients: int, memory: dict[str, Any], round: int) -> None:
+        self.w, self.clients, self.memory, self.round = w, clients, memory, round
+        self.mean, self.delta, self.sums, self.count, self.weight = met.mean, met.delta, met.sums, met.count, met.weight

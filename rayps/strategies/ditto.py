@@ -1,0 +1,44 @@
+"""Ditto: beside the global model each client keeps one of its own, held near the global one.
+
+Li, Hu, Beirami, Smith, "Ditto: Fair and Robust Federated Learning Through Personalization", ICML 2021, algorithm 1.
+w is learnt as in FedAvg. Client k, whenever it takes part, also trains v_k on the same batches:
+    v_k <- v_k - eta (grad(v_k; b) + lam (v_k - w_t))
+v_k begins as the w_t of the first round that k takes part in. lam = 0 is training alone; the larger lam, the nearer v_k
+stays to w (eta * lam must stay below 2). Metrics `personal_*` are those of v_k on client k's rows of the evaluation
+data; of w where k has taken no part yet. v_k lie on disk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from rayps.errors import ConfigError
+from rayps.strategies.fedavg import FedAvg
+from rayps.strategies.federated import must_be_above_zero
+
+
+@dataclass(frozen=True)
+class Ditto(FedAvg):
+    """A model for each client beside the global one: clients that differ, and gain from the others all the same."""
+
+    lam: float = 0.1
+    name: ClassVar[str] = "ditto"
+    state: ClassVar[tuple[str, ...]] = ("v",)
+    personal: ClassVar[str | None] = "v"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        must_be_above_zero("lam", self.lam, zero=True)
+        if self.finetune is not None:
+            raise ConfigError(
+                f"finetune is {self.finetune!r}, and each client of ditto has a model of its own: leave it out",
+                field="finetune",
+            )
+
+    def beside(self, c: Any) -> None:
+        """v_k, beside w_k."""
+        c.w.copy_(c.state.get("v", c.w_t))
+        for b in c.batches():
+            c.step(c.grad(b) + self.lam * (c.w - c.w_t))
+        c.state["v"] = c.w.clone()

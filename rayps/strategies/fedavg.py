@@ -1,0 +1,32 @@
+"""Federated averaging: clients train on their own, the server averages what comes back.
+
+McMahan, Moore, Ramage, Hampson, Aguera y Arcas, "Communication-Efficient Learning of Deep Networks from Decentralized
+Data", AISTATS 2017, algorithm 1. In round t, for each client k of the cohort S:
+    client k: w_k <- w_t;  for each batch b of its n_k samples, E times over:  w_k <- w_k - eta grad(w_k; b)
+    server:   w_(t+1) <- sum_S n_k w_k / sum_S n_k, over the clients that replied
+FedSGD is local_epochs=1, batch_size=0 (all rows at once), fraction=1.
+Common options are in `rayps.strategies.federated`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from rayps.strategies.federated import Federated
+
+
+@dataclass(frozen=True)
+class FedAvg(Federated):
+    """Clients train apart from the same model; the server takes the mean, weighted by samples."""
+
+    name: ClassVar[str] = "fedavg"
+
+    def client(self, c: Any) -> None:
+        """Local SGD."""
+        for b in c.batches():
+            c.step(c.grad(b))
+
+    def server(self, s: Any) -> None:
+        """w <- the mean of the replies."""
+        s.w.copy_(s.mean)

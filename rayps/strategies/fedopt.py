@@ -1,0 +1,100 @@
+"""Server optimizers: the mean update is a gradient to the server, which takes its own steps with it.
+
+Reddi, Charles, Zaheer, Garrett, Rush, Konecny, Kumar, McMahan, "Adaptive Federated Optimization", ICLR 2021,
+algorithm 2; FedAvgM: Hsu, Qi, Brown, "Measuring the Effects of Non-Identical Data Distribution for Federated Visual
+Classification", 2019. Clients do what FedAvg's do. With D = sum_S n_k (w_k - w) / sum_S n_k:
+    FedAvgM:     v <- beta v + D;                    w <- w + server_lr v
+    others:      m <- beta1 m + (1 - beta1) D;       w <- w + server_lr m / (sqrt(v) + tau)
+    FedAdagrad:  v <- v + D^2
+    FedAdam:     v <- beta2 v + (1 - beta2) D^2
+    FedYogi:     v <- v - (1 - beta2) D^2 sign(v - D^2)
+m begins as 0, v as tau^2; as in the paper there is no bias correction.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from rayps.errors import ConfigError
+from rayps.strategies.fedavg import FedAvg
+from rayps.strategies.federated import must_be_above_zero
+
+
+@dataclass(frozen=True)
+class FedAvgM(FedAvg):
+    """FedAvg with momentum on the server."""
+
+    server_lr: float = 1.0
+    beta: float = 0.9
+    name: ClassVar[str] = "fedavgm"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        must_be_above_zero("server_lr", self.server_lr)
+        _must_be_share("beta", self.beta)
+
+    def server(self, s: Any) -> None:
+        """v <- beta v + D;  w <- w + server_lr v."""
+        v = s.memory["v"] = self.beta * s.memory.get("v", 0.0) + s.delta
+        s.w.add_(v, alpha=self.server_lr)
+
+
+@dataclass(frozen=True)
+class FedAdagrad(FedAvg):
+    """A rate for each parameter on the server, from all updates so far."""
+
+    server_lr: float = 0.1
+    beta1: float = 0.0
+    tau: float = 1e-3
+    name: ClassVar[str] = "fedadagrad"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        must_be_above_zero("server_lr", self.server_lr)
+        must_be_above_zero("tau", self.tau)
+        _must_be_share("beta1", self.beta1)
+
+    def second(self, v: Any, d2: Any) -> Any:
+        """The next v, from D^2."""
+        return v + d2
+
+    def server(self, s: Any) -> None:
+        """The paper's server step."""
+        m = s.memory["m"] = self.beta1 * s.memory.get("m", 0.0) + (1 - self.beta1) * s.delta
+        v = s.memory["v"] = self.second(s.memory.get("v", self.tau**2), s.delta * s.delta)
+        s.w.add_(m / (v.sqrt() + self.tau), alpha=self.server_lr)
+
+
+@dataclass(frozen=True)
+class FedAdam(FedAdagrad):
+    """Adam on the server, without bias correction."""
+
+    server_lr: float = 0.01
+    beta1: float = 0.9
+    beta2: float = 0.99
+    name: ClassVar[str] = "fedadam"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _must_be_share("beta2", self.beta2)
+
+    def second(self, v: Any, d2: Any) -> Any:
+        """v <- beta2 v + (1 - beta2) D^2."""
+        return self.beta2 * v + (1 - self.beta2) * d2
+
+
+@dataclass(frozen=True)
+class FedYogi(FedAdam):
+    """As FedAdam, with a v that shrinks slowly."""
+
+    name: ClassVar[str] = "fedyogi"
+
+    def second(self, v: Any, d2: Any) -> Any:
+        """v <- v - (1 - beta2) D^2 sign(v - D^2)."""
+        return v - (1 - self.beta2) * d2 * (v - d2).sign()
+
+
+def _must_be_share(field: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
+        raise ConfigError(f"{field} is {value!r}: give a number from 0 to below 1", field=field)

@@ -1,0 +1,34 @@
+"""FedProx: clients are held near the model that they began with.
+
+Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, "Federated Optimization in Heterogeneous Networks", MLSys 2020,
+algorithm 2.
+Client k lowers its own loss plus (mu/2) ||w - w_t||^2:
+    w_k <- w_k - eta (grad(w_k; b) + mu (w_k - w_t))
+and the server averages as in FedAvg (by samples; the paper draws clients by their samples and averages evenly, which is
+the same in expectation). mu = 0 is FedAvg; the larger mu, the less a client can move. eta * mu must stay below 2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from rayps.strategies.fedavg import FedAvg
+from rayps.strategies.federated import must_be_above_zero
+
+
+@dataclass(frozen=True)
+class FedProx(FedAvg):
+    """FedAvg with a pull towards the round's first model: unequal clients, unequal amounts of work."""
+
+    mu: float = 0.01
+    name: ClassVar[str] = "fedprox"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        must_be_above_zero("mu", self.mu, zero=True)
+
+    def client(self, c: Any) -> None:
+        """Local SGD with the proximal term."""
+        for b in c.batches():
+            c.step(c.grad(b) + self.mu * (c.w - c.w_t))

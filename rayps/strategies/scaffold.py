@@ -1,0 +1,49 @@
+"""SCAFFOLD: each client corrects its steps by how its gradients differ from everyone's.
+
+Karimireddy, Kale, Mohri, Reddi, Stich, Suresh, "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning",
+ICML 2020, algorithm 1, option II. The server keeps w and c, client i of N keeps c_i; all c begin as 0. In round t
+    client i: y <- w;  L times:  y <- y - eta (grad(y; b) - c_i + c)
+              c_i+ <- c_i - c + (w - y) / (L eta);   replies y - w and c_i+ - c_i
+    server:   w <- w + server_lr * mean_S(y_i - w);   c <- c + (1/N) sum_S (c_i+ - c_i)
+It is 1/N, not 1/|S|: so c stays the mean of all c_i when only some take part. As in the paper clients count alike,
+whatever their samples. The clients' optimizer must be plain SGD, of which eta is the rate. c_i lie on disk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from rayps.strategies.federated import Federated, must_be_above_zero
+
+
+@dataclass(frozen=True)
+class Scaffold(Federated):
+    """Control variates against the drift of unequal clients; each client keeps a state."""
+
+    server_lr: float = 1.0
+    name: ClassVar[str] = "scaffold"
+    sums: ClassVar[tuple[str, ...]] = ("c",)
+    state: ClassVar[tuple[str, ...]] = ("c",)
+    plain: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        must_be_above_zero("server_lr", self.server_lr)
+
+    def weight(self, n: int, staleness: int) -> float:
+        """Clients count alike."""
+        return 1
+
+    def client(self, c: Any) -> None:
+        """Corrected steps, then the client's new control variate."""
+        c_i, c_t = c.state.get("c", 0.0), c.shared.get("c", 0.0)
+        for b in c.batches():
+            c.step(c.grad(b) - c_i + c_t)
+        c.state["c"] = c_i - c_t + (c.w_t - c.w) / (c.steps * c.lr)
+        c.reply["c"] = c.state["c"] - c_i
+
+    def server(self, s: Any) -> None:
+        """w moves by the mean; c by the sum over all N."""
+        s.w.add_(s.delta, alpha=self.server_lr)
+        s.memory["c"] = s.memory.get("c", 0.0) + s.sums["c"] / s.clients
