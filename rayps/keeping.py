@@ -29,23 +29,29 @@ class Means:
 
     def __init__(self, ring: Any, sent: Any) -> None:
         """`sent` is the ring that compresses, or `ring` itself."""
-        self._ring, self._sent = ring, sent
+        self._ring = ring
+        self._slots: dict[int, CompressedRing] | None = {0: sent} if isinstance(sent, CompressedRing) else None
 
     def mean(self, vector: Tensor, samples: float = 1.0, *, exact: bool = False) -> Tensor:
         """See `WorkerView.mean`. Raises LinkError."""
-        found: Tensor = (self._ring if exact else self._sent).mean(Gradient(_packed(vector), samples))  # type: ignore[arg-type]
+        sent: Any = self._ring if exact or self._slots is None else self._slots[0]
+        found: Tensor = sent.mean(Gradient(_packed(vector), samples))  # type: ignore[arg-type]
         return found
 
-    def mean_later(self, vector: Tensor, samples: float = 1.0) -> Tensor:
+    def mean_later(self, vector: Tensor, samples: float, slot: int) -> Tensor:
         """See `WorkerView.mean_later`: the sum comes to lie in the parcel, with the sum of weights behind it."""
         parcel = _packed(vector)
-        if isinstance(self._sent, CompressedRing):
-            self._sent.mean_async(Gradient(parcel, samples))  # type: ignore[arg-type]
+        if self._slots is not None:
+            self._slot(slot).mean_async(Gradient(parcel, samples))  # type: ignore[arg-type]
         else:
             parcel[:-1].mul_(samples) if samples else parcel.zero_()
             parcel[-1] = samples
             self._ring.sum_async(parcel)
         return parcel
+
+    def _slot(self, slot: int) -> CompressedRing:
+        assert self._slots is not None
+        return self._slots.setdefault(slot, self._slots[0].another())
 
     def arrived(self, parcel: Tensor) -> Tensor:
         """See `WorkerView.arrived`. Raises LinkError."""
@@ -59,16 +65,17 @@ class Means:
 
     def feedback(self) -> dict[str, Tensor]:
         """What compression has left out so far, by name."""
-        found = self._sent.feedback() if isinstance(self._sent, CompressedRing) else {}
-        return {f"{_FEEDBACK}{name}": value for name, value in found.items()}
+        slots = self._slots or {}
+        return {f"{_FEEDBACK}{slot}/{name}": left for slot, sent in slots.items()
+                for name, left in sent.feedback().items()}  # fmt: skip
 
     def restore(self, memory: dict[str, Tensor]) -> None:
         """Take that back out of a worker's memory."""
         held = below(_FEEDBACK, memory)
         for name in held:
             del memory[f"{_FEEDBACK}{name}"]
-        if held and isinstance(self._sent, CompressedRing):
-            self._sent.restore(held)
+        for slot in {name.partition("/")[0] for name in held} if self._slots is not None else ():
+            self._slot(int(slot)).restore(below(f"{slot}/", held))
 
 
 def _packed(vector: Tensor) -> Tensor:
@@ -90,13 +97,12 @@ def share(w: Worker, *, together: bool) -> WorkerPart:
     lead, own, params = w.rank == 0 and w.server is None, None, None
     if w.strategy.apart:
         w.means.settle()
-        memory = {name: value.cpu().clone() for name, value in w.memory.items() if isinstance(value, Tensor)}
+        memory = {name: _tensor(value) for name, value in w.memory.items() if isinstance(value, (Tensor, int, float))}
         memory |= w.means.feedback()
         own = Own(w.flat.vector.cpu().clone(), _moments(w), w.buffers(), memory)
     if w.server is None and (together or own is None):
         agreed = w.strategy.consensus(w) if together else None
-        params = (w.flat.vector if agreed is None else agreed).cpu() if lead else None
-        params = params.clone() if params is not None and agreed is None else params
+        params = (w.flat.vector if agreed is None else agreed).cpu().clone() if lead else None
     return WorkerPart(
         w.position,
         params,
@@ -107,6 +113,10 @@ def share(w: Worker, *, together: bool) -> WorkerPart:
         {name: value.cpu().clone() for name, value in w.shared.items()} if w.rank == 0 else {},
         w.done,
     )
+
+
+def _tensor(value: Tensor | float) -> Tensor:
+    return value.cpu().clone() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
 
 
 def _moments(w: Worker) -> optim.Moments:
@@ -161,11 +171,12 @@ def _served(w: Worker) -> Tensor:
     return vector
 
 
-def evaluated(w: Worker, vector: Tensor | None = None) -> dict[str, tuple[float, int]]:
-    """Sums and sample counts of every metric over this worker's share of the evaluation data.
+def evaluated(w: Worker, vector: Tensor | None = None, *, whole: bool = False) -> dict[str, tuple[float, int]]:
+    """Sums and sample counts of every metric over this worker's share of the evaluation data, or the `whole` of it.
 
     Means over all workers are the sums divided by the counts. `vector` replaces the parameters first.
     """
+    rank, size = (0, 1) if whole else (w.rank, w.size)
     if vector is not None:
         w.params = vector
     model, sums = w.flat.model, dict[str, tuple[float, int]]()
@@ -173,13 +184,13 @@ def evaluated(w: Worker, vector: Tensor | None = None) -> dict[str, tuple[float,
     model.eval()
     with torch.no_grad(), user_code("evaluate"):
         data = w.workload.evaluation_data()
-        for batch in data.batches(rank=w.rank, size=w.size, seed=w.plan.seed, epoch=0):
+        for batch in data.batches(rank=rank, size=size, seed=w.plan.seed, epoch=0):
             if batch.size:
                 for name, mean in w.held.evaluate(batch.to(w.device)).items():
                     total, count = sums.get(name, (0.0, 0))
                     sums[name] = (total + number(name, mean) * batch.size, count + batch.size)
     model.train()
-    return sums
+    return sums | (w.clients.evaluate() if w.clients is not None else {})
 
 
 # ---- meetings

@@ -8,11 +8,13 @@ from typing import Any
 
 
 class Meter:
-    """Seconds and bytes of the round under way. `compute` and `losses` (loss, samples) are filed by the worker."""
+    """Seconds and bytes of the round under way. `compute`, `data` (getting the batch) and `losses` (loss, samples) are
+    filed by the worker.
+    """
 
     def __init__(self, ring: Any, server: Any, tables: Any, axes: Sequence[Any] = ()) -> None:
         """`axes` are the rings within the worker's replica."""
-        self.compute = 0.0
+        self.compute = self.data = 0.0
         self.losses: list[tuple[float, int]] = []
         self._ring, self._server, self._tables, self._axes = ring, server, tables, axes
         self._began = 0.0
@@ -20,7 +22,7 @@ class Meter:
 
     def begin(self) -> None:
         """A round begins."""
-        self.compute, self.losses = 0.0, []
+        self.compute, self.data, self.losses = 0.0, 0.0, []
         self._began, self._before = time.perf_counter(), self._traffic()
 
     @property
@@ -53,6 +55,7 @@ class Meter:
             "samples": samples,
             "seconds": seconds,
             "compute": self.compute,
+            "data": self.data,
             "wait": wait,
             "move": min(moving, exposed - wait),
             "talk": waiting + moving,  # also what computing hid

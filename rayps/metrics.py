@@ -10,8 +10,9 @@ import pyarrow as pa
 
 Point = dict[str, Any]
 
-# means over ranks; the last two where there are sparse tables: in pulls of rows, and of these while it computed
-SECONDS = ("seconds", "compute", "wait", "move", "pull", "pull_hidden")
+# means over ranks; data: getting the batch; the last two where there are sparse tables: in pulls of rows, and of these
+# while it computed
+SECONDS = ("seconds", "compute", "data", "wait", "move", "pull", "pull_hidden")
 KEPT_ROUNDS = 5_000  # a round that some rank never reports (it was replaced) is given out after so many newer ones
 
 
@@ -139,6 +140,7 @@ COLUMNS: list[tuple[str, pa.DataType]] = [
     ("samples", pa.int64()),
     ("seconds", pa.float64()),
     ("compute", pa.float64()),
+    ("data", pa.float64()),
     ("wait", pa.float64()),
     ("move", pa.float64()),
     ("pull", pa.float64()),
@@ -171,7 +173,7 @@ def history(points: list[Point]) -> pa.Table:
     columns = {
         name: pa.array([rounds[r].get(name) for r in order], kind)
         for name, kind in COLUMNS
-        if name in found or not name.startswith("pull")
+        if name in found or not name.startswith(("pull", "data"))
     }
     for name in [name for name in found if name not in known]:  # what strategies said; a phase of another one did not
         values = [rounds[r].get(name) for r in order]

@@ -194,4 +194,4 @@ def test_what_the_service_and_the_client_do_not_load(code):
 @pytest.mark.parametrize("path", sorted(ROOT.glob("rayps/strategies/*.py")), ids=lambda path: path.stem)
 def test_strategy_files_know_no_torch(path):
     used = {name.partition(".")[0] for name, _ in imports(ast.parse(path.read_text()))}
-    assert used <= {"rayps", "typing", "dataclasses", "__future__"}
+    assert used <= {"rayps", "typing", "dataclasses", "collections", "itertools", "__future__"}

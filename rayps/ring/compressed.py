@@ -73,6 +73,10 @@ class CompressedRing:
 
         self._ring._later.start(work)
 
+    def another(self) -> CompressedRing:
+        """The same for another vector, with a memory of its own."""
+        return CompressedRing(self._ring, self._codec)
+
     def feedback(self) -> dict[str, Tensor]:
         """What was left out so far, by name, as copies; nothing before the first mean."""
         held = {"sent": self._sent, "folded": self._folded}

@@ -25,7 +25,7 @@ class WorkerView(Protocol):
     clients: Any  # of the data, where the strategy is federated
     params: Any
     memory: dict[str, Any]  # what a round leaves to the next; empty when a worker begins, or is replaced: but where
-    # workers learn apart its tensors come back with the worker's own parameters, moments and buffers
+    # workers learn apart its tensors, and numbers as tensors, come back with the worker's own parameters and moments
     shared: dict[str, Any]  # tensors that are the same on all workers; they come back as long as the strategy goes on
     done: bool  # set by all workers in the same round: the strategy has met its stop rule, and the phase ends here
     reason: str  # why, in words
@@ -61,11 +61,17 @@ class WorkerView(Protocol):
         travels by `compression`, unless it must be `exact`.
         """
 
-    def mean_later(self, vector: Any, samples: float = 1.0) -> Any:
-        """As `mean`, in the background: a tensor to be kept in `memory`, untouched, until `arrived` is asked for it."""
+    def mean_later(self, vector: Any, samples: float = 1.0, *, slot: int = 0) -> Any:
+        """As `mean`, in the background: a tensor to be kept in `memory`, untouched, until `arrived` is asked for it.
+
+        Vectors that are parts of one have slots of their own: compression remembers what it left out of each.
+        """
 
     def arrived(self, parcel: Any) -> Any:
         """The mean that `mean_later` has sent for; waits for it."""
+
+    def own_loss(self) -> float:
+        """The loss of this worker's own model on all of the evaluation data."""
 
     def together(self, samples: float, *, momentum: str, buffers: str) -> None:
         """What a meeting does to moments ("keep", "reset", "average") and to buffers ("keep", "average")."""
@@ -113,6 +119,7 @@ class Strategy:
     federated: ClassVar[bool] = False  # it learns from the clients of the data
     keeps_rows: bool = False  # a worker has the same rows in every epoch
     evaluate_every: int = 1  # epochs between evaluations
+    meets_every: int | None = 1  # steps between meetings of workers that are apart; None = no fixed number
 
     @property
     def remote(self) -> bool:

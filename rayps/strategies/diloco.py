@@ -1,0 +1,115 @@
+"""DiLoCo: long periods of local steps, and an outer optimizer that steps by how far the workers have come on average.
+
+Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv:2311.08105, algorithm 1.
+Everyone begins at theta. In a period worker k takes H = `period` steps of the workload's optimizer (the paper's AdamW)
+from theta to theta_k; then
+    D <- sum(n_k (theta - theta_k)) / sum(n_k), n_k the samples of worker k in the period: the outer gradient
+    v <- mu v + D;  theta <- theta - lr (D + mu v), lr = `outer_lr`, mu = `outer_momentum` (Nesterov)
+and everyone goes on from theta. A phase's end is a period's end. lr = 1 and mu = 0 is local SGD.
+`overlap` S: D travels while the next S steps (fewer than H) run; then each worker takes its theta, and on top of it the
+way it has come meanwhile: w_k <- theta + (w_k - theta_k) (Wang et al., "Overlap local-SGD", ICASSP 2020, in spirit; the
+outer step is late by S, and 0, the default, waits for it).
+`compression` (fp16, bf16, int8, top_k, top_k:FRACTION, auto): how theta - theta_k travels, with error feedback.
+`buckets`: in so many parts, one after another; what comes out is the same.
+`momentum` (keep, reset, average): what a meeting does to the inner optimizers' states; the paper keeps them. `buffers`
+(average, keep): to those that are not whole numbers.
+Sends 1/H of all_reduce's bytes; a worker holds two vectors more (theta, v), with overlap four. Between meetings the
+mean of the workers is evaluated and saved, and with it all that a period needs to go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, ClassVar
+
+from rayps.errors import ConfigError
+from rayps.strategies.averaging import check_count, check_meetings, done, have_met, local_step, rounds, samples
+from rayps.strategies.base import Strategy, WorkerView
+
+
+@dataclass(frozen=True)
+class DiLoCo(Strategy):
+    """Workers far from each other that meet every some hundred steps, and step together by what each has learnt."""
+
+    period: int = 50
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    overlap: int = 0
+    compression: str | None = None
+    buckets: int = 1
+    momentum: str = "keep"
+    buffers: str = "average"
+    name: ClassVar[str] = "diloco"
+    apart: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        for field, least in (("period", 1), ("overlap", 0), ("buckets", 1)):
+            check_count(self, field, least)
+        if self.overlap >= self.period:
+            raise ConfigError(
+                f"overlap is {self.overlap} and period is {self.period}: a sum must arrive before the next one leaves; "
+                "give fewer steps",
+                field="overlap",
+            )
+        rules: dict[str, tuple[str, Callable[[float], bool]]] = {
+            "outer_lr": ("a rate above 0", lambda x: 0 < x < float("inf")),
+            "outer_momentum": ("0 or more, and below 1", lambda x: 0 <= x < 1),
+        }
+        for field, (what, holds) in rules.items():
+            given = getattr(self, field)
+            if isinstance(given, bool) or not isinstance(given, (int, float)) or not holds(given):
+                raise ConfigError(f"{field} is {given!r}: give {what}", field=field)
+        check_meetings(self)
+
+    @property
+    def meets_every(self) -> int:  # type: ignore[override]
+        """Steps between meetings."""
+        return self.period
+
+    def begin(self, w: WorkerView) -> None:
+        """theta = where all begin, v = 0."""
+        if "theta" not in w.shared:
+            w.shared |= {"theta": w.params.clone(), "v": w.params * 0}
+
+    def round(self, w: WorkerView) -> None:
+        """One inner step; D leaves where a period ends, and the outer step is taken where it arrives."""
+        local_step(w)
+        t, last = done(w), w.position == w.plan.end
+        if "D0" in w.memory and (last or t % self.period == self.overlap):
+            self._arrive(w)
+        if t % self.period == 0 or last:
+            self._leave(w)
+            if last or not self.overlap:
+                self._arrive(w)
+
+    def _leave(self, w: WorkerView) -> None:
+        """theta - theta_k leaves; moments and buffers meet at once."""
+        n, apart = samples(w), w.shared["theta"] - w.params
+        w.memory |= {f"D{i}": w.mean_later(apart[cut], n, slot=i) for i, cut in enumerate(self._cuts(w))}
+        w.memory["theta_k"] = w.params.clone()
+        w.together(n, momentum=self.momentum, buffers=self.buffers)
+        have_met(w)
+
+    def _arrive(self, w: WorkerView) -> None:
+        """v <- mu v + D;  theta <- theta - lr (D + mu v);  w_k <- theta + (w_k - theta_k)."""
+        theta, v = w.shared["theta"], w.shared["v"]
+        for i, cut in enumerate(self._cuts(w)):
+            d = w.arrived(w.memory.pop(f"D{i}"))
+            v[cut].mul_(self.outer_momentum).add_(d)
+            theta[cut].sub_(d.add_(v[cut], alpha=self.outer_momentum), alpha=self.outer_lr)
+        since = w.params - w.memory.pop("theta_k")
+        w.params = theta + since if rounds(w) else theta
+
+    def _cuts(self, w: WorkerView) -> list[slice]:
+        """The buckets' places in the vector."""
+        size = len(w.params)
+        ends = [size * i // self.buckets for i in range(self.buckets + 1)]
+        return [slice(lo, hi) for lo, hi in pairwise(ends) if lo < hi]
+
+    def consensus(self, w: WorkerView) -> Any:
+        """The mean of the workers."""
+        if rounds(w):
+            return w.mean(w.params, samples(w), exact=True)
+        return w.mean(w.params, exact=True) if "D0" in w.memory else None

@@ -1,0 +1,75 @@
+"""Local SGD: workers take steps of their own and average their parameters every H steps.
+
+Stich, "Local SGD converges fast and communicates little", ICLR 2019, algorithm 1;
+Lin, Stich, Patel, Jaggi, "Don't use large mini-batches, use local SGD", ICLR 2020, section 4 (post-local SGD).
+Worker k of N does, in its step t of a phase:
+    w_k <- w_k - step(g_k), g_k the gradient of its own next batch
+    every H = `period` steps, and at the phase's end: w_k <- sum(n_k w_k) / sum(n_k)
+n_k are the samples that worker k has learnt since the last meeting; a worker that ran out of rows counts nothing.
+`warmup` T: the first T steps are in step, as under all_reduce, and periods are counted from there (post-local SGD).
+`momentum` says what a meeting does to each optimizer's own state: keep (each its own, the default), reset (it begins
+anew), average (as the parameters). `buffers`: those that are not whole numbers, as BatchNorm's statistics, are averaged
+(the default) or kept.
+`compression` (fp16, bf16, int8, top_k, top_k:FRACTION, auto): what travels is how far each has come since the last
+meeting, with error feedback; the warm-up's gradients, moments and buffers travel as they are.
+Sends 1/H of all_reduce's bytes; average momentum adds those of the optimizer's state. H = 1 with plain SGD is
+all_reduce; H = the steps of the phase is one average at the end. The job holds the mean of the workers: that is
+evaluated and saved, and saved with it what each has of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from rayps.strategies.averaging import check_count, check_meetings, done, have_met, local_step, rounds, samples
+from rayps.strategies.base import Strategy, WorkerView
+
+
+@dataclass(frozen=True)
+class LocalSGD(Strategy):
+    """Equal workers that average every few steps only: slow lines between them, the bytes of a period's one mean."""
+
+    period: int = 8
+    warmup: int = 0
+    momentum: str = "keep"
+    buffers: str = "average"
+    compression: str | None = None
+    name: ClassVar[str] = "local_sgd"
+    apart: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_count(self, "period", 1)
+        check_count(self, "warmup", 0)
+        check_meetings(self)
+
+    @property
+    def meets_every(self) -> int:  # type: ignore[override]
+        """Steps between meetings."""
+        return self.period
+
+    def round(self, w: WorkerView) -> None:
+        """w_k <- w_k - step(g_k), and a meeting where one is due."""
+        t = done(w)
+        if t < self.warmup:
+            w.step(w.mean_grad(w.batch()))
+            return
+        if t == self.warmup and self.compression is not None:
+            w.shared["x"] = w.params.clone()
+        local_step(w)
+        if (t + 1 - self.warmup) % self.period == 0 or w.position == w.plan.end:
+            self._meet(w)
+
+    def _meet(self, w: WorkerView) -> None:
+        """w_k <- x + mean(w_k - x), x = where all were after the last meeting; as it is, mean(w_k)."""
+        n, x = samples(w), w.shared.get("x")
+        if self.compression is None or x is None:
+            w.params = w.mean(w.params, n, exact=True)
+        else:
+            w.params = x.add_(w.mean(w.params - x, n))
+        w.together(n, momentum=self.momentum, buffers=self.buffers)
+        have_met(w)
+
+    def consensus(self, w: WorkerView) -> Any:
+        """The mean of the workers."""
+        return w.mean(w.params, samples(w), exact=True) if rounds(w) else None

@@ -1,0 +1,93 @@
+"""Classic parallel SGD: train apart, bring together, begin again from what came out.
+
+Zinkevich, Weimer, Smola, Li, "Parallelized stochastic gradient descent", NIPS 2010, algorithm 3 (one average at the
+end: `rounds` = 1); with more rounds, as in McDonald, Hall, Mann, "Distributed training strategies for the structured
+perceptron", NAACL 2010, section 4.3 (iterative parameter mixing). A phase of T steps is `rounds` = R parts of T/R:
+    each worker k: SGD on its own rows, from where all were
+    at the end of a part, everyone takes w <- merge(w_1 ... w_N)
+`merge`: mean, weighted by the samples of the part; or best, the w_k with the lowest loss on all of the evaluation data,
+which each worker evaluates for itself (on a tie the lowest rank).
+`shuffle`: true, rows are dealt to the workers anew each epoch (the paper draws each worker's rows at random); false, a
+worker keeps its rows all run long: those of the first epoch, or, where the data has clients, a run of whole clients,
+such as label-sorted shards. `data` in the history is the seconds that getting batches took, dealing among them.
+`momentum` (keep, reset, average) and `buffers` (keep, average): see `local_sgd`; under best, average is taking the best
+one's. `compression` says how mean's differences travel; it does not go with best.
+Sends R times a vector's bytes around the ring in all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from rayps.errors import ConfigError
+from rayps.strategies.averaging import check_count, check_meetings, done, have_met, local_step, rounds, samples
+from rayps.strategies.base import Strategy, WorkerView
+
+MERGES = ("mean", "best")
+
+
+@dataclass(frozen=True)
+class ParallelSGD(Strategy):
+    """Workers that learn alone and are averaged, or the best of them taken, once or a few times: next to no traffic."""
+
+    rounds: int = 1
+    merge: str = "mean"
+    shuffle: bool = True
+    momentum: str = "keep"
+    buffers: str = "average"
+    compression: str | None = None
+    name: ClassVar[str] = "parallel_sgd"
+    apart: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_count(self, "rounds", 1)
+        check_meetings(self)
+        if self.merge not in MERGES:
+            raise ConfigError(f"merge is {self.merge!r}: give {' or '.join(MERGES)}", field="merge")
+        if not isinstance(self.shuffle, bool):
+            raise ConfigError(f"shuffle is {self.shuffle!r}: give true or false", field="shuffle")
+        if self.merge == "best" and self.compression is not None:
+            raise ConfigError(
+                f"compression is {self.compression!r}, and merge is best: one worker's parameters are taken as they "
+                "are; leave out compression, or give merge mean",
+                field="compression",
+            )
+
+    @property
+    def keeps_rows(self) -> bool:  # type: ignore[override]
+        """Without a shuffle a worker has the same rows in every epoch."""
+        return not self.shuffle
+
+    def round(self, w: WorkerView) -> None:
+        """A step of each worker alone, and a merge at the end of a part."""
+        t, steps = done(w), int(w.plan.end - w.plan.origin[0])
+        if self.compression is not None and rounds(w) == 0:
+            w.shared["x"] = w.params.clone()
+        local_step(w)
+        if (t + 1) * self.rounds // steps > t * self.rounds // steps:
+            self._meet(w)
+
+    def _meet(self, w: WorkerView) -> None:
+        """w_k <- merge(w_1 ... w_N)."""
+        weight, facts = self._weight(w)
+        x = w.shared.get("x")
+        if self.compression is None or x is None:
+            w.params = w.mean(w.params, weight, exact=True)
+        else:
+            w.params = x.add_(w.mean(w.params - x, weight))
+        w.together(weight, momentum=self.momentum, buffers=self.buffers)
+        have_met(w, **facts)
+
+    def consensus(self, w: WorkerView) -> Any:
+        """What a merge would give now."""
+        return w.mean(w.params, self._weight(w)[0], exact=True) if rounds(w) else None
+
+    def _weight(self, w: WorkerView) -> tuple[float, dict[str, float]]:
+        """What this worker counts in the merge, and who was the best."""
+        if self.merge == "mean":
+            return samples(w), {}
+        losses = w.ring.all_gather(w.params.new_empty(1).double().fill_(w.own_loss())).flatten()
+        losses[losses.isnan()] = float("inf")
+        best = int(losses.argmin())
+        return float(w.rank == best), {"best": best}
