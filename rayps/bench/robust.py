@@ -1,0 +1,168 @@
+"""What attackers do to federated learning, what each rule bears, and what it costs where nobody attacks.
+
+Handwritten digits, a network 784-64-10, plain SGD; every round asks all clients. Scenes:
+
+- `iid`: rows dealt at random; nobody attacks. What the mean reaches here is what the others are compared with.
+- `attack`: the same, and some of the clients attack.
+- `shards`: two shards of rows sorted by label for each client; nobody attacks.
+
+The best accuracy of all rounds counts, on images that nobody learns from: with shards it swings from round to round.
+"""
+
+from __future__ import annotations
+
+import gzip
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional
+
+import rayps
+from rayps.cluster import Cluster
+from rayps.data import Batch, Data
+from rayps.errors import ConfigError
+from rayps.federated.choices import attack_of, rule_of
+from rayps.strategies.fedavg import FedAvg
+from rayps.training import train
+from rayps.workload import Workload
+
+SCENES = ("iid", "attack", "shards")
+RULES = ("mean", "krum(f=4)", "multi_krum(f=4)", "trimmed_mean(f=4)", "median", "geometric_median", "bulyan(f=4)",
+         "centered_clipping(tau=1)")  # fmt: skip
+FOLDER = Path(rayps.__file__).resolve().parent.parent / "examples" / "data"
+_FILES = {  # of MNIST as it is published, and as the examples have it
+    True: ("train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz", "digits.parquet"),
+    False: ("t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz", "digits_test.parquet"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RobustRow:
+    """One rule in one scene. Accuracies are means over the seeds."""
+
+    scene: str
+    rule: str
+    attack: str
+    clients: int
+    rounds: int
+    seeds: int
+    best: float  # the best of all rounds
+    last: float  # after the last round
+    below: float | None  # points that `best` is below the mean's in `iid`; None: that was not measured
+    rejected: float  # replies of a round
+    warned: bool  # whether the job said that the rule costs accuracy here
+    seconds: float  # of a run
+
+
+class Digits(Workload):
+    """Which digit an image shows; images divided among clients."""
+
+    def __init__(self, folder: Path, scene: str, clients: int, rows: int, batch: int, lr: float) -> None:
+        self.folder, self.scene, self.clients, self.count = folder, scene, clients, rows
+        self.batch, self.lr = batch, lr
+
+    def model(self) -> nn.Module:
+        """50,890 parameters."""
+        return nn.Sequential(nn.Linear(784, 64), nn.ReLU(), nn.Linear(64, 10))
+
+    def data(self) -> Data:
+        """The first rows of the training images."""
+        x, y = digits(self.folder, learnt=True, rows=self.count)
+        rule = rayps.data.shards(2, clients=self.clients) if self.scene == "shards" else rayps.data.iid(self.clients)
+        return rayps.data.tensors(x, y, batch_size=self.batch, client=rule)
+
+    def evaluation_data(self) -> Data:
+        """At most 5,000 of the others."""
+        return rayps.data.tensors(*digits(self.folder, learnt=False, rows=5000), batch_size=1000)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Cross-entropy."""
+        return functional.cross_entropy(model(batch.x), batch.y)
+
+    def optimizer(self, params: Any) -> torch.optim.Optimizer:
+        """Plain SGD."""
+        return torch.optim.SGD(params, lr=self.lr)
+
+    def evaluate(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """The share of images that are told right."""
+        return {"accuracy": (model(batch.x).argmax(1) == batch.y).float().mean()}
+
+
+def digits(folder: Path, *, learnt: bool, rows: int) -> tuple[Tensor, Tensor]:
+    """The first images [n, 784] from 0 to 1, and their digits, from MNIST's files or the examples'.
+
+    Raises:
+        ConfigError: neither is in the folder.
+    """
+    images, labels, parquet = _FILES[learnt]
+    if (folder / images).is_file():
+        x = _idx(folder / images, 16).reshape(-1, 784)[:rows]
+        y = _idx(folder / labels, 8)[:rows]
+    elif (folder / parquet).is_file():
+        table = pq.read_table(folder / parquet, columns=["pixels", "digit"]).slice(0, rows)
+        x = table["pixels"].combine_chunks().flatten().to_numpy().reshape(-1, 784)
+        y = table["digit"].to_numpy()
+    else:
+        raise ConfigError(f"there is neither {images} nor {parquet} in {folder}: give the folder with --data",
+                          field="data")  # fmt: skip
+    return torch.from_numpy(x.astype(np.float32) / 255), torch.from_numpy(y.astype(np.int64))
+
+
+def _idx(path: Path, head: int) -> NDArray[np.uint8]:
+    return np.frombuffer(gzip.decompress(path.read_bytes()), dtype=np.uint8, offset=head)
+
+
+def bench_robust(
+    cluster: Cluster, workers: int = 2, rules: Sequence[str] = RULES, scenes: Sequence[str] = SCENES, *,
+    attack: str = "sign_flip(clients=4,scale=5)", clients: int = 20, rounds: int = 20, rows: int = 6000,
+    epochs: int = 1, batch: int = 10, lr: float = 0.1, seeds: int = 1, folder: Path | None = None,
+) -> list[RobustRow]:  # fmt: skip
+    """A row for each scene and rule.
+
+    Raises:
+        ConfigError: there is no such scene or rule, a rule does not bear the attack, or there are no digits.
+    """
+    folder = FOLDER if folder is None else folder
+    unknown = [scene for scene in scenes if scene not in SCENES]
+    if unknown or rounds < 1 or seeds < 1:
+        raise ConfigError(f"scenes {unknown}, {rounds} rounds, {seeds} seeds: give some of {', '.join(SCENES)}, and at "
+                          "least 1 of each", field="scenes")  # fmt: skip
+    for rule in rules:
+        rule_of(rule).check(clients, attack_of(attack) if "attack" in scenes else None)
+    digits(folder, learnt=False, rows=1)
+    found: list[RobustRow] = []
+    law: float | None = None
+    for scene in [scene for scene in SCENES if scene in scenes]:
+        for rule in rules:
+            work = Digits(folder, scene, clients, rows, batch, lr)
+            strategy = FedAvg(rule=rule, local_epochs=epochs, attack=attack if scene == "attack" else None)
+            runs = [_run(cluster, workers, work, strategy, rounds, seed) for seed in range(seeds)]
+            best = sum(max(accuracies) for accuracies, *_ in runs) / seeds
+            law = best if (scene, rule) == ("iid", "mean") else law
+            found.append(RobustRow(
+                scene, rule, strategy.attack or "none", clients, rounds, seeds, best,
+                sum(accuracies[-1] for accuracies, *_ in runs) / seeds, None if law is None else 100 * (law - best),
+                sum(run[1] for run in runs) / seeds, any(run[2] for run in runs), sum(run[3] for run in runs) / seeds,
+            ))  # fmt: skip
+    return found
+
+
+def _run(
+    cluster: Cluster, workers: int, work: Digits, strategy: FedAvg, rounds: int, seed: int
+) -> tuple[list[float], float, bool, float]:
+    """The accuracy after each round, rejected replies a round, whether its cost was told, and seconds."""
+    began = time.perf_counter()
+    result = train(work, strategy=strategy, workers=workers, epochs=rounds, seed=seed, cluster=cluster, progress=False)
+    accuracies = [each for each in result.history["evaluation_accuracy"].to_pylist() if each is not None] if (
+        "evaluation_accuracy" in result.history.column_names) else []  # fmt: skip
+    rejected = sum(len(event["rejected"]) for event in result.events if event["kind"] == "cohort") / rounds
+    warned = any("costs accuracy" in str(event.get("message")) for event in result.events)
+    return [*accuracies, result.metrics["accuracy"]], rejected, warned, time.perf_counter() - began
