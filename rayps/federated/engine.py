@@ -41,8 +41,9 @@ class Engine:
         self.clients: Any = None if strategy.remote else w.data.clients
         self.trainer = Trainer(w.flat, w.workload, w.device)
         self._w_t = torch.empty_like(w.flat.vector)
-        self.homes = homes(self.clients.sizes, w.size) if strategy.stateful and not strategy.remote else None
-        self.states = States() if strategy.stateful and not strategy.remote else None
+        stateful = strategy.stateful and not strategy.remote
+        self.homes = homes(w.data.clients.sizes, w.size) if stateful else None
+        self.states = States() if stateful else None
         self.source: Any = Remote(self) if strategy.remote else Simulated(self)
         size, dtype = w.flat.layout.size, w.flat.layout.dtype
         extras = dict.fromkeys(strategy.sums, (size, dtype))
@@ -156,10 +157,11 @@ class Engine:
         own = {name.removeprefix("buffers/"): value for name, value in held.items() if name.startswith("buffers/")}
         return held, own
 
-    def close(self) -> None:
-        """Give up the clients' states."""
+    def adopt(self, states: States) -> None:
+        """Go on from these states of the clients that live here."""
         if self.states is not None:
             self.states.close()
+            self.states = states
 
 
 class Server:

@@ -19,6 +19,7 @@ from torch import Tensor
 from rayps.apart import Own
 from rayps.cluster import host_address
 from rayps.errors import PeerLost, RaypsError, StaleGeneration
+from rayps.federated.states import Row, States
 from rayps.link import Listener
 from rayps.logs import LogBuffer
 from rayps.replica.build import drawn
@@ -31,7 +32,7 @@ from rayps.runtime.standby import Standby
 from rayps.runtime.ties import Ties
 from rayps.server.parts import Parts
 from rayps.snapshot import Snapshot
-from rayps.user_code import lacks_memory, too_large
+from rayps.user_code import lacks_memory, too_large, user_code
 from rayps.worker import Worker
 from rayps.workload import Workload, unpack
 
@@ -91,7 +92,35 @@ class WorkerActor:
         self._stop = threading.Event()
         self._ties = Ties([], [])
         self._worker: Worker | None = None
+        self._states: States | None = None  # of clients, for the next plan
         self._standby = Standby(rank, secret, host_address())
+
+    # ---- states of clients, see `rayps.federated.vault`
+
+    def client_sizes(self) -> Any:
+        """The samples of each client of the data."""
+        with user_code("data"):
+            return self._load().data().clients.sizes
+
+    def take_states(self, rows: list[Row] | None, round: int) -> None:
+        """Clients that live here have these states after `round`; None begins, with none of them."""
+        if rows is None:
+            self._states = States()
+            self._states.saved = round
+        if self._states is not None:
+            self._states.file(rows or ())
+            self._states.end()
+
+    def give_states(self, since: int, upto: int, after: int) -> list[Row]:
+        """What changed above `since` and up to `upto`, of clients above `after`: see `States.rows`."""
+        states = self._worker.clients.states if self._worker is not None and self._worker.clients is not None else None
+        if states is None:
+            return []
+        states.saved = since
+        rows: list[Row] = states.rows(since, upto, after)
+        return rows
+
+    # ---- where it is, and its end
 
     def place(self) -> Place:
         """Where this worker runs and how peers reach it."""
@@ -232,6 +261,8 @@ class WorkerActor:
         if stop.is_set():
             raise StaleGeneration(f"generation {plan.generation} was ended before it began", peer="driver")
         self._worker = Worker(workload, plan, snapshot, ties.ring, ties.server, self._device, ties.talk, ties.rings)
+        if self._worker.clients is not None and self._states is not None:
+            self._worker.clients.adopt(self._states)
         upkeep = self._standby.begin(plan)
         if upkeep is not None:
             self._worker.commit = upkeep.commit

@@ -62,6 +62,7 @@ class Beginning:
         same = before == len(saved.positions)
         if group.space is not None and group.space.tables:
             group.space.load_tables(path / checkpoint.TABLES, same)
+        group.vault.read(path / checkpoint.TABLES, saved.round)
         journal.event("resumed", f"resumed from {path} at round {saved.round}", round=saved.round)
         if saved.round >= self.calendar.rounds:
             journal.event(

@@ -352,7 +352,7 @@ class Driver:
         self._snapshot = newer
         if self._checkpoints is not None:
             state = newer.to_state(strategy=str(self.spec.strategy), seed=self.spec.seed, generation=self._generation)
-            beside = group.space.write_tables(newer.round) if group.space is not None else None
+            beside = group.space.write_tables(newer.round) if group.space is not None else group.vault.beside
             self._saved = checkpoint.save(self._checkpoints, newer.round, state, beside=beside)
             if group.space is not None:
                 group.space.tables_kept(self._saved / checkpoint.TABLES)

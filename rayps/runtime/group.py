@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rayps.cluster import Bundle, Cluster
 from rayps.errors import ClusterError
+from rayps.federated.vault import Vault
 from rayps.grid import Grid
 from rayps.replica.keepers import Bond, Mending
 from rayps.runtime.actors import WorkerFacts
@@ -41,6 +42,7 @@ class Group:
     secret: bytes = field(default_factory=lambda: secrets.token_bytes(32))
     workers: list[Member] = field(default_factory=list)
     space: JobSpace | None = None
+    vault: Vault = field(default_factory=Vault)  # states of clients
     _fixed: Shards = field(init=False)
     _berths: Berths = field(default_factory=Berths)
     _orders: Orders | None = None
@@ -99,6 +101,7 @@ class Group:
         for member in self.workers:
             self.cluster.kill(member.handle)
         self.workers = []
+        self.vault.close()
         self._fixed.close()
         if self.space is not None:
             self.space.close()
@@ -174,6 +177,7 @@ class Group:
         else:
             self._fixed.begin(orders, parts, shared)
         del parts
+        self.vault.deal(self.workers, orders.strategy, snapshot.round, orders.timeout)
         replies = []
         for rank, worker in enumerate(self.workers):
             start = snapshot.positions[self.grid.at(rank).data] if mending is None else mending.round
@@ -334,7 +338,8 @@ class Group:
                 held = [part for wait in waits for part in wait(timeout)]
             except (ClusterError, TimeoutError):
                 return None  # somebody died or is silent: the next polls say who
-            if all(part is not None for part in ([*given, *held] if in_step else held)):
+            whole = all(part is not None for part in ([*given, *held] if in_step else held))
+            if whole and self.vault.gather(self.workers, newest, timeout):
                 found = self._assemble(snapshot, given, held)
                 early = [(self._known().end, found.round)] if given[0] is not None and given[0].met else []
                 found.strategy, found.ended = snapshot.strategy, snapshot.ended + early
