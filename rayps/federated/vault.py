@@ -37,7 +37,7 @@ class Vault:
 
         A worker that is lost meanwhile is missed by who calls it next.
         """
-        if not strategy.federated or not strategy.stateful:
+        if not strategy.federated or not strategy.stateful or strategy.remote:  # real clients keep their own
             self.close()
             return
         if strategy.name != self._strategy:  # another one's states say nothing to this one
