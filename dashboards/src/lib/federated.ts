@@ -18,6 +18,7 @@ export interface Cohort {
   dropped: Out[];
   rejected: Out[];
   seconds: number | null; // on the virtual clock
+  skipped: boolean; // the model is as it was
   stale: Record<string, number> | null; // updates by how many versions old they were
   message: string;
 }
@@ -201,6 +202,7 @@ function cohort(event: JobEvent): Cohort | null {
     dropped: outs(event["dropped"]),
     rejected: outs(event["rejected"]),
     seconds: finite(event["seconds"]),
+    skipped: Boolean(event["skipped"]),
     stale: stale !== null && typeof stale === "object" && !Array.isArray(stale) ? (stale as Record<string, number>) : null,
     message: event.message,
   };

@@ -201,8 +201,10 @@ const FEDERATED: Record<string, string> = {
 const APART: Record<string, string> = { localsgd: "Local SGD", parallelsgd: "Parallel SGD", diloco: "DiLoCo", admm: "ADMM" };
 
 /** What is not worth a word, because it is what one gets without asking. */
-const USUAL: Record<string, unknown> = {
-  fraction: 1, local_epochs: 1, rule: "mean", dropout: 0, min_replies: 1, evaluate_every: 1, over_selection: 0, buffers: "mean", clients: "simulated", participation: 1,
+const USUAL: Record<string, unknown[]> = {
+  fraction: [1], local_epochs: [1], rule: ["mean"], dropout: [0], min_replies: [1], evaluate_every: [1], over_selection: [0],
+  buffers: ["mean", "average"], clients: ["simulated"], momentum: ["keep"], merge: ["mean"], shuffle: [true], warmup: [0],
+  overlap: [0], buckets: [1], participation: [1], relaxation: [1],
 };
 
 function plain(name: string): string {
@@ -210,7 +212,7 @@ function plain(name: string): string {
 }
 
 function unusual(strategy: StrategyWire): StrategyWire {
-  return Object.fromEntries(Object.entries(strategy).filter(([key, value]) => value !== null && value !== undefined && value !== USUAL[key])) as StrategyWire;
+  return Object.fromEntries(Object.entries(strategy).filter(([key, value]) => value !== null && value !== undefined && !USUAL[key]?.includes(value))) as StrategyWire;
 }
 
 function federated(strategy: StrategyWire): string {

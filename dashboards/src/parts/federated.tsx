@@ -45,6 +45,7 @@ function Who({ cohort, tally }: { cohort: Cohort | undefined; tally: Tally }) {
   if (!cohort) return <div class="who"><p class="faint">The names of round {count(tally.round)} are no longer held here; its events have them.</p></div>;
   return (
     <div class="who" tabIndex={0} aria-label={`Clients of round ${cohort.round}`}>
+      {cohort.skipped && <p class="who-skipped">The model is as it was: {cohort.message}.</p>}
       <dl>
         <div><dt><span class="swatch swatch-counted" />counted</dt><dd>{cohort.trained.length ? cohort.trained.map((name) => <span key={name} class="client">{name}</span>) : <span class="faint">none</span>}<More all={tally.counted} named={cohort.trained.length} /></dd></div>
         {tally.rejected > 0 && <Outs word="rejected" outs={cohort.rejected} all={tally.rejected} />}
