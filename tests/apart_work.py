@@ -1,4 +1,4 @@
-"""The law of strategies whose workers learn apart: N models in plain torch, stepped one after another, and a meeting."""
+"""The law of strategies whose workers learn apart: N models in plain torch, stepped in turn, and a meeting."""
 
 import copy
 
@@ -36,8 +36,9 @@ class Loop:
         data = work.data()
         data.keeps_rows = keeps_rows
         self.steps = data.steps(workers)
-        self.batches = [[b for epoch in range(epochs) for b in data.batches(rank=k, size=workers, seed=seed, epoch=epoch)]
-                        for k in range(workers)]
+        self.batches = [
+            [batch for epoch in range(epochs)
+             for batch in data.batches(rank=k, size=workers, seed=seed, epoch=epoch)] for k in range(workers)]
         self.total = len(self.batches[0])
         self.done, self.n, self.losses, self.pending = 0, [0] * workers, [], None
 
@@ -98,7 +99,8 @@ class Loop:
             held = {k: self.optimizers[k].state[list(self.models[k].parameters())[i]] for k in having}
             for key in held[having[0]]:
                 if isinstance(held[having[0]][key], torch.Tensor):
-                    mean = self.mean([held[k][key].clone() if k in held else 0 for k in range(len(self.models))], weights)
+                    values = [held[k][key].clone() if k in held else 0 for k in range(len(self.models))]
+                    mean = self.mean(values, weights)
                     mean = mean.round() if mean.dim() == 0 else mean  # counts of steps
                     for optimizer, model in zip(self.optimizers, self.models, strict=True):
                         optimizer.state[list(model.parameters())[i]][key] = mean.clone()
