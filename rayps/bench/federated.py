@@ -1,0 +1,170 @@
+"""Federated rounds beside Flower's simulation engine, Apple's pfl and a bare training loop, in one run on one host.
+
+- `train`: 20 clients of 100 samples, 784-200-200-10, 5 epochs of batches of 10, all of them in every round.
+- `nothing`: 100 clients that send back the two numbers that they were sent: what a round costs without any training.
+- `empty`: the same with the 199,210 numbers of `train`.
+- `many`: 10,000 clients of 5 samples, of which each round trains 1,000: whether memory stays flat. rayps only.
+
+Every run is a process of its own: its first rounds have the start of Python, of Ray and of the workers in them.
+Contenders take turns; medians over the turns. Evaluation is off for all of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rayps.bench.peers import environment, run_script
+from rayps.errors import ConfigError
+
+CONTENDERS = ("own", "flower", "pfl", "bare")
+FIRST = 5  # rounds that count as the start; the others are steady
+LIMIT = 400.0  # seconds for one run
+FOLDER = Path.home() / ".cache" / "rayps" / "bench"
+_HERE = Path(__file__).resolve().parent
+_TRAIN = {"clients": 20, "rows": 100, "epochs": 5, "batch": 10, "lr": 0.1, "hidden": 200, "fraction": 1.0}
+SCENES: dict[str, dict[str, Any]] = {
+    "train": _TRAIN,
+    "nothing": _TRAIN | {"clients": 100, "rows": 1, "epochs": 0, "hidden": 0},
+    "empty": _TRAIN | {"clients": 100, "rows": 1, "epochs": 0},
+    "many": _TRAIN | {"clients": 10_000, "rows": 5, "epochs": 1, "batch": 5, "hidden": 32, "fraction": 0.1},
+}
+_WHO = {  # which contenders a scene has
+    "train": CONTENDERS,
+    "nothing": ("own", "flower"),
+    "empty": ("own", "flower"),
+    "many": ("own",),
+}
+FLOWER = ["flwr[simulation]>=1.20,<2"]
+PFL = ["pfl>=0.4,<1"]
+
+
+@dataclass(frozen=True, slots=True)
+class FederatedRow:
+    """One contender in one scene. Medians over the runs."""
+
+    scene: str
+    contender: str
+    workers: int
+    clients: int
+    runs: int
+    round_s: float  # a steady round
+    updates_s: float  # client updates a second in it
+    first_s: float | None  # the first five rounds, from the start of the process; None = the bare loop
+    of_bare: float | None  # updates a second over those of the bare loop times the workers
+    cpu_ms: float | None  # of a worker's processor for one update; other load on the machine hardly changes it
+    cpu_of_bare: float | None  # the bare loop's over this one
+    times_flower: float | None  # a steady round of Flower's over this one
+    times_pfl: float | None
+    first_times_flower: float | None
+    memory_mb: float | None  # of a worker, after the fifth round
+    memory_growth_mb: float | None  # from there to the last round
+    load: float  # of the machine, as the measurement began: processes that want a core
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    steady: float
+    first: float
+    cpu: float | None  # seconds of a process for a round
+    memory: float | None
+    growth: float | None
+
+
+def bench_federated(
+    scenes: Sequence[str] = tuple(SCENES), contenders: Sequence[str] = CONTENDERS, *, workers: int = 2,
+    rounds: int = 20, repeats: int = 3, folder: Path | None = None,
+) -> list[FederatedRow]:  # fmt: skip
+    """A row for each of `scenes` and each of `contenders` that it has. `rounds` come after the first five.
+
+    Raises:
+        ConfigError: there is no such scene or contender, or a peer's environment cannot be made in `folder`.
+        ClusterError: a run failed.
+    """
+    for given, known, field in ((scenes, SCENES, "scenes"), (contenders, CONTENDERS, "contenders")):
+        for name in given:
+            if name not in known:
+                raise ConfigError(f"no {field[:-1]} {name!r}; use some of {', '.join(known)}", field=field)
+    for field, value in (("workers", workers), ("rounds", rounds), ("repeats", repeats)):
+        if value < 1:
+            raise ConfigError(f"{field} is {value}: give at least 1", field=field)
+    load = os.getloadavg()[0]
+    commands = {name: command(name, workers, folder or FOLDER) for name in contenders
+                if any(name in _WHO[scene] for scene in scenes)}  # fmt: skip
+    rows: list[FederatedRow] = []
+    for scene in scenes:
+        here = [name for name in commands if name in _WHO[scene]]
+        config = SCENES[scene] | {"workers": workers, "rounds": FIRST + rounds}
+        found: dict[str, list[_Run]] = {name: [] for name in here}
+        for turn in range(repeats):
+            for name in here[turn % max(1, len(here)) :] + here[: turn % max(1, len(here))]:
+                found[name].append(_run(name, commands[name], config))
+        rows += _rows(scene, config, found, load)
+    return rows
+
+
+def command(contender: str, workers: int, folder: Path) -> list[str]:
+    """What runs a contender; makes its environment if it has one. Raises ConfigError."""
+    if contender == "flower":
+        python = environment(folder, "flower", FLOWER, "import torch, ray, flwr.simulation, flwr.serverapp.strategy")
+        return [str(python), str(_HERE / "federated_flower.py")]
+    if contender == "pfl":
+        python = environment(folder, "pfl", PFL, "import torch, pfl.aggregate.simulate, pfl.model.pytorch")
+        return [str(python), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers),
+                str(_HERE / "federated_pfl.py")]  # fmt: skip
+    return [sys.executable, "-c", "from rayps.bench.federated_own import main; main()"]
+
+
+def _run(name: str, command: list[str], config: dict[str, Any]) -> _Run:
+    """One run of a contender."""
+    bare = name == "bare"
+    began, out = run_script(name, command, config | ({"bare": True, "rounds": 9} if bare else {}), LIMIT)
+    return run_of(began, out, 2 if bare else FIRST)
+
+
+def run_of(began: float, out: dict[str, list[float]], first: int) -> _Run:
+    """What a run wrote down; the first `first` of its rounds are the start."""
+    stamps, held = out["stamps"], [each / 1e6 for each in out.get("rss", ())[first - 1 :]]
+    return _Run(
+        _between(stamps[first - 1 :]), stamps[first - 1] - began,
+        _between(out["cpu"][first - 1 :]) if "cpu" in out else None,
+        held[0] if held else None, held[-1] - held[0] if held else None,
+    )  # fmt: skip
+
+
+def _between(values: list[float]) -> float:
+    """The median step."""
+    return statistics.median(b - a for a, b in itertools.pairwise(values))
+
+
+def _rows(scene: str, config: dict[str, Any], found: dict[str, list[_Run]], load: float) -> list[FederatedRow]:
+    def median(name: str, what: str) -> float | None:
+        values = [getattr(run, what) for run in found.get(name, ())]
+        return statistics.median(values) if values and None not in values else None
+
+    def ratio(over: float | None, under: float | None) -> float | None:
+        return over / under if over is not None and under else None
+
+    asked, workers = max(1, round(config["clients"] * config["fraction"])), config["workers"]
+    bare, bare_cpu = median("bare", "steady"), median("bare", "cpu")
+    rows = []
+    for name, runs in found.items():
+        steady, first, own = median(name, "steady") or 0.0, median(name, "first"), name == "own"
+        cpu = median(name, "cpu")
+        used = None if cpu is None else cpu if name == "bare" else cpu * workers
+        rows.append(FederatedRow(
+            scene, name, 1 if name == "bare" else workers, asked, len(runs), steady, ratio(asked, steady) or 0.0,
+            None if name == "bare" else first, None if name == "bare" else ratio(bare, steady * workers),
+            None if used is None else 1000 * used / asked, None if name == "bare" else ratio(bare_cpu, used),
+            ratio(median("flower", "steady"), steady) if own else None,
+            ratio(median("pfl", "steady"), steady) if own else None,
+            ratio(median("flower", "first"), first) if own else None,
+            median(name, "memory"), median(name, "growth"), load,
+        ))  # fmt: skip
+    return rows

@@ -1,0 +1,107 @@
+"""Flower's simulation engine as a peer of `rayps bench federated`: a script for an environment of its own.
+
+It imports nothing of rayps. `python federated_flower.py CONFIG OUT` runs the rounds of CONFIG (JSON) and writes to OUT
+when each of them ended, in seconds of the wall clock.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+
+def model(hidden: int) -> nn.Module:
+    """784-hidden-hidden-10; 0 = one number and its offset."""
+    if not hidden:
+        return nn.Linear(1, 1)
+    return nn.Sequential(nn.Linear(784, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, 10))
+
+
+def rows(client: int, config: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """A client's own samples: as hard to compute with as real ones."""
+    generator, count = torch.Generator().manual_seed(client), config["rows"]
+    return torch.rand(count, 784 if config["hidden"] else 1, generator=generator), torch.randint(
+        10 if config["hidden"] else 1, (count,), generator=generator
+    )
+
+
+def plain_client(net: nn.Module, x: torch.Tensor, y: torch.Tensor, config: dict[str, Any]) -> float:
+    """The bare training loop of one client: E epochs of batches of B in a new order each, plain SGD."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=config["lr"])
+    loss: Any = 0.0
+    for _ in range(config["epochs"]):
+        order = torch.randperm(len(x))
+        for at in range(0, len(x), config["batch"]):
+            some = order[at : at + config["batch"]]
+            optimizer.zero_grad()
+            loss = functional.cross_entropy(net(x[some]), y[some])
+            loss.backward()
+            optimizer.step()
+    return float(loss.detach()) if config["epochs"] else 0.0
+
+
+def client_app(config: dict[str, Any]) -> Any:
+    """What a client does: train, or send back what it was sent."""
+    app, clientapp = importlib.import_module("flwr.app"), importlib.import_module("flwr.clientapp")
+    found = clientapp.ClientApp()
+
+    @found.train()  # type: ignore[untyped-decorator]
+    def train(message: Any, context: Any) -> Any:
+        arrays, loss = message.content["arrays"], 0.0
+        if config["epochs"]:
+            torch.set_num_threads(1)
+            net = model(config["hidden"])
+            net.load_state_dict(arrays.to_torch_state_dict())
+            loss = plain_client(net, *rows(context.node_config["partition-id"], config), config)
+            arrays = app.ArrayRecord(net.state_dict())
+        metrics = app.MetricRecord({"num-examples": config["rows"], "train_loss": loss})
+        return app.Message(content=app.RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
+
+    return found
+
+
+def server_app(config: dict[str, Any], stamps: list[float]) -> Any:
+    """FedAvg over all clients, without evaluation; the end of each round is written down."""
+    app, serverapp = importlib.import_module("flwr.app"), importlib.import_module("flwr.serverapp")
+    fedavg: Any = importlib.import_module("flwr.serverapp.strategy").FedAvg
+    found = serverapp.ServerApp()
+
+    class Timed(fedavg):  # type: ignore[misc]
+        def aggregate_train(self, server_round: int, replies: Any) -> Any:
+            merged = super().aggregate_train(server_round, replies)
+            stamps.append(time.time())
+            return merged
+
+    @found.main()  # type: ignore[untyped-decorator]
+    def main(grid: Any, context: Any) -> None:
+        clients = config["clients"]
+        strategy = Timed(fraction_evaluate=0.0, min_train_nodes=clients, min_available_nodes=clients)
+        strategy.start(grid=grid, initial_arrays=app.ArrayRecord(model(config["hidden"]).state_dict()),
+                       num_rounds=config["rounds"])  # fmt: skip
+
+    return found
+
+
+def main() -> None:
+    """Run the simulation."""
+    config, out = json.loads(sys.argv[1]), Path(sys.argv[2])
+    stamps: list[float] = []
+    simulation = importlib.import_module("flwr.simulation")
+    simulation.run_simulation(
+        server_app=server_app(config, stamps), client_app=client_app(config), num_supernodes=config["clients"],
+        backend_config={"client_resources": {"num_cpus": 1, "num_gpus": 0.0},
+                        "init_args": {"num_cpus": config["workers"]}},
+    )  # fmt: skip
+    out.write_text(json.dumps({"stamps": stamps}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""rayps itself, and the bare loop of one core, as contenders of `rayps bench federated`: a script, as the peers are.
+
+`python -c "from rayps.bench.federated_own import main; main()" CONFIG OUT` runs the rounds of CONFIG and writes to OUT
+when each of them ended, in seconds of the wall clock, what a worker had used of its processor, and its memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import rayps
+from rayps.bench.federated_flower import model, plain_client, rows
+from rayps.data import Batch, Data
+from rayps.strategies.fedavg import FedAvg
+from rayps.workload import Workload
+
+NEVER = 1_000_000  # rounds between evaluations
+
+
+class Images(Workload):
+    """The model and the clients of the peers."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = config
+
+    def model(self) -> nn.Module:
+        """784-hidden-hidden-10."""
+        return model(self.config["hidden"])
+
+    def data(self) -> Data:
+        """Every client's samples, one client behind another."""
+        each = [rows(client, self.config) for client in range(self.config["clients"])]
+        owners = torch.arange(len(each)).repeat_interleave(self.config["rows"])
+        return rayps.data.tensors(torch.cat([x for x, _ in each]), torch.cat([y for _, y in each]),
+                                  client=owners.tolist(), batch_size=self.config["batch"])  # fmt: skip
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Cross-entropy."""
+        return functional.cross_entropy(model(batch.x), batch.y)
+
+    def optimizer(self, params: Any) -> torch.optim.Optimizer:
+        """Plain SGD."""
+        return torch.optim.SGD(params, lr=self.config["lr"])
+
+
+def resident() -> int:
+    """Bytes of memory that this process has."""
+    pages = Path("/proc/self/statm")
+    return int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if pages.exists() else 0
+
+
+@dataclass(frozen=True)
+class Watched(FedAvg):
+    """FedAvg that says how much memory and processor its first worker has taken."""
+
+    def round(self, w: Any) -> None:
+        """See Federated."""
+        super().round(w)
+        if w.rank == 0:
+            w.say(ended=time.time(), cpu=time.process_time(), rss=resident())
+
+
+@dataclass(frozen=True)
+class Nothing(Watched):
+    """Clients that send back what they were sent."""
+
+    def client(self, c: Any) -> None:
+        """Do nothing."""
+
+
+def own(config: dict[str, Any]) -> dict[str, Any]:
+    """A job from its start, on a Ray of its own."""
+    kind = Watched if config["epochs"] else Nothing
+    strategy = kind(fraction=config["fraction"], local_epochs=config["epochs"] or None, evaluate_every=NEVER)
+    result = rayps.train(Images(config), strategy=strategy, workers=config["workers"], epochs=config["rounds"],
+                         progress=False)  # fmt: skip
+    history = result.history
+    return {"stamps": history["ended"].to_pylist()} | {key: history[key].to_pylist() for key in ("rss", "cpu")}
+
+
+def bare(config: dict[str, Any]) -> dict[str, Any]:
+    """The same training as a plain loop of one process: a round is every client from the same model, one by one."""
+    torch.set_num_threads(1)
+    net, held = model(config["hidden"]), [rows(client, config) for client in range(config["clients"])]
+    begin = {name: value.clone() for name, value in net.state_dict().items()}
+    stamps, cpu = [], []
+    for _ in range(config["rounds"]):
+        for x, y in held:
+            net.load_state_dict(begin)
+            plain_client(net, x, y, config)
+        stamps.append(time.time())
+        cpu.append(time.process_time())
+    return {"stamps": stamps, "cpu": cpu}
+
+
+def main() -> None:
+    """What CONFIG says: a job, or the bare loop."""
+    config = json.loads(sys.argv[1])
+    Path(sys.argv[2]).write_text(json.dumps(bare(config) if config.get("bare") else own(config)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""Peers of a measurement that pin libraries which rayps does not have: each in a virtual environment of its own.
+
+The environment is made once, by venv and pip, and kept. It sees this interpreter's torch behind its own libraries, so
+that peers compute with the same build; what it installs itself comes first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rayps.errors import ClusterError, ConfigError
+
+INSTALL_SECONDS = 900.0
+_LINES = 12  # of what a peer said, in an error
+
+
+def environment(folder: Path, name: str, requirements: Sequence[str], probe: str) -> Path:
+    """The interpreter of the environment `name` in `folder`, made if need be; `probe` must run in it.
+
+    Raises:
+        ConfigError: it cannot be made; says what pip said.
+    """
+    home, wanted = folder / name, [*requirements, torch.__version__, sys.version]
+    python, ready = home / "bin" / "python", home / "ready.json"
+    if ready.is_file() and json.loads(ready.read_text()) == wanted:
+        return python
+    shutil.rmtree(home, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    _install(name, [sys.executable, "-m", "venv", str(home)])
+    _install(name, [str(python), "-m", "pip", "install", "--quiet", *requirements])
+    packages = next((home / "lib").glob("python*")) / "site-packages"
+    (packages / "zz-torch.pth").write_text(f"{Path(torch.__file__).parent.parent}\n")  # behind its own
+    _install(name, [str(python), "-c", probe])
+    ready.write_text(json.dumps(wanted))
+    return python
+
+
+def _install(name: str, command: list[str]) -> None:
+    """One step of making an environment. Raises ConfigError."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"the environment for {name} cannot be made: {error}", contender=name) from error
+    if done.returncode:
+        said = [line for line in (done.stdout + done.stderr).splitlines() if not line.startswith("WARNING")]
+        raise ConfigError(
+            f"the environment for {name} cannot be made; leave {name} out of --contenders, or help pip:\n"
+            + "\n".join(said[-_LINES:]),
+            contender=name,
+        )  # fmt: skip
+
+
+def run_script(name: str, command: Sequence[str], config: dict[str, Any], timeout: float) -> tuple[float, Any]:
+    """Run `command CONFIG OUT` in a process of its own: when it was started (wall clock), and what it wrote to OUT.
+
+    Raises:
+        ClusterError: it failed, or took more than `timeout` seconds; whatever it had started is ended.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="rayps-bench-"))
+    out, log = folder / "out.json", folder / "log"
+    began = time.time()
+    try:
+        with log.open("wb") as said:
+            process = subprocess.Popen(
+                [*command, json.dumps(config), str(out)], stdout=said, stderr=subprocess.STDOUT, cwd=folder,
+                env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True,
+            )  # fmt: skip
+        try:
+            code = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise ClusterError(f"{name} did not end within {timeout:g} s", contender=name, seconds=timeout) from None
+        finally:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(10.0)
+        if code or not out.is_file():
+            tail = log.read_text(errors="replace").splitlines()[-_LINES:]
+            raise ClusterError(f"{name} failed:\n" + "\n".join(tail), contender=name)
+        return began, json.loads(out.read_text())
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
