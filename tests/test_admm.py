@@ -166,14 +166,16 @@ def plain(parts, *, penalty, steps, local_steps=1, relaxation=1.0, balance=False
     d = parts[0][0].shape[1]
     z, penalties, residuals = torch.zeros(d, dtype=F64), [], []
     xs, us = [z.clone() for _ in parts], [z.clone() for _ in parts]
+    first = penalty
     for step in range(steps):
+        shorter = rate and rate / (1 + rate * max(0.0, penalty - first))
         meeting = step // local_steps
         here = [attends(seed, meeting, rank, participation) for rank in range(size)]
         for i, (a, b) in enumerate(parts):
             if here[i]:
                 g = scale * a.T @ (a @ xs[i] - b) / len(a) + penalty * (xs[i] - z + us[i])
                 h = scale * a.T @ a / len(a) + penalty * torch.eye(d, dtype=F64)
-                xs[i] = xs[i] - (torch.linalg.solve(h, g) if rate is None else rate * g)
+                xs[i] = xs[i] - (torch.linalg.solve(h, g) if rate is None else shorter * g)
         if (step + 1) % local_steps and step + 1 < steps:
             continue
         words = [relaxation * x + (1 - relaxation) * z + u if there else z + u

@@ -13,7 +13,7 @@ its next batch, and goes on from where it was. At a meeting, with alpha = `relax
 (the paper's problem, its f_i and its penalty times n_i / n.) The job holds z; x_i and u_i stay with worker i.
 Residuals: primal r^2 = N sum_i (n_i / n) |x_i - z|^2, dual s^2 = N penalty^2 |z - z_old|^2.
 `balance`: r > 10 s: penalty * 2, u_i / 2; s > 10 r the reverse. The optimizer's rate must suit the curvature of f_i
-plus the penalty, also after that.
+plus `penalty`; where the penalty is higher by d, steps are shorter by 1 / (1 + rate d), so that the rate still does.
 `eps_abs`, `eps_rel`: both none = no stop rule; else training ends once r and s are within the bounds of section 3.3.
 `participation` p: a worker takes part in a period with this probability, drawn from the seed; one that does not keeps
 x_i, and its last word v_i counts (a randomised ADMM: Iutzeler et al., CDC 2013).
@@ -86,8 +86,10 @@ class ADMM(Strategy):
         batch = w.batch()
         here = attends(w.plan.seed, (w.position - 1) // self.local_steps, w.rank, self.participation)
         if here and len(batch):
-            g = w.grad(batch).vector
-            w.step(g.add_(w.params - w.shared["z"] + w.memory["u"], alpha=float(w.shared["penalty"])))
+            g, penalty = w.grad(batch).vector, float(w.shared["penalty"])
+            g.add_(w.params - w.shared["z"] + w.memory["u"], alpha=penalty)
+            risen = penalty - self.penalty  # by balancing; with the whole step a rate could be too large now
+            w.step(g if risen <= 0 else g.div_(1 + _rate(w.optimizer) * risen))
         if w.position % self.local_steps == 0 or w.position == w.plan.end:
             self._meet(w, here)
 
@@ -123,6 +125,11 @@ class ADMM(Strategy):
         if self.balance and factor != 1:
             w.shared["penalty"].mul_(factor)
             u.div_(factor)
+
+
+def _rate(optimizer: Any) -> float:
+    """The largest rate of an optimizer; 0 where it has none."""
+    return max(float(group.get("lr", 0.0)) for group in optimizer.param_groups)
 
 
 def _square(v: Any) -> float:

@@ -24,6 +24,7 @@ class WorkerView(Protocol):
     tables: Any
     clients: Any  # of the data, where the strategy is federated
     params: Any
+    optimizer: Any  # of this worker's own; None where only servers step
     memory: dict[str, Any]  # what a round leaves to the next; empty when a worker begins, or is replaced: but where
     # workers learn apart its tensors, and numbers as tensors, come back with the worker's own parameters and moments
     shared: dict[str, Any]  # tensors that are the same on all workers; they come back as long as the strategy goes on
