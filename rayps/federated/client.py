@@ -19,8 +19,9 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks as _GLOBAL_HOOKS
 
 from rayps import optim
 from rayps.data import Batch
-from rayps.data.base import map_tensors, random_of
+from rayps.data.base import map_tensors
 from rayps.errors import ConfigError, WorkloadError
+from rayps.federated.cohort import number
 from rayps.federated.order import Ints, parts
 from rayps.flat import FlatModel, dense
 from rayps.stepping import clipped
@@ -274,8 +275,7 @@ class Trainer:
             WorkloadError, DataError: the user's code or data failed.
         """
         self.put(task.w_t, task.buffers)
-        draw = random_of(task.seed, task.round, task.client, 1)
-        torch.manual_seed(int(draw.integers(1 << 62)))  # what the model draws, as for dropout
+        seeded(number(task.seed, "model", task.round, task.client) >> 1)  # what the model draws, as for dropout
         turn = Turn(self, strategy, task, rows)
         strategy.client(turn)
         steps, losses = turn.steps, turn.losses
@@ -308,6 +308,13 @@ class Trainer:
     def kept(self) -> Tensors:
         """The model's buffers, as copies."""
         return {name: value.detach().clone() for name, value in self.buffers.items()}
+
+
+def seeded(seed: int) -> None:
+    """As torch.manual_seed, which takes milliseconds where no GPU is in use, to note the stack for later."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
 
 
 def is_plain(optimizer: Any) -> bool:

@@ -34,6 +34,14 @@ def hashes(seed: int, purpose: str, clients: Ints, *at: int) -> NDArray[np.uint6
     return np.asarray(z ^ (z >> np.uint64(31)), dtype=np.uint64)
 
 
+def number(seed: int, purpose: str, *at: int) -> int:
+    """64 random bits for one place, in microseconds: another function than `hashes`, as fair."""
+    found = _mixed(seed ^ (zlib.crc32(purpose.encode()) << 32))
+    for each in at:
+        found = _mixed(found ^ _mixed(each + _GOLDEN))
+    return found
+
+
 def uniforms(seed: int, purpose: str, clients: Ints, *at: int) -> NDArray[np.float64]:
     """As `hashes`, as numbers from 0 to below 1."""
     return np.asarray((hashes(seed, purpose, clients, *at) >> np.uint64(11)) * 2.0**-53, dtype=np.float64)
