@@ -91,7 +91,7 @@ class Digits(Workload):
         """Plain SGD."""
         return torch.optim.SGD(params, lr=self.lr)
 
-    def evaluate(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    def evaluate(self, model: nn.Module, batch: Batch) -> dict[str, float | Tensor]:
         """The share of images that are told right."""
         return {"accuracy": (model(batch.x).argmax(1) == batch.y).float().mean()}
 
