@@ -81,7 +81,7 @@ class Aggregate:
             self._lay_out(max(1, len(clients)))
         for each in (self._main, *self._beside.values()):
             each.clear()
-        self._told.zero_()
+        self._codes = [0] * self._places
         self._round, self._w_t = round, w_t.detach().cpu()
         self._place = {int(client): place for place, client in enumerate(dict.fromkeys(clients))}
         self._rows: list[tuple[int, Tensor, float]] = []
@@ -110,7 +110,7 @@ class Aggregate:
         The reply may change afterwards. Raises ConfigError: its length or weight cannot be.
         """
         why = self._screened(client, reply.detach().cpu(), base.detach().cpu(), weight, extra or {})
-        self._told[self._place[client]] += _CODES[why]
+        self._codes[self._place[client]] += _CODES[why]
         return why
 
     def _screened(
@@ -154,7 +154,7 @@ class Aggregate:
 
     def meet(self, ring: Any, memory: MutableMapping[str, Tensor] | None = None) -> Met:
         """The round's result. `memory` is the server's, where a rule with a memory keeps it."""
-        mine = self._main.count
+        self._told.copy_(torch.tensor(self._codes))
         for each in (self._main, *self._beside.values()):
             _ = each.limbs  # settled: they stand in _home
         ring.sum(self._home)
@@ -169,7 +169,7 @@ class Aggregate:
             if met.skipped is None:
                 self._take_rule(met, rows, weights, clients, {} if memory is None else memory)
         elif met.skipped is None:
-            self._main.pass_on(ring, mine)
+            self._main.pass_on(ring)
             self._take_mean(met, self._main)
         return met
 

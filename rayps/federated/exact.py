@@ -68,6 +68,7 @@ class Exact:
         self._sums = home.view(LIMBS[dtype], size + 2)
         self._magic = [1.5 * 2.0 ** (52 - FIRST - DIGIT * j) for j in range(LIMBS[dtype])]
         self._unsettled = 0  # products whose limbs still hold the bits of `_magic`
+        self._weights, self._replies, self._mine = [0] * len(self._sums), 0, 0  # not yet in the limbs; added here
 
     @staticmethod
     def room(size: int, dtype: torch.dtype) -> int:
@@ -85,14 +86,15 @@ class Exact:
         why = self.refusal(update, weight)
         if why is not None:
             return why
-        if self.count == 0:
+        if self._mine == 0:
             self._only.copy_(update)
-        elif self.count >= MOST:
+        elif self._mine >= MOST:
             raise ConfigError(f"an exact sum holds {MOST} replies at most")
         update, weights = update.detach(), _halves(weight)
         for at in range(0, self.size, _BLOCK):
             self._add_block(update[at : at + _BLOCK], at, weights)
         self._unsettled += len(weights) * (2 if self.dtype == torch.float64 else 1)
+        self._mine += 1
         self._add_weight(weight)
         return None
 
@@ -106,7 +108,7 @@ class Exact:
             return TOO_LARGE
         if not self.size:
             return None
-        low, high = (float(end) for end in torch.aminmax(update.detach()))  # NaN wins over both
+        low, high = (end.item() for end in torch.aminmax(update.detach()))  # NaN wins over both
         largest = max(-low, high)
         if not (math.isfinite(low) and math.isfinite(high)):
             return NOT_FINITE
@@ -133,12 +135,15 @@ class Exact:
             np.add(limbs[j], whole.view(np.int64), out=limbs[j])  # modulo 2^64, until `limbs` settles it
 
     def _add_weight(self, weight: float) -> None:
+        self._replies += 1
+        if weight == int(weight):
+            self._weights[0] += int(weight) << FIRST
+            return
         left = Fraction(weight) * 2**FIRST
-        for row in self._sums:
+        for j in range(len(self._weights)):
             digit = round(left)
-            row[-2] += digit
+            self._weights[j] += digit
             left = (left - digit) * 2**DIGIT
-        self._sums[0, -1] += 1
 
     @property
     def limbs(self) -> Tensor:
@@ -148,21 +153,24 @@ class Exact:
                 bits = int(np.float64(magic).view(np.int64)) * self._unsettled % 2**64
                 np.subtract(row[:-2].view(np.uint64), np.uint64(bits), out=row[:-2].view(np.uint64))
             self._unsettled = 0
+        if self._replies:
+            self._sums[:, -2] += torch.tensor(self._weights)
+            self._sums[0, -1] += self._replies
+            self._weights, self._replies = [0] * len(self._sums), 0
         return self._sums
 
     # ---- together
 
     def meet(self, ring: Any) -> None:
         """Add the limbs of all ranks; all of them call it. A single reply among all ranks is passed on as it is."""
-        mine = self.count
         ring.sum(self.limbs)
-        self.pass_on(ring, mine)
+        self.pass_on(ring)
 
-    def pass_on(self, ring: Any, mine: int) -> None:
-        """The end of `meet`, once the limbs of all ranks are in; `mine`: the replies that this rank had before."""
+    def pass_on(self, ring: Any) -> None:
+        """The end of `meet`, once the limbs of all ranks are in."""
         if self.count == 1:
             bits = self._only.view(_BITS[self.dtype.itemsize])
-            told = bits.to(torch.int64) if mine else torch.zeros(self.size, dtype=torch.int64)
+            told = bits.to(torch.int64) if self._mine else torch.zeros(self.size, dtype=torch.int64)
             bits.copy_(ring.sum(told))
 
     # ---- out
@@ -170,12 +178,12 @@ class Exact:
     @property
     def count(self) -> int:
         """Replies in the sum."""
-        return int(self._sums[0, -1])
+        return int(self.limbs[0, -1])
 
     @property
     def weight(self) -> Fraction:
         """The sum of the weights, without an error where they are whole numbers."""
-        return _fraction(self._sums[:, -2])
+        return _fraction(self.limbs[:, -2])
 
     def total(self, dtype: torch.dtype | None = None) -> Tensor:
         """The sum of n_k x_k, rounded once, as a new vector. `dtype`: the updates', or a wider one."""
@@ -196,7 +204,8 @@ class Exact:
     def clear(self) -> None:
         """Begin anew."""
         self._sums.zero_()
-        self._unsettled = 0
+        self._unsettled = self._replies = self._mine = 0
+        self._weights = [0] * len(self._sums)
 
     def _rounded(self, divisor: Fraction, dtype: torch.dtype) -> Tensor:
         out = torch.empty(self.size, dtype=dtype)
@@ -214,7 +223,7 @@ class Exact:
 
 def _halves(weight: float) -> list[float]:
     """A weight as numbers of at most 24 and 29 bits that add up to it."""
-    high = float(torch.tensor(weight, dtype=torch.float64).float())
+    high = float(np.float32(weight))
     return [high] if high == weight else [high, weight - high]
 
 
