@@ -47,14 +47,15 @@ def create_app(settings: Settings, *, place: Place | None = None, keep: bool = F
         app.state.service = Service(settings, store, scheduler, groups, tokens)
         if started is not None:
             await started(app.state.service)
-        ticking = asyncio.gather(scheduler.run(), groups.run())
+        ticking = [asyncio.create_task(scheduler.run()), asyncio.create_task(groups.run())]
         try:
             yield
         finally:
             app.state.service.closing.set()
-            ticking.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await ticking
+            while going := [task for task in ticking if not task.done()]:
+                for task in going:
+                    task.cancel()  # again if need be: wait_for may lose one that comes when its wait is over
+                await asyncio.wait(going, timeout=1.0)
             groups.close()
             running = await scheduler.close(end=not keep)
             if ended is not None:
