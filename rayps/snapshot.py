@@ -168,6 +168,9 @@ class Snapshot:
         """
         self.ended = [(planned, at) for planned, at in self.ended if calendar.cut(planned, at)]
         span = calendar.at(self.round)
+        if any(at == self.round for _, at in self.ended):  # the end of a phase, wherever it lies in an epoch
+            self.enter(span)
+            return
         began, epoch = self.origin
         counts_alike = epoch * self.steps_per_epoch - began == span.epoch * span.steps - span.begin
         if not counts_alike or (len(self.positions), self.steps_per_epoch) != (span.replicas, span.steps):
