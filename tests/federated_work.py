@@ -58,12 +58,12 @@ class Rated(Fed):
 class Quadratics(rayps.Workload):
     """Two clients with f_k(w) = a_k / 2 (w - c_k)^2: a = (1, 10), c = (0, 1). The optimum of their mean is 10/11."""
 
-    def __init__(self, lr=0.05):
-        self.lr = lr
+    def __init__(self, lr=0.05, start=3.0):
+        self.lr, self.start = lr, start
 
     def model(self):
         found = nn.Linear(1, 1, bias=False).double()
-        nn.init.constant_(found.weight, 3.0)
+        nn.init.constant_(found.weight, self.start)
         return found
 
     def data(self):

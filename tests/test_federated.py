@@ -260,7 +260,7 @@ def test_label_flips_are_learnt_by_those_who_attack():
 
     clean = train(Classes(), FedAvg(local_epochs=2), workers=2, epochs=16)
     flipped = train(Classes(), FedAvg(local_epochs=2, attack="label_flip(clients=5,classes=2)"), workers=2, epochs=16)
-    assert clean.metrics["accuracy"] > 0.65 and flipped.metrics["accuracy"] < 0.35
+    assert clean.metrics["accuracy"] > 0.65 and flipped.metrics["accuracy"] < 0.45
 
 
 # ------------------------------------------------------------------------------------- buffers
