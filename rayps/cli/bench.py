@@ -8,8 +8,11 @@ from typing import Annotated
 import typer
 
 from rayps.cli import show
+from rayps.cli.bench_admm import admm
+from rayps.cli.bench_averaging import averaging
 from rayps.cli.bench_elastic import faults, jobs, resize
 from rayps.cli.bench_federated import federated
+from rayps.cli.bench_learning import learning
 from rayps.cli.bench_parallel import device, pipeline, tensor
 from rayps.cli.bench_robust import robust
 from rayps.cli.bench_tables import tables
@@ -19,7 +22,7 @@ from rayps.cli.sizes import size as size_of
 
 app = typer.Typer(no_args_is_help=True, help="Measure the data plane beside its peers, in one run.")
 app.command()(tables)
-for command in (faults, resize, jobs, pipeline, tensor, device, federated, robust):
+for command in (faults, resize, jobs, pipeline, tensor, device, learning, federated, robust, admm, averaging):
     app.command()(command)
 
 Sizes = Annotated[str, typer.Option(help="Sizes of the vector, e.g. 10KB,1MB (1 KB = 1000 bytes).")]
