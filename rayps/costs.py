@@ -176,10 +176,14 @@ def _data(strategy: Strategy, grid: Grid, sizes: Sizes) -> list[Cost]:
     if strategy.shards:
         return _servers(strategy, grid, sizes)
     n, vectors = grid.data, [size * sizes.width for size in sizes.columns]
+    if strategy.federated:
+        return [_replies(strategy, n, sizes)]
     if n == 1:
         return [Cost("gradients between replicas", "0: there is one", 0, 0, 0)]
     each = f" in each of {len(vectors)} columns" if len(vectors) > 1 else ""
     share, why = _compressed(strategy, sizes.width)
+    if strategy.apart:
+        return [_meetings(strategy, n, sum(vectors), share, why, sizes.states)]
     found = None if share is None else 2 * (n - 1) * sum(vectors) * share
     ring = Cost(
         f"gradients around the ring of {n}{each}",
@@ -192,6 +196,38 @@ def _data(strategy: Strategy, grid: Grid, sizes: Sizes) -> list[Cost]:
     if strategy.name == "hybrid":
         return [ring, Cost("rows of sparse tables", "2 x the distinct rows that a batch touches", None, None)]
     return [ring]
+
+
+def _meetings(
+    strategy: Strategy, n: int, vector: int, share: float | None, why: str, states: float
+) -> Cost:  # fmt: skip
+    """A mean of the parameters now and then, spread over the steps between."""
+    every = strategy.meets_every
+    also = states if getattr(strategy, "momentum", "keep") == "average" else 0.0  # these travel as they are
+    found = None if share is None or every is None else 2 * (n - 1) * vector * (share + also) / every
+    when = f"every {every} steps" if every is not None else "at the end of each part, spread over its steps"
+    return Cost(
+        f"parameters around the ring of {n}, {when}",
+        f"2(N-1)/N V{why}{f' + {also:g}V of moments' if also else ''} / {every or 'the steps of a part'} from each of "
+        f"N = {n}, in 2(N-1) messages a meeting",
+        found,
+        None if every is None else round(2 * (n - 1) * n / every),
+        None if found is None else found / n,
+    )
+
+
+def _replies(strategy: Any, n: int, sizes: Sizes) -> Cost:
+    """A federated round's meeting: of what N workers have added up of their clients' replies."""
+    if n == 1 or strategy.remote:
+        return Cost("replies between workers", "0: there is one", 0, 0, 0)
+    if strategy.rule != "mean":
+        return Cost(f"replies gathered by {n} workers", "V of each reply to each other worker", None, None)
+    digits = (3 if sizes.width == 8 else 2) * 8 * sizes.parameters * (1 + len(strategy.sums))
+    return Cost(
+        f"sums of replies around the ring of {n}",
+        f"2(N-1)/N of {digits / (sizes.parameters * sizes.width):g} V (fixed point) from each of N = {n}, once a round",
+        2.0 * (n - 1) * digits, 2 * (n - 1) * n, 2 * (n - 1) / n * digits,
+    )  # fmt: skip
 
 
 def _servers(strategy: Strategy, grid: Grid, sizes: Sizes) -> list[Cost]:

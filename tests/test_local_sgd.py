@@ -4,11 +4,14 @@ import pytest
 import torch
 from apart_work import Halves, Loop, Normed
 from small_work import Small, distance, plain, train, vector
+from torch import nn
 
 from rayps.compress import Blocks, ErrorFeedback
+from rayps.costs import Sizes, costs
 from rayps.errors import ConfigError
 from rayps.partition import slices
 from rayps.strategies.all_reduce import AllReduce
+from rayps.strategies.diloco import DiLoCo
 from rayps.strategies.local_sgd import LocalSGD
 from rayps.strategies.parallel_sgd import ParallelSGD
 from rayps.strategy import parse, wire
@@ -136,6 +139,27 @@ def test_bytes_are_those_of_the_meetings(period, momentum, vectors):
     moved = result.history.column("bytes").to_pylist()
     meeting = 2 * size * vectors + (2 * 8 if momentum == "average" else 0)  # how much state there is, an int64
     assert moved == [meeting if t % period == 0 or t == 20 else 0 for t in range(1, 21)]
+
+
+@pytest.mark.parametrize(("strategy", "vectors"), [
+    (LocalSGD(8), 1), (LocalSGD(8, momentum="average"), 3), (LocalSGD(8, compression="fp16"), 0.5), (DiLoCo(8), 1)])
+def test_what_it_costs_by_formula(strategy, vectors):
+    """Of all_reduce's 2(N-1)V a step, 1/H; Adam has two numbers for each parameter."""
+    sizes = Sizes(1_000_000, states=2.0)
+    found = costs(strategy, 4, sizes)
+    assert found.bytes == costs(AllReduce(), 4, sizes).bytes * vectors / 8 == 2 * 3 * 4_000_000 * vectors / 8
+    assert "8 steps" in found.traffic[0].what and costs(strategy, 1, sizes).bytes == 0
+    assert costs(ParallelSGD(3), 4, sizes).bytes is None
+
+
+def test_the_formula_is_what_is_measured():
+    work = Small(n=64, batch=4, optimizer="adam")
+    work.model = lambda: nn.Sequential(nn.Linear(5, 6000), nn.Tanh(), nn.Linear(6000, 1)).double()  # not a small one
+    result = train(work, LocalSGD(period=4), workers=2, epochs=2)
+    event = next(event for event in result.events if event["kind"] == "costs")
+    wanted = costs(LocalSGD(period=4), 2, Sizes(42001, 8)).bytes
+    assert event["formula"]["bytes"] == wanted
+    assert sum(result.history.column("bytes").to_pylist()) / 16 == pytest.approx(wanted, rel=1e-4)  # and the samples
 
 
 def test_a_worker_without_a_row_counts_nothing():

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # told apart by everyone
 _WIDTH, _HEIGHT = 420, 330
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 118, 34, 40  # around the plot
+_FEW = 12  # places across, up to which each is named
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +49,13 @@ def _chart(chart: Chart) -> str:
     points = [point for line in chart.lines for point in (*line.measured, *line.expected) if point[1] > 0]
     if not points:
         return _text(_LEFT, 18, f"{chart.title}: nothing was measured", bold=True)
-    across = _Axis([x for x, _ in points], _LEFT, _WIDTH - _RIGHT, 2.0)
+    xs = sorted({x for x, _ in points})
+    few = len(xs) <= _FEW
+    across = _Axis(xs, _LEFT, _WIDTH - _RIGHT, 2.0 if few else 10.0)
     up = _Axis([y for _, y in points], _HEIGHT - _BOTTOM, _TOP, 10.0)
     parts = [_text(_LEFT, 18, chart.title, bold=True), _text(across.middle, _HEIGHT - 8, chart.across, "middle"),
              _text(6, _TOP - 6, chart.up)]
-    for tick in sorted({x for x, _ in points}):
+    for tick in xs if few else across.ticks():
         parts.append(_text(across.at(tick), _HEIGHT - _BOTTOM + 15, f"{tick:g}", "middle"))
     for tick in up.ticks():
         y = up.at(tick)

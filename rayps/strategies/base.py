@@ -120,7 +120,7 @@ class Strategy:
     federated: ClassVar[bool] = False  # it learns from the clients of the data
     keeps_rows: bool = False  # a worker has the same rows in every epoch
     evaluate_every: int = 1  # epochs between evaluations
-    meets_every: int | None = 1  # steps between meetings of workers that are apart; None = no fixed number
+    meets_every: int | None = None  # steps between meetings of workers that are apart; None = no fixed number
 
     @property
     def remote(self) -> bool:

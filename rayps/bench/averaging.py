@@ -1,0 +1,160 @@
+"""What meeting seldom saves: a language model's loss against the bytes that its workers moved, at equal samples.
+
+A small transformer that reads characters and says the next one learns the first nine tenths of a text, under each
+strategy in turn, from the same seed and in the same number of steps; the rest of the text is evaluated after every
+epoch. Bytes are those of training, all workers together; evaluations and checkpoints apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from rayps import data
+from rayps.bench.picture import Chart, Line, page
+from rayps.cluster import Cluster
+from rayps.data import Batch, Data
+from rayps.errors import ConfigError
+from rayps.strategy import parse
+from rayps.training import Result, train
+from rayps.workload import Workload
+
+STRATEGIES = (
+    "all_reduce", "local_sgd:period=4", "local_sgd:period=16", "local_sgd:period=16,compression=int8",
+    "diloco:period=16,compression=int8", "diloco:period=16,overlap=4,compression=int8",
+)  # fmt: skip
+LENGTH = 64  # characters that are seen
+
+
+class _Places(nn.Module):
+    """Characters and their places as vectors."""
+
+    def __init__(self, characters: int, width: int) -> None:
+        super().__init__()
+        self.character = nn.Embedding(characters, width)
+        self.place = nn.Parameter(torch.zeros(LENGTH, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.character(x) + self.place[: x.shape[1]]
+        return found
+
+
+class _Block(nn.TransformerEncoderLayer):
+    """A layer of a transformer in which a character sees only those before it."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype)
+        return super().forward(x, src_mask=mask, is_causal=True)
+
+
+class NextCharacter(Workload):
+    """Which character of a text comes next."""
+
+    def __init__(self, text: str, blocks: int, width: int, rate: float, batch: int) -> None:
+        self.text, self.blocks, self.width, self.rate, self.batch = text, blocks, width, rate, batch
+
+    def model(self) -> nn.Module:
+        """See Workload."""
+        characters, width = len(set(self.text)), self.width
+        blocks = [_Block(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+                  for _ in range(self.blocks)]  # fmt: skip
+        return nn.Sequential(_Places(characters, width), *blocks, nn.LayerNorm(width), nn.Linear(width, characters))
+
+    def _windows(self, lo: int, hi: int) -> Data:
+        numbers = {character: i for i, character in enumerate(sorted(set(self.text)))}
+        text = torch.tensor([numbers[character] for character in self.text[lo:hi]])
+        starts = torch.arange(0, len(text) - LENGTH, LENGTH)[:, None] + torch.arange(LENGTH)
+        return data.tensors(text[starts], text[starts + 1], batch_size=self.batch)
+
+    def data(self) -> Data:
+        """See Workload."""
+        return self._windows(0, len(self.text) * 9 // 10)
+
+    def evaluation_data(self) -> Data:
+        """See Workload."""
+        return self._windows(len(self.text) * 9 // 10, len(self.text))
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """See Workload."""
+        return functional.cross_entropy(model(batch.x).flatten(0, 1), batch.y.flatten())
+
+    def optimizer(self, params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+        """See Workload."""
+        return torch.optim.AdamW(params, lr=self.rate)
+
+
+@dataclass(frozen=True, slots=True)
+class AveragingRow:
+    """One strategy. `curve` has after each epoch the bytes moved so far and the loss on the rest of the text."""
+
+    strategy: str
+    workers: int
+    steps: int
+    samples: int
+    bytes: int
+    fewer: float  # times fewer bytes than the first strategy
+    loss: float  # after the last epoch
+    worse: float  # relative to the first strategy's
+    curve: list[tuple[int, float]] = field(default_factory=list)
+
+
+def bench_averaging(
+    cluster: Cluster, text: Path, workers: int = 2, strategies: Sequence[str] = STRATEGIES, *, epochs: int = 6,
+    blocks: int = 2, width: int = 64, rate: float = 3e-3, batch: int = 16, seed: int = 0,
+) -> list[AveragingRow]:  # fmt: skip
+    """A row for each strategy, in this order; the first one is what the others are compared with.
+
+    Raises:
+        ConfigError: the text cannot be read or is too short, or a strategy cannot be read.
+    """
+    for strategy in strategies:
+        parse(strategy)
+    try:
+        words = text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the text {text} cannot be read: {error}", field="text") from error
+    if len(words) < 20 * LENGTH * batch:
+        raise ConfigError(f"the text {text} has {len(words)} characters: give one of {20 * LENGTH * batch} or more",
+                          field="text")  # fmt: skip
+    work, rows = NextCharacter(words, blocks, width, rate, batch), list[AveragingRow]()
+    for strategy in strategies:
+        result = train(
+            work, strategy=strategy, workers=workers, epochs=epochs, seed=seed, cluster=cluster, progress=False
+        )
+        rows.append(_row(strategy, workers, result, rows[0] if rows else None))
+    return rows
+
+
+def _row(strategy: str, workers: int, result: Result, first: AveragingRow | None) -> AveragingRow:
+    table, moved, curve = result.history, 0, list[tuple[int, float]]()
+    losses = table.column("evaluation_loss").to_pylist()
+    for count, loss in zip(table.column("bytes").to_pylist(), losses, strict=True):
+        moved += count
+        if loss is not None:
+            curve.append((moved, loss))
+    loss = result.metrics["loss"]
+    samples = sum(table.column("samples").to_pylist())
+    fewer = 1.0 if first is None else first.bytes / max(1, moved)
+    worse = 0.0 if first is None else loss / first.loss - 1
+    return AveragingRow(strategy, workers, table.num_rows, samples, moved, fewer, loss, worse, curve)
+
+
+def picture(rows: Sequence[AveragingRow]) -> str:
+    """The curves as SVG: loss against 10^6 bytes moved, both axes logarithmic."""
+    lines = []
+    for row in rows:
+        points = [(moved / 1e6, loss) for moved, loss in row.curve if moved]
+        lines.append(Line(_short(row.strategy), points, points))
+    return page([Chart("the next character: loss after each epoch", "10^6 bytes moved", "loss", lines)], columns=1)
+
+
+def _short(strategy: str) -> str:
+    name, _, options = strategy.partition(":")
+    known = dict(part.split("=") for part in options.split(",") if part)
+    words = [name, known.pop("period", ""), known.pop("compression", ""), *(f"{k} {v}" for k, v in known.items())]
+    return " ".join(word for word in words if word)

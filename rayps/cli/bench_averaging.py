@@ -1,0 +1,40 @@
+"""`rayps bench averaging`: workers that meet seldom, beside all-reduce."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rayps.cli.measure import Address, Format, Json, run, show_rows
+from rayps.cli.show import Output
+
+
+def averaging(
+    text: Annotated[Path, typer.Argument(help="A text to learn, such as examples/data/hamlet.txt.")],
+    strategy: Annotated[list[str] | None, typer.Option(help="A strategy; say it again for more. The others are "
+                                                           "compared with the first.")] = None,
+    workers: Annotated[int, typer.Option(help="Workers.")] = 2,
+    epochs: Annotated[int, typer.Option(help="Epochs of each.")] = 6,
+    blocks: Annotated[int, typer.Option(help="Layers of the transformer.")] = 2,
+    rate: Annotated[float, typer.Option(help="Learning rate of AdamW.")] = 3e-3,
+    batch: Annotated[int, typer.Option(help="Rows of a worker's batch.")] = 16,
+    seed: Annotated[int, typer.Option(help="Of the parameters and of the order of rows.")] = 0,
+    picture: Annotated[Path | None, typer.Option(help="Draw loss against bytes into this SVG file.")] = None,
+    address: Address = None,
+    output: Format = Output.table,
+    as_json: Json = False,
+) -> None:
+    """A character language model's loss against the bytes moved: all-reduce, local SGD, DiLoCo; equal samples."""
+    from rayps.bench.averaging import STRATEGIES, bench_averaging
+    from rayps.bench.averaging import picture as drawn
+
+    rows = run(address, workers, lambda cluster: bench_averaging(
+        cluster, text, workers, strategy or STRATEGIES, epochs=epochs, blocks=blocks, rate=rate, batch=batch, seed=seed,
+    ))  # fmt: skip
+    if picture is not None:
+        picture.write_text(drawn(rows), encoding="utf-8")
+    show_rows(Output.json if as_json else output, rows, {
+        "strategy": "strategy", "steps": "steps", "samples": "samples", "bytes": "bytes moved", "fewer": "times fewer",
+        "loss": "loss", "worse": "worse"})  # fmt: skip
