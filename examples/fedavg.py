@@ -1,11 +1,11 @@
 """Federated averaging on handwritten digits: 20 clients that know two digits each learn all ten (McMahan et al. 2017).
 
     python examples/fedavg.py
-    python examples/fedavg.py --rounds 45 --strategy fedavg:fraction=0.5,local_epochs=5,batch_size=10,dropout=0.5
+    python examples/fedavg.py --rounds 30 --strategy fedavg:fraction=0.5,local_epochs=5,batch_size=10,dropout=0.5
     python examples/fedavg.py --strategy ditto:fraction=0.5,local_epochs=5,batch_size=10,lam=0.1
 
-What to expect after 20 rounds: the best accuracy is 0.95, where one client alone knows its own digits only and gets
-0.20. The bits are the same for any number of workers.
+What to expect after 20 rounds: the best accuracy is 0.95 or more, where one client alone learns only its own digits and
+gets 0.29. Every run has the same bits, with any number of workers.
 """
 
 import argparse
@@ -63,7 +63,7 @@ def main():
     result = rayps.train(work, strategy=asked.strategy, workers=asked.workers, epochs=asked.rounds)
     best = max(each for each in result.history["evaluation_accuracy"].to_pylist() if each is not None)
     print(f"accuracy: best {best:.3f}, last {result.metrics['accuracy']:.3f}; client 0 alone "
-          f"{accuracy(work, alone(work, 0)):.3f}  (expect 0.95, 0.94 and 0.20 after 20 rounds)")
+          f"{accuracy(work, alone(work, 0)):.3f}  (expect 0.95, 0.95 and 0.29 after 20 rounds)")
 
 
 if __name__ == "__main__":

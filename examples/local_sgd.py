@@ -3,9 +3,10 @@
     python examples/local_sgd.py
     python examples/local_sgd.py --period 40 --epochs 6
 
-What to expect after 3 epochs, in which each worker takes 237 steps: accuracy 0.96 for every row, with the bytes of all_reduce
-divided by the period. Local SGD: Stich, ICLR 2019; it begins in step for `warmup` rounds (Lin et al., ICLR 2020).
-DiLoCo: Douillard et al. 2023, whose outer step has momentum of its own.
+What to expect after 3 epochs, in which each worker takes 237 steps: accuracy 0.97 in every row. all_reduce moves
+105 MB, a meeting every 8 steps 26 MB, three in all 2.6 MB. (Between hosts these would be 13 and 1.3: on one host,
+everyone reads a model as small as this from everyone.) Local SGD: Stich, ICLR 2019; in step for the first `warmup`
+rounds: Lin et al., ICLR 2020. DiLoCo: Douillard et al. 2023, whose outer step has a momentum of its own.
 """
 
 import argparse

@@ -32,7 +32,8 @@ def module(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return made
 
 
-NAMES = ["characters", "digits", "downpour", "flights", "hogwild", "own_loop", "recommender", "two_doors"]
+NAMES = ["admm", "characters", "digits", "downpour", "fedavg", "flights", "hogwild",
+         "local_sgd", "own_loop", "recommender", "two_doors"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -155,6 +156,50 @@ def test_digits_are_learned_out_of_step(strategy: str) -> None:
     assert result.metrics["accuracy"] > 0.85
 
 
+def test_clients_that_know_two_digits_learn_more_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, cluster = module("fedavg", monkeypatch), LocalCluster()
+    work = made.Shards()
+    assert work.data().clients.sizes.tolist() == [500] * 20
+    try:
+        result = rayps.train(work, strategy="fedavg:fraction=0.5,local_epochs=1,batch_size=20", workers=2, epochs=4,
+                             cluster=cluster, progress=False)
+    finally:
+        cluster.close()
+    best = max(result.history["evaluation_accuracy"].to_pylist())
+    assert best > made.accuracy(work, made.alone(work, 0, epochs=1)) + 0.05
+    assert made.accuracy(work, result.model()) == pytest.approx(result.metrics["accuracy"], abs=1e-6)
+
+
+@pytest.mark.parametrize("strategy", ["local_sgd:period=8,warmup=10", "diloco:period=8,outer_momentum=0.5",
+                                      "parallel_sgd:rounds=2"])
+def test_digits_are_learned_apart(strategy: str) -> None:
+    cluster = LocalCluster()
+    try:
+        result = rayps.train(load("digits.py:Digits", str(EXAMPLES)), strategy=strategy, workers=2, steps=60,
+                             cluster=cluster, progress=False)
+    finally:
+        cluster.close()
+    assert result.metrics["accuracy"] > 0.7
+    assert 1 <= sum(met or 0 for met in result.history["met"].to_pylist()) <= 8
+
+
 def test_help_needs_no_cluster() -> None:
     done = subprocess.run([sys.executable, str(EXAMPLES / "digits.py"), "--help"], capture_output=True, text=True)
     assert done.returncode == 0 and "--strategy" in done.stdout
+
+
+def test_ridge_and_lasso_are_solved_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, found = module("admm", monkeypatch), {}
+    for regularizer in (f"l2({made.RIDGE})", f"l1({made.LASSO})"):
+        cluster = LocalCluster()
+        try:
+            found[regularizer[:2]], meetings = made.solve(regularizer, cluster, relaxation=1.6)
+        finally:
+            cluster.close()
+        assert meetings < 60
+    x, y = made.Line().rows()
+    ridge = torch.linalg.solve(x.T @ x / 400 + made.RIDGE * torch.eye(30, dtype=x.dtype), x.T @ y / 400)
+    assert (found["l2"] - ridge).abs().max() < 1e-8
+    slope, on = x.T @ (x @ found["l1"] - y) / 400, found["l1"] != 0
+    assert on.sum() == 6 and (slope[on] + made.LASSO * found["l1"][on].sign()).abs().max() < 1e-8
+    assert slope.abs().max() <= made.LASSO + 1e-8

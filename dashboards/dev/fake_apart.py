@@ -90,8 +90,8 @@ def _ditto(clients: int) -> Say:
         trained = [f"client-{k}" for k in drawn if f"client-{k}" not in out]
         score = 0.93 - 0.8 * math.exp(-number / 9) + chance.gauss(0, 0.015)
         return {
-            "sampled": len(drawn), "replied": len(drawn) - len(dropped), "dropped": len(dropped), "rejected": len(rejected),
-            "event": {"sampled": len(drawn), "replied": len(drawn) - len(dropped), "trained": trained, "dropped": dropped,
+            "sampled": len(drawn), "replied": len(trained), "dropped": len(dropped), "rejected": len(rejected),
+            "event": {"sampled": len(drawn), "replied": len(trained), "trained": trained, "dropped": dropped,
                       "rejected": rejected, "seconds": 30.0 if dropped else 12 + 9 * chance.random()},
             "metrics": {"accuracy": score, "loss": 1 - score, "personal_accuracy": 0.985 - 0.5 * math.exp(-number / 4)},
         }
@@ -106,9 +106,9 @@ def _fedbuff(clients: int) -> Say:
         late = 1 if chance.random() < 0.1 else 0
         names = [f"writer-{k:04d}" for k in drawn]
         return {
-            "sampled": 10, "replied": 10, "dropped": 0, "rejected": late,
+            "sampled": 10, "replied": 10 - late, "dropped": 0, "rejected": late,
             "staleness": {str(age): ages.count(age) for age in set(ages)},
-            "event": {"sampled": 10, "replied": 10, "trained": names[late:], "dropped": [],
+            "event": {"sampled": 10, "replied": 10 - late, "trained": names[late:], "dropped": [],
                       "rejected": [[name, "9 versions old, the most is 8"] for name in names[:late]],
                       "seconds": 4 + 3 * chance.random()},
             "metrics": {"accuracy": 0.95 - 0.8 * math.exp(-number / 70) + chance.gauss(0, 0.01)} if number % 5 == 0 else None,

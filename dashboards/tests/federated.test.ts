@@ -8,7 +8,7 @@ import type { JobEvent, MetricPoint } from "../src/types";
 
 const event = (kind: string, facts: Record<string, unknown>, seq = 0): JobEvent => ({ seq, time: 0, kind, message: "", ...facts });
 const cohort = (round: number, facts: Record<string, unknown> = {}): JobEvent =>
-  event("cohort", { round, sampled: 4, replied: 3, trained: ["a", "b"], dropped: [["c", "deadline"]], rejected: [["d", "update is not finite"]], seconds: 10, ...facts }, round);
+  event("cohort", { round, sampled: 4, replied: 2, trained: ["a", "b", "d"], dropped: [["c", "deadline"]], rejected: [["d", "update is not finite"]], seconds: 10, ...facts }, round);
 const point = (round: number, told: Record<string, number> = {}, generation = 1): MetricPoint =>
   ({ kind: "round", round, loss: 1, samples: 10, seconds: 0.1, bytes: 100, generation, ...told });
 
@@ -21,7 +21,7 @@ function held(...events: JobEvent[]): Cohorts {
 describe("clients by round", () => {
   it("are told by the event, and by the point where the event is no longer held", () => {
     const series = new Series();
-    series.add([point(1, { sampled: 9, replied: 8, dropped: 1, rejected: 2 }), point(2)]);
+    series.add([point(1, { sampled: 9, replied: 6, dropped: 1, rejected: 2 }), point(2)]);
     expect(tallies(series.buckets, held(cohort(2)))).toEqual([
       { round: 1, sampled: 9, counted: 6, dropped: 1, rejected: 2, seconds: null },
       { round: 2, sampled: 4, counted: 2, dropped: 1, rejected: 1, seconds: 10 },

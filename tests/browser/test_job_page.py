@@ -48,6 +48,23 @@ class Digits(rayps.Workload):
 """
 
 
+CLIENTS = """
+import torch
+import rayps
+from digits import Digits
+
+class Clients(Digits):
+    '''The digits of 20 clients, two shards each.'''
+
+    def data(self):
+        shards = rayps.data.shards(2, clients=20)
+        return rayps.data.parquet({train!r}, features=["pixels"], label="digit", batch_size=20, client=shards)
+
+    def loss(self, model, batch):
+        return torch.nn.functional.cross_entropy(model(batch.x.float() / 255), batch.y.long())
+"""
+
+
 class Site:
     """A running service and what is known about it."""
 
@@ -59,6 +76,7 @@ class Site:
             .replace("{train!r}", repr(str(data / "digits.parquet")))
             .replace("{test!r}", repr(str(data / "digits_test.parquet")))
         )
+        (home / "clients.py").write_text(CLIENTS.replace("{train!r}", repr(str(data / "digits.parquet"))))
         self.log = (home / "service.log").open("w")
         # a process of its own: its Ray must not meet the one that the other tests share
         serve = [sys.executable, "-m", "rayps.cli", "serve", "--port", "0", "--cpus", "8"]
@@ -80,9 +98,8 @@ class Site:
         self.http = httpx2.Client(base_url=self.url, headers={"Authorization": f"Bearer {token}"}, timeout=30)
 
     def submit(self, **fields: Any) -> str:
-        answer = self.http.post(
-            "api/v1/jobs", json={"workload": "digits.py:Digits", "working_dir": str(self.home), **fields}
-        )
+        whole = {"workload": "digits.py:Digits", "working_dir": str(self.home), **fields}
+        answer = self.http.post("api/v1/jobs", json=whole)
         assert answer.status_code == 201, answer.text
         return str(answer.json()["id"])
 
@@ -143,6 +160,37 @@ def test_a_job_is_watched_from_the_start_to_its_end(site: Site, tab: Callable[..
     drawn = [int(line.split(",")[0]) for line in Path(download.value.path()).read_text().splitlines()[1:]]
     points = site.http.get(f"api/v1/jobs/{job}/metrics?limit=10000").json()["points"]
     assert drawn == sorted({point["round"] for point in points if point["kind"] == "round"})  # no hole, nothing twice
+
+
+def test_a_federated_job_is_watched(site: Site, tab: Callable[..., Any]) -> None:
+    strategy = "fedavg:fraction=0.5,dropout=0.3,attack=nan(clients=4)"
+    job = site.submit(name="digits of clients", workload="clients.py:Clients", strategy=strategy, workers=2, epochs=8)
+    page = tab(width=1280, height=900)
+    page.goto(f"{site.url}#code={site.code}")
+    page.click("text=digits of clients")
+    until("the end", lambda: page.locator(".job-head [data-status=SUCCEEDED]").count(), 240)
+    until("its rounds", lambda: "8 rounds" in page.inner_text("#cohorts"))
+    until("its clients", lambda: page.locator("#clients tbody tr").count() == 20)
+    events = site.http.get(f"api/v1/jobs/{job}/events?limit=1000").json()["events"]
+    told = [event for event in events if event["kind"] == "cohort"]
+    sums = [sum(each[key] for each in told) for key in ("sampled", "replied")]
+    rejected = sum(len(each["rejected"]) for each in told)
+    said = f"{sums[0]} sampled, {sums[1]} counted, {rejected} rejected, {sums[0] - sums[1] - rejected} dropped"
+    assert rejected > 0 and said in page.get_attribute("#cohorts [role=img]", "aria-label")
+    newest = told[-1]
+    names = page.locator("#cohorts .who .client").all_inner_texts()
+    assert sorted(name.split()[0] for name in names) == sorted(
+        {*newest["trained"], *(name for name, _ in newest["dropped"] + newest["rejected"])}
+    )
+    why = page.inner_text("#cohorts .card-foot")
+    assert "dropped out" in why and "finite" in why
+    assert "FedAvg, 50% of the clients" in page.inner_text(".job-line")
+    page.locator("#learnt").scroll_into_view_if_needed()
+    until("accuracy by round", lambda: page.locator("#learnt .u-over").count())
+    if shown := os.environ.get("RAYPS_SCREENSHOT"):
+        page.set_viewport_size({"width": 1280, "height": 4000})
+        page.wait_for_timeout(1000)
+        page.screenshot(path=shown, full_page=True)
 
 
 def test_the_stop_button_stops_a_real_job(site: Site, tab: Callable[..., Any]) -> None:

@@ -13,7 +13,7 @@ export interface Out {
 export interface Cohort {
   round: number;
   sampled: number;
-  replied: number;
+  replied: number; // with an update that counted
   trained: string[]; // the first ones by name
   dropped: Out[];
   rejected: Out[];
@@ -85,14 +85,14 @@ export function tallies(buckets: readonly Bucket[], cohorts: Cohorts): Tally[] {
   for (const each of cohorts.rounds.values()) {
     const rejected = each.rejected.length;
     found.set(each.round, {
-      round: each.round, sampled: each.sampled, counted: Math.max(0, each.replied - rejected),
-      dropped: Math.max(0, each.sampled - each.replied), rejected, seconds: each.seconds,
+      round: each.round, sampled: each.sampled, counted: each.replied,
+      dropped: Math.max(each.dropped.length, each.sampled - each.replied - rejected), rejected, seconds: each.seconds,
     });
   }
   for (const { end, told } of buckets) {
     if (!told || typeof told["sampled"] !== "number") continue;
-    const { sampled, replied = sampled, rejected = 0, dropped = Math.max(0, sampled - replied) } = told as Record<string, number> & { sampled: number };
-    found.set(end, { round: end, sampled, counted: Math.max(0, replied - rejected), dropped, rejected, seconds: found.get(end)?.seconds ?? null });
+    const { sampled, rejected = 0, replied = sampled - rejected, dropped = Math.max(0, sampled - replied - rejected) } = told as Record<string, number> & { sampled: number };
+    found.set(end, { round: end, sampled, counted: replied, dropped, rejected, seconds: found.get(end)?.seconds ?? null });
   }
   return [...found.values()].sort((a, b) => a.round - b.round);
 }
@@ -195,12 +195,14 @@ function cohort(event: JobEvent): Cohort | null {
   const sampled = finite(event["sampled"]);
   if (round === null || sampled === null) return null;
   const stale = event["staleness"];
+  const rejected = outs(event["rejected"]);
+  const spoilt = new Set(rejected.map((out) => out.name));
   return {
     round, sampled,
     replied: finite(event["replied"]) ?? sampled,
-    trained: strings(event["trained"]),
+    trained: strings(event["trained"]).filter((name) => !spoilt.has(name)),
     dropped: outs(event["dropped"]),
-    rejected: outs(event["rejected"]),
+    rejected,
     seconds: finite(event["seconds"]),
     skipped: Boolean(event["skipped"]),
     stale: stale !== null && typeof stale === "object" && !Array.isArray(stale) ? (stale as Record<string, number>) : null,

@@ -59,7 +59,7 @@ function Outs({ word, outs, all }: { word: "rejected" | "dropped"; outs: Out[]; 
   return (
     <div>
       <dt><span class={`swatch swatch-${word}`} />{word}</dt>
-      <dd>{outs.map((out) => <span key={out.name} class={`client client-${word}`}>{out.name}{out.why && <span class="client-why">{out.why}</span>}</span>)}<More all={all} named={outs.length} /></dd>
+      <dd>{outs.map((out) => <span key={out.name} class={`client client-${word}`}>{out.name}{out.why && <>{" "}<span class="client-why">{out.why}</span></>}</span>)}<More all={all} named={outs.length} /></dd>
     </div>
   );
 }
