@@ -14,7 +14,6 @@ from rayps.federated import choices
 from rayps.federated.client import is_plain
 from rayps.federated.cohort import cohort_size
 from rayps.federated.events import events_of
-from rayps.federated.remote import alone
 from rayps.job import JobSpec
 from rayps.workload import Workload
 
@@ -40,7 +39,6 @@ def federated(strategy: Any, workload: Workload, data: Data, spec: JobSpec) -> l
             field="strategy",
         )
     if strategy.remote:
-        alone(spec.workers)
         return []
     clients = data.clients  # says how to give clients, where there are none
     events_of(strategy, clients.sizes, spec.seed, data.batch_size)

@@ -28,6 +28,7 @@ from rayps.federated.kept import Kept
 from rayps.federated.signed import ClientToken, fingerprint, verified
 from rayps.flat import FlatModel
 from rayps.job import Status
+from rayps.replica.build import apart, model_of
 from rayps.strategy import parse
 from rayps.user_code import user_code
 from rayps.workload import Workload
@@ -99,8 +100,8 @@ class Outside:
         self.workload, self.token, self.job, self.name = workload, token, job, name
         self._line, self._kept, self._say = line, kept, say
         self._rows = rows_of(data)
-        with user_code("model"):
-            model = workload.model().to(device)
+        with apart():
+            model = model_of(workload).to(device)
         model.train()
         self._trainer = Trainer(FlatModel(model), workload, device)
         self._number, self._public_key, self._rounds = -1, "", 0

@@ -39,14 +39,14 @@ class Remote:
     rule = "real clients, with data of their own"
 
     def __init__(self, engine: Engine) -> None:
-        """Raises ConfigError: several workers, no service, or a folder that this machine does not have."""
+        """Raises ConfigError: no service, or a folder that this machine does not have."""
         self._engine, w = engine, engine.w
         strategy: Any = w.strategy
         joining = joining_of(strategy.clients)
         assert joining is not None, "its clients are remote"
         self._joining: Joining = joining
         self._deadline: float = DEADLINE if strategy.deadline is None else strategy.deadline
-        self._mailbox = mailbox_of(w.plan.mailbox, w.size)
+        self._mailbox = mailbox_of(w.plan.mailbox)
         self._members: list[Member] = self._mailbox.members()
         self._strategy, self._first, self._told = strategy, True, False
         self.refused: list[tuple[int, str]] = []  # whose updates of the round cannot be used, and why
@@ -198,15 +198,6 @@ class Remote:
             self._engine.w.event("clients", said, **facts)
 
 
-def alone(workers: int) -> None:
-    """Raises ConfigError for several workers."""
-    if workers > 1:
-        raise ConfigError(
-            f"workers is {workers}, and the clients are remote: they train, and the worker only sums; give 1",
-            field="workers",
-        )
-
-
 def prepared(phases: list[Phase], folder: Path | None) -> str | None:
     """The mailbox of a job in this folder, made if its clients are remote; else None.
 
@@ -221,13 +212,12 @@ def prepared(phases: list[Phase], folder: Path | None) -> str | None:
     return str(folder / FOLDER)
 
 
-def mailbox_of(folder: str | None, workers: int) -> Mailbox:
+def mailbox_of(folder: str | None) -> Mailbox:
     """The job's mailbox, on this machine.
 
     Raises:
         ConfigError: there is none, or this machine does not have it.
     """
-    alone(workers)
     if folder is None:
         raise _no_service()
     found = Mailbox(Path(folder))

@@ -264,7 +264,7 @@ class Driver:
 
     def _save_on_leaving(self, group: Group, rounds: Rounds, phase: Phase) -> None:
         """A last checkpoint, of a round that everyone reaches soon; where it takes too long, the one before stays."""
-        if self._checkpoints is None or self._snapshot is None:
+        if self._checkpoints is None or self._snapshot is None or phase.strategy.remote:  # nobody waits for clients
             return
         self._standing.say(Status.STOPPING, "saving a checkpoint")
         group.hurry()

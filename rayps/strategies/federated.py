@@ -24,6 +24,7 @@ from typing import Any, ClassVar
 
 from rayps.errors import ConfigError
 from rayps.federated import choices, forms, joining
+from rayps.grid import Grid
 from rayps.strategies.base import Strategy, WorkerView
 
 
@@ -91,6 +92,15 @@ class Federated(Strategy):
     def remote(self) -> bool:
         """Whether clients are processes outside of the cluster, with data of their own."""
         return self.clients is not None
+
+    def grid(self, workers: int) -> Grid:
+        """How workers are laid out. Raises ConfigError: several for clients that are elsewhere."""
+        if self.remote and workers > 1:
+            raise ConfigError(
+                f"workers is {workers}, and the clients are remote: they train, and the worker only sums; give 1",
+                field="workers",
+            )
+        return super().grid(workers)
 
     @property
     def epochs(self) -> int:

@@ -1,0 +1,257 @@
+"""A real job service whose drivers and workers are threads, and real clients for it: threads, or processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import numpy as np
+import torch
+from fake_manager import ThreadPlace
+from service_site import Site
+
+import rayps
+from rayps import checkpoint
+from rayps.client import Client, Job
+from rayps.cluster import surrounding
+from rayps.federated.kept import Kept
+from rayps.federated.outside import Line, Outside
+from rayps.federated.signed import ClientToken
+from rayps.snapshot import Snapshot
+
+SIZES = (20, 25, 30)
+WORK = """
+import os, time
+import torch
+import client_site
+
+class Server(client_site.Server):  # knows the model, and has no training data
+    pass
+
+class Slow(client_site.Own):  # the client of a process: which one, and how slow, its environment says
+    def __init__(self):
+        super().__init__(int(os.environ["HOSPITAL"]), float(os.environ.get("PAUSE", 0)))
+"""
+
+
+def rows(k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows of hospital k."""
+    made = torch.Generator().manual_seed(100 + k)
+    x = torch.randn(SIZES[k % 3], 5, generator=made, dtype=torch.float64)
+    return x, torch.sin(x.sum(dim=1, keepdim=True)) + 0.3 * k
+
+
+class Server(rayps.Workload):
+    """A regression whose rows are elsewhere."""
+
+    def model(self):
+        return torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1)).double()
+
+    def data(self):
+        raise RuntimeError("the server has no training data")
+
+    def evaluation_data(self):
+        return rayps.data.tensors(*rows(9), batch_size=8)
+
+    def loss(self, model, batch):
+        return ((model(batch.x) - batch.y) ** 2).mean()
+
+    def optimizer(self, params):
+        return torch.optim.SGD(params, lr=0.05)
+
+    def evaluate(self, model, batch):
+        return {"error": (model(batch.x) - batch.y).abs().mean()}
+
+
+class Own(Server):
+    """The same where the rows of one hospital are."""
+
+    def __init__(self, k=0, pause=0.0):
+        self.k, self.pause = k, pause
+
+    def data(self):
+        return rayps.data.tensors(*rows(self.k), batch_size=8)
+
+    def loss(self, model, batch):
+        time.sleep(self.pause)
+        return super().loss(model, batch)
+
+
+class All(Server):
+    """The same with everyone's rows here: simulated clients."""
+
+    def __init__(self, clients):
+        self.clients = clients
+
+    def data(self):
+        parts = [rows(k) for k in range(self.clients)]
+        who = np.concatenate([np.full(len(x), k) for k, (x, _) in enumerate(parts)])
+        x, y = (torch.cat(each) for each in zip(*parts, strict=True))
+        return rayps.data.tensors(x, y, batch_size=8, client=who)
+
+
+class Clinic(Site):
+    """A service, its jobs and their clients, all in this process."""
+
+    def __init__(self, path: Path, port: int = 0) -> None:
+        place = ThreadPlace()
+        place.threads = surrounding()  # type: ignore[assignment]  # where a driver in a thread starts its workers
+        super().__init__(path / "state", port, place)
+        (path / "work.py").write_text(WORK)
+        self.path, self.running = path, list[Hospital]()
+        self.user = Client(self.url, self.token)
+
+    def job(self, strategy: str, rounds: int = 3, **options: Any) -> Job:
+        return self.user.submit("work.py:Server", working_dir=self.path, strategy=strategy, epochs=rounds, **options)
+
+    def invite(self, job: Job, **more: Any) -> dict[str, Any]:
+        found: dict[str, Any] = self.user.call("POST", "/api/v1/client-tokens", json={"job": job.id, **more})
+        return found
+
+    def hospital(self, job: Job, k: int, token: str | None = None, **options: Any) -> Hospital:
+        made = Hospital(self, job, k, token or self.invite(job)["token"], **options)
+        self.running.append(made)
+        return made
+
+    def hospitals(self, job: Job, count: int, **options: Any) -> list[Hospital]:
+        """So many, which join one after another: their numbers are those of the simulated clients."""
+        return [self.hospital(job, k, **options).begin() for k in range(count)]
+
+    def joined(self, job: Job) -> dict[str, dict[str, Any]]:
+        found = self.user.call("GET", f"/api/v1/jobs/{job.id}/clients")["clients"]
+        return {client["name"]: client for client in found}
+
+    def reason(self, job: Job) -> str:
+        return str(job.refresh().data["reason"] or "")
+
+    def trained(self, job: Job) -> torch.Tensor:
+        """The parameters with which a job ended."""
+        data = job.wait(60).data
+        assert data["status"] == "SUCCEEDED", data["reason"]
+        return Snapshot.from_state(checkpoint.load(data["checkpoint"])).params
+
+    def workers(self) -> list[str]:
+        return [name for name, handle in surrounding()._handles.items()  # type: ignore[attr-defined]
+                if type(handle.actor).__name__ == "WorkerActor" and not handle.dead.is_set()]
+
+    def close(self) -> None:
+        for job in self.user.jobs():
+            if not job.status.terminal:
+                job.stop()
+        for each in self.running:
+            each.end()
+        self.user.close()
+        super().close()
+
+
+class Hospital(threading.Thread):
+    """A client as a thread: what it said, and how it ended."""
+
+    def __init__(self, clinic: Clinic, job: Job, k: int, token: str, *, name: str | None = None, pause: float = 0.0,
+                 transport: httpx2.BaseTransport | None = None, state: Path | None = None, rows_of: int | None = None,
+                 ) -> None:  # fmt: skip
+        super().__init__(daemon=True)
+        self.said: list[str] = []
+        self.ended: Any = None
+        self.error: Exception | None = None
+        workload, found = Own(k if rows_of is None else rows_of, pause), ClientToken.read(token)
+        self.kept = Kept(state or clinic.path / f"hospital-{job.id}-{name or k}")
+        self.line = Line(clinic.url, token, 20.0, self.said.append, transport)
+        self.outside = Outside(workload, workload.data(), found, job.id, self.line, self.kept,
+                               name=name or f"h{k}", say=self.said.append)  # fmt: skip
+
+    def run(self) -> None:
+        try:
+            self.ended = self.outside.run()
+        except Exception as error:  # the test looks at it
+            self.error = error
+
+    def begin(self) -> Hospital:
+        self.start()
+        until(lambda: any("joined" in line for line in self.said) or self.error is not None)
+        return self
+
+    def over(self) -> Hospital:
+        self.join(30)
+        assert not self.is_alive()
+        return self
+
+    def end(self) -> None:
+        if self.ident is not None:
+            self.line.close()
+            self.join(30)
+        self.kept.close()
+
+
+class Process:
+    """A client as a process, as a user starts it."""
+
+    def __init__(self, clinic: Clinic, job: Job, k: int, token: str, url: str | None = None, pause: float = 0.0):
+        self.command = [sys.executable, "-m", "rayps.cli", "client", "--url", url or clinic.url, "--name", f"h{k}",
+                        "--state", str(clinic.path / f"process-{k}"), "--patience", "20", "work.py:Slow"]  # fmt: skip
+        self.environment = {**os.environ, "HOSPITAL": str(k), "PAUSE": str(pause), "RAYPS_CLIENT_TOKEN": token,
+                            "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}  # fmt: skip
+        self.clinic = clinic
+        self.start()
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(self.command, cwd=self.clinic.path, env=self.environment,
+                                        stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # fmt: skip
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def end(self, seconds: float = 60.0) -> tuple[int, str]:
+        _, said = self.process.communicate(timeout=seconds)
+        return self.process.returncode, said
+
+
+class Tap:
+    """A door of its own before a service, which keeps every byte that goes in."""
+
+    def __init__(self, port: int) -> None:
+        self.sent, self._port = bytearray(), port
+        self._door = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._door.getsockname()[1]}"
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                near, _ = self._door.accept()
+            except OSError:
+                return
+            far = socket.create_connection(("127.0.0.1", self._port))
+            threading.Thread(target=self._carry, args=(near, far, self.sent), daemon=True).start()
+            threading.Thread(target=self._carry, args=(far, near, None), daemon=True).start()
+
+    def _carry(self, source: socket.socket, sink: socket.socket, kept: bytearray | None) -> None:
+        with contextlib.suppress(OSError):
+            while block := source.recv(65536):
+                if kept is not None:
+                    kept += block
+                sink.sendall(block)
+        for end in (source, sink):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._door.close()
+
+
+def until(ready: Callable[[], Any], seconds: float = 30.0) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (found := ready()):
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+    return found

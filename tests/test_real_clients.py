@@ -1,0 +1,479 @@
+"""Federated learning with clients that are processes of their own: real HTTP, real files, their own rows."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import struct
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+import safetensors.torch
+import torch
+from client_site import All, Clinic, Own, Process, Tap, rows, until
+from small_work import train
+
+from rayps.cluster import surrounding
+from rayps.errors import ConfigError, Conflict, Unauthorized, WorkloadError
+from rayps.federated import remote
+from rayps.federated.mailbox import Mailbox
+from rayps.federated.signed import ClientToken, Key, order_text, verified
+from rayps.logs import LogBuffer
+
+FEDAVG = "fedavg:local_epochs=2,clients=remote(least={least},wait=20)"
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(LogBuffer, "capture", lambda self: None)  # actors are threads: this process's own words
+    before = Path.cwd()
+    yield
+    os.chdir(before)  # a driver goes where its workload is
+
+
+@pytest.fixture(scope="module")
+def clinic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clinic]:
+    made = Clinic(tmp_path_factory.mktemp("clinic"))
+    yield made
+    made.close()
+
+
+def simulated(strategy: str, clients: int, rounds: int = 3, **options: Any) -> torch.Tensor:
+    result = train(All(clients), strategy, epochs=rounds, **options)
+    return result.snapshot.params
+
+
+def rounds_of(job: Any) -> list[dict[str, Any]]:
+    return [event for event in job.events() if event["kind"] == "cohort"]
+
+
+# ---- the law
+
+
+@pytest.mark.parametrize(("strategy", "clients"), [
+    ("fedavg:local_epochs=2", 3), ("fedavg:fraction=0.67,local_steps=5,batch_size=4", 3), ("scaffold:local_steps=4", 3),
+    ("fedadam:server_lr=0.05", 2), ("ditto:lam=0.3", 2), ("fedavg:rule=median", 3),
+])  # fmt: skip
+def test_real_clients_learn_what_simulated_ones_learn(clinic: Clinic, strategy: str, clients: int) -> None:
+    name, _, options = strategy.partition(":")
+    job = clinic.job(f"{name}:{options},clients=remote(least={clients},wait=20)", seed=5)
+    hospitals = clinic.hospitals(job, clients)
+    learnt = clinic.trained(job)
+    assert torch.equal(learnt, simulated(strategy, clients, seed=5))
+    taken = [hospital.over().ended.rounds for hospital in hospitals]
+    assert sum(taken) == sum(event["replied"] for event in rounds_of(job))
+    summary = next(event for event in job.events() if event["kind"] == "clients")
+    assert (summary["names"], summary["rows"]) == ([f"h{k}" for k in range(clients)], sum((20, 25, 30)[:clients]))
+
+
+# ---- what leaves
+
+
+@pytest.mark.timeout(240)
+def test_no_row_leaves_and_a_client_that_is_killed_comes_back(clinic: Clinic) -> None:
+    job = clinic.job(FEDAVG.format(least=2), rounds=3)
+    token, tap = clinic.invite(job)["token"], Tap(clinic.port)
+    process = Process(clinic, job, 0, token, tap.url, pause=0.15)
+    try:
+        until(lambda: clinic.joined(job), 90)
+        clinic.hospital(job, 1).begin()
+        until(lambda: [each["doing"] for each in clinic.joined(job).values()] == ["is asked for round 1",
+                                                                                 "has sent round 1"])
+        process.kill()  # in the middle of a round, which waits for it
+        until(lambda: "round 1 waits for h0: 1 of 2 have replied" in clinic.reason(job))
+        process.start()
+        learnt = clinic.trained(job)
+        code, said = process.end()
+    finally:
+        process.kill()
+        tap.close()
+    assert code == 0 and "client 0" in said and "SUCCEEDED" in said
+    assert torch.equal(learnt, simulated("fedavg:local_epochs=2", 2))
+    assert [event["replied"] for event in rounds_of(job)] == [2, 2, 2]
+    sent = bytes(tap.sent)
+    x, y = rows(0)
+    assert b"HTTP/1.1" in sent and b'"samples":20' in sent.replace(b" ", b"")
+    assert len(sent) > 3 * 50 * 8  # three updates of 50 parameters have passed here
+    for value in torch.cat([x.reshape(-1), y.reshape(-1)]).tolist():
+        for form in ("<d", ">d", "<f"):
+            assert struct.pack(form, value) not in sent
+        assert repr(value).encode() not in sent
+
+
+def test_the_tap_would_see_a_row(clinic: Clinic) -> None:
+    tap = Tap(clinic.port)
+    httpx2.post(f"{tap.url}/api/v1/client/join", content=rows(0)[0].numpy().tobytes())
+    tap.close()
+    assert struct.pack("<d", rows(0)[0][3, 2].item()) in bytes(tap.sent)
+
+
+# ---- who waits for whom
+
+
+def test_the_job_says_whom_it_waits_for_and_gives_up_with_words(clinic: Clinic) -> None:
+    job = clinic.job("fedavg:clients=remote(least=2,wait=1.5)", 1)
+    assert "round 0 waits for 2 more of 2 clients: nobody is there" in until(lambda: clinic.reason(job))
+    clinic.hospital(job, 0).begin()
+    until(lambda: "waits for 1 more of 2 clients: h0 is there" in clinic.reason(job))
+    job.wait(30)
+    assert job.data["status"] == "FAILED"
+    assert "has waited 1.5 s" in job.data["reason"] and "rayps client" in job.data["reason"]
+
+
+def test_who_is_late_does_not_count_and_is_told(clinic: Clinic) -> None:
+    job = clinic.job("fedavg:deadline=0.6,clients=remote(least=2,wait=20)", 1)
+    slow = clinic.hospital(job, 1, pause=0.5).begin()
+    clinic.hospital(job, 0).begin()
+    job.wait(30)
+    event, = rounds_of(job)
+    assert (event["trained"], event["dropped"]) == (["h0"], [["h1", "deadline"]])
+    assert event["seconds"] >= 0.6
+    assert "comes too late and does not count" in " ".join(slow.over().said) and slow.ended.rounds == 0
+
+
+# ---- nothing counts twice, whatever is killed
+
+
+def test_a_worker_that_dies_in_a_round_goes_on_with_it(clinic: Clinic) -> None:
+    job = clinic.job(FEDAVG.format(least=2), rounds=3)
+    clinic.hospitals(job, 1)
+    slow = clinic.hospital(job, 1, pause=0.1).begin()
+    until(lambda: clinic.joined(job)["h0"]["doing"] == "has sent round 1")
+    serial = clinic.service.mailbox(job.id).newest().serial
+    for name in clinic.workers():
+        cluster = surrounding()
+        cluster.kill(cluster.find(name))  # type: ignore[arg-type]
+    learnt = clinic.trained(job)
+    assert torch.equal(learnt, simulated("fedavg:local_epochs=2", 2))
+    assert [event["kind"] for event in job.events()].count("restarted") == 1
+    assert [event["replied"] for event in rounds_of(job)][-1] == 2
+    assert slow.over().ended.rounds == 3 and serial == 2  # round 1 was asked once: what had come still counted
+
+
+def test_a_service_that_is_started_again_in_a_round(tmp_path: Path) -> None:
+    clinic = Clinic(tmp_path)
+    job = clinic.job(FEDAVG.format(least=2), rounds=4)
+    hospitals = [clinic.hospital(job, 0), clinic.hospital(job, 1, pause=0.05)]
+    for hospital in hospitals:
+        hospital.begin()
+    until(lambda: clinic.joined(job)["h0"]["doing"] == "has sent round 1")
+    port = clinic.port
+    super(Clinic, clinic).close()  # the service alone: jobs and clients go on
+    again = Clinic(tmp_path, port)
+    try:
+        learnt = again.trained(again.user.job(job.id))
+        for hospital in hospitals:
+            assert hospital.over().ended is not None, hospital.error
+    finally:
+        again.close()
+    assert torch.equal(learnt, simulated("fedavg:local_epochs=2", 2, rounds=4))
+
+
+def test_a_round_that_is_drawn_again_takes_nothing_of_the_old_one(tmp_path: Path) -> None:
+    box = Mailbox(tmp_path)
+    box.prepare()
+    for name in ("a", "b"):
+        box.join(name, name * 20, "t", 5)
+    facts = {"round": 0, "strategy": {}}
+    first = box.begin({**facts, "starts": box.starts(0, True)}, {0: "a", 1: "b"}, 60.0, 100, b"model")
+    assert box.deliver(first.serial, 0, _part(box, first.serial, 0)) and box.arrived(first.serial) == {0}
+    assert not box.deliver(first.serial, 0, _part(box, first.serial, 0, b"other"))  # the first one stays
+    same = box.begin({**facts, "starts": box.starts(0, True)}, {0: "a"}, 60.0, 100, b"model")
+    assert same.serial == first.serial and box.arrived(first.serial) == {0}
+    other = box.begin({**facts, "starts": box.starts(0, True)}, {0: "a", 1: "b"}, 60.0, 100, b"another model")
+    assert other.serial == first.serial + 1 and box.arrived(other.serial) == set()
+    with pytest.raises(Conflict, match="too late"):
+        box.part(first.serial, 1)
+    part = box.part(other.serial, 1)
+    part.write_bytes(b"update")
+    assert set(box.close(other.serial)) == set() and box.close(other.serial) == {}  # only one may take a round
+    with pytest.raises(Conflict, match="does not count"):
+        box.deliver(other.serial, 1, part)
+    assert not part.exists()
+    box.judge(other.serial, {1: "not finite"})
+    assert (box.verdict(other.serial, 1), box.verdict(other.serial, 0)) == ("not finite", None)
+
+
+def _part(box: Mailbox, serial: int, number: int, raw: bytes = b"update") -> Path:
+    part = box.part(serial, number)
+    part.write_bytes(raw)
+    return part
+
+
+def test_states_of_rounds_that_were_drawn_again_are_void(clinic: Clinic, tmp_path: Path) -> None:
+    job = clinic.job("fedavg:clients=remote", 1)
+    kept = clinic.hospital(job, 0, state=tmp_path).kept
+    job.stop()
+    for round, serial in ((0, 1), (1, 2), (2, 3)):
+        kept.keep(round, serial, "scaffold", {"c": torch.tensor([float(serial)])}, since=0)
+    starts = [(0, 1)]
+    assert kept.state(2, "scaffold", starts)["c"].item() == 2.0
+    assert kept.state(3, "ditto", starts) == {}  # another strategy's
+    starts.append((1, 4))  # the job went back to round 1: what was learnt there before is no more
+    assert kept.state(2, "scaffold", starts)["c"].item() == 1.0
+    kept.keep(2, 5, "scaffold", {"c": torch.tensor([9.0])}, since=2)
+    kept.keep(3, 6, "scaffold", {"c": torch.tensor([10.0])}, since=3)
+    assert kept.state(4, "scaffold", starts)["c"].item() == 10.0
+    assert sorted(path.name for path in tmp_path.glob("state-*")) == ["state-2.safetensors", "state-3.safetensors"]
+
+
+# ---- updates that cannot be used
+
+
+class Hand:
+    """A client by hand, which may send anything."""
+
+    def __init__(self, clinic: Clinic, job: Any, name: str, token: str | None = None) -> None:
+        self.token = token or clinic.invite(job)["token"]
+        self.http = httpx2.Client(base_url=clinic.url, headers={"Authorization": f"Bearer {self.token}"})
+        body = {"name": name, "key": name * 20, "samples": 20}
+        self.facts = self.http.post("/api/v1/client/join", json=body).raise_for_status().json()
+        self.http.headers["Rayps-Client"] = f"{job.id}:{self.facts['number']}:{name * 20}"
+
+    def work(self, after: int = 0) -> dict[str, Any]:
+        found: dict[str, Any] = self.http.get("/api/v1/client/work", params={"after": after, "wait": 10}).json()
+        return found
+
+    def order(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(until(lambda: self.work()["order"]))
+        return found
+
+    def send(self, serial: int, raw: bytes, digest: str | None = None) -> httpx2.Response:
+        headers = {"Rayps-Sha256": digest or hashlib.sha256(raw).hexdigest()}
+        return self.http.put(f"/api/v1/client/rounds/{serial}/update", content=raw, headers=headers)
+
+
+def an_update(w: torch.Tensor, n: Any = 20, **more: torch.Tensor) -> bytes:
+    counts = json.dumps({"n": n, "steps": 3, "samples": 20, "loss": 0.5})
+    return safetensors.torch.save({"w": w, **more}, {"counts": counts})
+
+
+BAD = {
+    "nan": (an_update(torch.full((50,), torch.nan, dtype=torch.float64)), "finite"),
+    "short": (an_update(torch.zeros(49, dtype=torch.float64)), r"'w' is float64 \(49,\), and float64 \(50,\)"),
+    "single": (an_update(torch.zeros(50)), "float32"),
+    "many": (an_update(torch.zeros(50, dtype=torch.float64), n=10**9), "1000000000 samples, and joined with 20"),
+    "none": (an_update(torch.zeros(50, dtype=torch.float64), n=0), "says 0 samples"),
+    "more": (an_update(torch.zeros(50, dtype=torch.float64), c=torch.zeros(3)), "unknown 'c'"),
+    "noise": (os.urandom(200), "cannot be read"),
+}
+
+
+def test_what_cannot_be_used_is_rejected_by_name_and_changes_nothing(clinic: Clinic) -> None:
+    job = clinic.job(FEDAVG.format(least=2 + len(BAD)), rounds=1)
+    clinic.hospitals(job, 2)
+    hands = {name: Hand(clinic, job, name) for name in BAD}
+    serial = 1
+    threads = [threading.Thread(target=hand.order) for hand in hands.values()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    for name, hand in hands.items():
+        assert hand.send(serial, BAD[name][0]).status_code == 201
+        again = hand.send(serial, BAD[name][0])
+        assert again.status_code == 200 and again.json()["again"]
+    learnt = clinic.trained(job)
+    event, = rounds_of(job)
+    assert torch.equal(learnt, simulated("fedavg:local_epochs=2", 2, rounds=1))
+    assert (event["replied"], event["trained"][:2], event["dropped"]) == (2, ["h0", "h1"], [])
+    rejected = dict(event["rejected"])
+    assert rejected.keys() == BAD.keys()
+    for name, (_, why) in BAD.items():
+        assert re.search(why, rejected[name]), (name, rejected[name])
+    told = hands["nan"].work(after=serial)
+    assert told["kind"] == "end" and "finite" in told["verdict"]
+
+
+def test_what_is_too_large_or_was_changed_on_its_way_is_refused_at_once(clinic: Clinic) -> None:
+    job = clinic.job("fedavg:clients=remote(wait=20)", 1)
+    hand = Hand(clinic, job, "hand")
+    serial = hand.order()["serial"]
+    good = an_update(torch.zeros(50, dtype=torch.float64))
+    assert hand.send(serial, b"0" * (3 << 20)).status_code == 413
+    assert hand.send(serial, good, hashlib.sha256(b"other").hexdigest()).status_code == 422
+    assert hand.send(serial + 1, good).status_code == 404
+    box = clinic.service.mailbox(job.id)
+    assert box.arrived(serial) == set() and not list((box.folder / "rounds" / str(serial)).glob(".*"))
+    assert hand.send(serial, good).status_code == 201
+    job.wait(20)
+
+
+# ---- trust
+
+
+class Meddler(httpx2.BaseTransport):
+    """Somebody between a client and its service."""
+
+    def __init__(self) -> None:
+        self._through = httpx2.HTTPTransport()
+        self.orders: list[dict[str, Any]] = []
+        self.change = lambda path, body: body
+
+    def handle_request(self, request: httpx2.Request) -> httpx2.Response:
+        answer = self._through.handle_request(request)
+        body = answer.read()
+        if request.url.path.endswith("/work") and json.loads(body).get("order"):
+            self.orders.append(json.loads(body))
+        changed = self.change(request.url.path, body)
+        headers = [(k, v) for k, v in answer.headers.items() if k.lower() != "content-length"]
+        return httpx2.Response(answer.status_code, headers=headers, content=changed)
+
+
+def in_order(path: str, body: bytes, **facts: Any) -> bytes:
+    found = json.loads(body) if path.endswith("/work") else {}
+    if not found.get("order"):
+        return body
+    found["order"] = order_text({**json.loads(found["order"]), **facts})
+    return json.dumps(found).encode()
+
+
+MEDDLING = {
+    "another round": (lambda path, body: in_order(path, body, round=7), "without the service's signature"),
+    "another rate": (lambda path, body: in_order(path, body, strategy={"name": "fedprox", "mu": 9.0}), "signature"),
+    "another model": (lambda path, body: body[:-8] + struct.pack("<d", 1e6) if path.endswith("/parameters") else body,
+                      "not those that were signed"),
+    "another key": (lambda path, body: json.dumps(json.loads(body) | {"public_key": "A" * 43}).encode()
+                    if path.endswith("/join") else body, "not the service that made this token"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", MEDDLING)
+def test_a_client_refuses_what_somebody_has_changed(clinic: Clinic, what: str) -> None:
+    job = clinic.job("fedavg:clients=remote(wait=20)", 1)
+    meddler = Meddler()
+    meddler.change, why = MEDDLING[what]
+    hospital = clinic.hospital(job, 0, transport=meddler)
+    hospital.start()
+    hospital.over()
+    assert isinstance(hospital.error, Unauthorized) and why in str(hospital.error) and hospital.error.exit_code == 4
+    assert not any("sent" in line for line in hospital.said)
+    job.stop().wait(30)
+
+
+def test_a_client_refuses_orders_that_are_played_again_or_are_of_another_job(clinic: Clinic, tmp_path: Path) -> None:
+    job = clinic.job("fedavg:clients=remote(wait=20)", 2)
+    meddler = Meddler()
+    hospital = clinic.hospital(job, 0, transport=meddler)
+    hospital.start()
+    job.wait(30)
+    hospital.over()
+    client, (first, second) = hospital.outside, meddler.orders
+    for old in (first, second):
+        with pytest.raises(Unauthorized, match="plays it again"):
+            client.trusted(old)
+    key = clinic.service.client_tokens.key
+    good = json.loads(second["order"]) | {"serial": 9}
+
+    def signed(**facts: Any) -> dict[str, Any]:
+        text = order_text(good | facts)
+        return {"order": text, "signature": key.sign(text)}
+
+    assert client.trusted(signed())["serial"] == 9
+    for facts, why in (({"job": "0" * 26}, "its job is"), ({"client": 5}, "its client is 5"), ({"name": "x"}, "name"),
+                       ({"kind": "other"}, "kind")):
+        with pytest.raises(Unauthorized, match=why):
+            client.trusted(signed(**facts))
+    other = Key.kept(tmp_path / "key")
+    with pytest.raises(Unauthorized, match="signature"):
+        client.trusted({**signed(), "signature": other.sign(signed()["order"])})
+    with pytest.raises(Unauthorized, match="key is another"):
+        verified(signed()["order"], other.sign(signed()["order"]), other.public, key.fingerprint)
+    with pytest.raises(Unauthorized, match="order 9 came before"):
+        client._kept.begin(9)
+        client.trusted(signed(serial=8))
+
+
+def test_a_revoked_token_is_refused_at_once_and_its_update_is_withdrawn(clinic: Clinic) -> None:
+    job = clinic.job(FEDAVG.format(least=2), rounds=1)
+    invited = clinic.invite(job)
+    bad = clinic.hospital(job, 0, invited["token"]).begin()
+    clinic.hospital(job, 1, pause=0.1).begin()
+    until(lambda: clinic.joined(job)["h0"]["doing"] == "has sent round 0")
+    clinic.user.call("DELETE", f"/api/v1/client-tokens/{invited['id']}")
+    bad.over()
+    assert isinstance(bad.error, Unauthorized) and bad.error.exit_code == 4 and "revoked" in str(bad.error)
+    job.wait(30)
+    event, = rounds_of(job)
+    assert (event["trained"], event["dropped"]) == (["h1"], [["h0", "left"]])
+    with pytest.raises(httpx2.HTTPStatusError, match="401"):
+        Hand(clinic, job, "again", invited["token"])
+    known = {token["id"]: token for token in clinic.user.call("GET", "/api/v1/client-tokens")["tokens"]}
+    assert known[invited["id"]]["revoked_at"] and "token" not in known[invited["id"]]
+
+
+def test_a_client_may_do_what_is_a_clients_and_nothing_else(clinic: Clinic) -> None:
+    job, other = clinic.job("fedavg:clients=remote(wait=20)"), clinic.job("fedavg:clients=remote(wait=20)")
+    hand = Hand(clinic, job, "hand")
+    for method, path in (("GET", "/api/v1/jobs"), ("POST", f"/api/v1/jobs/{job.id}/stop"), ("GET", "/metrics"),
+                         ("POST", "/api/v1/client-tokens"), ("GET", f"/api/v1/jobs/{job.id}/logs"),
+                         ("POST", "/api/v1/codes"), ("GET", f"/api/v1/jobs/{job.id}/clients")):
+        assert hand.http.request(method, path, json={} if method == "POST" else None).status_code == 403, path
+    assert clinic.http.get("/api/v1/client/work", headers={"Rayps-Client": hand.http.headers["Rayps-Client"]}
+                           ).status_code == 403  # nor may a user pass for a client
+    for who in (f"{other.id}:0:{'hand' * 20}", ):
+        assert hand.http.get("/api/v1/client/work", headers={"Rayps-Client": who}).status_code == 403
+    for who in (f"{job.id}:0:{'x' * 20}", f"{job.id}:7:{'hand' * 20}"):
+        assert hand.http.get("/api/v1/client/work", headers={"Rayps-Client": who}).status_code == 401
+    taken = hand.http.post("/api/v1/client/join", json={"name": "hand", "key": "y" * 20, "samples": 3})
+    assert taken.status_code == 409 and taken.json()["code"] == "name_taken"
+    named = clinic.user.call("POST", "/api/v1/client-tokens", json={"name": "only-me", "days": 1})
+    join = {"key": "k" * 20, "samples": 3}
+    http = httpx2.Client(base_url=clinic.url, headers={"Authorization": f"Bearer {named['token']}"})
+    assert http.post("/api/v1/client/join", json=join).status_code == 422  # which job?
+    assert http.post("/api/v1/client/join", json={**join, "job": job.id, "name": "else"}).status_code == 422
+    assert http.post("/api/v1/client/join", json={**join, "job": job.id}).json()["name"] == "only-me"
+    for each in (job, other):
+        each.stop()
+
+
+# ---- what cannot be
+
+
+@pytest.mark.parametrize(("strategy", "workers", "why"), [
+    ("fedavg:clients=remote,dropout=0.5", 1, "dropout is 0.5"), ("fedavg:clients=remote,speed=0.1", 1, "speed"),
+    ("fedavg:clients=here", 1, "remote"), ("fedavg:clients=remote(most=3)", 1, "least and wait"),
+    ("fedavg:clients=remote(least=0)", 1, "least is 0"), ("fedavg:clients=remote(wait=-1)", 1, "wait is -1"),
+    ("fedbuff:clients=remote", 1, "asynchronous"), ("fedavg:clients=remote", 2, "workers is 2"),
+    ("fedavg:clients=remote", 1, "job service"),
+])  # fmt: skip
+def test_what_cannot_be_is_said_before_anything_starts(strategy: str, workers: int, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        train(All(2), strategy, workers=workers)
+
+
+def test_a_token_needs_a_job_that_has_real_clients(clinic: Clinic) -> None:
+    job = clinic.user.submit("work.py:Server", working_dir=clinic.path, strategy="all_reduce")
+    with pytest.raises(ConfigError, match="clients=remote"):
+        clinic.invite(job)
+    with pytest.raises(ConfigError, match="one job or"):
+        clinic.user.call("POST", "/api/v1/client-tokens", json={})
+    with pytest.raises(ConfigError, match="no client token"):
+        ClientToken.read("rps_something")
+    job.wait(30)
+
+
+def test_a_worker_that_does_not_have_the_folder_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="file system that all machines share"):
+        remote.mailbox_of(str(tmp_path / "elsewhere"))
+
+
+def test_a_client_with_another_model_is_told(clinic: Clinic) -> None:
+    job = clinic.job("fedavg:clients=remote(wait=20)", 1)
+    hospital = clinic.hospital(job, 0)
+
+    class Wider(Own):
+        def model(self):
+            return torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).double()
+
+    outside = hospital.outside
+    fresh = type(outside)(Wider(0), Own(0).data(), outside.token, job.id, hospital.line, hospital.kept, name="h0")
+    with pytest.raises(WorkloadError, match=r"it has 0.weight \[\[7, 5\], 'float64'\], and here is \[\[8, 5\]"):
+        fresh.run()
+    job.stop().wait(30)
