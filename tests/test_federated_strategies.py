@@ -22,8 +22,8 @@ EXACT = 1e-12
 
 
 def reached(strategy, rounds, lr=0.05, workers=1, start=3.0):
-    strategy = replace(strategy, evaluate_every=1000)
-    return train(Quadratics(lr, start), strategy, workers=workers, epochs=rounds, checkpoint_every=1000).snapshot.params.item()
+    strategy, work = replace(strategy, evaluate_every=1000), Quadratics(lr, start)
+    return train(work, strategy, workers=workers, epochs=rounds, checkpoint_every=1000).snapshot.params.item()
 
 
 def test_fedavg_drifts_to_where_the_steps_weights_put_it():

@@ -313,7 +313,7 @@ class Trainer:
 def seeded(seed: int) -> None:
     """As torch.manual_seed, which takes milliseconds where no GPU is in use, to note the stack for later."""
     torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(seed)
 
 

@@ -44,6 +44,7 @@ class Engine:
         stateful = strategy.stateful and not strategy.remote
         self.homes = homes(w.data.clients.sizes, w.size) if stateful else None
         self.states = States() if stateful else None
+        self.judging: Any = None  # the evaluation data, once it is known
         self.source: Any = Remote(self) if strategy.remote else Simulated(self)
         size, dtype = w.flat.layout.size, w.flat.layout.dtype
         extras = dict.fromkeys(strategy.sums, (size, dtype))
@@ -92,7 +93,7 @@ class Engine:
         """One reply into the sum, or out of the round."""
         w, strategy, extra = self.w, self.strategy, dict(reply.sums)
         if self._averages:
-            flat = [value.detach().reshape(-1).double() * reply.n for value in reply.buffers.values()]
+            flat = [value.detach().cpu().reshape(-1).double() * reply.n for value in reply.buffers.values()]
             extra["buffers"] = torch.cat([*flat, torch.tensor([float(reply.n)], dtype=torch.float64)])
         weight = strategy.weight(reply.n, errand.staleness)
         why = self._aggregate.take(errand.client, reply.w, self.base(errand.version), weight, extra)
@@ -152,8 +153,10 @@ class Engine:
         return personal(self)
 
     def state_of(self, client: int) -> tuple[Tensors, Tensors]:
-        """What is kept of a client, and the buffers that are its own."""
-        held = self.states.get(client) if self.states is not None else {}
+        """What is kept of a client, and the buffers that are its own, where the model is."""
+        if self.states is None:
+            return {}, {}
+        held = {name: value.to(self.w.device) for name, value in self.states.get(client).items()}
         own = {name.removeprefix("buffers/"): value for name, value in held.items() if name.startswith("buffers/")}
         return held, own
 
@@ -169,4 +172,7 @@ class Server:
 
     def __init__(self, w: Tensor, met: Met, clients: int, memory: dict[str, Any], round: int) -> None:
         self.w, self.clients, self.memory, self.round = w, clients, memory, round
-        self.mean, self.delta, self.sums, self.count, self.weight = met.mean, met.delta, met.sums, met.count, met.weight
+        self.count, self.weight = met.count, met.weight
+        self.mean = None if met.mean is None else met.mean.to(w.device)
+        self.delta = None if met.delta is None else met.delta.to(w.device)
+        self.sums = {name: value.to(w.device) for name, value in met.sums.items()}

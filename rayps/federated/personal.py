@@ -27,8 +27,10 @@ def personal(engine: Engine) -> dict[str, tuple[float, int]]:
     sums: dict[str, tuple[float, int]] = {}
     if options.remote or not (options.finetune or options.personal or options.buffers == "keep"):
         return sums
-    with user_code("evaluation_data"):
-        data = w.workload.evaluation_data()
+    if engine.judging is None:
+        with user_code("evaluation_data"):
+            engine.judging = w.workload.evaluation_data()
+    data = engine.judging
     if not getattr(data, "divided", False):
         return sums
     clients, trainer = data.clients, engine.trainer

@@ -73,7 +73,7 @@ class Simulated:
 
     def round(self, t: int, w_t: Tensor, shared: dict[str, Any], buffers: Tensors) -> Round:
         """Find out who trains in round `t`, and which of them here."""
-        clock = shared[_CLOCK].numpy() if _CLOCK in shared and t else clock_at()
+        clock = shared[_CLOCK].cpu().numpy() if _CLOCK in shared and t else clock_at()
         plan, clock = self._events.round(t, clock)
         shared[_CLOCK] = torch.from_numpy(clock.copy())
         trainings, needed = plan.trainings, set(plan.needed)
