@@ -15,11 +15,15 @@ from small_work import Small, Watched, distance, kinds, train
 import rayps
 from rayps import checkpoint
 from rayps.apart import Own
+from rayps.cluster import LocalCluster
 from rayps.epochs import Calendar
 from rayps.errors import ConfigError
 from rayps.flat import Layout
+from rayps.job import JobSpec, Status
 from rayps.metrics import Rounds, history
 from rayps.runtime.assembly import assemble
+from rayps.runtime.driver import Driver
+from rayps.runtime.journal import Journal
 from rayps.runtime.plans import WorkerPart
 from rayps.snapshot import Snapshot
 from rayps.strategies.all_reduce import AllReduce
@@ -265,18 +269,19 @@ def test_who_was_not_asked_together_gives_the_mean():
 
 def test_a_job_that_is_stopped_goes_on_where_each_worker_was(tmp_path):
     """A stop may come in the middle of a period."""
-    work = Small(n=300, optimizer="momentum", pause=0.003)
+    work = Small(n=300, optimizer="momentum", pause=0.02)
     strategy = LocalSGD(period=40)
     whole = train(work, strategy, workers=2, epochs=1)
 
-    def stop(progress):
-        if progress.get("round", 0) >= 5:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        train(work, strategy, workers=2, epochs=1, checkpoint=tmp_path, progress=stop)
+    driver = Driver(work, JobSpec("x:Small", workers=2, epochs=1), Journal(on_progress=lambda at: driver.stop()
+                    if at.get("round", 0) >= 5 else None), checkpoints=tmp_path, phases=parse(strategy))
+    cluster = LocalCluster()
+    outcome = driver.run(cluster)
+    cluster.close()
+    assert outcome.status is Status.STOPPED, outcome.message
     saved = Snapshot.from_state(checkpoint.load(checkpoint.newest(tmp_path)))
-    assert saved.round % 40 and saved.round < 50
+    assert saved.round % 40 and 5 <= saved.round < 50
+    assert torch.equal(saved.params, torch.stack([own.params for own in saved.own.values()]).mean(0))
     resumed = train(work, strategy, workers=2, epochs=1, checkpoint=tmp_path, resume=True)
     same(whole.snapshot, resumed.snapshot)
 
