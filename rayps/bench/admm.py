@@ -70,15 +70,17 @@ class Sorted(Digits):
 
 
 def contenders(epochs: int, steps: int, penalty: float) -> list[str]:
-    """Strategies as text: meetings once an epoch of `steps` rounds, once at the end, or every step."""
-    admm = f"admm:penalty={penalty},balance=false,local_steps="
-    found = ["all_reduce", *(f"parallel_sgd:rounds={r},shuffle={s}" for s in ("true", "false") for r in (epochs, 1))]
-    return [*found, *(f"{admm}{k}" for k in (steps, max(1, steps // 10)))]
+    """Strategies as text: they meet at every step, at the end, once an epoch of `steps` rounds, and ten times in it."""
+    tenth = max(1, steps // 10)
+    kinds = [(1, "true"), (epochs, "true"), (1, "false"), (epochs, "false"), (epochs * steps // tenth, "false")]
+    averaged = [f"parallel_sgd:rounds={count},shuffle={shuffle}" for count, shuffle in dict.fromkeys(kinds)]
+    admm = [f"admm:penalty={penalty:g},balance=false,local_steps={k}" for k in (steps, tenth)]
+    return ["all_reduce", *averaged, *admm]
 
 
 def bench_admm(
     workers: int = 4, strategies: Sequence[str] = (), *, epochs: int = 20, rows: int = 6000, batch: int = 32,
-    lr: float = 0.1, hidden: int = 64, penalty: float = 0.1, seeds: int = 1, rate: float = 1e9,
+    lr: float = 0.1, hidden: int = 64, penalty: float = 1.0, seeds: int = 1, rate: float = 1e9,
     folder: Path | None = None,
 ) -> list[ADMMRow]:  # fmt: skip
     """A row for each strategy; `rate` in bits a second of each worker's line.

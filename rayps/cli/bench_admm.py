@@ -20,7 +20,7 @@ def admm(
     batch: Annotated[int, typer.Option(help="Rows of a worker's batch.")] = 32,
     lr: Annotated[float, typer.Option(help="The learning rate.")] = 0.1,
     hidden: Annotated[int, typer.Option(help="Width of the hidden layer; 0 = none, a convex model.")] = 64,
-    penalty: Annotated[float, typer.Option(help="ADMM's penalty.")] = 0.1,
+    penalty: Annotated[float, typer.Option(help="ADMM's penalty.")] = 1.0,
     seeds: Annotated[int, typer.Option(help="Runs of each, with seeds 0, 1, ...")] = 1,
     rate: Annotated[float, typer.Option(help="Bits a second of each worker's line, for what a shuffle moves.")] = 1e9,
     data: Annotated[Path | None, typer.Option(help="A folder with MNIST's four files, or with digits.parquet and "
