@@ -137,7 +137,11 @@ def test_bad_options_in_python(make):
 
 def test_the_catalogue_tells_everything():
     told = {item["name"]: item for item in catalogue()}
-    assert set(CATALOGUE) == {"all_reduce", "parameter_server", "hybrid", "downpour", "hogwild"}
+    federated = {"fedavg", "fedprox", "scaffold", "fedavgm", "fedadagrad", "fedadam", "fedyogi", "fedbuff", "ditto"}
+    apart = {"local_sgd", "parallel_sgd", "diloco", "admm"}
+    assert set(CATALOGUE) == {"all_reduce", "parameter_server", "hybrid", "downpour", "hogwild"} | apart | federated
+    assert {name for name, kind in CATALOGUE.items() if kind.apart} == apart
+    assert {name for name, kind in CATALOGUE.items() if kind.federated} == federated
     assert set(REPLICAS) == {"pipeline", "tensor_parallel"}
     assert list(told) == [*CATALOGUE, *REPLICAS]
     replica = {"name": "replica", "type": "Replica | None", "default": None, "of": ["pipeline", "tensor_parallel"]}
