@@ -75,14 +75,16 @@ class Server(rayps.Workload):
 class Own(Server):
     """The same where the rows of one hospital are."""
 
-    def __init__(self, k=0, pause=0.0):
-        self.k, self.pause = k, pause
+    def __init__(self, k=0, pause=0.0, gate=None):
+        self.k, self.pause, self.gate = k, pause, gate
 
     def data(self):
         return rayps.data.tensors(*rows(self.k), batch_size=8)
 
     def loss(self, model, batch):
         time.sleep(self.pause)
+        if self.gate is not None:
+            self.gate.wait(60)
         return super().loss(model, batch)
 
 
@@ -157,13 +159,13 @@ class Hospital(threading.Thread):
     """A client as a thread: what it said, and how it ended."""
 
     def __init__(self, clinic: Clinic, job: Job, k: int, token: str, *, name: str | None = None, pause: float = 0.0,
-                 transport: httpx2.BaseTransport | None = None, state: Path | None = None, rows_of: int | None = None,
-                 ) -> None:  # fmt: skip
+                 transport: httpx2.BaseTransport | None = None, state: Path | None = None,
+                 gate: threading.Event | None = None) -> None:  # fmt: skip
         super().__init__(daemon=True)
         self.said: list[str] = []
         self.ended: Any = None
         self.error: Exception | None = None
-        workload, found = Own(k if rows_of is None else rows_of, pause), ClientToken.read(token)
+        workload, found = Own(k, pause, gate), ClientToken.read(token)
         self.kept = Kept(state or clinic.path / f"hospital-{job.id}-{name or k}")
         self.line = Line(clinic.url, token, 20.0, self.said.append, transport)
         self.outside = Outside(workload, workload.data(), found, job.id, self.line, self.kept,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +18,7 @@ from rayps.job import Status
 from rayps.service.settings import Settings
 
 Format = Annotated[Output, typer.Option("--output", "-o", help="For a person (table) or a program (json).")]
+NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9 _.-]{0,62}[A-Za-z0-9])?")
 token_app = typer.Typer(no_args_is_help=True, help="Tokens of real federated clients.")
 
 
@@ -54,6 +56,8 @@ def client(
         raise ConfigError("this token is good for any job: say which with --job ID", field="job")
     if job not in (None, which):
         raise ConfigError(f"this token is for job {which}, not for {job}", field="job")
+    if name is not None and not NAME.fullmatch(name):
+        raise ConfigError(f"name is {name!r}: give letters and digits, with blanks and _ . - between", field="name")
     workload = load(target)
     rows = own_data(workload, data)
     kept = Kept(state or settings.state_dir / "clients" / which / (name or "client"))

@@ -14,6 +14,7 @@ from rayps.federated import choices
 from rayps.federated.client import is_plain
 from rayps.federated.cohort import cohort_size
 from rayps.federated.events import events_of
+from rayps.federated.joining import joining_of
 from rayps.job import JobSpec
 from rayps.workload import Workload
 
@@ -39,6 +40,7 @@ def federated(strategy: Any, workload: Workload, data: Data, spec: JobSpec) -> l
             field="strategy",
         )
     if strategy.remote:
+        _of_the_least(strategy)
         return []
     clients = data.clients  # says how to give clients, where there are none
     events_of(strategy, clients.sizes, spec.seed, data.batch_size)
@@ -57,6 +59,20 @@ def federated(strategy: Any, workload: Workload, data: Data, spec: JobSpec) -> l
         attack.check(clients.count)
     warnings = [rule.doubt(cohort, cohort * (1 - strategy.dropout)), rule.warning(_skew(clients))]
     return [said for said in warnings if said]
+
+
+def _of_the_least(strategy: Any) -> None:
+    """Refuse what could do nothing with as many real clients as a round begins with."""
+    joining = joining_of(strategy.clients)
+    assert joining is not None, "its clients are remote"
+    asked = cohort_size(joining.least, strategy.fraction)
+    if strategy.min_replies > asked:
+        raise ConfigError(
+            f"min_replies is {strategy.min_replies}, and a round begins once {joining.least} clients are there, and "
+            f"asks {asked}: raise least\nin clients=remote(least=...), or lower min_replies",
+            field="min_replies",
+        )
+    choices.rule_of(strategy.rule).check(asked)
 
 
 def _skew(clients: Any) -> float | None:

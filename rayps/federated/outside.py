@@ -13,7 +13,6 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -21,7 +20,8 @@ import numpy as np
 
 from rayps.client import checked
 from rayps.data.base import Data
-from rayps.errors import Conflict, DataError, NotFound, RaypsError, Unauthorized, Unreachable, WorkloadError
+from rayps.data.elsewhere import elsewhere
+from rayps.errors import Conflict, NotFound, RaypsError, Unauthorized, Unreachable, WorkloadError
 from rayps.federated import parcel
 from rayps.federated.client import Reply, Rows, Task, Trainer
 from rayps.federated.kept import Kept
@@ -246,15 +246,7 @@ def own_data(workload: Workload, path: str | None) -> Data:
         data = workload.data()
     if not isinstance(data, Data):
         raise WorkloadError(f"data() gave {type(data).__name__}: return one of rayps.data, such as parquet(...)")
-    if path is None:
-        return data
-    if not hasattr(data, "at"):
-        raise DataError(
-            f"--data is {path!r}, and the workload's data() is no Parquet file: leave --data out and let data() read "
-            "this client's own rows,\nor return rayps.data.parquet(...) there"
-        )
-    found: Data = data.at(str(Path(path).expanduser()) if "://" not in path else path)
-    return found
+    return data if path is None else elsewhere(data, path)
 
 
 def _not_done(why: str) -> Unauthorized:

@@ -72,7 +72,8 @@ def received(
         counts = json.loads(_metadata(raw)["counts"])
         tensors = safetensors.torch.load(raw)
         n, steps, samples, loss = (counts[key] for key in ("n", "steps", "samples", "loss"))
-    except (ValueError, KeyError, TypeError, safetensors.SafetensorError):
+        loss = float(loss)
+    except Exception:  # a stranger's bytes may fail in any way, and must fail here
         return "its update cannot be read"
     wanted = {"w": w, **{f"sums/{name}": w for name in sums}, **_named("buffers", buffers)}
     if tensors.keys() != wanted.keys():
@@ -84,7 +85,8 @@ def received(
     whole = all(isinstance(value, int) and not isinstance(value, bool) for value in (n, steps, samples))
     if not whole or not 1 <= n <= most_samples or not 0 <= steps < MOST_STEPS or not 0 <= samples < MOST_STEPS:
         return f"it says {n!r} samples, and joined with {most_samples}"
-    loss = float(loss) if isinstance(loss, (int, float)) else math.nan
+    if not math.isfinite(loss):
+        return f"its mean loss is {loss}"
     return Reply(tensors["w"], n, _of("sums", tensors), {}, _of("buffers", tensors), loss, samples, steps)
 
 
