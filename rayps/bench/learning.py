@@ -1,0 +1,247 @@
+"""How well clients learn apart on real digits, beside training in one place and each client alone.
+
+Scenes: `shards` (two shards by label for each of 20 clients), `one_label` (one label each), `iid`, and `writers` (MNIST
+by who wrote it, 539 clients of 19 to 131 images; a fifth of everyone's is held out to judge personal models). A network
+of one hidden layer; best accuracy so far on images that nobody learns from, and the round that reached 90%. It needs
+no Ray: a federated run has the same bits for any number of workers.
+"""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from rayps.cluster import LocalCluster
+from rayps.data import Batch, Data, iid, parquet, shards, tensors
+from rayps.errors import ConfigError
+from rayps.training import Result, train
+from rayps.workload import Workload
+
+FOLDER = Path(__file__).resolve().parents[2] / "examples" / "data"
+SCENES = ("shards", "iid", "one_label", "writers")
+CLIENTS, BATCH, TARGET = 20, 10, 0.9
+_LOCAL = "fraction=0.5,local_epochs=5,batch_size=10"
+_STRATEGIES: dict[str, list[tuple[str, int]]] = {  # of a scene: strategies and their rounds
+    "shards": [(f"fedavg:{_LOCAL}", 30), (f"fedavg:{_LOCAL},dropout=0.5", 45)],
+    "iid": [(f"fedavg:{_LOCAL}", 15)],
+    "one_label": [(f"fedavg:{_LOCAL}", 30), (f"fedprox:{_LOCAL},mu=1", 30), (f"scaffold:{_LOCAL}", 30),
+                  ("fedavg:fraction=0.5,local_steps=5,batch_size=10", 200),
+                  ("fedavg:fraction=1,local_steps=5,batch_size=10", 200),
+                  ("fedavgm:fraction=0.5,local_steps=5,batch_size=10,beta=0.9", 200)],
+    "writers": [("fedavg:fraction=0.1,local_epochs=5,batch_size=10", 60),
+                ("ditto:fraction=0.1,local_epochs=5,batch_size=10,lam=0.1", 60)],
+}  # fmt: skip
+_ALONE = "fedavg:local_epochs=5,batch_size=10"  # one client: plain SGD to the bit
+_LONE = 20  # clients that are looked at alone
+_TUNED = 5  # epochs that a writer trains the final model on
+
+
+@dataclass(frozen=True, slots=True)
+class LearningRow:
+    """One run. Accuracies are shares of images."""
+
+    scene: str
+    way: str  # the strategy, or what it is compared with
+    seed: int
+    rounds: int  # epochs where all is in one place, or a client is alone
+    best: float  # so far; of lone clients the mean
+    reached: int | None  # the round that reached 90%
+    last: float  # of lone clients the best one's
+    others: float | None  # writers: on the images of writers who take no part, at the end
+    personal: float | None  # writers: models of their own, on each writer's own images, at the end
+    seconds: float
+
+
+class Digits(Workload):
+    """Which digit an image of 28 x 28 pixels shows: one hidden layer of ReLU, SGD, no momentum."""
+
+    def __init__(self, x: Tensor, y: Tensor, test: tuple[Tensor, Tensor, Any], client: Any, hidden: int, lr: float,
+                 batch: int = BATCH) -> None:
+        self.rows, self.test, self.client = (x, y), test, client
+        self.hidden, self.lr, self.batch = hidden, lr, batch
+
+    def model(self) -> nn.Module:
+        """pixels-hidden-10."""
+        return nn.Sequential(nn.Linear(self.rows[0].shape[1], self.hidden), nn.ReLU(), nn.Linear(self.hidden, 10))
+
+    def data(self) -> Data:
+        """The clients' images."""
+        return tensors(*self.rows, batch_size=self.batch, client=self.client)
+
+    def evaluation_data(self) -> Data:
+        """Images that are not learnt from."""
+        return tensors(*self.test[:2], batch_size=2000, client=self.test[2])
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Cross-entropy."""
+        return functional.cross_entropy(model(batch.x), batch.y)
+
+    def optimizer(self, params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+        """Plain SGD."""
+        return torch.optim.SGD(params, lr=self.lr)
+
+    def evaluate(self, model: nn.Module, batch: Batch) -> dict[str, float | Tensor]:
+        """The share of images whose digit is found."""
+        return {"accuracy": (model(batch.x).argmax(dim=1) == batch.y).float().mean()}
+
+
+def bench_learning(
+    scenes: Sequence[str] = ("shards", "iid", "one_label"), *, folder: Path | None = None, writers: Path | None = None,
+    seeds: Sequence[int] = (0,), hidden: int = 64, lr: float = 0.1, rounds: int | None = None,
+    strategies: Sequence[str] = (), tell: Callable[[LearningRow], None] = lambda row: None,
+) -> list[LearningRow]:  # fmt: skip
+    """A row for each way to learn in each of `scenes`; `tell` hears of each at once.
+
+    `folder` holds digits.parquet and digits_test.parquet, or MNIST's four idx.gz files; `writers` is the npz with the
+    writer of each image of MNIST. `strategies` instead of the scene's own, for `rounds`.
+
+    Raises:
+        ConfigError: there is no such scene, or the files are not there.
+    """
+    for scene in scenes:
+        if scene not in SCENES:
+            raise ConfigError(f"no scene {scene!r}; use some of {', '.join(SCENES)}", field="scenes")
+    if "writers" in scenes and (writers is None or not writers.is_file()):
+        raise ConfigError("the scene writers needs the writer of each image: give the npz file with --writers",
+                          field="writers")
+    images = load(str(folder or FOLDER))
+    found = []
+    for scene in scenes:
+        for seed in seeds:
+            stage = _Stage(scene, seed, images, writers, hidden, lr)
+            own = [(text, rounds or 30) for text in strategies] or [
+                (text, rounds or count) for text, count in _STRATEGIES[scene]]
+            for row in stage.run(own, compared=not strategies):
+                found.append(row)
+                tell(row)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Images:
+    """Rows to learn from and others: pixels with mean 0 and variance 1, and digits."""
+
+    x: Tensor
+    y: Tensor
+    test_x: Tensor
+    test_y: Tensor
+
+
+@functools.lru_cache(maxsize=2)
+def load(folder: str) -> Images:
+    """The images in a folder, as Parquet or as MNIST's own files. Raises ConfigError."""
+    root = Path(folder)
+    if (root / "digits.parquet").is_file():
+        both = [_parquet(root / name) for name in ("digits.parquet", "digits_test.parquet")]
+    elif (root / "train-images-idx3-ubyte.gz").is_file():
+        both = [(_idx(root / f"{part}-images-idx3-ubyte.gz", 16).reshape(-1, 784),
+                 _idx(root / f"{part}-labels-idx1-ubyte.gz", 8)) for part in ("train", "t10k")]
+    else:
+        raise ConfigError(f"there is neither digits.parquet nor train-images-idx3-ubyte.gz in {folder}: give the "
+                          "folder with --data", field="data")
+    (x, y), (test_x, test_y) = [((x.float() / 255 - 0.13) / 0.31, y.long()) for x, y in both]
+    return Images(x, y, test_x, test_y)
+
+
+def _parquet(path: Path) -> tuple[Tensor, Tensor]:
+    data = parquet(path, features="pixels", label="digit", dtype="uint8", batch_size=100_000, shuffle=False)
+    batch = next(data.batches(rank=0, size=1, seed=0, epoch=0))
+    return batch.x, batch.y
+
+
+def _idx(path: Path, head: int) -> Tensor:
+    with gzip.open(path) as file:
+        return torch.from_numpy(np.frombuffer(file.read(), np.uint8, offset=head).copy())
+
+
+class _Stage:
+    """One scene and seed: its workload, and what is measured of it."""
+
+    def __init__(self, scene: str, seed: int, images: Images, writers: Path | None, hidden: int, lr: float) -> None:
+        self.scene, self.seed, self.images = scene, seed, images
+        x, y, test, client = images.x, images.y, (images.test_x, images.test_y, None), None
+        if scene == "writers":
+            assert writers is not None
+            who = np.load(writers)["train_writer"].astype(np.int64)
+            held = held_out(who)
+            x, y = images.x[torch.from_numpy(~held)], images.y[torch.from_numpy(~held)]
+            test = (images.x[torch.from_numpy(held)], images.y[torch.from_numpy(held)], who[held])
+            client = who[~held]
+        else:
+            client = {"iid": iid(CLIENTS, seed=seed), "shards": shards(2, clients=CLIENTS, seed=seed),
+                      "one_label": shards(1, clients=CLIENTS, pure=True, seed=seed)}[scene]
+        self.make = functools.partial(Digits, test=test, hidden=hidden, lr=lr)
+        self.workload = self.make(x, y, client=client)
+
+    def run(self, strategies: Sequence[tuple[str, int]], compared: bool) -> Iterator[LearningRow]:
+        """All ways of this scene, one after another."""
+        if compared:
+            yield self._alone()
+            yield self._learnt("in one place", "all_reduce", 10 if self.scene == "writers" else 5)
+        for text, rounds in strategies:
+            if self.scene == "writers":
+                tuned = "" if text.startswith("ditto") else f",finetune={_TUNED}"
+                text += f",evaluate_every={rounds}{tuned}"
+            yield self._learnt(text, text, rounds)
+
+    def _learnt(self, way: str, strategy: str, rounds: int) -> LearningRow:
+        began = time.monotonic()
+        result = _train(self.workload, strategy, rounds, self.seed)
+        curve = _curve(result)
+        reached = next((i + 1 for i, value in enumerate(curve) if value >= TARGET), None)
+        others = self._others(result) if self.scene == "writers" else None
+        return LearningRow(
+            self.scene, way, self.seed, rounds, max(curve), reached if len(curve) == rounds else None, curve[-1],
+            others, result.metrics.get("personal_accuracy"), time.monotonic() - began)  # fmt: skip
+
+    def _alone(self, epochs: int = 20) -> LearningRow:
+        """Every client alone, looked at every 5 epochs; of the writers 20."""
+        began = time.monotonic()
+        clients, found = self.workload.data().clients, []
+        for k in np.linspace(0, clients.count - 1, _LONE).astype(int).tolist():
+            rows = clients.batch(clients.rows(k))
+            lone = self.make(rows.x, rows.y, client=iid(1))
+            if self.scene == "writers":
+                lone.test = (self.images.test_x, self.images.test_y, None)
+            found.append(max(_curve(_train(lone, _ALONE, epochs // 5, self.seed))))
+        others = statistics.mean(found) if self.scene == "writers" else None
+        return LearningRow(self.scene, "alone", self.seed, epochs, statistics.mean(found), None, max(found), others,
+                           None, time.monotonic() - began)
+
+    def _others(self, result: Result) -> float:
+        with torch.no_grad():
+            told = result.model()(self.images.test_x).argmax(dim=1)
+        return float((told == self.images.test_y).float().mean())
+
+
+def _curve(result: Result) -> list[float]:
+    """The accuracies, one after another."""
+    return [value for value in result.history["evaluation_accuracy"].to_pylist() if value is not None]
+
+
+def held_out(who: Any) -> Any:
+    """Every fifth image of each writer, as a mask."""
+    order = np.argsort(who, kind="stable")
+    first = np.searchsorted(who[order], who[order])  # where each writer's begin
+    mask = np.zeros(len(who), dtype=np.bool_)
+    mask[order] = (np.arange(len(who)) - first) % 5 == 4
+    return mask
+
+
+def _train(workload: Workload, strategy: str, epochs: int, seed: int) -> Result:
+    cluster = LocalCluster()
+    try:
+        return train(workload, strategy=strategy, epochs=epochs, seed=seed, progress=False, cluster=cluster)
+    finally:
+        cluster.close()
