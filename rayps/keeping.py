@@ -101,8 +101,8 @@ def share(w: Worker, *, together: bool) -> WorkerPart:
         memory |= w.means.feedback()
         own = Own(w.flat.vector.cpu().clone(), _moments(w), w.buffers(), memory)
     if w.server is None and (together or own is None):
-        agreed = w.strategy.consensus(w) if together else None
-        params = (w.flat.vector if agreed is None else agreed).cpu().clone() if lead else None
+        found = agreed(w) if together else None
+        params = (w.flat.vector if found is None else found).cpu().clone() if lead else None
     return WorkerPart(
         w.position,
         params,
@@ -113,6 +113,15 @@ def share(w: Worker, *, together: bool) -> WorkerPart:
         {name: value.cpu().clone() for name, value in w.shared.items()} if w.rank == 0 else {},
         w.done,
     )
+
+
+def agreed(w: Worker) -> Tensor | None:
+    """What the workers agree on at this round (`Strategy.consensus`): asked for once, although it is saved and
+    evaluated.
+    """
+    if w.agreement is None:
+        w.agreement = (w.strategy.consensus(w),)
+    return w.agreement[0]
 
 
 def _tensor(value: Tensor | float) -> Tensor:
@@ -158,9 +167,9 @@ def evaluate_epoch(w: Worker, report: Callable[[dict[str, Any]], None]) -> None:
     at, (epoch, index) = w.position, w.epoch_of(w.position)
     if w.done or index or not w.plan.evaluated < at < w.plan.end or epoch % w.strategy.evaluate_every:
         return
-    agreed = _served(w) if w.server is not None else w.strategy.consensus(w)
-    own = w.params.clone() if w.strategy.steps_locally or (agreed is not None and w.server is None) else None
-    report({"kind": "evaluation", "round": at, "sums": evaluated(w, agreed)})
+    held = _served(w) if w.server is not None else agreed(w)
+    own = w.params.clone() if w.strategy.steps_locally or (held is not None and w.server is None) else None
+    report({"kind": "evaluation", "round": at, "sums": evaluated(w, held)})
     if own is not None:
         w.params = own  # what this worker has learnt since it last pulled, or met the others
 

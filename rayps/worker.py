@@ -71,6 +71,7 @@ class Worker:
         self.shared: dict[str, Any] = {}  # of this, what is the same on all workers
         self.stopped: Callable[[], bool] = lambda: False  # whether the plan was ended from outside
         self.done, self.reason = False, ""  # whether the strategy has met its stop rule, and why
+        self.agreement: tuple[Tensor | None] | None = None  # of this round, once it was asked for
         self._said: dict[str, float] = {}  # by the strategy, of the round under way
         self._events: list[dict[str, Any]] = []
         with user_code("data"):
@@ -342,12 +343,14 @@ class Worker:
             self.strategy.finish(self)
         if self.server is not None and not stopped():
             self.server.settle()
-        if self.server is None and not stopped() and (agreed := self.strategy.consensus(self)) is not None:
+        self.agreement = None
+        if self.server is None and not stopped() and (agreed := keeping.agreed(self)) is not None:
             self.params = agreed
         if not stopped():
             keep(keeping.share(self, together=True))  # also for one that replaced a worker at its very end
 
     def _round(self, report: Callable[[dict[str, Any]], None]) -> None:
+        self.agreement = None
         self._meter.begin()
         step = self.position
         if self.tables is not None:
