@@ -25,7 +25,7 @@ from rayps.data import Clients, Data
 from rayps.data.clients import entropy
 from rayps.data.partition_rules import apportion
 from rayps.errors import ConfigError, DataError, UserError
-from rayps.scratch import Shared
+from rayps.scratch import Shared, sweep
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -336,6 +336,7 @@ def test_a_shared_folder(tmp_path: Path) -> None:
     assert filled == [one.path] and two.path == one.path
     one.close()
     one.close()
+    assert sweep(tmp_path) == []
     assert (two.path / "x").read_text() == "x"
     two.close()
     assert list(tmp_path.iterdir()) == []
@@ -351,7 +352,9 @@ def test_a_shared_folder(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=f"process {os.getpid()} is still filling"):
             Shared("key", fill, what="filling", timeout=0.1, parent=tmp_path)
 
-    Shared("key", slow, what="filling", parent=tmp_path).close()
+    left = Shared("key", slow, what="filling", parent=tmp_path)
+    os.close(left._lock)  # as when its process is killed
+    assert sweep(tmp_path) == [left.path] and not left.path.exists()
 
 
 def test_a_changed_file_is_sorted_anew(written: Path, tmp_path: Path) -> None:
