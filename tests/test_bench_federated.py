@@ -10,7 +10,7 @@ from small_work import train
 from rayps.bench import federated
 from rayps.bench.federated import SCENES, bench_federated, run_of
 from rayps.bench.federated_flower import model, plain_client, rows
-from rayps.bench.federated_own import Images, Nothing, Watched, bare
+from rayps.bench.federated_own import Images, Nothing, Watched, bare, told
 from rayps.bench.peers import _install, run_script
 from rayps.errors import ClusterError, ConfigError
 
@@ -30,14 +30,14 @@ def test_rows_by_hand(monkeypatch):
     """Contenders take turns; 20 clients on 2 workers in 2, 4, 3 and (bare) 3 seconds a round."""
     asked, seconds = [], {"own": 2.0, "flower": 4.0, "pfl": 3.0, "bare": 3.0}
 
-    def told(name, command, config, limit):
+    def ran(name, command, config, limit):
         asked.append(name)
         stamps = [1000.0 + seconds[name] * k for k in range(1, config["rounds"] + 1)]
         cpu = {"own": [1.2 * k for k in range(len(stamps))], "bare": [2.0 * k for k in range(len(stamps))]}
         return 1000.0, {"stamps": stamps} | ({"cpu": cpu[name]} if name in cpu else {})
 
     monkeypatch.setattr(federated, "command", lambda name, workers, folder: [name])
-    monkeypatch.setattr(federated, "run_script", told)
+    monkeypatch.setattr(federated, "run_script", ran)
     own, flower, pfl, alone = bench_federated(["train"], repeats=2, rounds=4)
     assert asked == ["own", "flower", "pfl", "bare", "flower", "pfl", "bare", "own"]
     assert (own.updates_s, own.of_bare, own.times_flower, own.times_pfl) == pytest.approx((10, 0.75, 2.0, 1.5))
@@ -72,21 +72,23 @@ def test_a_script_that_answers_and_scripts_that_do_not(tmp_path):
         _install("flower", [sys.executable, str(script)])
 
 
-def test_own_contenders_do_what_the_peers_do():
+def test_own_contenders_do_what_the_peers_do(tmp_path):
     """One client, one round: the bits of the bare loop but for the order of its rows, which has one batch here."""
     config = SMALL | {"clients": 1, "batch": 4, "epochs": 3}
-    result = train(Images(config), Watched(local_epochs=3), workers=1, epochs=1)
+    result = train(Images(config), Watched(local_epochs=3, log=str(tmp_path / "log")), workers=2, epochs=1)
     torch.manual_seed(0)
     net = model(5)
     x, y = rows(0, config)
     plain_client(net, x, y, config)
     for ours, theirs in zip(result.model().parameters(), net.parameters(), strict=True):
         assert torch.allclose(ours, theirs, atol=1e-6)
-    assert all(value > 0 for key in ("ended", "cpu", "rss") for value in result.history[key].to_pylist())
+    found = told(tmp_path / "log")
+    assert {key: len(values) for key, values in found.items()} == {"stamps": 1, "cpu": 1, "rss": 1}
+    assert all(value > 0 for values in found.values() for value in values)
 
 
-def test_clients_that_do_nothing_leave_the_model():
-    result = train(Images(SMALL | {"hidden": 0}), Nothing(), workers=2, epochs=2)
+def test_clients_that_do_nothing_leave_the_model(tmp_path):
+    result = train(Images(SMALL | {"hidden": 0}), Nothing(log=str(tmp_path / "log")), workers=2, epochs=2)
     torch.manual_seed(0)
     begun = model(0)
     for ours, theirs in zip(result.model().parameters(), begun.parameters(), strict=True):

@@ -52,7 +52,9 @@ def test_events_by_hand():
 
 def test_an_update_that_is_too_old_is_dropped_and_named():
     plans, _ = play(Buffer(World(0, [1] * 3, speed=[2, 3, 7]), 2, 3, max_staleness=1), 4)
-    assert plans[2].dropped == [(2, "stale")]
+    assert plans[2].dropped == [(2, "stale")] and plans[3].dropped == []
+    kept, _ = play(Buffer(World(0, [1] * 3, speed=[2, 3, 7]), 2, 3, max_staleness=2), 4)  # one that is as old as may be
+    assert short(kept[2]) == [(2, 0, 2, 7.0), (0, 2, 0, 8.0)] and kept[2].dropped == []
     assert all(each.staleness <= 1 for plan in plans for each in plan.trainings)
 
 

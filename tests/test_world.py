@@ -248,6 +248,7 @@ def test_over_selection_asks_more_and_ends_with_the_needed():
     assert (len(plan.sampled), len(plan.trains)) == (13, 10)
     assert [reason for _, reason in plan.dropped] == ["late"] * 3
     assert plan.end < World(1, [10] * 100, fraction=0.13, speed="lognormal(sigma=1)").round(0).end
+    assert World(1, [10] * 20, fraction=0.25, over_selection=0.3).asked == 7  # 6.5 of them
     assert World(1, [10] * 100, over_selection=0.3).enough is None  # there is nobody beyond
 
 

@@ -61,13 +61,16 @@ def resident() -> int:
 
 @dataclass(frozen=True)
 class Watched(FedAvg):
-    """FedAvg that says how much memory and processor its first worker has taken."""
+    """FedAvg whose first worker writes down when a round ended, and what of processor and memory it has taken."""
+
+    log: str = ""  # a file on this host
 
     def round(self, w: Any) -> None:
         """See Federated."""
         super().round(w)
         if w.rank == 0:
-            w.say(ended=time.time(), cpu=time.process_time(), rss=resident())
+            with Path(self.log).open("a", encoding="utf-8") as lines:
+                lines.write(json.dumps({"stamps": time.time(), "cpu": time.process_time(), "rss": resident()}) + "\n")
 
 
 @dataclass(frozen=True)
@@ -78,14 +81,19 @@ class Nothing(Watched):
         """Do nothing."""
 
 
-def own(config: dict[str, Any]) -> dict[str, Any]:
+def own(config: dict[str, Any], log: Path) -> dict[str, Any]:
     """A job from its start, on a Ray of its own."""
     kind = Watched if config["epochs"] else Nothing
-    strategy = kind(fraction=config["fraction"], local_epochs=config["epochs"] or None, evaluate_every=NEVER)
-    result = rayps.train(Images(config), strategy=strategy, workers=config["workers"], epochs=config["rounds"],
-                         progress=False)  # fmt: skip
-    history = result.history
-    return {"stamps": history["ended"].to_pylist()} | {key: history[key].to_pylist() for key in ("rss", "cpu")}
+    strategy = kind(fraction=config["fraction"], local_epochs=config["epochs"] or None, evaluate_every=NEVER,
+                    log=str(log))  # fmt: skip
+    rayps.train(Images(config), strategy=strategy, workers=config["workers"], epochs=config["rounds"], progress=False)
+    return told(log)
+
+
+def told(log: Path) -> dict[str, Any]:
+    """What a `Watched` wrote down, by what it is."""
+    lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    return {key: [line[key] for line in lines] for key in lines[0]}
 
 
 def bare(config: dict[str, Any]) -> dict[str, Any]:
@@ -105,8 +113,8 @@ def bare(config: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """What CONFIG says: a job, or the bare loop."""
-    config = json.loads(sys.argv[1])
-    Path(sys.argv[2]).write_text(json.dumps(bare(config) if config.get("bare") else own(config)))
+    config, out = json.loads(sys.argv[1]), Path(sys.argv[2])
+    out.write_text(json.dumps(bare(config) if config.get("bare") else own(config, out.with_suffix(".log"))))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,8 @@ import torch
 from rayps.errors import ClusterError, ConfigError
 
 INSTALL_SECONDS = 900.0
+# one thread each; and no priority: Ray's workers would give way to every other process, those of the peers too
+_ALIKE = {"OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"}
 _LINES = 12  # of what a peer said, in an error
 
 
@@ -76,7 +78,7 @@ def run_script(name: str, command: Sequence[str], config: dict[str, Any], timeou
         with log.open("wb") as said:
             process = subprocess.Popen(
                 [*command, json.dumps(config), str(out)], stdout=said, stderr=subprocess.STDOUT, cwd=folder,
-                env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True,
+                env=os.environ | _ALIKE, start_new_session=True,
             )  # fmt: skip
         try:
             code = process.wait(timeout)
