@@ -1,5 +1,6 @@
 /* Clients by round, what they hold, and meetings: the pure half of their cards. */
 import { describe, expect, it } from "vitest";
+import { folded } from "../src/lib/events";
 import { meetings, residuals } from "../src/lib/apart";
 import { clientMap, Cohorts, learnt, presence, reason, reasons, skew, staleUpdates, tallies } from "../src/lib/federated";
 import { Series } from "../src/lib/series";
@@ -126,6 +127,15 @@ describe("residuals", () => {
     const series = new Series();
     series.add([point(1, { primal: 0, dual: 0 })]);
     expect(residuals(series.buckets)?.reached).toBeNull();
+  });
+});
+
+describe("events", () => {
+  it("fold runs of checkpoints, and nothing else", () => {
+    const kinds = ["finished", "checkpoint", "checkpoint", "checkpoint", "warning", "warning", "checkpoint"];
+    const lines = folded(kinds.map((kind, i) => event(kind, {}, kinds.length - i)));
+    expect(lines.map((line) => [line.event.kind, line.event.seq, line.more])).toEqual(
+      [["finished", 7, 0], ["checkpoint", 6, 2], ["warning", 3, 0], ["warning", 2, 0], ["checkpoint", 1, 0]]);
   });
 });
 

@@ -1,7 +1,8 @@
 /* What happened to a job (its events), and what was asked for (its spec). */
 import type { Feed } from "../feed";
 import { asCli, asCurl, slim } from "../lib/commands";
-import { bytes, clock, metric, stamp } from "../lib/format";
+import { folded } from "../lib/events";
+import { bytes, clock, metric, plural, stamp } from "../lib/format";
 import { describeJob } from "../lib/place";
 import { length } from "../lib/strategy";
 import type { Job, JobEvent } from "../types";
@@ -16,24 +17,25 @@ const TONE: Record<string, string> = {
 export function EventsCard({ feed }: { feed: Feed }) {
   void feed.version.value;
   const events = [...feed.events].sort((a, b) => b.time - a.time || b.seq - a.seq); // those of servers come late
+  const lines = folded(events);
   return (
     <Card title="Events" id="events" class="events-card" note={events.length ? String(events.length) : undefined}>
       {events.length === 0 ? <Empty title="Nothing has happened yet" /> : (
         <ol class="events" tabIndex={0} aria-label="Events, newest first">
-          {events.map((event) => <EventLine key={event.seq} event={event} />)}
+          {lines.map((line) => <EventLine key={line.event.seq} event={line.event} more={line.more} />)}
         </ol>
       )}
     </Card>
   );
 }
 
-function EventLine({ event }: { event: JobEvent }) {
+function EventLine({ event, more }: { event: JobEvent; more: number }) {
   return (
     <li class={`event tone-${TONE[event.kind] ?? "idle"}`}>
       <span class="event-dot" aria-hidden="true" />
       <div>
         <p class="event-head"><span class="event-kind">{event.kind.replaceAll("_", " ")}</span><time title={stamp(event.time)}>{clock(event.time)}</time></p>
-        {event.message.toLowerCase() !== event.kind && <p class="event-text">{event.message}</p>}
+        {event.message.toLowerCase() !== event.kind && <p class="event-text">{event.message}{more > 0 && <span class="faint"> (and {plural(more, "earlier one", "earlier ones")})</span>}</p>}
       </div>
     </li>
   );

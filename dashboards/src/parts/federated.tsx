@@ -73,7 +73,7 @@ function Why({ feed }: { feed: Feed }) {
   const found = useMemo(() => reasons(feed.cohorts.rounds.values()), [feed.version.value]);
   if (found.length === 0) return null;
   return (
-    <p class="card-foot">Over the run, by name and round: {found.slice(0, 6).map((each, i) => <span key={each.fate + each.why}>{i > 0 && "; "}<b>{count(each.count)}</b> {each.fate}{each.why && `, ${each.why}`}</span>)}.</p>
+    <p class="card-foot">Over the run, by name and round: {found.slice(0, 6).map((each, i) => <span key={each.fate + each.why}>{i > 0 && "; "}<b>{count(each.count)}</b> {each.why.startsWith(each.fate) ? each.why : `${each.fate}${each.why && `: ${each.why}`}`}</span>)}.</p>
   );
 }
 
@@ -150,7 +150,7 @@ export function LearntCard({ feed }: { feed: Feed }) {
         byTime ? { name: "virtual time", value: virtual(found.x[at] ?? null) } : { name: "round", value: count(found.x[at] ?? null) },
         { swatch: "evaluation", name: own ? "global" : name, value: metric(name, before(found.global, at)) },
         ...(own ? [{ swatch: "personal", name: "personal", value: metric(name, before(found.personal, at)) }] : []),
-        { name: "best so far", value: metric(name, best) },
+        ...(/acc|precision|recall|f1|auc/i.test(name) ? [{ name: "best so far", value: metric(name, best) }] : []), // where more is better
       ]} />
       <Chart height={220} data={data} variant={`${byTime}/${name}/${own}/${found.x.length > 120}`} onIndex={(i) => (index.value = i)}
         summary={learntSummary(found, name, own)} options={() => learntOptions(byTime ? `${feed.id}-virtual` : feed.id, name, found.x.length > 120, byTime)} />
