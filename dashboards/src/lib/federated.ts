@@ -41,6 +41,7 @@ const WHY: Record<string, string> = {
   stale: "too many versions old", dropout: "dropped out", offline: "went offline", deadline: "past the deadline", late: "after enough replies had come",
 };
 
+const MOST_NAMES = 50; // in a list of an event; under an asynchronous strategy others may be under way still
 const MOST_ROUNDS = 2000; // whose names are kept; counts of older rounds stay in the series
 
 /** The cohorts of a job by round, the newest in bounded number, and its map of clients. */
@@ -86,7 +87,8 @@ export function tallies(buckets: readonly Bucket[], cohorts: Cohorts): Tally[] {
     const rejected = each.rejected.length;
     found.set(each.round, {
       round: each.round, sampled: each.sampled, counted: each.replied,
-      dropped: Math.max(each.dropped.length, each.sampled - each.replied - rejected), rejected, seconds: each.seconds,
+      dropped: each.dropped.length < MOST_NAMES ? each.dropped.length : Math.max(each.dropped.length, each.sampled - each.replied - rejected),
+      rejected, seconds: each.seconds,
     });
   }
   for (const { end, told } of buckets) {
