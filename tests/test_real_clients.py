@@ -31,7 +31,7 @@ from rayps.federated.outside import own_data, rows_of
 from rayps.federated.signed import ClientToken, Key, order_text, verified
 from rayps.logs import LogBuffer
 
-FEDAVG = "fedavg:local_epochs=2,clients=remote(least={least},wait=20)"
+FEDAVG = "fedavg:local_epochs=2,clients=remote(least={least},wait=100)"
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +67,7 @@ def rounds_of(job: Any) -> list[dict[str, Any]]:
 ])  # fmt: skip
 def test_real_clients_learn_what_simulated_ones_learn(clinic: Clinic, strategy: str, clients: int) -> None:
     name, _, options = strategy.partition(":")
-    job = clinic.job(f"{name}:{options},clients=remote(least={clients},wait=20)", seed=5)
+    job = clinic.job(f"{name}:{options},clients=remote(least={clients},wait=100)", seed=5)
     hospitals = clinic.hospitals(job, clients)
     learnt = clinic.trained(job)
     assert torch.equal(learnt, simulated(strategy, clients, seed=5))
@@ -132,7 +132,7 @@ def test_the_job_says_whom_it_waits_for_and_gives_up_with_words(clinic: Clinic) 
 
 
 def test_who_is_late_does_not_count_and_is_told(clinic: Clinic) -> None:
-    job, gate = clinic.job("fedavg:deadline=3,clients=remote(least=2,wait=20)", 1), threading.Event()
+    job, gate = clinic.job("fedavg:deadline=3,clients=remote(least=2,wait=100)", 1), threading.Event()
     slow = clinic.hospital(job, 1, gate=gate).begin()
     clinic.hospital(job, 0).begin()
     job.wait(30)
@@ -305,7 +305,7 @@ def test_what_cannot_be_used_is_rejected_by_name_and_changes_nothing(clinic: Cli
 
 
 def test_what_is_too_large_or_was_changed_on_its_way_is_refused_at_once(clinic: Clinic) -> None:
-    job = clinic.job("fedavg:clients=remote(wait=20)", 1)
+    job = clinic.job("fedavg:clients=remote(wait=100)", 1)
     hand = Hand(clinic, job, "hand")
     serial = hand.order()["serial"]
     good = an_update(torch.zeros(50, dtype=torch.float64))
@@ -359,7 +359,7 @@ MEDDLING = {
 
 @pytest.mark.parametrize("what", MEDDLING)
 def test_a_client_refuses_what_somebody_has_changed(clinic: Clinic, what: str) -> None:
-    job = clinic.job("fedavg:clients=remote(wait=20)", 1)
+    job = clinic.job("fedavg:clients=remote(wait=100)", 1)
     meddler = Meddler()
     meddler.change, why = MEDDLING[what]
     hospital = clinic.hospital(job, 0, transport=meddler)
@@ -371,7 +371,7 @@ def test_a_client_refuses_what_somebody_has_changed(clinic: Clinic, what: str) -
 
 
 def test_a_client_refuses_orders_that_are_played_again_or_are_of_another_job(clinic: Clinic, tmp_path: Path) -> None:
-    job = clinic.job("fedavg:clients=remote(wait=20)", 2)
+    job = clinic.job("fedavg:clients=remote(wait=100)", 2)
     meddler = Meddler()
     hospital = clinic.hospital(job, 0, transport=meddler)
     hospital.start()
@@ -422,7 +422,7 @@ def test_a_revoked_token_is_refused_at_once_and_its_update_is_withdrawn(clinic: 
 
 
 def test_a_client_may_do_what_is_a_clients_and_nothing_else(clinic: Clinic) -> None:
-    job, other = clinic.job("fedavg:clients=remote(wait=20)"), clinic.job("fedavg:clients=remote(wait=20)")
+    job, other = clinic.job("fedavg:clients=remote(wait=100)"), clinic.job("fedavg:clients=remote(wait=100)")
     hand = Hand(clinic, job, "hand")
     for method, path in (("GET", "/api/v1/jobs"), ("POST", f"/api/v1/jobs/{job.id}/stop"), ("GET", "/metrics"),
                          ("POST", "/api/v1/client-tokens"), ("GET", f"/api/v1/jobs/{job.id}/logs"),
@@ -495,7 +495,7 @@ def test_the_commands(clinic: Clinic, capsys: pytest.CaptureFixture[str], monkey
         code = main(list(arguments))
         return code, *capsys.readouterr()
 
-    job = clinic.job("fedavg:clients=remote(least=2,wait=20)", 1)
+    job = clinic.job("fedavg:clients=remote(least=2,wait=100)", 1)
     code, token, note = say("token", "create", "--job", job.id, "--name", "h0", "--days", "3")
     assert code == 0 and token.startswith(f"rpc.{job.id}.") and "rayps token revoke" in note
     made = ClientToken.read(token)
@@ -529,7 +529,7 @@ def test_a_worker_that_does_not_have_the_folder_says_so(tmp_path: Path) -> None:
 
 
 def test_a_client_with_another_model_is_told(clinic: Clinic) -> None:
-    job = clinic.job("fedavg:clients=remote(wait=20)", 1)
+    job = clinic.job("fedavg:clients=remote(wait=100)", 1)
     hospital = clinic.hospital(job, 0)
 
     class Wider(Own):
