@@ -4,7 +4,7 @@ import { folded } from "../src/lib/events";
 import { meetings, residuals } from "../src/lib/apart";
 import { clientMap, Cohorts, learnt, presence, reason, reasons, skew, staleUpdates, tallies } from "../src/lib/federated";
 import { Series } from "../src/lib/series";
-import { describe as inWords, hasStaleness, isFederated, label, meetsNowAndThen, staleBound, usesAdmm } from "../src/lib/strategy";
+import { describe as inWords, hasStaleness, isFederated, label, length, meetsNowAndThen, staleBound, usesAdmm } from "../src/lib/strategy";
 import type { JobEvent, MetricPoint } from "../src/types";
 
 const event = (kind: string, facts: Record<string, unknown>, seq = 0): JobEvent => ({ seq, time: 0, kind, message: "", ...facts });
@@ -147,6 +147,8 @@ describe("strategies that learn apart", () => {
     expect(inWords("local_sgd:period=8")).toBe("Local SGD, meets every 8 rounds");
     expect(inWords({ name: "diloco", period: 1, compression: null, outer_lr: 0.7 })).toBe("DiLoCo, meets every round, outer lr 0.7");
     expect(label({ name: "admm" })).toBe("ADMM");
+    expect(length({ workload: "w", strategy: whole, epochs: 30 })).toBe("30 rounds");
+    expect(length({ workload: "w", strategy: "local_sgd", epochs: 1 })).toBe("1 epoch");
   });
   it("have the cards of their kind", () => {
     expect([isFederated(whole), meetsNowAndThen(whole), isFederated("all_reduce")]).toEqual([true, false, false]);

@@ -104,8 +104,9 @@ export function current(progress: StrategySpec | undefined, spec: StrategySpec |
   return all.find((phase) => phase.strategy.name === now.name)?.strategy ?? now;
 }
 
-/** A job's length in words: "3 epochs", "500 steps", "" when neither was given. */
+/** A job's length in words: "3 epochs", "30 rounds" of clients, "500 steps", "" when neither was given. */
 export function length(spec: JobSpec): string {
+  if (spec.epochs && phases(spec.strategy).every(({ strategy }) => plain(strategy.name) in FEDERATED)) return spec.epochs === 1 ? "1 round" : `${spec.epochs} rounds`;
   if (spec.epochs) return spec.epochs === 1 ? "1 epoch" : `${spec.epochs} epochs`;
   if (spec.steps) return spec.steps === 1 ? "1 step" : `${spec.steps} steps`;
   return "";

@@ -120,7 +120,7 @@ function Advance({ job }: { job: Job }) {
   if (job.status === "QUEUED") return null;
   const parts = [
     progress?.rounds ? `Round ${count(progress.round ?? 0)} of ${count(progress.rounds)}` : progress?.round ? `Round ${count(progress.round)}` : "",
-    progress?.epochs ? `epoch ${Math.min((progress.epoch ?? 0) + 1, progress.epochs)} of ${progress.epochs}` : "",
+    progress?.epochs && progress.epochs !== progress.rounds ? `epoch ${Math.min((progress.epoch ?? 0) + 1, progress.epochs)} of ${progress.epochs}` : "",
     phases(job.spec.strategy).length > 1 && !ended(job.status) ? `now ${words(current(progress?.strategy, job.spec.strategy)).toLowerCase()}` : "",
   ].filter(Boolean);
   const left = job.status === "RUNNING" && progress?.eta_seconds ? `${duration(progress.eta_seconds)} left` : "";
