@@ -18,6 +18,8 @@ from rayps.snapshot import Snapshot
 from rayps.strategy import Phase
 from rayps.workload import Workload
 
+FEDERATED_EPOCHS = 10  # between states that are kept, unless the job says otherwise: such an epoch is one round
+
 
 @dataclass(frozen=True, slots=True)
 class Leg:
@@ -62,8 +64,13 @@ class Leg:
     def orders(self, spec: JobSpec, generation: int, evaluated: int, mailbox: str | None = None) -> Orders:
         """What a generation is told; the evaluation after round `evaluated` is filed."""
         every, begin = spec.checkpoint_every, self.span.begin
-        boundary = Boundary(self.span.steps, self.end, begin) if every is None else Boundary(every, self.end)
+        if every is None:
+            epochs = FEDERATED_EPOCHS if self.phase.strategy.federated else 1
+            boundary = Boundary(self.span.steps * epochs, self.end, begin)
+        else:
+            boundary = Boundary(every, self.end)
+        strategy = self.phase.strategy
         return Orders(
-            generation, self.phase.strategy, spec.seed, self.end, boundary, evaluated, spec.timeout, self.span.origin,
-            self.division, mailbox,
+            generation, strategy, spec.seed, self.end, boundary, evaluated, spec.timeout, self.span.origin,
+            self.division, mailbox, every is None and strategy.federated and not strategy.remote,
         )  # fmt: skip
