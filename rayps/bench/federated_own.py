@@ -24,7 +24,7 @@ from rayps.data import Batch, Data
 from rayps.strategies.fedavg import FedAvg
 from rayps.workload import Workload
 
-NEVER = 1_000_000  # rounds between evaluations
+NEVER = 1_000_000  # rounds between evaluations and checkpoints: the peers make none
 
 
 class Images(Workload):
@@ -86,7 +86,8 @@ def own(config: dict[str, Any], log: Path) -> dict[str, Any]:
     kind = Watched if config["epochs"] else Nothing
     strategy = kind(fraction=config["fraction"], local_epochs=config["epochs"] or None, evaluate_every=NEVER,
                     log=str(log))  # fmt: skip
-    rayps.train(Images(config), strategy=strategy, workers=config["workers"], epochs=config["rounds"], progress=False)
+    rayps.train(Images(config), strategy=strategy, workers=config["workers"], epochs=config["rounds"], progress=False,
+                checkpoint_every=NEVER)  # fmt: skip
     return told(log)
 
 

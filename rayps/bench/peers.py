@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from rayps.errors import ClusterError, ConfigError
+from rayps.service.processes import die_with_parent
 
 INSTALL_SECONDS = 900.0
 # one thread each; and no priority: Ray's workers would give way to every other process, those of the peers too
@@ -78,7 +79,7 @@ def run_script(name: str, command: Sequence[str], config: dict[str, Any], timeou
         with log.open("wb") as said:
             process = subprocess.Popen(
                 [*command, json.dumps(config), str(out)], stdout=said, stderr=subprocess.STDOUT, cwd=folder,
-                env=os.environ | _ALIKE, start_new_session=True,
+                env=os.environ | _ALIKE, start_new_session=True, preexec_fn=die_with_parent,
             )  # fmt: skip
         try:
             code = process.wait(timeout)
