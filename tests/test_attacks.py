@@ -215,11 +215,13 @@ def test_rounds_that_leave_the_model_as_it_is():
     w_t, given = replies(torch.float32)
     for workers in (1, 2):
         for met, _ in met_on(workers, w_t, []):
-            assert met.mean is met.delta is None and met.count == 0 and "0 of 0 clients replied" in met.skipped
+            assert met.mean is met.delta is None and met.count == 0 and met.skipped == "no reply came"
         for met, _ in met_on(workers, w_t, given[:10], "krum(f=4)"):
             assert met.delta is None and met.skipped == "krum(f=4) needs 11 replies (2f + 2 < n), 10 came"
         for met, _ in met_on(workers, w_t, given[:4], least=5):
-            assert met.mean is None and met.skipped == "4 of 4 clients replied, and 5 are needed"
+            assert met.mean is None and met.skipped == "4 of 4 replies could be used, and 5 are needed"
+        for met, _ in met_on(workers, w_t, [(client, w_t * math.nan, 1, extra) for client, _, _, extra in given[:3]]):
+            assert met.skipped == "0 of 3 replies could be used, and 1 is needed" and len(met.rejected) == 3
         for met, _ in met_on(workers, w_t, given, attack="nan(clients=19)", rule="trimmed_mean(f=1)"):
             assert met.skipped == "trimmed_mean(f=1) needs 3 replies (2f < n), 1 came" and len(met.rejected) == 19
 

@@ -78,6 +78,17 @@ def test_float64_is_rounded_once():
     assert exact.mean().tolist() == [float(truth(parts, 0) / 11), pytest.approx(5e-9 / 11, rel=1e-15)]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("weight", [0.1, 1 / 3, 7, (1 << 24) + 1])
+def test_a_product_is_kept_beyond_the_bits_of_a_float(dtype, weight):
+    x = torch.tensor([1 / 3, -0.7, 1e-5], dtype=dtype)
+    exact = summed(dtype, [(x, weight)], 3)
+    for at in range(3):
+        kept = sum(Fraction(int(limb), 1 << (FIRST + DIGIT * j)) for j, limb in enumerate(exact.limbs[:, at]))
+        true = Fraction(float(x[at])) * Fraction(weight)
+        assert abs(kept - true) <= 2 * quantum(dtype) + abs(true) * Fraction(1, 1 << 100)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("whole", [True, False])
 def test_same_bits_in_any_order_and_over_any_split(dtype, whole):

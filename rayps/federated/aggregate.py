@@ -161,7 +161,11 @@ class Aggregate:
         met = Met(None, None, {name: each.total() for name, each in self._beside.items()}, self._main.count,
                   float(self._main.weight), self._rejected())  # fmt: skip
         if met.count < self.least:
-            met.skipped = f"{met.count} of {len(self._place)} clients replied, and {self.least} are needed"
+            came = met.count + len(met.rejected)
+            met.skipped = (
+                f"{met.count} of {came} replies could be used, and {self.least} {'is' if self.least == 1 else 'are'} needed"
+                if came else "no reply came"
+            )  # fmt: skip
         else:
             met.skipped = self.rule.lacking(met.count)
         if self.gathers and met.count:
@@ -197,7 +201,7 @@ class Aggregate:
                 exact.add(torch.from_numpy(row).to(self.dtype), weight)
             self._take_mean(met, exact)
             return
-        before = memory[BEFORE].numpy() if BEFORE in memory else None
+        before = memory[BEFORE].cpu().numpy() if BEFORE in memory else None
         seed = int(np.random.SeedSequence([self._seed, self._round]).generate_state(1, np.uint64)[0])
         result = torch.from_numpy(aggregate(self.rule, rows, before, seed))
         if self.rule.name == "centered_clipping":
