@@ -122,7 +122,7 @@ def _idx(path: Path, head: int) -> NDArray[np.uint8]:
 
 def bench_robust(
     cluster: Cluster, workers: int = 2, rules: Sequence[str] = RULES, scenes: Sequence[str] = SCENES, *,
-    attack: str = "sign_flip(clients=4,scale=5)", clients: int = 20, rounds: int = 20, rows: int = 6000,
+    attack: str = "sign_flip(clients=4,scale=5)", clients: int = 20, rounds: int = 15, rows: int = 6000,
     epochs: int = 1, batch: int = 10, lr: float = 0.1, seeds: int = 1, folder: Path | None = None,
 ) -> list[RobustRow]:  # fmt: skip
     """A row for each scene and rule.

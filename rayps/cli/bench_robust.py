@@ -21,7 +21,7 @@ def robust(
     attack: Annotated[str, typer.Option(help="What the attackers of the second scene do.")]
     = "sign_flip(clients=4,scale=5)",
     clients: Annotated[int, typer.Option(help="Clients; a round asks all of them.")] = 20,
-    rounds: Annotated[int, typer.Option(help="Rounds.")] = 20,
+    rounds: Annotated[int, typer.Option(help="Rounds.")] = 15,
     epochs: Annotated[int, typer.Option(help="Local epochs.")] = 1,
     batch: Annotated[int, typer.Option(help="Rows of a local batch.")] = 10,
     lr: Annotated[float, typer.Option(help="The clients' learning rate.")] = 0.1,

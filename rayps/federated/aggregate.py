@@ -162,10 +162,8 @@ class Aggregate:
                   float(self._main.weight), self._rejected())  # fmt: skip
         if met.count < self.least:
             came = met.count + len(met.rejected)
-            met.skipped = (
-                f"{met.count} of {came} replies could be used, and {self.least} {'is' if self.least == 1 else 'are'} needed"
-                if came else "no reply came"
-            )  # fmt: skip
+            needed = f"{self.least} {'is' if self.least == 1 else 'are'} needed"
+            met.skipped = f"{met.count} of {came} replies could be used, and {needed}" if came else "no reply came"
         else:
             met.skipped = self.rule.lacking(met.count)
         if self.gathers and met.count:
