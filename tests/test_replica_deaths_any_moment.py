@@ -2,15 +2,22 @@
 
 import functools
 import random
+import threading
+import types
 
 import pytest
 from small_work import SEEN, Small, Watched, distance, kinds, plain, train
 from torch import nn
 
 from rayps import AllReduce, Pipeline, TensorParallel
-from rayps.errors import TrainingError
+from rayps.errors import PeerLost, TrainingError
+from rayps.replica.keepers import Bond, Source
 from rayps.replica.mirror import Mirror
-from rayps.runtime import standby
+from rayps.runtime import actors, standby
+from rayps.runtime.plans import WorkerPlan
+from rayps.runtime.ties import Ties
+from rayps.server.shard import Boundary
+from rayps.workload import pack
 
 PIPE = Pipeline(stages=2, micro_batches=2)
 BOTH = Pipeline(stages=2, micro_batches=2, stage=TensorParallel(size=2))
@@ -109,3 +116,39 @@ def test_what_it_costs_is_said_and_is_what_is_copied(tag):
     assert event["sent_bytes"] == 0
     assert 0 < event["share"] < 1
     assert distance(result.model(), plain(Deeper(n=96, batch=6, optimizer="adam"), 1, epochs=2)[0]) < 1e-12
+
+
+def test_what_a_dead_worker_had_said_is_heard_however_long_the_others_are_waited_for(monkeypatch):
+    """The one that takes its place is asked again and again while it waits, and then all must begin anew."""
+    said = [{"kind": "round", "round": 3, "loss": 0.5}, {"kind": "round", "round": 4, "loss": 0.25}]
+    state = types.SimpleNamespace(facts={"points": said})
+    recalled, over = threading.Event(), threading.Event()
+
+    class Waiting(Ties):
+        def form(self, plan, snapshot, listener):
+            recalled.set()
+            over.wait(30)
+            raise PeerLost("the others began anew", peer="worker-0")
+
+    monkeypatch.setattr(standby, "fetch", lambda *_: state)
+    monkeypatch.setattr(standby, "overlaid", lambda snapshot, *_: snapshot)
+    monkeypatch.setattr(actors, "Ties", Waiting)
+    work = Deeper(n=96, batch=6)
+    actor = actors.WorkerActor(1, b"secret" * 6, pack(work))
+    bond = Bond(1, ("", ""), 0, False, recalls=True, source=Source(0, 1))
+    plan = WorkerPlan(2, 1, 2, AllReduce(), ["", ""], [], b"secret" * 6, 0, 5, 16, Boundary(16, 16), 0, 30.0, bond=bond)
+    heard = []
+    try:
+        for _ in range(2):
+            recalled.clear(), over.clear()
+            actor.begin(plan, actor.initial(0))
+            heard.append(actor.poll(0).points)  # perhaps before it has recalled
+            assert recalled.wait(30)
+            heard += [actor.poll(0).points for _ in range(3)]
+            over.set()
+    finally:
+        over.set()
+        actor.close()
+    told = [point["round"] for points in heard for point in points]
+    assert told[:2] == [3, 4]
+    assert all(point["again"] for points in heard for point in points)

@@ -13,5 +13,5 @@ def size(text: str, field: str) -> float:
     """Bytes; a unit is a power of 1000. Raises ConfigError, which names the field."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
     if match is None or match[2] not in _UNITS:
-        raise ConfigError(f"{field} is {text!r}: give a number of bytes, or a size such as 10KB or 2GB", field=field)
+        raise ConfigError(f"{field} is {text!r}: give a number of bytes, or a size such as 512MB", field=field)
     return float(match[1]) * _UNITS[match[2]]

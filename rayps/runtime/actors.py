@@ -257,6 +257,9 @@ class WorkerActor:
     def _prepare(self, plan: WorkerPlan, snapshot: Snapshot, stop: threading.Event, ties: Ties) -> Worker:
         workload = self._load()
         snapshot, missed = self._standby.recall(plan, snapshot)
+        with self._lock:  # before the others are waited for: they may never come, and this be asked meanwhile
+            if missed is not None and not stop.is_set():
+                self._facts.points += self._standby.inherit(missed, plan.start)
         ties.form(plan, snapshot, self._listener)
         if stop.is_set():
             raise StaleGeneration(f"generation {plan.generation} was ended before it began", peer="driver")
@@ -266,9 +269,6 @@ class WorkerActor:
         upkeep = self._standby.begin(plan)
         if upkeep is not None:
             self._worker.commit = upkeep.commit
-        with self._lock:
-            if not stop.is_set():
-                self._facts.points += missed
         return self._worker
 
     def _report(self, point: dict[str, Any], stop: threading.Event) -> None:

@@ -54,6 +54,14 @@ class Standby:
         self._given = 0
         return [point | {"again": True} for point in self._said]
 
+    def inherit(self, points: list[dict[str, Any]], before: int) -> list[dict[str, Any]]:
+        """Another worker's points are this one's now; what of them is to be said again, in the next answer.
+
+        Between the two no question may be answered: what was not in an answer would count as heard with the next.
+        """
+        self._said = points
+        return self.unheard(before)
+
     def shut(self) -> None:
         """No more commits from now on."""
         if self._keeper is not None:
@@ -63,12 +71,13 @@ class Standby:
         """What is kept here of this line, of this worker and of others."""
         return {} if self._keeper is None else self._keeper.holdings(line)
 
-    def recall(self, plan: WorkerPlan, snapshot: Snapshot) -> tuple[Snapshot, list[dict[str, Any]]]:
-        """The state from which this worker goes on, its own or that of the one it replaces, and what that had to say.
+    def recall(self, plan: WorkerPlan, snapshot: Snapshot) -> tuple[Snapshot, list[dict[str, Any]] | None]:
+        """The state from which this worker goes on, its own or that of the one it replaces, and what that one had said
+        (None: it is its own), which is to be taken over by `inherit`.
 
         Raises LinkError: it is nowhere any more.
         """
-        bond, rest, missed = plan.bond, None, list[dict[str, Any]]()
+        bond, rest, missed = plan.bond, None, None
         if bond is None or not bond.recalls:
             return snapshot, missed
         if bond.source is None:
@@ -80,8 +89,7 @@ class Standby:
             state = fetch(bond.source, *where)
             rest = fetch_rest(bond.source, plan.rank, *where) if bond.source.twin else None
             own = rest if bond.source.twin else state
-            self._said = [] if own is None else list(own.facts.get("points", []))
-            missed = self.unheard(plan.start)
+            missed = [] if own is None else list(own.facts.get("points", []))
         return overlaid(snapshot, plan.rank, state, rest), missed
 
     def begin(self, plan: WorkerPlan) -> Upkeep | None:
