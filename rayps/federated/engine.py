@@ -110,7 +110,7 @@ class Engine:
         """The server's half, the same on every worker; why the model stays as it was, if it does."""
         w, strategy = self.w, self.strategy
         if met.skipped is not None:
-            return met.skipped
+            return met.skipped if met.count else "no reply could be used" if met.rejected else "nobody replied"
         strategy.server(Server(w.flat.vector, met, self.source.count, w.shared, t))
         if self._averages:
             self._spread(met.sums["buffers"])

@@ -69,8 +69,7 @@ class Leg:
             boundary = Boundary(self.span.steps * epochs, self.end, begin)
         else:
             boundary = Boundary(every, self.end)
-        strategy = self.phase.strategy
         return Orders(
-            generation, strategy, spec.seed, self.end, boundary, evaluated, spec.timeout, self.span.origin,
-            self.division, mailbox, every is None and strategy.federated and not strategy.remote,
+            generation, self.phase.strategy, spec.seed, self.end, boundary, evaluated, spec.timeout, self.span.origin,
+            self.division, mailbox,
         )  # fmt: skip
