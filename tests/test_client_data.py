@@ -267,8 +267,9 @@ def test_parquet_is_divided_alike_in_memory_and_on_disk(written: Path, client: o
         for k in (0, clients.count - 1):
             rows = clients.rows(k)[::-1]
             batch = clients.batch(rows)
-            assert batch.x.tolist() == [[2.0 * i, 2.0 * i] for i in rows.tolist()]
-            assert batch.y.tolist() == [i % 7 for i in rows.tolist()] and batch.size == len(rows)
+            wanted = torch.tensor(rows.tolist())
+            assert torch.equal(batch.x, 2.0 * wanted.float()[:, None].expand(-1, 2))
+            assert torch.equal(batch.y, wanted % 7) and batch.size == len(rows)
 
 
 def test_a_column_by_hand(written: Path) -> None:
