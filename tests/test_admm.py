@@ -363,7 +363,7 @@ def test_small_batches_reach_an_error_that_falls_with_the_rate():
     for rate in (0.04, 0.01):
         work = PerRow(parts_of(a, b), rate=rate, batch_size=10)
         strategy = ADMM(penalty=1.0, local_steps=20, balance=False)
-        result = train(work, strategy, workers=4, steps=600)
+        result = train(work, strategy, workers=4, steps=1200)
         errors.append(largest(solution(result) - ridge(a, b, 0.0)))
     assert 1e-8 < errors[1] < errors[0] / 2 and errors[0] < 0.02
 
