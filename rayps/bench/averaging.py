@@ -145,12 +145,13 @@ def _row(strategy: str, workers: int, result: Result, first: AveragingRow | None
 
 
 def picture(rows: Sequence[AveragingRow]) -> str:
-    """The curves as SVG: loss against 10^6 bytes moved, both axes logarithmic."""
+    """The curves as SVG: loss against 10^6 bytes moved, these on a logarithmic axis."""
     lines = []
     for row in rows:
         points = [(moved / 1e6, loss) for moved, loss in row.curve if moved]
         lines.append(Line(_short(row.strategy), points, points))
-    return page([Chart("the next character: loss after each epoch", "10^6 bytes moved", "loss", lines)], columns=1)
+    chart = Chart("the next character: loss after each epoch", "10^6 bytes moved", "loss", lines, even=True)
+    return page([chart], columns=1)
 
 
 def _short(strategy: str) -> str:

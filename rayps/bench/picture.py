@@ -10,7 +10,7 @@ from dataclasses import dataclass
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # told apart by everyone
 _WIDTH, _HEIGHT = 420, 330
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 118, 34, 40  # around the plot
-_FEW = 12  # places across, up to which each is named
+_FEW = 8  # places across, up to which each is named
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,7 @@ class Chart:
     across: str
     up: str
     lines: Sequence[Line]
+    even: bool = False  # upwards not logarithmic: for values that are near each other
 
 
 def page(charts: Sequence[Chart], columns: int = 2) -> str:
@@ -52,7 +53,7 @@ def _chart(chart: Chart) -> str:
     xs = sorted({x for x, _ in points})
     few = len(xs) <= _FEW
     across = _Axis(xs, _LEFT, _WIDTH - _RIGHT, 2.0 if few else 10.0)
-    up = _Axis([y for _, y in points], _HEIGHT - _BOTTOM, _TOP, 10.0)
+    up = (_Even if chart.even else _Axis)([y for _, y in points], _HEIGHT - _BOTTOM, _TOP, 10.0)
     parts = [_text(_LEFT, 18, chart.title, bold=True), _text(across.middle, _HEIGHT - 8, chart.across, "middle"),
              _text(6, _TOP - 6, chart.up)]
     for tick in xs if few else across.ticks():
@@ -67,7 +68,7 @@ def _chart(chart: Chart) -> str:
     return "".join(parts)
 
 
-def _line(line: Line, colour: str, across: _Axis, up: _Axis) -> list[str]:
+def _line(line: Line, colour: str, across: _Axis, up: _Axis | _Even) -> list[str]:
     path = " ".join(f"{across.at(x):.1f},{up.at(y):.1f}" for x, y in line.expected if y > 0)
     dots = [f'<circle cx="{across.at(x):.1f}" cy="{up.at(y):.1f}" r="3.5" fill="{colour}"/>'
             for x, y in line.measured if y > 0]
@@ -101,3 +102,21 @@ class _Axis:
         powers = range(math.floor(self._low) - 1, math.ceil(self._high) + 1)
         steps = [step * 10.0**power for power in powers for step in (1, 2, 5)]
         return [tick for tick in steps if self._low - 1e-9 <= math.log10(tick) <= self._high + 1e-9]
+
+
+class _Even:
+    """An axis on which equal steps are equally long."""
+
+    def __init__(self, values: Sequence[float], start: float, end: float, base: float) -> None:
+        self._start, self._end, self._low, self._high = start, end, min(values), max(values)
+        wide = max(self._high - self._low, 1e-9)
+        power = base ** math.floor(math.log(wide, base))
+        self._step = next(step * power for step in (0.1, 0.2, 0.5, 1.0, 2.0) if wide <= 6 * step * power)
+
+    def at(self, value: float) -> float:
+        return self._start + (value - self._low) / max(self._high - self._low, 1e-9) * (self._end - self._start)
+
+    def ticks(self) -> list[float]:
+        """Multiples of a round step within the axis."""
+        first, last = math.ceil(self._low / self._step), math.floor(self._high / self._step)
+        return [i * self._step for i in range(first, last + 1)]
