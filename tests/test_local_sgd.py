@@ -175,6 +175,23 @@ def test_a_worker_without_a_row_counts_nothing():
     assert distance(train(alone, strategy, workers=2, epochs=5).model(), model) < EXACT
 
 
+def test_a_parameter_that_a_batch_does_not_use_is_not_stepped():
+    """As in plain torch, where it has no gradient: momentum and decay rest too."""
+
+    class Either(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.other = nn.Linear(5, 1).double(), nn.Linear(5, 1).double()
+
+        def forward(self, x):
+            return self.one(x) if x.sum() > 0 else self.other(x)
+
+    work = Small(n=48, optimizer="momentum")
+    work.model = Either
+    strategy = LocalSGD(period=4)
+    assert distance(train(work, strategy, workers=2, epochs=2).model(), law(work, 2, strategy, 2).models[0]) < EXACT
+
+
 def test_compressed_meetings_carry_error_feedback():
     """x <- x + decode(encode(mean of decode(encode(w_k - x)))), rank k folding slice k."""
     work, period = Small(n=60), 3
