@@ -65,7 +65,8 @@ class Leg:
         """What a generation is told; the evaluation after round `evaluated` is filed."""
         every, begin = spec.checkpoint_every, self.span.begin
         if every is None:
-            epochs = FEDERATED_EPOCHS if self.phase.strategy.federated else 1
+            strategy = self.phase.strategy  # a round of real clients is too dear to be made twice
+            epochs = FEDERATED_EPOCHS if strategy.federated and not strategy.remote else 1
             boundary = Boundary(self.span.steps * epochs, self.end, begin)
         else:
             boundary = Boundary(every, self.end)
