@@ -35,14 +35,14 @@ _LOCAL = "fraction=0.5,local_epochs=5,batch_size=10"
 _STRATEGIES: dict[str, list[tuple[str, int]]] = {  # of a scene: strategies and their rounds
     "shards": [(f"fedavg:{_LOCAL}", 30), (f"fedavg:{_LOCAL},dropout=0.5", 45)],
     "iid": [(f"fedavg:{_LOCAL}", 15)],
-    "one_label": [(f"fedavg:{_LOCAL}", 30), (f"fedprox:{_LOCAL},mu=1", 30), (f"scaffold:{_LOCAL}", 30),
-                  ("fedavg:fraction=0.5,local_steps=5,batch_size=10", 200),
-                  ("fedavg:fraction=1,local_steps=5,batch_size=10", 200),
-                  ("fedavgm:fraction=0.5,local_steps=5,batch_size=10,beta=0.9", 200)],
-    "writers": [("fedavg:fraction=0.1,local_epochs=5,batch_size=10", 60),
-                ("ditto:fraction=0.1,local_epochs=5,batch_size=10,lam=0.1", 60)],
+    "one_label": [(f"fedavg:{_LOCAL}", 20), (f"fedprox:{_LOCAL},mu=1", 20),
+                  *((f"{name},local_steps=5,batch_size=10", 100)
+                    for name in ("fedavg:fraction=0.5", "fedavg:fraction=1", "scaffold:fraction=0.5"))],
+    "writers": [("fedavgm:fraction=0.1,local_epochs=2,batch_size=10,beta=0.9,server_lr=0.3", 80),
+                ("ditto:fraction=0.1,local_epochs=1,batch_size=10,lam=0.5", 60)],
 }  # fmt: skip
-_ALONE = "fedavg:local_epochs=5,batch_size=10"  # one client: plain SGD to the bit
+_ALONE = "fedavg:local_epochs=5,batch_size=10"  # with one client: plain SGD to the bit
+_WHOLE = "fedavg:local_epochs=1,batch_size=10"  # the same, of one client that has all
 _LONE = 20  # clients that are looked at alone
 _TUNED = 5  # epochs that a writer trains the final model on
 
@@ -188,16 +188,17 @@ class _Stage:
         """All ways of this scene, one after another."""
         if compared:
             yield self._alone()
-            yield self._learnt("in one place", "all_reduce", 10 if self.scene == "writers" else 5)
+            yield self._learnt("in one place", _WHOLE, 10 if self.scene == "writers" else 5, iid(1))
         for text, rounds in strategies:
             if self.scene == "writers":
                 tuned = "" if text.startswith("ditto") else f",finetune={_TUNED}"
                 text += f",evaluate_every={rounds}{tuned}"
             yield self._learnt(text, text, rounds)
 
-    def _learnt(self, way: str, strategy: str, rounds: int) -> LearningRow:
+    def _learnt(self, way: str, strategy: str, rounds: int, client: Any = None) -> LearningRow:
         began = time.monotonic()
-        result = _train(self.workload, strategy, rounds, self.seed)
+        workload = self.workload if client is None else self.make(*self.workload.rows, client=client)
+        result = _train(workload, strategy, rounds, self.seed)
         curve = _curve(result)
         reached = next((i + 1 for i, value in enumerate(curve) if value >= TARGET), None)
         others = self._others(result) if self.scene == "writers" else None

@@ -33,7 +33,8 @@ def learning(
 
     def tell(row: LearningRow) -> None:
         show.note(f"{row.scene}, seed {row.seed}, {row.way}: best {row.best:.3f}, 90% in round {row.reached}, "
-                  f"last {row.last:.3f} ({row.seconds:.0f} s)")
+                  f"last {row.last:.3f}, of other writers {show.number(row.others)}, personal "
+                  f"{show.number(row.personal)} ({row.seconds:.0f} s)")
 
     rows = bench_learning(scenes.split(","), folder=data, writers=writers, seeds=given, hidden=hidden, lr=lr,
                           rounds=rounds, strategies=strategy or (), tell=tell)
