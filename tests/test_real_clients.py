@@ -502,7 +502,9 @@ def test_the_commands(clinic: Clinic, capsys: pytest.CaptureFixture[str], monkey
     assert code == 0 and token.startswith(f"rpc.{job.id}.") and "rayps token revoke" in note
     made = ClientToken.read(token)
     clinic.hospital(job, 0, str(made)).begin()
-    assert "h0" in say("joined", job.id[:20])[1] and "round 0 waits for 1 more" in clinic.reason(job)
+    until(lambda: "round 0 waits for 1 more" in clinic.reason(job))
+    code, listed, note = say("joined", job.id[:20])
+    assert "h0" in listed and "round 0 waits for 1 more" in note
     identity = json.loads(say("token", "ls", "--job", job.id, "-o", "json")[1])[0]["id"]
     assert say("token", "revoke", identity)[0] == 0 and "revoked" in say("token", "ls")[1]
     assert say("token", "revoke", "nothing")[0] == 3
