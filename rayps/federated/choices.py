@@ -134,7 +134,7 @@ class Rule:
             return None
         told = "where clients' data differ" if skew is None else f"clients' labels differ (by {skew:.2f} of 1), and"
         cost = {
-            "krum": "takes over one client's update in each round: with two labels a client it does not learn at all",
+            "krum": "takes over one client's update in each round: with two labels a client it hardly learns",
             "bulyan": "drops the clients that differ most, attackers or not",
             "median": "drops what few clients know: rare labels may never be learnt",
             "trimmed_mean": "drops what few clients know",
@@ -143,7 +143,10 @@ class Rule:
             "multi_krum": "drops the clients that differ most, attackers or not",
         }[self.name]
         way = "give bucket=2" if self.bucket == 1 else "give a larger bucket"
-        return f"{told} {self} costs accuracy even without an attacker: it {cost}; {way}, or bear fewer attackers"
+        return (
+            f"{told} {self} costs accuracy even without an attacker: it {cost}; {way} if the cohort is large enough, "
+            "or bear fewer attackers"
+        )
 
     def _guard(self) -> str:
         guard = {"krum": "2f + 2 < n", "multi_krum": "2f + 2 < n and m <= n - f", "trimmed_mean": "2f < n",
