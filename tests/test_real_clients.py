@@ -510,7 +510,8 @@ def test_the_commands(clinic: Clinic, capsys: pytest.CaptureFixture[str], monkey
     assert say("token", "revoke", "nothing")[0] == 3
     for arguments, why in ((("--token", "rps_x"), "no client token"), (("--token", "@/nowhere"), "cannot be read"),
                            (("--token", str(made), "--job", "other"), "not for other"),
-                           (("--token", str(made), "--name", "../x"), "letters and digits"), ((), "RAYPS_CLIENT_TOKEN")):
+                           (("--token", str(made), "--name", "../x"), "letters and digits"),
+                           ((), "RAYPS_CLIENT_TOKEN")):
         code, _, note = say("client", *arguments, "work.py:Slow")
         assert code == 2 and why in note, note
     job.stop()
