@@ -134,7 +134,7 @@ class Rule:
             return None
         told = "where clients' data differ" if skew is None else f"clients' labels differ (by {skew:.2f} of 1), and"
         cost = {
-            "krum": "takes over one client's update in each round: with two labels a client it hardly learns",
+            "krum": "takes over one client's update in each round: with two labels a client it hardly learns (bucket=2 helps)",
             "bulyan": "drops the clients that differ most, attackers or not",
             "median": "drops what few clients know: rare labels may never be learnt",
             "trimmed_mean": "drops what few clients know",
@@ -142,10 +142,9 @@ class Rule:
             "centered_clipping": "learns slowly where its tau is below the updates' norms",
             "multi_krum": "drops the clients that differ most, attackers or not",
         }[self.name]
-        way = "give bucket=2" if self.bucket == 1 else "give a larger bucket"
         return (
-            f"{told} {self} costs accuracy even without an attacker: it {cost}; {way} if the cohort is large enough, "
-            "or bear fewer attackers"
+            f"{told} {self} costs accuracy even without an attacker: it {cost}; bear fewer attackers, or try "
+            "centered_clipping or geometric_median, which cost least where that was measured"
         )
 
     def _guard(self) -> str:
