@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOORS = [
     # pure: no thread, no socket
     "__init__ errors job clock grid partition flat compress metrics strategy strategies user_code logs failpoint "
-    "federated.joining prox attendance epochs pipeline.schedule pipeline.validate pipeline.simulate pipeline.gantt costs placement "
-    "federated.forms federated.cohort federated.availability federated.world federated.buffer federated.choices "
+    "prox attendance epochs pipeline.schedule pipeline.validate pipeline.simulate pipeline.gantt costs placement "
+    "federated.joining federated.forms federated.cohort federated.availability federated.world federated.buffer federated.choices "
     "federated.events",
     # where actors live, and how bytes travel between them
     "cluster scratch ray_cluster link federated.mailbox federated.signed",

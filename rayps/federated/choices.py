@@ -134,7 +134,8 @@ class Rule:
             return None
         told = "where clients' data differ" if skew is None else f"clients' labels differ (by {skew:.2f} of 1), and"
         cost = {
-            "krum": "takes over one client's update in each round: with two labels a client it hardly learns (bucket=2 helps)",
+            "krum": "takes over one client's update in each round: with two labels a client it hardly learns "
+            "(bucket=2 helps)",
             "bulyan": "drops the clients that differ most, attackers or not",
             "median": "drops what few clients know: rare labels may never be learnt",
             "trimmed_mean": "drops what few clients know",
