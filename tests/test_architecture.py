@@ -14,8 +14,8 @@ FLOORS = [
     # pure: no thread, no socket
     "__init__ errors job clock grid partition flat compress metrics strategy strategies user_code logs failpoint "
     "prox attendance epochs pipeline.schedule pipeline.validate pipeline.simulate pipeline.gantt costs placement "
-    "federated.joining federated.forms federated.cohort federated.availability federated.world federated.buffer federated.choices "
-    "federated.events",
+    "federated.joining federated.forms federated.cohort federated.availability federated.world federated.buffer "
+    "federated.choices federated.events",
     # where actors live, and how bytes travel between them
     "cluster scratch ray_cluster link federated.mailbox federated.signed",
     # the two ways of talking
