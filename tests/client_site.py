@@ -23,9 +23,9 @@ import rayps
 from rayps import checkpoint
 from rayps.client import Client, Job
 from rayps.cluster import surrounding
-from rayps.federated.kept import Kept
-from rayps.federated.outside import Line, Outside
-from rayps.federated.signed import ClientToken
+from rayps.federated.real.kept import Kept
+from rayps.federated.real.outside import Line, Outside
+from rayps.federated.real.signed import ClientToken
 from rayps.snapshot import Snapshot
 
 SIZES = (20, 25, 30)

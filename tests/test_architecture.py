@@ -14,10 +14,9 @@ FLOORS = [
     # pure: no thread, no socket
     "__init__ errors job clock grid partition flat compress metrics strategy strategies user_code logs failpoint "
     "prox attendance epochs pipeline.schedule pipeline.validate pipeline.simulate pipeline.gantt costs placement "
-    "federated.joining federated.forms federated.cohort federated.availability federated.world federated.buffer "
-    "federated.choices federated.events",
+    "federated.cohort federated.choices federated.virtual federated.real.joining",
     # where actors live, and how bytes travel between them
-    "cluster scratch ray_cluster link federated.mailbox federated.signed",
+    "cluster scratch ray_cluster link federated.real.mailbox federated.real.signed",
     # the two ways of talking
     "ring optim server tables elastic",
     # what is learnt
@@ -28,7 +27,7 @@ FLOORS = [
     # the service
     "service client",
     # the command line, which may also train at once and serve; measurements
-    "cli bench federated.outside federated.kept",
+    "cli bench federated.real.outside federated.real.kept",
 ]
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names.split()}
 SERVICE_MAY = {0, 1, 5}  # the service wing needs neither torch nor the floors of training
@@ -78,8 +77,8 @@ def imports(tree):
 
 def floor(name):
     short = name.removeprefix("rayps.").removeprefix("rayps") or "__init__"
-    if short not in FLOOR:
-        short = short.partition(".")[0]  # a package stands on one floor
+    while short and short not in FLOOR:
+        short = short.rpartition(".")[0]  # a package stands on one floor, but for what is named apart
     assert short in FLOOR, f"{name} stands on no floor: put it into FLOORS where it belongs"
     return FLOOR[short]
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from rayps.errors import ConfigError, TrainingError
-from rayps.federated.buffer import Buffer
 from rayps.federated.cohort import hashes
-from rayps.federated.events import clock_at, events_of
-from rayps.federated.world import World
+from rayps.federated.virtual.buffer import Buffer
+from rayps.federated.virtual.events import clock_at, events_of
+from rayps.federated.virtual.world import World
 from rayps.strategies.fedavg import FedAvg
 from rayps.strategies.fedbuff import FedBuff
 

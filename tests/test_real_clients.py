@@ -25,10 +25,10 @@ import rayps
 from rayps.cli.main import main
 from rayps.cluster import surrounding
 from rayps.errors import ConfigError, Conflict, DataError, Unauthorized, WorkloadError
-from rayps.federated import remote
-from rayps.federated.mailbox import Mailbox
-from rayps.federated.outside import own_data, rows_of
-from rayps.federated.signed import ClientToken, Key, order_text, verified
+from rayps.federated.real import remote
+from rayps.federated.real.mailbox import Mailbox
+from rayps.federated.real.outside import own_data, rows_of
+from rayps.federated.real.signed import ClientToken, Key, order_text, verified
 from rayps.logs import LogBuffer
 
 FEDAVG = "fedavg:local_epochs=2,clients=remote(least={least},wait=100)"

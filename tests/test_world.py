@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from rayps.errors import ConfigError, TrainingError
-from rayps.federated import forms
 from rayps.federated.cohort import cohort, cohort_size, hashes, homes, normals, pack, uniforms
-from rayps.federated.world import World
+from rayps.federated.virtual import forms
+from rayps.federated.virtual.world import World
 
 KNOWN = [[0, 5, 14, 15, 19], [26216, 27747, 34564, 40586, 47560]]
 EVERYONE = np.arange(100_000, dtype=np.int64)

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 from fastapi import FastAPI
 
-from rayps.federated.signed import Key
+from rayps.federated.real.signed import Key
 from rayps.service.client_tokens import ClientTokens
 from rayps.service.groups import Groups
 from rayps.service.ray_place import place as choose

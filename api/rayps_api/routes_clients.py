@@ -1,7 +1,7 @@
 """The routes of real federated clients, and those by which a user lets them in.
 
 A client may do what stands under /api/v1/client and nothing else; it sees its own orders, never those of others. All
-of it is files in the job's folder (`rayps.federated.mailbox`): the service may be started again at any moment.
+of it is files in the job's folder (`rayps.federated.real.mailbox`): the service may be started again at any moment.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.requests import ClientDisconnect
 
 from rayps.errors import ConfigError, Conflict
-from rayps.federated.mailbox import Mailbox, Member, Order
-from rayps.federated.signed import order_text
+from rayps.federated.real.mailbox import Mailbox, Member, Order
+from rayps.federated.real.signed import order_text
 from rayps.service.client_tokens import Grant
 from rayps.service.store import Record
 from rayps.strategy import parse

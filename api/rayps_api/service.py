@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from fastapi import Depends, Request
 
 from rayps.errors import Unauthorized
-from rayps.federated.mailbox import FOLDER, Mailbox
+from rayps.federated.real.mailbox import FOLDER, Mailbox
 from rayps.service.client_tokens import ClientTokens
 from rayps.service.groups import Groups
 from rayps.service.scheduler import Scheduler, read_json

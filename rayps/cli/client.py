@@ -13,7 +13,7 @@ from rayps.cli import show
 from rayps.cli.show import Output
 from rayps.client import Client
 from rayps.errors import ConfigError
-from rayps.federated.signed import ClientToken
+from rayps.federated.real.signed import ClientToken
 from rayps.job import Status
 from rayps.service.settings import Settings
 
@@ -43,8 +43,8 @@ def client(
     Ends with the job: 0 when it succeeded, 1 when it failed or was stopped, 4 when the token was revoked, an order was
     not signed by the service, or nobody answered for too long; 130 by Ctrl-C. Start it again to go on.
     """
-    from rayps.federated.kept import Kept
-    from rayps.federated.outside import Line, Outside, own_data
+    from rayps.federated.real.kept import Kept
+    from rayps.federated.real.outside import Line, Outside, own_data
     from rayps.workload import load
 
     found = ClientToken.read(_token(token))

@@ -13,8 +13,8 @@ from rayps.errors import ConfigError
 from rayps.federated import choices
 from rayps.federated.client import is_plain
 from rayps.federated.cohort import cohort_size
-from rayps.federated.events import events_of
-from rayps.federated.joining import joining_of
+from rayps.federated.real.joining import joining_of
+from rayps.federated.virtual.events import events_of
 from rayps.job import JobSpec
 from rayps.workload import Workload
 

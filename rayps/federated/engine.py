@@ -21,7 +21,7 @@ from rayps.federated.aggregate import Aggregate, Met
 from rayps.federated.client import Reply, Tensors, Trainer
 from rayps.federated.cohort import homes
 from rayps.federated.personal import personal
-from rayps.federated.remote import Remote
+from rayps.federated.real.remote import Remote
 from rayps.federated.source import Errand, Round, Simulated, old
 from rayps.federated.states import States
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from rayps.federated import choices
 from rayps.federated.client import Reply, Rows, Task, Tensors
 from rayps.federated.cohort import Ints, pack
-from rayps.federated.events import clock_at, events_of
+from rayps.federated.virtual.events import clock_at, events_of
 
 if TYPE_CHECKING:
     from rayps.federated.engine import Engine

@@ -21,7 +21,7 @@ from rayps.elastic.job import JobSpace
 from rayps.elastic.space import Table
 from rayps.epochs import Calendar
 from rayps.errors import RaypsError, TrainingError
-from rayps.federated.remote import prepared
+from rayps.federated.real.remote import prepared
 from rayps.job import JobSpec, Status
 from rayps.metrics import Point, Rounds
 from rayps.replica.build import drawn_apart

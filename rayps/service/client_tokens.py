@@ -11,7 +11,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from rayps.errors import ConfigError, NotFound
-from rayps.federated.signed import ClientToken, Key
+from rayps.federated.real.signed import ClientToken, Key
 from rayps.service.store import Store
 
 _table = sa.Table("client_tokens", sa.MetaData(), *[sa.Column(name, kind) for name, kind in {

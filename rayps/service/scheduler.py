@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from rayps.cluster import Cluster, Handle, Reply
 from rayps.errors import ClusterError, ConfigError, Conflict, RaypsError
-from rayps.federated.mailbox import FOLDER, Mailbox
+from rayps.federated.real.mailbox import FOLDER, Mailbox
 from rayps.job import JobSpec, Status, may_move
 from rayps.service.plan import Action, Ask, Bundle, Facts, Kill, Seal, Show, Start, Wait, needs, plan
 from rayps.service.store import Record, Store

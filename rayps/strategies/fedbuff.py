@@ -6,9 +6,9 @@ began. An update D that comes back tau versions later is worth s(tau) = (1 + tau
 come,
     server:   w <- w + server_lr * (sum of s(tau) D) / K
 and that is one round. An update of more than `max_staleness` versions is dropped and counted.
-Training is real and time is virtual: who ends when is drawn from speed and availability (`rayps.federated.buffer`),
-so that a run has the same bits whatever the load, and any number of workers. Old parameters are kept as long as
-somebody trains from them. `decay` is the exponent 1/2 of s; 0 makes all updates alike.
+Training is real and time is virtual: who ends when is drawn from speed and availability
+(`rayps.federated.virtual.buffer`), so that a run has the same bits whatever the load, and any number of workers. Old
+parameters are kept as long as somebody trains from them. `decay` is the exponent 1/2 of s; 0 makes all updates alike.
 With K = M = all clients it is FedAvg on updates that are worth the same, however many samples they come from.
 """
 

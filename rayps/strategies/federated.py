@@ -10,7 +10,8 @@ A client is no process: each worker holds one model, trains its share of the coh
 round. Sums are exact, so a run has the same bits for any number of workers and any order of replies; a single reply is
 taken over as it is. Fewer than `min_replies` leave the model as it was. An epoch of such a job is one round.
 The workload's optimizer is the client's; each client begins a round with a fresh one, at the rate of the workload.
-Of speed, availability, `deadline` and the rest of the clients' world see `rayps.federated.forms`; time is virtual.
+Of speed, availability, `deadline` and the rest of the clients' world see `rayps.federated.virtual.forms`: time is
+virtual.
 `buffers`: BatchNorm statistics are averaged like parameters ("mean"), or stay with each client ("keep"), whose next
 training begins with them, and are then evaluated only for that client.
 `finetune`: at each evaluation every client that has rows in the evaluation data trains a copy of w for so many epochs,
@@ -23,7 +24,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rayps.errors import ConfigError
-from rayps.federated import choices, forms, joining
+from rayps.federated import choices
+from rayps.federated.real import joining
+from rayps.federated.virtual import forms
 from rayps.grid import Grid
 from rayps.strategies.base import Strategy, WorkerView
 

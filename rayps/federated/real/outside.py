@@ -22,10 +22,10 @@ from rayps.client import checked
 from rayps.data.base import Data
 from rayps.data.elsewhere import elsewhere
 from rayps.errors import Conflict, NotFound, RaypsError, Unauthorized, Unreachable, WorkloadError
-from rayps.federated import parcel
 from rayps.federated.client import Reply, Rows, Task, Trainer
-from rayps.federated.kept import Kept
-from rayps.federated.signed import ClientToken, fingerprint, verified
+from rayps.federated.real import parcel
+from rayps.federated.real.kept import Kept
+from rayps.federated.real.signed import ClientToken, fingerprint, verified
 from rayps.flat import FlatModel
 from rayps.job import Status
 from rayps.replica.build import apart, model_of

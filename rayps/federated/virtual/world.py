@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rayps.errors import ConfigError, TrainingError
-from rayps.federated import forms
-from rayps.federated.availability import FOREVER, Availability, availability, micros, read_seconds
 from rayps.federated.cohort import Ints, cohort_size, first, normals, uniforms
+from rayps.federated.virtual import forms
+from rayps.federated.virtual.availability import FOREVER, Availability, availability, micros, read_seconds
 
 LOOKS = 10_000  # at an empty world, before a round gives up
 _LATEST = 1 << 60  # microseconds: where the clock ends

@@ -19,7 +19,7 @@ import numpy as np
 
 from rayps.errors import ConfigError, TrainingError
 from rayps.federated.cohort import Ints, hashes
-from rayps.federated.world import LOOKS, REASONS, Plan, Training, World
+from rayps.federated.virtual.world import LOOKS, REASONS, Plan, Training, World
 
 STALE = "stale"  # the reason of an update that was begun too many versions ago
 
@@ -61,7 +61,7 @@ class Buffer:
             )
 
     def round(self, t: int, state: Ints) -> tuple[Plan, Ints]:
-        """Round `t`, and the state in which the next one begins; see `rayps.federated.events`.
+        """Round `t`, and the state in which the next one begins; see `rayps.federated.virtual.events`.
 
         The plan's `trainings` stand in the order of arrival; its `sampled` are those that began in this round.
 

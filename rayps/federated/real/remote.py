@@ -17,11 +17,11 @@ import numpy as np
 from torch import Tensor
 
 from rayps.errors import ConfigError, StaleGeneration, TrainingError
-from rayps.federated import parcel
 from rayps.federated.client import Reply
 from rayps.federated.cohort import Ints, cohort_size, first
-from rayps.federated.joining import DEADLINE, Joining, joining_of
-from rayps.federated.mailbox import FOLDER, Mailbox, Member, Order
+from rayps.federated.real import parcel
+from rayps.federated.real.joining import DEADLINE, Joining, joining_of
+from rayps.federated.real.mailbox import FOLDER, Mailbox, Member, Order
 from rayps.federated.source import Round
 from rayps.strategy import Phase, wire
 

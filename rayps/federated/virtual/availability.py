@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from rayps.errors import ConfigError
 from rayps.federated.cohort import Ints, uniforms
-from rayps.federated.forms import intervals
+from rayps.federated.virtual.forms import intervals
 
 FOREVER = 1 << 61
 Pairs = list[list[tuple[float, float]]]

@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rayps.federated.availability import micros
-from rayps.federated.buffer import Buffer
 from rayps.federated.cohort import Ints
-from rayps.federated.world import Plan, World
+from rayps.federated.virtual.availability import micros
+from rayps.federated.virtual.buffer import Buffer
+from rayps.federated.virtual.world import Plan, World
 
 
 class Events(Protocol):
