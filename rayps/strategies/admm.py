@@ -25,13 +25,13 @@ and exactly only with a rate that falls.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rayps.attendance import attends
-from rayps.errors import ConfigError
 from rayps.prox import canonical, prox
+from rayps.strategies import options
+from rayps.strategies.averaging import check_meetings
 from rayps.strategies.base import Strategy, WorkerView
 
 
@@ -54,20 +54,14 @@ class ADMM(Strategy):
     keeps_rows: ClassVar[bool] = True  # type: ignore[misc]
 
     def __post_init__(self) -> None:
-        k = self.local_steps
-        if isinstance(k, bool) or not isinstance(k, int) or k < 1:
-            raise ConfigError(f"local_steps is {k!r}: give a whole number of at least 1", field="local_steps")
-        _must_lie("penalty", self.penalty, "above 0", lambda v: 0 < v < float("inf"))
-        _must_lie("relaxation", self.relaxation, "between 0 and 2, such as 1 (none) or 1.6", lambda v: 0 < v < 2)
-        _must_lie("participation", self.participation, "above 0 and up to 1", lambda v: 0 < v <= 1)
-        for field in ("eps_abs", "eps_rel"):
-            if getattr(self, field) is not None:
-                _must_lie(field, getattr(self, field), "of at least 0, or none", lambda v: 0 <= v < float("inf"))
-        if not isinstance(self.balance, bool):
-            raise ConfigError(f"balance is {self.balance!r}: give true or false", field="balance")
-        for field, known in (("momentum", ("keep", "reset", "average")), ("buffers", ("average", "keep"))):
-            if getattr(self, field) not in known:
-                raise ConfigError(f"{field} is {getattr(self, field)!r}: give {' or '.join(known)}", field=field)
+        options.whole(self, "local_steps")
+        options.number(self, "penalty", above=0)
+        options.number(self, "relaxation", above=0, below=2)
+        options.number(self, "eps_abs", least=0, none=True)
+        options.number(self, "eps_rel", least=0, none=True)
+        options.number(self, "participation", above=0, most=1)
+        options.flag(self, "balance")
+        check_meetings(self)
         object.__setattr__(self, "regularizer", canonical(self.regularizer))
 
     def begin(self, w: WorkerView) -> None:
@@ -142,8 +136,3 @@ def _doubles(like: Any, *numbers: float) -> Any:
     for i, number in enumerate(numbers):
         found[i] = number
     return found
-
-
-def _must_lie(field: str, given: Any, where: str, holds: Callable[[Any], bool]) -> None:
-    if isinstance(given, bool) or not isinstance(given, (int, float)) or not holds(given):
-        raise ConfigError(f"{field} is {given!r}: give a number {where}", field=field)

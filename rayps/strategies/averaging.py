@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rayps.errors import ConfigError
+from rayps.strategies import options
 from rayps.strategies.base import WorkerView, compression_of
-
-MOMENTUM, BUFFERS = ("keep", "reset", "average"), ("keep", "average")
 
 
 def local_step(w: WorkerView) -> None:
@@ -42,16 +40,7 @@ def done(w: WorkerView) -> int:
 
 def check_meetings(strategy: Any) -> None:
     """Check the options `momentum`, `buffers` and `compression`. Raises ConfigError."""
-    for field, known in (("momentum", MOMENTUM), ("buffers", BUFFERS)):
-        given = getattr(strategy, field)
-        if given not in known:
-            raise ConfigError(f"{field} is {given!r}: give {' or '.join(known)}", field=field)
+    options.choice(strategy, "momentum", ("keep", "reset", "average"))
+    options.choice(strategy, "buffers", ("keep", "average"))
     if strategy.compression is not None:
         compression_of(strategy.compression)
-
-
-def check_count(strategy: Any, field: str, least: int) -> None:
-    """Check an option that is a whole number. Raises ConfigError."""
-    given = getattr(strategy, field)
-    if isinstance(given, bool) or not isinstance(given, int) or given < least:
-        raise ConfigError(f"{field} is {given!r}: give a whole number of at least {least}", field=field)

@@ -9,6 +9,7 @@ from rayps.grid import Grid
 
 COMPRESSIONS = ("fp16", "bf16", "int8", "top_k", "auto")
 REPLAY_MB = 256.0
+REPLAY = "the 10^6 bytes of pushes that a worker may keep, 0 or more"  # what `replay_mb` is
 TOP_K = 0.01  # of the elements, unless said otherwise
 
 

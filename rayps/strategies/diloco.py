@@ -19,13 +19,13 @@ mean of the workers is evaluated and saved, and with it all that a period needs 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar
 
 from rayps.errors import ConfigError
-from rayps.strategies.averaging import check_count, check_meetings, done, have_met, local_step, rounds, samples
+from rayps.strategies import options
+from rayps.strategies.averaging import check_meetings, done, have_met, local_step, rounds, samples
 from rayps.strategies.base import Strategy, WorkerView
 
 
@@ -46,21 +46,15 @@ class DiLoCo(Strategy):
 
     def __post_init__(self) -> None:
         for field, least in (("period", 1), ("overlap", 0), ("buckets", 1)):
-            check_count(self, field, least)
+            options.whole(self, field, least)
         if self.overlap >= self.period:
             raise ConfigError(
                 f"overlap is {self.overlap} and period is {self.period}: a sum must arrive before the next one leaves; "
                 "give fewer steps",
                 field="overlap",
             )
-        rules: dict[str, tuple[str, Callable[[float], bool]]] = {
-            "outer_lr": ("a rate above 0", lambda x: 0 < x < float("inf")),
-            "outer_momentum": ("0 or more, and below 1", lambda x: 0 <= x < 1),
-        }
-        for field, (what, holds) in rules.items():
-            given = getattr(self, field)
-            if isinstance(given, bool) or not isinstance(given, (int, float)) or not holds(given):
-                raise ConfigError(f"{field} is {given!r}: give {what}", field=field)
+        options.number(self, "outer_lr", above=0, expected="a rate above 0")
+        options.number(self, "outer_momentum", least=0, below=1, expected="0 or more, and below 1")
         check_meetings(self)
 
     @property

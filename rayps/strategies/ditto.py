@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rayps.errors import ConfigError
+from rayps.strategies import options
 from rayps.strategies.fedavg import FedAvg
-from rayps.strategies.federated import must_be_above_zero
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Ditto(FedAvg):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        must_be_above_zero("lam", self.lam, zero=True)
+        options.number(self, "lam", least=0)
         if self.finetune is not None:
             raise ConfigError(
                 f"finetune is {self.finetune!r}, and each client of ditto has a model of its own: leave it out",

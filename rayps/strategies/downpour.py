@@ -20,8 +20,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rayps.errors import ConfigError
-from rayps.strategies.base import Replica, ShardView, Strategy, WorkerView, must_go_with
+from rayps.strategies import options
+from rayps.strategies.base import REPLAY, Replica, ShardView, Strategy, WorkerView, must_go_with
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,9 @@ class Downpour(Strategy):
 
     def __post_init__(self) -> None:
         for field, least in (("n_push", 1), ("n_fetch", 1), ("shards", 1), ("warm_start", 0)):
-            given = getattr(self, field)
-            if isinstance(given, bool) or not isinstance(given, int) or given < least:
-                raise ConfigError(f"{field} is {given!r}: give a whole number of at least {least}", field=field)
-        for field, zero in (("adagrad", False), ("replay_mb", True)):
-            given = getattr(self, field)
-            number = isinstance(given, (int, float)) and not isinstance(given, bool) and 0 <= given < float("inf")
-            if given is not None and not (number and (zero or given)):
-                what = "the 10^6 bytes of pushes that a worker may keep, 0 or more" if zero else "a rate above 0"
-                raise ConfigError(f"{field} is {given!r}: give {what}, or none", field=field)
+            options.whole(self, field, least)
+        options.number(self, "adagrad", above=0, none=True, expected="a rate above 0")
+        options.number(self, "replay_mb", least=0, none=True, expected=REPLAY)
         must_go_with(self.replica)
 
     def round(self, w: WorkerView) -> None:

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rayps.errors import ConfigError
-from rayps.strategies.federated import Federated, must_be_above_zero
+from rayps.strategies import options
+from rayps.strategies.federated import Federated
 
 
 @dataclass(frozen=True)
@@ -36,15 +37,9 @@ class FedBuff(Federated):
     def __post_init__(self) -> None:
         super().__post_init__()
         for field, least, free in (("buffer", 1, False), ("concurrency", 1, True), ("max_staleness", 0, True)):
-            value = getattr(self, field)
-            if value is None and free:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigError(
-                    f"{field} is {value!r}: give a whole number of at least {least}{', or none' * free}", field=field
-                )
-        must_be_above_zero("server_lr", self.server_lr)
-        must_be_above_zero("decay", self.decay, zero=True)
+            options.whole(self, field, least, none=free)
+        options.number(self, "server_lr", above=0)
+        options.number(self, "decay", least=0)
         for field, usual in (("rule", "mean"), ("enough", None), ("over_selection", 0.0), ("min_replies", 1)):
             if getattr(self, field) != usual:
                 raise ConfigError(

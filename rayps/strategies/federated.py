@@ -28,6 +28,7 @@ from rayps.federated import choices
 from rayps.federated.real import joining
 from rayps.federated.virtual import forms
 from rayps.grid import Grid
+from rayps.strategies import options
 from rayps.strategies.base import Strategy, WorkerView
 
 
@@ -71,24 +72,16 @@ class Federated(Strategy):
                 f"local_epochs is {self.local_epochs!r} and local_steps is {self.local_steps!r}: give one of them",
                 field="local_steps",
             )
-        for field, least, free in (("local_epochs", 1, True), ("local_steps", 1, True), ("batch_size", 0, True),
-                                   ("evaluate_every", 1, False), ("finetune", 1, True)):  # fmt: skip
-            value = getattr(self, field)
-            if value is None and free:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                said = {"batch_size": "; 0 takes all rows of a client at once"}.get(field, "")
-                raise ConfigError(
-                    f"{field} is {value!r}: give a whole number of at least {least}{', or none' * free}{said}",
-                    field=field,
-                )
+        for field in ("local_epochs", "local_steps", "finetune"):
+            options.whole(self, field, none=True)
+        options.whole(self, "batch_size", 0, none=True, said="; 0 takes all rows of a client at once")
+        options.whole(self, "evaluate_every")
         choices.rule_of(self.rule), choices.attack_of(self.attack), choices.clip_of(self.clip)
         if self.buffers not in ("mean", "keep"):
             raise ConfigError(
                 f"buffers is {self.buffers!r}: give mean (averaged by samples) or keep (they stay with each client)",
                 field="buffers",
             )
-
         joining.check(self)
 
     @property
@@ -134,14 +127,3 @@ class Federated(Strategy):
     def round(self, w: WorkerView) -> None:
         """This worker's share of the cohort, and the meeting."""
         w.clients.round()
-
-
-def must_be_above_zero(field: str, value: Any, free: bool = False, zero: bool = False) -> None:
-    """Raises ConfigError unless `value` is a number above 0 (or 0, with `zero`), or none where that is `free`."""
-    if value is None and free:
-        return
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf") or (
-        not value and not zero
-    ):  # fmt: skip
-        most = f"of at least 0{', or none' * free}" if zero else f"above 0{', or none' * free}"
-        raise ConfigError(f"{field} is {value!r}: give a number {most}", field=field)

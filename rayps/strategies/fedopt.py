@@ -16,9 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rayps.errors import ConfigError
+from rayps.strategies import options
 from rayps.strategies.fedavg import FedAvg
-from rayps.strategies.federated import must_be_above_zero
 
 
 @dataclass(frozen=True)
@@ -31,8 +30,8 @@ class FedAvgM(FedAvg):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        must_be_above_zero("server_lr", self.server_lr)
-        _must_be_share("beta", self.beta)
+        options.number(self, "server_lr", above=0)
+        options.number(self, "beta", least=0, below=1)
 
     def server(self, s: Any) -> None:
         """v <- beta v + D;  w <- w + server_lr v."""
@@ -51,9 +50,9 @@ class FedAdagrad(FedAvg):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        must_be_above_zero("server_lr", self.server_lr)
-        must_be_above_zero("tau", self.tau)
-        _must_be_share("beta1", self.beta1)
+        options.number(self, "server_lr", above=0)
+        options.number(self, "tau", above=0)
+        options.number(self, "beta1", least=0, below=1)
 
     def second(self, v: Any, d2: Any) -> Any:
         """The next v, from D^2."""
@@ -77,7 +76,7 @@ class FedAdam(FedAdagrad):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _must_be_share("beta2", self.beta2)
+        options.number(self, "beta2", least=0, below=1)
 
     def second(self, v: Any, d2: Any) -> Any:
         """v <- beta2 v + (1 - beta2) D^2."""
@@ -93,8 +92,3 @@ class FedYogi(FedAdam):
     def second(self, v: Any, d2: Any) -> Any:
         """v <- v - (1 - beta2) D^2 sign(v - D^2)."""
         return v - (1 - self.beta2) * d2 * (v - d2).sign()
-
-
-def _must_be_share(field: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
-        raise ConfigError(f"{field} is {value!r}: give a number from 0 to below 1", field=field)

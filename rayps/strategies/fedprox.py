@@ -13,8 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from rayps.strategies import options
 from rayps.strategies.fedavg import FedAvg
-from rayps.strategies.federated import must_be_above_zero
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class FedProx(FedAvg):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        must_be_above_zero("mu", self.mu, zero=True)
+        options.number(self, "mu", least=0)
 
     def client(self, c: Any) -> None:
         """Local SGD with the proximal term."""

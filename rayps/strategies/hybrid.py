@@ -17,6 +17,7 @@ from dataclasses import InitVar, dataclass
 from typing import ClassVar
 
 from rayps.errors import ConfigError
+from rayps.strategies import options
 from rayps.strategies.all_reduce import AllReduce
 from rayps.strategies.base import Strategy, WorkerView
 from rayps.strategies.parameter_server import ParameterServer
@@ -46,10 +47,8 @@ class Hybrid(Strategy):
         self._take("sparse", sparse, ParameterServer, ("staleness", "replicas"))
         if sparse is not None and sparse.shards > 1:
             object.__setattr__(self, "servers", sparse.shards)
-        if isinstance(self.servers, bool) or not isinstance(self.servers, int) or self.servers < 1:
-            raise ConfigError(f"servers is {self.servers!r}: give a whole number of at least 1", field="servers")
-        if not isinstance(self.prefetch, bool):
-            raise ConfigError(f"prefetch is {self.prefetch!r}: give true or false", field="prefetch")
+        options.whole(self, "servers")
+        options.flag(self, "prefetch")
         _ = self.ring, self.tables  # they check their own options
 
     def _take(self, name: str, part: Strategy | None, kind: type[Strategy], fields: tuple[str, ...]) -> None:

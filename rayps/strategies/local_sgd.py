@@ -22,7 +22,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rayps.strategies.averaging import check_count, check_meetings, done, have_met, local_step, rounds, samples
+from rayps.strategies import options
+from rayps.strategies.averaging import check_meetings, done, have_met, local_step, rounds, samples
 from rayps.strategies.base import Strategy, WorkerView
 
 
@@ -39,8 +40,8 @@ class LocalSGD(Strategy):
     apart: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_count(self, "period", 1)
-        check_count(self, "warmup", 0)
+        options.whole(self, "period")
+        options.whole(self, "warmup", 0)
         check_meetings(self)
 
     @property

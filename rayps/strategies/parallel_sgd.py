@@ -21,10 +21,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rayps.errors import ConfigError
-from rayps.strategies.averaging import check_count, check_meetings, done, have_met, local_step, rounds, samples
+from rayps.strategies import options
+from rayps.strategies.averaging import check_meetings, done, have_met, local_step, rounds, samples
 from rayps.strategies.base import Strategy, WorkerView
-
-MERGES = ("mean", "best")
 
 
 @dataclass(frozen=True)
@@ -41,12 +40,10 @@ class ParallelSGD(Strategy):
     apart: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_count(self, "rounds", 1)
+        options.whole(self, "rounds")
         check_meetings(self)
-        if self.merge not in MERGES:
-            raise ConfigError(f"merge is {self.merge!r}: give {' or '.join(MERGES)}", field="merge")
-        if not isinstance(self.shuffle, bool):
-            raise ConfigError(f"shuffle is {self.shuffle!r}: give true or false", field="shuffle")
+        options.choice(self, "merge", ("mean", "best"))
+        options.flag(self, "shuffle")
         if self.merge == "best" and self.compression is not None:
             raise ConfigError(
                 f"compression is {self.compression!r}, and merge is best: one worker's parameters are taken as they "

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rayps.errors import ConfigError
-from rayps.strategies.base import Replica, ShardView, Strategy, WorkerView, compression_of, must_go_with
+from rayps.strategies import options
+from rayps.strategies.base import REPLAY, Replica, ShardView, Strategy, WorkerView, compression_of, must_go_with
 
 
 @dataclass(frozen=True)
@@ -39,20 +40,14 @@ class ParameterServer(Strategy):
     means: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.shards, bool) or not isinstance(self.shards, int) or self.shards < 1:
-            raise ConfigError(f"shards is {self.shards!r}: give a whole number of at least 1", field="shards")
+        options.whole(self, "shards")
         s = self.staleness
         if s is not None and (isinstance(s, bool) or not isinstance(s, int) or s < 0):
             raise ConfigError(
                 f"staleness is {s!r}: give 0 (synchronous), a whole number of rounds, or none (asynchronous)",
                 field="staleness",
             )
-        r = 0 if self.replay_mb is None else self.replay_mb
-        if isinstance(r, bool) or not isinstance(r, (int, float)) or not 0 <= r < float("inf"):
-            raise ConfigError(
-                f"replay_mb is {r!r}: give the 10^6 bytes of pushes that a worker may keep, 0 or more",
-                field="replay_mb",
-            )
+        options.number(self, "replay_mb", least=0, none=True, expected=REPLAY)
         c = 0 if self.replicas is None else self.replicas
         if isinstance(c, bool) or not isinstance(c, int) or not 0 <= c < self.shards:
             raise ConfigError(

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rayps.errors import ConfigError
+from rayps.strategies import options
 from rayps.strategies.base import Replica
 from rayps.strategies.tensor_parallel import TensorParallel
 
@@ -40,9 +41,9 @@ class Pipeline(Replica):
 
     def __post_init__(self) -> None:
         for field in ("stages", "micro_batches", "chunks"):
-            _must_count(field, getattr(self, field))
-        _must_be("schedule", self.schedule, SCHEDULES)
-        _must_be("balance", self.balance, BALANCES)
+            options.whole(self, field)
+        options.choice(self, "schedule", SCHEDULES)
+        options.choice(self, "balance", BALANCES)
         if (self.chunks > 1) != (self.schedule == "interleaved"):
             raise ConfigError(
                 f"chunks is {self.chunks} under the schedule {self.schedule!r}: interleaved needs at least 2 chunks of "
@@ -69,16 +70,6 @@ class Pipeline(Replica):
     def tensor(self) -> int:  # type: ignore[override]
         """See Replica."""
         return 1 if self.stage is None else self.stage.size
-
-
-def _must_count(field: str, given: Any) -> None:
-    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
-        raise ConfigError(f"{field} is {given!r}: give a whole number of at least 1", field=field)
-
-
-def _must_be(field: str, given: Any, known: tuple[str, ...]) -> None:
-    if given not in known:
-        raise ConfigError(f"{field} is {given!r}: give one of {', '.join(known)}", field=field)
 
 
 def _must_rise(given: Any, count: int) -> None:

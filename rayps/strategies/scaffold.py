@@ -14,7 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rayps.strategies.federated import Federated, must_be_above_zero
+from rayps.strategies import options
+from rayps.strategies.federated import Federated
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Scaffold(Federated):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        must_be_above_zero("server_lr", self.server_lr)
+        options.number(self, "server_lr", above=0)
 
     def weight(self, n: int, staleness: int) -> float:
         """Clients count alike."""
