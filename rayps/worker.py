@@ -112,7 +112,7 @@ class Worker:
         self._epoch = -1
         self._coming: Batch | None = None  # the batch after this one, where its rows are looked up ahead
         self._samples = 0  # of the batch under way
-        self._meter = Meter(self.ring, self.server, self.tables, list(self.rings.values()))
+        self.meter = Meter(self.ring, self.server, self.tables, list(self.rings.values()))
         if plan.strategy.federated:
             self.clients = Engine(self)
 
@@ -176,7 +176,7 @@ class Worker:
         if self.tables is not None and self.position < self.plan.end:
             self._coming = self._next(self.position)
         self._samples = batch.size
-        self._meter.data += time.perf_counter() - began
+        self.meter.data += time.perf_counter() - began
         return batch.to(self.device) if self.device != "cpu" else batch
 
     @property
@@ -223,7 +223,7 @@ class Worker:
             TrainingError: the loss is not finite.
             WorkloadError: the user's loss failed or is not a scalar.
         """
-        began, inside = time.perf_counter(), self._meter.inside
+        began, inside = time.perf_counter(), self.meter.inside
         self.flat.drop_grad()
         gradient = Gradient(self.flat.packed, batch.size)
         if batch.size:
@@ -234,7 +234,7 @@ class Worker:
         self.flat.collect_grad()
         if self.server is not None and batch.size:
             gradient.vector.copy_(clipped(gradient.vector, *self._norm))
-        self._meter.compute += time.perf_counter() - began - (self._meter.inside - inside)
+        self.meter.compute += time.perf_counter() - began - (self.meter.inside - inside)
         return gradient
 
     def mean_grad(self, batch: Batch) -> Tensor:
@@ -250,7 +250,7 @@ class Worker:
         if batch.size:
             self._backward(batch)
         self._mean, self._unused = buckets.finish()
-        self._meter.compute += time.perf_counter() - began - (buckets.seconds - talked)
+        self.meter.compute += time.perf_counter() - began - (buckets.seconds - talked)
         return self._mean
 
     def _mean_at_once(self, batch: Batch) -> Tensor:
@@ -262,7 +262,7 @@ class Worker:
     def _backward(self, batch: Batch) -> float:
         value = self.held.backward(batch, self.position - 1, self._check)
         if value is not None and self.held.reports:
-            self._meter.losses.append((value, batch.size))
+            self.meter.losses.append((value, batch.size))
         return math.nan if value is None else value
 
     def step(self, grad: Gradient | Tensor) -> None:
@@ -282,7 +282,7 @@ class Worker:
         else:
             with user_code("optimizer.step"):
                 self.optimizer.step()
-        self._meter.compute += time.perf_counter() - began
+        self.meter.compute += time.perf_counter() - began
 
     def say(self, **numbers: float) -> None:
         """Numbers for this round's point, the same on all workers; what every point has cannot be said."""
@@ -351,7 +351,7 @@ class Worker:
 
     def _round(self, report: Callable[[dict[str, Any]], None]) -> None:
         self.agreement = None
-        self._meter.begin()
+        self.meter.begin()
         step = self.position
         if self.tables is not None:
             self.tables.begin(step)
@@ -391,7 +391,7 @@ class Worker:
 
     def _point(self) -> dict[str, Any]:
         done = self.position - 1
-        point = {"kind": "round", "round": done, "epoch": self.epoch_of(done)[0], **self._meter.point()}
+        point = {"kind": "round", "round": done, "epoch": self.epoch_of(done)[0], **self.meter.point()}
         if self._said:
             point, self._said = point | {"said": self._said}, {}
         return point | self.held.facts() | (self.tables.point() if self.tables is not None else {})

@@ -78,7 +78,7 @@ class Engine:
         began = time.perf_counter()
         for errand, reply in self.source.replies():
             self._take(errand if isinstance(errand, Errand) else Errand(errand, t), reply)
-        w._meter.compute += time.perf_counter() - began
+        w.meter.compute += time.perf_counter() - began
         met = self._aggregate.meet(w.ring, w.shared)
         self.trainer.put(w_t, buffers)
         why = self._serve(t, met)
@@ -99,7 +99,7 @@ class Engine:
         why = self._aggregate.take(errand.client, reply.w, self.base(errand.version), weight, extra)
         if why is not None:
             return
-        w._meter.losses.append((reply.loss, reply.samples))
+        w.meter.losses.append((reply.loss, reply.samples))
         if self.states is not None:
             state = dict(reply.state)
             if strategy.buffers == "keep":
