@@ -78,10 +78,10 @@ def train(
     its own on this machine, with as many logical CPUs as are asked for, and ends it without a trace.
 
     `checkpoint` is a folder: a state is saved there after every epoch (of federated clients, after every tenth), or
-    every `checkpoint_every` rounds, and `resume=True` goes on from the newest one (or from the checkpoint whose path
-    is given). `resources` are those of one worker: {"cpu": 1, "gpu": 1}. A worker or shard that dies is replaced up
-    to `max_failures` times; a peer that is silent for `timeout` seconds counts as dead. `progress` is shown on
-    stderr, or given to your function.
+    every `checkpoint_every` rounds (those that pass while one is being saved are left out), and `resume=True` goes on
+    from the newest one (or from the checkpoint whose path is given). `resources` are those of one worker: {"cpu": 1,
+    "gpu": 1}. A worker or shard that dies is replaced up to `max_failures` times; a peer that is silent for `timeout`
+    seconds counts as dead. `progress` is shown on stderr, or given to your function.
 
     `server_group` names an elastic server group of the cluster at `address` (`rayps servers start`), on which the job
     has a space of its own `name`, within `quota`: {"bytes": ..., "operations": a second}. `branch` is the name of

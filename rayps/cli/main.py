@@ -46,7 +46,8 @@ def train(
                                           "all_reduce:replica=pipeline(stages=4,micro_batches=8).")] = "all_reduce",
     workers: Annotated[int, typer.Option(help="How many.")] = 1,
     epochs: Annotated[int | None, typer.Option(help="Times through the data (1 when neither is given).")] = None,
-    steps: Annotated[int | None, typer.Option(help="Batches for each worker, instead of epochs.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Batches for each worker, instead of epochs; under a "
+                                                     "federated strategy, whose epoch is a round, rounds.")] = None,
     seed: Annotated[int, typer.Option(help="Of parameters and shuffling.")] = 0,
     checkpoint: Annotated[Path | None, typer.Option(metavar="DIR", help="Save states there.")] = None,
     checkpoint_every: Annotated[int | None, typer.Option(metavar="ROUNDS", help="Rounds between two.")] = None,

@@ -14,10 +14,13 @@ from rich.table import Table
 from rich.text import Text
 
 from rayps.strategies.text import written
+from rayps.strategy import catalogue
 
 _COLOURS = {"SUCCEEDED": "green", "FAILED": "red", "STOPPED": "yellow", "RUNNING": "cyan", "RECOVERING": "yellow",
             "UNKNOWN": "yellow"}
 _LAST = 14  # letters that the last column of a table keeps before others are cut
+_DEFAULTS = {each["name"]: {option["name"]: option["default"] for option in each["options"]} for each in catalogue()}
+_UNKNOWN = object()
 _CUT = 6  # letters that are left of one that is cut
 
 
@@ -110,8 +113,17 @@ def measures(found: dict[str, Any] | None) -> str:
 
 
 def strategy(spec: Any) -> str:
-    """A strategy in its text form."""
-    return written(spec)
+    """A strategy in its text form, without the options that are as they are by themselves."""
+    return written(_brief(spec))
+
+
+def _brief(spec: Any) -> Any:
+    if isinstance(spec, list):
+        return [{**phase, "strategy": _brief(phase["strategy"])} for phase in spec]
+    if not isinstance(spec, dict):
+        return spec
+    usual = _DEFAULTS.get(str(spec.get("name")), {})
+    return {key: _brief(value) for key, value in spec.items() if key == "name" or usual.get(key, _UNKNOWN) != value}
 
 
 def learns(job: dict[str, Any]) -> str:
