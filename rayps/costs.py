@@ -60,7 +60,7 @@ class Cost:
     what: str
     formula: str  # in words and symbols
     bytes: float | None
-    messages: int | None
+    messages: float | None
     busiest: float | None = None  # bytes of the worker that sends most of it
     axis: str = "data"  # of the grid
     hidden: str = "no"  # behind which computing
@@ -84,7 +84,7 @@ class Costs:
         return sum(known) if len(known) == len(self.traffic) else None
 
     @property
-    def messages(self) -> int | None:
+    def messages(self) -> float | None:
         """Of all workers in a step; None where a part is not known."""
         known = [cost.messages for cost in self.traffic if cost.messages is not None]
         return sum(known) if len(known) == len(self.traffic) else None
@@ -211,7 +211,7 @@ def _meetings(
         f"2(N-1)/N V{why}{f' + {also:g}V of moments' if also else ''} / {every or 'the steps of a part'} from each of "
         f"N = {n}, in 2(N-1) messages a meeting",
         found,
-        None if every is None else round(2 * (n - 1) * n / every),
+        None if every is None else 2 * (n - 1) * n / every,
         None if found is None else found / n,
     )
 
@@ -222,10 +222,11 @@ def _replies(strategy: Any, n: int, sizes: Sizes) -> Cost:
         return Cost("replies between workers", "0: there is one", 0, 0, 0)
     if strategy.rule != "mean":
         return Cost(f"replies gathered by {n} workers", "V of each reply to each other worker", None, None)
-    digits = (3 if sizes.width == 8 else 2) * 8 * sizes.parameters * (1 + len(strategy.sums))
+    longer = (3 if sizes.width == 8 else 2) * 8 / sizes.width * (1 + len(strategy.sums))  # than the vector
+    digits = longer * sizes.parameters * sizes.width
     return Cost(
         f"sums of replies around the ring of {n}",
-        f"2(N-1)/N of {digits / (sizes.parameters * sizes.width):g} V (fixed point) from each of N = {n}, once a round",
+        f"2(N-1)/N of {longer:g} V (fixed point) from each of N = {n}, once a round",
         2.0 * (n - 1) * digits, 2 * (n - 1) * n, 2 * (n - 1) / n * digits,
     )  # fmt: skip
 

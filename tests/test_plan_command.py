@@ -23,7 +23,7 @@ from rayps.pipeline.validate import to_csv, to_json
 from rayps.replica.divide import divide
 from rayps.runtime.expected import expected, sizes, tally_of
 from rayps.runtime.tally import Tally, measured, words
-from rayps.strategy import parse
+from rayps.strategy import CATALOGUE, parse
 
 WIDE, ROWS = 12, 8
 
@@ -188,6 +188,12 @@ def test_without_a_workload(capsys):
     assert "stage 3 │······F0B0──F1B1──" in out and "(p-1)/(m+p-1) = 27.3%" in out and "4, 3, 2, 1" in out
     assert re.search(r"activations between 4 stages\s+48\s", out) and "\x1b[" not in out
     assert all(len(line) <= 100 for line in out.splitlines() if "│" in line)
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_every_strategy_can_be_planned_without_a_workload(capsys, name):
+    code, out, err = run(capsys, "--strategy", name, "--workers", "2")
+    assert code in (0, None) and out.startswith(f"{name}\n2 workers: 2 replicas") and not err
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved,chunks=2", "zero_bubble"])

@@ -332,5 +332,5 @@ def _bytes(count: float | None) -> str:
     return "" if count is None else amount(count)
 
 
-def _count(count: int | None) -> str:
-    return "" if count is None else f"{count:,}"
+def _count(count: float | None) -> str:
+    return "" if count is None else f"{count:,.0f}" if count == int(count) else f"{count:.2g}"

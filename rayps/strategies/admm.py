@@ -64,6 +64,11 @@ class ADMM(Strategy):
         check_meetings(self)
         object.__setattr__(self, "regularizer", canonical(self.regularizer))
 
+    @property
+    def meets_every(self) -> int:  # type: ignore[override]
+        """Steps between meetings."""
+        return self.local_steps
+
     def begin(self, w: WorkerView) -> None:
         """z = x_i, u_i = 0."""
         if "z" not in w.shared:
