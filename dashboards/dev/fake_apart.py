@@ -16,6 +16,7 @@ DITTO = {"name": "ditto", "fraction": 0.5, "local_epochs": 5, "local_steps": Non
          "attack": "sign_flip(clients=2,scale=5)", "dropout": 0.2, "min_replies": 1, "evaluate_every": 1, "weight": 0.1}
 FEDBUFF = {"name": "fedbuff", "fraction": 1.0, "local_epochs": 1, "rule": "mean", "buffer": 10, "max_staleness": 8}
 ADMM = {"name": "admm", "penalty": 10.0, "local_steps": 20, "relaxation": 1.6, "balance": True}
+REMOTE = {"name": "fedavg", "fraction": 1.0, "local_epochs": 2, "rule": "mean", "clients": {"name": "remote", "least": 3}}
 DILOCO = {"name": "diloco", "period": 50, "outer_lr": 0.7, "outer_momentum": 0.9}
 
 
@@ -25,6 +26,7 @@ def apart_jobs() -> list[FakeJob]:
     asked = (
         ("01JD8PV0DITTO", "digits-ditto", DITTO, 40, _ditto(20)),
         ("01JD8PV1FEDBUFF", "writers-fedbuff", FEDBUFF, 400, _fedbuff(1000)),
+        ("01JD8PV4REMOTE", "wards-fedavg", REMOTE, 12, _remote),
         ("01JD8PV2ADMM", "lasso-admm", ADMM, 84, _admm),
         ("01JD8PV3DILOCO", "text-diloco", DILOCO, 600, _diloco),
     )
@@ -32,11 +34,14 @@ def apart_jobs() -> list[FakeJob]:
 
 
 def _job(name_id: str, name: str, strategy: dict[str, Any], rounds: int, say: Say, begin: float) -> FakeJob:
-    workers = 4
-    job = FakeJob(name_id, name, spec("examples/digits.py:Digits", strategy, workers, epochs=rounds), begin, rounds=rounds)
+    workers = 1 if "clients" in strategy else 4
+    job = FakeJob(name_id, name, spec("examples/digits.py:Digits", strategy, workers, epochs=rounds), begin, rounds=rounds,
+                  straggler=2 if strategy is DITTO else None)
     job.start(begin + 3)
-    federated = strategy["name"] in ("ditto", "fedbuff")
-    if federated:
+    federated = strategy["name"] in ("ditto", "fedbuff", "fedavg")
+    if "clients" in strategy:
+        job.event(begin + 3, "clients", "3 clients have joined", **_joined(3))
+    elif federated:
         clients = 20 if strategy["name"] == "ditto" else 1000
         job.event(begin + 3, "clients", f"{clients} clients hold 10,000 rows", **_map(clients))
     for number in range(1, rounds + 1):
@@ -44,20 +49,38 @@ def _job(name_id: str, name: str, strategy: dict[str, Any], rounds: int, say: Sa
         told = say(number, job.rng)
         loss = 2.1 * math.exp(-number / (rounds * 0.2)) + 0.1 + 0.02 * job.rng.random()
         job.round = number
+        if "clients" in strategy and number == 5:
+            job.event(when, "clients", "4 clients have joined", **_joined(4))
         stale = told.pop("staleness", {})
         event = told.pop("event", None)
         found = told.pop("metrics", None)
         moved = told.pop("bytes", 1_600_000)
         job.metrics.append({
-            "kind": "round", "round": number, "epoch": number - 1, "time": when, "loss": loss, "samples": 2500, "seconds": 0.3,
+            "kind": "round", "round": number - federated, "epoch": number - 1, "time": when, "loss": loss, "samples": 2500, "seconds": 0.3,
             "compute": 0.26, "wait": 0.02, "move": 0.02, "bytes": moved, "staleness": stale, "generation": 1,
             "strategy": strategy["name"], **told})
         if event:
-            job.event(when, "cohort", f"round {number}", round=number, **event)
+            job.event(when, "cohort", f"round {number - 1}", round=number - 1, **event)
         if found:
             job.metrics.append({"kind": "evaluation", "round": number, "epoch": number, "time": when, "metrics": found})
     job.end("SUCCEEDED", begin + 3 + 0.3 * rounds, None)
     return job
+
+
+def _joined(clients: int) -> dict[str, Any]:
+    sizes = [410, 95, 1200, 333][:clients]
+    return {"clients": clients, "rows": sum(sizes), "names": [f"ward-{k}" for k in "abcd"[:clients]], "sizes": sizes,
+            "labels": [], "counts": [], "smallest": min(sizes), "median": sorted(sizes)[clients // 2], "largest": max(sizes)}
+
+
+def _remote(number: int, chance: random.Random) -> dict[str, Any]:
+    names = [f"ward-{k}" for k in "abcd"[:3 if number < 5 else 4]]
+    return {
+        "sampled": len(names), "replied": len(names), "dropped": 0, "rejected": 0,
+        "event": {"sampled": len(names), "replied": len(names), "trained": names, "dropped": [], "rejected": [],
+                  "seconds": 0.5 + 0.4 * chance.random()},
+        "metrics": {"accuracy": 0.95 - 0.8 * math.exp(-number / 4)},
+    }
 
 
 def _map(clients: int) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import * as api from "./api";
 import { write } from "./lib/cursor";
 import { Cohorts } from "./lib/federated";
 import { Series } from "./lib/series";
+import { isFederated } from "./lib/strategy";
 import { cost, median } from "./lib/worker";
 import * as list from "./list";
 import { close, link, open, session, type Stream } from "./stream";
@@ -55,6 +56,7 @@ export class Feed {
   take(job: Job): void {
     const before = this.job.value?.progress?.time;
     this.job.value = job;
+    this.series.filedBack = isFederated(job.spec.strategy) ? 1 : 0; // few and long rounds: one round has one number on the page
     list.put(job);
     if (job.progress && job.progress.time !== before) this.snap(job);
     this.touch();

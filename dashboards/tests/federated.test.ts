@@ -4,7 +4,7 @@ import { folded } from "../src/lib/events";
 import { meetings, residuals } from "../src/lib/apart";
 import { clientMap, Cohorts, learnt, presence, reason, reasons, skew, staleUpdates, tallies } from "../src/lib/federated";
 import { Series } from "../src/lib/series";
-import { describe as inWords, hasStaleness, isFederated, label, length, meetsNowAndThen, staleBound, usesAdmm } from "../src/lib/strategy";
+import { attack, describe as inWords, hasRealClients, hasStaleness, isFederated, label, length, meetsNowAndThen, staleBound, usesAdmm } from "../src/lib/strategy";
 import type { JobEvent, MetricPoint } from "../src/types";
 
 const event = (kind: string, facts: Record<string, unknown>, seq = 0): JobEvent => ({ seq, time: 0, kind, message: "", ...facts });
@@ -35,6 +35,8 @@ describe("clients by round", () => {
     expect(cohorts.take(cohort(1))).toBe(true);
     expect(cohorts.take(event("clients", { names: ["a"], sizes: [3] }))).toBe(false);
     expect(cohorts.map?.rows).toBe(3);
+    cohorts.take(event("clients", { names: ["a", "b"], sizes: [3, 4] })); // one has joined late
+    expect([cohorts.map?.count, cohorts.map?.rows]).toEqual([2, 7]);
   });
   it("go back with the job to its checkpoint", () => {
     const cohorts = held(cohort(1), cohort(2), cohort(3), cohort(2, { sampled: 7 }));
@@ -69,13 +71,25 @@ describe("clients by round", () => {
 });
 
 describe("what was learnt", () => {
-  const evaluations = [1, 2, 3].map((round) => ({ kind: "evaluation" as const, round, metrics: { accuracy: round / 10, ...(round === 3 ? { personal_accuracy: 0.9 } : {}) } }));
+  const series = new Series();
+  series.filedBack = 1;
+  series.add([1, 2, 3].map((done) => ({ kind: "evaluation" as const, round: done, metrics: { accuracy: done / 10, ...(done === 3 ? { personal_accuracy: 0.9 } : {}) } })));
+  const { evaluations } = series;
   const rounds = tallies([], held(cohort(0, { seconds: 5 }), cohort(1, { seconds: 7 }), cohort(2, { seconds: null })));
-  it("is read by round", () => {
-    expect(learnt(evaluations, "accuracy", rounds, false)).toEqual({ x: [1, 2, 3], global: [0.1, 0.2, 0.3], personal: [null, null, 0.9] });
+  it("is read by round, counted as the rounds' own events count: from 0", () => {
+    expect(learnt(evaluations, "accuracy", rounds, false)).toEqual({ x: [0, 1, 2], global: [0.1, 0.2, 0.3], personal: [null, null, 0.9] });
   });
   it("is read by virtual time, which always grows", () => {
     expect(learnt(evaluations, "accuracy", rounds, true)).toEqual({ x: [5, 12], global: [0.1, 0.2], personal: [null, null] });
+  });
+});
+
+describe("an evaluation filed at its round", () => {
+  it("goes when its round is made again", () => {
+    const series = new Series();
+    series.filedBack = 1;
+    series.add([point(0), point(1), { kind: "evaluation", round: 1, metrics: { loss: 1 } }, { kind: "evaluation", round: 2, metrics: { loss: 1 } }, point(1, {}, 2)]);
+    expect(series.evaluations.map((each) => each.round)).toEqual([0]);
   });
 });
 
@@ -149,6 +163,12 @@ describe("strategies that learn apart", () => {
     expect(label({ name: "admm" })).toBe("ADMM");
     expect(length({ workload: "w", strategy: whole, epochs: 30 })).toBe("30 rounds");
     expect(length({ workload: "w", strategy: "local_sgd", epochs: 1 })).toBe("1 epoch");
+  });
+  it("say whether clients are real, and what attackers do", () => {
+    expect([hasRealClients("fedavg:clients=remote(least=3)"), hasRealClients({ name: "fedavg", clients: { name: "remote", least: 3 } })]).toEqual([true, true]);
+    expect([hasRealClients({ name: "fedavg", clients: null }), hasRealClients(whole)]).toEqual([false, false]);
+    expect([attack("fedavg:attack=sign_flip(clients=2,scale=5)"), attack({ name: "fedavg", attack: { name: "nan", clients: 1 } }), attack(whole)])
+      .toEqual(["sign_flip(clients=2,scale=5)", "nan(clients=1)", null]);
   });
   it("have the cards of their kind", () => {
     expect([isFederated(whole), meetsNowAndThen(whole), isFederated("all_reduce")]).toEqual([true, false, false]);

@@ -39,12 +39,12 @@ def readout(page: Any, card: str) -> dict[str, str]:
 def test_a_round_of_clients_says_who_counted_and_why_others_did_not(tab: Tab, fake: Fake) -> None:
     page = job_page(tab, fake(), "digits-ditto")
     page.wait_for_selector("#cohorts .u-over")
-    until("the last round", lambda: readout(page, "cohorts")["round"] == "40")
+    until("the last round", lambda: readout(page, "cohorts")["round"] == "39")  # counted from 0, as events do
     assert re.search(r"40 rounds: 400 sampled, \d+ counted", page.get_attribute("#cohorts [role=img]", "aria-label"))
     page.focus("#cohorts [role=img]")
     page.keyboard.press("ArrowLeft")
     page.keyboard.press("ArrowLeft")
-    until("an earlier round", lambda: readout(page, "cohorts")["round"] == "39")
+    until("an earlier round", lambda: readout(page, "cohorts")["round"] == "38")
     facts = readout(page, "cohorts")
     counted, rejected, dropped = (
         page.locator(f"#cohorts .who {of}").count()
@@ -53,6 +53,7 @@ def test_a_round_of_clients_says_who_counted_and_why_others_did_not(tab: Tab, fa
     assert (str(counted), str(rejected), str(dropped)) == (facts["counted"], facts["rejected"], facts["dropped"])
     assert counted + rejected + dropped == int(facts["sampled"]) == 10
     assert "update is not finite" in page.inner_text("#cohorts .card-foot")
+    assert "Simulated attack: sign_flip(clients=2,scale=5)" in page.inner_text("#cohorts")
     page.click("#cohorts >> text=As a table")
     assert page.locator("#cohorts table.plain tbody tr").count() == 20
     assert page.locator("#events li").count() < 10  # rounds of clients are no lines among the events
@@ -64,6 +65,32 @@ def test_global_and_personal_metrics_stand_beside_one_another(tab: Tab, fake: Fa
     page.click("#learnt >> text=By virtual time")
     until("virtual time", lambda: "min" in readout(page, "learnt").get("virtual time", ""))
     assert readout(page, "virtual")["in all"].endswith("s")
+
+
+def test_one_round_has_one_number(tab: Tab, fake: Fake) -> None:
+    page = job_page(tab, fake(), "digits-ditto", height=900)
+    for card in ("loss", "cohorts", "learnt", "virtual"):
+        until(card, lambda card=card: readout(page, card)["round"] == "39")
+        until(f"{card} is drawn before it is scrolled to", lambda card=card: page.locator(f"#{card} .u-over").count())
+    assert "after round 39" in page.inner_text(".tiles") and "40 of 40 rounds" in page.inner_text(".job-progress")
+
+
+def test_workers_of_unlike_clients_are_not_judged_by_a_sample(tab: Tab, fake: Fake) -> None:
+    page = job_page(tab, fake(), "digits-ditto")
+    until("workers", lambda: page.locator("#workers tbody tr").count() == 4)
+    assert page.locator("#workers .verdict, #workers .is-slow").count() == 0
+    assert "pace" not in page.inner_text("#workers").lower()
+
+
+def test_seconds_of_real_clients_are_real_and_late_ones_are_shown(tab: Tab, fake: Fake) -> None:
+    page = job_page(tab, fake(), "wards-fedavg")
+    until("the late one", lambda: page.locator("#clients tbody tr").count() == 4)
+    until("rounds", lambda: "time" in readout(page, "cohorts"))
+    page.click("#learnt >> text=By time")
+    until("by time", lambda: "time" in readout(page, "learnt"))
+    page.click("#cohorts >> text=As a table")
+    assert "virtual" not in page.inner_text("main").lower()
+    assert page.locator("#cohorts .who").bounding_box()["height"] < 60  # nobody was dropped: no room is kept for them
 
 
 def test_what_clients_hold_is_a_map(tab: Tab, fake: Fake) -> None:

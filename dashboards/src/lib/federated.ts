@@ -157,7 +157,7 @@ export function learnt(evaluations: readonly EvaluationPoint[], name: string, ro
   let at = 0;
   let spent = 0;
   for (const point of evaluations) {
-    while (at < rounds.length && rounds[at]!.round < point.round) spent += rounds[at++]!.seconds ?? 0;
+    while (at < rounds.length && rounds[at]!.round <= point.round) spent += rounds[at++]!.seconds ?? 0;
     const x = virtual ? spent : point.round;
     if (virtual && out.x.length > 0 && x <= out.x[out.x.length - 1]!) continue; // a chart's x must grow
     out.x.push(x);

@@ -50,6 +50,8 @@ export class Series {
   firstBad: number | null = null;
   private generation = 0;
   private evaluationWidth = 1;
+  /** How far back evaluations are filed: 1 files one after k rounds at the last of them, round k - 1. */
+  filedBack = 0;
 
   constructor(readonly limit = 20_000) {}
 
@@ -84,7 +86,8 @@ export class Series {
     return marks;
   }
 
-  private evaluate(point: EvaluationPoint): void {
+  private evaluate(given: EvaluationPoint): void {
+    const point = this.filedBack ? { ...given, round: given.round - this.filedBack } : given;
     const kept = this.evaluations.filter((old) => old.round < point.round);
     kept.push(point);
     this.evaluations = newestOfEach(kept, this.evaluationWidth);
@@ -123,7 +126,7 @@ export class Series {
   /** A new generation goes on from a checkpoint: the rounds after it did not count. */
   private rewind(round: number, generation: number): void {
     this.buckets = this.buckets.filter((bucket) => bucket.end < round);
-    this.evaluations = this.evaluations.filter((point) => point.round <= round); // after `round` rounds
+    this.evaluations = this.evaluations.filter((point) => point.round + this.filedBack <= round); // after `round` rounds
     this.resumes = this.resumes.filter((mark) => mark.round < round);
     this.resumes.push({ round, kind: "resume", text: `generation ${generation} resumed at round ${round}` });
     if (this.resumes.length > MAX_MARKS) this.resumes.shift();

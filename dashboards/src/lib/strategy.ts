@@ -59,6 +59,17 @@ export function isFederated(spec: StrategySpec | null | undefined): boolean {
   return phases(spec).some(({ strategy }) => plain(strategy.name) in FEDERATED);
 }
 
+/** Whether in any phase the clients are processes of their own, whose seconds are real. */
+export function hasRealClients(spec: StrategySpec | null | undefined): boolean {
+  return phases(spec).some(({ strategy }) => plain(strategy.name) in FEDERATED && "clients" in unusual(strategy));
+}
+
+/** What simulated attackers do, as it is written: "sign_flip(clients=4)"; null where there are none. */
+export function attack(spec: StrategySpec | null | undefined): string | null {
+  const found = phases(spec).map(({ strategy }) => strategy["attack"]).find((value) => value !== null && value !== undefined);
+  return found === undefined ? null : String(written(found));
+}
+
 /** Whether in any phase the workers learn apart and meet now and then. */
 export function meetsNowAndThen(spec: StrategySpec | null | undefined): boolean {
   return phases(spec).some(({ strategy }) => plain(strategy.name) in APART && strategy.name !== "admm");

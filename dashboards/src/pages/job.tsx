@@ -119,7 +119,7 @@ function Advance({ job }: { job: Job }) {
   const { progress } = job;
   if (job.status === "QUEUED") return null;
   const parts = [
-    progress?.rounds ? `Round ${count(progress.round ?? 0)} of ${count(progress.rounds)}` : progress?.round ? `Round ${count(progress.round)}` : "",
+    progress?.rounds && isFederated(job.spec.strategy) ? `${count(progress.round ?? 0)} of ${plural(progress.rounds, "round")}` : progress?.rounds ? `Round ${count(progress.round ?? 0)} of ${count(progress.rounds)}` : progress?.round ? `Round ${count(progress.round)}` : "",
     progress?.epochs && progress.epochs !== progress.rounds ? `epoch ${Math.min((progress.epoch ?? 0) + 1, progress.epochs)} of ${progress.epochs}` : "",
     phases(job.spec.strategy).length > 1 && !ended(job.status) ? `now ${words(current(progress?.strategy, job.spec.strategy)).toLowerCase()}` : "",
   ].filter(Boolean);

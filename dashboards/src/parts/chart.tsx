@@ -1,5 +1,5 @@
 /*
- * The one module that knows uPlot. A chart is drawn only while it is in view, keeps its zoom while data comes in, is
+ * The one module that knows uPlot. A chart is drawn only while it is near the view, keeps its zoom while data comes in, is
  * moved through with the arrow keys, and reports the point under the cursor so that its legend can read it out.
  */
 import { useSignal } from "@preact/signals";
@@ -7,6 +7,9 @@ import { useEffect, useRef } from "preact/hooks";
 import uPlot from "uplot";
 import "uplot/dist/uPlot.min.css";
 import { color, painted } from "../clock";
+
+/** How far out of view a chart is drawn already: so a page of usual length is whole when it is printed. */
+const NEAR = "1000px";
 
 export interface ChartProps {
   /** Everything but the size; called again when `variant` or the colours change. */
@@ -28,7 +31,7 @@ export function Chart({ options, data, height, summary, variant, onIndex }: Char
   latest.current = data;
 
   useEffect(() => {
-    const watcher = new IntersectionObserver((entries) => (seen.value = entries.some((entry) => entry.isIntersecting)), { rootMargin: "150px" });
+    const watcher = new IntersectionObserver((entries) => (seen.value = entries.some((entry) => entry.isIntersecting)), { rootMargin: NEAR });
     if (host.current) watcher.observe(host.current);
     return () => watcher.disconnect();
   }, []);

@@ -7,6 +7,7 @@ import type { Feed } from "../feed";
 import { count, duration, metric, plural, short } from "../lib/format";
 import { learnt, reasons, tallies, type Cohort, type Out, type Tally } from "../lib/federated";
 import { mainMetric, sampled } from "../lib/plot";
+import { attack, hasRealClients } from "../lib/strategy";
 import { Card, Empty } from "./bits";
 import { axis, Chart, cursor } from "./chart";
 import { before, lastKnown, metricTick, pctRange, Readout, ROUND_STEPS, tick } from "./curves";
@@ -28,23 +29,24 @@ export function CohortsCard({ feed }: { feed: Feed }) {
           { swatch: "counted", name: "counted", value: count(now.counted) },
           { swatch: "rejected", name: "rejected", value: count(now.rejected) },
           { swatch: "dropped", name: "dropped", value: count(now.dropped) },
-          ...(now.seconds !== null ? [{ name: "virtual time", value: virtual(now.seconds) }] : []),
+          ...(now.seconds !== null ? [{ name: clock(feed), value: virtual(now.seconds) }] : []),
         ]} />
         <Chart height={170} data={data} variant="cohorts" summary={cohortSummary(rounds)} onIndex={(i) => (index.value = i)}
           options={() => cohortOptions(feed.id)} />
-        <Who cohort={feed.cohorts.rounds.get(now.round)} tally={now} />
+        <Who cohort={feed.cohorts.rounds.get(now.round)} tally={now} kinds={1 + Number(rounds.some((each) => each.rejected > 0)) + Number(rounds.some((each) => each.dropped > 0))} />
         <Why feed={feed} />
-        <RoundTable rounds={rounds} />
+        <Attacked feed={feed} />
+        <RoundTable rounds={rounds} time={clock(feed)} />
       </>}
     </Card>
   );
 }
 
-/** The clients of one round by name, the one under the cursor or the newest. */
-function Who({ cohort, tally }: { cohort: Cohort | undefined; tally: Tally }) {
+/** The clients of one round by name, the one under the cursor or the newest; as high as a usual round needs, so that the page stands still. */
+function Who({ cohort, tally, kinds }: { cohort: Cohort | undefined; tally: Tally; kinds: number }) {
   if (!cohort) return <div class="who"><p class="faint">The names of round {count(tally.round)} are no longer held here; its events have them.</p></div>;
   return (
-    <div class="who" tabIndex={0} aria-label={`Clients of round ${cohort.round}`}>
+    <div class="who" style={{ minHeight: `${18 + 26 * kinds}px` }} tabIndex={0} aria-label={`Clients of round ${cohort.round}`}>
       {cohort.skipped && <p class="who-skipped">The model is as it was: {cohort.message}.</p>}
       <dl>
         <div><dt><span class="swatch swatch-counted" />counted</dt><dd>{cohort.trained.length ? cohort.trained.map((name) => <span key={name} class="client">{name}</span>) : <span class="faint">none</span>}<More all={tally.counted} named={cohort.trained.length} /></dd></div>
@@ -68,6 +70,12 @@ function More({ all, named }: { all: number; named: number }) {
   return all > named ? <span class="faint">and {count(all - named)} more</span> : null;
 }
 
+/** Attackers are drawn from the job's seed; no event names them. */
+function Attacked({ feed }: { feed: Feed }) {
+  const found = attack(feed.job.value?.spec.strategy);
+  return found ? <p class="card-foot">Simulated attack: <code>{found}</code>. The attackers are drawn from the seed; they are not marked below.</p> : null;
+}
+
 /** The reasons of the whole run, so that nobody has to look through its rounds. */
 function Why({ feed }: { feed: Feed }) {
   const found = useMemo(() => reasons(feed.cohorts.rounds.values()), [feed.version.value]);
@@ -77,7 +85,7 @@ function Why({ feed }: { feed: Feed }) {
   );
 }
 
-function RoundTable({ rounds }: { rounds: Tally[] }) {
+function RoundTable({ rounds, time }: { rounds: Tally[]; time: string }) {
   const open = useSignal(false);
   return (
     <details class="as-table" onToggle={(event) => (open.value = event.currentTarget.open)}>
@@ -85,7 +93,7 @@ function RoundTable({ rounds }: { rounds: Tally[] }) {
       {open.value && (
         <div class="scroll-x">
           <table class="plain">
-            <thead><tr>{["Round", "Sampled", "Counted", "Rejected", "Dropped", "Virtual time"].map((name) => <th key={name} class="num">{name}</th>)}</tr></thead>
+            <thead><tr>{["Round", "Sampled", "Counted", "Rejected", "Dropped", upper(time)].map((name) => <th key={name} class="num">{name}</th>)}</tr></thead>
             <tbody>{sampled(rounds, 20).map((each) => (
               <tr key={each.round}>{[each.round, each.sampled, each.counted, each.rejected, each.dropped].map((n, i) => <td key={i} class="num">{count(n)}</td>)}<td class="num">{virtual(each.seconds)}</td></tr>
             ))}</tbody>
@@ -124,7 +132,7 @@ function cohortSummary(rounds: Tally[]): string {
   return `Clients by round over ${plural(rounds.length, "round")}: ${sum("sampled")} sampled, ${sum("counted")} counted, ${sum("rejected")} rejected, ${sum("dropped")} dropped.`;
 }
 
-/** What was learnt, by round or by virtual time: the global model, and the clients' own where they have one. */
+/** What was learnt, by round or by time: the global model, and the clients' own where they have one. */
 export function LearntCard({ feed }: { feed: Feed }) {
   const version = feed.version.value;
   const wanted = useSignal(false);
@@ -140,14 +148,14 @@ export function LearntCard({ feed }: { feed: Feed }) {
   const own = found.personal.some((value) => value !== null);
   const at = index.value !== null && index.value < found.x.length ? index.value : lastKnown(found.global);
   const best = found.global.reduce<number | null>((most, value) => (value !== null && (most === null || value > most) ? value : most), null);
-  const title = name.charAt(0).toUpperCase() + name.slice(1);
+  const title = upper(name);
   return (
     <Card title={own ? `${title}, global and personal` : title} id="learnt" tools={timed && <>
       <button type="button" class="button toggle" aria-pressed={!byTime} onClick={() => (wanted.value = false)}>By round</button>
-      <button type="button" class="button toggle" aria-pressed={byTime} onClick={() => (wanted.value = true)}>By virtual time</button>
+      <button type="button" class="button toggle" aria-pressed={byTime} onClick={() => (wanted.value = true)}>By {clock(feed)}</button>
     </>}>
       <Readout items={[
-        byTime ? { name: "virtual time", value: virtual(found.x[at] ?? null) } : { name: "round", value: count(found.x[at] ?? null) },
+        byTime ? { name: clock(feed), value: virtual(found.x[at] ?? null) } : { name: "round", value: count(found.x[at] ?? null) },
         { swatch: "evaluation", name: own ? "global" : name, value: metric(name, before(found.global, at)) },
         ...(own ? [{ swatch: "personal", name: "personal", value: metric(name, before(found.personal, at)) }] : []),
         ...(/acc|precision|recall|f1|auc/i.test(name) ? [{ name: "best so far", value: metric(name, best) }] : []), // where more is better
@@ -177,7 +185,7 @@ function learntSummary(found: { x: number[]; global: (number | null)[]; personal
   return `${name} over ${plural(found.x.length, "evaluation")}: ${last(found.global)} at the end${own ? `; of the clients' own models ${last(found.personal)}` : ""}.`;
 }
 
-/** What a round took on the virtual clock. */
+/** What a round took: on the virtual clock, or in real seconds where clients are real. */
 export function VirtualCard({ feed }: { feed: Feed }) {
   const version = feed.version.value;
   const index = useSignal<number | null>(null);
@@ -185,11 +193,13 @@ export function VirtualCard({ feed }: { feed: Feed }) {
   const data = useMemo(() => [rounds.map((each) => each.round), rounds.map((each) => each.seconds)] as uPlot.AlignedData, [rounds]);
   const all = rounds.reduce((sum, each) => sum + (each.seconds ?? 0), 0);
   if (!(all > 0)) return null;
+  const time = clock(feed);
+  const real = hasRealClients(feed.job.value?.spec.strategy);
   const now = rounds[index.value !== null && index.value < rounds.length ? index.value : rounds.length - 1]!;
   return (
-    <Card title="Virtual time" id="virtual" note="of a round, by the clients' own speeds">
+    <Card title={upper(time)} id="virtual" note={`of a round${real ? "" : ", by the clients' own speeds"}`}>
       <Readout items={[{ name: "round", value: count(now.round) }, { swatch: "smooth", name: "took", value: virtual(now.seconds) }, { name: "in all", value: virtual(all) }]} />
-      <Chart height={220} data={data} variant="virtual" summary={`Virtual seconds by round; ${virtual(all)} in all over ${plural(rounds.length, "round")}.`}
+      <Chart height={220} data={data} variant="virtual" summary={`${real ? "Seconds" : "Virtual seconds"} by round; ${virtual(all)} in all over ${plural(rounds.length, "round")}.`}
         onIndex={(i) => (index.value = i)} options={() => ({
           cursor: cursor(feed.id),
           scales: { x: { time: false }, y: { range: (_u, _lo, hi) => [0, hi > 0 ? hi * 1.08 : 1] } },
@@ -200,7 +210,16 @@ export function VirtualCard({ feed }: { feed: Feed }) {
   );
 }
 
-/** Seconds of the virtual clock: exact where they are few. */
+/** What a round's seconds are called. */
+function clock(feed: Feed): string {
+  return hasRealClients(feed.job.value?.spec.strategy) ? "time" : "virtual time";
+}
+
+function upper(word: string): string {
+  return word.charAt(0).toUpperCase() + word.slice(1);
+}
+
+/** Seconds of a round's clock: exact where they are few. */
 function virtual(seconds: number | null | undefined): string {
   if (seconds === null || seconds === undefined) return "–";
   return seconds < 100 ? `${short(seconds)} s` : duration(seconds);

@@ -18,24 +18,25 @@ export function WorkersCard({ feed }: { feed: Feed }) {
   const verdicts = judge(workers, steadyCosts(workers, feed.snapshots));
   const slow = verdicts.filter((verdict) => verdict.straggler);
   const over = job ? ended(job.status) : false;
+  const paced = !isFederated(job?.spec.strategy); // their clients differ, so that a sample's time tells nothing of the worker
   return (
     <Card title="Workers" id="workers" note={workers.length ? plural(workers.length, "worker") : undefined}
       tools={<Key />}>
       {workers.length === 0 ? <Empty title={over ? "No workers were measured" : "No workers yet"}>
         {over ? null : "They appear here as soon as they are started."}</Empty> : <>
-        {slow.length > 0 && <p class="verdict"><WarnIcon /><span>{straggling(slow)}</span></p>}
+        {paced && slow.length > 0 && <p class="verdict"><WarnIcon /><span>{straggling(slow)}</span></p>}
         <div class="scroll-x">
           <table class="plain workers">
             <thead>
               <tr>
-                <th class="num">Rank</th><th>Host</th><th>Status</th><th class="num">Round</th><th class="num">Samples/s</th>
+                <th class="num">Rank</th><th>Host</th><th>Status</th><th class="num">{paced ? "Round" : "Rounds"}</th><th class="num">Samples/s</th>
                 <th class="col-shares">Where its time goes</th>
-                <th class="col-heat" title="Own computing time for a sample against the median worker, newest at the right">Pace{over ? "" : `, last ${windowWords(feed.snapshots)}`}</th>
-                <th class="num" title="Own computing time for a sample against the median of the other workers">Own pace</th>
+                {paced && <><th class="col-heat" title="Own computing time for a sample against the median worker, newest at the right">Pace{over ? "" : `, last ${windowWords(feed.snapshots)}`}</th>
+                <th class="num" title="Own computing time for a sample against the median of the other workers">Own pace</th></>}
               </tr>
             </thead>
             <tbody>
-              {workers.map((worker, i) => <WorkerLine key={worker.rank} worker={worker} verdict={verdicts[i]!} snapshots={feed.snapshots} version={feed.version.value} over={over} />)}
+              {workers.map((worker, i) => <WorkerLine key={worker.rank} worker={worker} verdict={verdicts[i]!} snapshots={feed.snapshots} version={feed.version.value} over={over} paced={paced} />)}
             </tbody>
           </table>
         </div>
@@ -44,18 +45,18 @@ export function WorkersCard({ feed }: { feed: Feed }) {
   );
 }
 
-function WorkerLine({ worker, verdict, snapshots, version, over }: { worker: WorkerRow; verdict: Verdict; snapshots: Snapshot[]; version: number; over: boolean }) {
+function WorkerLine({ worker, verdict, snapshots, version, over, paced }: { worker: WorkerRow; verdict: Verdict; snapshots: Snapshot[]; version: number; over: boolean; paced: boolean }) {
   const state = worker.status ?? "running";
   return (
-    <tr class={verdict.straggler ? "is-slow" : ""}>
+    <tr class={paced && verdict.straggler ? "is-slow" : ""}>
       <td class="num">{worker.rank}</td>
       <td>{worker.part && <>{worker.part} · </>}<span class="host">{worker.host ?? "–"}</span>{worker.pid != null && <span class="faint"> · {worker.pid}</span>}</td>
       <td><span class={`state state-${tone(over && state === "running" ? "ended" : state)}`}>{over && state === "running" ? "ended" : state}</span></td>
       <td class="num">{count(worker.round)}</td>
       <td class="num">{short(worker.samples_per_second)}</td>
       <td><SplitBar worker={worker} /></td>
-      <td><Heat rank={worker.rank} snapshots={snapshots} version={version} /></td>
-      <td class="num">{verdict.ratio === null ? "–" : <span class={verdict.straggler ? "slow" : ""}>{verdict.straggler && <WarnIcon />}{verdict.ratio.toFixed(2)}×</span>}</td>
+      {paced && <><td><Heat rank={worker.rank} snapshots={snapshots} version={version} /></td>
+      <td class="num">{verdict.ratio === null ? "–" : <span class={verdict.straggler ? "slow" : ""}>{verdict.straggler && <WarnIcon />}{verdict.ratio.toFixed(2)}×</span>}</td></>}
     </tr>
   );
 }

@@ -30,12 +30,13 @@ export function CostsCard({ feed }: { feed: Feed }) {
   void feed.version.value;
   const rows = costRows(newest(feed.events, "costs"));
   if (rows.length === 0) return null;
+  const known = rows.some((row) => row.formula !== ""); // a robust rule's bytes have none
   return (
-    <Card title="Cost of a step" id="costs" class="wide" note="measured beside its formula">
+    <Card title="Cost of a step" id="costs" class="wide" note={known ? "measured beside its formula" : "as measured"}>
       <div class="scroll-x" tabIndex={0} aria-label="Cost of a step">
         <table class="plain">
-          <thead><tr><th>All workers together</th><th class="num">Measured</th><th class="num">Formula</th></tr></thead>
-          <tbody>{rows.map((row: CostRow) => <tr key={row.what}><td>{row.what}</td><td class="num">{row.measured}</td><td class="num">{row.formula}</td></tr>)}</tbody>
+          <thead><tr><th>All workers together</th><th class="num">Measured</th>{known && <th class="num">Formula</th>}</tr></thead>
+          <tbody>{rows.map((row: CostRow) => <tr key={row.what}><td>{row.what}</td><td class="num">{row.measured}</td>{known && <td class="num">{row.formula}</td>}</tr>)}</tbody>
         </table>
       </div>
     </Card>
