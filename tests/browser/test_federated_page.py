@@ -82,6 +82,12 @@ def test_workers_of_unlike_clients_are_not_judged_by_a_sample(tab: Tab, fake: Fa
     assert "pace" not in page.inner_text("#workers").lower()
 
 
+def test_costs_without_a_formula_have_no_column_for_it(tab: Tab, fake: Fake) -> None:
+    page = job_page(tab, fake(), "digits-ditto")
+    until("costs", lambda: page.locator("#costs tbody tr").count() == 2)
+    assert page.locator("#costs thead th").all_inner_texts() == ["All workers together", "Measured"]
+
+
 def test_seconds_of_real_clients_are_real_and_late_ones_are_shown(tab: Tab, fake: Fake) -> None:
     page = job_page(tab, fake(), "wards-fedavg")
     until("the late one", lambda: page.locator("#clients tbody tr").count() == 4)
