@@ -6,12 +6,12 @@ No torch here, so that the job service can check a strategy without loading any.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from rayps.errors import ConfigError
+from rayps.federated.choices import inside
 from rayps.strategies.admm import ADMM
 from rayps.strategies.all_reduce import AllReduce
 from rayps.strategies.base import Replica, ShardView, Strategy, WorkerView
@@ -30,7 +30,7 @@ from rayps.strategies.parameter_server import ParameterServer
 from rayps.strategies.pipeline import Pipeline
 from rayps.strategies.scaffold import Scaffold
 from rayps.strategies.tensor_parallel import TensorParallel
-from rayps.strategies.text import form, scalar
+from rayps.strategies.text import form, near, scalar
 
 __all__ = [
     "CATALOGUE", "REPLICAS", "Phase", "Replica", "ShardView", "Strategy", "WorkerView", "catalogue", "for_a_loop",
@@ -187,6 +187,11 @@ def _strategy(item: Any) -> Strategy:
         return item
     if isinstance(item, Replica):
         return AllReduce(replica=item)
+    if isinstance(item, type) and issubclass(item, Strategy):
+        raise ConfigError(
+            f"strategy is the class {item.__name__}: write {item.__name__}(), or its name {item.name!r}",
+            field="strategy",
+        )
     if isinstance(item, str):
         item = form(item)
     if not isinstance(item, dict) or not isinstance(item.get("name"), str):
@@ -200,7 +205,7 @@ def _strategy(item: Any) -> Strategy:
         return AllReduce(replica=_build("replica", REPLICAS, item))
     if name not in CATALOGUE:
         raise ConfigError(
-            f"there is no strategy {item['name']!r}{_near(name, [*CATALOGUE, *REPLICAS])}: there are "
+            f"there is no strategy {item['name']!r}{near(name, [*CATALOGUE, *REPLICAS])}: there are "
             f"{', '.join(CATALOGUE)}, and for models larger than a worker {', '.join(REPLICAS)}",
             field="strategy",
         )
@@ -214,12 +219,21 @@ def _build(what: str, kinds: Mapping[str, type[_Kind]], item: dict[str, Any]) ->
     for key in given:
         if key not in known:
             has = f"its options are {', '.join(known)}" if known else "it has none"
-            if "replica" in known and any(key == f.name for replica in REPLICAS.values() for f in _options(replica)):
-                has += "; a replica's own stand in parentheses, as in replica=pipeline(stages=4,micro_batches=8)"
+            has += _elsewhere(str(key), known)
             raise ConfigError(
-                f"{what} {kind.name} has no option {key!r}{_near(str(key), known)}: {has}", field="strategy"
+                f"{what} {kind.name} has no option {key!r}{near(str(key), known)}: {has}", field="strategy"
             )
     return kind(**{key: _replica(key, value) if key in _NESTED else value for key, value in given.items()})
+
+
+def _elsewhere(key: str, known: list[str]) -> str:
+    """Where an option belongs that a strategy with these options does not have, if it is known."""
+    if "replica" in known and any(key == f.name for replica in REPLICAS.values() for f in _options(replica)):
+        return "; a replica's own stand in parentheses, as in replica=pipeline(stages=4,micro_batches=8)"
+    if "rule" in known and inside(key):
+        return f"; {key} stands in the parentheses of what it belongs to, as in {inside(key)}"
+    takers = [name for name, kind in CATALOGUE.items() if key in [f.name for f in _options(kind)]]
+    return f"; {key} is an option of {', '.join(takers)}" if takers else ""
 
 
 def _replica(option: str, item: Any) -> Any:
@@ -237,7 +251,7 @@ def _replica(option: str, item: Any) -> Any:
         )
     name = item["name"].replace("-", "_")
     if name not in known:
-        is_a = " is a strategy" if name in CATALOGUE else f" is none{_near(name, known)}"
+        is_a = " is a strategy" if name in CATALOGUE else f" is none{near(name, known)}"
         raise ConfigError(
             f"{option} {item['name']!r}{is_a}: a {option} is made of {', '.join(known)}", field="strategy"
         )
@@ -261,11 +275,6 @@ def _plain(value: Any) -> Any:
 
 def _options(kind: type[Any]) -> list[dataclasses.Field[Any]]:
     return list(dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else []
-
-
-def _near(name: str, known: Any) -> str:
-    near = difflib.get_close_matches(name, list(known), 1)
-    return f" (did you mean {near[0]!r}?)" if near else ""
 
 
 def _names() -> str:

@@ -62,8 +62,10 @@ def test_attackers_are_drawn_from_the_seed():
 
 
 @pytest.mark.parametrize(("text", "word"), [
-    ("sign_flip", "how many clients attack"), ("sign_flip(clients=0)", "at least 1"),
-    ("noise(clients=1)", "one of sign_flip"),
+    ("sign_flip", "how many attack"), ("sign_flip(clients=0)", "at least 1"),
+    ("noise(clients=1)", "one of sign_flip"), ("signflip(clients=1)", r"did you mean 'sign_flip'\?"),
+    ("nan(clients=1, 2)", "'2' is given to 'nan' without a name"),
+    ({"name": "allie", "clients": 1}, r"attack is 'allie\(clients=1\)' \(did you mean 'alie'\?\)"),
     ("gaussian(clients=1,sd=-1)", "above 0"), ("alie(clients=1,eps=1)", "no option 'eps'"),
     ("label_flip(clients=1,classes=1)", "at least 2"), ("inner_product(clients=1,eps=nan)", "above 0")])
 def test_attacks_that_cannot_be(text, word):
@@ -71,7 +73,20 @@ def test_attacks_that_cannot_be(text, word):
         attack_of(text)
 
 
+def test_how_many_classes_labels_have():
+    flip = attack_of("label_flip(2)")
+    assert flip.settled(("0", "1", "2")).labels(torch.arange(3)).tolist() == [2, 1, 0]
+    assert flip.settled(("-1", "3")).labels(torch.tensor([-1, 3])).tolist() == [3, -1]
+    said = attack_of("label_flip(2,classes=10)")
+    assert said.settled(None) == said == said.settled(("0", "1"))
+    assert attack_of("nan(2)").settled(None) == attack_of("nan(2)")
+    for unknown in (None, (), ("False", "True")):
+        with pytest.raises(ConfigError, match=r"label_flip\(clients=2,classes=10\)"):
+            flip.settled(unknown)
+
+
 def test_attacks_in_both_forms():
+    assert attack_of("sign_flip(5)") == attack_of("sign_flip(clients=5)")
     for text in (*OWN, *OMNISCIENT):
         assert attack_of(str(attack_of(text))) == attack_of(text)
     assert attack_of(None) is None

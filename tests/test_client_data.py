@@ -157,6 +157,14 @@ def test_alpha_moves_between_one_label_and_all() -> None:
     assert free.sizes.min() == 1 and free.sizes.max() > 50  # who would be empty has a row of the largest
 
 
+@pytest.mark.parametrize("rule", [
+    data.iid(5), data.iid(5, seed=3), data.shards(2, clients=10), data.shards(1, clients=3, pure=True, seed=1),
+    data.dirichlet(0.123456789, clients=7), data.dirichlet(2, clients=7, balanced=False), data.by_quantity(5),
+    data.by_quantity(5, law="zipf", spread=0.3), data.by_quantity([4, 5, 6]), data.by_quantity([4])], ids=str)
+def test_what_a_rule_says_is_read_again(rule: data.Rule) -> None:
+    assert data.rule(str(rule)) == rule
+
+
 def test_ids_and_their_names() -> None:
     by_text = labelled([0] * 5, np.array(["b", "a", "b", "c", "a"])).clients
     assert by_text.names == ("a", "b", "c") and by_text.sizes.tolist() == [2, 2, 1]
@@ -472,7 +480,13 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     (lambda: data.by_quantity(3, spread=-1), "spread is -1"),
     (lambda: data.by_quantity([4, 0, 4]), "client 1 would have 0 rows: a client with no samples"),
     (lambda: data.by_quantity([]), "empty"),
-    (lambda: data.rule("iid"), "clients"),
+    (lambda: data.rule("iid"), "iid has to know how many clients: iid(20)"),
+    (lambda: data.rule("iid(n=3)"), "iid has no option 'n'; it has clients, seed"),
+    (lambda: data.rule("shards(2, client=3)"), "did you mean 'clients'?"),
+    (lambda: data.rule("iid(5, 3)"), "only the first, clients,"),
+    (lambda: data.rule("dirichlett(alpha=1,clients=3)"), "did you mean 'dirichlet'?"),
+    (lambda: labelled([0] * 12, data.iid(6)).clients.rows(99), "no client 99: their numbers are 0 to 5"),
+    (lambda: labelled([0] * 12, data.iid(6)).clients.rows(-1), "no client -1: their numbers are 0 to 5"),
     (lambda: labelled([0, 1], "writer"), "have no columns"),
     (lambda: labelled([0, 1], 3), "client is 3"),
     (lambda: labelled([0] * 4, data.iid(5)).clients, "5 clients cannot share 4 rows"),

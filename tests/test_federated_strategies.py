@@ -225,6 +225,21 @@ def test_fine_tuning_is_evaluated_on_each_clients_own_rows_and_changes_nothing()
     assert "personal_error" not in bare.metrics
 
 
+@pytest.mark.parametrize(("strategy", "what"), [(Ditto(), "ditto"), (FedAvg(finetune=2), "finetune=2")], ids=str)
+def test_that_nothing_personal_will_be_measured_is_told(strategy, what):
+    class Nobodys(Fed):
+        def evaluation_data(self):
+            return rayps.data.tensors(*rows(40, seed=1), batch_size=8)
+
+    def told(work):
+        events = train(work, strategy, epochs=1).events
+        return [event["message"] for event in events if "no personal_* metrics" in str(event.get("message"))]
+
+    (said,) = told(Nobodys(clients=4, n=48))
+    assert said.startswith(what) and "with_clients" in said and "client=" in said
+    assert told(Judged(clients=4, n=48)) == []
+
+
 def test_who_has_taken_no_part_is_judged_by_w():
     work = Judged(clients=4, n=48)
     result = train(work, Ditto(lam=0, fraction=0.25), workers=2, epochs=1)

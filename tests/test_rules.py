@@ -223,7 +223,10 @@ def test_more_attackers_than_it_bears(text, cohort, bears):
 
 @pytest.mark.parametrize(("text", "word"), [
     ("krum", "how many of a round's replies"), ("krum(f=-1)", "f is -1"), ("krum(f=1.5)", "whole number"),
-    ("krum(f=true)", "whole number"), ("best(f=1)", "one of mean, krum"), ("median(f=1)", "no option 'f'"),
+    ("krum(f=true)", "whole number"), ("best(f=1)", "one of mean, krum"), ("krumm(4)", r"did you mean 'krum'\?"),
+    ({"name": "krumm", "f": 1}, r"rule is 'krumm\(f=1\)' \(did you mean 'krum'\?\)"), ("median(5)", "key=value"),
+    ("krum(f=1,buckets=2)", r"did you mean 'bucket'\?"), ("krum(1,f=2)", "given twice"),
+    ("median(f=1)", "no option 'f'"),
     ("centered_clipping(tau=0)", "above 0"), ("centered_clipping(tau=none)", "above 0"),
     ("multi_krum(f=1,m=0)", "at least 1"),
     ("geometric_median(iterations=0)", "at least 1"), ("krum(f=1,bucket=0)", "at least 1"), (5, "text such as")])
@@ -235,7 +238,8 @@ def test_rules_that_cannot_be(text, word):
 def test_text_and_wire_form_say_the_same():
     for text in ROBUST:
         assert rule_of(str(rule_of(text))) == rule_of(text)
-    assert rule_of({"name": "krum", "f": 4}) == rule_of("krum(f=4)") == rule_of("krum:f=4")
+    assert rule_of({"name": "krum", "f": 4}) == rule_of("krum(f=4)") == rule_of("krum:f=4") == rule_of("krum(4)")
+    assert rule_of("centered_clipping(0.5, iterations=2)") == rule_of("centered_clipping(tau=0.5,iterations=2)")
     assert str(rule_of("multi_krum(f=2)")) == "multi_krum(f=2)" and str(rule_of(None)) == "mean"
 
 
@@ -257,7 +261,8 @@ def test_what_skewed_data_cost_is_said():
         rule = rule_of(text)
         assert rule.warning(skew(even)) is None
         assert f"{rule} costs accuracy" in rule.warning(skew(two)) and str(rule) in rule.warning()
-    assert "hardly learns" in rule_of("krum(f=4)").warning(0.8)
+    assert "hardly learns (buckets help, inside of its parentheses: krum(f=1,bucket=2))" in rule_of(
+        "krum(f=4)").warning(0.8)
     assert rule_of("mean").warning(0.8) is None
 
 

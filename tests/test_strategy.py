@@ -112,7 +112,11 @@ BAD = [
     ("0*all_reduce", ["0", "at least 1"]),
     ([{"epochs": "2", "strategy": "all_reduce"}], ["'2'", "whole number"]),
     ([{"epoch": 2, "strategy": "all_reduce"}], ["'epoch'", "epochs"]),
-    (AllReduce, ["AllReduce", "all_reduce"]),
+    (AllReduce, ["write AllReduce()", "all_reduce"]),
+    ("fedavg:bucket=2", ["'bucket'", "rule=trimmed_mean(f=1,bucket=2)"]),
+    ("fedavg:scale=2", ["'scale'", "attack=sign_flip(clients=1,scale=2)"]),
+    ("fedavg:server_lr=1", ["'server_lr'", "is an option of scaffold, fedavgm, fedadagrad"]),
+    ("fedavg:rule=median(5)", ["'5'", "'median'", "key=value"]),
     ([[AllReduce()]], ["cannot be read"]),
 ]
 

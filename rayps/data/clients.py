@@ -50,12 +50,19 @@ class Clients:
         return len(self.names)
 
     def rows(self, k: int) -> Ints:
-        """The row numbers of client `k`, ascending. Do not change them."""
+        """The row numbers of client `k`, ascending. Do not change them. Raises ConfigError: there is no such client."""
+        if not 0 <= k < len(self.names):
+            raise ConfigError(f"there is no client {k}: their numbers are 0 to {len(self.names) - 1}", field="client")
         return self._order[self._ends[k]:self._ends[k + 1]]
 
     def batch(self, rows: Ints) -> Batch:
         """These rows of the data, in this order."""
         return self._take(rows)
+
+    @property
+    def label_names(self) -> tuple[str, ...] | None:
+        """The labels, ascending; None where they are not classes."""
+        return None if self.labels is None else self.labels[0]
 
     def find(self, name: str) -> int | None:
         """The number of the client of this name."""

@@ -6,6 +6,7 @@ an array of ids, needs no rule.) Every rule gives each row to exactly one client
 
 from __future__ import annotations
 
+import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 
 from rayps.data.base import random_of
 from rayps.errors import ConfigError, DataError
-from rayps.strategies.text import form
+from rayps.strategies.text import form, near
 
 Ints = NDArray[np.int64]
 
@@ -44,7 +45,7 @@ class Iid(Rule):
     seed: int = 0
 
     def __str__(self) -> str:
-        return f"iid({self.clients})"
+        return f"iid({self.clients}{_seeded(self.seed)})"
 
     def owners(self, rows: int, labels: Ints | None) -> Ints:
         """Sizes differ by one row at most."""
@@ -63,7 +64,8 @@ class Shards(Rule):
     seed: int = 0
 
     def __str__(self) -> str:
-        return f"shards({self.per_client}, clients={self.clients}{', pure=True' if self.pure else ''})"
+        pure = ", pure=True" if self.pure else ""
+        return f"shards({self.per_client}, clients={self.clients}{pure}{_seeded(self.seed)})"
 
     def owners(self, rows: int, labels: Ints | None) -> Ints:
         """Shards of neighbours in the order of labels, dealt at random."""
@@ -90,7 +92,8 @@ class Dirichlet(Rule):
     seed: int = 0
 
     def __str__(self) -> str:
-        return f"dirichlet({self.alpha:g}, clients={self.clients}{'' if self.balanced else ', balanced=False'})"
+        balanced = "" if self.balanced else ", balanced=False"
+        return f"dirichlet({self.alpha!r}, clients={self.clients}{balanced}{_seeded(self.seed)})"
 
     def owners(self, rows: int, labels: Ints | None) -> Ints:
         """First how many of each label each client gets, then which."""
@@ -149,8 +152,10 @@ class ByQuantity(Rule):
 
     def __str__(self) -> str:
         if isinstance(self.clients, tuple):
-            return f"by_quantity of {len(self.clients)} sizes"
-        return f"by_quantity({self.clients}, {self.law}, spread={self.spread:g})"
+            few = len(self.clients) <= _SIZES
+            sizes = f"({', '.join(map(str, self.clients))})" if few else f"{len(self.clients)} sizes"
+            return f"by_quantity({sizes}{_seeded(self.seed)})"
+        return f"by_quantity({self.clients}, law={self.law}, spread={self.spread!r}{_seeded(self.seed)})"
 
     def owners(self, rows: int, labels: Ints | None) -> Ints:
         """Rows at random, sizes by the law."""
@@ -170,7 +175,12 @@ class ByQuantity(Rule):
         return owners
 
 
+_SIZES = 20  # that a rule writes out
 _IID, _SHARDS, _DIRICHLET, _QUANTITY = range(1, 5)  # rules with one seed draw independently of each other
+
+
+def _seeded(seed: int) -> str:
+    return f", seed={seed}" if seed else ""
 
 
 def apportion(total: int, shares: NDArray[np.float64]) -> Ints:
@@ -268,23 +278,29 @@ def by_quantity(clients: int | Sequence[int], *, law: str = "lognormal", spread:
 
 
 def rule(text: str) -> Rule:
-    """A rule as text, such as `shards(per_client=2,clients=20)`. Raises ConfigError."""
+    """A rule as text, such as `shards(2,clients=20)` or `shards(per_client=2,clients=20)`. Raises ConfigError."""
     known: dict[str, Any] = {"iid": iid, "shards": shards, "dirichlet": dirichlet, "by_quantity": by_quantity}
     options = form(text)
     name = options.pop("name")
     if name not in known:
-        raise ConfigError(f"there is no rule {name!r}: give one of {', '.join(known)}", field="client")
-    positional = {"iid": ["clients"], "by_quantity": ["clients"]}
-    try:
-        first = [options.pop(key) for key in positional.get(name, []) if key in options]
-        if name == "shards":
-            first = [options.pop("per_client", 1)]
-        elif name == "dirichlet":
-            first = [options.pop("alpha", 1.0)]
-        made: Rule = known[name](*first, **options)
-    except TypeError as error:
-        raise ConfigError(f"the rule {text!r} cannot be: {error}", field="client") from None
+        raise ConfigError(f"there is no rule {name!r}{near(name, known)}: give one of {', '.join(known)}",
+                          field="client")
+    has = list(inspect.signature(known[name]).parameters)
+    for free, value in (("per_client", 1), ("alpha", 1.0)):
+        if free in has:
+            options.setdefault(free, value)
+    for key in options:
+        if key not in has:
+            raise ConfigError(f"the rule {text!r}: {name} has no option {key!r}{near(key, has)}; it has "
+                              f"{', '.join(has)}", field="client")
+    if "clients" not in options:
+        raise ConfigError(f"the rule {text!r}: {name} has to know how many clients: {_EXAMPLES[name]}", field="client")
+    made: Rule = known[name](options.pop(has[0]), **options)
     return made
+
+
+_EXAMPLES = {"iid": "iid(20)", "shards": "shards(2,clients=20)", "dirichlet": "dirichlet(0.5,clients=20)",
+             "by_quantity": "by_quantity(20)"}
 
 
 def _count(name: str, value: Any) -> int:

@@ -16,6 +16,7 @@ from rayps.federated.cohort import cohort_size
 from rayps.federated.real.joining import joining_of
 from rayps.federated.virtual.events import events_of
 from rayps.job import JobSpec
+from rayps.user_code import user_code
 from rayps.workload import Workload
 
 _LABELS = 1000  # with more of them, how far clients' labels lie apart is not told
@@ -57,7 +58,12 @@ def federated(strategy: Any, workload: Workload, data: Data, spec: JobSpec) -> l
         rule.check(cohort, attack)
     if attack is not None:
         attack.check(clients.count)
-    warnings = [rule.doubt(cohort, cohort * (1 - strategy.dropout)), rule.warning(_skew(clients))]
+        attack.settled(clients.label_names)
+    warnings = [
+        rule.doubt(cohort, cohort * (1 - strategy.dropout)),
+        rule.warning(_skew(clients)),
+        _unmeasured(strategy, workload),
+    ]
     return [said for said in warnings if said]
 
 
@@ -73,6 +79,22 @@ def _of_the_least(strategy: Any) -> None:
             field="min_replies",
         )
     choices.rule_of(strategy.rule).check(asked)
+
+
+def _unmeasured(strategy: Any, workload: Workload) -> str | None:
+    """A warning where clients have models of their own that nothing would measure."""
+    if not (strategy.personal or strategy.finetune):
+        return None
+    with user_code("evaluation_data"):
+        data = workload.evaluation_data()
+    if getattr(data, "divided", False):
+        return None
+    what = f"finetune={strategy.finetune}" if strategy.finetune else strategy.name
+    return (
+        f"{what} measures each client's own model on its own rows of the evaluation data, which has no clients: no "
+        "personal_* metrics will come; give client= there too, or return "
+        "evaluation_data().with_clients(data().clients.alike(labels))"
+    )
 
 
 def _skew(clients: Any) -> float | None:

@@ -17,7 +17,7 @@ say anything.
 Attacks, by `clients=` of the job's clients, drawn from its seed
     sign_flip(clients=4,scale=1)      sends -scale times its update
     gaussian(clients=4,sd=1)          sends noise
-    label_flip(clients=4,classes=10)  learns label classes - 1 - y in place of y
+    label_flip(clients=4,classes=none) learns label classes - 1 - y in place of y (none: as many as the data has)
     alie(clients=4,z=none)            sends mean - z sd of the honest updates (none: the paper's z)
     inner_product(clients=4,eps=1)    sends -eps times the mean of the honest updates
     nan(clients=4)                    sends what is no number
@@ -29,11 +29,11 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rayps.errors import ConfigError
-from rayps.strategies.text import form
+from rayps.strategies.text import form, near, nested
 
 _REQUIRED = object()
 _RULES: dict[str, dict[str, Any]] = {
@@ -49,7 +49,7 @@ _RULES: dict[str, dict[str, Any]] = {
 _ATTACKS: dict[str, dict[str, Any]] = {
     "sign_flip": {"scale": 1.0},
     "gaussian": {"sd": 1.0},
-    "label_flip": {"classes": 10},
+    "label_flip": {"classes": None},
     "alie": {"z": None},
     "inner_product": {"eps": 1.0},
     "nan": {},
@@ -135,7 +135,7 @@ class Rule:
         told = "where clients' data differ" if skew is None else f"clients' labels differ (by {skew:.2f} of 1), and"
         cost = {
             "krum": "takes over one client's update in each round: with two labels a client it hardly learns "
-            "(bucket=2 helps)",
+            "(buckets help, inside of its parentheses: krum(f=1,bucket=2))",
             "bulyan": "drops the clients that differ most, attackers or not",
             "median": "drops what few clients know: rare labels may never be learnt",
             "trimmed_mean": "drops what few clients know",
@@ -162,7 +162,7 @@ class Attack:
     clients: int
     scale: float = 1.0
     sd: float = 1.0
-    classes: int = 10
+    classes: int | None = None
     z: float | None = None
     eps: float = 1.0
     factor: float = 1.0
@@ -183,7 +183,27 @@ class Attack:
 
     def labels(self, y: Any) -> Any:
         """The labels that an attacker learns in place of `y`."""
-        return self.classes - 1 - y if self.flips_labels else y
+        return y if self.classes is None else self.classes - 1 - y
+
+    def settled(self, labels: Sequence[str] | None) -> Attack:
+        """The same for data with labels of these names: how many classes there are, where it was not said.
+
+        Raises:
+            ConfigError: they are no classes (None), so that it has to be said.
+        """
+        if not self.flips_labels or self.classes is not None:
+            return self
+        try:
+            found = sorted(int(name) for name in labels or ())
+        except ValueError:
+            found = []
+        if not found:
+            raise ConfigError(
+                f"{self} has to know how many classes there are, and this data's labels do not tell: write "
+                f"label_flip(clients={self.clients},classes=10)",
+                field="attack",
+            )
+        return replace(self, classes=found[0] + found[-1] + 1)  # the first becomes the last, also where it is not 0
 
     def check(self, clients: int) -> None:
         """Raises ConfigError: so many clients leave no honest one."""
@@ -238,16 +258,18 @@ def _read(field: str, given: Any, known: dict[str, dict[str, Any]]) -> dict[str,
     spec = form(given) if isinstance(given, str) else dict(given)
     name = spec.pop("name", None)
     if name not in known:
-        raise ConfigError(f"{field} is {given!r}: give one of {', '.join(known)}, as in {_example(known)}", field=field)
+        shown = given if isinstance(given, str) else nested(dict(given))
+        raise ConfigError(f"{field} is {shown!r}{near(name, known)}: give one of {', '.join(known)}, as in "
+                          f"{_example(known)}", field=field)  # fmt: skip
     options = known[name]
     for key, value in spec.items():
         if key not in options:
-            raise ConfigError(f"{field}: {name} has no option {key!r}; it has {', '.join(options) or 'none'}",
-                              field=field)  # fmt: skip
+            raise ConfigError(f"{field}: {name} has no option {key!r}{near(key, options)}; it has "
+                              f"{', '.join(options) or 'none'}", field=field)  # fmt: skip
         _check(field, f"{name}'s {key}", key, value, options[key] is None)
     missing = [key for key, value in options.items() if value is _REQUIRED and key not in spec]
     if missing:
-        what = "how many of a round's replies may be attackers'" if missing[0] == "f" else "how many clients attack"
+        what = "how many of a round's replies may come from attackers" if missing[0] == "f" else "how many attack"
         raise ConfigError(f"{field}: {name} has to know {what}: {name}({missing[0]}=4)", field=field)
     return {"name": name, **options, **spec}
 
@@ -265,6 +287,16 @@ def _check(field: str, what: str, key: str, value: Any, free: bool) -> None:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def inside(option: str) -> str | None:
+    """How an option of a rule or an attack is written where it belongs; None: it is none of theirs."""
+    rules = {"f": "krum(f=1)", "bucket": "trimmed_mean(f=1,bucket=2)", "m": "multi_krum(f=1,m=3)",
+             "tau": "centered_clipping(tau=1)", "iterations": "geometric_median(iterations=100)"}  # fmt: skip
+    if option in rules:
+        return f"rule={rules[option]}"
+    found = next((name for name, options in _ATTACKS.items() if option in options), None)
+    return None if found is None else f"attack={found}(clients=1,{option}=2)"
 
 
 def _example(known: dict[str, dict[str, Any]]) -> str:

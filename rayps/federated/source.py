@@ -60,8 +60,8 @@ class Simulated:
         self._w_t: Tensor | None = None
         self._buffers: Tensors = {}
         attack = choices.attack_of(options.attack)
+        self._attack = attack if attack is None else attack.settled(engine.clients.label_names)
         flips = attack is not None and attack.flips_labels
-        self._classes = attack.classes if attack is not None else 0
         self._liars = attack.attackers(w.plan.seed, self.count) if attack is not None and flips else frozenset[int]()
 
     def names(self, numbers: Any) -> list[str]:
@@ -114,11 +114,8 @@ class Simulated:
     def rows(self, client: int) -> Rows:
         """A client's own rows, with wrong labels where it attacks by them."""
         data, clients = self._engine.w.data, self._engine.clients
-        relabel = self._wrong if client in self._liars else None
+        relabel = self._attack.labels if self._attack is not None and client in self._liars else None
         return Rows(clients.rows(client), clients.batch, data.batch_size, getattr(data, "shuffle", True), relabel)
-
-    def _wrong(self, labels: Any) -> Any:
-        return self._classes - 1 - labels
 
 
 def old(shared: dict[str, Any], version: int, w_t: Tensor) -> Tensor:

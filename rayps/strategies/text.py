@@ -1,15 +1,25 @@
 """Strategies as text: `2*all_reduce:replica=pipeline(stages=4,stage=tensor_parallel(size=2))`. Pure.
 
-A value is a word, a number, `name(option=value,...)`, a list `(2,5)` or a mapping `(layer=split,...)`.
+A value is a word, a number, `name(option=value,...)`, a list `(2,5)` or a mapping `(layer=split,...)`. The first option
+of a name in `FIRST` may stand without its own: `krum(4)` is `krum(f=4)`.
 """
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from typing import Any
 
 from rayps.errors import ConfigError
 
 DEEPEST = 20  # parentheses in one another; a strategy needs three
+FIRST = {
+    "iid": "clients", "by_quantity": "clients", "shards": "per_client", "dirichlet": "alpha",
+    "krum": "f", "multi_krum": "f", "trimmed_mean": "f", "bulyan": "f", "centered_clipping": "tau",
+    "geometric_median": "iterations", "l1": "weight", "l2": "weight",
+    "sign_flip": "clients", "gaussian": "clients", "label_flip": "clients", "alie": "clients",
+    "inner_product": "clients", "nan": "clients", "inflated_counts": "clients",
+}  # fmt: skip
 _WORDS = {"none": None, "null": None, "true": True, "false": False}
 
 
@@ -30,10 +40,9 @@ def form(text: str, depth: int = 0) -> dict[str, Any]:
         key, equals, value = part.partition("=")
         key = key.strip()
         if not equals or "(" in key:
-            raise ConfigError(
-                f"strategy option {_short(part)} should be key=value, as in parameter_server:staleness=3,shards=2",
-                field="strategy",
-            )
+            if len(found) > 1 or found["name"] not in FIRST:
+                raise _nameless(found["name"], part)
+            key, value = FIRST[found["name"]], part
         if key in found:
             raise ConfigError(f"strategy option {key!r} is given twice in {_short(text)}", field="strategy")
         found[key] = _value(value.strip(), depth)
@@ -66,15 +75,32 @@ def written(spec: Any) -> str:
 
 
 def _listed(options: dict[str, Any]) -> str:
-    return ",".join(f"{key}={_written(value)}" for key, value in options.items())
+    return ",".join(f"{key}={nested(value)}" for key, value in options.items())
 
 
-def _written(value: Any) -> str:
+def nested(value: Any) -> str:
+    """A value as it stands within options, such as `krum(f=4)`."""
     if isinstance(value, dict):
         return f"{value.get('name', '')}({_listed({k: v for k, v in value.items() if k != 'name'})})"
     if isinstance(value, (list, tuple)):
-        return f"({','.join(map(_written, value))})"
+        return f"({','.join(map(nested, value))})"
     return "none" if value is None else str(value)
+
+
+def near(name: Any, known: Iterable[str]) -> str:
+    """" (did you mean 'this'?)" where a known name is like this one; else nothing."""
+    found = difflib.get_close_matches(str(name), list(known), 1)
+    return f" (did you mean {found[0]!r}?)" if found else ""
+
+
+def _nameless(name: str, part: str) -> ConfigError:
+    """What is wrong with an option that is given without its name."""
+    if name in FIRST:
+        hint = f"only the first, {FIRST[name]}, may stand without its name; write the others key=value"
+    else:
+        hint = "an option of it is written key=value, as in parameter_server:staleness=3,shards=2 or krum(f=4)"
+    to = f"{name!r}{near(name, FIRST) if name not in FIRST else ''}"
+    return ConfigError(f"{_short(part)} is given to {to} without a name: {hint}", field="strategy")
 
 
 def _value(text: str, depth: int) -> Any:
