@@ -45,6 +45,7 @@ class Engine:
         self.homes = homes(w.data.clients.sizes, w.size) if stateful else None
         self.states = States() if stateful else None
         self.judging: Any = None  # the evaluation data, once it is known
+        self._begun, self._counted = 0, False  # rounds, and whether one of them moved the model
         self.source: Any = Remote(self) if strategy.remote else Simulated(self)
         size, dtype = w.flat.layout.size, w.flat.layout.dtype
         extras = dict.fromkeys(strategy.sums, (size, dtype))
@@ -89,6 +90,9 @@ class Engine:
         self._file(known, met, rejected, cohort, why)
         w.position += 1
 
+        self._begun, self._counted = self._begun + 1, self._counted or not why
+        if w.position >= w.plan.end and not self._counted and w.rank == 0:
+            self._warn(why, rejected)
     def _take(self, errand: Errand, reply: Reply) -> None:
         """One reply into the sum, or out of the round."""
         w, strategy, extra = self.w, self.strategy, dict(reply.sums)
@@ -151,6 +155,15 @@ class Engine:
     def evaluate(self) -> dict[str, tuple[float, int]]:
         """Sums and samples of `personal_*`; the model is as it was afterwards."""
         return personal(self)
+    def _warn(self, why: str, rejected: list[tuple[int, str]]) -> None:
+        """Say at the end that nothing was learnt."""
+        rounds = "the only round did not count" if self._begun == 1 else f"none of {self._begun} rounds counted"
+        if rejected:
+            client, reason = rejected[0]
+            who = self.source.names([client])[0]
+            why += f" (client {who!r}: {reason}); lower the learning rate, or look for bad values"
+        self.w.event("warning", f"nothing was learnt: {rounds}, in the last one {why}")
+
 
     def state_of(self, client: int) -> tuple[Tensors, Tensors]:
         """What is kept of a client, and the buffers that are its own, where the model is."""
