@@ -103,6 +103,8 @@ def test_flipped_labels_are_those_of_a_dataset_with_flipped_labels():
             return rayps.data.tensors(x, y, batch_size=5, client=owner)
 
     attacked, _ = learn(1, Blobs(client=owner), attack="label_flip(clients=4,classes=5)")
+    told, _ = learn(1, Blobs(client=owner), attack="label_flip(4)")  # 5 classes: the labels say so
+    assert torch.equal(attacked.snapshot.params, told.snapshot.params)
     law, _ = learn(1, Flipped())
     plain, _ = learn(1, Blobs(client=owner))
     assert torch.equal(attacked.snapshot.params, law.snapshot.params)
@@ -156,3 +158,15 @@ def test_updates_are_clipped_in_a_job():
     start = train(Blobs(), rayps.FedAvg(min_replies=20, dropout=0.9), epochs=1).snapshot.params
     moved = {clip: float((learn(1, clip=clip)[0].snapshot.params - start).norm()) for clip in (0.05, None)}
     assert moved[0.05] <= 0.05 * 1.001 < moved[None]
+
+
+def test_a_run_in_which_no_round_counted_says_so():
+    def warned(rounds, **options):
+        events = learn(rounds, **options)[0].events
+        return [event["message"] for event in events if "nothing was learnt" in str(event.get("message"))]
+
+    (told,) = warned(2, workers=2, clip=1e-3, attack="nan(clients=19)", min_replies=2)
+    assert "none of 2 rounds counted" in told and "not finite" in told
+    (told,) = warned(1, dropout=0.9, min_replies=20)
+    assert "the only round did not count" in told and "nobody replied" not in told
+    assert not warned(2, attack="nan(clients=19)")  # one honest reply a round
