@@ -76,12 +76,15 @@ class Own(Server):
     """The same where the rows of one hospital are."""
 
     def __init__(self, k=0, pause=0.0, gate=None):
-        self.k, self.pause, self.gate = k, pause, gate
+        self.k, self.pause, self.gate, self.calls = k, pause, gate, 0
 
     def data(self):
         return rayps.data.tensors(*rows(self.k), batch_size=8)
 
     def loss(self, model, batch):
+        self.calls += 1
+        if self.calls == 1:  # it is tried out before it joins
+            return super().loss(model, batch)
         time.sleep(self.pause)
         if self.gate is not None:
             self.gate.wait(60)

@@ -27,7 +27,7 @@ from rayps.cluster import surrounding
 from rayps.errors import ConfigError, Conflict, DataError, Unauthorized, WorkloadError
 from rayps.federated.real import remote
 from rayps.federated.real.mailbox import Mailbox
-from rayps.federated.real.outside import own_data, rows_of
+from rayps.federated.real.outside import Outside, own_data, rows_of
 from rayps.federated.real.signed import ClientToken, Key, order_text, verified
 from rayps.logs import LogBuffer
 
@@ -140,7 +140,71 @@ def test_who_is_late_does_not_count_and_is_told(clinic: Clinic) -> None:
     event, = rounds_of(job)
     assert (event["trained"], event["dropped"]) == (["h0"], [["h1", "deadline"]])
     assert event["seconds"] >= 3
-    assert "comes too late and does not count" in " ".join(slow.over().said) and slow.ended.rounds == 0
+    assert event["message"] == "1 of 2 clients replied; 1 dropped: h1 (deadline)"
+    said = " ".join(slow.over().said)
+    assert re.search(r"too late, and not counted: training took \d.* deadline of 3 s. Ask for a longer deadline", said)
+    assert slow.ended.rounds == 0
+
+
+@pytest.mark.parametrize("how", ["an error", "Ctrl-C"])
+def test_no_round_waits_for_one_that_has_ended(clinic: Clinic, how: str) -> None:
+    class Bad(Own):
+        def loss(self, model, batch):
+            if self.calls:
+                raise KeyboardInterrupt if how == "Ctrl-C" else RuntimeError("a bad label")
+            return super().loss(model, batch)
+
+    job = clinic.job("fedavg:deadline=500,clients=remote(least=2,wait=100)", 1)
+    good, bad = clinic.hospital(job, 0).begin(), clinic.hospital(job, 1)
+    client = Outside(Bad(1), rows_data(1), bad.outside.token, job.id, bad.line, bad.kept, "h1", bad.said.append)
+    with pytest.raises(KeyboardInterrupt if how == "Ctrl-C" else WorkloadError):
+        client.run()
+    assert clinic.joined(job)["h1"]["state"] == "left"
+    job.wait(60)  # and not 500 s
+    event, = rounds_of(job)
+    assert (event["trained"], event["dropped"]) == (["h0"], [["h1", "left"]]) and good.over().ended.rounds == 1
+
+
+def rows_data(k: int, width: int = 5) -> Any:
+    x, y = rows(k)
+    return rayps.data.tensors(x[:, :width], y, batch_size=8)
+
+
+def test_what_does_not_fit_is_found_before_joining(clinic: Clinic) -> None:
+    job = clinic.job("fedavg:clients=remote(wait=100)", 1)
+    hospital = clinic.hospital(job, 0)
+    client = Outside(Own(0), rows_data(0, 3), hospital.outside.token, job.id, hospital.line, hospital.kept, "h0")
+    with pytest.raises(WorkloadError, match=r"loss\(\) raised .* shapes cannot be multiplied"):
+        client.run()
+    assert clinic.joined(job) == {}
+    job.stop().wait(30)
+
+
+def test_trying_out_leaves_the_model_as_it_was(clinic: Clinic) -> None:
+    class Normed(Own):
+        def model(self):
+            return torch.nn.Sequential(torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 1)).double()
+
+    job = clinic.job("fedavg:clients=remote(wait=100)", 1)
+    hospital = clinic.hospital(job, 0)
+    client = Outside(Normed(0), rows_data(0), hospital.outside.token, job.id, hospital.line, hospital.kept, "h0")
+    model = client._trainer.flat.model
+    before, drawn = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
+    client.try_out()
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    assert torch.equal(drawn, torch.get_rng_state()) and client.workload.calls == 1
+    job.stop().wait(30)
+
+
+def test_who_joins_later_is_told_of(clinic: Clinic) -> None:
+    job, gate = clinic.job("fedavg:clients=remote(wait=100)", 3), threading.Event()
+    clinic.hospital(job, 0, gate=gate).begin()
+    until(lambda: clinic.joined(job)["h0"]["doing"] == "is asked for round 0")
+    clinic.hospital(job, 1).begin()
+    gate.set()
+    job.wait(30)
+    told = [(event["names"], event["sizes"], event["rows"]) for event in job.events() if event["kind"] == "clients"]
+    assert told == [(["h0"], [20], 20), (["h0", "h1"], [20, 25], 45)]
 
 
 # ---- nothing counts twice, whatever is killed
@@ -355,7 +419,9 @@ MEDDLING = {
     "another model": (lambda path, body: body[:-8] + struct.pack("<d", 1e6) if path.endswith("/parameters") else body,
                       "not those that were signed"),
     "another key": (lambda path, body: json.dumps(json.loads(body) | {"public_key": "A" * 43}).encode()
-                    if path.endswith("/join") else body, "not the service that made this token"),
+                    if path.endswith("/key") else body, "not the service that made this token"),
+    "another key then": (lambda path, body: json.dumps(json.loads(body) | {"public_key": "A" * 43}).encode()
+                         if path.endswith("/join") else body, "not the service that made this token"),
 }  # fmt: skip
 
 
@@ -369,6 +435,8 @@ def test_a_client_refuses_what_somebody_has_changed(clinic: Clinic, what: str) -
     hospital.over()
     assert isinstance(hospital.error, Unauthorized) and why in str(hospital.error) and hospital.error.exit_code == 4
     assert not any("sent" in line for line in hospital.said)
+    states = [each["state"] for each in clinic.joined(job).values()]
+    assert states == ([] if what == "another key" else ["left"])
     job.stop().wait(30)
 
 
@@ -501,6 +569,7 @@ def test_the_commands(clinic: Clinic, capsys: pytest.CaptureFixture[str], monkey
     code, token, note = say("token", "create", "--job", job.id, "--name", "h0", "--days", "3")
     assert code == 0 and token.startswith(f"rpc.{job.id}.") and "rayps token revoke" in note
     made = ClientToken.read(token)
+    assert made.name == "h0"
     clinic.hospital(job, 0, str(made)).begin()
     until(lambda: "round 0 waits for 1 more" in clinic.reason(job))
     code, listed, note = say("joined", job.id[:20])
@@ -508,12 +577,20 @@ def test_the_commands(clinic: Clinic, capsys: pytest.CaptureFixture[str], monkey
     identity = json.loads(say("token", "ls", "--job", job.id, "-o", "json")[1])[0]["id"]
     assert say("token", "revoke", identity)[0] == 0 and "revoked" in say("token", "ls")[1]
     assert say("token", "revoke", "nothing")[0] == 3
+    monkeypatch.setenv("RAYPS_STATE_DIR", str(clinic.path / "home"))
+    monkeypatch.setenv("HOSPITAL", "0")
+    monkeypatch.chdir(clinic.path)
+    free = str(ClientToken(made.secret, made.job, made.fingerprint))
     for arguments, why in ((("--token", "rps_x"), "no client token"), (("--token", "@/nowhere"), "cannot be read"),
                            (("--token", str(made), "--job", "other"), "not for other"),
                            (("--token", str(made), "--name", "../x"), "letters and digits"),
+                           (("--token", str(made), "--name", "h1"), "for the client 'h0', not for 'h1'"),
+                           (("--token", free), "say who this is"),
+                           (("--token", str(made), "--device", "cuda:99"), "give --device cpu"),
                            ((), "RAYPS_CLIENT_TOKEN")):
         code, _, note = say("client", *arguments, "work.py:Slow")
-        assert code == 2 and why in note, note
+        assert code == 2 and why in note and len(note.strip().splitlines()) <= 3, note
+    assert [path.name for path in (clinic.path / "home" / "clients" / job.id).iterdir()] == ["h0"]
     job.stop()
 
 
@@ -523,8 +600,11 @@ def test_a_token_needs_a_job_that_has_real_clients(clinic: Clinic) -> None:
         clinic.invite(job)
     with pytest.raises(ConfigError, match="one job or"):
         clinic.user.call("POST", "/api/v1/client-tokens", json={})
-    with pytest.raises(ConfigError, match="no client token"):
-        ClientToken.read("rps_something")
+    whole = str(ClientToken("s", None, "f", "Ward 7"))
+    assert ClientToken.read(whole).name == "Ward 7" and ClientToken.read("rpc.any.s.f").name is None
+    for text in ("rps_something", str(ClientToken("s", None, "f", "../up")), f"{whole}.more", "rpc.any.s.f."):
+        with pytest.raises(ConfigError, match="no client token"):
+            ClientToken.read(text)
     job.wait(30)
 
 

@@ -33,6 +33,7 @@ from rayps_api.schemas_clients import (
     ClientsOut,
     JoinIn,
     JoinOut,
+    KeyOut,
     NewToken,
     TokenIn,
     TokenOut,
@@ -140,6 +141,13 @@ async def clients(job_id: str, known: Known) -> Any:
 # ---- what a client does
 
 
+@router.get("/client/key", response_model=KeyOut)
+async def key(grant: Granted, request: Request) -> Any:
+    """The key that signs the orders: a client looks at it before it joins."""
+    running: Service = request.app.state.service
+    return {"public_key": running.client_tokens.key.public}
+
+
 @router.post("/client/join", response_model=JoinOut)
 async def join(body: JoinIn, grant: Granted, request: Request) -> Any:
     """Take part in a job, or come back to it."""
@@ -161,8 +169,7 @@ async def join(body: JoinIn, grant: Granted, request: Request) -> Any:
     mailbox = running.mailbox(job.id)
     await asyncio.to_thread(mailbox.prepare)
     member = await asyncio.to_thread(mailbox.join, name, body.key, grant.id, body.samples)
-    key = running.client_tokens.key
-    return {"job": job.id, "name": name, "number": member.number, "public_key": key.public,
+    return {"job": job.id, "name": name, "number": member.number, "public_key": running.client_tokens.key.public,
             "workload": job.spec.workload}
 
 

@@ -47,6 +47,12 @@ class TokensOut(BaseModel):
     tokens: list[TokenOut]
 
 
+class KeyOut(BaseModel):
+    """Who signs the orders."""
+
+    public_key: str = Field(description="Ed25519; its fingerprint is in the token.")
+
+
 class JoinIn(BaseModel):
     """A client that wants to take part. `key` is a secret of its own, by which it is known when it comes back."""
 

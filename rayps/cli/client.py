@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,12 +12,11 @@ from rayps.cli import show
 from rayps.cli.show import Output
 from rayps.client import Client
 from rayps.errors import ConfigError
-from rayps.federated.real.signed import ClientToken
+from rayps.federated.real.signed import NAME, ClientToken
 from rayps.job import Status
 from rayps.service.settings import Settings
 
 Format = Annotated[Output, typer.Option("--output", "-o", help="For a person (table) or a program (json).")]
-NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9 _.-]{0,62}[A-Za-z0-9])?")
 token_app = typer.Typer(no_args_is_help=True, help="Tokens of real federated clients.")
 
 
@@ -58,12 +56,19 @@ def client(
         raise ConfigError(f"this token is for job {which}, not for {job}", field="job")
     if name is not None and not NAME.fullmatch(name):
         raise ConfigError(f"name is {name!r}: give letters and digits, with blanks and _ . - between", field="name")
+    if name is not None and found.name not in (None, name):
+        raise ConfigError(f"this token is for the client {found.name!r}, not for {name!r}: leave out --name",
+                          field="name")
+    who = name or found.name
+    if who is None:
+        raise ConfigError("this token is good for any client: say who this is with --name, such as hospital-a",
+                          field="name")
     workload = load(target)
     rows = own_data(workload, data)
-    kept = Kept(state or settings.state_dir / "clients" / which / (name or "client"))
+    kept = Kept(state or settings.state_dir / "clients" / which / who)
     line = Line(settings.url, str(found), patience, show.note)
     try:
-        ended = Outside(workload, rows, found, which, line, kept, name=name, say=show.note, device=device).run()
+        ended = Outside(workload, rows, found, which, line, kept, name=who, say=show.note, device=device).run()
     finally:
         line.close()
         kept.close()

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from rayps.worker import Worker
 
 SHOWN = 50  # names in an event
+SAID = 3  # names in its message
 
 
 class Engine:
@@ -44,8 +45,8 @@ class Engine:
         stateful = strategy.stateful and not strategy.remote
         self.homes = homes(w.data.clients.sizes, w.size) if stateful else None
         self.states = States() if stateful else None
-        self.judging: Any = None  # the evaluation data, once it is known
         self._begun, self._counted = 0, False  # rounds, and whether one of them moved the model
+        self.judging: Any = None  # the evaluation data, once it is known
         self.source: Any = Remote(self) if strategy.remote else Simulated(self)
         size, dtype = w.flat.layout.size, w.flat.layout.dtype
         extras = dict.fromkeys(strategy.sums, (size, dtype))
@@ -89,10 +90,10 @@ class Engine:
         self.source.judged(rejected)
         self._file(known, met, rejected, cohort, why)
         w.position += 1
-
         self._begun, self._counted = self._begun + 1, self._counted or not why
         if w.position >= w.plan.end and not self._counted and w.rank == 0:
             self._warn(why, rejected)
+
     def _take(self, errand: Errand, reply: Reply) -> None:
         """One reply into the sum, or out of the round."""
         w, strategy, extra = self.w, self.strategy, dict(reply.sums)
@@ -140,21 +141,20 @@ class Engine:
         w.say(sampled=asked, replied=met.count, dropped=len(known.dropped), rejected=len(rejected))
         if w.rank:
             return
-        message = f"{met.count} of {asked} clients replied" + (f", {len(rejected)} rejected" if rejected else "")
+        message = f"{met.count} of {asked} clients replied"
         ages = {} if known.staleness is None else {"staleness": {str(age): n for age, n in known.staleness.items()}}
         away = {
             key: [[name, why] for name, (_, why) in zip(names([k for k, _ in some[:SHOWN]]), some, strict=False)]
             for key, some in (("dropped", known.dropped), ("rejected", rejected))
         }
+        counts = {"dropped": len(known.dropped), "rejected": len(rejected)}
+        message += "".join(f"; {n} {key}: {said(away[key], n)}" for key, n in counts.items() if n)
         w.event(
             "cohort", f"{message}: the model stays as it was, because {why}" if why else message, round=w.position,
             sampled=asked, replied=met.count, trained=names(cohort[:SHOWN]), seconds=known.end - known.begin,
             skipped=bool(why), **away, **ages,
         )  # fmt: skip
 
-    def evaluate(self) -> dict[str, tuple[float, int]]:
-        """Sums and samples of `personal_*`; the model is as it was afterwards."""
-        return personal(self)
     def _warn(self, why: str, rejected: list[tuple[int, str]]) -> None:
         """Say at the end that nothing was learnt."""
         rounds = "the only round did not count" if self._begun == 1 else f"none of {self._begun} rounds counted"
@@ -164,6 +164,9 @@ class Engine:
             why += f" (client {who!r}: {reason}); lower the learning rate, or look for bad values"
         self.w.event("warning", f"nothing was learnt: {rounds}, in the last one {why}")
 
+    def evaluate(self) -> dict[str, tuple[float, int]]:
+        """Sums and samples of `personal_*`; the model is as it was afterwards."""
+        return personal(self)
 
     def state_of(self, client: int) -> tuple[Tensors, Tensors]:
         """What is kept of a client, and the buffers that are its own, where the model is."""
@@ -178,6 +181,12 @@ class Engine:
         if self.states is not None:
             self.states.close()
             self.states = states
+
+
+def said(away: list[list[str]], count: int) -> str:
+    """Up to three of `count` clients with why they do not count: "a (deadline), b (left) and 4 more"."""
+    more = count - SAID
+    return ", ".join(f"{name} ({why})" for name, why in away[:SAID]) + (f" and {more} more" if more > 0 else "")
 
 
 class Server:

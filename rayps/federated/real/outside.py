@@ -8,6 +8,7 @@ exponential pauses; it may be killed at any moment and started again.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import time
@@ -17,18 +18,21 @@ from typing import Any
 
 import httpx2
 import numpy as np
+import torch
 
 from rayps.client import checked
 from rayps.data.base import Data
 from rayps.data.elsewhere import elsewhere
-from rayps.errors import Conflict, NotFound, RaypsError, Unauthorized, Unreachable, WorkloadError
+from rayps.errors import ConfigError, Conflict, NotFound, RaypsError, Unauthorized, Unreachable, WorkloadError
 from rayps.federated.client import Reply, Rows, Task, Trainer
 from rayps.federated.real import parcel
+from rayps.federated.real.joining import DEADLINE
 from rayps.federated.real.kept import Kept
-from rayps.federated.real.signed import ClientToken, fingerprint, verified
+from rayps.federated.real.signed import ClientToken, verified
 from rayps.flat import FlatModel
 from rayps.job import Status
 from rayps.replica.build import apart, model_of
+from rayps.strategies.fedavg import FedAvg
 from rayps.strategy import parse
 from rayps.user_code import user_code
 from rayps.workload import Workload
@@ -38,6 +42,8 @@ log = logging.getLogger(__name__)
 LONG_POLL = 20.0
 MOST_PAUSE = 30.0
 _SECONDS = 60.0  # of silence in one call
+_TRAVEL = 0.5  # seconds that an order may have been under way
+_LEAVING = 3.0  # seconds that the last word may take
 _OWN = "buffers/"  # how a client's own buffers are called in its state
 
 
@@ -87,6 +93,11 @@ class Line:
             attempt += 1
             time.sleep(_pause(attempt))
 
+    def try_once(self, method: str, path: str, seconds: float, **options: Any) -> None:
+        """A call whose fate does not matter."""
+        with contextlib.suppress(Exception):
+            self._http.request(method, path, timeout=seconds, **options)
+
     def close(self) -> None:
         """Let go of the connection."""
         self._http.close()
@@ -99,6 +110,7 @@ class Outside:
                  name: str | None = None, say: Callable[[str], None] = log.info, device: str = "cpu") -> None:
         self.workload, self.token, self.job, self.name = workload, token, job, name
         self._line, self._kept, self._say = line, kept, say
+        _usable(device)
         self._rows = rows_of(data)
         with apart():
             model = model_of(workload).to(device)
@@ -108,13 +120,39 @@ class Outside:
         self._waited = ""
 
     def run(self) -> Ended:
-        """Take part until the job has ended.
+        """Take part until the job has ended. Who ends before, by an error or Ctrl-C, says that it leaves, so that no
+        round waits for it.
 
         Raises:
             Unauthorized: the token is revoked, or an order is not signed, replayed or of another job.
             Unreachable: nobody answered for too long. WorkloadError, DataError: it cannot be trained here.
         """
-        self.join()
+        self.try_out()
+        self.token.check(self._line.call("GET", "/api/v1/client/key").json()["public_key"])
+        try:
+            self.join()
+            return self._until_the_end()
+        except BaseException:  # Ctrl-C too
+            if self._number >= 0:
+                self._line.try_once("POST", "/api/v1/client/leave", _LEAVING, headers=self._headers())
+            raise
+
+    def try_out(self) -> None:
+        """One batch of this client's rows through model and loss, before anybody counts on it.
+
+        Raises:
+            WorkloadError, DataError: the user's code or data failed.
+        """
+        rows, trainer = self._rows, self._trainer
+        few = Rows(rows.numbers[: rows.batch_size], rows.take, rows.batch_size, False)
+        w, buffers = trainer.flat.vector.clone(), trainer.kept()
+        with apart():
+            trainer.train(FedAvg(local_steps=1), Task(0, 0, 0, w, {}), few)
+        trainer.put(w, buffers)
+        for parameter in trainer.parameters:
+            parameter.grad = None
+
+    def _until_the_end(self) -> Ended:
         while True:
             work = self._ask()
             if work.get("verdict"):
@@ -133,13 +171,9 @@ class Outside:
         body = {"name": self.name, "key": self._kept.key, "samples": len(self._rows.numbers), "job": self.job}
         found = self._line.call("POST", "/api/v1/client/join", json=body).json()
         self._number, self._public_key, self.name = int(found["number"]), found["public_key"], found["name"]
+        self.token.check(self._public_key)
         samples = len(self._rows.numbers)
         self._say(f"joined job {self.job} as {self.name}, client {self._number}, with {samples} samples")
-        if fingerprint(self._public_key) != self.token.fingerprint:
-            raise Unauthorized(
-                "whoever answers here is not the service that made this token (its key is another): nothing it orders "
-                "is done.\nAsk whom you have the token from, and look who stands between (a proxy?)", code="wrong_key"
-            )
 
     def _headers(self, **more: str) -> dict[str, str]:
         return {"Rayps-Client": f"{self.job}:{self._number}:{self._kept.key}", **more}
@@ -169,7 +203,7 @@ class Outside:
 
     def take_part(self, order: dict[str, Any]) -> None:
         """Train as the order says, and send what was learnt."""
-        serial, round = order["serial"], order["round"]
+        serial, round, asked = order["serial"], order["round"], time.monotonic()
         strategy: Any = parse(order["strategy"])[0].strategy
         self._kept.begin(serial)
         try:
@@ -190,6 +224,7 @@ class Outside:
             reply.state |= {f"{_OWN}{key}": value for key, value in reply.buffers.items()}
             reply.buffers = {}
         seconds = time.monotonic() - began
+        order |= {"trained": seconds, "ends": asked + float(order["seconds"]) - _TRAVEL}
         if self._send(order, reply):
             if reply.state:
                 self._kept.keep(at, serial, strategy.name, reply.state, order["since"])
@@ -212,7 +247,14 @@ class Outside:
         if error.data.get("code") not in ("late", "no_order", "not_asked"):
             raise error
         self._kept.settle(order["serial"], None)
-        self._say(f"round {order['round']}: {error}")
+        if "trained" not in order or time.monotonic() < order["ends"]:  # the job went back to a checkpoint
+            self._say(f"round {order['round']}: {error}")
+            return
+        strategy: Any = parse(order["strategy"])[0].strategy
+        deadline = DEADLINE if strategy.deadline is None else strategy.deadline
+        self._say(f"round {order['round']}: too late, and not counted: training took {order['trained']:.1f} s, and "
+                  f"{order['seconds']:.1f} s were left of the round's deadline of {deadline:g} s. Ask for a longer "
+                  "deadline=, or fewer local_epochs or local_steps, in the job's strategy")
 
     def _refused(self, verdict: str) -> None:
         """The job has not used the newest update: it goes on, and this client with the state from before."""
@@ -247,6 +289,16 @@ def own_data(workload: Workload, path: str | None) -> Data:
     if not isinstance(data, Data):
         raise WorkloadError(f"data() gave {type(data).__name__}: return one of rayps.data, such as parquet(...)")
     return data if path is None else elsewhere(data, path)
+
+
+def _usable(device: str) -> None:
+    """Raises ConfigError: this machine has no such device."""
+    try:
+        torch.zeros(1, device=device)
+    except Exception as error:  # each kind of device fails in its own way
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"device is {device!r}, and cannot be used here: {said}; give --device cpu",
+                          field="device") from error
 
 
 def _not_done(why: str) -> Unauthorized:

@@ -48,7 +48,8 @@ class Remote:
         self._deadline: float = DEADLINE if strategy.deadline is None else strategy.deadline
         self._mailbox = mailbox_of(w.plan.mailbox)
         self._members: list[Member] = self._mailbox.members()
-        self._strategy, self._first, self._told = strategy, True, False
+        self._strategy, self._first = strategy, True
+        self._told: list[tuple[str, int]] = []  # who they were when that was last filed
         self.refused: list[tuple[int, str]] = []  # whose updates of the round cannot be used, and why
         self._open: Order | None = None
         self._files: dict[int, Path] = {}  # updates that came, by number
@@ -191,8 +192,9 @@ class Remote:
         return {"left": "left", "away": "offline"}.get(state, "deadline")
 
     def _tell(self) -> None:
-        if not self._told:
-            self._told = True
+        known = [(member.name, member.samples) for member in self._members]
+        if known != self._told:
+            self._told = known
             facts = self._summary()
             said = f"{_clients(self.count)} {'has' if self.count == 1 else 'have'} joined, with {facts['rows']} samples"
             self._engine.w.event("clients", said, **facts)

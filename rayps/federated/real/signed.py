@@ -11,6 +11,7 @@ import base64
 import hashlib
 import json
 import os
+import re
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from rayps.errors import ConfigError, Unauthorized
 _DOMAIN = b"rayps: an order to a federated client, 1\n"
 _SCHEME = "rpc"
 ANY_JOB = "any"
+NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9 _.-]{0,62}[A-Za-z0-9])?")  # of a client; a folder is called after it
 
 
 class Key:
@@ -69,31 +71,46 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class ClientToken:
-    """What a client's token says: the secret, the job that it is for (None = any), the fingerprint of the key."""
+    """What a client's token says: the secret, the job and the client that it is for (None = any), and the fingerprint
+    of the service's key.
+    """
 
     secret: str
     job: str | None
     fingerprint: str
+    name: str | None = None
 
     def __str__(self) -> str:
-        return f"{_SCHEME}.{self.job or ANY_JOB}.{self.secret}.{self.fingerprint}"
+        named = "" if self.name is None else f".{text_of(self.name.encode())}"
+        return f"{_SCHEME}.{self.job or ANY_JOB}.{self.secret}.{self.fingerprint}{named}"
 
     @classmethod
-    def made(cls, job: str | None, key: Key) -> Self:
+    def made(cls, job: str | None, key: Key, name: str | None = None) -> Self:
         """A new token."""
-        return cls(secrets.token_urlsafe(32), job, key.fingerprint)
+        return cls(secrets.token_urlsafe(32), job, key.fingerprint, name)
 
     @classmethod
     def read(cls, text: str) -> Self:
         """Raises ConfigError where it is none."""
         parts = text.strip().split(".")
-        if len(parts) != 4 or parts[0] != _SCHEME or not all(parts) or not text.strip().isascii():
+        name = _name(parts[4]) if len(parts) == 5 else None
+        well = len(parts) == 4 or name is not None
+        if not well or parts[0] != _SCHEME or not all(parts) or not text.strip().isascii():
             raise ConfigError(
                 "this is no client token (rpc.JOB.SECRET.FINGERPRINT): make one with `rayps token create --job ID`, "
                 "where the service runs",
                 field="token",
             )
-        return cls(parts[2], None if parts[1] == ANY_JOB else parts[1], parts[3])
+        return cls(parts[2], None if parts[1] == ANY_JOB else parts[1], parts[3], name)
+
+    def check(self, public: str) -> None:
+        """Raises Unauthorized: the key is not that of the service which made this token."""
+        try:
+            known = fingerprint(public)
+        except ValueError as error:
+            raise Unauthorized("the service's key cannot be read: nothing it orders is done") from error
+        if not secrets.compare_digest(known, self.fingerprint):
+            raise _wrong_key()
 
 
 def is_client_token(text: str) -> bool:
@@ -122,11 +139,7 @@ def verified(text: str, signature: str, public: str, expected: str) -> dict[str,
     except ValueError as error:
         raise Unauthorized("the service's key cannot be read: nothing it orders is done") from error
     if not secrets.compare_digest(known, expected):
-        raise Unauthorized(
-            "whoever answers here is not the service that made this token (its key is another): nothing it orders is "
-            "done.\nAsk whom you have the token from, and look who stands between (a proxy?)",
-            code="wrong_key",
-        )
+        raise _wrong_key()
     try:
         key.verify(bytes_of(signature), _DOMAIN + text.encode())
         facts = json.loads(text)
@@ -139,6 +152,23 @@ def verified(text: str, signature: str, public: str, expected: str) -> dict[str,
     if not isinstance(facts, dict):
         raise Unauthorized("an order that is signed is no order: rayps here and at the service differ", code="forged")
     return facts
+
+
+def _wrong_key() -> Unauthorized:
+    return Unauthorized(
+        "whoever answers here is not the service that made this token (its key is another): nothing it orders is "
+        "done.\nAsk whom you have the token from, and look who stands between (a proxy?)",
+        code="wrong_key",
+    )
+
+
+def _name(text: str) -> str | None:
+    """The name in a token; None where it is none."""
+    try:
+        found = bytes_of(text).decode()
+    except ValueError:
+        return None
+    return found if NAME.fullmatch(found) else None
 
 
 def text_of(value: bytes) -> str:
