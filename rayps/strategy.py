@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from rayps.errors import ConfigError
 from rayps.federated.choices import inside
+from rayps.spelling import near
 from rayps.strategies.admm import ADMM
 from rayps.strategies.all_reduce import AllReduce
 from rayps.strategies.base import Replica, ShardView, Strategy, WorkerView
@@ -30,7 +31,7 @@ from rayps.strategies.parameter_server import ParameterServer
 from rayps.strategies.pipeline import Pipeline
 from rayps.strategies.scaffold import Scaffold
 from rayps.strategies.tensor_parallel import TensorParallel
-from rayps.strategies.text import form, near, scalar
+from rayps.strategies.text import form, scalar
 
 __all__ = [
     "CATALOGUE", "REPLICAS", "Phase", "Replica", "ShardView", "Strategy", "WorkerView", "catalogue", "for_a_loop",

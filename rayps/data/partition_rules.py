@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from rayps.data.base import random_of
 from rayps.errors import ConfigError, DataError
-from rayps.strategies.text import form, near
+from rayps.spelling import near
+from rayps.strategies.text import form
 
 Ints = NDArray[np.int64]
 

@@ -33,7 +33,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rayps.errors import ConfigError
-from rayps.strategies.text import form, near, nested
+from rayps.spelling import near
+from rayps.strategies.text import form, nested
 
 _REQUIRED = object()
 _RULES: dict[str, dict[str, Any]] = {

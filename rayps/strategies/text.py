@@ -6,11 +6,10 @@ of a name in `FIRST` may stand without its own: `krum(4)` is `krum(f=4)`.
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
 from typing import Any
 
 from rayps.errors import ConfigError
+from rayps.spelling import near
 
 DEEPEST = 20  # parentheses in one another; a strategy needs three
 FIRST = {
@@ -85,12 +84,6 @@ def nested(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"({','.join(map(nested, value))})"
     return "none" if value is None else str(value)
-
-
-def near(name: Any, known: Iterable[str]) -> str:
-    """" (did you mean 'this'?)" where a known name is like this one; else nothing."""
-    found = difflib.get_close_matches(str(name), list(known), 1)
-    return f" (did you mean {found[0]!r}?)" if found else ""
 
 
 def _nameless(name: str, part: str) -> ConfigError:
