@@ -10,7 +10,7 @@ from small_work import train
 from rayps.bench import federated
 from rayps.bench.federated import SCENES, bench_federated, run_of
 from rayps.bench.federated_flower import model, plain_client, rows
-from rayps.bench.federated_own import Images, Nothing, Watched, bare, told
+from rayps.bench.federated_own import Images, Nothing, Watched, WatchedStates, bare, told
 from rayps.bench.peers import _install, run_script
 from rayps.errors import ClusterError, ConfigError
 
@@ -83,8 +83,16 @@ def test_own_contenders_do_what_the_peers_do(tmp_path):
     for ours, theirs in zip(result.model().parameters(), net.parameters(), strict=True):
         assert torch.allclose(ours, theirs, atol=1e-6)
     found = told(tmp_path / "log")
-    assert {key: len(values) for key, values in found.items()} == {"stamps": 1, "cpu": 1, "rss": 1}
-    assert all(value > 0 for values in found.values() for value in values)
+    assert {key: len(values) for key, values in found.items()} == {"stamps": 1, "cpu": 1, "rss": 1, "disk": 1}
+    assert found.pop("disk") == [0] and all(value > 0 for values in found.values() for value in values)
+
+
+def test_what_states_take_on_disk_is_seen(tmp_path):
+    """Three clients' states of 3.97 KB model, on one worker, in a file that is nowhere to be found by name."""
+    result = train(Images(SMALL), WatchedStates(log=str(tmp_path / "log")), workers=1, epochs=2)
+    size = sum(4 * parameter.numel() for parameter in result.model().parameters())
+    first, second = told(tmp_path / "log")["disk"]
+    assert 3 * size < first <= second < 3 * size + 100_000
 
 
 def test_clients_that_do_nothing_leave_the_model(tmp_path):

@@ -4,6 +4,8 @@
 - `nothing`: 100 clients that send back the two numbers that they were sent: what a round costs without any training.
 - `empty`: the same with the 199,210 numbers of `train`.
 - `many`: 10,000 clients of 5 samples, of which each round trains 1,000: whether memory stays flat. rayps only.
+- `states`: 100,000 clients of one sample, each with a state as large as the model, of which each round trains 1,000:
+  SCAFFOLD. rayps only.
 
 Every run is a process of its own: its first rounds have the start of Python, of Ray and of the workers in them.
 Contenders take turns; medians over the turns. Evaluation is off for all of them.
@@ -28,18 +30,22 @@ FIRST = 5  # rounds that count as the start; the others are steady
 LIMIT = 400.0  # seconds for one run
 FOLDER = Path.home() / ".cache" / "rayps" / "bench"
 _HERE = Path(__file__).resolve().parent
-_TRAIN = {"clients": 20, "rows": 100, "epochs": 5, "batch": 10, "lr": 0.1, "hidden": 200, "fraction": 1.0}
+_TRAIN = {"clients": 20, "rows": 100, "epochs": 5, "batch": 10, "lr": 0.1, "hidden": 200, "fraction": 1.0,
+          "states": False}  # fmt: skip
 SCENES: dict[str, dict[str, Any]] = {
     "train": _TRAIN,
     "nothing": _TRAIN | {"clients": 100, "rows": 1, "epochs": 0, "hidden": 0},
     "empty": _TRAIN | {"clients": 100, "rows": 1, "epochs": 0},
     "many": _TRAIN | {"clients": 10_000, "rows": 5, "epochs": 1, "batch": 5, "hidden": 32, "fraction": 0.1},
+    "states": _TRAIN
+    | {"clients": 100_000, "rows": 1, "epochs": 1, "batch": 1, "hidden": 16, "fraction": 0.01, "states": True},
 }
 _WHO = {  # which contenders a scene has
     "train": CONTENDERS,
     "nothing": ("own", "flower"),
     "empty": ("own", "flower"),
     "many": ("own",),
+    "states": ("own",),
 }
 FLOWER = ["flwr[simulation]>=1.20,<2"]
 PFL = ["pfl>=0.4,<1"]
@@ -65,6 +71,7 @@ class FederatedRow:
     first_times_flower: float | None
     memory_mb: float | None  # of a worker, after the fifth round
     memory_growth_mb: float | None  # from there to the last round
+    disk_mb: float | None  # of clients' states, of a worker, after the last round
     load: float  # of the machine, as the measurement began: processes that want a core
 
 
@@ -75,6 +82,7 @@ class _Run:
     cpu: float | None  # seconds of a process for a round
     memory: float | None
     growth: float | None
+    disk: float | None
 
 
 def bench_federated(
@@ -135,6 +143,7 @@ def run_of(began: float, out: dict[str, list[float]], first: int) -> _Run:
         _between(stamps[first - 1 :]), stamps[first - 1] - began,
         _between(out["cpu"][first - 1 :]) if "cpu" in out else None,
         held[0] if held else None, held[-1] - held[0] if held else None,
+        out["disk"][-1] / 1e6 if "disk" in out else None,
     )  # fmt: skip
 
 
@@ -165,6 +174,6 @@ def _rows(scene: str, config: dict[str, Any], found: dict[str, list[_Run]], load
             ratio(median("flower", "steady"), steady) if own else None,
             ratio(median("pfl", "steady"), steady) if own else None,
             ratio(median("flower", "first"), first) if own else None,
-            median(name, "memory"), median(name, "growth"), load,
+            median(name, "memory"), median(name, "growth"), median(name, "disk"), load,
         ))  # fmt: skip
     return rows

@@ -22,6 +22,8 @@ import rayps
 from rayps.bench.federated_flower import model, plain_client, rows
 from rayps.data import Batch, Data
 from rayps.strategies.fedavg import FedAvg
+from rayps.strategies.federated import Federated
+from rayps.strategies.scaffold import Scaffold
 from rayps.workload import Workload
 
 NEVER = 1_000_000  # rounds between evaluations and checkpoints: the peers make none
@@ -59,18 +61,44 @@ def resident() -> int:
     return int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if pages.exists() else 0
 
 
-@dataclass(frozen=True)
-class Watched(FedAvg):
-    """FedAvg whose first worker writes down when a round ended, and what of processor and memory it has taken."""
+def on_disk() -> int:
+    """Bytes of the clients' states that this process keeps in files."""
+    held = 0
+    for fd in Path("/proc/self/fd").glob("*"):
+        try:
+            if "/rayps-clients-" in str(fd.readlink()):
+                held += fd.stat().st_size
+        except OSError:  # closed meanwhile
+            continue
+    return held
 
-    log: str = ""  # a file on this host
+
+class Watch(Federated):
+    """A strategy whose first worker writes down when a round ended, what of processor, memory and disk it has taken."""
+
+    log: str  # a file on this host
 
     def round(self, w: Any) -> None:
         """See Federated."""
         super().round(w)
         if w.rank == 0:
+            found = {"stamps": time.time(), "cpu": time.process_time(), "rss": resident(), "disk": on_disk()}
             with Path(self.log).open("a", encoding="utf-8") as lines:
-                lines.write(json.dumps({"stamps": time.time(), "cpu": time.process_time(), "rss": resident()}) + "\n")
+                lines.write(json.dumps(found) + "\n")
+
+
+@dataclass(frozen=True)
+class Watched(Watch, FedAvg):
+    """FedAvg, watched."""
+
+    log: str = ""
+
+
+@dataclass(frozen=True)
+class WatchedStates(Watch, Scaffold):
+    """SCAFFOLD, watched: each client has a state as large as the model."""
+
+    log: str = ""
 
 
 @dataclass(frozen=True)
@@ -83,7 +111,7 @@ class Nothing(Watched):
 
 def own(config: dict[str, Any], log: Path) -> dict[str, Any]:
     """A job from its start, on a Ray of its own."""
-    kind = Watched if config["epochs"] else Nothing
+    kind = WatchedStates if config["states"] else Watched if config["epochs"] else Nothing
     strategy = kind(fraction=config["fraction"], local_epochs=config["epochs"] or None, evaluate_every=NEVER,
                     log=str(log))  # fmt: skip
     rayps.train(Images(config), strategy=strategy, workers=config["workers"], epochs=config["rounds"], progress=False,

@@ -12,7 +12,8 @@ from rayps.cli.show import Output
 
 
 def federated(
-    scenes: Annotated[str, typer.Option(help="Some of train, nothing, empty, many.")] = "train,nothing,empty,many",
+    scenes: Annotated[str, typer.Option(
+        help="Some of train, nothing, empty, many, states.")] = "train,nothing,empty,many,states",
     contenders: Annotated[str, typer.Option(help="Some of own, flower, pfl, bare.")] = "own,flower,pfl,bare",
     workers: Annotated[int, typer.Option(help="Processes that train.")] = 2,
     rounds: Annotated[int, typer.Option(help="Rounds after the first five.")] = 20,
@@ -31,5 +32,5 @@ def federated(
         "scene": "scene", "contender": "contender", "clients": "clients", "round_s": "s a round",
         "updates_s": "updates/s", "first_s": "first 5 s", "of_bare": "of bare", "cpu_ms": "cpu ms an update",
         "cpu_of_bare": "of bare's", "times_flower": "x flower", "first_times_flower": "first 5 x flower",
-        "times_pfl": "x pfl", "memory_mb": "MB", "memory_growth_mb": "grown MB",
+        "times_pfl": "x pfl", "memory_mb": "MB", "memory_growth_mb": "grown MB", "disk_mb": "disk MB",
     })  # fmt: skip
