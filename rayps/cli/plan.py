@@ -168,7 +168,8 @@ class _Plan:
             whole = [_bytes(self.costs.bytes), ""] if self.known else []
             rows.append(["all workers together", _count(self.costs.messages), *whole, "", ""])
         figures = ["bytes", "of one worker"] if self.known else []
-        show.table(["traffic of a step", "messages", *figures, "hidden", "formula"], rows)
+        turn = "round" if self.strategy.federated else "step"
+        show.table([f"traffic of a {turn}", "messages", *figures, "hidden", "formula"], rows)
 
     def _say_memory(self) -> None:
         keys = [key for key in _MEMORY if self.looked or key in ("parameters", "gradients")]
