@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from rayps.eager import spare_compiler
 from rayps.errors import WorkloadError
 from rayps.flat import Entry, Layout
 from rayps.user_code import user_code
@@ -208,6 +209,9 @@ def _merged(held: list[dict[str, Any]], run: list[Entry]) -> dict[str, Any]:
         key: torch.cat([state[key] for state in held]) if _elementwise(key, first, size) else first
         for key, first in held[0].items()
     }
+
+
+spare_compiler()
 
 
 def made(factory: Factory, params: list[nn.Parameter]) -> Optimizer:
