@@ -338,6 +338,8 @@ class Worker:
             at, over = self.position, self.done or self.position >= self.plan.end
             if (at in self.plan.boundary or at == self.wanted) and not (over and self.strategy.apart):
                 keep(keeping.share(self, together=at in self.plan.boundary))
+                if self.clients is not None:
+                    self.clients.keep(at)
             keeping.evaluate_epoch(self, report)
         if not stopped():
             self.strategy.finish(self)

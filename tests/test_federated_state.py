@@ -127,25 +127,51 @@ def test_a_store_keeps_a_rounds_states_or_none():
 def test_a_store_can_go_back_to_the_snapshot_and_keeps_little_more():
     store, seed = States(), random.getrandbits(32)
     print("seed", seed)
-    chance, told = random.Random(seed), {}
+    chance, told, kept = random.Random(seed), {}, [0]
     for round in range(1, 41):
         for client in chance.sample(range(6), 3):
             store.put(client, state(100 * round + client), round)
             told.setdefault(client, {})[round] = 100 * round + client
+            marks = [store.saved, round, *(at for at in kept if at > store.saved)]
+            needed = {max((r for r in told[client] if r <= at), default=0) for at in marks} - {0}
+            assert {at for who, at in held(store) if who == client} == needed
         store.end()
+        if chance.random() < 0.3:
+            store.kept = round
+            kept.append(round)
         if round % 5 == 0:
-            store.saved = round - chance.randrange(4)
-            since = chance.randrange(store.saved)
+            before, store.saved = store.saved, chance.choice([at for at in kept if at >= store.saved])
+            since = chance.randint(0, before)
             rows = store.rows(since, store.saved)
             found = {client: at for client, at, _ in rows}
             want = {c: max((r for r in rounds if r <= store.saved), default=0) for c, rounds in told.items()}
             assert found == {c: r for c, r in want.items() if r > since}
-    count = store._db.execute("select count(*) from states").fetchone()[0]
-    assert count < 6 * 7
     store.back(store.saved)
     for client, rounds in told.items():
         newest = [r for r in rounds if r <= store.saved]
         assert (store.get(client)["n"].item() if newest else 0) == (rounds[max(newest)] if newest else 0)
+    store.close()
+
+
+def held(store):
+    return store._db.execute("select client, round from states order by client, round").fetchall()
+
+
+def test_between_two_snapshots_only_the_newest_state_is_kept():
+    store = States()
+    for round in range(1, 9):
+        store.put(7, state(round), round)
+        store.end()
+        if round in (3, 6):
+            store.kept = round
+    assert held(store) == [(7, 3), (7, 6), (7, 8)]
+    store.saved = 6
+    store.put(7, state(9), 9)
+    store.end(keep=False)  # what it would have taken the place of is there again
+    assert held(store) == [(7, 3), (7, 6), (7, 8)]
+    store.put(7, state(9), 9)
+    store.end()
+    assert held(store) == [(7, 6), (7, 9)] and store.get(7)["n"] == 9
     store.close()
 
 

@@ -176,6 +176,11 @@ class Engine:
         own = {name.removeprefix("buffers/"): value for name, value in held.items() if name.startswith("buffers/")}
         return held, own
 
+    def keep(self, round: int) -> None:
+        """A snapshot may be made of `round`, which is over."""
+        if self.states is not None:
+            self.states.kept = round
+
     def adopt(self, states: States) -> None:
         """Go on from these states of the clients that live here."""
         if self.states is not None:

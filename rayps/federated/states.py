@@ -1,7 +1,8 @@
 """What is kept of each client from round to round: an SQLite file that nobody else sees, for any number of clients.
 
 A state is named tensors, kept as safetensors. It is filed with the round after which it holds; of a client the newest
-one is kept, and the one that belongs to the newest snapshot, so that a run can go back to that. The file is unlinked as
+one is kept, and those that belong to the newest snapshot, so that a run can go back to that, and to later rounds of
+which the driver may yet make one. The file is unlinked as
 soon as it is open, as in `rayps.tables.disk`: nothing is left behind however the process ends, and what must outlive
 it is with the driver (`rayps.federated.vault`).
 """
@@ -30,6 +31,7 @@ class States:
     def __init__(self, folder: str | None = None) -> None:
         """Raises ConfigError: there is no place for the file."""
         self.saved = 0  # the round of the newest snapshot, which must be found again
+        self.kept = 0  # the newest round of which a snapshot may yet be made
         self._lock = threading.Lock()
         try:
             with tempfile.TemporaryDirectory(prefix="rayps-clients-", dir=folder) as place:
@@ -68,11 +70,17 @@ class States:
         self.file([(client, round, safetensors.torch.save(plain))])
 
     def file(self, rows: Iterable[Row]) -> None:
-        """File states as they are kept; of each client, what is older than the one at `saved` is forgotten."""
+        """File states as they are kept. Of each client, what no snapshot can be of is forgotten: what is older than its
+        state at `saved`, and what came after `kept` and is not the newest.
+        """
         with self._lock:
             if not self._db.in_transaction:
                 self._db.execute("begin")
             for client, round, state in rows:
+                self._db.execute(
+                    "delete from states where client = ? and round > ? and round < ?",
+                    (client, max(self.saved, self.kept), round),
+                )
                 self._db.execute("insert or replace into states values (?, ?, ?)", (client, round, state))
                 self._db.execute(
                     "delete from states where client = ?1 and round < "
