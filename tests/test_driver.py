@@ -624,3 +624,19 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
 
     with pytest.raises(CheckpointError, match="another model"):
         train(Wider(), workers=1, steps=4, checkpoint=tmp_path, resume=True)
+
+
+def test_a_checkpoint_of_another_workload_or_seed_is_gone_on_from_with_a_warning(tmp_path):
+    def warned(result):
+        return [event["message"] for event in result.events if event["kind"] == "warning"]
+
+    class Alike(Small):
+        pass
+
+    train(Small(), workers=2, steps=2, seed=3, checkpoint=tmp_path)
+    same = train(Small(), workers=2, steps=4, seed=3, checkpoint=tmp_path, resume=True)
+    assert warned(same) == []
+    first, second = warned(train(Alike(), workers=2, steps=6, seed=4, checkpoint=tmp_path, resume=True))
+    assert "was made by workload Small, and this run trains" in first
+    assert "Alike: is it the right folder?" in first
+    assert "was made with seed 3, and this run has 4" in second

@@ -55,7 +55,8 @@ class Beginning:
         return drawn
 
     def _resumed(self, path: Path, drawn: Snapshot, group: Group, journal: Journal) -> Snapshot:
-        saved = Snapshot.from_state(checkpoint.load(path))
+        state = checkpoint.load(path)
+        saved = Snapshot.from_state(state)
         saved.check(drawn.layout)
         before = len(saved.positions)
         saved.resume(self.calendar)
@@ -64,6 +65,8 @@ class Beginning:
             group.space.load_tables(path / checkpoint.TABLES, same)
         group.vault.read(path / checkpoint.TABLES, saved.round)
         journal.event("resumed", f"resumed from {path} at round {saved.round}", round=saved.round)
+        for warning in of_another(state.meta, self.spec):
+            journal.event("warning", f"{path} {warning}: is it the right folder?")
         if saved.round >= self.calendar.rounds:
             journal.event(
                 "warning",
@@ -71,6 +74,21 @@ class Beginning:
                 "it is evaluated, and nothing is left to train; give more epochs or steps",
             )
         return saved
+
+
+def maker(spec: JobSpec) -> dict[str, Any]:
+    """What a checkpoint says of the run that made it."""
+    return {"workload": spec.workload, "strategy": str(spec.strategy), "seed": spec.seed}
+
+
+def of_another(meta: dict[str, Any], spec: JobSpec) -> list[str]:
+    """What says that a checkpoint was made by another run than one of `spec`; shapes that differ are an error."""
+    was, now = (str(name).rpartition(":")[2] for name in (meta.get("workload", spec.workload), spec.workload))
+    found = [] if was == now else [f"was made by workload {was}, and this run trains {now}"]
+    seed = meta.get("seed", spec.seed)
+    if seed != spec.seed:
+        found.append(f"was made with seed {seed}, and this run has {spec.seed}, so rows come in another order")
+    return found
 
 
 def space_of(

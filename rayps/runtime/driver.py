@@ -26,7 +26,7 @@ from rayps.job import JobSpec, Status
 from rayps.metrics import Point, Rounds
 from rayps.replica.build import drawn_apart
 from rayps.runtime.actors import WorkerFacts
-from rayps.runtime.beginning import Beginning, space_of
+from rayps.runtime.beginning import Beginning, maker, space_of
 from rayps.runtime.decide import Continue, Fail, Finish, Mend, Replace, Restart, Stop, decide
 from rayps.runtime.decide import Facts as RunFacts
 from rayps.runtime.group import Group
@@ -351,7 +351,7 @@ class Driver:
             return
         self._snapshot = newer
         if self._checkpoints is not None:
-            state = newer.to_state(strategy=str(self.spec.strategy), seed=self.spec.seed, generation=self._generation)
+            state = newer.to_state(generation=self._generation, **maker(self.spec))
             beside = group.space.write_tables(newer.round) if group.space is not None else group.vault.beside
             self._saved = checkpoint.save(self._checkpoints, newer.round, state, beside=beside)
             if group.space is not None:
