@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from rayps.errors import ActorDied, ConfigError, NoResources
 
 Bundle = dict[str, float]
+WORKER_NICENESS = "0"  # on a Ray of our own, unless the user says: at Ray's 15 one busy program all but stops them
 
 
 class Reply(Protocol):

@@ -22,7 +22,17 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from rayps.cluster import Bundle, Gang, Handle, Surroundings, not_free, provide, refuse_if_too_large, resolve
+from rayps.cluster import (
+    WORKER_NICENESS,
+    Bundle,
+    Gang,
+    Handle,
+    Surroundings,
+    not_free,
+    provide,
+    refuse_if_too_large,
+    resolve,
+)
 from rayps.errors import ActorDied, ClusterError, RaypsError
 from rayps.scratch import Scratch
 
@@ -170,6 +180,7 @@ class RayCluster:
             return cls(joined_here=False)
         temp = Scratch()
         _private_token()
+        os.environ.setdefault("RAY_worker_niceness", WORKER_NICENESS)
         _hush()
         try:
             below = str(temp.path / "r")  # Ray opens its folder to everyone; the one above is ours alone

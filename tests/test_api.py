@@ -439,3 +439,25 @@ def test_the_last_bucket_ends_with_the_run(tmp_path: Path) -> None:
     series = Rollups().read(path, 20)["series"]
     assert (series[-1]["round"], series[-1]["round_end"]) == (384, 395)
     assert (series[-2]["round"], series[-2]["round_end"]) == (352, 383)
+
+
+def test_a_job_goes_on_from_where_another_ended(site: Site, tmp_path: Path) -> None:
+    first = site.add()
+    site.start(first)
+    asked = {"workload": "digits:Digits", "resume": first[:-2]}
+    refused = site.http.post("/api/v1/jobs", json=asked)
+    assert refused.status_code == 422 and refused.json()["errors"][0]["pointer"] == "/resume"
+    assert f"job {first} has not ended: wait, or stop it" in refused.text
+    kept = tmp_path / "step-00000007"
+    kept.mkdir()
+    site.store("move", first, Status.STOPPED, message="", checkpoint=str(kept))
+    assert site.http.post("/api/v1/jobs", json=asked).json()["spec"]["resume"] == str(kept)
+    asked["resume"] = str(kept)
+    assert site.http.post("/api/v1/jobs", json=asked).json()["spec"]["resume"] == str(kept)
+    for resume in ("01JZZZZZZZ", str(tmp_path / "elsewhere"), "true"):
+        answer = site.http.post("/api/v1/jobs", json=asked | {"resume": resume})
+        assert answer.status_code == 422 and "give the id of a job that has ended" in answer.text
+    bare = site.add()
+    site.start(bare)
+    site.store("move", bare, Status.FAILED, message="")
+    assert "has kept no checkpoint" in site.http.post("/api/v1/jobs", json=asked | {"resume": bare}).text

@@ -140,7 +140,7 @@ def test_who_is_late_does_not_count_and_is_told(clinic: Clinic) -> None:
     event, = rounds_of(job)
     assert (event["trained"], event["dropped"]) == (["h0"], [["h1", "deadline"]])
     assert event["seconds"] >= 3
-    assert event["message"] == "1 of 2 clients replied; 1 dropped: h1 (deadline)"
+    assert event["message"] == "round 0: 1 of 2 clients replied; 1 dropped: h1 (deadline)"
     said = " ".join(slow.over().said)
     assert re.search(r"too late, and not counted: training took \d.* deadline of 3 s. Ask for a longer deadline", said)
     assert slow.ended.rounds == 0

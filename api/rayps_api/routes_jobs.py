@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -37,6 +38,8 @@ async def submit(
         with contextlib.suppress(NotFound):
             spec = replace(spec, branch=(await known.store.find(spec.branch)).id)
         await _must_be_there(spec, known)
+    if spec.resume is not None:
+        spec = replace(spec, resume=await _checkpoint(spec.resume, spec.working_dir, known))
     known.scheduler.refuse_too_large(spec)
     record, created = await known.store.add(spec, name=name, key=idempotency_key)
     known.scheduler.wake()
@@ -137,6 +140,22 @@ async def _must_be_there(spec: JobSpec, known: Service) -> None:
     if job.status.terminal or job.spec.server_group != spec.server_group:
         why = "has ended, and its space with it" if job.status.terminal else "is not on that group"
         raise ConfigError(f"branch is {spec.branch!r}: that job {why}; {there}", field="branch")
+
+
+async def _checkpoint(resume: str, working_dir: str | None, known: Service) -> str:
+    """The folder of a checkpoint: of a job that has ended, by its id or the beginning of it, or as it is given."""
+    with contextlib.suppress(NotFound):
+        job = await known.store.find(resume)
+        if job.checkpoint is None:
+            why = "has kept no checkpoint" if job.status.terminal else "has not ended: wait, or stop it"
+            raise ConfigError(f"resume is {resume!r}: job {job.id} {why}", field="resume")
+        return job.checkpoint
+    path = Path(working_dir or "/") / resume
+    if not os.path.isdir(path):  # noqa: PTH112  also says no where the name is too long
+        raise ConfigError(f"resume is {resume!r}: there is no such job, and no folder {path} on the service's machine: "
+                          "give the id of a job that has ended, or a checkpoint's folder, as `rayps get ID` shows it",
+                          field="resume")
+    return resume
 
 
 def _spec(body: JobIn) -> tuple[JobSpec, str]:

@@ -31,7 +31,7 @@ def client(
     data: Annotated[str | None, typer.Option(metavar="FILE", help="A Parquet file or folder to read the columns of the "
                                              "workload's data() from.")] = None,
     state: Annotated[Path | None, typer.Option(metavar="DIR", help="Where it keeps who it is, and what the strategy "
-                                               "keeps of it (below ~/.rayps/clients).")] = None,
+                                               "keeps of it: in DIR/JOB/NAME (~/.rayps/clients).")] = None,
     patience: Annotated[float, typer.Option(metavar="SECONDS", min=0.0, help="For a service that does not answer.",
                                             )] = 3600.0,
     device: Annotated[str, typer.Option(help="Where to train: cpu, cuda.")] = "cpu",
@@ -65,14 +65,14 @@ def client(
                           field="name")
     workload = load(target)
     rows = own_data(workload, data)
-    kept = Kept(state or settings.state_dir / "clients" / which / who)
+    kept = Kept((state or settings.state_dir / "clients") / which / who)
     line = Line(settings.url, str(found), patience, show.note)
     try:
         ended = Outside(workload, rows, found, which, line, kept, name=who, say=show.note, device=device).run()
     finally:
         line.close()
         kept.close()
-    rounds = f"{ended.rounds} round{'' if ended.rounds == 1 else 's'} with this client's update"
+    rounds = f"{ended.rounds} round{'' if ended.rounds == 1 else 's'} with its updates since it was started"
     show.note(f"job {which} is {ended.status}: {ended.reason} ({rounds})")
     if ended.status is not Status.SUCCEEDED:
         raise typer.Exit(1)

@@ -32,11 +32,14 @@ def submit(
         "--server-group", metavar="NAME", help="Keep its parameters on this group (`rayps servers ls`).")] = None,
     branch: Annotated[str | None, typer.Option(
         metavar="SPACE", help="Begin with the parameters of another job there, by its id.")] = None,
+    resume: Annotated[str | None, typer.Option(
+        metavar="JOB", help="Go on from where another job ended, by its id (or a checkpoint's folder).")] = None,
     output: Format = Output.table,
 ) -> None:
     """Give a job to the service."""
     spec = read(file, changes or [])
-    spec |= {key: value for key, value in (("server_group", server_group), ("branch", branch)) if value is not None}
+    given = {"server_group": server_group, "branch": branch, "resume": resume}
+    spec |= {key: value for key, value in given.items() if value is not None}
     with Client() as client:
         job = client.submit(spec.pop("workload"), working_dir=spec.pop("working_dir", "."), **spec)
         if not follow:

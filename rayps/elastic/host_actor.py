@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 ALONE_SECONDS = 60.0  # a server whose manager does not come back ends itself
 LOOK_SECONDS = 1.0
-LOWEST = 19  # niceness; Ray starts its workers at 15. SCHED_IDLE would never end beside those who take all they can get
+LOWEST = 19  # niceness; where others started Ray, workers have 15. SCHED_IDLE would never end beside busy threads
 QUIET_SECONDS = 60.0  # for what is done quietly; then it is waited for no longer
 HOST = "rayps.elastic.server.host"
 

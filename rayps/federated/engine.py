@@ -141,7 +141,7 @@ class Engine:
         w.say(sampled=asked, replied=met.count, dropped=len(known.dropped), rejected=len(rejected))
         if w.rank:
             return
-        message = f"{met.count} of {asked} clients replied"
+        message = f"round {w.position}: {met.count} of {asked} clients replied"
         ages = {} if known.staleness is None else {"staleness": {str(age): n for age, n in known.staleness.items()}}
         away = {
             key: [[name, why] for name, (_, why) in zip(names([k for k, _ in some[:SHOWN]]), some, strict=False)]

@@ -380,12 +380,12 @@ class Driver:
         return metrics
 
     def _stopped(self) -> str:
-        done = self._snapshot.round if self._snapshot else 0
-        if self._checkpoints is None:
-            done = self._report.reached(done)
-            return f"stopped on request at round {done} of {self.calendar.rounds}: nothing was kept"
-        kept = f"{self._saved} is kept" if self._saved else "nothing was kept yet"
-        return f"stopped on request at round {done} of {self.calendar.rounds}: {kept}"
+        saved = self._snapshot.round if self._snapshot else 0
+        at = self._report.reached(saved)
+        kept = "nothing was kept"
+        if self._checkpoints is not None and self._saved:
+            kept = f"{self._saved} is kept" + (f", of round {saved}" if saved < at else "")
+        return f"stopped on request at round {at} of {self.calendar.rounds}: {kept}"
 
     def _where(self) -> tuple[int, dict[str, Any]]:
         done = self._snapshot.round if self._snapshot else 0

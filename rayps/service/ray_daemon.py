@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rayps.cluster import WORKER_NICENESS
 from rayps.service import processes
 from rayps.service.settings import private_write
 
@@ -75,6 +76,7 @@ def environment(state_dir: Path) -> dict[str, str]:
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_DISABLE_IMPORT_WARNING": "1",
+        "RAY_worker_niceness": os.environ.get("RAY_worker_niceness", WORKER_NICENESS),  # noqa: SIM112  Ray spells it so
     }
 
 

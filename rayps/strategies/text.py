@@ -92,6 +92,8 @@ def _nameless(name: str, part: str) -> ConfigError:
         hint = f"only the first, {FIRST[name]}, may stand without its name; write the others key=value"
     else:
         hint = "an option of it is written key=value, as in parameter_server:staleness=3,shards=2 or krum(f=4)"
+    if name not in FIRST:
+        hint += f" (without a name: {', '.join(FIRST)})"
     to = f"{name!r}{near(name, FIRST) if name not in FIRST else ''}"
     return ConfigError(f"{_short(part)} is given to {to} without a name: {hint}", field="strategy")
 

@@ -41,7 +41,8 @@ class Kept:
         except OSError as error:
             self._lock.close()
             raise Conflict(
-                f"another `rayps client` runs with {folder}: use that one, or give this one another --name or --state"
+                f"another `rayps client` runs with {folder}: it is the same client of the same job: use that one, "
+                "or give this one another --name or --state"
             ) from error
         identity = self._read("identity.json")
         self.key = str(identity.get("key") or "")
