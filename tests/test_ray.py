@@ -42,6 +42,16 @@ def test_bounded_staleness(ray_cluster):
     assert result.metrics["loss"] == pytest.approx(plain(work, 3, epochs=3)[2][-1], rel=0.25)
 
 
+def test_workers_run_at_ordinary_priority(ray_cluster):
+    """Ray would give way to every other program of the machine, at a niceness of 15."""
+
+    @ray.remote(num_cpus=0)
+    def niceness():
+        return os.nice(0)
+
+    assert ray.get(niceness.remote(), timeout=60) == os.nice(0) + int(os.environ["RAY_worker_niceness"])  # noqa: SIM112
+
+
 def own_actor():
     """A class of the user's own, with nothing of rayps in it but what it calls."""
 
