@@ -57,8 +57,10 @@ class Leg:
         if self.division is not None:
             journal.event("divided", words(self.division), columns=self.division.facts())
 
-    def tally(self, workload: Workload, workers: int, layout: Layout) -> Tally:
-        """What hears the points of its rounds."""
+    def tally(self, workload: Workload, workers: int, layout: Layout) -> Tally | None:
+        """What hears the points of its rounds; None where one worker waits for real clients."""
+        if self.phase.strategy.remote:
+            return None
         return tally_of(workload, self.phase.strategy, workers, self.division, layout)
 
     def orders(self, spec: JobSpec, generation: int, evaluated: int, mailbox: str | None = None) -> Orders:

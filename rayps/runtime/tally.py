@@ -25,6 +25,7 @@ class Tally:
     def __init__(self, strategy: Strategy, workers: int, formula: Callable[[], Costs]) -> None:
         """`formula` gives the costs by formula; it is called at the end only."""
         self._strategy, self._grid, self._formula = strategy.name, strategy.grid(workers), formula
+        self._turn = "round" if strategy.federated else "step"
         self._replica = strategy.replica if self._grid.stage > 1 else None
         self._spans: dict[int, list[Any]] = {}  # of one step of each rank
         self._points: dict[int, list[Point]] = defaultdict(list)
@@ -70,7 +71,7 @@ class Tally:
         costs = self._formula()
         return {
             "kind": "costs",
-            "message": words(costs, found),
+            "message": words(costs, found, self._turn),
             "strategy": self._strategy,
             "measured": found,
             "formula": costs.to_dict(),
@@ -141,12 +142,12 @@ def aligned(stages: list[list[tuple[str, float, float]]]) -> list[list[list[Any]
     return rows
 
 
-def words(costs: Costs, found: dict[str, Any]) -> str:
+def words(costs: Costs, found: dict[str, Any], turn: str = "step") -> str:
     """One sentence of what was measured, with the formula's value beside each."""
     said = []
     if "bytes" in found:
         heads = ", headers of messages included" if costs.grid.columns > 1 else ""
-        said.append(f"a step sends {amount(found['bytes'])}{heads}{_beside(costs.bytes, amount)}")
+        said.append(f"a {turn} sends {amount(found['bytes'])}{heads}{_beside(costs.bytes, amount)}")
     if "messages" in found and "stage_bytes" in found:
         between = next((cost for cost in costs.traffic if cost.axis == "stage"), None)
         sent = _beside(None if between is None else between.bytes, amount)
@@ -163,7 +164,7 @@ def words(costs: Costs, found: dict[str, Any]) -> str:
         said.append(f"worker-{found['slowest']} computes {found['imbalance']:.0%} longer than the mean")
     if "hidden" in found:
         said.append(f"{found['hidden']:.0%} of the communication is hidden behind compute")
-    return "; ".join(said) or "no step was measured"
+    return "; ".join(said) or f"no {turn} was measured"
 
 
 def _beside(formula: Any, write: Any) -> str:
