@@ -8,6 +8,7 @@ has the whole push.
 from __future__ import annotations
 
 import ctypes
+import gc
 import itertools
 import pickle
 import statistics
@@ -163,6 +164,7 @@ def _all(actors: list[HostActor], method: str, *args: Any) -> list[Any]:
 
 def _resident() -> float:
     """This process's own memory in bytes, without the code that it shares; what was freed is given back first."""
+    gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return 1024.0 * sum(int(line.split()[1]) for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
