@@ -85,7 +85,7 @@ def test_ring_and_server_group_between_a_users_own_actors(ray_cluster):
 
 
 def test_a_job_on_an_elastic_group_notices_neither_a_killed_server_nor_a_new_one(ray_cluster):
-    work = Small(n=120, batch=3, optimizer="adam", pause=0.02)
+    work = Small(n=120, batch=3, optimizer="adam", pause=0.05)
     killed = []
 
     def harm(progress):

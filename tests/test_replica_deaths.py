@@ -195,7 +195,7 @@ def test_a_worker_and_its_mirror_gone_together_mean_the_snapshot_again():
                 os.kill(pid, signal.SIGKILL)
 
     replica, workers, _ = LAYOUTS["pipeline"]
-    result = run(Deep(pause=0.02), cluster, replica, workers, progress=look)
+    result = run(Deep(pause=0.05), cluster, replica, workers, progress=look)
     assert len(killed) == 2
     assert kinds(result).count("restarted") == 1
     assert not mended(result)
