@@ -23,6 +23,8 @@ Factory = Callable[[list[nn.Parameter]], Optimizer]
 _BLOCK = 1 << 17  # elements of a gradient that are added up at a time: they stay in the cache
 Moments = dict[str, dict[str, Any]]  # parameter name -> state key -> tensor (whole or slice) or number
 
+spare_compiler()
+
 
 class SlicedOptimizer:
     """The user's optimizer over elements lo to hi of the vector; its parameter groups survive the slicing.
@@ -209,9 +211,6 @@ def _merged(held: list[dict[str, Any]], run: list[Entry]) -> dict[str, Any]:
         key: torch.cat([state[key] for state in held]) if _elementwise(key, first, size) else first
         for key, first in held[0].items()
     }
-
-
-spare_compiler()
 
 
 def made(factory: Factory, params: list[nn.Parameter]) -> Optimizer:

@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from datetime import UTC, datetime
+from functools import cache
 from typing import Any
 
 from rich.console import Console
@@ -19,7 +20,6 @@ from rayps.strategy import catalogue
 _COLOURS = {"SUCCEEDED": "green", "FAILED": "red", "STOPPED": "yellow", "RUNNING": "cyan", "RECOVERING": "yellow",
             "UNKNOWN": "yellow"}
 _LAST = 14  # letters that the last column of a table keeps before others are cut
-_DEFAULTS = {each["name"]: {option["name"]: option["default"] for option in each["options"]} for each in catalogue()}
 _UNKNOWN = object()
 _CUT = 6  # letters that are left of one that is cut
 
@@ -117,12 +117,18 @@ def strategy(spec: Any) -> str:
     return written(_brief(spec))
 
 
+@cache
+def _defaults() -> dict[str, dict[str, Any]]:
+    """Each strategy's options as they are by themselves; looked up by the first command that shows one."""
+    return {each["name"]: {option["name"]: option["default"] for option in each["options"]} for each in catalogue()}
+
+
 def _brief(spec: Any) -> Any:
     if isinstance(spec, list):
         return [{**phase, "strategy": _brief(phase["strategy"])} for phase in spec]
     if not isinstance(spec, dict):
         return spec
-    usual = _DEFAULTS.get(str(spec.get("name")), {})
+    usual = _defaults().get(str(spec.get("name")), {})
     return {key: _brief(value) for key, value in spec.items() if key == "name" or usual.get(key, _UNKNOWN) != value}
 
 

@@ -2,9 +2,8 @@
 
 A state is named tensors, kept as safetensors. It is filed with the round after which it holds; of a client the newest
 one is kept, and those that belong to the newest snapshot, so that a run can go back to that, and to later rounds of
-which the driver may yet make one. The file is unlinked as
-soon as it is open, as in `rayps.tables.disk`: nothing is left behind however the process ends, and what must outlive
-it is with the driver (`rayps.federated.vault`).
+which the driver may yet make one. The file is unlinked as soon as it is open, as in `rayps.tables.disk`: nothing is
+left behind however the process ends, and what must outlive it is with the driver (`rayps.federated.vault`).
 """
 
 from __future__ import annotations

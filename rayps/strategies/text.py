@@ -89,12 +89,14 @@ def nested(value: Any) -> str:
 def _nameless(name: str, part: str) -> ConfigError:
     """What is wrong with an option that is given without its name."""
     if name in FIRST:
+        to = repr(name)
         hint = f"only the first, {FIRST[name]}, may stand without its name; write the others key=value"
     else:
-        hint = "an option of it is written key=value, as in parameter_server:staleness=3,shards=2 or krum(f=4)"
-    if name not in FIRST:
-        hint += f" (without a name: {', '.join(FIRST)})"
-    to = f"{name!r}{near(name, FIRST) if name not in FIRST else ''}"
+        to = f"{name!r}{near(name, FIRST)}"
+        hint = (
+            "an option of it is written key=value, as in parameter_server:staleness=3,shards=2 or krum(f=4) "
+            f"(without a name: {', '.join(FIRST)})"
+        )
     return ConfigError(f"{_short(part)} is given to {to} without a name: {hint}", field="strategy")
 
 
