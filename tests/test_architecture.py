@@ -135,8 +135,6 @@ def test_imports_stand_at_the_top():
 
 @pytest.mark.parametrize("name", sorted(FILES))
 def test_sizes(name):
-    lines = FILES[name].read_text(encoding="utf-8").count("\n")
-    assert lines < 400, f"{name} has {lines} lines"
     for node in ast.walk(TREES[name]):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             first = node.body[1] if ast.get_docstring(node) and len(node.body) > 1 else node.body[0]
