@@ -7,6 +7,8 @@ values. Nothing here starts or imports Ray.
 from __future__ import annotations
 
 import os
+import pwd
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,6 +16,9 @@ from typing import Any, Self
 
 from rayps.errors import ConfigError
 from rayps.job import LOCAL_CPUS
+
+_PROOFS = ("rayps.db", "service.lock")  # a directory with one of these was used by a rayps service
+_OURS = re.compile(r"jobs|servers|backup\.json|lost\+found|\.?(token|clients|rayps\.db|ray[._]|service\.).*")
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -86,20 +91,42 @@ class Settings:
         return self.state_dir / "service.json"
 
     def prepare(self) -> Self:
-        """Make the state directory, for its owner only.
+        """Make the state directory, for its owner only. A directory of another user or program stays untouched.
 
         Raises:
-            ConfigError: when it cannot be made or written.
+            ConfigError: it cannot be made or written, belongs to another user, or holds files of another program.
         """
         try:
+            self._refuse_foreign()
             self.jobs_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
             self.state_dir.chmod(0o700)
             self.jobs_dir.chmod(0o700)
         except OSError as error:
-            raise ConfigError(
-                f"the state directory {self.state_dir} cannot be used: {error.strerror or error}\n"
-                "Give another with --state-dir or RAYPS_STATE_DIR.", field="state_dir") from error
+            raise self._unusable(f"cannot be used: {error.strerror or error}") from error
         return self
+
+    def _refuse_foreign(self) -> None:
+        for folder in (self.state_dir, self.jobs_dir):
+            if folder.exists() and (owner := folder.stat().st_uid) != os.geteuid():
+                raise self._unusable(f"cannot be used: {folder} belongs to user {_user(owner)}, and this process runs "
+                                     f"as {_user(os.geteuid())}")
+        if not self.state_dir.exists() or any((self.state_dir / name).exists() for name in _PROOFS):
+            return
+        foreign = sorted(path.name for path in self.state_dir.iterdir() if not _OURS.fullmatch(path.name))
+        if foreign:
+            more = f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
+            raise self._unusable(f"is not empty and holds no rayps service: it has {', '.join(foreign[:3])}{more}")
+
+    def _unusable(self, why: str) -> ConfigError:
+        return ConfigError(f"the state directory {self.state_dir} {why}\n"
+                           "Give another with --state-dir or RAYPS_STATE_DIR.", field="state_dir")
+
+
+def _user(uid: int) -> str:
+    try:
+        return f"{pwd.getpwuid(uid).pw_name} ({uid})"
+    except KeyError:
+        return str(uid)
 
 
 def private_write(path: Path, text: str) -> None:
