@@ -7,7 +7,7 @@ import pytest
 
 from rayps.errors import ConfigError
 from rayps.federated.choices import Rule, attack_of, clip_of, rule_of, skew
-from rayps.federated.rules import aggregate, centered_clipping, clip_factor, distances, geometric_median, scores
+from rayps.federated.rules import aggregate, centered_clipping, clip_factor, distances, geometric_median, median, scores
 
 ROBUST = ["krum(f=4)", "multi_krum(f=4)", "multi_krum(f=4,m=3)", "trimmed_mean(f=4)", "median", "geometric_median",
           "bulyan(f=4)", "centered_clipping(tau=1.0,iterations=3)", "krum(f=1,bucket=3)", "median(bucket=2)"]
@@ -61,6 +61,38 @@ def test_geometric_median_by_hand():
     assert geometric_median(line) == pytest.approx([2.0], abs=1e-8)
     same = np.array([[1.0, 2.0]] * 3 + [[1e30, -1e30]] * 2)
     assert geometric_median(same).tolist() == [1.0, 2.0]
+
+
+def sum_of_distances(x, z):
+    return float(np.sqrt(np.square(x.astype(np.float64) - z).sum(axis=1)).sum())
+
+
+@pytest.mark.parametrize("shape", [(5, 2), (7, 3), (4, 5), (20, 2), (6, 1)])
+@pytest.mark.parametrize("kind", ["normal", "grid", "outlier", "float32"])
+def test_no_row_and_no_nearby_point_has_a_smaller_sum_of_distances(shape, kind):
+    """Rows on a grid repeat and lie on lines; the coordinate median is often a row."""
+    for seed in range(60):
+        draw = np.random.default_rng([seed, *shape])
+        x = draw.integers(-3, 4, size=shape).astype(np.float64) if kind == "grid" else draw.normal(size=shape)
+        x = x.astype(np.float32) if kind == "float32" else x
+        if kind == "outlier":
+            x[0] *= 1e6
+        z = geometric_median(x)
+        least = sum_of_distances(x, z)
+        for row in x:
+            assert least <= sum_of_distances(x, row) * (1 + 1e-12), f"seed {seed}: row {row} is better than {z}"
+        for radius in (1e-4, 1e-2, 0.3):
+            for direction in draw.normal(size=(8, shape[1])):
+                near = z + radius * direction / np.linalg.norm(direction)
+                assert least <= sum_of_distances(x, near) * (1 + 1e-5), f"seed {seed}: {near} is better than {z}"
+
+
+def test_the_coordinate_median_may_be_a_row_that_is_not_the_geometric_median():
+    """The sum of distances is 34.26 at the coordinate median, which is the last row, and 30.94 at the least."""
+    x = np.array([[-1.0, 9.0], [9.0, -1.0], [0.5, 9.0], [9.0, 0.5], [0.5, 0.5]])
+    assert median(x).tolist() == x[4].tolist() and sum_of_distances(x, x[4]) == pytest.approx(34.2627, abs=1e-4)
+    z = geometric_median(x)
+    assert z[0] == pytest.approx(z[1], abs=1e-7) and sum_of_distances(x, z) == pytest.approx(30.9357, abs=1e-4)
 
 
 def test_bulyan_by_hand():

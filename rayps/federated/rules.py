@@ -5,7 +5,8 @@
     trimmed_mean, median  Yin, Chen, Ramchandran and Bartlett, "Byzantine-robust distributed learning: towards optimal
                         statistical rates", ICML 2018, definitions 1 and 2
     geometric_median    Pillutla, Kakade and Harchaoui, "Robust aggregation for federated learning", IEEE Transactions
-                        on Signal Processing 70, 2022, algorithm 2 (Weiszfeld's, smoothed)
+                        on Signal Processing 70, 2022; the iteration is Weiszfeld's with the rule for an iterate at a
+                        row of Vardi and Zhang, "The multivariate L1-median and associated data depth", PNAS 97(4), 2000
     bulyan              El Mhamdi, Guerraoui and Rouault, "The hidden vulnerability of distributed learning in
                         Byzantium", ICML 2018, section 4
     centered_clipping   Karimireddy, He and Jaggi, "Learning from history for Byzantine robust optimization", ICML 2021,
@@ -31,7 +32,7 @@ Matrix = NDArray[np.float64] | NDArray[np.float32]
 Vector = NDArray[np.float64]
 _BLOCK = 1 << 16  # numbers of a block of columns
 _NEAR = 1e-9  # of a movement, relative to the distances: Weiszfeld ends there
-_SMOOTH = 1e-12  # of the median distance: no row is nearer than this
+_AT = 1e-12  # of the median distance: a row that is nearer than this is at the point
 
 
 def aggregate(rule: Rule, x: Matrix, before: Vector | None = None, seed: int = 0) -> Vector:
@@ -94,17 +95,48 @@ def median(x: Matrix) -> Vector:
 
 
 def geometric_median(x: Matrix, iterations: int = 100) -> Vector:
-    """argmin_z sum_i |x_i - z|: z <- sum_i x_i / |x_i - z| over sum_i 1 / |x_i - z|, from the median on."""
-    z = median(x)
+    """argmin_z sum_i |x_i - z|, by Weiszfeld's iteration from the coordinate median on.
+
+    With T = sum_i x_i / |x_i - z| over sum_i 1 / |x_i - z|, r = |sum_i (x_i - z) / |x_i - z||, both over the rows that
+    are not at z, and eta the number of rows at z: z <- z + max(0, 1 - eta / r) (T - z) (Vardi and Zhang 2000). A row is
+    the minimum if and only if r <= eta there; the row nearest to z is tested once, because the iteration only creeps
+    towards a row, and z continues from a tested row with a smaller sum. The iteration ends when z moves by less than
+    1e-9 of the median distance.
+    """
+    z, tested = median(x), set[int]()
     for _ in range(iterations):
         apart = np.sqrt(_squares(x, z))
-        if not np.median(apart):
-            break  # most of them are here
-        weights = 1 / np.maximum(apart, _SMOOTH * np.median(apart))
-        last, z = z, _weighted(x, weights / weights.sum())
-        if np.sqrt(float(np.square(z - last).sum())) <= _NEAR * float(np.median(apart)):
+        nearest = int(np.argmin(apart))
+        if nearest not in tested:
+            tested.add(nearest)
+            row = np.asarray(x[nearest], dtype=np.float64)
+            to_row = np.sqrt(_squares(x, row))
+            _, share = _weiszfeld(x, row, to_row)
+            if share == 0:
+                return row
+            if to_row.sum() < apart.sum():
+                z, apart = row, to_row
+        target, share = _weiszfeld(x, z, apart)
+        if share == 0:
+            break
+        step = share * (target - z)
+        z = z + step
+        if np.sqrt(float(np.square(step).sum())) <= _NEAR * float(np.median(apart)):
             break
     return z
+
+
+def _weiszfeld(x: Matrix, z: Vector, apart: Vector) -> tuple[Vector, float]:
+    """T, and the share of the way from z to T that is taken: 0 where z is the minimum. `apart`: the distances to z."""
+    away = apart > _AT * np.median(apart)
+    at = len(x) - int(away.sum())
+    if at == len(x):
+        return z, 0.0
+    weights = np.zeros(len(x))
+    weights[away] = 1 / apart[away]
+    target = _weighted(x, weights / weights.sum())
+    pull = float(weights.sum()) * np.sqrt(float(np.square(target - z).sum()))
+    return target, max(0.0, 1.0 - at / pull) if pull else 0.0
 
 
 def bulyan(x: Matrix, f: int) -> Vector:
