@@ -234,6 +234,14 @@ class Job:
         self.data = self._client.call("POST", f"/api/v1/jobs/{self.id}/stop")
         return self
 
+    def delete(self) -> None:
+        """Delete it with its logs, metrics and checkpoints.
+
+        Raises:
+            Conflict: it has not ended, or a job that has not ended resumes one of its checkpoints.
+        """
+        self._client.call("DELETE", f"/api/v1/jobs/{self.id}")
+
     def wait(self, timeout: float | None = None, pause: float = 0.5) -> Self:
         """Wait until it has ended; survives a restart of the service.
 

@@ -12,8 +12,9 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Query
 from fastapi.responses import JSONResponse
 
-from rayps.errors import ConfigError, NotFound
+from rayps.errors import ConfigError, Conflict, NotFound
 from rayps.job import JobSpec, Status
+from rayps.service import job_folders
 from rayps.strategy import parse, wire
 from rayps_api import folder
 from rayps_api.schemas import Events, JobIn, JobOut, JobsOut, Lines, Points, Series, problems
@@ -72,6 +73,24 @@ async def stop(job_id: str, known: Known) -> Any:
     record = await known.store.ask_stop((await known.record(job_id)).id)
     known.scheduler.wake()
     return JSONResponse(known.show(record), 202)
+
+
+@router.delete("/{job_id}", response_model=JobOut)
+async def delete(job_id: str, known: Known) -> Any:
+    """Delete an ended job with its folder: logs, metrics, checkpoints. 409 while it, or a job that resumes it, runs."""
+    record = await known.record(job_id)
+    if not record.status.terminal:
+        raise Conflict(f"job {record.id} is {record.status}: stop it first (`rayps stop {record.id}`)", job=record.id,
+                       status=409)
+    users = await known.store.resuming(known.folder(record.id))
+    if users:
+        raise Conflict(f"job {users[0].id} ({users[0].name}) resumes a checkpoint of job {record.id}: wait until it "
+                       f"has ended, or stop it (`rayps stop {users[0].id}`)", job=record.id, status=409)
+    shown = known.show(record)
+    # the folder first: on a full disk this makes room, and an ended job without a folder is no orphan
+    await asyncio.to_thread(job_folders.remove, known.settings.jobs_dir, record.id)
+    await known.store.delete(record.id)
+    return JSONResponse(shown)
 
 
 @router.get("/{job_id}/metrics", response_model=Points | Series)

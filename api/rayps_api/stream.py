@@ -105,7 +105,12 @@ async def _one(known: Service, job_id: str, topics: set[str], at: Cursor) -> Asy
     while not known.closing.is_set() and time.monotonic() - began < _LONGEST:
         if version != known.store.version or record is None:
             version = known.store.version
-            record = await known.store.get(job_id)
+            try:
+                record = await known.store.get(job_id)
+            except NotFound:  # it was deleted, which only an ended job can be
+                gone = {"status": record.status.value if record else None, "reason": "the job was deleted"}
+                yield ServerSentEvent(raw_data=json.dumps(gone), event="end", id=str(at))
+                return
         ended = record.status.terminal  # asked before the files are read: what comes after is all there is
         if "job" in topics:
             text = json.dumps(known.show(record))

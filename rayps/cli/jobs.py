@@ -1,4 +1,4 @@
-"""The commands that speak to a job service: submit, ls, get, logs, metrics, events, stop, open."""
+"""The commands that speak to a job service: submit, ls, get, logs, metrics, events, stop, delete, open."""
 
 from __future__ import annotations
 
@@ -206,6 +206,21 @@ def stop(job_id: Id, output: Format = Output.table) -> None:
         show.say(f"{job.id} will stop")
 
 
+def delete(
+    job_ids: Annotated[list[str], typer.Argument(metavar="ID...", help="Ended jobs, by id or its beginning.")],
+    output: Format = Output.table,
+) -> None:
+    """Delete ended jobs with their logs, metrics and checkpoints."""
+    with Client() as client:
+        jobs = [client.job(job_id) for job_id in job_ids]
+        for job in jobs:
+            job.delete()
+            if output is Output.table:
+                show.say(f"{job.id} is deleted")
+    if output is Output.json:
+        show.dump([job.data for job in jobs])
+
+
 def open_page() -> None:
     """Print an address that opens the dashboard, once, within five minutes."""
     with Client() as client:
@@ -233,6 +248,6 @@ def _short(text: str | None) -> str:
 def add(app: typer.Typer) -> None:
     """Add the commands to the command line."""
     for name, command in (("submit", submit), ("ls", ls), ("get", get), ("logs", logs), ("metrics", metrics),
-                          ("events", events), ("stop", stop), ("open", open_page)):
+                          ("events", events), ("stop", stop), ("delete", delete), ("open", open_page)):
         app.command(name)(command)
 

@@ -267,6 +267,36 @@ class Store:
                 await _note(tx, job_id, "stop_requested", "a stop was asked for", found.attempt, now)
             return await _get(tx, job_id)
 
+    async def delete(self, job_id: str) -> None:
+        """Remove an ended job with its events and its clients' tokens.
+
+        Raises:
+            Conflict: it has not ended.
+            NotFound: there is no such job.
+        """
+        async with self.writing() as tx:
+            found = await _get(tx, job_id)
+            if not found.status.terminal:
+                raise Conflict(f"job {job_id} is {found.status}: stop it first (`rayps stop {job_id}`)", job=job_id,
+                               status=409, current=found.status.value)
+            await tx.execute(_jobs.delete().where(_jobs.c.id == job_id))
+
+    async def resuming(self, folder: Path) -> list[Record]:
+        """The jobs that have not ended and begin from a checkpoint below `folder`."""
+        text = json.dumps(str(folder))[:-1] + "/"  # as the spec's JSON has it; no closing quote
+        query = _jobs.select().where(_jobs.c.status.in_(_LIVE), _jobs.c.spec.contains(f'"resume": {text}',
+                                                                                      autoescape=True))
+        async with self.reading() as tx:
+            return [_record(row) for row in await tx.execute(query)]
+
+    async def row(self, job_id: str) -> dict[str, Any]:
+        """A job's row as JSON-ready data, from which the job can be filed again. Raises NotFound."""
+        async with self.reading() as tx:
+            found = (await tx.execute(_jobs.select().where(_jobs.c.id == job_id))).mappings().first()
+        if found is None:
+            raise NotFound(f"there is no job {job_id!r}: `rayps ls` lists them", job=job_id, status=404)
+        return {**found, "spec": json.loads(found["spec"])}
+
     async def interrupt(self) -> int:
         """Mark every job that has a driver: its Ray ends on purpose, which is no failure. Gives how many."""
         held = [s for s in _LIVE if s != Status.QUEUED.value]
