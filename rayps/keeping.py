@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,11 +40,16 @@ class Means:
         return found
 
     def mean_later(self, vector: Tensor, samples: float, slot: int) -> Tensor:
-        """See `WorkerView.mean_later`: the sum comes to lie in the parcel, with the sum of weights behind it."""
-        parcel = _packed(vector)
+        """See `WorkerView.mean_later`: the sum comes to lie in the parcel, with the sum of weights behind it.
+
+        The parcel of a half-precision vector is float32: neither a sum weighted by samples nor their count fits into
+        half precision.
+        """
         if self._slots is not None:
+            parcel = _packed(vector)
             self._slot(slot).mean_async(Gradient(parcel, samples))  # type: ignore[arg-type]
         else:
+            parcel = _packed(vector, torch.promote_types(vector.dtype, torch.float32))
             parcel[:-1].mul_(samples) if samples else parcel.zero_()
             parcel[-1] = samples
             self._ring.sum_async(parcel)
@@ -54,7 +60,7 @@ class Means:
         return self._slots.setdefault(slot, self._slots[0].another())
 
     def arrived(self, parcel: Tensor) -> Tensor:
-        """See `WorkerView.arrived`. Raises LinkError."""
+        """See `WorkerView.arrived`; in the parcel's dtype. Raises LinkError."""
         self.settle()
         count = parcel[-1].item()
         return parcel[:-1] / count if count else torch.zeros_like(parcel[:-1])
@@ -78,8 +84,8 @@ class Means:
             self._slot(int(slot)).restore(below(f"{slot}/", held))
 
 
-def _packed(vector: Tensor) -> Tensor:
-    packed = torch.empty(vector.numel() + 1, dtype=vector.dtype, device=vector.device)
+def _packed(vector: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    packed = torch.empty(vector.numel() + 1, dtype=dtype or vector.dtype, device=vector.device)
     packed[:-1].copy_(vector)
     return packed
 
@@ -209,7 +215,8 @@ def together(w: Worker, samples: float, *, momentum: str, buffers: str) -> None:
     """What a meeting does to the optimizer's moments and to the model's buffers.
 
     Moments: "keep" (each worker its own), "reset" (begin anew), "average" (weighted by `samples`; counts of steps are
-    rounded). Buffers: "keep", or "average", of those that are not whole numbers. Raises LinkError.
+    rounded). Buffers: "keep", or "average", of those that are not whole numbers. They are averaged in float32, or in
+    float64 where one of them is float64. Raises LinkError.
     """
     if momentum == "reset":
         w.optimizer.state.clear()
@@ -223,7 +230,8 @@ def together(w: Worker, samples: float, *, momentum: str, buffers: str) -> None:
         held += [value for value in dict(w.flat.model.named_buffers()).values() if value.is_floating_point()]
     if not held:
         return
-    wide = torch.cat([each.detach().reshape(-1).to(w.flat.vector.dtype) for each in held])
+    dtype = reduce(torch.promote_types, (each.dtype for each in held), torch.float32)
+    wide = torch.cat([each.detach().reshape(-1).to(w.flat.vector.device, dtype) for each in held])
     mean = w.means.mean(wide, samples, exact=True)
     with torch.no_grad():
         for each, part in zip(held, torch.split_with_sizes(mean, [each.numel() for each in held]), strict=True):

@@ -321,6 +321,26 @@ def test_hierarchical_adds_inside_hosts_then_between_them(hosts):
         thing.close()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("backend", ["own", "gloo"])
+def test_means_of_half_precision_are_those_of_float32_rounded_once(backend, dtype):
+    """Neither the sum of the ranks' values nor their samples fit into the dtype; the mean does."""
+    rings = form(3, backend=backend)
+    parts = [torch.tensor([60_000.0, 1.0, rank / 7, 257.0], dtype=dtype) for rank in range(3)]
+    wide = [part.double() for part in parts]
+    for got in every(rings, lambda ring: ring.mean(parts[ring.rank].clone())):
+        assert torch.equal(got, (sum(wide) / 3).to(dtype))
+    weights = [70_000, 90_001, 1]
+    law = sum(n * part for n, part in zip(weights, wide, strict=True)) / sum(weights)
+    for got in every(rings, lambda ring: ring.mean(Plain(parts[ring.rank].clone(), weights[ring.rank]))):
+        assert got.dtype == dtype and torch.allclose(got.double(), law, rtol=torch.finfo(dtype).eps, atol=0)
+    small = [torch.tensor([256.0 if rank == 0 else 0.75], dtype=torch.bfloat16) for rank in range(3)]
+    for got in every(rings, lambda ring: ring.sum(small[ring.rank].clone())):
+        assert got.item() == 258.0, "256.75 is no bfloat16, 257.5 is rounded once"
+    for ring in rings:
+        ring.close()
+
+
 def test_gloo_gives_the_same_and_leaves_nothing():
     before = threading.active_count()
     rings = form(3, backend="gloo")

@@ -144,8 +144,8 @@ class Ring:
         """The mean over ranks; of a gradient (`vector` and `samples`), the mean over all samples.
 
         With `in_place=False` what lies in `buffer` memory is not copied back: the result is to be read only, where
-        it lies, until this buffer's next collective. A rank with no samples counts nothing. Raises ConfigError for
-        integers.
+        it lies, until this buffer's next collective. A rank with no samples counts nothing. Half precision is added
+        and divided in float32, and rounded once. Raises ConfigError for integers.
         """
         vector: Tensor = x if isinstance(x, Tensor) else x.vector
         if not vector.dtype.is_floating_point:
@@ -155,6 +155,8 @@ class Ring:
         if shared is not None:
             return vector.copy_(shared) if in_place else shared
         if isinstance(x, Tensor):
+            if x.dtype in _HALF:
+                return x.copy_(self.sum(x.float()).div_(self.size))
             return self.sum(x).div_(self.size)
         return self._mean_over_samples(x)
 

@@ -46,8 +46,11 @@ class Delegate:
             raise ConfigError(f"{self.choices['algorithm']} chooses its own algorithm; leave out {algorithm!r}")
 
     def fold(self, x: Tensor, kind: str) -> None:
-        """Fold a tensor over the ranks in place; CPU tensors travel by gloo, and by way of the GPU under NCCL."""
-        target = x.contiguous()
+        """Fold a tensor over the ranks in place; CPU tensors travel by gloo, and by way of the GPU under NCCL.
+
+        Half precision adds in float32.
+        """
+        target = x.float() if kind == "add" and x.dtype in (torch.float16, torch.bfloat16) else x.contiguous()
         if target.is_cuda != self._cuda:
             target = target.cuda() if self._cuda else target.cpu()
         options = dist.AllreduceOptions()

@@ -70,7 +70,7 @@ class WorkerView(Protocol):
         """
 
     def arrived(self, parcel: Any) -> Any:
-        """The mean that `mean_later` has sent for; waits for it."""
+        """The mean that `mean_later` has sent for, of a half-precision vector in float32; waits for it."""
 
     def own_loss(self) -> float:
         """The loss of this worker's own model on all of the evaluation data."""
