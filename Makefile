@@ -2,8 +2,11 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
+# Test processes that run at once: one more than there are cores, since tests wait for each other's deadlines and processes.
+JOBS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
+PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 
-.PHONY: demo stop test lint fmt clean
+.PHONY: demo stop test quick durations lint fmt clean
 
 demo: $(VENV)/ready  ## train the digits through the job service, and leave the dashboard running
 	$(BIN)/python examples/demo.py
@@ -12,9 +15,15 @@ stop: $(VENV)/ready  ## end what `make demo` left running
 	$(BIN)/python examples/demo.py --stop
 
 test: $(VENV)/ready lint  ## all tests; those whose program is missing say so
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 	@if command -v npm >/dev/null; then cd dashboards && { test -d node_modules || npm ci --silent; } && npm test --silent; \
 	else echo "the dashboard's unit tests were left out: npm is not on this machine"; fi
+
+quick: $(VENV)/ready lint  ## the tests without Ray, kills, the browser and benchmarks
+	$(PYTEST) -m "not ray and not chaos and not browser and not bench" $(ARGS)
+
+durations: $(VENV)/ready  ## all tests, and the table of durations by which they are divided among processes
+	$(PYTEST) --store-durations $(ARGS)
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

@@ -186,14 +186,14 @@ class Hospital(threading.Thread):
         return self
 
     def over(self) -> Hospital:
-        self.join(30)
+        self.join(60)
         assert not self.is_alive()
         return self
 
     def end(self) -> None:
         if self.ident is not None:
             self.line.close()
-            self.join(30)
+            self.join(60)
         self.kept.close()
 
 
@@ -254,7 +254,7 @@ class Tap:
         self._door.close()
 
 
-def until(ready: Callable[[], Any], seconds: float = 30.0) -> Any:
+def until(ready: Callable[[], Any], seconds: float = 60.0) -> Any:
     deadline = time.monotonic() + seconds
     while not (found := ready()):
         assert time.monotonic() < deadline, "waited in vain"

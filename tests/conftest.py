@@ -1,25 +1,71 @@
-"""What all tests share: a seed that is told, one local Ray, and what to do where something is missing."""
+"""What all tests share: a printed seed, one local Ray, and what to do where a program is missing."""
 
 import os
 import random
+import shutil
+import tempfile
 from pathlib import Path
 
+import lanes
 import pytest
 import torch
 from traces import Traces
 
 from rayps.runtime import driver
 
-SEED = int(os.environ.get("RAYPS_TEST_SEED", random.SystemRandom().randrange(2**31)))
+# workers of pytest-xdist inherit it
+os.environ.setdefault("RAYPS_TEST_SEED", str(random.SystemRandom().randrange(2**31)))
+SEED = int(os.environ["RAYPS_TEST_SEED"])
+
+
+def pytest_addoption(parser):
+    parser.addoption("--store-durations", action="store_true", help="write tests/durations.json from this run")
+
+
+def pytest_configure(config):
+    """Give each worker of pytest-xdist a temporary folder: a test looks there for what its own processes left."""
+    if config.getoption("--store-durations"):
+        config.pluginmanager.register(lanes.Stopwatch())
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker:
+        folder = Path(os.environ["RAYPS_TEST_FOLDER"], worker)
+        folder.mkdir()
+        os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
+        torch.set_num_threads(1)
+    else:
+        folder = tempfile.mkdtemp(prefix="t", dir="/tmp")  # short: a unix socket's path has at most 107 characters
+        os.environ["RAYPS_TEST_FOLDER"] = folder
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 def pytest_report_header():
     return f"seed of random tests: {SEED} (set RAYPS_TEST_SEED to repeat)"
 
 
+def uses_ray(item):
+    return item is not None and "ray_cluster" in getattr(item, "fixturenames", ())
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_itemcollected(item):
+    if item.path.name.startswith("test_bench"):
+        item.add_marker("bench")
+
+
 def pytest_collection_modifyitems(items):
-    # tests without Ray come first: once Ray runs in this process, actors would be looked for there
-    items.sort(key=lambda item: any(item.get_closest_marker(mark) for mark in ("ray", "browser")))
+    if os.environ.get("PYTEST_XDIST_WORKER"):
+        lanes.group(items)
+    else:
+        items.sort(key=lambda item: (uses_ray(item), any(map(item.get_closest_marker, ("ray", "browser")))))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item, nextitem):
+    """End the shared Ray before the first test that does not use it: `train()` would find that Ray in this process."""
+    result = yield
+    if uses_ray(item) and not uses_ray(nextitem):
+        SHARED.end()
+    return result
 
 
 @pytest.fixture(autouse=True)
@@ -36,17 +82,35 @@ def missing(what):
     pytest.skip(f"there is no {what}")
 
 
-@pytest.fixture(scope="session")
+class SharedRay:
+    """One Ray for all tests of this process that need one; nothing of it may be left at the end."""
+
+    def __init__(self):
+        self.cluster = self.traces = None
+
+    def get(self):
+        if self.cluster is None:
+            try:
+                from rayps.ray_cluster import RayCluster  # loads ray, which most tests do without
+            except ImportError:
+                missing("ray")
+            self.traces = Traces()
+            with pytest.MonkeyPatch.context() as patch:  # actors of the tests' own classes find their module there
+                patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+                self.cluster = RayCluster.local(cpus=16)
+        return self.cluster
+
+    def end(self):
+        cluster, self.cluster = self.cluster, None
+        if cluster is not None:
+            cluster.close()
+            assert not self.traces.left()
+
+
+SHARED = SharedRay()
+
+
+@pytest.fixture
 def ray_cluster():
-    """One Ray for all tests that need one; nothing of it may be left at the end."""
-    try:
-        from rayps.ray_cluster import RayCluster  # loads ray, which most tests do without
-    except ImportError:
-        missing("ray")
-    traces = Traces()
-    with pytest.MonkeyPatch.context() as patch:  # actors of the tests' own classes find their module there
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
-        cluster = RayCluster.local(cpus=16)
-    yield cluster
-    cluster.close()
-    assert not traces.left()
+    """The shared local Ray with 16 CPUs; it starts with the first test that uses it."""
+    return SHARED.get()

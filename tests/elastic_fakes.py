@@ -46,7 +46,7 @@ class FakeHost:
 
     def _say(self, kind, body, tag=0):
         with self._lock:
-            self._link.send(Message(kind, tag=tag), json.dumps(body).encode(), timeout=5)
+            self._link.send(Message(kind, tag=tag), json.dumps(body).encode(), timeout=60)
 
     def _run(self):
         beat = 0.0
@@ -111,5 +111,5 @@ class FakeHost:
 
     def close(self):
         self._closing.set()
-        self._thread.join(5)
+        self._thread.join(60)
         HOSTS.pop(self.name, None)

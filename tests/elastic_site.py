@@ -22,7 +22,7 @@ from rayps.partition import slices
 from rayps.strategies.parameter_server import ParameterServer
 
 SECRET = b"s" * 32
-SECONDS = 10.0
+SECONDS = 60.0
 
 
 def plain_sgd(params):

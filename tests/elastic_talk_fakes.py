@@ -65,7 +65,7 @@ class Loop:
 
     def close(self):
         self.closing = True
-        self.thread.join(5)
+        self.thread.join(60)
 
 
 class Manager(Loop):

@@ -123,8 +123,8 @@ class _Handle:
     def kill(self):
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._process.pid, signal.SIGKILL)
-        self._process.join(10)
-        self._reader.join(10)
+        self._process.join(60)
+        self._reader.join(60)
         self._pipe.close()
 
 

@@ -65,7 +65,7 @@ class Site:
 
     def store(self, method: str, *args: Any, **kwargs: Any) -> Any:
         work = getattr(self.service.store, method)(*args, **kwargs)
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result(10)
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
 
     def add(self, **fields: Any) -> str:
         answer = self.http.post("/api/v1/jobs", json={"workload": "digits:Digits", **fields})
@@ -82,5 +82,5 @@ class Site:
         self.http.close()
         self.service.closing.set()
         self.server.should_exit = True
-        self.thread.join(10)
+        self.thread.join(60)
         self.socket.close()

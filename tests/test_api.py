@@ -143,11 +143,9 @@ def test_a_job_larger_than_the_own_ray_has_a_code(site: Site) -> None:
     b'{"workload":"a:B","strategy":{"name":"parameter_server","staleness":NaN}}',
 ])
 def test_bodies_that_are_no_job(site: Site, content: bytes) -> None:
-    began = time.monotonic()
     answer = site.http.post("/api/v1/jobs", content=content, headers={"Content-Type": "application/json"})
     assert answer.status_code in (400, 422), answer.text
     assert answer.headers["content-type"] == "application/problem+json" and "Traceback" not in answer.text
-    assert time.monotonic() - began < 2
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [

@@ -14,7 +14,6 @@ checks = pytest.importorskip("schemathesis.specs.openapi.checks")
 WITHOUT_END = "/api/v1/stream"
 
 
-@pytest.mark.timeout(300)
 def test_every_answer_is_as_the_schema_says(tmp_path: Path) -> None:
     site = Site(tmp_path)
     try:

@@ -216,7 +216,7 @@ def test_the_stream_of_a_group_ends_with_it(site: Site, client: Client) -> None:
     group = client.start_servers("shared").wait(10)
     assert site.http.get("/api/v1/stream?group=nobody").status_code == 404
     seen = []
-    with site.http.stream("GET", "/api/v1/stream?group=shared", timeout=20) as answer:
+    with site.http.stream("GET", "/api/v1/stream?group=shared", timeout=60) as answer:
         for line in answer.iter_lines():
             if line.startswith("event: "):
                 seen.append(line.removeprefix("event: "))
@@ -229,7 +229,7 @@ def test_the_stream_of_a_group_ends_with_it(site: Site, client: Client) -> None:
 
 def test_the_stream_of_all_groups(site: Site, client: Client) -> None:
     client.start_servers("shared").wait(10)
-    with site.http.stream("GET", "/api/v1/stream?group=*", timeout=20) as answer:
+    with site.http.stream("GET", "/api/v1/stream?group=*", timeout=60) as answer:
         for line in answer.iter_lines():
             if line.startswith("data: "):
                 assert json.loads(line.removeprefix("data: "))["groups"][0]["name"] == "shared"

@@ -23,7 +23,7 @@ from rayps.errors import ClusterError, ConfigError
 def test_rows_name_size_contender_and_transport():
     cluster = LocalCluster()
     try:
-        rows = bench_ring(cluster, 2, [1000, 300_000], ["auto", "ring", "resident", "gloo"], repeats=2, timeout=30)
+        rows = bench_ring(cluster, 2, [1000, 300_000], ["auto", "ring", "resident", "gloo"], repeats=2, timeout=60)
     finally:
         cluster.close()
     assert [(r.bytes, r.algorithm) for r in rows] == [

@@ -72,7 +72,6 @@ def both():
     found.close()
 
 
-@pytest.mark.timeout(200)
 def test_faults(both):
     row = bench_faults(both, kills=1, servers=2, workers=2, size=4000, seed=7, warm=0.5)
     assert row.ledger_exact, row.wrong
@@ -80,7 +79,6 @@ def test_faults(both):
     assert row.pushes > 0 and row.pushes_s_before > 0 and row.pushes_s_after > 0 and row.seed == 7, row
 
 
-@pytest.mark.timeout(300)
 def test_resize(both, monkeypatch):
     monkeypatch.setattr(resize, "CALM_SECONDS", 0.6)
     rows = bench_resize(both, sizes=(2, 3), workers=2, size=4000, seconds=3.0)
@@ -89,7 +87,6 @@ def test_resize(both, monkeypatch):
     assert rows[0].moved > 0 and rows[0].by_the_book == pytest.approx(1 / 3)
 
 
-@pytest.mark.timeout(300)
 def test_jobs(both):
     row = bench_jobs(both, workers=2, flooders=1, size=4000, rounds=20)
     assert row.same_first and row.same_second and row.same_flooded

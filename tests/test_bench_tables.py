@@ -92,7 +92,6 @@ def test_the_calls_do_what_the_servers_do():
     assert sorted(np.concatenate([places for places, _ in cut]).tolist()) == [0, 1, 2, 3]
 
 
-@pytest.mark.timeout(120)
 def test_a_hot_table(monkeypatch):
     monkeypatch.setattr(hot, "WARM_SECONDS", 0.5)
     monkeypatch.setattr(hot, "CALM_SECONDS", 1.5)

@@ -10,7 +10,7 @@ from small_work import Small, distance, kinds, plain
 import rayps
 from rayps import AllReduce, ParameterServer
 
-pytestmark = [pytest.mark.ray, pytest.mark.chaos, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ray, pytest.mark.chaos]
 EXACT = 1e-12
 WORK = Small(n=120, batch=4, optimizer="adam", pause=0.05)  # ten rounds an epoch with three workers
 

@@ -46,7 +46,7 @@ def test_submit_show_list_stop(client: Client, tmp_path: Path) -> None:
     assert job.status is Status.QUEUED and job.data["spec"]["working_dir"] == str(tmp_path)
     assert client.job(job.id).data["name"] == "mine" and client.jobs()[0].id == job.id
     assert job.stop().data["stop_requested"]
-    assert job.wait(timeout=10).status is Status.STOPPED and job.result == {}
+    assert job.wait(timeout=60).status is Status.STOPPED and job.result == {}
     with pytest.raises(Conflict):
         job.stop()
     assert [e["kind"] for e in job.events()][:2] == ["queued", "stop_requested"]
@@ -139,9 +139,9 @@ def test_following_survives_a_restart_without_a_hole(tmp_path: Path) -> None:
     rounds(home, 80, 100)
     time.sleep(0.5)
     again.store("move", job.id, Status.SUCCEEDED, message="done", metrics={"accuracy": 0.9})
-    follower.join(20)
+    follower.join(60)
     assert not follower.is_alive() and seen == list(range(100))
-    assert job.wait(timeout=5).result == {"accuracy": 0.9}
+    assert job.wait(timeout=60).result == {"accuracy": 0.9}
     assert [p["round"] for p in job.metrics()] == list(range(100))
     client.close()
     again.close()

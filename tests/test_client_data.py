@@ -9,6 +9,7 @@ import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
 from itertools import chain
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import numpy as np
@@ -307,11 +308,12 @@ def test_large_files_may_keep_rows_too(written: Path) -> None:
         assert [len(part) for part in mine[0]] == [source.share(r, 3) for r in range(3)]
 
 
-def _report(folder: str, temp: str, out: multiprocessing.SimpleQueue) -> None:  # type: ignore[type-arg]
+def _report(folder: str, temp: str, out: multiprocessing.SimpleQueue, both: Barrier) -> None:  # type: ignore[type-arg]
     os.environ["TMPDIR"] = temp
     source = parquet(Path(folder), "writer", window_mb=0.001)
     clients = source.clients
     found = clients.batch(clients.rows(0)).x.sum().item()
+    both.wait()  # until the other process has the folder open too
     out.put((clients.digest, found, sorted(p.name for p in Path(temp).iterdir())))
 
 
@@ -319,12 +321,12 @@ def test_processes_of_a_host_share_the_sorted_rows(written: Path) -> None:
     """Two processes at once: one folder, and none when all have ended."""
     with tempfile.TemporaryDirectory(prefix="c", dir="/tmp") as temp:  # a short one: see scratch.py
         context = multiprocessing.get_context("spawn")
-        out = context.SimpleQueue()
-        running = [context.Process(target=_report, args=(str(written), temp, out)) for _ in range(2)]
+        out, both = context.SimpleQueue(), context.Barrier(2, timeout=300)
+        running = [context.Process(target=_report, args=(str(written), temp, out, both)) for _ in range(2)]
         for process in running:
             process.start()
         for process in running:
-            process.join(60)
+            process.join(300)
         found = [out.get() for _ in running]
         assert [process.exitcode for process in running] == [0, 0]
         assert found[0][:2] == found[1][:2]

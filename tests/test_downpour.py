@@ -152,7 +152,7 @@ def tally(strategy, arm, epochs=2, every=3):
     cluster = ProcessCluster(arm)
     try:
         result = rayps.train(Tally(1), strategy=strategy, workers=3, epochs=epochs, cluster=cluster,
-                             checkpoint_every=every, progress=False, timeout=20.0, max_failures=9)
+                             checkpoint_every=every, progress=False, timeout=60.0, max_failures=9)
     finally:
         cluster.close()
     return result, result.snapshot.params
@@ -175,7 +175,6 @@ PLACES = [(kind, place) for kind, places in {
 
 
 @pytest.mark.chaos
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("n_push", [1, 3])
 @pytest.mark.parametrize(("kind", "place"), PLACES)
 def test_a_death_leaves_every_gradient_in_once(kind, place, n_push):
@@ -191,7 +190,6 @@ def test_a_death_leaves_every_gradient_in_once(kind, place, n_push):
 
 
 @pytest.mark.chaos
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("round_", range(3))
 def test_several_deaths(round_):
     seed = random.getrandbits(32)
@@ -299,8 +297,8 @@ def test_who_waits_for_a_silent_replica_says_whom():
                                factory=lambda p: torch.optim.SGD(p, lr=1.0), strategy=Downpour(warm_start=4),
                                start=[0, 0], boundary=Boundary(0, -1)), listener)
         servers = [Server(rank, torch.float64, [(0, 6)],
-                          [connect(listener.address, name=f"worker-{rank}", secret=b"s" * 32, generation=1, timeout=5)],
-                          timeout=0.3) for rank in range(2)]
+                          [connect(listener.address, name=f"worker-{rank}", secret=b"s" * 32, generation=1,
+                                   timeout=60)], timeout=0.3) for rank in range(2)]
         done = []
         waiter = threading.Thread(target=lambda: (servers[1].wait(0, 4), done.append(servers[1].pull())))
         waiter.start()
@@ -308,7 +306,7 @@ def test_who_waits_for_a_silent_replica_says_whom():
             time.sleep(0.2)
             assert not done
             servers[0].push(torch.ones(6, dtype=torch.float64), 3.0, rounds=rounds)
-        waiter.join(5)
+        waiter.join(60)
         assert torch.equal(done[0], torch.full((6,), -3.0, dtype=torch.float64))
         with pytest.raises(PeerTimeout, match=r"worker-0 has pushed 4 of the 9 rounds.*timeout") as caught:
             servers[1].wait(0, 9)

@@ -135,7 +135,6 @@ def said(slots, own):
 
 
 @pytest.mark.chaos
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize("staleness", [0, 2, None])
 @pytest.mark.parametrize("workers", [2, 3])
 def test_servers_that_die_at_random_moments(staleness, workers):
@@ -154,7 +153,6 @@ def test_servers_that_die_at_random_moments(staleness, workers):
 
 
 @pytest.mark.chaos
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize("staleness", [0, None])
 def test_servers_that_die_while_segments_move(staleness):
     with ledger(staleness=staleness, servers=2, pushes=60) as own:
@@ -192,7 +190,6 @@ HOST_PLACES = {
 
 
 @pytest.mark.chaos
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("staleness", [0, None])
 @pytest.mark.parametrize("place", HOST_PLACES)
 def test_a_server_that_dies_at_a_named_place(place, staleness):
@@ -217,7 +214,6 @@ TALK_PLACES = ["talk: between servers", "talk: pushed, not heard", "talk: acknow
 
 
 @pytest.mark.chaos
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("staleness", [0, None])
 @pytest.mark.parametrize("place", TALK_PLACES)
 def test_a_worker_that_dies_at_a_named_place(place, staleness):

@@ -249,7 +249,7 @@ def test_a_segment_moves_while_it_is_pushed_to(site):
     assert until(lambda: sum(name == "s0" for _, _, name in log) > 60, SECONDS)
     stop.set()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     for i in range(3):
         segment = site.segment("s0", i)
         assert segment.marks() == done

@@ -56,9 +56,9 @@ def test_a_table_is_followed_through_moves_and_deaths(group):
     print("seed", seed)
     chance = np.random.default_rng(seed)
     space = group.open(Space("job", 0, 1, ParameterServer(staleness=None), tables=(TABLE,)))
-    talk = Talk(group.door(), space, 0, incarnation=group.join(space.number, 0), timeout=20.0)
+    talk = Talk(group.door(), space, 0, incarnation=group.join(space.number, 0), timeout=60.0)
     talk.join()
-    rows, everything = group.follow("job", "users", timeout=20.0), np.arange(40)
+    rows, everything = group.follow("job", "users", timeout=60.0), np.arange(40)
     assert rows.update() == 0 and len(rows) == 0
     changed = []
     for step in range(30):

@@ -26,7 +26,7 @@ from rayps.strategies.parameter_server import ParameterServer
 from rayps.tables.client import TableClient
 from rayps.workload import pack
 
-SIZE, SECONDS = 4000, 30.0
+SIZE, SECONDS = 4000, 60.0
 
 
 def plain(params):
@@ -99,9 +99,9 @@ def test_a_space_lives_through_growing_shrinking_and_draining(cluster):
             assert torch.equal(server.pull(), torch.arange(SIZE, dtype=torch.float32) - total)
         assert "server-0" not in names(group) and len(names(group)) == 2
         server.close()
-        assert until(lambda: sum(s["bytes"] for s in group.facts()["spaces"][0]["segments"]) >= SIZE * 4, 5)
+        assert until(lambda: sum(s["bytes"] for s in group.facts()["spaces"][0]["segments"]) >= SIZE * 4, 60)
         group.drop("job")
-        assert until(lambda: sum(server["bytes"] for server in group.facts()["servers"]) == 0, 5)
+        assert until(lambda: sum(server["bytes"] for server in group.facts()["servers"]) == 0, 60)
         with pytest.raises(NotFound):
             group.space("job")
 
@@ -110,7 +110,7 @@ def test_growing_moves_about_its_share_of_the_bytes(cluster):
     with elastic.start(cluster, "share", 3, 1, detached=False) as group:
         own = opened(group, segments=32)
         group.wait_settled(SECONDS)
-        assert until(lambda: group.facts()["spaces"][0]["bytes"] >= SIZE * 4, 5)
+        assert until(lambda: group.facts()["spaces"][0]["bytes"] >= SIZE * 4, 60)
         whole = group.facts()["spaces"][0]["bytes"]
         group.resize(4)
         group.wait_settled(SECONDS)
@@ -276,7 +276,6 @@ def test_a_branch_goes_its_own_way(cluster):
 
 @pytest.mark.ray
 @pytest.mark.chaos
-@pytest.mark.timeout(300)
 def test_on_ray_servers_and_the_manager_are_killed(ray_cluster, tmp_path):
     with elastic.start(ray_cluster, "on-ray", 2, 1, folder=tmp_path) as group:
         own = opened(group)
@@ -302,6 +301,6 @@ def test_on_ray_servers_and_the_manager_are_killed(ray_cluster, tmp_path):
         server.close()
         pids = [each["pid"] for each in group.facts()["servers"] if each["state"] == "alive"]
         assert len(pids) == 3
-    assert until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 30.0)
+    assert until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 60)
     with pytest.raises(ConfigError):
         elastic.find(ray_cluster, "on-ray")

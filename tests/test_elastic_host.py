@@ -198,7 +198,7 @@ def test_a_space_that_is_heard_of_late_and_one_that_is_not(site, monkeypatch):
     assert "2 workers" in error(wrong.join())["message"]
     worker = site.guest("s0")
     site.manager.tell("s0", Kind.FORGET, b"", a=1)
-    assert until(lambda: 1 not in site.hosts["s0"]._holdings.spaces, 5)
+    assert until(lambda: 1 not in site.hosts["s0"]._holdings.spaces, 60)
     assert error(worker.ask(Kind.PULL, all_of()))["kind"] == "NotFound"
 
 
@@ -240,10 +240,11 @@ def test_a_quota_of_operations_waits_and_one_of_bytes_refuses(site):
     opened(site, quota=Quota(operations=20.0))
     worker = site.guest("s0")
     began = time.monotonic()
-    for step in range(25):
-        assert worker.ask(Kind.PUSH, all_of(1.0), a=step, weight=1.0).kind == Kind.ACK
+    pushes = [worker.say(Kind.PUSH, all_of(1.0), a=step, weight=1.0) for step in range(25)]
+    for push in pushes:
+        assert worker.hear(push).kind == Kind.ACK
     assert time.monotonic() - began > 0.9  # 5 at once, then 20 a second
-    assert until(lambda: site.manager.loads["s0"]["spaces"]["1"]["throttled"] > 15, 5)
+    assert until(lambda: site.manager.loads["s0"]["spaces"]["1"]["throttled"] > 15, 60)
     small = space(number=2, quota=Quota(bytes=40))
     site.open(small, ["s0"] * 3)
     opener = site.guest("s0", number=2, rank=-1)
@@ -253,7 +254,7 @@ def test_a_quota_of_operations_waits_and_one_of_bytes_refuses(site):
     assert refused["kind"] == "ConfigError"
     assert refused["data"]["field"] == "quota.bytes"
     assert opener.ask(Kind.LOAD, states[:2]).kind == Kind.ACK  # and nothing was lost
-    assert until(lambda: site.manager.loads["s0"]["spaces"].get("2", {}).get("rejected") == 1, 5)
+    assert until(lambda: site.manager.loads["s0"]["spaces"].get("2", {}).get("rejected") == 1, 60)
 
 
 def test_a_quota_of_bytes_for_tables(site):
@@ -297,7 +298,7 @@ def test_a_flood_of_one_space_leaves_half_to_the_other(site):
         longest, step = max(longest, served[2].operations - before), step + 1
     stop.set()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     assert served[2].operations > 400
     assert longest < 400  # of the 800 that were there before it, most of the time
 
@@ -310,7 +311,7 @@ def test_links_of_a_space_with_much_waiting_are_not_read(site):
     worker = site.guest("s0")
     for step in range(300):
         worker.say(Kind.PUSH, all_of(1.0), a=step, weight=1.0)
-    assert until(lambda: host._paused, 5)
+    assert until(lambda: host._paused, 60)
     assert host._fair.queued(1) < 25_000
     site.manager.tell("s0", Kind.SPACE, pickle.dumps(space()))
     for tag in range(2, 302):
@@ -335,7 +336,7 @@ def test_a_branch_on_a_server(site):
     assert np.allclose(values(other.ask(Kind.PULL, all_of(), a=1))[1], np.arange(4, 8) - 0.05 - 0.1)
     assert np.allclose(values(worker.ask(Kind.PULL, all_of(), a=1))[1], np.arange(4, 8) - 0.05)
     site.manager.tell("s0", Kind.FORGET, b"", a=1)
-    assert until(lambda: 1 not in site.hosts["s0"]._holdings.spaces, 5)
+    assert until(lambda: 1 not in site.hosts["s0"]._holdings.spaces, 60)
     assert other.ask(Kind.PULL, all_of(), a=1).kind == Kind.VALUE
     # what is to begin from nothing does not begin
     site.manager.tell("s1", Kind.SPACE, pickle.dumps(child))
@@ -349,7 +350,7 @@ def test_memory_is_given_back_when_a_space_ends(site):
     one = opened(site)
     segment = weakref.ref(site.segment("s0", 0).shard)
     site.manager.tell("s0", Kind.FORGET, b"", a=one.number)
-    assert until(lambda: segment() is None, 5)
+    assert until(lambda: segment() is None, 60)
 
 
 def test_the_manager_goes_and_comes_back(site):
@@ -362,13 +363,13 @@ def test_the_manager_goes_and_comes_back(site):
     assert host.alone == 0.0
     first = site.manager
     first.close()
-    assert until(lambda: not host.linked, 5)
+    assert until(lambda: not host.linked, 60)
     assert host.alone > 0
     assert worker.ask(Kind.PUSH, all_of(1.0), weight=1.0).kind == Kind.ACK
     site.manager = Manager()
     for each in site.hosts.values():
         each._reach._manager = site.manager.listener.address
-    assert until(lambda: set(site.manager.links) == {"s0", "s1"}, 10)
+    assert until(lambda: set(site.manager.links) == {"s0", "s1"}, 60)
     for i in range(3):
         site.manager.heard("s0", "ready", 1, i, 1, "")
         site.manager.heard("s0", "synced", 1, i, 1, "s1")
@@ -393,7 +394,7 @@ def test_what_a_server_says_of_its_load(site):
     worker = site.guest("s0")
     for step in range(4):
         worker.ask(Kind.PUSH, all_of(1.0), a=step, weight=1.0)
-    assert until(lambda: site.manager.loads.get("s0", {}).get("spaces", {}).get("1", {}).get("operations") == 4, 5)
+    assert until(lambda: site.manager.loads.get("s0", {}).get("spaces", {}).get("1", {}).get("operations") == 4, 60)
     load = site.manager.loads["s0"]
     assert load["bytes"] == 48
     assert load["connections"] >= 1

@@ -258,7 +258,7 @@ def test_a_job_may_begin_with_what_another_holds(cluster, group, tag):
 
     thread = threading.Thread(target=first)
     thread.start()
-    assert until(lambda: SEEN[tag] > 40, 30)
+    assert until(lambda: SEEN[tag] > 40, 60)
     branch = train(work, ParameterServer(staleness=1), cluster, server_group="main", name="second", workers=2,
                    branch="first", epochs=1)
     thread.join(60)
@@ -278,12 +278,12 @@ def test_a_branch_of_nothing_or_of_another_model(cluster, group, tag):
     with pytest.raises(NotFound, match="nobody"):
         train(Small(), ParameterServer(), cluster, server_group="main", branch="nobody")
     stopped, thread = running(cluster, Small(n=6000, pause=0.004, tag=tag), "first")
-    assert until(lambda: SEEN[tag] > 6, 20)
+    assert until(lambda: SEEN[tag] > 6, 60)
     with pytest.raises(ConfigError, match="another model"):
         train(Wider(), ParameterServer(), cluster, server_group="main", branch="first")
     assert spaces(group) == ["first"]
     stopped.stop()
-    thread.join(20)
+    thread.join(60)
     assert spaces(group) == []
 
 
@@ -316,10 +316,10 @@ def running(cluster, work, name, tmp_path=None, **more):
 
 def test_a_stop_frees_the_space_and_keeps_a_checkpoint(cluster, group, tag, tmp_path):
     driver, thread = running(cluster, Small(n=6000, pause=0.004, tag=tag), "job", tmp_path)
-    assert until(lambda: SEEN[tag] > 60, 20)
+    assert until(lambda: SEEN[tag] > 60, 60)
     assert spaces(group) == ["job"]
     driver.stop()
-    thread.join(20)
+    thread.join(60)
     assert driver.outcomes[0].status is Status.STOPPED
     assert 0 < int(driver.outcomes[0].checkpoint.name[5:]) < 1000
     assert spaces(group) == []
@@ -344,9 +344,9 @@ def test_a_failure_frees_the_space(cluster, group, tag):
 
 def test_nothing_of_a_private_group_is_left(cluster):
     train(Small(n=12), PRIVATE, cluster, epochs=1)
-    assert until(lambda: not [name for name in cluster._handles if "rayps-server" in name], 10), cluster._handles
+    assert until(lambda: not [name for name in cluster._handles if "rayps-server" in name], 60), cluster._handles
     names = [thread.name for thread in threading.enumerate()]
-    assert until(lambda: not [t for t in threading.enumerate() if t.name.startswith(("looker", "collector"))], 5), names
+    assert until(lambda: not any(t.name.startswith(("looker", "collector")) for t in threading.enumerate()), 60), names
 
 
 # ------------------------------------------------------------------------------------- clear errors
@@ -375,26 +375,26 @@ def test_what_cannot_be_is_said_before_anything_starts(cluster, strategy, option
 
 def test_a_name_that_is_open_is_refused(cluster, group, tag):
     driver, thread = running(cluster, Small(n=6000, pause=0.004, tag=tag), "job")
-    assert until(lambda: SEEN[tag] > 6, 20)
+    assert until(lambda: SEEN[tag] > 6, 60)
     with pytest.raises(RaypsError, match="job"):
         train(Small(), ParameterServer(), cluster, server_group="main", name="job")
     assert spaces(group) == ["job"]
     before = SEEN[tag]
-    assert until(lambda: SEEN[tag] > before + 10, 20)
+    assert until(lambda: SEEN[tag] > before + 10, 60)
     driver.stop()
-    thread.join(20)
+    thread.join(60)
 
 
 def test_a_quota_of_bytes_is_an_error_with_the_knob_and_nobody_else_notices(cluster, group, tag):
     driver, thread = running(cluster, Small(n=6000, pause=0.004, tag=tag), "other")
-    assert until(lambda: SEEN[tag] > 6, 20)
+    assert until(lambda: SEEN[tag] > 6, 60)
     with pytest.raises(RaypsError, match="quota"):
         train(Small(), ParameterServer(), cluster, server_group="main", name="job", quota={"bytes": 100})
     before = SEEN[tag]
-    assert until(lambda: SEEN[tag] > before + 10, 20)
+    assert until(lambda: SEEN[tag] > before + 10, 60)
     assert spaces(group) == ["other"]
     driver.stop()
-    thread.join(20)
+    thread.join(60)
 
 
 def test_a_quota_of_operations_slows_a_job_and_changes_nothing(cluster, group):

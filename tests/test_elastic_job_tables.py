@@ -177,7 +177,7 @@ def test_two_strategies_one_after_the_other_keep_the_rows(cluster):
 def test_a_job_without_a_folder_gives_its_rows_back_and_leaves_nothing(cluster):
     result = train(Tally(), Hybrid(servers=2), cluster, epochs=1)
     assert torch.equal(counted(result), torch.ones(ROWS, 2).long())
-    assert until(lambda: not [t for t in threading.enumerate() if t.name.startswith(("looker", "collector"))], 5)
+    assert until(lambda: not [t for t in threading.enumerate() if t.name.startswith(("looker", "collector"))], 60)
 
 
 def test_rows_beyond_the_quota_end_the_job_with_the_knob_and_its_checkpoint_stays(cluster, tmp_path):

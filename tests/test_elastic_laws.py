@@ -80,14 +80,13 @@ def cluster():
     def left():
         return [thread.name for thread in threading.enumerate() if "server-" in thread.name]
 
-    assert until(lambda: not left(), 10.0), left()
+    assert until(lambda: not left(), 60), left()
 
 
 def group(cluster, workers, **options):
-    return rayps.ServerGroup(start(), workers=workers, timeout=30.0, cluster=cluster, **options)
+    return rayps.ServerGroup(start(), workers=workers, timeout=60.0, cluster=cluster, **options)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("optimizer", [momentum, adam])
 @pytest.mark.parametrize(("servers", "replicas", "segments", "workers"),
                          [(1, 0, 1, 2), (2, 0, 7, 3), (2, 1, 8, 2), (3, 1, None, 4), (3, 2, 5, 3), (4, 1, SIZE, 2)])
@@ -102,7 +101,6 @@ def test_in_step_it_is_what_fixed_servers_are_and_one_process(cluster, servers, 
         assert torch.equal(found, alone(workers, optimizer))
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("workers", [1, 3])
 def test_resizes_in_the_middle_change_no_bit(cluster, workers):
     with group(cluster, workers, shards=2, optimizer=adam) as fixed:
@@ -128,7 +126,6 @@ def kill_one(cluster, shared):
     cluster.kill(handle)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("workers", [1, 3])
 def test_a_death_in_the_middle_changes_no_bit(cluster, workers):
     with group(cluster, workers, shards=2, optimizer=adam) as fixed:
@@ -140,14 +137,12 @@ def test_a_death_in_the_middle_changes_no_bit(cluster, workers):
     assert counts["deaths"] == 1 and counts["promotions"] > 0 and counts["lost"] == 0
 
 
-@pytest.mark.timeout(120)
 def test_one_asynchronous_worker_is_a_single_process(cluster):
     with group(cluster, 1, shards=3, replicas=1, staleness=None, optimizer=momentum) as shared:
         found = trained(shared, 1, {2: lambda: shared.resize(4), 7: lambda: kill_one(cluster, shared)})
     assert torch.equal(found, alone(1, momentum))
 
 
-@pytest.mark.timeout(120)
 def test_two_spaces_on_one_group_do_not_hear_of_each_other(cluster):
     name = f"both-{secrets.token_hex(4)}"
     running = elastic.start(cluster, name, 3, 1, detached=False)
@@ -165,7 +160,6 @@ def test_two_spaces_on_one_group_do_not_hear_of_each_other(cluster):
     assert torch.allclose(found[1], alone(3, momentum), atol=1e-12)
 
 
-@pytest.mark.timeout(120)
 def test_a_branch_goes_its_own_way(cluster):
     with group(cluster, 2, shards=2, replicas=1, optimizer=momentum) as shared:
         law = trained(shared, 2)

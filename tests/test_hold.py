@@ -18,7 +18,7 @@ def elsewhere(work):
     found = []
     thread = threading.Thread(target=lambda: found.append((work(), threading.get_ident())))
     thread.start()
-    thread.join(10)
+    thread.join(60)
     return found[0]
 
 
@@ -69,5 +69,5 @@ def test_whoever_asks_in_the_moment_of_leaving_is_heard():
         begin.wait()
         with thing.hold:
             pass
-        thread.join(10)
+        thread.join(60)
         assert len(thing.by) == 1

@@ -445,7 +445,7 @@ def plain(workload, workers=1, epochs=2):
 def run(workload, strategy, workers, **options):
     cluster = LocalCluster()
     try:
-        return rayps.train(workload, strategy=strategy, workers=workers, cluster=cluster, progress=False, timeout=20,
+        return rayps.train(workload, strategy=strategy, workers=workers, cluster=cluster, progress=False, timeout=60,
                            **{"epochs": 2, **options})
     finally:
         cluster.close()
@@ -507,7 +507,7 @@ def test_a_death_amid_prefetches_costs_no_push_and_adds_none(victim):
     try:
         cluster.kill_when("films", 40, victim)
         result = rayps.train(Slow(told=True, n=200), strategy="hybrid:servers=3,replicas=1", workers=2, epochs=3,
-                             cluster=cluster, progress=False, timeout=30)
+                             cluster=cluster, progress=False, timeout=60)
     finally:
         cluster.close()
     assert uses_of(result) == 3 * 200 * 2

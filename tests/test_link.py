@@ -26,7 +26,7 @@ def pair(prefer="auto", generation=0):
     with Listener("server", SECRET, generation) as listener, ThreadPoolExecutor(1) as pool:
         accepted = pool.submit(listener.accept, 10)
         near = connect(
-            listener.address, name="client", secret=SECRET, generation=generation, timeout=10, prefer=prefer
+            listener.address, name="client", secret=SECRET, generation=generation, timeout=60, prefer=prefer
         )
         far = accepted.result()
         try:
@@ -45,12 +45,12 @@ def test_a_message_arrives_whole_and_names_its_peer(prefer):
     with pair(prefer) as (near, far):
         assert (near.peer, far.peer, near.transport) == ("server", "client", prefer)
         x = np.arange(1000, dtype=np.float64)
-        near.send(Message(3, tag=-5, a=2**40, b=-1, weight=0.5), x, timeout=10)
+        near.send(Message(3, tag=-5, a=2**40, b=-1, weight=0.5), x, timeout=60)
         got = far.recv(10)
         assert (got.kind, got.tag, got.a, got.b, got.weight) == (3, -5, 2**40, -1, 0.5)
         assert np.array_equal(np.frombuffer(got.payload, np.float64), x)
         assert far.bytes_received == near.bytes_sent >= x.nbytes
-        far.send(Message(4), timeout=10)
+        far.send(Message(4), timeout=60)
         assert len(near.recv(10).payload) == 0
 
 
@@ -59,7 +59,7 @@ def test_a_message_arrives_whole_and_names_its_peer(prefer):
 def test_payloads_of_every_size_land_in_a_buffer(prefer, size):
     data = np.random.default_rng(size).integers(0, 255, size, dtype=np.uint8)
     with pair(prefer) as (near, far), ThreadPoolExecutor(1) as pool:
-        sent = pool.submit(near.send, Message(1), data, timeout=10)
+        sent = pool.submit(near.send, Message(1), data, timeout=60)
         out = np.zeros_like(data)
         far.recv(10, into=out)
         sent.result()
@@ -68,7 +68,7 @@ def test_payloads_of_every_size_land_in_a_buffer(prefer, size):
 
 def test_a_buffer_of_another_size_is_refused_and_the_message_kept():
     with pair() as (near, far):
-        near.send(Message(1), b"abcd", timeout=10)
+        near.send(Message(1), b"abcd", timeout=60)
         with pytest.raises(LinkError, match="'client' sent 4 bytes where 5 were expected"):
             far.recv(10, into=bytearray(5))
         assert bytes(far.recv(10).payload) == b"abcd"
@@ -82,7 +82,7 @@ def test_auto_takes_shared_memory_and_tcp_where_there_is_none():
             (listener.address.rsplit("/", 1)[0] + "/", "tcp"),
         ):
             far = pool.submit(listener.accept, 10)
-            with connect(address, name="c", secret=SECRET, generation=0, timeout=10) as near, far.result():
+            with connect(address, name="c", secret=SECRET, generation=0, timeout=60) as near, far.result():
                 assert near.transport == transport
 
 
@@ -105,14 +105,14 @@ def test_a_peer_that_does_not_read_is_a_named_timeout(prefer):
 @pytest.mark.parametrize("prefer", TRANSPORTS)
 def test_a_lost_peer_is_named_after_what_it_sent_was_read(prefer):
     with pair(prefer) as (near, far):
-        far.send(Message(7), timeout=10)
+        far.send(Message(7), timeout=60)
         far.close()
         assert near.recv(10).kind == 7
         with pytest.raises(PeerLost, match="'server' closed the connection or died"):
             near.recv(10)
         with pytest.raises(PeerLost):
             for _ in range(100):
-                near.send(Message(1), bytes(1 << 20), timeout=10)
+                near.send(Message(1), bytes(1 << 20), timeout=60)
         with pytest.raises(PeerLost, match="closed on this side"):
             far.recv(10)
 
@@ -123,7 +123,7 @@ def test_what_a_peer_sent_before_it_left_is_read_whole(prefer):
     with pair(prefer) as (near, far), ThreadPoolExecutor(1) as pool:
 
         def leave():
-            near.send(Message(1), data, timeout=10)
+            near.send(Message(1), data, timeout=60)
             near.close()
 
         gone = pool.submit(leave)
@@ -133,24 +133,24 @@ def test_what_a_peer_sent_before_it_left_is_read_whole(prefer):
 
 def test_a_message_of_another_generation_has_no_effect_and_its_sender_is_told():
     with pair() as (near, far):
-        near.send(Message(1), b"old", timeout=10)
+        near.send(Message(1), b"old", timeout=60)
         far.generation = 1
         with pytest.raises(StaleGeneration, match="'client' carried generation 0, the group is at 1"):
             far.recv(10, into=bytearray(3))
         with pytest.raises(StaleGeneration, match="'server' refused generation 0: its group is at 1"):
             near.recv(10)
         near.generation = 1
-        near.send(Message(2), b"new", timeout=10)
+        near.send(Message(2), b"new", timeout=60)
         assert bytes(far.recv(10).payload) == b"new"
 
 
 def test_feed_drops_the_outdated_and_keeps_the_rest():
     with pair() as (near, far):
-        near.send(Message(1), timeout=10)
+        near.send(Message(1), timeout=60)
         near.generation = 5
-        near.send(Message(2), timeout=10)
+        near.send(Message(2), timeout=60)
         near.generation = 0
-        near.send(Message(3), timeout=10)
+        near.send(Message(3), timeout=60)
         far.wait(select.POLLIN, 10)
         assert [m.kind for m in far.feed()] == [1, 3]
         with pytest.raises(StaleGeneration):
@@ -230,8 +230,8 @@ def test_memory_can_be_offered_to_the_peer():
     with pair("shm") as (near, far):
         memory = Memory.create(10_000)
         near.offer(7, memory)
-        near.send(Message(1), b"x" * 64, timeout=10)
-        near.send(Message(2), bytes(100_000), timeout=10)
+        near.send(Message(1), b"x" * 64, timeout=60)
+        near.send(Message(2), bytes(100_000), timeout=60)
         assert far.recv(10).kind == 1
         memory.view[123] = 45
         assert far.memories[7].view[123] == 45
@@ -244,7 +244,7 @@ def test_a_wrong_secret_is_refused_on_both_sides(prefer):
     with Listener("server", SECRET) as listener, ThreadPoolExecutor(1) as pool:
         accepted = pool.submit(listener.accept, 0.3)
         with pytest.raises(LinkError, match="'server' does not know this job's secret"):
-            connect(listener.address, name="c", secret=b"other", generation=0, timeout=5, prefer=prefer)
+            connect(listener.address, name="c", secret=b"other", generation=0, timeout=60, prefer=prefer)
         with pytest.raises(PeerTimeout, match="nobody connected to 'server'"):
             accepted.result()
 
@@ -254,14 +254,14 @@ def test_an_outdated_caller_is_refused():
         listener.generation = 2
         accepted = pool.submit(listener.accept, 0.3)
         with pytest.raises(StaleGeneration, match="'server' is at generation 2 and refused generation 1"):
-            connect(listener.address, name="c", secret=SECRET, generation=1, timeout=5)
+            connect(listener.address, name="c", secret=SECRET, generation=1, timeout=60)
         with pytest.raises(PeerTimeout):
             accepted.result()
 
 
 def test_a_caller_that_is_ahead_waits_for_the_listener_to_catch_up():
     with Listener("server", SECRET, generation=1) as listener, ThreadPoolExecutor(1) as pool:
-        near = pool.submit(connect, listener.address, name="c", secret=SECRET, generation=2, timeout=10)
+        near = pool.submit(connect, listener.address, name="c", secret=SECRET, generation=2, timeout=60)
         with pytest.raises(PeerTimeout):
             listener.accept(0.2)
         listener.generation = 2
@@ -278,14 +278,14 @@ def test_strangers_and_silent_callers_do_not_keep_others_out():
         ):
             loud.sendall(b"GET / HTTP/1.1\r\n\r\n" * 40)
             far = pool.submit(listener.accept, 10)
-            with connect(listener.address, name="c", secret=SECRET, generation=0, timeout=10), far.result():
+            with connect(listener.address, name="c", secret=SECRET, generation=0, timeout=60), far.result():
                 pass
 
 
 def test_accept_can_wait_for_one_name_and_keeps_the_others():
     with Listener("server", SECRET) as listener, ThreadPoolExecutor(2) as pool:
         calls = [
-            pool.submit(connect, listener.address, name=n, secret=SECRET, generation=0, timeout=10)
+            pool.submit(connect, listener.address, name=n, secret=SECRET, generation=0, timeout=60)
             for n in ("one", "two")
         ]
         with listener.accept(10, lambda peer: peer == "two") as two, listener.accept(10) as one:
@@ -315,7 +315,7 @@ def test_links_and_listeners_leave_no_descriptor_and_no_thread():
     before = descriptors(), threading.active_count()
     for _ in range(20):
         with pair() as (near, far):
-            near.send(Message(1), b"x", timeout=10)
+            near.send(Message(1), b"x", timeout=60)
             far.recv(10)
         with Listener("server", SECRET) as listener:
             with pytest.raises(LinkError):
@@ -325,7 +325,7 @@ def test_links_and_listeners_leave_no_descriptor_and_no_thread():
 
 
 def _echo(address):
-    with connect(address, name="child", secret=SECRET, generation=0, timeout=20) as link:
+    with connect(address, name="child", secret=SECRET, generation=0, timeout=60) as link:
         while True:
             message = link.recv(60)
             link.send(message, timeout=60)
@@ -336,10 +336,10 @@ def test_a_frozen_process_is_a_timeout_and_a_killed_one_is_lost():
         child = get_context("spawn").Process(target=_echo, args=(listener.address,), daemon=True)
         child.start()
         with listener.accept(30) as link:
-            link.send(Message(1), b"hello", timeout=10)
+            link.send(Message(1), b"hello", timeout=60)
             assert bytes(link.recv(10).payload) == b"hello"
             os.kill(child.pid, signal.SIGSTOP)
-            link.send(Message(1), timeout=10)
+            link.send(Message(1), timeout=60)
             with pytest.raises(PeerTimeout, match="'child'"):
                 link.recv(0.2)
             os.kill(child.pid, signal.SIGCONT)

@@ -74,7 +74,6 @@ def run(work, strategy, workers):
         cluster.close()
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("kind,divided", [(Deep, "pipeline:stages=4"), (Wide, "tensor_parallel:size=4")])
 def test_a_model_that_does_not_fit_one_worker_fits_four(kind, divided):
     with pytest.raises(WorkloadError, match=r"ran out of memory") as said:

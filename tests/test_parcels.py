@@ -187,5 +187,5 @@ def test_no_thread_outlives_the_ring(pair):
     assert thread is not None and thread.is_alive()
     for ring in pair:
         ring.close()
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()

@@ -188,7 +188,6 @@ NODES = """
 
 
 @pytest.mark.ray
-@pytest.mark.timeout(200)
 def test_on_several_hosts_of_ray():
     run = subprocess.run([sys.executable, "-c", textwrap.dedent(NODES)], capture_output=True, text=True, timeout=180)
     assert run.returncode == 0, run.stderr

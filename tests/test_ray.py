@@ -17,7 +17,7 @@ import rayps
 from rayps import AllReduce, ParameterServer, Ring, ServerGroup
 from rayps.elastic.group import start
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.ray
 EXACT = 1e-12
 
 

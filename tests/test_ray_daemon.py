@@ -71,7 +71,7 @@ assert not processes.below(os.getpid()) and not processes.started(orphan)
 
 
 def test_a_whole_tree_ends_with_its_orphans() -> None:
-    done = subprocess.run([sys.executable, "-c", TREE], capture_output=True, text=True, check=False, timeout=30)
+    done = subprocess.run([sys.executable, "-c", TREE], capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr
 
 

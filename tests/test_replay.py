@@ -105,7 +105,7 @@ def test_a_shard_is_told_by_another_thread_while_the_worker_waits_elsewhere(hous
     assert one.loops[1].shard.ledger.marks[0] == 3
     first.replay(1, lambda: pytest.fail("nobody wants it"), lambda: False)
     second.push(ONES)
-    waits.join(5)
+    waits.join(60)
     assert not waits.is_alive()
     assert torch.allclose(second.read(), START - 5 * 0.1 / 2, atol=1e-12)
 

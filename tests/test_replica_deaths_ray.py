@@ -10,7 +10,7 @@ from torch import nn
 import rayps
 from rayps import AllReduce, Pipeline
 
-pytestmark = [pytest.mark.ray, pytest.mark.chaos, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ray, pytest.mark.chaos]
 STRATEGY = AllReduce(replica=Pipeline(stages=2, micro_batches=3))
 
 

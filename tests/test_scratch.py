@@ -59,7 +59,6 @@ def test_only_the_folders_of_the_dead_are_swept(tmp_path):
 
 @pytest.mark.ray
 @pytest.mark.chaos
-@pytest.mark.timeout(180)
 def test_a_private_ray_whose_owner_is_killed_leaves_nothing_after_the_next_start():
     child, path = start(RAY)
     assert path

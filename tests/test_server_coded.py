@@ -42,9 +42,9 @@ class House:
             for i, ((lo, hi), listener) in enumerate(zip(self.ranges, self.listeners, strict=True))]
 
     def join(self, rank, name=None, **options):
-        links = [connect(door.address, name=f"worker-{rank}", secret=SECRET, generation=1, timeout=5.0,
+        links = [connect(door.address, name=f"worker-{rank}", secret=SECRET, generation=1, timeout=60.0,
                          prefer=self.prefer) for door in self.listeners]
-        server = Server(rank, self.dtype, self.ranges, links, timeout=5.0, **options)
+        server = Server(rank, self.dtype, self.ranges, links, timeout=60.0, **options)
         if name is not None:
             compress(server, name)
         return server
@@ -170,11 +170,11 @@ def test_payloads_that_are_wrong_are_refused():
     with pytest.raises(ConfigError, match="unknown code 77"):
         value_of(bytearray((77).to_bytes(8, "little") + bytes(8)), torch.float32)
     with House(1, 1, None) as house:
-        link = connect(house.listeners[0].address, name="worker-0", secret=SECRET, generation=1, timeout=5.0)
-        link.send(Message(Kind.JOIN, tag=1, a=0, b=-1, weight=5.0), timeout=5.0)
-        assert link.recv(timeout=5.0).kind == Kind.ACK
-        link.send(Message(Kind.PUSH_CODED, tag=2, a=0, weight=1.0), whole.numpy()[:-1], timeout=5.0)
-        assert link.recv(timeout=5.0).kind == Kind.ERROR
+        link = connect(house.listeners[0].address, name="worker-0", secret=SECRET, generation=1, timeout=60.0)
+        link.send(Message(Kind.JOIN, tag=1, a=0, b=-1, weight=5.0), timeout=60.0)
+        assert link.recv(timeout=60.0).kind == Kind.ACK
+        link.send(Message(Kind.PUSH_CODED, tag=2, a=0, weight=1.0), whole.numpy()[:-1], timeout=60.0)
+        assert link.recv(timeout=60.0).kind == Kind.ERROR
         link.close()
 
 

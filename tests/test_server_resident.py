@@ -54,10 +54,10 @@ class House:
         return ShardLoop(shard, self.listeners[i])
 
     def link(self, i, rank, prefer="auto"):
-        return connect(self.listeners[i].address, name=f"worker-{rank}", secret=SECRET, generation=1, timeout=5.0,
+        return connect(self.listeners[i].address, name=f"worker-{rank}", secret=SECRET, generation=1, timeout=60.0,
                        prefer=prefer)
 
-    def join(self, rank, *, resident=True, timeout=5.0, defer=True, prefer="auto", relink=False, consistent=True):
+    def join(self, rank, *, resident=True, timeout=60.0, defer=True, prefer="auto", relink=False, consistent=True):
         links = [self.link(i, rank, prefer) for i in range(len(self.ranges))]
         server = Server(rank, self.dtype, self.ranges, links, timeout=timeout, defer=defer, resident=resident,
                         consistent=consistent, relink=(lambda i: self.link(i, rank, prefer)) if relink else None)
@@ -347,14 +347,14 @@ def test_in_step_who_is_replaced_cannot_spoil_what_it_pushed(house):
     old.push(mine)
     waits = threading.Thread(target=lambda: errors.append(error_of(old.pull)))
     waits.start()  # its push lies in its own memory until the round ends
-    assert until(lambda: one.loops[0].shard.clock.done[0] == 1, 5)
+    assert until(lambda: one.loops[0].shard.clock.done[0] == 1, 60)
     new = one.join(0)
     mine.fill_(1000.0)  # the frozen one wakes up
     assert new.step == 1
     other.push(torch.full((100,), 3.0))
     assert torch.equal(other.pull(), one.start - 0.5 * 2)
     assert torch.equal(new.pull(), one.start - 0.5 * 2)
-    waits.join(10)
+    waits.join(60)
     assert isinstance(errors[0], StaleGeneration)
 
 
@@ -377,10 +377,10 @@ def test_a_vanished_workers_last_push_counts_in_the_round(house):
     gone.push(torch.full((100,), 1.0))
     waits = threading.Thread(target=lambda: error_of(gone.pull))
     waits.start()
-    assert until(lambda: one.loops[0].shard.clock.done[0] == 1, 5)
+    assert until(lambda: one.loops[0].shard.clock.done[0] == 1, 60)
     ways(gone)[0].link.close()
-    waits.join(10)
-    assert until(lambda: len(one.loops[0]._boxes) == 1, 5)
+    waits.join(60)
+    assert until(lambda: len(one.loops[0]._boxes) == 1, 60)
     gone._turns.desk.gradient.fill_(1000.0)
     other.push(torch.full((100,), 3.0))
     assert torch.equal(other.pull(), one.start - 0.5 * 2)
@@ -444,7 +444,7 @@ def test_a_shard_that_dies_while_it_is_asked_is_a_lost_peer(house):
     waits.start()
     time.sleep(0.1)
     one.loops[0].close()
-    waits.join(10)
+    waits.join(60)
     assert isinstance(found[0], PeerLost) and "shard-0" in str(found[0])
 
 
@@ -468,8 +468,8 @@ import os, sys, torch
 sys.path.insert(0, {root!r})
 from rayps.link import connect
 from rayps.server import Server
-links = [connect({address!r}, name="worker-1", secret=b"s" * 32, generation=1, timeout=5.0)]
-server = Server(1, torch.float32, [(0, {n})], links, timeout=20.0, defer=True, consistent=False)
+links = [connect({address!r}, name="worker-1", secret=b"s" * 32, generation=1, timeout=60.0)]
+server = Server(1, torch.float32, [(0, {n})], links, timeout=60.0, defer=True, consistent=False)
 mine = server.buffer({n}, torch.float32)
 mine.fill_(1.0)
 print("ready", flush=True)
@@ -492,11 +492,11 @@ def test_a_worker_killed_while_its_gradient_is_read_leaves_whole_steps(house):
     for _ in range(3):
         process = spawned(one)
         enough = one.loops[0].facts().version + 3
-        assert until(lambda enough=enough: one.loops[0].facts().version > enough, 20)
+        assert until(lambda enough=enough: one.loops[0].facts().version > enough, 60)
         process.kill()
         process.wait()
         process.stdout.close()
-        assert until(lambda: not one.loops[0]._boxes, 5)
+        assert until(lambda: not one.loops[0]._boxes, 60)
     with one.loops[0]._lock:
         version, params = one.loops[0].shard.version, one.loops[0].shard.params.clone()
     assert torch.equal(params, one.start - 0.25 * version)  # 0.5 / 2 workers for each push, all of ones
@@ -533,7 +533,7 @@ def test_many_joins_leave_no_descriptor_and_no_memory(house):
         one.servers.clear()
 
     come_and_go()
-    assert until(lambda: not one.loops[0]._boxes and not one.loops[1]._boxes, 5)
+    assert until(lambda: not one.loops[0]._boxes and not one.loops[1]._boxes, 60)
     before = descriptors()
     for _ in range(50):
         come_and_go()
@@ -544,10 +544,9 @@ def test_many_joins_leave_no_descriptor_and_no_memory(house):
 def test_a_link_that_is_closed_on_this_side_is_an_error_at_once(house):
     server = house(10, 1, 1).join(0)
     ways(server)[0].link.close()
-    began = time.monotonic()
     server.push(torch.ones(10))
-    assert isinstance(error_of(server.pull), LinkError)
-    assert time.monotonic() - began < 2
+    error = error_of(server.pull)
+    assert isinstance(error, LinkError) and not isinstance(error, PeerTimeout)
 
 
 def test_numbers_of_requests_survive_the_box():

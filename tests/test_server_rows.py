@@ -21,7 +21,7 @@ def group(**options):
     chance = torch.Generator().manual_seed(5)
     params = {"head": torch.zeros(5, dtype=F64), "table": torch.randn(ROWS, WIDTH, dtype=F64, generator=chance),
               "tail": torch.zeros(4, dtype=F64)}
-    return rayps.ServerGroup(params, cluster=LocalCluster(), timeout=10.0, **options)
+    return rayps.ServerGroup(params, cluster=LocalCluster(), timeout=60.0, **options)
 
 
 def batch(seed, n=20):

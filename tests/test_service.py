@@ -22,7 +22,7 @@ from rayps.client import Client
 from rayps.service import processes
 from rayps.service.ray_daemon import read_record
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.ray
 
 WORK = '''
 import time

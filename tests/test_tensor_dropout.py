@@ -113,7 +113,7 @@ def test_what_is_dropped_is_what_the_whole_layer_drops(size):
         reports = [answer(near) for near, _ in pipes]
     finally:
         for each in ranks:
-            each.join(10)
+            each.join(60)
             each.kill()
     for report in reports:
         for name in CASES:

@@ -40,7 +40,7 @@ def rounds_of(page: Any) -> list[int]:
     return [int(line.split(",")[0]) for line in lines]
 
 
-def until(page: Any, check: str, argument: Any = None, seconds: float = 30) -> None:
+def until(page: Any, check: str, argument: Any = None, seconds: float = 60) -> None:
     """Wait for a condition in the page. (Playwright's own wait evaluates text there, which the policy forbids.)"""
     deadline = time.monotonic() + seconds
     while not page.evaluate(check, argument):

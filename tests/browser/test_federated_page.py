@@ -23,7 +23,7 @@ def job_page(tab: Tab, url: str, name: str, **options: Any) -> Any:
     return page
 
 
-def until(what: str, look: Callable[[], Any], seconds: float = 30) -> Any:
+def until(what: str, look: Callable[[], Any], seconds: float = 60) -> Any:
     deadline = time.monotonic() + seconds
     while not (found := look()):
         assert time.monotonic() < deadline, f"not within {seconds} s: {what}"

@@ -16,7 +16,7 @@ import httpx2
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = [pytest.mark.browser, pytest.mark.ray, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.browser, pytest.mark.ray]
 
 WORKLOAD = """
 import time
@@ -95,7 +95,7 @@ class Site:
             said += line
         self.url, self.code = found[1], found[2]
         token = (home / "state" / "token").read_text().strip()
-        self.http = httpx2.Client(base_url=self.url, headers={"Authorization": f"Bearer {token}"}, timeout=30)
+        self.http = httpx2.Client(base_url=self.url, headers={"Authorization": f"Bearer {token}"}, timeout=60)
 
     def submit(self, **fields: Any) -> str:
         whole = {"workload": "digits.py:Digits", "working_dir": str(self.home), **fields}

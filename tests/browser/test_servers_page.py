@@ -15,7 +15,7 @@ Tab = Callable[..., Any]
 Fake = Callable[..., str]
 
 
-def until(page: Any, check: str, argument: Any = None, seconds: float = 30) -> None:
+def until(page: Any, check: str, argument: Any = None, seconds: float = 60) -> None:
     """Wait for a condition in the page. (Playwright's own wait evaluates text there, which the policy forbids.)"""
     deadline = time.monotonic() + seconds
     while not page.evaluate(check, argument):
