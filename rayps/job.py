@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+import re
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
@@ -167,6 +168,28 @@ class JobSpec:
         if "workload" not in data:
             raise ConfigError("a job needs a workload: 'module:Class' or 'file.py:Class'", field="workload")
         return cls(**data).check()
+
+
+def misnamed(workload: str) -> str | None:
+    """Why a text cannot name a workload's class, and the way out; None where it can.
+
+    A name is `module:Class` or `file.py:Class`. It cannot carry arguments: the class is created without any.
+    """
+    place, colon, name = workload.rpartition(":")
+    if colon and place and name.isidentifier():
+        return None
+    called = re.match(r"(.+?):(\w+)\(", workload)
+    if called is None:
+        return (
+            f"workload {workload!r} should name a module or file and a class: 'digits:Digits' or "
+            "'digits.py:Digits'"
+        )
+    place, name = called.groups()
+    return (
+        f"workload {workload!r} has arguments, and a workload is named by its class alone: write {place}:{name}\n"
+        f"and give the arguments of {name}.__init__ defaults, or derive a class that sets them; in Python, rayps.train "
+        f"takes an instance such as {name}(...)"
+    )
 
 
 def _whole(value: Any) -> bool:

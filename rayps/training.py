@@ -53,11 +53,17 @@ class Result:
         return [event for event in self.events if event["kind"] == "costs"]
 
     def model(self) -> nn.Module:
-        """The trained model, on the CPU, with its sparse tables in this process."""
+        """The trained model, on the CPU, with its sparse tables in this process, in evaluation mode.
+
+        `eval()` was called on it: dropout is off, and BatchNorm uses its running statistics. Call `.train()` on it to
+        train it further.
+        """
         model = self.snapshot.fill(self.workload.model())
         if self.tables:
-            return load_states(model, self.tables)
-        return load(model, self.checkpoint / checkpoints.TABLES) if self.checkpoint and tables_of(model) else model
+            model = load_states(model, self.tables)
+        elif self.checkpoint and tables_of(model):
+            model = load(model, self.checkpoint / checkpoints.TABLES)
+        return model.eval()
 
 
 def train(

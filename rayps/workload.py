@@ -31,6 +31,7 @@ import torch
 
 from rayps.data.base import Batch, Data
 from rayps.errors import UserError, WorkloadError
+from rayps.job import misnamed
 
 
 class Workload(ABC):
@@ -88,10 +89,9 @@ def load(target: str, working_dir: str | None = None) -> Workload:
     Raises:
         WorkloadError: saying what was tried, and where in the user's file it went wrong.
     """
-    place, colon, name = target.rpartition(":")
-    if not colon or not place or not name.isidentifier():
-        raise WorkloadError(f"{target!r} should name a module or file and a class: 'digits:Digits' or "
-                            "'digits.py:Digits'", target=target)
+    if (reason := misnamed(target)) is not None:
+        raise WorkloadError(reason, target=target)
+    place, _, name = target.rpartition(":")
     root = Path(working_dir or ".").absolute()
     if not root.is_dir():
         raise WorkloadError(f"the working directory {root} does not exist: give --working-dir", target=target)

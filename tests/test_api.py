@@ -87,6 +87,9 @@ def test_pages_of_jobs(site: Site) -> None:
 BAD = [
     ({}, "/workload", "workload is missing"),
     ({"workload": "digits"}, "/workload", "digits:Digits"),
+    ({"workload": "sweep.py:Sweep(lr=0.1)"}, "/workload", "write sweep.py:Sweep\nand give the arguments"),
+    ({"workload": "a:B()"}, "/workload", "has arguments"),
+    ({"workload": "a:B C"}, "/workload", "should name a module or file and a class"),
     ({"workload": "a:B", "wokers": 4}, "/wokers", "did you mean 'workers'?"),
     ({"workload": "a:B", "workers": 0}, "/workers", "greater than or equal to 1"),
     ({"workload": "a:B", "workers": -1}, "/workers", "greater"),

@@ -84,6 +84,8 @@ def test_bad_input(at: Site, capsys: pytest.CaptureFixture[str], arguments: list
     ("workload: a:B\nresources: {cpu: 1, cpu: 2}\n", "there twice"),
     ("workload: a:B\nwokers: 2\n", "did you mean 'workers'"),
     ("workers: 2\n", "needs a workload"),
+    ("workload: sweep.py:Sweep(lr=0.1)\n", "write sweep.py:Sweep\nand give the arguments"),
+    ("workload: 'sweep.py:'\n", "should name a module or file and a class"),
     ("workload: &a a:B\nname: *a\n", "anchors"),
     ("workload: !!python/object/apply:os.system [echo]\n", "tag"),
     ("workload: a:B\n1: 2\n", "no field 1"),

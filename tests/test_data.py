@@ -6,7 +6,7 @@ import pickle
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 import pytest
+import small_work
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -292,6 +293,70 @@ def test_what_is_not_there(tmp_path: Path) -> None:
     refused("nosuch://bucket/file.parquet", "nosuch")
     with pytest.raises(DataError, match="list of paths is empty"):
         data.parquet([], features="x")
+
+
+@pytest.mark.parametrize(("name", "words"), [
+    ("rows.csv", ["CSV is not read", "write_table(pyarrow.csv.read_csv(FILE)"]),
+    ("rows.csv.gz", ["CSV is not read"]), ("rows.TSV", ["CSV is not read"]),
+    ("rows.jsonl", ["JSON", "pyarrow.json.read_json"]), ("rows.feather", ["Feather", "pyarrow.feather.read_table"]),
+    ("rows.npy", ["NumPy", "rayps.data.tensors(x, y)"]), ("rows.xlsx", ["Excel", "rayps.data.dataset"]),
+])
+def test_a_file_of_another_format_is_refused_at_once(tmp_path: Path, name: str, words: list[str]) -> None:
+    (tmp_path / name).write_text("x,y\n1,2\n3,4\n")
+    for path in (tmp_path / name, [tmp_path / name], str(tmp_path / name)):
+        with pytest.raises(DataError) as caught:
+            data.parquet(path, features="x")  # not only by check()
+        assert all(word in str(caught.value) for word in ["not a Parquet file", *words])
+        assert "cut off" not in str(caught.value) and str(caught.value).count("\n") < 3
+    refused(tmp_path, "no file that ends in .parquet", f"it has {name}", words[0])
+
+
+def test_a_file_is_known_by_what_is_in_it(tmp_path: Path) -> None:
+    write(tmp_path / "train.parquet", 0, 9)
+    (tmp_path / "train.parquet").rename(tmp_path / "train.csv")
+    data.parquet(tmp_path / "train.csv", features="x", label="y").check()
+    (tmp_path / "rows").write_text("x,y\n1,2\n3,4\n")
+    assert "cut off" not in str(refused(tmp_path / "rows", "not a Parquet file", "rayps.data.dataset"))
+    (tmp_path / "short.parquet").write_bytes((tmp_path / "train.csv").read_bytes()[:-9])
+    refused(tmp_path / "short.parquet", "whose end is cut off", "write it again")
+
+
+@pytest.mark.parametrize("name", ["*.parquet", "part-?.parquet", "part-[01].parquet", "**/*.parquet"])
+def test_a_pattern_is_refused_at_once(tmp_path: Path, name: str) -> None:
+    write(tmp_path / "part-0.parquet", 0, 3)
+    for path in (f"{tmp_path}/{name}", [f"{tmp_path}/part-0.parquet", f"{tmp_path}/{name}"]):
+        with pytest.raises(DataError) as caught:
+            data.parquet(path, features="x")
+        said = str(caught.value)
+        assert f"give the directory ({tmp_path})" in said and "glob(PATTERN)" in said and "did you mean" not in said
+    write(tmp_path / "part-[0].parquet", 0, 5)  # a name like any other, where there is such a file
+    assert data.parquet(tmp_path / "part-[0].parquet", features="x", label="y").rows() == 5
+
+
+class RayData:
+    """As `ray.data.Dataset`, which is made by a running Ray only: it has `__len__`, and calling it raises."""
+
+    __module__ = "ray.data.dataset"
+
+    def __len__(self) -> int:
+        raise AttributeError("Use `ds.count()` to compute the length of a distributed Dataset.")
+
+
+@pytest.mark.parametrize("make", [
+    data.dataset, data.tensors, lambda given: data.tensors(torch.zeros(3, 1), given),
+    lambda given: data.parquet(given, features="x")])
+def test_ray_data_is_refused_at_once(make: Callable[[object], object]) -> None:
+    with pytest.raises(DataError, match=r"Ray Data RayData cannot be read: write it once by\nds.write_parquet"):
+        make(type("RayData", (RayData,), {"__module__": "tests"})())
+
+
+def test_ray_data_as_a_workloads_data_is_refused_with_the_way_out() -> None:
+    class Work(small_work.Small):
+        def data(self) -> object:  # type: ignore[override]
+            return RayData()
+
+    with pytest.raises(ConfigError, match=r"data\(\) gave a Ray Data RayData: write it once by\nds.write_parquet"):
+        small_work.train(Work())
 
 
 def test_no_rows_and_no_columns(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pytest
 import torch
 from small_work import Small, distance, kinds, plain, rows, train
+from torch import nn
 
 import rayps
 from rayps import AllReduce, ParameterServer
@@ -102,6 +103,21 @@ class FromDataset(Small):
 def test_a_torch_dataset():
     result = train(FromDataset(), workers=3, epochs=2)
     assert sum(result.history.column("samples").to_pylist()) == 40
+
+
+class Dropped(Small):
+    def model(self):
+        return nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 1)).double()
+
+
+@pytest.mark.parametrize("strategy", ["all_reduce", "parameter_server", "1*all_reduce > parameter_server"])
+def test_the_model_of_a_result_is_in_evaluation_mode(strategy):
+    work = Dropped(n=24)
+    result = train(work, strategy=strategy, workers=2, epochs=2)
+    model = result.model()
+    assert not any(module.training for module in model.modules())
+    assert torch.equal(model(work.data().x), model(work.data().x))
+    assert work.model().training
 
 
 def raises(error, words, workload=None, **options):

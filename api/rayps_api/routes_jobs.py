@@ -13,7 +13,7 @@ from fastapi import APIRouter, Header, Query
 from fastapi.responses import JSONResponse
 
 from rayps.errors import ConfigError, Conflict, NotFound
-from rayps.job import JobSpec, Status
+from rayps.job import JobSpec, Status, misnamed
 from rayps.service import job_folders
 from rayps.strategy import parse, wire
 from rayps_api import folder
@@ -182,6 +182,8 @@ def _spec(body: JobIn) -> tuple[JobSpec, str]:
     data["strategy"] = wire(parse(_finite_strategy(data["strategy"])))
     data["resources"] = {"cpu": 1.0} | data["resources"]
     spec = JobSpec.from_dict(data)
+    if (reason := misnamed(spec.workload)) is not None:
+        raise ConfigError(reason, field="workload")
     _find(spec)
     return spec, spec.name or spec.workload.rpartition(":")[2][:64]
 

@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
+from rayps.data.unread import OTHERWISE, is_pattern, other_format, pattern, refuse_ray_data
 from rayps.errors import DataError
 
 SUFFIXES = (".parquet", ".parq", ".pq")
@@ -56,14 +57,29 @@ class Files:
     """Paths on a file system. Pickles as paths; what was read of the files stays behind."""
 
     def __init__(self, path: PathGiven | Sequence[PathGiven], filesystem: Any = None) -> None:
+        refuse_ray_data("parquet", path)
         given = [path] if isinstance(path, (str, PathLike)) else list(path)
         if not given:
             raise DataError("parquet: the list of paths is empty: give a file, a directory or a list of them")
         self._fs, self._paths = _resolve([str(item) for item in given], filesystem)
+        for name in self._paths:
+            self._refuse_unread(name)
         self._footers: OrderedDict[str, pq.FileMetaData] = OrderedDict()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_fs": self._fs, "_paths": self._paths, "_footers": OrderedDict()}
+
+    def _refuse_unread(self, path: str) -> None:
+        """Raises DataError for a pattern, and for a file of another format. Other paths are not looked at yet."""
+        if not (glob := is_pattern(path)) and other_format(path) is None:
+            return
+        with told(path):
+            info = self._fs.get_file_info(path)
+            if info.type == pafs.FileType.NotFound and glob:
+                raise DataError(pattern(path, self._fs), file=path)
+            if info.type == pafs.FileType.File and other_format(path):
+                with self._fs.open_input_file(path) as source:
+                    _look_at_ends(path, source)
 
     def index(self, columns: Callable[[pa.Schema, str], Sequence[str]]) -> Index:
         """Read every footer. `columns` checks a schema and says which of its columns are used.
@@ -126,8 +142,9 @@ class Files:
         chosen = [name for name in names if name.endswith(SUFFIXES) and not _hidden(name[len(folder):])]
         if not chosen:
             there = f"it has {names[0].rpartition('/')[2]}" if names else "it is empty"
-            raise DataError(f"{folder}: the directory has no file that ends in .parquet ({there})",
-                            file=folder)
+            said = other_format(names[0]) if names else None
+            raise DataError(f"{folder}: the directory has no file that ends in .parquet ({there})"
+                            f"{f'{chr(10)}{said}' if said else ''}", file=folder)
         return chosen
 
     def _near(self, path: str) -> str:
@@ -240,14 +257,7 @@ def _same_types(used: Sequence[str], schema: pa.Schema, other: pa.Schema, first:
 
 def _look(name: str, source: Any) -> None:
     """Raises DataError unless the file ends as a Parquet file does and names no extension type."""
-    size = source.size()
-    tail = source.read_at(min(size, 8), max(size - 8, 0))
-    if size == 0:
-        raise DataError(f"{name}: the file is empty (0 bytes)", file=name)
-    if tail[-4:] == b"PARE":
-        raise DataError(f"{name}: the file is encrypted: write it without encryption", file=name)
-    if size < 12 or tail[-4:] != b"PAR1":
-        raise DataError(f"{name}: not a Parquet file, or its end is cut off ({size} bytes)", file=name)
+    size, tail = source.size(), _look_at_ends(name, source)
     length = int.from_bytes(tail[:4], "little")
     if length > size - 12:
         raise DataError(f"{name}: the footer is damaged: it says {length} of {size} bytes", file=name)
@@ -257,6 +267,22 @@ def _look(name: str, source: Any) -> None:
     if extensions:
         raise DataError(f"{name}: it has columns of Arrow extension types, which can carry code and are not "
                         "read\nwrite them as plain columns or lists of numbers", file=name)
+
+
+def _look_at_ends(name: str, source: Any) -> bytes:
+    """The last 8 bytes. Raises DataError unless the file begins or ends as a Parquet file does, naming what it is."""
+    size = source.size()
+    tail: bytes = source.read_at(min(size, 8), max(size - 8, 0))
+    if size == 0:
+        raise DataError(f"{name}: the file is empty (0 bytes)", file=name)
+    if tail[-4:] == b"PARE":
+        raise DataError(f"{name}: the file is encrypted: write it without encryption", file=name)
+    if size < 12 or tail[-4:] != b"PAR1":
+        begun = source.read_at(min(size, 4), 0) == b"PAR1"
+        what = "a Parquet file whose end is cut off, or not a Parquet file" if begun else "not a Parquet file"
+        way = "\nwrite it again" if begun else f"\n{other_format(name) or OTHERWISE}"
+        raise DataError(f"{name}: {what} ({size} bytes){way}", file=name)
+    return tail
 
 
 def _extensions(footer: bytes) -> bool | None:

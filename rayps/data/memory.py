@@ -12,6 +12,7 @@ from torch.utils.data import IterableDataset, default_collate
 from rayps.data.base import Batch, Data, batch_size_of, check_place, dealt, kept, map_tensors
 from rayps.data.clients import Clients, divide, given
 from rayps.data.partition_rules import Ints, Rule
+from rayps.data.unread import refuse_ray_data
 from rayps.errors import DataError, RaypsError
 
 
@@ -176,8 +177,9 @@ def tensors(x: Any, y: Any = None, *, batch_size: int = 32, shuffle: bool = True
 
     Raises:
         ConfigError: for a `client` that is neither.
-        DataError: for something that is not a tensor; check() and `clients` find the rest.
+        DataError: for something that is not a tensor, as a Ray Data dataset; check() and `clients` find the rest.
     """
+    refuse_ray_data("tensors", x, y)
     return TensorData(x, y, batch_size=batch_size, shuffle=shuffle, client=client)
 
 
@@ -187,5 +189,10 @@ def dataset(torch_dataset: Any, *, batch_size: int = 32, shuffle: bool = True,
 
     Random changes inside the data set are its own: they follow torch's global seed, not the platform's. `client` as
     for `tensors`; a rule by label asks `targets` of the data set where it has them, and reads every item where not.
+
+    Raises:
+        ConfigError: for a `client` that is no rule and no ids, or a `batch_size` that is no whole number above 0.
+        DataError: for a Ray Data dataset; check() and `clients` find the rest.
     """
+    refuse_ray_data("dataset", torch_dataset)
     return DatasetData(torch_dataset, batch_size=batch_size, shuffle=shuffle, collate=collate, client=client)

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from rayps import optim
 from rayps.data import Data
+from rayps.data.unread import is_ray_data, ray_data_way
 from rayps.elastic.space import Table
 from rayps.embedding import tables_of, try_out
 from rayps.errors import ConfigError, WorkloadError
@@ -140,6 +141,8 @@ def _data(workload: Workload, remote: bool) -> Data:
     with user_code("evaluation_data"):
         evaluation = workload.evaluation_data()
     for given, method in ((data, "data"), (evaluation, "evaluation_data")):
+        if is_ray_data(given):
+            raise ConfigError(f"{method}() gave a Ray Data {type(given).__name__}: {ray_data_way()}")
         if not isinstance(given, Data):
             raise ConfigError(
                 f"{method}() gave {type(given).__name__}: return rayps.data.parquet(...), "

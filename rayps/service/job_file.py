@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from rayps.errors import ConfigError
-from rayps.job import JobSpec
+from rayps.job import JobSpec, misnamed
 
 MOST_BYTES = 1_000_000
 
@@ -39,6 +39,8 @@ def read(path: Path, changes: Sequence[str] = ()) -> dict[str, Any]:
             raise ConfigError(f"{path}: a job has no field {key!r}{_near(str(key))}", field=str(key))
     if "workload" not in data:
         raise ConfigError(f"{path}: a job needs a workload, e.g. `workload: digits.py:Digits`", field="workload")
+    if isinstance(data["workload"], str) and (reason := misnamed(data["workload"])) is not None:
+        raise ConfigError(f"{path}: {reason}", field="workload")
     if isinstance(data.get("working_dir"), str):
         data["working_dir"] = str((path.parent / data["working_dir"]).resolve())
     return data
