@@ -75,7 +75,7 @@ class Site:
     def start(self, job: str) -> Path:
         self.store("move", job, Status.STARTING, message="", attempt=1, attempt_at=0.0, started_at=time.time())
         home = self.settings.jobs_dir / job
-        home.mkdir()
+        home.mkdir(exist_ok=True)
         return home
 
     def close(self) -> None:

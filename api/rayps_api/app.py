@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from fastapi import FastAPI
 
 from rayps.federated.real.signed import Key
+from rayps.service import adoption
 from rayps.service.client_tokens import ClientTokens
 from rayps.service.groups import Groups
 from rayps.service.ray_place import place as choose
@@ -40,6 +41,7 @@ def create_app(settings: Settings, *, place: Place | None = None, keep: bool = F
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         settings.prepare()
         store = await Store.open(settings.database)
+        await adoption.adopt(store, settings.jobs_dir)
         scheduler = Scheduler(store, place or choose(settings), settings.jobs_dir)
         groups = Groups(scheduler, settings.servers_dir)
         scheduler.group_hinders, scheduler.group_ended = groups.hinders, groups.ended

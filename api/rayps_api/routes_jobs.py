@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,8 @@ from rayps.strategy import parse, wire
 from rayps_api import folder
 from rayps_api.schemas import Events, JobIn, JobOut, JobsOut, Lines, Points, Series, problems
 from rayps_api.service import Known, Service
+
+log = logging.getLogger(__name__)
 
 router = APIRouter(prefix="/api/v1/jobs", tags=["jobs"], responses=problems(400, 401, 403, 404, 409, 413, 422))
 
@@ -43,6 +46,8 @@ async def submit(
         spec = replace(spec, resume=await _checkpoint(spec.resume, spec.working_dir, known))
     known.scheduler.refuse_too_large(spec)
     record, created = await known.store.add(spec, name=name, key=idempotency_key)
+    if created:
+        await _keep(record.id, known)
     known.scheduler.wake()
     place = {"Location": f"/api/v1/jobs/{record.id}"}
     return JSONResponse(known.show(record), 201 if created else 200, place)
@@ -130,6 +135,14 @@ async def events(job_id: str, known: Known, cursor: Cursor = 0,
     path = known.folder(job_id) / "events.jsonl"
     found, after = await asyncio.to_thread(folder.events, path, noted, cursor, limit)
     return JSONResponse({"events": found, "cursor": after})
+
+
+async def _keep(job_id: str, known: Service) -> None:
+    """Write down in the job's folder what it is, for the day on which the store is lost."""
+    try:
+        await asyncio.to_thread(job_folders.keep, known.folder(job_id), await known.store.row(job_id))
+    except OSError as error:  # the job is stored: the next start writes it
+        log.warning("job %s: %s cannot be written: %s", job_id, job_folders.SPEC, error)
 
 
 def _refuse_without_servers(spec: JobSpec) -> None:

@@ -7,11 +7,17 @@ import importlib.util
 import os
 import re
 import shutil
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from rayps.errors import ConfigError
+from rayps.job import Status
+from rayps.service import adoption
+from rayps.service.settings import Settings
 
 GIB = 1 << 30
 
@@ -58,6 +64,7 @@ def _all() -> Iterator[Finding]:
     yield _memory()
     yield _shared_memory()
     yield _open_files()
+    yield _jobs()
     yield Finding("git", shutil.which("git"), False, "working on rayps itself", "apt install git")
     yield Finding("make", shutil.which("make"), False, "make demo, make test", "apt install make")
     yield _node()
@@ -119,6 +126,36 @@ def _open_files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return Finding("open files", f"{soft}" if soft >= 4096 else None, False, "many workers on one machine",
                    f"ulimit -n 65536 (this is {soft}, at most {hard})")
+
+
+def _jobs() -> Finding:
+    """Whether the store knows every job that has a folder; the database is only read."""
+    name, use = "jobs in the store", "finding jobs again (RAYPS_STATE_DIR says where)"
+    try:
+        settings = Settings.read()
+        if not settings.jobs_dir.is_dir():
+            return Finding(name, "no state directory yet", False, use, "")
+        rows = _rows(settings.database)
+        found, _ = adoption.find(settings.jobs_dir, rows)
+    except (OSError, sqlite3.Error, ConfigError) as error:
+        return Finding(name, None, False, use, f"the state directory cannot be read: {error}")
+    lost = [*found.lost, *found.behind]
+    said = [f"{len(lost)} jobs are in {settings.jobs_dir} only: `rayps serve` files them again: {adoption.named(lost)}",
+            f"{len(found.nameless)} folders there do not say what job they are of: look, then move them away: "
+            f"{adoption.named(found.nameless)}"]
+    remedy = "; ".join(text for text, ids in zip(said, (lost, found.nameless), strict=True) if ids)
+    return Finding(name, None if remedy else f"all {len(rows)}", False, use, remedy)
+
+
+def _rows(database: Path) -> dict[str, adoption.Standing]:
+    if not database.exists():
+        return {}
+    connection = sqlite3.connect(f"{database.absolute().as_uri()}?mode=ro", uri=True, timeout=5.0)
+    try:
+        found = connection.execute("SELECT id, status, attempt FROM jobs").fetchall()
+    finally:
+        connection.close()
+    return {job_id: adoption.Standing(Status(status), attempt) for job_id, status, attempt in found}
 
 
 def _node() -> Finding:

@@ -39,13 +39,19 @@ def keep(folder: Path, row: dict[str, Any]) -> None:
 
 def read(folder: Path) -> dict[str, Any] | None:
     """The row that `keep` wrote; None where there is none of this folder's job, or of a newer rayps."""
-    try:
-        found = json.loads((folder / SPEC).read_bytes())
-    except (OSError, ValueError):
-        return None
-    if not isinstance(found, dict) or found.pop("version", None) != VERSION or found.get("id") != folder.name:
+    found = read_json(folder / SPEC)
+    if found is None or found.pop("version", None) != VERSION or found.get("id") != folder.name:
         return None
     return found
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """An object from a small file that is replaced in one step; None while it is not there."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def ids(jobs_dir: Path) -> Iterator[str]:

@@ -297,6 +297,30 @@ class Store:
             raise NotFound(f"there is no job {job_id!r}: `rayps ls` lists them", job=job_id, status=404)
         return {**found, "spec": json.loads(found["spec"])}
 
+    async def standings(self) -> list[tuple[str, Status, int]]:
+        """Every job's id, status and attempt."""
+        query = sa.select(_jobs.c.id, _jobs.c.status, _jobs.c.attempt)
+        async with self.reading() as tx:
+            return [(row.id, Status(row.status), row.attempt) for row in await tx.execute(query)]
+
+    async def refile(self, rows: Sequence[tuple[dict[str, Any], str]], now: float | None = None) -> None:
+        """File lost jobs again, or bring rows up to date: columns with the id, and what the event says; all or none."""
+        now = time.time() if now is None else now
+        async with self.writing() as tx:
+            for row, message in rows:
+                facts = {key: value for key, value in row.items() if key in _jobs.c}
+                facts |= {name: json.dumps(facts[name], sort_keys=True) for name in ("spec", "metrics")
+                          if facts.get(name) is not None}
+                key = facts.get("idempotency_key")
+                if key is not None and (await tx.execute(_jobs.select().where(_jobs.c.idempotency_key == key))).first():
+                    facts["idempotency_key"] = None  # it was used again for a job that was filed since
+                known = (await tx.execute(sa.select(_jobs.c.id).where(_jobs.c.id == row["id"]))).first()
+                if known is None:
+                    await tx.execute(_jobs.insert().values({"interrupted": False} | facts))
+                else:
+                    await tx.execute(_jobs.update().where(_jobs.c.id == row["id"]).values(facts))
+                await _note(tx, row["id"], "adopted", message, facts["attempt"], now)
+
     async def interrupt(self) -> int:
         """Mark every job that has a driver: its Ray ends on purpose, which is no failure. Gives how many."""
         held = [s for s in _LIVE if s != Status.QUEUED.value]

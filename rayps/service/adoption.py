@@ -1,0 +1,135 @@
+"""Jobs that the store lost (a database moved away, a deleted WAL, an old backup): found by their folders, filed again.
+
+A job's folder holds `job.json` since its submission, and what its driver wrote since: `driver.json` (which attempt has
+begun), `progress.json`, `outcome.json`. That is compared with the store at each start. Where the two differ, a living
+job without a row is filed again, as is one whose row is older than its folder, so that the scheduler finds its driver,
+seals its outcome, or starts it again from its newest checkpoint. A folder without `job.json` is only named.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rayps.errors import ConfigError
+from rayps.job import JobSpec, Status
+from rayps.service import job_folders
+from rayps.service.plan import Facts, Seal, plan
+
+if TYPE_CHECKING:  # `rayps doctor` compares without the store's packages
+    from rayps.service.store import Store
+
+log = logging.getLogger(__name__)
+
+LOST = "the store had lost this job: it was filed again from its folder"
+BEHIND = "the store was older than this job's folder: it was brought up to date from there"
+_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What a job's folder tells: its row, the attempt that has begun (0: none), and how it ended, if it has."""
+
+    row: dict[str, Any] | None
+    attempt: int = 0
+    failures: int = 0
+    outcome: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A row of the store, in short."""
+
+    status: Status
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """How folders and store differ, by job id."""
+
+    lost: tuple[str, ...] = ()  # a folder with job.json, no row
+    behind: tuple[str, ...] = ()  # a row that has not ended, of an earlier attempt than its folder
+    nameless: tuple[str, ...] = ()  # a folder that cannot say what its job is, no row
+    unfiled: tuple[str, ...] = ()  # a row that has not ended, no job.json
+
+
+def trace(folder: Path) -> Trace:
+    """Read a job's folder."""
+    attempts = [(job_folders.read_json(folder / name) or {}).get("attempt") for name in ("driver.json", "launch.json")]
+    begun = any((folder / name).exists() for name in ("events.jsonl", "progress.json", "outcome.json"))
+    attempt = max([each for each in attempts if isinstance(each, int)], default=int(begun))
+    failures = (job_folders.read_json(folder / "progress.json") or {}).get("failures", 0)
+    return Trace(job_folders.read(folder), attempt, failures if isinstance(failures, int) else 0,
+                 job_folders.read_json(folder / "outcome.json"))
+
+
+def find(jobs_dir: Path, rows: Mapping[str, Standing]) -> tuple[Findings, dict[str, Trace]]:
+    """Compare folders and rows. Reads the folders of jobs that have not ended or have no row; no other."""
+    traces: dict[str, Trace] = {}
+    for job_id in job_folders.ids(jobs_dir):
+        if job_id not in rows or not rows[job_id].status.terminal:
+            traces[job_id] = trace(jobs_dir / job_id)
+    return compare(rows, traces), traces
+
+
+def compare(rows: Mapping[str, Standing], traces: Mapping[str, Trace]) -> Findings:
+    """How folders and rows differ."""
+    without = [job_id for job_id in traces if job_id not in rows]
+    live = [job_id for job_id, row in rows.items() if not row.status.terminal]
+    return Findings(
+        tuple(job_id for job_id in without if _usable(traces[job_id].row)),
+        tuple(job_id for job_id in live if job_id in traces and traces[job_id].attempt > rows[job_id].attempt),
+        tuple(job_id for job_id in without if not _usable(traces[job_id].row)),
+        tuple(job_id for job_id in live if job_id not in traces or traces[job_id].row is None))
+
+
+def filed(found: Trace) -> dict[str, Any]:
+    """The columns with which a job is filed again: QUEUED, as it ended, or UNKNOWN until its driver was looked for."""
+    if found.outcome is not None:
+        end = plan([Facts("", status=Status.UNKNOWN, outcome=found.outcome)], None, None, None)[0]
+        assert isinstance(end, Seal)
+        facts: dict[str, Any] = {"status": end.status, "reason": end.message or None, "metrics": end.metrics,
+                                 "checkpoint": end.checkpoint, "finished_at": end.finished_at}
+    elif found.attempt == 0:
+        facts = {"status": Status.QUEUED, "reason": None}
+    else:  # the loss of its driver, if it was lost too, is no failure of the job
+        facts = {"status": Status.UNKNOWN, "reason": "its driver is looked for", "interrupted": True}
+    return {**facts, "attempt": found.attempt, "failures": found.failures}
+
+
+async def adopt(store: Store, jobs_dir: Path) -> Findings:
+    """File again what the store has lost, and name in the log what cannot be."""
+    await asyncio.to_thread(job_folders.sweep, jobs_dir)
+    rows = {job_id: Standing(status, attempt) for job_id, status, attempt in await store.standings()}
+    findings, traces = await asyncio.to_thread(find, jobs_dir, rows)
+    for job_id in findings.unfiled:  # of an earlier rayps, or the service ended between its row and its folder
+        await asyncio.to_thread(job_folders.keep, jobs_dir / job_id, await store.row(job_id))
+    refiled = [((traces[job_id].row or {}) | filed(traces[job_id]), LOST) for job_id in findings.lost]
+    refiled += [({"id": job_id} | filed(traces[job_id]), BEHIND) for job_id in findings.behind]
+    if refiled:
+        await store.refile(refiled)
+        log.warning("%d jobs have a folder and were lost by the store, or are newer than it: filed again: %s",
+                    len(refiled), named([*findings.lost, *findings.behind]))
+    if findings.nameless:
+        log.warning("%d job folders in %s have no row in the store and no %s: they are left alone: %s",
+                    len(findings.nameless), jobs_dir, job_folders.SPEC, named(findings.nameless))
+    return findings
+
+
+def named(job_ids: list[str] | tuple[str, ...]) -> str:
+    """The first few ids, and how many more."""
+    more = f" and {len(job_ids) - _SHOWN} more" if len(job_ids) > _SHOWN else ""
+    return ", ".join(job_ids[:_SHOWN]) + more
+
+
+def _usable(row: dict[str, Any] | None) -> bool:
+    try:
+        JobSpec.from_dict((row or {}).get("spec") or {})
+    except (ConfigError, TypeError, AttributeError):
+        return False
+    return all(row and row.get(key) is not None for key in ("id", "name", "created_at"))

@@ -1,0 +1,172 @@
+"""Jobs that the store has lost are found by their folders, named, and filed again; none is lost without a word."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+import sqlite3
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from service_site import Site
+
+from rayps.cli import doctor
+from rayps.errors import NotFound
+from rayps.job import JobSpec, Status
+from rayps.service import adoption, job_folders
+from rayps.service.adoption import Standing, Trace, compare, filed
+from rayps.service.store import Store
+
+S = Status
+END = {"status": "SUCCEEDED", "message": "done", "metrics": {"accuracy": 0.9}, "checkpoint": "/c", "finished_at": 9.0}
+ROW = {"id": "a", "name": "n", "spec": JobSpec("w:W").to_dict(), "created_at": 5.0}
+
+
+def test_every_difference_between_folders_and_rows_is_found() -> None:
+    row_cases = [None, *(Standing(status, attempt) for status in S for attempt in (0, 1, 2))]
+    trace_cases = [None, *(Trace(row, attempt) for row in (None, ROW, {**ROW, "spec": {"wokers": 1}})
+                           for attempt in (0, 1, 2))]
+    for row, found in itertools.product(row_cases, trace_cases):
+        findings = compare({} if row is None else {"a": row}, {} if found is None else {"a": found})
+        live = row is not None and not row.status.terminal
+        assert findings.lost == (("a",) if row is None and found and found.row is ROW else ())
+        assert findings.nameless == (("a",) if row is None and found and found.row is not ROW else ())
+        assert findings.behind == (("a",) if live and row and found and found.attempt > row.attempt else ())
+        assert findings.unfiled == (("a",) if live and (found is None or found.row is None) else ())
+
+
+@pytest.mark.parametrize(("found", "expected"), [
+    (Trace(ROW), {"status": S.QUEUED, "reason": None, "attempt": 0, "failures": 0}),
+    (Trace(ROW, 3, 2), {"status": S.UNKNOWN, "reason": "its driver is looked for", "interrupted": True, "attempt": 3,
+                        "failures": 2}),
+    (Trace(ROW, 2, 1, END), {"status": S.SUCCEEDED, "reason": "done", "metrics": {"accuracy": 0.9}, "checkpoint": "/c",
+                             "finished_at": 9.0, "attempt": 2, "failures": 1}),
+    (Trace(ROW, 1, 0, {"status": "RUNNING"}), {"status": S.FAILED, "reason": None, "metrics": None, "checkpoint": None,
+                                               "finished_at": None, "attempt": 1, "failures": 0}),
+])
+def test_how_a_lost_job_is_filed_again(found: Trace, expected: dict[str, Any]) -> None:
+    assert filed(found) == expected
+
+
+def lose(site: Site, how: str, backup: bytes = b"") -> None:
+    """What happens to databases."""
+    site.close()
+    database = site.settings.database
+    if how == "moved away":
+        for path in database.parent.glob("rayps.db*"):
+            path.rename(path.with_name(f"old-{path.name}"))
+        (database.parent / "service.lock").touch()
+    elif how == "replaced by an old one":
+        for path in database.parent.glob("rayps.db*"):
+            path.unlink()
+        database.write_bytes(backup)
+    else:
+        with sqlite3.connect(database) as connection:
+            connection.execute("DELETE FROM events")
+            connection.execute("DELETE FROM jobs")
+        connection.close()
+
+
+@pytest.mark.parametrize("how", ["moved away", "replaced by an old one", "emptied"])
+def test_no_job_is_lost_with_the_store(tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture) -> None:
+    site = Site(tmp_path / "state")
+    waiting = site.http.post("/api/v1/jobs", json={"workload": "a:B", "name": "waiting", "seed": 7},
+                             headers={"Idempotency-Key": "k"}).json()["id"]
+    running, ended = site.add(name="running", workers=2), site.add(name="ended")
+    site.close()
+    backup = site.settings.database.read_bytes()
+    site = Site(tmp_path / "state")
+    for job in (running, ended):
+        home = site.start(job)
+        (home / "driver.json").write_text(json.dumps({"attempt": 2}))
+        (home / "progress.json").write_text(json.dumps({"status": "RUNNING", "failures": 1, "time": time.time()}))
+    (home / "outcome.json").write_text(json.dumps(END))
+    (home / "checkpoints").mkdir()
+    lose(site, how, backup)
+    with caplog.at_level(logging.WARNING, logger="rayps.service.adoption"):
+        site = Site(tmp_path / "state")
+    try:
+        for job in (running, ended) if how == "replaced by an old one" else (waiting, running, ended):
+            assert job in caplog.text
+            events = site.http.get(f"/api/v1/jobs/{job}/events").json()["events"]
+            assert "adopted" in [event["kind"] for event in events]
+        found = {job: site.http.get(f"/api/v1/jobs/{job}").json() for job in (waiting, running, ended)}
+        assert [found[job]["name"] for job in found] == ["waiting", "running", "ended"]
+        assert (found[waiting]["status"], found[waiting]["spec"]["seed"]) == ("QUEUED", 7)
+        assert (found[running]["status"], found[running]["attempt"], found[running]["spec"]["workers"]) == (
+            "UNKNOWN", 2, 2)
+        assert (found[ended]["status"], found[ended]["metrics"]) == ("SUCCEEDED", {"accuracy": 0.9})
+        again = site.http.post("/api/v1/jobs", json={"workload": "a:B", "name": "waiting", "seed": 7},
+                               headers={"Idempotency-Key": "k"})
+        assert (again.status_code, again.json()["id"]) == (200, waiting)  # it is still the same request
+        kept = site.store("standings")
+    finally:
+        site.close()
+    caplog.clear()
+    site = Site(tmp_path / "state")  # once is enough
+    try:
+        assert "filed again" not in caplog.text and site.store("standings") == kept
+    finally:
+        site.close()
+
+
+def with_store(path: Path, body: Callable[[Store], Awaitable[None]]) -> None:
+    async def inside() -> None:
+        store = await Store.open(path / "s.db")
+        try:
+            await body(store)
+        finally:
+            await store.close()
+    asyncio.run(inside())
+
+
+def test_a_folder_that_does_not_say_what_its_job_is_is_named_and_left(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def body(store: Store) -> None:
+        job = "0" * 26
+        for folder in (job, "notes", "." + job):
+            (tmp_path / "jobs" / folder).mkdir(parents=True)
+        findings = await adoption.adopt(store, tmp_path / "jobs")
+        assert findings.nameless == (job,) and job in caplog.text and "notes" not in caplog.text
+        with pytest.raises(NotFound):
+            await store.get(job)
+        assert (tmp_path / "jobs" / job).exists()
+    with_store(tmp_path, body)
+
+
+def test_a_living_job_without_job_json_gets_one_at_the_next_start(tmp_path: Path) -> None:
+    async def body(store: Store) -> None:
+        job, _ = await store.add(JobSpec("w:W", seed=3), name="early")
+        over, _ = await store.add(JobSpec("w:W"), name="over")
+        await store.move(over.id, S.STOPPED, message="")
+        await adoption.adopt(store, tmp_path / "jobs")
+        kept = job_folders.read(tmp_path / "jobs" / job.id)
+        assert kept is not None and (kept["name"], kept["spec"]["seed"], kept["status"]) == ("early", 3, "QUEUED")
+        assert not (tmp_path / "jobs" / over.id).exists()
+        assert await adoption.adopt(store, tmp_path / "jobs") == adoption.Findings()
+    with_store(tmp_path, body)
+
+
+def test_the_doctor_names_lost_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYPS_STATE_DIR", str(tmp_path / "state"))
+
+    def said() -> doctor.Finding:
+        return next(each for each in doctor.findings() if each.name == "jobs in the store")
+
+    assert said().found == "no state directory yet"
+    site = Site(tmp_path / "state")
+    job = site.add()
+    site.close()
+    assert said().found == "all 1"
+    lose(site, "moved away")
+    nameless = "0" * 26
+    (site.settings.jobs_dir / nameless).mkdir()
+    found = said()
+    assert found.found is None and not found.failed
+    assert job in found.remedy and "rayps serve" in found.remedy and nameless in found.remedy
