@@ -6,7 +6,8 @@ Muon, L-BFGS: no). Whether one is, is found out by a probe, not by its name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,23 +40,51 @@ class SlicedOptimizer:
         self.optimizer, self._members, state = _retarget(build(factory, layout), layout, self._pieces)
         # what a class of the user's keeps beside its tensors could not be told apart again
         self._merges = type(self.optimizer).__module__.startswith("torch.optim")
+        self._made_by = factory, layout
+        self._decays_alone: bool | None = None  # see `decays_alone`; found out at the first step that asks
         self._sgd = type(self.optimizer) is SGD and "step" not in vars(self.optimizer)
         self._scratch: Tensor | None = None
         self._leaves: list[_Leaf] = []
         self._arrange(state)
 
-    def step(self, grad: Tensor, scale: float = 1.0) -> None:
-        """Apply `scale` times the gradient slice (same length as `params`), which is only read."""
+    def step(self, grad: Tensor, scale: float = 1.0, decays: float | None = None) -> None:
+        """Apply `scale` times the gradient slice (same length as `params`), which is only read.
+
+        `decays`: how many whole steps this one counts for, by which weight decay is multiplied; None = |`scale`|. See
+        `decaying`.
+        """
         if self._sgd and self._step_plainly(grad, scale):
             return
         if scale != 1.0:
             grad = torch.mul(grad, scale, out=self._spare())
         for leaf in self._leaves:
             leaf.param.grad = grad[leaf.cut]
-        with user_code("optimizer.step"):
+        with self.decaying(abs(scale) if decays is None else decays), user_code("optimizer.step"):
             self.optimizer.step()
         for leaf in self._leaves:
             leaf.param.grad = None  # the memory is the caller's
+
+    @contextlib.contextmanager
+    def decaying(self, times: float) -> Iterator[None]:
+        """Within it a step decays by `times` the `weight_decay` of its group.
+
+        So N pushes of 1/N decay as one step does, and a push that is the sum of n gradients as n steps do: the
+        regularised optimum stays where it is. The decay stays whole where it `decays_alone`.
+        """
+        groups = [] if times == 1 else [group for group in self.optimizer.param_groups if _decays_inside(group)]
+        if groups and self._decays_alone is None:
+            self._decays_alone = not self._merges and decays_alone(*self._made_by)
+        if not groups or self._decays_alone:
+            yield
+            return
+        whole = [group["weight_decay"] for group in groups]
+        for group, decay in zip(groups, whole, strict=True):
+            group["weight_decay"] = decay * times
+        try:
+            yield
+        finally:
+            for group, decay in zip(groups, whole, strict=True):
+                group["weight_decay"] = decay
 
     def step_mean(self, values: Sequence[Tensor], weights: Sequence[float]) -> None:
         """Apply sum(w_i v_i) / sum(w_i), added up in the order given; the weights must not add up to zero."""
@@ -181,6 +210,11 @@ def _is_plain(group: dict[str, Any]) -> bool:
         and not group["weight_decay"]
         and not (group["foreach"] or group["fused"] or group["differentiable"])
     )
+
+
+def _decays_inside(group: dict[str, Any]) -> bool:
+    """Whether this group has a weight decay that torch does not keep beside the gradient, as AdamW does."""
+    return bool(group.get("weight_decay")) and not group.get("decoupled_weight_decay")
 
 
 def _elementwise(key: str, value: Any, size: int) -> bool:
@@ -390,3 +424,27 @@ def ignores_scale(factory: Factory, layout: Layout) -> bool:
         sliced.step(grad * scale)
         moved.append(sliced.params.norm().item())
     return moved[0] > 0 and moved[1] / moved[0] > 0.5
+
+
+def decays_alone(factory: Factory, layout: Layout) -> bool:
+    """Whether weight decay stays whole in a step that counts for a part of one, or for several.
+
+    That is so where it stands beside the gradient and the gradient's size is ignored, as in AdamW (Loshchilov, Hutter,
+    "Decoupled Weight Decay Regularization", ICLR 2019): each push is then one whole step of the optimizer, with its
+    whole decay, and the two stay in balance. It is not so where the decay is a part of the gradient (SGD, Adagrad,
+    Adam), nor where the step follows the gradient's size.
+    """
+    groups = build(factory, layout).param_groups
+    if any("decoupled_weight_decay" in group for group in groups):  # torch's own say it
+        return all(group.get("decoupled_weight_decay", False) for group in groups)
+    if not ignores_scale(factory, layout):
+        return False
+    layout = _probe(layout)
+    moved: list[float] = []
+    for scale in (1.0, 0.25):
+        sliced = SlicedOptimizer(factory, layout, torch.ones(layout.size), 0, layout.size)
+        for group in sliced.optimizer.param_groups:
+            group["weight_decay"] = 0.1 * scale
+        sliced.step(torch.zeros(layout.size))
+        moved.append((sliced.params - 1).norm().item())
+    return moved[0] > 0 and moved[1] / moved[0] < 0.5

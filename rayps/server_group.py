@@ -96,6 +96,9 @@ class ServerGroup:
         self._secret = secrets.token_bytes(32)
         factory = optimizer or _sgd
         optim.check_elementwise(factory, self.layout)
+        warning = strategy.scale_warning(workers)
+        if warning is not None and optim.ignores_scale(factory, self.layout):
+            log.warning(warning)
         vector = torch.cat([value.detach().reshape(-1).cpu() for value in named.values()])
         self._cluster: Cluster | None = cluster or surrounding()
         self._handles: list[Handle] = []

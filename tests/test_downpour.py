@@ -50,7 +50,13 @@ def appendix(work, n_push, n_fetch, adagrad=None, epochs=1):
             for a, p in zip(accrued, server.parameters(), strict=True):
                 p.grad = a.clone()
                 a.zero_()
+            decays = [group.get("weight_decay", 0) for group in stepper.param_groups]
+            for group, decay in zip(stepper.param_groups, decays, strict=True):
+                if not group.get("decoupled_weight_decay"):  # a is the sum of so many gradients
+                    group["weight_decay"] = decay * (step % n_push + 1)
             stepper.step()
+            for group, decay in zip(stepper.param_groups, decays, strict=True):
+                group["weight_decay"] = decay
         if (step + 1) % n_fetch:  # the next fetch takes the place of what is not stepped here
             local.step()
     return server

@@ -263,12 +263,12 @@ def test_states_that_differ_keep_their_leaves_apart():
 
 @pytest.mark.parametrize("name", ["plain", "momentum", "adam"])
 @pytest.mark.parametrize("scale", [0.25, 1 / 3])
-def test_a_scaled_step_is_the_step_of_the_scaled_gradient(name, scale):
+def test_a_scaled_step_is_the_step_of_the_scaled_gradient_and_decay(name, scale):
     one, law = (optim.SlicedOptimizer(SWIFT[name], LAYOUT, numbers(0), 0, LAYOUT.size) for _ in range(2))
     for step in range(4):
         grad = numbers(step + 1)
         one.step(grad, scale)
-        law.step(grad * scale)
+        law.step(grad * scale, decays=scale)
         assert torch.equal(grad, numbers(step + 1))
         assert torch.allclose(one.params, law.params, atol=1e-15, rtol=1e-14)
 

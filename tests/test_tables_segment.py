@@ -39,8 +39,11 @@ class Twin:
         return self.rows[key][0].detach()[0] if key in self.rows else torch.from_numpy(
             initial(self.table, np.array([key])))[0]
 
-    def step(self, key, grad, count):
+    def step(self, key, grad, count, decays=1.0):
         value, optimizer = self.row(key)
+        for group in optimizer.param_groups:
+            if "weight_decay" in group:
+                group["weight_decay"] = optimizer.defaults["weight_decay"] * decays
         grad = grad.clone().view(1, -1)
         sparse = isinstance(optimizer, torch.optim.SparseAdam)
         if sparse:
@@ -56,7 +59,7 @@ class Twin:
                 return
             self.done[rank] += 1
             for key, (count, grad) in batch.items() if weight else ():
-                self.step(key, grad * (1 / self.workers), count)
+                self.step(key, grad * (1 / self.workers), count, 1 / self.workers)
             return
         self.inbox.setdefault(step, {}).setdefault(rank, (weight, batch))
         while len(self.inbox.get(self.closed, {})) == self.workers:

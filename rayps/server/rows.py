@@ -318,13 +318,16 @@ class IdLists:
         return Listed(number, ids, cuts, parts, True)
 
 
-def step_rows(sliced: SlicedOptimizer, rows: Rows, grad: Tensor, scale: float = 1.0) -> None:
+def step_rows(
+    sliced: SlicedOptimizer, rows: Rows, grad: Tensor, scale: float = 1.0, decays: float | None = None
+) -> None:
     """Let the shard's optimizer step these rows alone, by `scale` times the gradient [n, width] or flat.
 
     Their elements of the optimizer's state move with them, nothing else does: SGD and Adagrad give what a dense
     gradient with zeros elsewhere gives, momentum and Adam are lazy (the state of a row that is not touched does not
-    decay, as in `torch.optim.SparseAdam`), and weight decay reaches touched rows only. Counts such as Adam's `step`
-    advance once for all.
+    decay, as in `torch.optim.SparseAdam`), and weight decay reaches touched rows only: by `decays` of a whole step (see
+    `SlicedOptimizer.step`), so that a row that all workers touch decays as in step, another one less. Counts such as
+    Adam's `step` advance once for all.
     """
     leaf, cut = next((leaf, cut) for leaf, cut in sliced.leaves() if cut.start <= rows.start < cut.stop)
     local = Rows(rows.entry, rows.start - cut.start, rows.width, rows.ids)
@@ -341,7 +344,7 @@ def step_rows(sliced: SlicedOptimizer, rows: Rows, grad: Tensor, scale: float = 
     for group in optimizer.param_groups:
         group["params"] = [few] if any(p is leaf for p in group["params"]) else []
     try:
-        with user_code("optimizer.step"):
+        with sliced.decaying(abs(scale) if decays is None else decays), user_code("optimizer.step"):
             optimizer.step()
     finally:
         for group, params in zip(optimizer.param_groups, whole, strict=True):

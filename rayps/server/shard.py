@@ -102,6 +102,7 @@ class Shard:
         self.durable = dict(self.ledger.marks)  # by rank: these steps are in a snapshot that is kept elsewhere
         self.lost = 0
         self.size = len(self.ledger.marks)  # workers
+        self.rounds = 1  # steps of a worker that the push under way stands for
         self.version = 0  # steps that the optimizer has taken here
         self.strategy = strategy
         self._gathers, self._borrows, self._spans = strategy.gathers, strategy.borrows, strategy.spans
@@ -123,19 +124,22 @@ class Shard:
         """Take over an optimizer state of whole parameters."""
         self._optimizer.load(fitting(moments, self._optimizer.optimizer), layout)
 
-    def step(self, grad: Tensor, scale: float = 1.0) -> None:
-        """Let the optimizer apply `scale` times a gradient slice; what no push has touched stays as it is."""
+    def step(self, grad: Tensor, scale: float = 1.0, decays: float | None = None) -> None:
+        """Let the optimizer apply `scale` times a gradient slice; what no push has touched stays as it is.
+
+        `decays`: see `SlicedOptimizer.step`.
+        """
         touched, words = self._touched, self.slice.words
         words[STEPS] += 1  # odd: whoever reads now reads a mixture
         try:
             if touched is self._whole:
-                self._optimizer.step(grad, scale)
+                self._optimizer.step(grad, scale, decays)
             elif isinstance(touched, Rows):
-                step_rows(self._optimizer, touched, grad, scale)
+                step_rows(self._optimizer, touched, grad, scale, decays)
             elif touched[1] - touched[0] == self._count:
-                self._optimizer.step(grad, scale)
+                self._optimizer.step(grad, scale, decays)
             else:
-                self._step_range(grad * scale, *touched)
+                self._step_range(grad * scale, *touched, abs(scale) if decays is None else decays)
         finally:
             words[STEPS] += 1
         self.version += 1
@@ -152,11 +156,11 @@ class Shard:
             self.slice.words[STEPS] += 1
         self.version += 1
 
-    def _step_range(self, grad: Tensor, a: int, b: int) -> None:
+    def _step_range(self, grad: Tensor, a: int, b: int, decays: float) -> None:
         # an elementwise optimizer may step everything, if what lies outside the range is then put back
         before = self.params.clone()
         held = {id(t): t.clone() for t in self._elementwise_state()}
-        self._optimizer.step(grad)
+        self._optimizer.step(grad, decays=decays)
         before[a:b] = self.params[a:b]
         self.params.copy_(before)
         self._restore_state(held, a, b)
@@ -199,6 +203,8 @@ class Shard:
         """
         count = value.numel()
         area = self._whole if count == self._count and not offset and rows is None else self._area(count, offset, rows)
+        if self._spans:
+            self.rounds = step + 1 - self.ledger.marks.get(rank, 0)
         if not (self.ledger.fill(rank, step) if self._spans else self.ledger.add(rank, step)):
             return False
         if rank in self._pulled_at:  # it has pulled from this shard, and not only from one that this one replaces

@@ -82,10 +82,14 @@ class WorkerView(Protocol):
 class ShardView(Protocol):
     """The shard as `on_push` and `on_round` see it: one slice of the parameters."""
 
-    size: int
+    size: int  # workers
+    rounds: int  # of the worker, that the push under way stands for: 1, or more where the strategy's pushes are `spans`
 
-    def step(self, grad: Any, scale: float = 1.0) -> None:
-        """Let the shard's own optimizer apply `scale` times a gradient slice, which is only read."""
+    def step(self, grad: Any, scale: float = 1.0, decays: float | None = None) -> None:
+        """Let the shard's own optimizer apply `scale` times a gradient slice, which is only read.
+
+        `decays`: how many whole steps this one counts for, by which weight decay is multiplied; None = |`scale`|.
+        """
 
     def step_mean(self, values: Any, weights: Any) -> None:
         """As `step` of sum(w_i v_i) / sum(w_i), in one go; not all weights may be zero."""
@@ -184,7 +188,8 @@ class Strategy:
         if self.shards and not self.lockstep and workers > 1:
             return (
                 "each push is scaled by 1/N, but this optimizer takes steps of the same "
-                "size whatever the gradient's: N workers take N times the steps; lower its learning rate"
+                "size whatever the gradient's: N workers take N times the steps; lower its learning rate (a decay "
+                "beside the gradient, as AdamW's, is then N times too, and stays in balance with the steps)"
             )
         return None
 

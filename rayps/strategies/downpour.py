@@ -7,7 +7,8 @@ replica (of one or several workers) does, in its step t:
     every n_push steps: push a;  a <- 0
 A server applies each push as it comes and waits for nobody: w <- w - step(a), with the full rate as in the paper, not
 1/N of it. N replicas so do what one would do that sees N times the batches, with gradients that come late; if that
-diverges, give `adagrad`, `warm_start`, or a smaller rate.
+diverges, give `adagrad`, `warm_start`, or a smaller rate. A weight decay is applied n_push times for a push: a holds so
+many gradients (but once where it stands beside the gradient and the step ignores the gradient's size, as AdamW's).
 `adagrad` (the rate gamma): servers step by gamma / sqrt(sum of squares of what was pushed), for each parameter on its
 own; none = the workload's optimizer. Copies step by the workload's optimizer, each with a state of its own.
 `warm_start`: so many rounds are made by one replica alone, before the others begin (section 4.1: "warmstarting").
@@ -90,6 +91,6 @@ class Downpour(Strategy):
         )
 
     def on_push(self, shard: ShardView, value: Any, weight: float) -> None:
-        """w <- w - step(a), at once."""
+        """w <- w - step(a), at once; weight decay as in the steps that a is the sum of."""
         if weight:
-            shard.step(value)
+            shard.step(value, decays=shard.rounds)

@@ -2,6 +2,8 @@
 
 On the rows that are touched they take, to the bit, the steps of torch.optim.SGD, torch.optim.Adagrad and
 torch.optim.SparseAdam; Adam counts the steps of each row by itself, so that a rare row is corrected as if it were new.
+Weight decay is applied to the rows of a push, by the share of a step that the push counts for: a row that all workers
+touch in a round decays as in step, a row that few touch decays less.
 Duchi et al., "Adaptive Subgradient Methods", JMLR 2011; Kingma and Ba, "Adam", ICLR 2015.
 """
 
@@ -20,53 +22,56 @@ from rayps.errors import ConfigError
 from rayps.tables.pages import Field
 
 State = Mapping[str, Tensor]  # by field: [n, width]
+Knobs = Mapping[str, Any]  # the numbers of an optimizer by name, e.g. {"lr": 0.1}
 
 
 class Rule(Protocol):
     """What a table's optimizer does with a block of rows that were gathered."""
 
     fields: tuple[Field, ...]
+    knobs: Knobs
 
-    def step(self, rows: Tensor, state: State, grad: Tensor) -> None:
-        """Step rows [n, dim] and their state in place; `grad` may be written to."""
+    def step(self, rows: Tensor, state: State, grad: Tensor, now: Knobs) -> None:
+        """Step rows [n, dim] and their state in place, by the knobs of `now`; `grad` may be written to."""
 
 
 class SGD:
     """w <- w - lr (g + weight_decay w); with momentum m: b <- m b + g, w <- w - lr b."""
 
     def __init__(self, table: Table, lr: float, momentum: float, weight_decay: float) -> None:
-        self._lr, self._momentum, self._decay = lr, momentum, weight_decay
+        self.knobs: Knobs = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         self.fields = (Field("momentum", table.dim, table.dtype),) if momentum else ()
 
-    def step(self, rows: Tensor, state: State, grad: Tensor) -> None:
+    def step(self, rows: Tensor, state: State, grad: Tensor, now: Knobs) -> None:
         """One step, in place."""
-        if self._decay:
-            grad.add_(rows, alpha=self._decay)
-        if self._momentum:
-            grad = state["momentum"].mul_(self._momentum).add_(grad)
-        rows.add_(grad, alpha=-self._lr)
+        if now["weight_decay"]:
+            grad.add_(rows, alpha=now["weight_decay"])
+        if now["momentum"]:
+            grad = state["momentum"].mul_(now["momentum"]).add_(grad)
+        rows.add_(grad, alpha=-now["lr"])
 
 
 class Adagrad:
     """s <- s + g^2, w <- w - lr g / (sqrt(s) + eps)."""
 
     def __init__(self, table: Table, lr: float, eps: float, initial_accumulator_value: float, weight_decay: float):
-        self._lr, self._eps, self._decay = lr, eps, weight_decay
+        self.knobs: Knobs = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
         self.fields = (Field("sum", table.dim, table.dtype, initial_accumulator_value),)
 
-    def step(self, rows: Tensor, state: State, grad: Tensor) -> None:
+    def step(self, rows: Tensor, state: State, grad: Tensor, now: Knobs) -> None:
         """One step, in place."""
-        if self._decay:
-            grad.add_(rows, alpha=self._decay)
+        if now["weight_decay"]:
+            grad.add_(rows, alpha=now["weight_decay"])
         total = state["sum"].addcmul_(grad, grad, value=1)
-        rows.addcdiv_(grad, total.sqrt().add_(self._eps), value=-self._lr)
+        rows.addcdiv_(grad, total.sqrt().add_(now["eps"]), value=-now["lr"])
 
 
 class Adam:
     """m and v are running means of g and g^2; w <- w - lr sqrt(1 - b2^t) / (1 - b1^t) m / (sqrt(v) + eps), t by row."""
 
     def __init__(self, table: Table, lr: float, betas: tuple[float, float], eps: float) -> None:
-        self._lr, self._betas, self._eps = lr, betas, eps
+        self._lr, self._betas = lr, betas
+        self.knobs: Knobs = {"lr": lr, "betas": betas, "eps": eps}
         self._sizes = np.zeros(1)
         self._last = 1  # from this step on both corrections are 1, to the bit
         while max(betas) ** self._last > 2.0**-54:
@@ -77,9 +82,9 @@ class Adam:
             Field("step", 1, "int64"),
         )
 
-    def step(self, rows: Tensor, state: State, grad: Tensor) -> None:
+    def step(self, rows: Tensor, state: State, grad: Tensor, now: Knobs) -> None:
         """One step, in place."""
-        first, second = self._betas
+        first, second = now["betas"]
         mean, square, taken = state["mean"], state["square"], state["step"].add_(1)
         part = grad.sub(mean).mul_(1 - first)
         numer = part.add_(mean)
@@ -88,7 +93,7 @@ class Adam:
         denom = part.add_(square)
         square.copy_(denom)
         sizes = torch.from_numpy(self._size(taken.numpy())).to(rows.dtype)
-        rows.add_(numer.div_(denom.sqrt_().add_(self._eps)).mul_(sizes))
+        rows.add_(numer.div_(denom.sqrt_().add_(now["eps"])).mul_(sizes))
 
     def _size(self, steps: Any) -> Any:
         """By step: minus the length of it, as Python's own arithmetic gives it."""

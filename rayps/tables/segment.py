@@ -8,6 +8,7 @@ and counts them, and copies do the same.
 
 from __future__ import annotations
 
+import struct
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +25,7 @@ from rayps.server.parts import Parts
 from rayps.strategy import Strategy
 from rayps.tables import initial, state
 from rayps.tables.index import ABSENT
-from rayps.tables.optim import rule_of
+from rayps.tables.optim import Knobs, rule_of
 from rayps.tables.policy import Life, Policy
 from rayps.tables.rounds import union
 from rayps.tables.store import RowStore
@@ -42,6 +43,7 @@ from rayps.tables.wire import (
 
 _PUSH, _ROUND, _USE = 1, 2, 3  # kinds of changes
 _HEAD = 32  # kind, rank, step: int64; weight: float64
+_DECAYS = struct.Struct("<d")  # before each gradient of a round: how many whole steps it counts for
 
 
 def check_table(table: Table) -> None:
@@ -70,6 +72,7 @@ class TableSegment:
     ) -> None:
         """`start_marks`: by rank, its next step; 0 for all unless said otherwise. Raises ConfigError."""
         self.table, self.index, self.strategy, self.size = table, index, strategy, workers
+        self.rounds = 1  # see ShardView
         self.seq = self.version = 0
         self.operations = 0  # ids pulled and pushed: every step names every segment, and only ids tell a hot one
         self.copied = True  # whether changes go to copies; where not, they come back empty
@@ -86,7 +89,7 @@ class TableSegment:
         self._parts: Parts[tuple[RowStore, dict[str, Any], dict[str, Any]]] = Parts()
         self._wanted: set[int] = set()
         self._touched: tuple[Any, Any] = (None, None)  # slots, and which rows of the gradient these are (None: all)
-        self._steps: list[Tensor] = []  # gradients stepped by, in a round
+        self._steps: list[tuple[Tensor, float]] = []  # gradients stepped by in a round, and what each step counts for
         self._checked: tuple[Any, Push] | None = None
         self._found: deque[tuple[Ids, Any, Any, int]] = deque(maxlen=2 * self.size)  # with what was pulled last
 
@@ -187,7 +190,7 @@ class TableSegment:
                     self._use(ids, counts)
                     self.strategy.on_round(self, values, weights)
                 self._after()
-            pieces = [encode_push(ids, grad, counts) for grad in self._steps]
+            pieces = [b"".join([_DECAYS.pack(decays), encode_push(ids, grad, counts)]) for grad, decays in self._steps]
             head = _head(_ROUND, len(pieces), self._closed, 0.0)
             changes.append(b"".join([head, *pieces]) if self.copied else b"")
             self._steps = []
@@ -227,12 +230,23 @@ class TableSegment:
         self.store.use(slots, counts, self.version)
         self._touched = (slots, stored)
 
-    def step(self, grad: Tensor, scale: float = 1.0) -> None:
-        """Let the optimizer apply `scale` times the gradient of the rows that are being pushed, [n, dim]."""
+    def step(self, grad: Tensor, scale: float = 1.0, decays: float | None = None) -> None:
+        """Let the optimizer apply `scale` times the gradient of the rows that are being pushed, [n, dim].
+
+        `decays`: how many whole steps this one counts for, by which weight decay is multiplied; None = |`scale`|.
+        """
+        decays = abs(scale) if decays is None else decays
         if self._gathers and self.copied:
-            self._steps.append(grad * scale)
+            self._steps.append((grad * scale, decays))
         slots, stored = self._touched
-        self.store.step(slots, grad if stored is None else grad[torch.from_numpy(stored)], scale)
+        self.store.step(slots, grad if stored is None else grad[torch.from_numpy(stored)], scale, self._knobs(decays))
+
+    def _knobs(self, decays: float) -> Knobs:
+        """The optimizer's numbers for a step that counts for `decays` whole ones."""
+        knobs = self.store.rule.knobs
+        if decays == 1 or not knobs.get("weight_decay"):
+            return knobs
+        return {**knobs, "weight_decay": knobs["weight_decay"] * decays}
 
     def step_mean(self, values: Sequence[Tensor], weights: Sequence[float]) -> None:
         """As `step` of sum(w_i v_i) / sum(w_i), added up in the order given."""
@@ -272,10 +286,11 @@ class TableSegment:
         self.version += 1
         with self.store.lock:
             for k in range(count):
-                push = decode_push(data[k * size : (k + 1) * size], self.table)
+                one = data[k * size : (k + 1) * size]
+                push = decode_push(one[_DECAYS.size :], self.table)
                 if k == 0:
                     self._use(push.ids, push.counts)
-                self.step(push.rows)
+                self.step(push.rows, decays=_DECAYS.unpack_from(one)[0])
             self._steps = []
             self._after()
         self._closed = step + 1

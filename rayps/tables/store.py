@@ -19,7 +19,7 @@ from rayps.elastic.space import Table
 from rayps.tables.disk import Disk
 from rayps.tables.index import ABSENT, HashIndex
 from rayps.tables.initial import initial
-from rayps.tables.optim import Rule
+from rayps.tables.optim import Knobs, Rule
 from rayps.tables.pages import BITS, ROWS, Field, Pages, places, release
 from rayps.tables.wire import Counts, Ids, cells
 
@@ -186,8 +186,12 @@ class RowStore:
         life[:, USED] = version
         self._put("life", place, life)
 
-    def step(self, slots: Any, grad: Tensor, scale: float) -> None:
-        """Let the optimizer step these rows by `scale` times a gradient [n, dim], which is only read."""
+    def step(self, slots: Any, grad: Tensor, scale: float, now: Knobs | None = None) -> None:
+        """Let the optimizer step these rows by `scale` times a gradient [n, dim], which is only read.
+
+        `now`: the numbers of the optimizer for this step; None = its own.
+        """
+        now = self.rule.knobs if now is None else now
         place = self._own(slots)
         fields = self.fields[:-1]  # all but the life
         spare = _scratch(self.fields[0], fields)
@@ -198,7 +202,7 @@ class RowStore:
                 self._take(name, part, value)
             state = {name: torch.from_numpy(value) for name, value in held.items()}
             g = torch.mul(grad[lo : lo + _BLOCK], scale, out=torch.from_numpy(spare[0][: len(part)]))
-            self.rule.step(state["rows"], state, g)
+            self.rule.step(state["rows"], state, g, now)
             for name, value in held.items():
                 self._put(name, part, value)
 

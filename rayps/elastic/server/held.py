@@ -49,10 +49,10 @@ class HeldShard(Shard):
         """Rounds that are closed."""
         return self._slowest
 
-    def step(self, grad: Tensor, scale: float = 1.0) -> None:
+    def step(self, grad: Tensor, scale: float = 1.0, decays: float | None = None) -> None:
         if self.writes and self.by == MEAN:
             self._mean = flat_bytes(grad).tobytes()
-        super().step(grad, scale)
+        super().step(grad, scale, decays)
 
     def step_mean(self, values: Sequence[Tensor], weights: Sequence[float]) -> None:
         whole = self._touched == self._whole
