@@ -12,6 +12,7 @@ from typing import Any
 import httpx2
 import uvicorn
 from rayps_api.app import create_app
+from rayps_api.connections import Limits, Server
 from rayps_api.service import Service
 
 from rayps.errors import ClusterError
@@ -41,14 +42,15 @@ class NoPlace:
 class Site:
     """A real server on a free port, in a thread."""
 
-    def __init__(self, path: Path, port: int = 0, place: Any = None) -> None:
+    def __init__(self, path: Path, port: int = 0, place: Any = None, limits: Limits | None = None) -> None:
         self.settings = Settings(state_dir=path).prepare()
         self.token = ""
         self.code = ""
         self.service: Any = None
         self.loop: Any = None
         self.app = create_app(self.settings, place=place or NoPlace(), started=self._started)
-        self.server = uvicorn.Server(uvicorn.Config(self.app, log_level="warning", timeout_graceful_shutdown=1))
+        config = uvicorn.Config(self.app, log_level="warning", timeout_graceful_shutdown=1)
+        self.server = Server(config, limits)
         self.socket = socket.create_server(("127.0.0.1", port))
         self.port = self.socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"

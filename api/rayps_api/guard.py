@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from rayps.federated.real.signed import is_client_token
 from rayps.service.settings import LOOPBACK, Settings
 from rayps.service.store import Store
+from rayps_api.connections import STATE, Held
 from rayps_api.problems import problem
 
 log = logging.getLogger(__name__)
@@ -111,7 +112,11 @@ class Guard:
             return problem(request, 403, f"a page of {origin[:100]} may not write here", code="bad_origin")
         if (request.method, path) in _OPEN or not is_private(path):
             return None
-        return await self._authenticate(request, writes and origin is None)
+        refused = await self._authenticate(request, writes and origin is None)
+        connection = request.scope.get("state", {}).get(STATE)
+        if isinstance(connection, Held):
+            connection.known = refused is None
+        return refused
 
     async def _authenticate(self, request: Request, no_origin: bool) -> Response | None:
         store: Store = request.app.state.service.store

@@ -59,15 +59,24 @@ class Cursor:
         return f"m{self.m}.l{self.l}.e{self.e}"
 
 
+async def _slot(known: Known) -> AsyncIterator[None]:
+    """One of the streams that may be open at once, from before the first question to the store until the end."""
+    if known.streams >= MOST_STREAMS:
+        raise HTTPException(429, f"{MOST_STREAMS} streams are open: close one", {"Retry-After": "5"})
+    known.streams += 1
+    try:
+        yield
+    finally:
+        known.streams -= 1
+
+
 async def _start(
-    known: Known, job: Annotated[str | None, Query(max_length=100)] = None,
+    known: Known, slot: Annotated[None, Depends(_slot)], job: Annotated[str | None, Query(max_length=100)] = None,
     cursor: Annotated[str, Query(max_length=100)] = "",
     last_event_id: Annotated[str | None, Header(max_length=100)] = None,
     group: Annotated[str | None, Query(max_length=100)] = None,
 ) -> Cursor:
     """Refuse before the stream begins: once it has, it can say no error."""
-    if known.streams >= MOST_STREAMS:
-        raise HTTPException(429, f"{MOST_STREAMS} streams are open: close one", {"Retry-After": "5"})
     if job is not None:
         await known.record(job)
     if group is not None and group != ALL_GROUPS:
@@ -83,20 +92,16 @@ async def stream(
     group: Annotated[str | None, Query(max_length=100)] = None,
 ) -> AsyncIterator[ServerSentEvent]:
     """What happens to a job (or, without `job`, to any) as it happens; with `group` a server group (`*`: the list)."""
-    known.streams += 1
-    try:
-        if group is not None:
-            async for message in _groups(known, group):
-                yield message
-        elif job is None:
-            async for message in _list(known):
-                yield message
-        else:
-            chosen = {topic for topic in TOPICS if topic in topics.split(",")}
-            async for message in _one(known, (await known.record(job)).id, chosen, at):
-                yield message
-    finally:
-        known.streams -= 1
+    if group is not None:
+        async for message in _groups(known, group):
+            yield message
+    elif job is None:
+        async for message in _list(known):
+            yield message
+    else:
+        chosen = {topic for topic in TOPICS if topic in topics.split(",")}
+        async for message in _one(known, (await known.record(job)).id, chosen, at):
+            yield message
 
 
 async def _one(known: Service, job_id: str, topics: set[str], at: Cursor) -> AsyncIterator[ServerSentEvent]:

@@ -17,6 +17,8 @@ from typing import Any
 
 import uvicorn
 from rayps_api.app import create_app
+from rayps_api.connections import Server
+from rayps_api.log_limit import LogLimit
 from rayps_api.service import Service
 
 from rayps.cli.show import note, say
@@ -26,7 +28,7 @@ from rayps.service.settings import Settings, private_write
 log = logging.getLogger(__name__)
 
 
-class _Server(uvicorn.Server):
+class _Server(Server):
     """uvicorn that says when it answers, ends streams first, and leaves with code 0 when it is told to."""
 
     def __init__(self, config: uvicorn.Config, site: _Site) -> None:
@@ -121,6 +123,8 @@ def run(settings: Settings, *, keep: bool = False) -> None:
     settings.prepare()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     logging.getLogger("alembic").setLevel(logging.WARNING)
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(LogLimit())
     with _alone(settings), _listening(settings) as door:
         port = door.getsockname()[1]
         name = f"[{settings.host}]" if ":" in settings.host else settings.host

@@ -1,0 +1,61 @@
+"""A log that a peer cannot fill: of each kind of message a few a minute, and then how many were left out."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+
+LIMITED = ("asyncio", "uvicorn.error", "rayps_api.guard", "rayps_api.connections")
+"""Loggers whose messages a peer can cause."""
+_MOST_KINDS = 256
+
+
+@dataclass(slots=True)
+class _Kind:
+    begun: float
+    passed: int = 0
+    left_out: int = 0
+
+
+class LogLimit(logging.Filter):
+    """Passes `most` messages of one kind in `seconds`; the first of the next period says how many were left out.
+
+    A kind is a logger, a level and a format string, not the text: an address in it makes no new kind. Records of
+    loggers that are not in `LIMITED` pass always.
+    """
+
+    def __init__(self, most: int = 5, seconds: float = 60.0) -> None:
+        super().__init__()
+        self._most, self._seconds = most, seconds
+        self._kinds: OrderedDict[tuple[str, int, str], _Kind] = OrderedDict()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether a record is written."""
+        if not any(record.name == name or record.name.startswith(f"{name}.") for name in LIMITED):
+            return True
+        left_out = self.ask((record.name, record.levelno, str(record.msg)[:200]), time.monotonic())
+        if left_out is None:
+            return False
+        if left_out:
+            record.msg = f"{record.getMessage()} ({left_out} more of this kind were not logged)"
+            record.args = None
+        return True
+
+    def ask(self, kind: tuple[str, int, str], now: float) -> int | None:
+        """None: leave it out. Otherwise the number of messages of this kind that were left out before it."""
+        found = self._kinds.get(kind)
+        if found is None:
+            found = self._kinds[kind] = _Kind(now)
+            while len(self._kinds) > _MOST_KINDS:
+                self._kinds.popitem(last=False)
+        left_out = 0
+        if now - found.begun >= self._seconds:
+            left_out = found.left_out
+            found.begun, found.passed, found.left_out = now, 0, 0
+        if found.passed >= self._most:
+            found.left_out += 1
+            return None
+        found.passed += 1
+        return left_out
