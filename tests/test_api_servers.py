@@ -17,8 +17,8 @@ from rayps.client import Client
 from rayps.cluster import surrounding
 from rayps.errors import ConfigError, Conflict, NotFound
 from rayps.job import JobSpec
+from rayps.service import drivers as drivers_module
 from rayps.service import groups as groups_module
-from rayps.service import scheduler as scheduler_module
 from rayps.service.groups import actor
 from rayps.service.plan import Facts, Start, Wait, plan
 from rayps.service.remote_group import standing
@@ -127,7 +127,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing(site: Site, client: Clien
 def test_a_group_that_a_job_uses_is_not_stopped_without_force(
     site: Site, client: Client, place: ThreadPlace, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(scheduler_module, "DRIVER", DRIVER)
+    monkeypatch.setattr(drivers_module, "DRIVER", DRIVER)
     group = client.start_servers("shared").wait(10)
     job = site.add(server_group="shared", strategy="parameter_server")
     place.threads.find(actor("shared")).actor.open_space(job)  # type: ignore[union-attr]

@@ -16,12 +16,13 @@ from small_work import SEEN, Small, Watched, distance, kinds, plain, train
 
 import rayps
 from rayps import AllReduce, ParameterServer
-from rayps.cluster import LocalCluster, until
+from rayps.cluster import LocalCluster, surrounding, until
 from rayps.errors import CheckpointError, ConfigError, DataError, TrainingError, WorkloadError
 from rayps.job import JobSpec, Status
 from rayps.runtime.driver import Driver
 from rayps.runtime.driver_actor import DriverActor
 from rayps.runtime.journal import Journal
+from rayps.service import processes
 from rayps.strategy import parse, wire
 
 EXACT = 1e-12
@@ -585,6 +586,32 @@ def test_a_job_that_cannot_begin_says_why_in_its_folder(folder, changes, words):
     assert outcome["status"] == "FAILED"
     for word in words:
         assert word in outcome["message"]
+
+
+def test_the_actor_begins_by_itself_and_ends_itself(folder):
+    """Whoever created it may be killed at once: no further call is needed for the job to run and to leave nothing."""
+    cluster = surrounding()
+    spec = SPEC | {"working_dir": str(folder)}
+    cluster.spawn("rayps.runtime.driver_actor:DriverActor", spec, str(folder / "job"), 1, 0, name="driver-job")
+    assert until(lambda: (folder / "job" / "outcome.json").exists(), 60)
+    assert json.loads((folder / "job" / "outcome.json").read_text())["status"] == "SUCCEEDED"
+    assert until(lambda: cluster.find("driver-job") is None, 60)
+    begun = json.loads((folder / "job" / "driver.json").read_text())
+    assert begun == {"attempt": 1, "pid": os.getpid(), "started": processes.started(os.getpid())}
+
+
+def test_a_crash_of_the_actor_is_told_in_its_folder(folder, monkeypatch):
+    (folder / "work.py").write_text(LINE + "\nraise KeyboardInterrupt('no outcome tells this')\n")
+    monkeypatch.setattr(threading, "excepthook", lambda *_: None)
+    cluster = surrounding()
+    spec = SPEC | {"working_dir": str(folder)}
+    (folder / "job").mkdir()
+    (folder / "job" / "progress.json").write_text('{"status": "RUNNING"}')
+    cluster.spawn("rayps.runtime.driver_actor:DriverActor", spec, str(folder / "job"), 2, 0, name="driver-job")
+    assert until(lambda: cluster.find("driver-job") is None, 60)
+    begun = json.loads((folder / "job" / "driver.json").read_text())
+    assert begun["attempt"] == 2 and begun["crash"] == "KeyboardInterrupt: no outcome tells this"
+    assert not (folder / "job" / "outcome.json").exists() and not (folder / "job" / "progress.json").exists()
 
 
 def test_a_stop_before_the_start_is_not_forgotten(folder):

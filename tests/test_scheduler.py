@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import subprocess
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
@@ -15,8 +16,10 @@ import pytest
 
 from rayps.errors import ClusterError, ConfigError
 from rayps.job import JobSpec, Status, may_move
+from rayps.service import drivers, processes
 from rayps.service.plan import PATIENCE, STOP_SECONDS, Ask, Facts, Kill, Seal, Show, Start, Wait, needs, plan
 from rayps.service.scheduler import Scheduler
+from rayps.service.silence import MOST_STEP, Silence, Silences
 from rayps.service.store import Store
 
 S = Status
@@ -25,6 +28,8 @@ END = {"status": "SUCCEEDED", "message": "done", "metrics": {"accuracy": 0.9}, "
        "finished_at": 9.0}
 BEHIND = "waits behind job (a), which was submitted before"
 ASKED = "a stop was asked for"
+UNSTARTED = "the service was killed before it had started the driver: started again"
+NO_SIGN = "no sign of progress for 900 s while {}: its timeout and RAYPS_STALL set how long it may take"
 
 
 def decide(job: Facts, alive: bool = True, **kwargs: Any) -> list[Any]:
@@ -68,6 +73,25 @@ RUNNING = Facts("a", status=S.RUNNING, attempt=1)
      [Kill("a", "it did not stop within 60 s")]),
     (Facts("a", status=S.STOPPING, stopping=5.0), False,
      [Seal("a", S.STOPPED, "stopped: its driver was gone before it could say goodbye")]),
+    (Facts("a", status=S.STOPPING, stopping=70.0, crash="it did not stop within 60 s"), False,
+     [Seal("a", S.STOPPED, "stopped: its driver was ended (it did not stop within 60 s)")]),
+    # the service was killed before it had started this attempt's driver: that is no failure of the job
+    (Facts("a", status=S.STARTING, attempt=1, max_failures=0, launched=False), False, [Start("a", 2, 0, UNSTARTED)]),
+    (Facts("a", status=S.RECOVERING, attempt=3, failures=2, launched=False), False, [Start("a", 4, 2, UNSTARTED)]),
+    (Facts("a", status=S.STOPPING, attempt=1, stopping=1.0, launched=False), False,
+     [Seal("a", S.STOPPED, "stopped: its driver was gone before it could say goodbye")]),
+    # deadlines: the driver of a job that starts or recovers without a sign of progress is given up
+    (Facts("a", status=S.STARTING, attempt=1, silent=900.0), True, []),
+    (Facts("a", status=S.STARTING, attempt=1, silent=901.0), True, [Kill("a", NO_SIGN.format("STARTING"))]),
+    (Facts("a", status=S.RECOVERING, attempt=2, silent=901.0), True, [Kill("a", NO_SIGN.format("RECOVERING"))]),
+    (Facts("a", status=S.RUNNING, attempt=2, silent=901.0), True, []),
+    (Facts("a", status=S.STARTING, attempt=1, silent=901.0, deadline=3000.0), True, []),
+    (Facts("a", status=S.STARTING, attempt=1, silent=901.0, crash=NO_SIGN.format("STARTING")), True,
+     [Kill("a", NO_SIGN.format("STARTING"))]),  # until it is gone
+    (Facts("a", status=S.STARTING, attempt=1, silent=901.0, outcome=END), True,
+     [Seal("a", S.SUCCEEDED, "done", {"accuracy": 0.9}, "/c", 9.0, told=True)]),
+    (Facts("a", status=S.STARTING, attempt=1, crash=NO_SIGN.format("STARTING")), False,
+     [Start("a", 2, 1, f"its driver was lost ({NO_SIGN.format('STARTING')}): started again (failure 1 of 3)")]),
     (Facts("a", stopping=0.0), False, [Seal("a", S.STOPPED, "stopped before it started")]),
     # a driver that is gone, or lives on after its run
     (Facts("a", status=S.RUNNING, attempt=1), False,
@@ -144,6 +168,37 @@ def test_the_queue(jobs: list[Facts], free: float, expected: list[Any]) -> None:
     assert plan(jobs, drivers, {"cpu": free, "gpu": 0.0}, ROOM) == expected
 
 
+@pytest.mark.parametrize(("stopping", "blind", "deadline", "ends"), [
+    (901.0, 901.0, 900.0, True), (899.0, 901.0, 900.0, False), (901.0, 899.0, 900.0, False), (901.0, 901.0, 1e3, False),
+    (None, 1e6, 900.0, False)])
+@pytest.mark.parametrize("status", [s for s in S if not s.terminal and s is not S.QUEUED])
+def test_a_stop_of_a_job_that_cannot_be_seen_has_a_deadline(status: Status, stopping: float | None, blind: float,
+                                                            deadline: float, ends: bool) -> None:
+    job = Facts("a", status=status, stopping=stopping, deadline=deadline)
+    actions = plan([job], None, None, None, blind=blind, why="no route")
+    sealed = [Seal("a", S.STOPPED, f"stopped: its driver could not be seen for {deadline:g} s (no route), and is ended "
+                                   "if it is found again")]
+    assert (actions == sealed) is ends and (ends or not any(isinstance(action, Seal) for action in actions))
+
+
+def test_no_status_is_for_ever() -> None:
+    """Whatever the facts, some later fact or deadline moves a job on: a driver that says nothing is given up, a job
+    whose driver is gone is started again or ended, a stop ends."""
+    for status, launched, interrupted, stopping, crash in itertools.product(
+            [s for s in S if not s.terminal and s is not S.QUEUED], (True, False), (True, False), (None, 1e6),
+            (None, "KeyError: 'x'")):
+        job = Facts("a", status=status, launched=launched, interrupted=interrupted, stopping=stopping, crash=crash,
+                    silent=1e6, attempt=1)
+        gone = plan([job], set(), ROOM, ROOM)
+        assert len(gone) == 1 and isinstance(gone[0], Seal if stopping else Start), job
+        alive = plan([job], {"a"}, ROOM, ROOM)
+        # RUNNING is watched by its driver, UNKNOWN becomes what the driver says
+        assert any(isinstance(action, Kill) for action in alive) or status in (S.RUNNING, S.UNKNOWN, S.STOPPING), job
+        if stopping:
+            assert any(isinstance(action, Kill) for action in alive), job
+            assert any(isinstance(action, Seal) for action in plan([job], None, None, None, blind=1e6)), job
+
+
 def test_nothing_starts_unseen_and_the_reason_is_said_once() -> None:
     assert plan([cpus(1)], None, None, None) == [Wait("a", "Ray is starting")]
     assert plan([cpus(1, reason="Ray is starting")], None, None, None) == []
@@ -157,14 +212,26 @@ def test_gpus_are_counted_too() -> None:
 
 def test_every_planned_move_is_legal() -> None:
     words = [None, *({"status": s.value, "message": "m"} for s in S)]
-    for status, alive, stopping, said, blind in itertools.product(
-            [s for s in S if not s.terminal], (True, False, None), (None, 1.0, 99.0), words, (0.0, 99.0)):
-        job = Facts("a", status=status, stopping=stopping, progress=said, attempt=1)
+    for status, alive, stopping, said, blind, silent, launched in itertools.product(
+            [s for s in S if not s.terminal], (True, False, None), (None, 1.0, 99.0, 999.0), words, (0.0, 99.0, 999.0),
+            (0.0, 999.0), (True, False)):
+        job = Facts("a", status=status, stopping=stopping, progress=said, attempt=1, silent=silent, launched=launched)
         drivers = None if alive is None else {"a"} if alive else set()
         for action in plan([job], drivers, ROOM, ROOM, blind=blind):
             if isinstance(action, Show | Seal):
                 assert may_move(status, action.status), (job, action)
                 assert isinstance(action, Show) or action.status.terminal
+
+
+def test_silence_counts_only_while_we_run() -> None:
+    now = [0.0]
+    silence = Silence(lambda: now[0])
+    assert silence.observe("a") == 0.0
+    for step, sign, expected in [(1.0, "a", 1.0), (2.0, "a", 3.0), (1.0, "b", 0.0), (4.0, "b", 4.0),
+                                 (86400.0, "b", 4.0 + MOST_STEP),  # we were suspended for a day
+                                 (-50.0, "b", 4.0 + MOST_STEP), (1.0, "b", 5.0 + MOST_STEP), (1.0, "a", 0.0)]:
+        now[0] += step
+        assert silence.observe(sign) == expected
 
 
 # ticks
@@ -175,11 +242,10 @@ class FakeHandle:
         self.name = name
         self.args = args
         self.calls: list[str] = []
-        self.run: Future[Any] = Future()
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
         self.calls.append(method)
-        return self.run if method == "run" else Future()
+        return Future()
 
 
 class FakeCluster:
@@ -254,7 +320,7 @@ def write(path: Path, job_id: str, name: str, data: dict[str, Any]) -> None:
     (path / "jobs" / job_id / name).write_text(json.dumps(data))
 
 
-def test_a_job_from_queue_to_result(tmp_path: Path) -> None:
+def test_a_job_from_queue_to_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(store: Store, scheduler: Scheduler, cluster: FakeCluster, place: FakePlace) -> None:
         place.at = None
         job = await add(store, workers=2)
@@ -266,7 +332,7 @@ def test_a_job_from_queue_to_result(tmp_path: Path) -> None:
         found = await store.get(job)
         assert (found.status, found.attempt, found.reason) == (S.STARTING, 1, None) and scheduler.view.ready
         [driver] = cluster.spawned
-        assert driver.args[1:] == (str(tmp_path / "jobs" / job), 1, 0) and driver.calls == ["run"]
+        assert driver.args[1:] == (str(tmp_path / "jobs" / job), 1, 0) and driver.calls == []  # it begins by itself
         assert driver.args[0]["workers"] == 2 and (tmp_path / "jobs" / job).stat().st_mode & 0o777 == 0o700
         write(tmp_path, job, "progress.json", {"status": "RUNNING", "time": time.time() + 1})
         await scheduler.tick()
@@ -280,8 +346,9 @@ def test_a_job_from_queue_to_result(tmp_path: Path) -> None:
         # what the driver's own events say is not said again
         assert [e["kind"] for e in await store.events(job)] == ["queued", "starting"]
         cluster.spawn("rayps.runtime.driver_actor:DriverActor", name=f"driver-{job}", detached=True, here=True)
-        driver.run.set_result("SUCCEEDED")
-        assert await scheduler.tick() == [] and not cluster.actors  # an idle driver is sent home
+        assert await scheduler.tick() == [] and cluster.actors  # it gets a while to end itself
+        monkeypatch.setattr(drivers, "_TIDY_SECONDS", 0.0)
+        assert await scheduler.tick() == [] and not cluster.actors
     serve(tmp_path, body)
 
 
@@ -308,7 +375,7 @@ def test_a_run_that_raised_is_ended_and_says_why(tmp_path: Path) -> None:
     async def body(store: Store, scheduler: Scheduler, cluster: FakeCluster, place: FakePlace) -> None:
         job = await add(store, max_failures=0)
         await scheduler.tick()
-        cluster.spawned[0].run.set_exception(ValueError("bad\nthing"))
+        write(tmp_path, job, "driver.json", {"attempt": 1, "crash": "ValueError: bad"})
         await scheduler.tick()
         assert not cluster.actors
         await scheduler.tick()
@@ -324,7 +391,7 @@ def test_stop_reaches_the_driver(tmp_path: Path) -> None:
         await store.ask_stop(job)
         await scheduler.tick()
         await scheduler.tick()
-        assert (await store.get(job)).status is S.STOPPING and cluster.spawned[0].calls == ["run", "stop"]
+        assert (await store.get(job)).status is S.STOPPING and cluster.spawned[0].calls == ["stop"]
         write(tmp_path, job, "outcome.json", {"status": "STOPPED", "message": "stopped at round 7"})
         await scheduler.tick()
         assert (await store.get(job)).status is S.STOPPED
@@ -340,7 +407,7 @@ def test_a_service_that_was_killed_carries_on(tmp_path: Path) -> None:
         assert len(cluster.spawned) == 1 and (await store.get(job)).attempt == 1
         await store.ask_stop(job)
         await again.tick()
-        assert cluster.spawned[0].calls == ["run", "stop"]
+        assert cluster.spawned[0].calls == ["stop"]
     serve(tmp_path, body)
 
 
@@ -368,6 +435,89 @@ def test_trouble_with_ray_leaves_jobs_alone(tmp_path: Path, trouble: Any) -> Non
         await scheduler.tick()
         found = await store.get(job)
         assert found.status is S.STARTING and not scheduler.view.ready and scheduler.view.reason
+    serve(tmp_path, body)
+
+
+def test_a_driver_that_shows_no_sign_is_given_up(tmp_path: Path) -> None:
+    """A job cannot stay STARTING: its driver is killed, started again, and at last the job fails with the reason."""
+    async def body(store: Store, scheduler: Scheduler, cluster: FakeCluster, place: FakePlace) -> None:
+        scheduler = Scheduler(store, place, tmp_path / "jobs", stall=0.0)  # type: ignore[arg-type]
+        job = await add(store, max_failures=1, timeout=0.001)
+        behind = await add(store, workers=8)
+        seen = []
+        for _ in range(200):
+            await scheduler.tick()
+            seen.append((await store.get(job)).status)
+            if seen[-1].terminal:
+                break
+        found = await store.get(job)
+        assert (found.status, found.attempt) == (S.FAILED, 2) and "no sign of progress" in (found.reason or "")
+        assert S.STARTING in seen and S.RECOVERING in seen
+        await scheduler.tick()
+        assert (await store.get(behind)).status is S.STARTING
+    serve(tmp_path, body)
+
+
+def test_signs_of_progress_renew_the_deadline(tmp_path: Path) -> None:
+    async def body(store: Store, scheduler: Scheduler, cluster: FakeCluster, place: FakePlace) -> None:
+        now = [0.0]
+        scheduler._silences = Silences(lambda: now[0])
+        job = await add(store)
+        await scheduler.tick()
+        for count in range(1000):  # 4,000 seconds of a slow start that says something every 400
+            now[0] += 4.0
+            if count % 100 == 99:
+                write(tmp_path, job, "progress.json", {"status": "STARTING", "time": time.time() + 9, "n": "x" * count})
+            await scheduler.tick()
+        assert (await store.get(job)).attempt == 1 and cluster.actors
+        for _ in range(230):
+            now[0] += 4.0
+            await scheduler.tick()
+        assert (await store.get(job)).attempt == 2
+    serve(tmp_path, body)
+
+
+def test_what_is_left_of_an_attempt_is_ended_before_the_next(tmp_path: Path) -> None:
+    """Ray may call a process dead that lives on, stopped: it must not write to the job's folder beside the next."""
+    async def body(store: Store, scheduler: Scheduler, cluster: FakeCluster, place: FakePlace) -> None:
+        job = await add(store)
+        await scheduler.tick()
+        left = subprocess.Popen(["sleep", "300"])
+        other = subprocess.Popen(["sleep", "300"])
+        try:
+            write(tmp_path, job, "driver.json", {"attempt": 1, "pid": left.pid, "started": processes.started(left.pid)})
+            cluster.actors.clear()
+            await scheduler.tick()
+            assert left.wait(30) == -9 and (await store.get(job)).attempt == 2
+            # the same id, another process
+            write(tmp_path, job, "driver.json", {"attempt": 2, "pid": other.pid, "started": 1})
+            cluster.actors.clear()
+            await scheduler.tick()
+            assert other.poll() is None and (await store.get(job)).attempt == 3
+        finally:
+            other.kill()
+            other.wait()
+    serve(tmp_path, body)
+
+
+def test_a_clock_that_is_set_kills_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(store: Store, scheduler: Scheduler, cluster: FakeCluster, place: FakePlace) -> None:
+        job = await add(store)
+        await scheduler.tick()
+        await store.ask_stop(job)
+        await scheduler.tick()
+        wall = time.time
+        for jump in (86400.0, -86400.0):
+            monkeypatch.setattr(time, "time", lambda jump=jump: wall() + jump)
+            await scheduler.tick()
+            assert cluster.actors and (await store.get(job)).status is S.STOPPING
+        monkeypatch.setattr(time, "time", wall)
+        other = await add(store)
+        await scheduler.tick()
+        write(tmp_path, other, "driver.json", {"attempt": 1})  # then what its progress says is of this attempt
+        write(tmp_path, other, "progress.json", {"status": "RUNNING", "time": wall() - 86400.0})
+        await scheduler.tick()
+        assert (await store.get(other)).status is S.RUNNING
     serve(tmp_path, body)
 
 

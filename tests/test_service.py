@@ -19,6 +19,7 @@ import httpx2
 import pytest
 
 from rayps.client import Client
+from rayps.failpoint import VARIABLE
 from rayps.service import processes
 from rayps.service.ray_daemon import read_record
 
@@ -60,12 +61,12 @@ class Serve:
         self.log = state.parent / "service.log"
         self.shared = shared_memory()
 
-    def start(self) -> Serve:
+    def start(self, failpoint: str = "") -> Serve:
         (self.state / "service.json").unlink(missing_ok=True)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "rayps.cli", "serve", "--state-dir", str(self.state), "--port", "0",
              "--cpus", "4", "--idle", "120", *self.options],
-            stdout=self.log.open("a"), stderr=subprocess.STDOUT, text=True)
+            stdout=self.log.open("a"), stderr=subprocess.STDOUT, text=True, env={**os.environ, VARIABLE: failpoint})
         until(lambda: (self.state / "service.json").exists(), 30)
         self.url = json.loads((self.state / "service.json").read_text())["url"]
         return self
@@ -201,6 +202,22 @@ def test_a_service_that_is_killed_leaves_no_hole(serve: Serve, work: Path) -> No
     assert serve.process is not None
     assert "libtorch" not in Path(f"/proc/{serve.process.pid}/maps").read_text()  # its jobs' processes have it
     assert [p["round"] for p in job.metrics() if p["kind"] == "round"] == list(range(80))
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("place", ["launch: stored, not started", "launch: started, not noted"])
+def test_a_service_that_is_killed_while_a_driver_starts_leaves_no_job_starting(serve: Serve, work: Path,
+                                                                                place: str) -> None:
+    """The other steps: `test_service_kills.py`. With `max_failures=0`: its death is no failure of the job."""
+    serve.kill()
+    serve.start(f"{place}=1")
+    job = serve.client().submit("line.py:Line", working_dir=work, workers=2, epochs=1, max_failures=0)
+    assert serve.process is not None and serve.process.wait(120) == -signal.SIGKILL
+    serve.start()
+    job = serve.client().job(job.id)
+    assert job.wait(180).data["status"] == "SUCCEEDED", job.data
+    assert job.data["attempt"] == (1 if "noted" in place else 2)
+    assert sorted(p["round"] for p in job.metrics() if p["kind"] == "round") == list(range(20))
 
 
 @pytest.mark.chaos

@@ -13,9 +13,10 @@ from fastapi import FastAPI
 from rayps.federated.real.signed import Key
 from rayps.service import adoption
 from rayps.service.client_tokens import ClientTokens
+from rayps.service.drivers import Place
 from rayps.service.groups import Groups
 from rayps.service.ray_place import place as choose
-from rayps.service.scheduler import Place, Scheduler
+from rayps.service.scheduler import Scheduler
 from rayps.service.settings import Settings
 from rayps.service.store import Store
 from rayps_api import pages, problems, routes_clients, routes_jobs, routes_root, routes_servers, stream
@@ -42,7 +43,7 @@ def create_app(settings: Settings, *, place: Place | None = None, keep: bool = F
         settings.prepare()
         store = await Store.open(settings.database)
         await adoption.adopt(store, settings.jobs_dir)
-        scheduler = Scheduler(store, place or choose(settings), settings.jobs_dir)
+        scheduler = Scheduler(store, place or choose(settings), settings.jobs_dir, stall=settings.stall)
         groups = Groups(scheduler, settings.servers_dir)
         scheduler.group_hinders, scheduler.group_ended = groups.hinders, groups.ended
         tokens = ClientTokens(store, Key.kept(settings.client_key))

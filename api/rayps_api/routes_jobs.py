@@ -14,6 +14,7 @@ from fastapi import APIRouter, Header, Query
 from fastapi.responses import JSONResponse
 
 from rayps.errors import ConfigError, Conflict, NotFound
+from rayps.failpoint import passing
 from rayps.job import JobSpec, Status, misnamed
 from rayps.service import job_folders
 from rayps.strategy import parse, wire
@@ -45,9 +46,12 @@ async def submit(
     if spec.resume is not None:
         spec = replace(spec, resume=await _checkpoint(spec.resume, spec.working_dir, known))
     known.scheduler.refuse_too_large(spec)
+    passing("submit: checked, not stored")
     record, created = await known.store.add(spec, name=name, key=idempotency_key)
     if created:
+        passing("submit: stored, folder not written")
         await _keep(record.id, known)
+    passing("submit: stored, not acknowledged")
     known.scheduler.wake()
     place = {"Location": f"/api/v1/jobs/{record.id}"}
     return JSONResponse(known.show(record), 201 if created else 200, place)
@@ -76,6 +80,7 @@ async def show(job_id: str, known: Known) -> Any:
 async def stop(job_id: str, known: Known) -> Any:
     """Ask a job to stop; 409 when it has ended."""
     record = await known.store.ask_stop((await known.record(job_id)).id)
+    passing("stop: stored, not acknowledged")
     known.scheduler.wake()
     return JSONResponse(known.show(record), 202)
 

@@ -14,7 +14,8 @@ from rayps.errors import Unauthorized
 from rayps.federated.real.mailbox import FOLDER, Mailbox
 from rayps.service.client_tokens import ClientTokens
 from rayps.service.groups import Groups
-from rayps.service.scheduler import Scheduler, read_json
+from rayps.service.job_folders import read_json
+from rayps.service.scheduler import Scheduler
 from rayps.service.settings import Settings
 from rayps.service.store import Record, Store
 from rayps_api.rollup import Rollups

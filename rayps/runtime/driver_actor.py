@@ -1,7 +1,14 @@
-"""A job's driver as an actor of its own: what the service starts, asks to stop, and finds again."""
+"""A job's driver as an actor of its own: what the service starts, asks to stop, and finds again.
+
+The actor begins the job in its constructor, in a thread of its own: whoever created it may die at any moment after
+that. `driver.json` in the job's folder says which attempt has begun and in which process. When the run is over the
+actor ends itself, so that no service is needed for that either.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import threading
 from pathlib import Path
@@ -10,11 +17,16 @@ from typing import Any
 from rayps import checkpoint
 from rayps.cluster import surrounding
 from rayps.errors import RaypsError
+from rayps.failpoint import passing
 from rayps.job import JobSpec, Status
 from rayps.runtime.driver import Driver
 from rayps.runtime.journal import Journal
 from rayps.runtime.outcome import Outcome
 from rayps.workload import load
+
+log = logging.getLogger(__name__)
+
+BEGUN = "driver.json"  # {"attempt", "pid", "started" (ticks since boot), "crash" (an error that no outcome tells)}
 
 
 class DriverActor:
@@ -25,6 +37,10 @@ class DriverActor:
         self._failures = failures  # what went wrong in the attempts before
         self._driver: Driver | None = None
         self._stopped = threading.Event()
+        self._status = Status.FAILED
+        self._crash: BaseException | None = None
+        self._thread = threading.Thread(target=self._live, name="rayps-driver", daemon=True)
+        self._thread.start()
 
     def ping(self) -> int:
         """The process id: a sign of life."""
@@ -37,7 +53,40 @@ class DriverActor:
             self._driver.stop()
 
     def run(self) -> str:
-        """Run the job to its sealed outcome, then leave."""
+        """Wait for the end of the run, which the constructor has begun. Raises what ended it without an outcome."""
+        self._thread.join()
+        if self._crash is not None:
+            raise self._crash
+        return self._status
+
+    def _live(self) -> None:
+        try:
+            self._begin()
+            self._status = self._run()
+            passing("driver: outcome written, not ended")
+        except BaseException as error:  # also SystemExit of the user's code: the next attempt must know why
+            log.exception("the driver of %s crashed", self._folder.name)
+            self._crash = error
+            self._note(crash=f"{type(error).__name__}: {error}".splitlines()[0])
+        finally:
+            self._leave()
+
+    def _begin(self) -> None:
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if self._attempt > 1:
+            (self._folder / "progress.json").unlink(missing_ok=True)  # of the attempt before
+        self._note()
+        passing("driver: begun, nothing done")
+
+    def _note(self, **facts: Any) -> None:
+        pid = os.getpid()
+        text = json.dumps({"attempt": self._attempt, "pid": pid, "started": _started(), **facts})
+        part = self._folder / f".{BEGUN}.{pid}"
+        part.write_text(text, encoding="utf-8")
+        part.replace(self._folder / BEGUN)
+
+    def _run(self) -> Status:
+        """Run the job to its sealed outcome."""
         spec, journal = self._spec, Journal(self._folder)
         checkpoints = self._folder / "checkpoints"
         try:
@@ -54,11 +103,28 @@ class DriverActor:
             )  # fmt: skip
             if self._stopped.is_set():
                 self._driver.stop()
-            status = self._driver.run(surrounding()).status
+            return self._driver.run(surrounding()).status
         except (RaypsError, OSError) as error:  # the job cannot even begin: its folder must say why
-            status = Status.FAILED
             journal.event("failed", str(error))
-            journal.seal(Outcome(status, str(error), error=error).to_dict())
+            journal.seal(Outcome(Status.FAILED, str(error), error=error).to_dict())
+            return Status.FAILED
         finally:
             journal.close()
-        return status
+
+    def _leave(self) -> None:
+        """End this actor: an idle one would keep a process."""
+        try:
+            cluster = surrounding()
+            handle = cluster.find(f"driver-{self._folder.name}")
+            if handle is not None:
+                cluster.kill(handle)
+        except Exception as error:  # Ray is ending, and this process with it; the outcome is on disk
+            log.warning("the driver of %s could not end itself: %s", self._folder.name, error)
+
+
+def _started() -> int | None:
+    """When this process started, in clock ticks since boot; None where the system does not say."""
+    try:
+        return int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return None

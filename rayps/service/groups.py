@@ -22,7 +22,8 @@ from typing import Any
 from rayps.cluster import Cluster, Handle
 from rayps.errors import ActorDied, ClusterError, ConfigError, Conflict, NotFound, RaypsError
 from rayps.job import JobSpec
-from rayps.service.scheduler import Scheduler, read_json
+from rayps.service.job_folders import read_json
+from rayps.service.scheduler import Scheduler
 from rayps.service.settings import private_write
 from rayps.service.store import FEWEST_LETTERS
 

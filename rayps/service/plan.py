@@ -16,6 +16,7 @@ Bundle = dict[str, float]
 
 PATIENCE = 30.0  # seconds without a good look at the drivers until their jobs are called UNKNOWN
 STOP_SECONDS = 60.0  # seconds that a driver gets to stop by itself
+SIGN_SECONDS = 900.0  # seconds that a STARTING or RECOVERING job may show no progress; `Settings.stall` sets it
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,10 @@ class Facts:
     stopping: float | None = None  # seconds since a stop was asked for
     outcome: dict[str, Any] | None = None  # outcome.json
     progress: dict[str, Any] | None = None  # progress.json, when this attempt wrote it
-    crash: str | None = None  # its driver lives, but its run ended with this error
+    crash: str | None = None  # what ended its driver's run without an outcome, or why its driver was killed
+    launched: bool = True  # the call that starts this attempt's driver has returned, or the driver has begun
+    silent: float = 0.0  # seconds in which its folder showed no progress, while it is STARTING or RECOVERING
+    deadline: float = SIGN_SECONDS  # seconds of such silence after which its driver is given up
     group: str | None = None  # why the server group that it names cannot serve it yet
     doomed: str | None = None  # why it can never go on: its server group was stopped under it
 
@@ -130,16 +134,26 @@ def _running(job: Facts, drivers: Collection[str] | None, blind: float, why: str
     if job.outcome is not None:
         return [_sealed(job, job.outcome)]
     if drivers is None:
-        if blind < PATIENCE or job.status is Status.UNKNOWN:
-            return []
-        return [Show(job.id, Status.UNKNOWN, f"its driver cannot be seen: {why}")]
+        return _unseen(job, blind, why)
     if job.id not in drivers:
         return [_lost(job)]
     if job.crash is not None:
         return [Kill(job.id, job.crash)]
     if job.stopping is not None:
         return _stopping(job, job.stopping)
+    if job.status in (Status.STARTING, Status.RECOVERING) and job.silent > job.deadline:
+        return [Kill(job.id, f"no sign of progress for {job.deadline:g} s while {job.status}: its timeout and "
+                             "RAYPS_STALL set how long it may take")]
     return _mirrored(job)
+
+
+def _unseen(job: Facts, blind: float, why: str) -> list[Action]:
+    if job.stopping is not None and min(blind, job.stopping) > job.deadline:
+        return [Seal(job.id, Status.STOPPED, f"stopped: its driver could not be seen for {job.deadline:g} s ({why}), "
+                                             "and is ended if it is found again")]
+    if blind < PATIENCE or job.status is Status.UNKNOWN:
+        return []
+    return [Show(job.id, Status.UNKNOWN, f"its driver cannot be seen: {why}")]
 
 
 def _sealed(job: Facts, outcome: dict[str, Any]) -> Seal:
@@ -155,10 +169,14 @@ def _sealed(job: Facts, outcome: dict[str, Any]) -> Seal:
 
 def _lost(job: Facts) -> Action:
     if job.stopping is not None:
-        return Seal(job.id, Status.STOPPED, "stopped: its driver was gone before it could say goodbye")
+        why = f"was ended ({job.crash})" if job.crash else "was gone before it could say goodbye"
+        return Seal(job.id, Status.STOPPED, f"stopped: its driver {why}")
     failures = max(job.failures, int((job.progress or {}).get("failures", 0)))
     if job.interrupted:
         return Start(job.id, job.attempt + 1, failures, "the service had ended its Ray: started again")
+    if not job.launched:
+        return Start(job.id, job.attempt + 1, failures, "the service was killed before it had started the driver: "
+                                                        "started again")
     failures += 1
     cause = f" ({job.crash})" if job.crash else ""
     if failures <= job.max_failures:

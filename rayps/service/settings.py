@@ -16,6 +16,7 @@ from typing import Any, Self
 
 from rayps.errors import ConfigError
 from rayps.job import LOCAL_CPUS
+from rayps.service.plan import SIGN_SECONDS
 
 _PROOFS = ("rayps.db", "service.lock")  # a directory with one of these was used by a rayps service
 _OURS = re.compile(r"jobs|servers|backup\.json|lost\+found|\.?(token|clients|rayps\.db|ray[._]|service\.).*")
@@ -33,6 +34,7 @@ class Settings:
     address: str | None = None  # of a Ray cluster to join; None: rayps runs its own
     cpus: int = field(default_factory=lambda: max(LOCAL_CPUS, os.cpu_count() or 1))  # logical CPUs of the own Ray
     idle: float = 600.0  # seconds without service and job after which the own Ray ends itself
+    stall: float = SIGN_SECONDS  # seconds that a job may start, or start again, without a sign of progress
     allowed_hosts: tuple[str, ...] = ()  # Host names that are answered, beside the loopback ones
     url: str | None = None  # where a client looks for the service
     token: str | None = None  # what a client shows it
@@ -200,5 +202,5 @@ def _names(name: str, text: str) -> tuple[str, ...]:
 
 _READERS: dict[str, Any] = {
     "state_dir": _folder, "host": _word, "port": _port, "address": _cluster, "cpus": _count,
-    "idle": _seconds, "allowed_hosts": _names, "url": _url, "token": _word,
+    "idle": _seconds, "stall": _seconds, "allowed_hosts": _names, "url": _url, "token": _word,
 }

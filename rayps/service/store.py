@@ -23,6 +23,7 @@ from alembic.config import Config
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
 from rayps.errors import ConfigError, Conflict, NotFound
+from rayps.failpoint import passing
 from rayps.job import JobSpec, Status, may_move
 from rayps.service.settings import private_write
 
@@ -141,6 +142,7 @@ class Store:
                 id=job_id, name=name, status=Status.QUEUED.value, spec=text, attempt=0, failures=0,
                 interrupted=False, created_at=now, idempotency_key=key, idempotency_hash=digest))
             await _note(tx, job_id, "queued", f"{name} was submitted", 0, now)
+            passing("submit: written, not committed")
         return await self.get(job_id), True
 
     async def get(self, job_id: str) -> Record:

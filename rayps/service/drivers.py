@@ -1,0 +1,175 @@
+"""The drivers of jobs in the cluster: seen, started, asked to stop, ended. Called from one thread.
+
+A driver is a detached actor named after its job, so that there is at most one of a job and a later service finds it. It
+begins by itself. Two small files in the job's folder tell how far a start has come: `driver.json`, by the driver when
+it begins, and `launch.json`, by the service when the call that starts it has returned.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from rayps.cluster import Bundle, Cluster, Handle
+from rayps.errors import ClusterError
+from rayps.failpoint import passing
+from rayps.service import processes
+from rayps.service.job_folders import read_json
+from rayps.service.plan import Start
+from rayps.service.settings import private_write
+from rayps.service.store import Record
+
+log = logging.getLogger(__name__)
+
+DRIVER = "rayps.runtime.driver_actor:DriverActor"
+BEGUN, LAUNCHED = "driver.json", "launch.json"
+_TIDY_SECONDS = 10.0  # that a driver gets to end itself after its outcome
+_ASK_SECONDS = 5.0  # between two requests to stop
+
+
+class Place(Protocol):
+    """Where drivers run: a Ray that rayps owns, or one that was joined. Called from one thread."""
+
+    @property
+    def owned(self) -> bool:
+        """Whether the Ray is rayps's own."""
+
+    @property
+    def address(self) -> str | None:
+        """host:port, once it is known."""
+
+    def capacity(self) -> Bundle | None:
+        """What there is in all, where that is known before Ray is up."""
+
+    def cluster(self) -> Cluster:
+        """The cluster, joined. Raises ClusterError while it cannot be."""
+
+    def touch(self) -> None:
+        """Say that the service lives."""
+
+    def leave(self, *, end: bool) -> None:
+        """Let go; `end` also ends a Ray that rayps owns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """One look at the cluster: which drivers live, and what is free."""
+
+    drivers: frozenset[str]
+    free: Bundle
+    total: Bundle
+
+
+class Drivers:
+    """The drivers of the jobs in `jobs_dir`, in the cluster of `place`."""
+
+    def __init__(self, place: Place, jobs_dir: Path) -> None:
+        self.cluster: Cluster | None = None  # as of the last look
+        self.joined = 0  # how often a cluster was joined
+        self._place = place
+        self._jobs_dir = jobs_dir
+        self._handles: dict[str, Handle] = {}
+        self._asked: dict[str, float] = {}
+        self._ended: dict[str, float] = {}
+        self._killed: dict[str, tuple[int, str]] = {}
+
+    def look(self, watched: list[str]) -> Sight:
+        """Which of the watched jobs have a living driver. Raises ClusterError."""
+        self._place.touch()
+        cluster = self._place.cluster()
+        if cluster is not self.cluster:  # another Ray: what the last one gave us is void
+            self.cluster = cluster
+            self.joined += 1
+            self._handles.clear()
+        self._dismiss(cluster)
+        living = set()
+        for job_id in watched:
+            handle = cluster.find(_name(job_id))
+            if handle is not None:
+                self._handles[job_id] = handle
+                living.add(job_id)
+        return Sight(frozenset(living), cluster.free(), cluster.total())
+
+    def start(self, job: Record, start: Start) -> None:
+        """Start the driver of an attempt; whatever is left of the attempt before is ended first.
+
+        Raises:
+            ClusterError: it could not be started, or nobody knows whether it was.
+        """
+        folder = self._jobs_dir / job.id
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        end_process(folder)
+        try:
+            self._handles[job.id] = self._there().spawn(
+                DRIVER, job.spec.to_dict(), str(folder), start.attempt, start.failures, name=_name(job.id),
+                detached=True, here=True, cpus=0.0)
+            passing("launch: started, not noted")
+        finally:
+            private_write(folder / LAUNCHED, json.dumps({"attempt": start.attempt}))
+
+    def ask(self, job_id: str) -> None:
+        """Ask a driver to stop, every few seconds at most; its answer is its outcome."""
+        handle = self._handles.get(job_id)
+        if handle is None or time.monotonic() - self._asked.get(job_id, -1e9) < _ASK_SECONDS:
+            return
+        self._asked[job_id] = time.monotonic()
+        passing("stop: stored, driver not asked")
+        handle.call("stop")
+        passing("stop: driver asked")
+
+    def kill(self, job: Record, reason: str) -> None:
+        """End a driver now; the reason is shown with what follows."""
+        self._killed[job.id] = job.attempt, reason
+        handle = self._handles.pop(job.id, None)
+        passing("kill: chosen, not done")
+        if handle is not None:
+            self._there().kill(handle)
+        end_process(self._jobs_dir / job.id)
+        passing("kill: done")
+
+    def ended(self, job_id: str) -> None:
+        """A job has ended: its driver gets a while to end itself."""
+        self._asked.pop(job_id, None)
+        self._killed.pop(job_id, None)
+        self._ended[job_id] = time.monotonic()
+
+    def crash(self, job: Record, begun: dict[str, Any]) -> str | None:
+        """What ended the run of a job's present attempt without an outcome, or why it was killed."""
+        attempt, reason = self._killed.get(job.id, (0, None))
+        if attempt == job.attempt:
+            return reason
+        crash = begun.get("crash") if begun.get("attempt") == job.attempt else None
+        return None if crash is None else str(crash)
+
+    def _there(self) -> Cluster:
+        if self.cluster is None:
+            raise ClusterError("no Ray was joined yet")
+        return self.cluster
+
+    def _dismiss(self, cluster: Cluster) -> None:
+        for job_id, since in list(self._ended.items()):
+            if time.monotonic() - since > _TIDY_SECONDS:
+                handle = cluster.find(_name(job_id))
+                if handle is not None:
+                    log.warning("the driver of job %s did not end by itself and is killed", job_id)
+                    cluster.kill(handle)
+                self._handles.pop(job_id, None)
+                self._ended.pop(job_id)
+
+
+def _name(job_id: str) -> str:
+    return f"driver-{job_id}"
+
+
+def end_process(folder: Path) -> None:
+    """End the process that `driver.json` names, if it still runs: Ray may have given up a process that lives on."""
+    found = read_json(folder / BEGUN) or {}
+    pid, since = found.get("pid"), found.get("started")
+    if isinstance(pid, int) and isinstance(since, int) and pid != os.getpid() and processes.alive(pid, since):
+        log.warning("process %d of an attempt that was given up is killed", pid)
+        processes.end_all([pid])
