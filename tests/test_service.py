@@ -67,7 +67,7 @@ class Serve:
             [sys.executable, "-m", "rayps.cli", "serve", "--state-dir", str(self.state), "--port", "0",
              "--cpus", "4", "--idle", "120", *self.options],
             stdout=self.log.open("a"), stderr=subprocess.STDOUT, text=True, env={**os.environ, VARIABLE: failpoint})
-        until(lambda: (self.state / "service.json").exists(), 30)
+        until(lambda: (self.state / "service.json").exists(), 120)
         self.url = json.loads((self.state / "service.json").read_text())["url"]
         return self
 
@@ -216,7 +216,7 @@ def test_a_service_that_is_killed_while_a_driver_starts_leaves_no_job_starting(s
     serve.start()
     job = serve.client().job(job.id)
     assert job.wait(180).data["status"] == "SUCCEEDED", job.data
-    assert job.data["attempt"] == (1 if "noted" in place else 2)
+    assert job.data["attempt"] in ((1, 2) if "noted" in place else (2,))  # Ray may not have begun to create it
     assert sorted(p["round"] for p in job.metrics() if p["kind"] == "round") == list(range(20))
 
 
