@@ -11,9 +11,11 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from sqlalchemy.exc import DBAPIError
 from starlette.exceptions import HTTPException
 
 from rayps.errors import ConfigError, Conflict, NotFound, RaypsError, Unauthorized, UserError
+from rayps.service.state_disk import StateDisk, is_full
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +25,7 @@ _STATUS: dict[type[RaypsError], tuple[int, str]] = {
 }
 _CODES = {400: "bad_request", 401: "unauthorized", 403: "forbidden", 404: "not_found",
           405: "method_not_allowed", 413: "too_large_body", 422: "invalid", 429: "too_many_requests",
-          500: "internal"}
+          500: "internal", 507: "disk_full"}
 
 
 def problem(request: Request, status: int, detail: str, *, code: str | None = None,
@@ -58,6 +60,17 @@ def install(app: FastAPI, fields: Mapping[str, Sequence[str]]) -> None:
                 return problem(request, status, str(error), code=error.data.get("code", code), errors=errors)
         log.error("request %s: %s", request.scope.get("request_id"), error)
         return problem(request, 500, str(error))
+
+    @app.exception_handler(OSError)
+    @app.exception_handler(DBAPIError)
+    async def _written(request: Request, error: Exception) -> JSONResponse:
+        if not is_full(error):
+            raise error
+        disk: StateDisk = request.app.state.service.store.disk
+        disk.failed()
+        log.error("request %s: no room on the disk: %s", request.scope.get("request_id"),
+                  getattr(error, "orig", error))  # without the statement, whose values are the user's
+        return problem(request, 507, f"{disk.full()}; this request has changed nothing")
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(request: Request, error: RequestValidationError) -> JSONResponse:

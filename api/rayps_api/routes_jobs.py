@@ -24,7 +24,7 @@ from rayps_api.service import Known, Service
 
 log = logging.getLogger(__name__)
 
-router = APIRouter(prefix="/api/v1/jobs", tags=["jobs"], responses=problems(400, 401, 403, 404, 409, 413, 422))
+router = APIRouter(prefix="/api/v1/jobs", tags=["jobs"], responses=problems(400, 401, 403, 404, 409, 413, 422, 507))
 
 Cursor = Annotated[int, Query(ge=0, lt=2**53)]
 

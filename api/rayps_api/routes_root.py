@@ -83,9 +83,12 @@ async def healthz() -> dict[str, bool]:
 
 @router.get("/readyz", response_model=Ready, responses={503: {"model": Ready}}, tags=["health"])
 async def readyz(request: Request) -> Any:
-    """Jobs can start; 503 with the reason while they cannot."""
-    view = request.app.state.service.scheduler.view
-    return JSONResponse({"ready": view.ready, "reason": view.reason}, 200 if view.ready else 503)
+    """Jobs can be filed and can start; 503 with the reason while they cannot."""
+    running: Service = request.app.state.service
+    view, full = running.scheduler.view, running.store.disk.trouble
+    ready = view.ready and full is None
+    reason = "; ".join(filter(None, [view.reason, full])) or None
+    return JSONResponse({"ready": ready, "reason": reason}, 200 if ready else 503)
 
 
 @router.get("/metrics", tags=["health"], response_class=Response,

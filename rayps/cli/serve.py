@@ -24,6 +24,7 @@ from rayps_api.service import Service
 from rayps.cli.show import note, say
 from rayps.errors import ConfigError
 from rayps.service.settings import Settings, private_write
+from rayps.service.state_disk import is_full
 
 log = logging.getLogger(__name__)
 
@@ -79,9 +80,17 @@ class _Site:
 
     async def greet(self) -> None:
         assert self._service is not None
+        try:
+            await self._greet(self._service)
+        except Exception as error:
+            if not is_full(error):
+                raise
+            note(self._service.store.disk.full())  # it serves: what is there can be read, and deleted
+
+    async def _greet(self, service: Service) -> None:
         facts = {"url": self._url, "pid": os.getpid()}
         private_write(self._settings.service_file, json.dumps(facts))
-        code = await self._service.store.login_code()
+        code = await service.store.login_code()
         say(f"dashboard: {self._url}/#code={code}\n(opens once, within five minutes; `rayps open` gives another)")
 
     def joined(self) -> int:

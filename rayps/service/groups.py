@@ -81,6 +81,7 @@ class Sight:
 class _Held:
     wanted: Wanted
     sight: Sight = field(default_factory=Sight)
+    filed: bool = True  # its file is written: before that nothing is started
 
 
 class Groups:
@@ -196,8 +197,13 @@ class Groups:
             raise Conflict(f"there is a server group {name!r} already: give another name, `rayps servers resize "
                            f"{name} {servers}`, or `rayps servers stop {name}` first", status=409)
         wanted = Wanted(name, servers, replicas, time.time(), silence=silence)
-        self._held[name] = _Held(wanted)
-        await asyncio.to_thread(wanted.write, self._folder / name)
+        self._held[name] = held = _Held(wanted, filed=False)
+        try:
+            await asyncio.to_thread(wanted.write, self._folder / name)
+        except OSError:
+            del self._held[name]
+            raise
+        held.filed = True
         log.info("server group %s: %d servers, %d replicas", name, servers, replicas)
         self.wake()
 
@@ -284,7 +290,7 @@ class Groups:
             try:
                 if held.wanted.stopping:
                     self._end(name, held, cluster)
-                elif cluster is not None:
+                elif cluster is not None and held.filed:
                     self._keep(held, cluster)
             except (RaypsError, OSError, RuntimeError, TimeoutError) as error:
                 first = str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -26,6 +26,7 @@ from rayps.errors import ConfigError, Conflict, NotFound
 from rayps.failpoint import passing
 from rayps.job import JobSpec, Status, may_move
 from rayps.service.settings import private_write
+from rayps.service.state_disk import StateDisk, is_full
 
 ID_LETTERS = 26
 FEWEST_LETTERS = 4  # of the beginning of an id
@@ -74,9 +75,10 @@ class Record:
 class Store:
     """Jobs and tokens in one SQLite file; only one process opens it for writing."""
 
-    def __init__(self, writer: AsyncEngine, reader: AsyncEngine) -> None:
+    def __init__(self, writer: AsyncEngine, reader: AsyncEngine, disk: StateDisk) -> None:
         self._writer = writer
         self._reader = reader
+        self.disk = disk
         self.version = 0  # grows with every write: a cheap way to see that something changed
 
     @classmethod
@@ -87,13 +89,16 @@ class Store:
             ConfigError: when the file is no store, or was written by a newer rayps.
         """
         url = sa.URL.create("sqlite+aiosqlite", database=str(path))
-        store = cls(_engine(url, "BEGIN IMMEDIATE", size=1), _engine(url, "BEGIN", size=4))
+        disk = StateDisk(path.parent)
+        store = cls(_engine(url, "BEGIN IMMEDIATE", size=1), _engine(url, "BEGIN", size=4), disk)
         try:
             async with store._writer.connect() as connection:
                 await connection.run_sync(_migrate)
             path.chmod(0o600)
         except Exception as error:
             await store.close()
+            if is_full(error):
+                raise ConfigError(f"the store {path} cannot be opened: {disk.full()}", field="state_dir") from error
             raise ConfigError(
                 f"the store {path} cannot be opened: {str(error).splitlines()[0]}\n"
                 "Move it away, or give another directory with --state-dir or RAYPS_STATE_DIR.") from error
@@ -107,8 +112,14 @@ class Store:
     @asynccontextmanager
     async def writing(self) -> AsyncIterator[AsyncConnection]:
         """A transaction that writes; one at a time."""
-        async with self._writer.begin() as tx:
-            yield tx
+        try:
+            async with self._writer.begin() as tx:
+                yield tx
+        except Exception as error:
+            if is_full(error):
+                self.disk.failed()
+            raise
+        self.disk.written()
         self.version += 1  # after the commit: who sees the new number reads the new rows
 
     def reading(self) -> AsyncConnection:

@@ -1,0 +1,60 @@
+"""Whether the disk of the state directory takes what is written: what a full one looks like, and when it was seen."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sqlite3
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+LEAST_FREE = 4 << 20  # bytes; below, a job could not even write what happens to it
+_REMEMBERED = 10.0  # seconds that a failed write counts; a quota shows in no other figure
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_SQLITE_FULL = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE}
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Whether an error, or what caused it, is a disk or a quota without room."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _FULL:
+            return True
+        if isinstance(error, sqlite3.Error) and getattr(error, "sqlite_errorcode", None) in _SQLITE_FULL:
+            return True
+        error = getattr(error, "orig", None) or error.__cause__
+    return False
+
+
+class StateDisk:
+    """The disk below one folder."""
+
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._folder = folder
+        self._clock = clock
+        self._failed: float | None = None
+
+    def failed(self) -> None:
+        """A write found no room."""
+        self._failed = self._clock()
+
+    def written(self) -> None:
+        """A write found room."""
+        self._failed = None
+
+    @property
+    def trouble(self) -> str | None:
+        """Why nothing can be written now, and the way out; None while it can."""
+        try:
+            found = os.statvfs(self._folder)
+        except OSError as error:
+            return f"the state directory {self._folder} cannot be read: {error.strerror or error}"
+        free = found.f_bavail * found.f_frsize
+        failed = self._failed is not None and self._clock() - self._failed < _REMEMBERED
+        return self.full(free) if failed or free < LEAST_FREE else None
+
+    def full(self, free: int | None = None) -> str:
+        """What a full disk is answered with."""
+        left = "" if free is None else f" ({free / (1 << 20):.1f} MiB free)"
+        return (f"the disk of the state directory {self._folder} is full{left}: make room there, or delete ended jobs "
+                "(`rayps delete ID`)")
