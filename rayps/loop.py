@@ -77,10 +77,11 @@ def run(
 ) -> list[Any]:
     """Call `train_fn()` on `workers` Ray actors at once, and give back what they returned, by rank.
 
-    Inside it, `rayps.world()` tells rank and size, and `rayps.wrap` gives model and optimizer a strategy.
+    Inside it, `rayps.world()` tells rank and size, and `rayps.wrap` gives model and optimizer a strategy. `address` is
+    the Ray cluster to join, as for `rayps.train`.
 
     Raises:
-        ConfigError, NoResources: it cannot be started.
+        ConfigError, ClusterError, NoResources: it cannot be started.
         RaypsError: what the first failing worker raised.
     """
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:

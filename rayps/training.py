@@ -80,8 +80,13 @@ def train(
     ("parameter_server:staleness=3,shards=2"), or a list of (epochs, strategy) to change it during the run.
     Where its `replica` is several workers, `workers` are a whole number of replicas and each holds its part of the
     model; the parameters that it begins with are drawn in this process.
-    Without `epochs` or `steps` (batches per worker) it trains one epoch. Without `address` it starts a Ray of
-    its own on this machine, with as many logical CPUs as are asked for, and ends it without a trace.
+    Without `epochs` or `steps` (batches per worker) it trains one epoch.
+
+    `address` is the Ray cluster to join: "host:port" of its head, or "auto" for the one that RAY_ADDRESS names or that
+    runs on this machine. A process can be in one Ray: one that rayps started or joined is left for the address, unless
+    a run uses it; in one of the user's own ray.init() another address is refused. Without `address` the Ray in which
+    the process is already is used; where it is in none, a private one is started on this machine, with as many logical
+    CPUs as are asked for, and ended without a trace.
 
     `checkpoint` is a folder: a state is saved there after every epoch (of federated clients, after every tenth), or
     every `checkpoint_every` rounds (those that pass while one is being saved are left out), and `resume=True` goes on
@@ -96,6 +101,7 @@ def train(
     Raises:
         UserError: what was given cannot work (ConfigError, WorkloadError, DataError, CheckpointError).
         NoResources: the cluster cannot hold the workers.
+        ClusterError: no Ray cluster answers at `address`, it refuses the token, or the process is in another Ray.
         KeyboardInterrupt: Ctrl-C; says what was kept. With a `checkpoint` folder a state is saved first.
         TrainingError: the run failed, e.g. its loss is not finite, or failed more often than max_failures.
     """

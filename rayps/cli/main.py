@@ -52,7 +52,8 @@ def train(
     checkpoint: Annotated[Path | None, typer.Option(metavar="DIR", help="Save states there.")] = None,
     checkpoint_every: Annotated[int | None, typer.Option(metavar="ROUNDS", help="Rounds between two.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in DIR.")] = False,
-    address: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Join this Ray cluster.")] = None,
+    address: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Join this Ray cluster; auto: "
+                                                       "the one of RAY_ADDRESS or of this machine.")] = None,
     max_failures: Annotated[int, typer.Option(help="How often lost actors are replaced.")] = 3,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Silence after which a peer is dead.")] = 60.0,
     cpus_per_worker: Annotated[float, typer.Option(metavar="N", help="CPUs that each worker reserves.")] = 1.0,
