@@ -47,6 +47,7 @@ _RULES: dict[str, dict[str, Any]] = {
     "bulyan": {"f": _REQUIRED, "bucket": 1},
     "centered_clipping": {"tau": 1.0, "iterations": 3, "bucket": 1},
 }
+RULES = tuple(_RULES)
 _ATTACKS: dict[str, dict[str, Any]] = {
     "sign_flip": {"scale": 1.0},
     "gaussian": {"sd": 1.0},
