@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 import rayps
+from rayps.cli import backup as cli_backup
 from rayps.cli import bench as cli_bench
 from rayps.cli import client as cli_client
 from rayps.cli import clients as cli_clients
@@ -127,6 +128,7 @@ def doctor(output: Annotated[Output, typer.Option("--output", "-o", help="table 
 
 cli_jobs.add(app)
 cli_client.add(app)
+app.command()(cli_backup.backup)
 app.command()(cli_plan.plan)
 app.command()(cli_clients.clients)
 app.add_typer(cli_servers.app, name="servers")

@@ -1,0 +1,40 @@
+"""`rayps backup`: a copy of the service's state, made while it runs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rayps.cli import show
+from rayps.cli.servers import size
+from rayps.cli.show import Output
+from rayps.errors import ServiceError
+from rayps.service.settings import Settings
+
+
+def backup(
+    target: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder for the copy.")],
+    state_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="What to copy (~/.rayps).")] = None,
+    checkpoints: Annotated[bool, typer.Option(help="Copy the jobs' checkpoints too.")] = True,
+    output: Annotated[Output, typer.Option("--output", "-o", help="table or json.")] = Output.table,
+) -> None:
+    """Copy the service's state (jobs, tokens, server groups, job folders) to a new folder; the service may run.
+
+    To restore: stop the service, move its state directory away, `cp -a DIR STATE_DIR`, `rayps serve`. Jobs that had not
+    ended go on from their newest checkpoint. The copy holds the service's tokens: keep it as safe as the original.
+    """
+    from rayps.service.backup import backup as copy
+
+    try:
+        made = copy(Settings.read(state_dir=state_dir), target, checkpoints=checkpoints)
+    except OSError as error:
+        raise ServiceError(f"the backup {target} cannot be written: {error.strerror or error}") from error
+    if output is Output.json:
+        show.dump(asdict(made))
+        return
+    show.say(f"{target}: {made.jobs} jobs, {made.files} files, {size(made.bytes)}")
+    show.note(f"it holds the service's tokens; restore it with the service stopped: move {made.state_dir} away, then "
+              f"`cp -a {target} {made.state_dir}`")

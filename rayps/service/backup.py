@@ -1,0 +1,131 @@
+"""A copy of a state directory, taken while the service runs, from which a service goes on.
+
+The store is copied first, by SQLite's online backup: one moment of it, whatever is written meanwhile. The folders of
+jobs and server groups follow, so that a job's folder may be newer than its row, which `rayps.service.adoption` brings
+up to date when a service starts on the copy. Left out is what belongs to the running processes: Ray's token and
+address, locks, the service's address. The copy is a state directory: to restore it, copy it to where the lost one was.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sqlite3
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import rayps
+from rayps.errors import ConfigError
+from rayps.service.settings import Settings, private_write
+
+MANIFEST = "backup.json"
+_APART = re.compile(r"(ray[._]|service\.|rayps\.db|\.|lost\+found|backup\.json).*")  # of the processes, or the store
+_CHECKPOINTS = "checkpoints"
+
+
+@dataclass(frozen=True, slots=True)
+class Backup:
+    """What was copied."""
+
+    made_at: float
+    version: str
+    state_dir: str
+    jobs: int
+    files: int
+    bytes: int
+    checkpoints: bool
+
+
+def backup(settings: Settings, target: Path, *, checkpoints: bool = True) -> Backup:
+    """Copy the state directory to `target`, which must be new or empty.
+
+    Without `checkpoints`, a job that had not ended starts again from its beginning, and none of an ended job is left.
+
+    Raises:
+        ConfigError: there is no store, the target is in use or inside of the state directory, or the copy is damaged.
+        OSError: it cannot be written.
+    """
+    source, target = settings.state_dir.resolve(), target.expanduser().absolute()
+    if not settings.database.exists():
+        raise ConfigError(f"there is no store {settings.database}: name the service's state directory with --state-dir",
+                          field="state_dir")
+    if target.resolve() == source or source in target.resolve().parents:
+        raise ConfigError(f"the backup's folder {target} is inside of the state directory {source}: give one outside",
+                          field="target")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{target} is not empty: give a new folder for each backup", field="target")
+    target.mkdir(parents=True, exist_ok=True, mode=0o700)
+    target.chmod(0o700)
+    jobs = _copy_store(settings.database, target / settings.database.name)
+    files = size = 0
+    for path in _files(source, checkpoints):
+        copied = _copy(path, target / path.relative_to(source))
+        files, size = files + (copied is not None), size + (copied or 0)
+    _drop_torn(source, target)
+    made = Backup(time.time(), rayps.__version__, str(source), jobs, files, size, checkpoints)
+    private_write(target / MANIFEST, json.dumps(asdict(made)))  # last: a folder without it was cut off
+    return made
+
+
+def _copy_store(database: Path, target: Path) -> int:
+    os.close(_private(target))
+    source = sqlite3.connect(f"{database.absolute().as_uri()}?mode=ro", uri=True, timeout=30.0)
+    copy = sqlite3.connect(target)
+    try:
+        source.backup(copy)
+        verdict = copy.execute("PRAGMA integrity_check").fetchone()[0]
+        if verdict != "ok":
+            raise ConfigError(f"the store {database} is damaged, and its copy {target} too: {verdict}",
+                              field="state_dir")
+        jobs: int = copy.execute("SELECT count(*) FROM jobs").fetchone()[0]
+    except sqlite3.DatabaseError as error:
+        raise ConfigError(f"the store {database} cannot be copied: {error}", field="state_dir") from error
+    finally:
+        source.close()
+        copy.close()
+    return jobs
+
+
+def _files(source: Path, checkpoints: bool) -> Iterator[Path]:
+    """Every file to copy; drafts, which a rename would complete, and links are left out."""
+    for folder, folders, names in os.walk(source):
+        here = Path(folder)
+        if here == source:
+            folders[:] = [name for name in folders if not _APART.fullmatch(name)]
+            names = [name for name in names if not _APART.fullmatch(name)]
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and ".tmp-" not in name
+                            and (checkpoints or name != _CHECKPOINTS))
+        yield from (here / name for name in sorted(names)
+                    if not name.startswith(".") and not (here / name).is_symlink())
+
+
+def _copy(path: Path, target: Path) -> int | None:
+    """Copy a file for its owner only; None where it is gone meanwhile, as an old checkpoint may be."""
+    _make(target.parent)
+    try:
+        with path.open("rb") as read, os.fdopen(_private(target), "wb") as write:
+            shutil.copyfileobj(read, write, 1 << 20)
+    except FileNotFoundError:
+        return None
+    return target.stat().st_size
+
+
+def _private(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+
+
+def _make(folder: Path) -> None:
+    if not folder.exists():
+        _make(folder.parent)
+        folder.mkdir(mode=0o700)
+
+
+def _drop_torn(source: Path, target: Path) -> None:
+    """Remove checkpoints that were deleted while they were copied: the newer ones are there."""
+    for copy in target.glob(f"jobs/*/{_CHECKPOINTS}/*"):
+        if not (source / copy.relative_to(target)).exists():
+            shutil.rmtree(copy, ignore_errors=True)
