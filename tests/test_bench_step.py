@@ -1,5 +1,6 @@
 import pytest
 
+from rayps.bench.gpt import Gpt
 from rayps.bench.memory import bench_memory, resident
 from rayps.bench.mlp import Mlp
 from rayps.bench.step import bench_step
@@ -21,6 +22,20 @@ def test_rows_tell_rates_and_ratios():
         assert row.compute > 0 and row.waiting >= 0 and row.moving >= 0
         assert row.of_alone == pytest.approx(alone.step / row.step) and row.times_ddp is None
     assert alone.compute is None and alone.of_alone == 1
+
+
+def test_a_language_model_beside_ddp_in_plain_processes():
+    cluster = LocalCluster()
+    try:
+        rows = bench_step(cluster, 2, ["own", "ddp_plain"], model="lm", hidden=16, steps=2, repeats=2, timeout=300)
+    finally:
+        cluster.close()
+    own, ddp = rows
+    assert own.parameters == sum(p.numel() for p in Gpt(16, 2).model().parameters()) > 100_000
+    assert ddp.times_ddp == 1 and own.times_ddp == pytest.approx(ddp.step / own.step)
+    assert all(row.cpu > 0 and 0 < row.data < row.step for row in rows)
+    with pytest.raises(ConfigError, match="no model 'gpt'; use one of mlp, lm"):
+        bench_step(LocalCluster(), 2, ["own"], model="gpt")
 
 
 def test_memory_is_told_beside_that_of_workers_alone():

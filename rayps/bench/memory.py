@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rayps.bench.mlp import Mlp, plain_steps
+from rayps.bench.contender import plain_steps
+from rayps.bench.mlp import Mlp
 from rayps.bench.step import CONTENDERS, StepBench, together
 from rayps.cluster import Cluster, Handle
 from rayps.errors import ClusterError, ConfigError

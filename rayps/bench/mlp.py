@@ -1,9 +1,8 @@
-"""What a training step's contenders learn, and the plain torch loop that all but rayps's own run."""
+"""An MLP as a training step's workload: a few large parameters."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -39,28 +38,3 @@ class Mlp(Workload):
     def optimizer(self, params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
         """Plain SGD."""
         return torch.optim.SGD(params, lr=0.01)
-
-
-def plain_steps(work: Mlp, model: nn.Module) -> Callable[[int], dict[str, float]]:
-    """A plain torch loop: a function that takes so many steps and tells milliseconds a step."""
-    optimizer = work.optimizer(list(model.parameters()))
-    batches = _endless(work)
-
-    def turn(steps: int) -> dict[str, float]:
-        start = time.perf_counter()
-        for _ in range(steps):
-            batch = next(batches)
-            optimizer.zero_grad()
-            loss = work.loss(model, batch)
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            loss.item()
-        return {"step": 1000 * (time.perf_counter() - start) / steps}
-
-    return turn
-
-
-def _endless(work: Mlp) -> Iterator[Batch]:
-    rows = work.data()
-    while True:
-        yield from rows.batches(rank=0, size=1, seed=0, epoch=0)

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rayps.bench.mlp import Mlp, plain_steps
+from rayps.bench.contender import plain_steps, workload
 from rayps.cluster import until
 from rayps.errors import ClusterError, ConfigError
 
@@ -27,7 +27,7 @@ _START_SECONDS = 180.0
 class RayTrain:
     """A TorchTrainer that runs in the background and trains when it is its turn."""
 
-    def __init__(self, workers: int, hidden: int, timeout: float) -> None:
+    def __init__(self, workers: int, model: str, hidden: int | None, timeout: float) -> None:
         try:
             # not at the top: it is installed for this measurement only, and rayps itself does without it
             train, torch_train = (importlib.import_module(f"ray.train{part}") for part in ("", ".torch"))
@@ -38,7 +38,7 @@ class RayTrain:
         self._error: BaseException | None = None
         trainer = torch_train.TorchTrainer(
             _loop,
-            train_loop_config={"folder": str(self._folder), "hidden": hidden},
+            train_loop_config={"folder": str(self._folder), "model": model, "hidden": hidden},
             scaling_config=train.ScalingConfig(num_workers=workers, resources_per_worker={"CPU": 0.01}),
             run_config=train.RunConfig(storage_path=str(self._folder / "results")),
         )
@@ -84,7 +84,7 @@ def _loop(config: dict[str, Any]) -> None:
     context = importlib.import_module("ray.train").get_context()
     torch.set_num_threads(1)
     folder, rank = Path(config["folder"]), context.get_world_rank()
-    work = Mlp(config["hidden"], context.get_world_size())
+    work = workload(config["model"], config["hidden"], context.get_world_size())
     run = plain_steps(work, torch_train.prepare_model(work.model()))
     for number in range(1 << 30):
         turn = folder / f"turn-{number}"

@@ -1,8 +1,9 @@
 """How fast a training step is: AllReduce in the real Worker, beside torch's DDP and beside workers that do not talk.
 
 Contenders take turns in one run: `own` and `one_bucket` (the same without overlap), `ddp` (DistributedDataParallel on
-gloo) and `alone` (side by side, no communication) in the same Ray actors, `ray_train` (TorchTrainer, which wraps the
-model in DDP) in actors of its own. The functions return rows and print nothing.
+gloo) and `alone` (side by side, no communication) in the same Ray actors, `ddp_plain` (the same DDP in two plain
+processes, beside an idle Ray) and `ray_train` (TorchTrainer, which wraps the model in DDP) in processes of their own.
+The functions return rows and print nothing.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rayps.bench.mlp import Mlp, plain_steps
+from rayps.bench.contender import plain_steps, workload
+from rayps.bench.plain_processes import PlainActor
 from rayps.bench.ray_train import RayTrain
-from rayps.cluster import Cluster, Handle
+from rayps.cluster import Cluster
 from rayps.errors import ConfigError
 from rayps.flat import FlatModel
 from rayps.ring import Ring
@@ -31,7 +33,7 @@ from rayps.snapshot import Snapshot
 from rayps.strategies.all_reduce import AllReduce
 from rayps.worker import Worker
 
-CONTENDERS = ("own", "one_bucket", "alone", "ddp", "ray_train")
+CONTENDERS = ("own", "one_bucket", "alone", "ddp", "ddp_plain", "ray_train")
 DEFAULT = "own,one_bucket,alone,ddp"
 
 
@@ -47,18 +49,19 @@ class StepRow:
     step: float
     cpu: float  # of the worker's process: does not count waiting, nor what others on the machine take
     compute: float | None  # forward, backward and the optimizer, as the worker's points say
+    data: float | None  # batches
     waiting: float | None
     moving: float | None
-    times_ddp: float | None  # rate / DDP's (Ray Train's where ddp took no part)
+    times_ddp: float | None  # rate / that of ddp (else ddp_plain, else ray_train)
     of_alone: float | None  # rate / that of workers that do not communicate
 
 
 class StepBench:
     """An actor: one worker of every contender."""
 
-    def __init__(self, rank: int, size: int, hidden: int) -> None:
+    def __init__(self, rank: int, size: int, hidden: int | None, model: str = "mlp") -> None:
         torch.set_num_threads(1)
-        self._rank, self._size, self._work = rank, size, Mlp(hidden, size)
+        self._rank, self._size, self._work = rank, size, workload(model, hidden, size)
         self._turns: dict[str, Callable[[int], dict[str, float]]] = {}
         self._rings: list[Ring] = []
 
@@ -74,7 +77,7 @@ class StepBench:
                 self._turns[contender] = self._ddp(port)
             elif contender == "alone":
                 self._turns[contender] = plain_steps(self._work, self._work.model())
-            elif contender != "ray_train":
+            elif contender not in ("ray_train", "ddp_plain"):
                 self._turns[contender] = self._own(f"{name}-{contender}", 0 if contender == "one_bucket" else None)
 
     def turn(self, contender: str, steps: int) -> dict[str, float]:
@@ -112,7 +115,7 @@ class StepBench:
             worker.run(points.append, lambda part: None, lambda: worker.position >= worker.plan.end)  # no checkpoint
             step = 1000 * (time.perf_counter() - start) / steps
             rounds = [p for p in points if p["kind"] == "round"]
-            parts = {key: 1000 * statistics.mean(p[key] for p in rounds) for key in ("compute", "wait", "move")}
+            parts = {key: 1000 * statistics.mean(p[key] for p in rounds) for key in ("compute", "data", "wait", "move")}
             return {"step": step} | parts
 
         return turn
@@ -123,54 +126,67 @@ def bench_step(
     workers: int,
     contenders: Sequence[str],
     *,
-    hidden: int = 2048,
+    model: str = "mlp",
+    hidden: int | None = None,
     steps: int = 20,
     repeats: int = 9,
     timeout: float = 120.0,
 ) -> list[StepRow]:
-    """Training steps of an MLP 64-hidden-hidden-10 (SGD, batch 32, one thread a worker): a row for each contender.
+    """Training steps with one thread a worker: a row for each contender.
 
-    Each takes `repeats` turns of `steps` steps, in changing order. Raises ConfigError, ClusterError, LinkError.
+    `model`: "mlp" (64-hidden-hidden-10, SGD, batch 32) or "lm" (a GPT-2 of 4 layers, AdamW, 4 sequences of 64
+    words). Each takes `repeats` turns of `steps` steps, in changing order. Raises ConfigError, ClusterError, LinkError.
     """
     for contender in contenders:
         if contender not in CONTENDERS:
             raise ConfigError(f"no contender {contender!r}; use some of {', '.join(CONTENDERS)}", contender=contender)
     name, names = f"step-{secrets.token_hex(4)}", list(contenders)
-    actors: list[Handle] = []
+    actors: list[Any] = []
+    plain: list[Any] = []
     found: dict[str, list[dict[str, float]]] = {contender: [] for contender in names}
-    train = RayTrain(workers, hidden, timeout) if "ray_train" in names else None
+    parameters = sum(p.numel() for p in workload(model, hidden, 1).model().parameters())
+    train = RayTrain(workers, model, hidden, timeout) if "ray_train" in names else None
     try:
-        actors += [cluster.spawn("rayps.bench.step:StepBench", rank, workers, hidden) for rank in range(workers)]
+        actors += [cluster.spawn("rayps.bench.step:StepBench", rank, workers, hidden, model) for rank in range(workers)]
         port = actors[0].call("port").result(timeout)
         together(actors, "prepare", name, names, port, timeout=timeout)
+        if "ddp_plain" in names:
+            plain += [PlainActor(StepBench, rank, workers, hidden, model) for rank in range(workers)]
+            port = plain[0].call("port").result(timeout)
+            together(plain, "prepare", name, ["ddp"], port, timeout=timeout)
         for turn in range(repeats + 1):
             for contender in names[turn % len(names) :] + names[: turn % len(names)]:
                 if contender == "ray_train":
                     assert train is not None
                     parts = train.turn(steps)
+                elif contender == "ddp_plain":
+                    parts = together(plain, "turn", "ddp", steps, timeout=timeout)
                 else:
                     parts = together(actors, "turn", contender, steps, timeout=timeout)
                 if turn:  # the first one touches new pages, and learns the order of backward
                     found[contender].append(max(parts, key=lambda part: part["step"]))
         together(actors, "close", timeout=timeout)
+        together(plain, "close", timeout=timeout)
     finally:
         if train is not None:
             train.close()
         for actor in actors:
             cluster.kill(actor)
-    return _rows(found, workers, hidden, repeats)
+        for process in plain:
+            process.kill()
+    return _rows(found, workers, parameters, repeats)
 
 
-def together(actors: list[Handle], method: str, *args: Any, timeout: float) -> list[Any]:
+def together(actors: Sequence[Any], method: str, *args: Any, timeout: float) -> list[Any]:
     """Everyone's answer to the same call, by rank."""
     replies = [actor.call(method, *args) for actor in actors]
     return [reply.result(timeout) for reply in replies]
 
 
-def _rows(found: dict[str, list[dict[str, float]]], workers: int, hidden: int, repeats: int) -> list[StepRow]:
-    parameters = sum(p.numel() for p in Mlp(hidden, 1).model().parameters())
+def _rows(found: dict[str, list[dict[str, float]]], workers: int, parameters: int, repeats: int) -> list[StepRow]:
     medians = {name: statistics.median(turn["step"] for turn in turns) for name, turns in found.items()}
-    ddp, alone = medians.get("ddp", medians.get("ray_train")), medians.get("alone")
+    ddp = next((medians[name] for name in ("ddp", "ddp_plain", "ray_train") if name in medians), None)
+    alone = medians.get("alone")
 
     def part(name: str, key: str) -> float | None:
         return statistics.median(turn[key] for turn in found[name]) if key in found[name][0] else None
@@ -178,7 +194,7 @@ def _rows(found: dict[str, list[dict[str, float]]], workers: int, hidden: int, r
     return [
         StepRow(
             name, workers, parameters, repeats, 1000 / step, step, part(name, "cpu") or 0.0,
-            part(name, "compute"), part(name, "wait"), part(name, "move"),
+            part(name, "compute"), part(name, "data"), part(name, "wait"), part(name, "move"),
             ddp / step if ddp else None, alone / step if alone else None,
         )
         for name, step in medians.items()

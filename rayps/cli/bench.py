@@ -93,8 +93,11 @@ def server(
 def step(
     workers: Annotated[int, typer.Option(help="Workers.")] = 2,
     contenders: Annotated[str, typer.Option(help="Contenders: own, one_bucket (without overlap), alone (no "
-                                            "communication), ddp, ray_train.")] = "own,one_bucket,alone,ddp",
-    hidden: Annotated[int, typer.Option(help="Width of the hidden layers; 2048 are 4.3 million parameters.")] = 2048,
+                                            "communication), ddp, ddp_plain (DDP in plain processes), "
+                                            "ray_train.")] = "own,one_bucket,alone,ddp",
+    model: Annotated[str, typer.Option(help="mlp, or lm (a small GPT-2: many parameters of many sizes).")] = "mlp",
+    hidden: Annotated[int | None, typer.Option(help="Width of the layers: 2048 (4.3 million parameters) for mlp, 256 "
+                                               "(4.7 million) for lm.")] = None,
     repeats: Annotated[int, typer.Option(help="Turns of 20 steps for each.")] = 9,
     memory: Annotated[bool, typer.Option("--memory", help="The memory of a step instead of its time.")] = False,
     address: Address = None,
@@ -106,16 +109,17 @@ def step(
     if memory:
         from rayps.bench.memory import bench_memory
 
-        rows = run(address, workers, lambda cluster: bench_memory(cluster, workers, names, hidden=hidden))
+        rows = run(address, workers, lambda cluster: bench_memory(cluster, workers, names, hidden=hidden or 2048))
         show_rows(form, rows, {"contender": "contender", "model_bytes": "bytes of the model", "grown": "grown by",
                            "extra": "beyond alone", "extra_gradients": "in gradients"})
         return
     from rayps.bench.step import bench_step
 
-    rows = run(address, workers, lambda cluster: bench_step(cluster, workers, names, hidden=hidden, repeats=repeats))
+    rows = run(address, workers, lambda cluster: bench_step(cluster, workers, names, model=model, hidden=hidden,
+                                                            repeats=repeats))
     show_rows(form, rows, {
         "contender": "contender", "rate": "steps/s", "step": "ms a step", "cpu": "cpu ms", "compute": "compute",
-        "waiting": "waiting", "moving": "moving", "times_ddp": "x ddp", "of_alone": "of alone"})
+        "data": "batches", "waiting": "waiting", "moving": "moving", "times_ddp": "x ddp", "of_alone": "of alone"})
 
 
 @app.command()

@@ -1,0 +1,55 @@
+"""What the contenders of a training step's benchmark learn, by name, and the plain torch loop of all but rayps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+from torch import nn
+
+from rayps.bench.gpt import Gpt
+from rayps.bench.mlp import Mlp
+from rayps.data import Batch
+from rayps.errors import ConfigError
+from rayps.workload import Workload
+
+MODELS = {"mlp": (Mlp, 2048), "lm": (Gpt, 256)}  # workload, and the width where none is given
+
+
+def workload(model: str, hidden: int | None, workers: int) -> Workload:
+    """The workload `model` for so many workers, of width `hidden` (None: 2048 for mlp, 256 for lm).
+
+    Raises:
+        ConfigError: there is no such model.
+    """
+    if model not in MODELS:
+        raise ConfigError(f"no model {model!r}; use one of {', '.join(MODELS)}", model=model)
+    kind, width = MODELS[model]
+    return kind(hidden or width, workers)
+
+
+def plain_steps(work: Workload, model: nn.Module) -> Callable[[int], dict[str, float]]:
+    """A plain torch loop: a function that takes so many steps; gives milliseconds a step, and those in batches."""
+    optimizer = work.optimizer(list(model.parameters()))
+    batches = _endless(work)
+
+    def turn(steps: int) -> dict[str, float]:
+        start, data = time.perf_counter(), 0.0
+        for _ in range(steps):
+            began = time.perf_counter()
+            batch = next(batches)
+            data += time.perf_counter() - began
+            optimizer.zero_grad()
+            loss = work.loss(model, batch)
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            loss.item()
+        return {"step": 1000 * (time.perf_counter() - start) / steps, "data": 1000 * data / steps}
+
+    return turn
+
+
+def _endless(work: Workload) -> Iterator[Batch]:
+    rows = work.data()
+    while True:
+        yield from rows.batches(rank=0, size=1, seed=0, epoch=0)
