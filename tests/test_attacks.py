@@ -18,7 +18,8 @@ from rayps.federated.rules import aggregate
 CLIENTS, SIZE = 20, 37
 OMNISCIENT = ["alie(clients=4)", "alie(clients=4,z=2)", "inner_product(clients=4,eps=3)"]
 OWN = ["sign_flip(clients=4,scale=5)", "gaussian(clients=4,sd=2)", "nan(clients=4)",
-       "inflated_counts(clients=4,factor=100)", "label_flip(clients=4)"]
+       "inflated_counts(clients=4,factor=100)", "label_flip(clients=4)", "false_buffers(clients=4,scale=10)",
+       "false_c(clients=4,scale=3)"]
 RULES = ["krum(f=4)", "multi_krum(f=4)", "trimmed_mean(f=4)", "median", "geometric_median", "bulyan(f=4)",
          "centered_clipping(tau=3,iterations=2)", "median(bucket=2)"]
 

@@ -29,6 +29,13 @@ def test_a_row_for_each_scene_and_rule():
     assert rows[2].last < mean and rows[3].best > rows[2].last
 
 
+@pytest.mark.parametrize("attack", ["false_buffers(clients=4)", "false_c(clients=4)"])
+def test_attackers_that_lie_about_what_they_send_beside(attack):
+    """The network then has buffers, or the strategy a c: the mean breaks down, the median does not."""
+    mean, median, attacked, borne = run(scenes=["iid", "attack"], attack=attack, rows=1000, rounds=3)
+    assert attacked.last < mean.last - 0.2 and borne.last > median.last - 0.1 and borne.attack == attack
+
+
 def test_digits_as_they_are_published(tmp_path):
     for name, n in (("train", 5), ("t10k", 3)):
         (tmp_path / f"{name}-images-idx3-ubyte.gz").write_bytes(gzip.compress(bytes(16) + bytes([51] * 784 * n)))

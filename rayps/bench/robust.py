@@ -7,6 +7,8 @@ Handwritten digits, a network 784-64-10, plain SGD; every round asks all clients
 - `shards`: two shards of rows sorted by label for each client; nobody attacks.
 
 The best accuracy of all rounds counts, on images that nobody learns from: with shards it swings from round to round.
+Where the attackers lie about buffers (`false_buffers`) the network has BatchNorm in every scene, and where they lie
+about c (`false_c`) the strategy is SCAFFOLD.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ from rayps.data import Batch, Data
 from rayps.errors import ConfigError
 from rayps.federated.choices import attack_of, rule_of
 from rayps.strategies.fedavg import FedAvg
+from rayps.strategies.federated import Federated
+from rayps.strategies.scaffold import Scaffold
 from rayps.training import train
 from rayps.workload import Workload
 
@@ -65,13 +69,16 @@ class RobustRow:
 class Digits(Workload):
     """Which digit an image shows; images divided among clients."""
 
-    def __init__(self, folder: Path, scene: str, clients: int, rows: int, batch: int, lr: float) -> None:
+    def __init__(
+        self, folder: Path, scene: str, clients: int, rows: int, batch: int, lr: float, *, normed: bool = False
+    ) -> None:  # fmt: skip
         self.folder, self.scene, self.clients, self.count = folder, scene, clients, rows
-        self.batch, self.lr = batch, lr
+        self.batch, self.lr, self.normed = batch, lr, normed
 
     def model(self) -> nn.Module:
-        """50,890 parameters."""
-        return nn.Sequential(nn.Linear(784, 64), nn.ReLU(), nn.Linear(64, 10))
+        """50,890 parameters; with BatchNorm 51,018, and its buffers."""
+        norm = [nn.BatchNorm1d(64)] if self.normed else []
+        return nn.Sequential(nn.Linear(784, 64), *norm, nn.ReLU(), nn.Linear(64, 10))
 
     def data(self) -> Data:
         """The first rows of the training images."""
@@ -135,15 +142,18 @@ def bench_robust(
     if unknown or rounds < 1 or seeds < 1:
         raise ConfigError(f"scenes {unknown}, {rounds} rounds, {seeds} seeds: give some of {', '.join(SCENES)}, and at "
                           "least 1 of each", field="scenes")  # fmt: skip
+    lies = attack_of(attack)
     for rule in rules:
-        rule_of(rule).check(clients, attack_of(attack) if "attack" in scenes else None)
+        rule_of(rule).check(clients, lies if "attack" in scenes else None)
+    learn: type[FedAvg | Scaffold] = Scaffold if lies is not None and lies.name == "false_c" else FedAvg
+    normed = lies is not None and lies.name == "false_buffers"
     digits(folder, learnt=False, rows=1)
     found: list[RobustRow] = []
     law: float | None = None
     for scene in [scene for scene in SCENES if scene in scenes]:
         for rule in rules:
-            work = Digits(folder, scene, clients, rows, batch, lr)
-            strategy = FedAvg(rule=rule, local_epochs=epochs, attack=attack if scene == "attack" else None)
+            work = Digits(folder, scene, clients, rows, batch, lr, normed=normed)
+            strategy = learn(rule=rule, local_epochs=epochs, attack=attack if scene == "attack" else None)
             runs = [_run(cluster, workers, work, strategy, rounds, seed) for seed in range(seeds)]
             best = sum(max(accuracies) for accuracies, *_ in runs) / seeds
             law = best if (scene, rule) == ("iid", "mean") else law
@@ -156,7 +166,7 @@ def bench_robust(
 
 
 def _run(
-    cluster: Cluster, workers: int, work: Digits, strategy: FedAvg, rounds: int, seed: int
+    cluster: Cluster, workers: int, work: Digits, strategy: Federated, rounds: int, seed: int
 ) -> tuple[list[float], float, bool, float]:
     """The accuracy after each round, rejected replies a round, whether its cost was told, and seconds."""
     began = time.perf_counter()

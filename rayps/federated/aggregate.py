@@ -2,18 +2,27 @@
 
     a client's w_k          from `Trainer`, or from a process outside of the cluster
     [attack]                who plays an attacker spoils its update, as if it had come so
-    screen                  what is not finite, or too large to be counted, is left out: the reply is rejected by name
+    screen                  what is not finite, or too large to be counted, is left out: the reply is rejected by name;
+                            so are buffers that no model can have (`statistics`)
     clip                    w_k - w_t is shortened to the norm `clip`
        local privacy        noise of each client's own belongs here: clipped, and still with the client
     meet                    rule "mean": n_k w_k are added up in fixed point (`exact`), over all workers in one sum
        secure aggregation   its masks belong here: limbs are integers modulo 2^64, and only their sum is read
-    rule                    the others need every update at once: rows in cohort order, gathered on each worker
+    rule                    the others need every update at once: rows in cohort order, gathered on each worker; what
+                            clients send beside (buffers, `sums`) goes through the same rule, each as rows of its own
        central privacy      its noise belongs here, on the sum of clipped updates, over a divisor fixed beforehand
     server                  `Federated.server` with `Met.mean`, `Met.delta`, `Met.sums`
 
 The mean takes memory for one model (as fixed point: 4 times its bytes, float64: 3) however many clients reply, a robust
 rule or an omniscient attacker n times that of an update. Either way the bits depend on neither the number of workers,
 nor which of them a client trained on, nor the order. A single reply to the mean is passed on as it is.
+
+Under the mean, buffers are weighted by samples and `sums` are plain sums. Under a robust rule the buffers are what the
+rule makes of the replies' buffers (whole numbers by the median where the rule is geometric_median or
+centered_clipping, which measure distances: a count would outweigh the statistics), centered_clipping begins there with
+the buffers of before the round, and each of `sums` is n times what the rule makes of its n rows: SCAFFOLD's c stays an
+estimate of the mean of all c_i. krum, multi_krum and bulyan choose by the update alone (`Met.chosen`), and nothing of
+the other clients is used. No number of samples counts: `Met.weight` is the number of replies.
 """
 
 from __future__ import annotations
@@ -27,13 +36,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rayps.federated.attacks import OWN, agreed, counted, spoilt
+from rayps.errors import ConfigError
+from rayps.federated.attacks import OWN, agreed, counted, false_buffers, false_sums, spoilt
 from rayps.federated.choices import Attack, Rule, attack_of, rule_of
-from rayps.federated.exact import NOT_FINITE, TOO_LARGE, Exact
-from rayps.federated.rules import Matrix, aggregate, clip_factor
+from rayps.federated.exact import NOT_FINITE, TOO_LARGE, Exact, refusal
+from rayps.federated.gathering import Gathering, Replies
+from rayps.federated.rules import Matrix, Picks, Vector, aggregate, beside, clip_factor, median, members, picks
+from rayps.federated.statistics import NEGATIVE, Statistics
 
 BEFORE = "rule.before"  # in the server's memory: the last round's result, where a rule begins with it
-_CODES = {None: 1, NOT_FINITE: 1 << 20, TOO_LARGE: 1 << 40}  # what workers tell each other of a client; they add up
+_REASONS = (NOT_FINITE, TOO_LARGE, NEGATIVE)  # why a reply is rejected; workers add up how often, for each client
+_UPDATE, _BUFFERS = "", "buffers"  # the names of what a reply holds; all others are those of `sums`
 
 
 @dataclass(slots=True)
@@ -43,9 +56,11 @@ class Met:
     mean: Tensor | None  # of the w_k; None: no result, or replies began from several models
     delta: Tensor | None  # the mean, or the rule's result, of the w_k - w_t
     sums: dict[str, Tensor]  # of what clients sent beside, unweighted
-    count: int = 0  # replies that counted
-    weight: float = 0.0  # theirs
+    count: int = 0  # replies that could be used
+    weight: float = 0.0  # theirs; under a robust rule each counts once
     rejected: list[tuple[int, str]] = field(default_factory=list)  # client, why
+    buffers: Tensor | None = None  # as `Statistics` packs them; None where clients send none, or there is no result
+    chosen: list[int] | None = None  # the clients that krum, multi_krum or bulyan has chosen; None under other rules
     skipped: str | None = None  # why the model stays as it is
 
 
@@ -55,46 +70,60 @@ class Aggregate:
     def __init__(
         self, rule: Any, clip: float | None, attack: Any, size: int, dtype: torch.dtype, *,
         seed: int, clients: int, extras: Mapping[str, tuple[int, torch.dtype]] | None = None, least: int = 1,
-        asynchronous: bool = False,
+        asynchronous: bool = False, statistics: Statistics | None = None,
     ) -> None:  # fmt: skip
         """For updates of `size` elements of `dtype`, from a job of so many `clients`.
 
         Args:
             rule, attack: as text, in wire form, or read (`choices`).
-            extras: what clients send beside: by name, its length and dtype.
+            extras: what clients send beside to be added up (`sums`): by name, its length and dtype.
+            statistics: the buffers that they send beside; none where they send none.
             least: replies that a round needs.
             asynchronous: replies may have begun from older models, so that only their updates are added up.
         """
         self.rule, self.clip = rule if isinstance(rule, Rule) else rule_of(rule), clip
         self.attack: Attack | None = attack if isinstance(attack, Attack) else attack_of(attack)
         self.size, self.dtype, self.least, self._seed = size, dtype, max(1, least), seed
-        self._extras = dict(extras or {})
+        self._extras, self._statistics = dict(extras or {}), statistics
         self._attackers = frozenset() if self.attack is None else self.attack.attackers(seed, clients)
         self.gathers = self.rule.robust or (self.attack is not None and self.attack.omniscient)
         self._whole = not (asynchronous or self.gathers or clip is not None)  # w_k are added up, not w_k - w_t
         self._asynchronous = asynchronous
         self._places = 0
+        gathered: dict[str, tuple[int, torch.dtype]] = {_UPDATE: (size, dtype)}
+        if self.rule.robust:
+            gathered |= self._extras
+            gathered |= {} if statistics is None else {_BUFFERS: (statistics.size, torch.float64)}
+        self._gathering = Gathering(gathered if self.gathers else {})
 
-    def begin(self, round: int, clients: Sequence[int], w_t: Tensor) -> None:
-        """A round in which these clients reply, in cohort order, the same on all workers. w_t stays until `meet`."""
+    def begin(self, round: int, clients: Sequence[int], w_t: Tensor, buffers: Tensor | None = None) -> None:
+        """A round in which these clients reply, in cohort order, the same on all workers. w_t stays until `meet`.
+
+        `buffers`: those of the model before the round, packed, where there are any.
+        """
         if len(clients) > self._places or not self._places:
             self._lay_out(max(1, len(clients)))
         for each in (self._main, *self._beside.values()):
             each.clear()
-        self._codes = [0] * self._places
-        self._round, self._w_t = round, w_t.detach().cpu()
+        self._refused = [0] * (len(_REASONS) * self._places)
+        self._round, self._w_t, self._buffers = round, w_t.detach().cpu(), buffers
         self._place = {int(client): place for place, client in enumerate(dict.fromkeys(clients))}
-        self._rows: list[tuple[int, Tensor, float]] = []
+        self._gathering.clear()
 
     def _lay_out(self, places: int) -> None:
         """All that is added up stands in one vector of int64, so that workers meet in one sum."""
-        kinds = {"": (0 if self.gathers else self.size, self.dtype), **self._extras}
-        rooms = [Exact.room(size, dtype) for size, dtype in kinds.values()]
-        self._home = torch.zeros(sum(rooms) + places, dtype=torch.int64)
-        parts = torch.split(self._home, [*rooms, places])
-        made = [Exact(size, dtype, home) for (size, dtype), home in zip(kinds.values(), parts, strict=False)]
-        self._main, self._beside = made[0], dict(zip(self._extras, made[1:], strict=True))
-        self._told, self._places = parts[-1], places
+        kinds = {_UPDATE: (0 if self.gathers else self.size, self.dtype)}
+        if not self.rule.robust:
+            kinds |= self._extras
+            if self._statistics is not None:  # and the samples, by which they are weighted
+                kinds[_BUFFERS] = (self._statistics.size + 1, torch.float64)
+        rooms, told = [Exact.room(size, dtype) for size, dtype in kinds.values()], len(_REASONS) * places
+        self._home = torch.zeros(sum(rooms) + told, dtype=torch.int64)
+        parts = torch.split(self._home, [*rooms, told])
+        made = {name: Exact(size, dtype, home)
+                for (name, (size, dtype)), home in zip(kinds.items(), parts, strict=False)}  # fmt: skip
+        self._main = made.pop(_UPDATE)
+        self._beside, self._told, self._places = made, parts[-1], places
 
     def flips(self, client: int) -> bool:
         """Whether this client trains on `attack.labels` in place of its labels."""
@@ -103,33 +132,57 @@ class Aggregate:
     # ---- replies
 
     def take(
-        self, client: int, reply: Tensor, base: Tensor, weight: float, extra: Mapping[str, Tensor] | None = None
+        self, client: int, reply: Tensor, base: Tensor, weight: float, extra: Mapping[str, Tensor] | None = None, *,
+        buffers: Tensor | None = None, samples: float = 1.0,
     ) -> str | None:  # fmt: skip
         """Take in a client's reply w_k, which began from `base`: None, or the reason why it is left out.
 
-        The reply may change afterwards. Raises ConfigError: its length or weight cannot be.
+        `buffers` are the client's, packed, of `samples` samples. All of this may change afterwards. Raises ConfigError:
+        its length or weight cannot be.
         """
-        why = self._screened(client, reply.detach().cpu(), base.detach().cpu(), weight, extra or {})
-        self._codes[self._place[client]] += _CODES[why]
-        return why
-
-    def _screened(
-        self, client: int, reply: Tensor, base: Tensor, weight: float, extra: Mapping[str, Tensor]
-    ) -> str | None:
-        given = {name: extra[name].detach().cpu().reshape(-1) for name in self._extras}
-        refusals = (self._beside[name].refusal(each) for name, each in given.items())
-        why = next((reason for reason in refusals if reason is not None), None) or self._added(
-            client, reply, base, weight
-        )
+        attack = self.attack if client in self._attackers else None
+        sent = {name: (extra or {})[name].detach().cpu().reshape(-1) for name in self._extras}
+        for name, each in sent.items():
+            if each.numel() != self._extras[name][0]:
+                raise ConfigError(f"a reply's {name!r} has {each.numel()} elements, not {self._extras[name][0]}")
+        if self._statistics is not None:
+            assert buffers is not None, "a job whose clients send buffers"
+            sent[_BUFFERS] = buffers
+        if attack is not None:
+            weight, samples = counted(attack, weight), counted(attack, samples)
+            sent = {name: false_buffers(attack, each) if name == _BUFFERS else false_sums(attack, each)
+                    for name, each in sent.items()}  # fmt: skip
+        why = self._refusal(sent, samples)
         if why is None:
-            for name, each in given.items():
+            why = self._added(client, (reply.detach().cpu(), base.detach().cpu()), weight, sent)
+        if why is not None:
+            self._refused[_REASONS.index(why) * self._places + self._place[client]] += 1
+        elif not self.rule.robust:
+            for name, each in self._weighted(sent, samples).items():
                 self._beside[name].add(each)
         return why
 
-    def _added(self, client: int, reply: Tensor, base: Tensor, weight: float) -> str | None:
+    def _refusal(self, sent: Mapping[str, Tensor], samples: float) -> str | None:
+        """Why what a client sends beside its update cannot be used."""
+        for each in (sent if self.rule.robust else self._weighted(sent, samples)).values():
+            why = refusal(each)
+            if why is not None:
+                return why
+        return None if self._statistics is None else self._statistics.refusal(sent[_BUFFERS])
+
+    def _weighted(self, sent: Mapping[str, Tensor], samples: float) -> dict[str, Tensor]:
+        """As it is added up for the mean: buffers times samples, and the samples behind them."""
+        if _BUFFERS not in sent or self._statistics is None:
+            return dict(sent)
+        count = torch.tensor([float(samples)], dtype=torch.float64)
+        return {**sent, _BUFFERS: torch.cat([sent[_BUFFERS] * samples, count])}
+
+    def _added(
+        self, client: int, vectors: tuple[Tensor, Tensor], weight: float, sent: Mapping[str, Tensor]
+    ) -> str | None:  # fmt: skip
+        """Add or file the update of (w_k, base); the reason why it is left out."""
+        reply, base = vectors
         attack = self.attack if client in self._attackers else None
-        if attack is not None:
-            weight = counted(attack, weight)
         if self._whole and (attack is None or attack.name not in OWN):
             return self._main.add(reply, weight)
         update = reply - base
@@ -147,19 +200,21 @@ class Aggregate:
             return self._main.add(update, weight)
         why = self._main.add(update[:0], weight)  # counts it, and its weight
         if why is None:
-            self._rows.append((self._place[client], update, weight))
+            more = {name: each.clone() for name, each in sent.items()} if self.rule.robust else {}
+            self._gathering.add(self._place[client], weight, {_UPDATE: update, **more})
         return why
 
     # ---- together
 
     def meet(self, ring: Any, memory: MutableMapping[str, Tensor] | None = None) -> Met:
         """The round's result. `memory` is the server's, where a rule with a memory keeps it."""
-        self._told.copy_(torch.tensor(self._codes))
+        self._told.copy_(torch.tensor(self._refused))
         for each in (self._main, *self._beside.values()):
             _ = each.limbs  # settled: they stand in _home
         ring.sum(self._home)
-        met = Met(None, None, {name: each.total() for name, each in self._beside.items()}, self._main.count,
-                  float(self._main.weight), self._rejected())  # fmt: skip
+        met = Met(None, None, {}, self._main.count, float(self._main.weight), self._rejected())
+        if self.rule.robust:
+            met.weight = float(met.count)
         if met.count < self.least:
             came = met.count + len(met.rejected)
             needed = f"{self.least} {'is' if self.least == 1 else 'are'} needed"
@@ -167,18 +222,27 @@ class Aggregate:
         else:
             met.skipped = self.rule.lacking(met.count)
         if self.gathers and met.count:
-            rows, weights, clients = self._gathered(ring)
+            replies = self._gathering.gather(ring, list(self._place))
             if met.skipped is None:
-                self._take_rule(met, rows, weights, clients, {} if memory is None else memory)
+                self._take_gathered(met, replies, {} if memory is None else memory)
         elif met.skipped is None:
             self._main.pass_on(ring)
             self._take_mean(met, self._main)
+        if not self.rule.robust:
+            self._take_beside(met)
         return met
 
     def _rejected(self) -> list[tuple[int, str]]:
-        told = zip(self._place, self._told.tolist(), strict=False)
-        return [(client, why) for client, code in told for why in (NOT_FINITE, TOO_LARGE)
-                for _ in range(code // _CODES[why] % (1 << 20))]  # fmt: skip
+        told = self._told.view(len(_REASONS), self._places).T.tolist()
+        return [(client, why) for client, times in zip(self._place, told, strict=False)
+                for why, count in zip(_REASONS, times, strict=True) for _ in range(count)]  # fmt: skip
+
+    def _take_beside(self, met: Met) -> None:
+        """What clients sent beside, under the mean."""
+        met.sums = {name: each.total() for name, each in self._beside.items() if name != _BUFFERS}
+        if self._statistics is not None and met.skipped is None:
+            total = self._beside[_BUFFERS].total()
+            met.buffers = total[:-1] / total[-1]
 
     def _take_mean(self, met: Met, exact: Exact) -> None:
         w_t = self._w_t
@@ -189,23 +253,42 @@ class Aggregate:
             met.delta = exact.mean()
             met.mean = None if self._asynchronous else w_t + met.delta
 
-    def _take_rule(
-        self, met: Met, rows: Matrix, weights: list[float], clients: list[int], memory: MutableMapping[str, Tensor]
-    ) -> None:
-        self._conspire(rows, clients)
+    def _take_gathered(self, met: Met, replies: Replies, memory: MutableMapping[str, Tensor]) -> None:
+        rows, clients = replies.rows, replies.clients
+        self._conspire(rows[_UPDATE], clients)
         if not self.rule.robust:
             exact = Exact(self.size, self.dtype)
-            for row, weight in zip(rows, weights, strict=True):
+            for row, weight in zip(rows[_UPDATE], replies.weights, strict=True):
                 exact.add(torch.from_numpy(row).to(self.dtype), weight)
             self._take_mean(met, exact)
             return
-        before = memory[BEFORE].cpu().numpy() if BEFORE in memory else None
         seed = int(np.random.SeedSequence([self._seed, self._round]).generate_state(1, np.uint64)[0])
-        result = torch.from_numpy(aggregate(self.rule, rows, before, seed))
+        chosen = picks(self.rule, rows[_UPDATE], seed) if self.rule.selects else None
+        before = memory[BEFORE].cpu().numpy() if BEFORE in memory else None
+        result = torch.from_numpy(aggregate(self.rule, rows[_UPDATE], before, seed, chosen=chosen))
         if self.rule.name == "centered_clipping":
             memory[BEFORE] = result
         met.delta = result.to(self.dtype)
         met.mean = None if self._asynchronous else (self._w_t.double() + result).to(self.dtype)
+        if chosen is not None:
+            met.chosen = [clients[row] for row in members(self.rule, len(clients), chosen, seed)]
+        for name, (_, dtype) in self._extras.items():
+            before = memory[f"{BEFORE}/{name}"].cpu().numpy() if f"{BEFORE}/{name}" in memory else None
+            made = torch.from_numpy(beside(self.rule, rows[name], before, seed, chosen=chosen))
+            if self.rule.name == "centered_clipping":
+                memory[f"{BEFORE}/{name}"] = made
+            met.sums[name] = (made * len(clients)).to(dtype)
+        if self._statistics is not None:
+            met.buffers = torch.from_numpy(self._ruled_buffers(rows[_BUFFERS], seed, chosen))
+
+    def _ruled_buffers(self, x: Matrix, seed: int, chosen: Picks | None) -> Vector:
+        assert self._statistics is not None, "a job whose clients send buffers"
+        before = None if self._buffers is None else self._buffers.numpy()
+        if self.rule.name not in ("geometric_median", "centered_clipping"):
+            return beside(self.rule, x, before, seed, chosen=chosen)
+        floats = self._statistics.floats
+        center = None if before is None else before[:floats]
+        return np.concatenate([beside(self.rule, x[:, :floats], center, seed), median(x[:, floats:])])
 
     def _conspire(self, rows: Matrix, clients: list[int]) -> None:
         """Omniscient attackers change their rows, once the honest ones are known."""
@@ -214,18 +297,3 @@ class Aggregate:
         bad = np.array([client in self._attackers for client in clients])
         if bad.any() and not bad.all():
             rows[bad] = agreed(self.attack, rows[~bad], int(bad.sum()))
-
-    def _gathered(self, ring: Any) -> tuple[Matrix, list[float], list[int]]:
-        """Everyone's rows in cohort order, halves as float32; their weights and clients."""
-        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
-        most = int(ring.max(torch.tensor([len(self._rows)])))
-        mine, head = torch.zeros(most, self.size, dtype=wide), torch.full((most, 2), -1.0, dtype=torch.float64)
-        for at, (place, update, weight) in enumerate(self._rows):
-            mine[at] = update
-            head[at] = torch.tensor([place, weight], dtype=torch.float64)
-        self._rows = []
-        heads, everyone = ring.all_gather(head).view(-1, 2), ring.all_gather(mine).view(-1, self.size)
-        places = heads[:, 0].tolist()
-        order = sorted((at for at, place in enumerate(places) if place >= 0), key=lambda at: places[at])
-        clients = list(self._place)
-        return everyone[order].numpy(), heads[order, 1].tolist(), [clients[int(places[at])] for at in order]

@@ -5,8 +5,9 @@
                           learning", NeurIPS 2019, section 3: mean - z sd, within the spread of the honest
     inner_product         Xie, Koyejo and Gupta, "Fall of empires: breaking Byzantine-tolerant SGD by inner product
                           manipulation", UAI 2019: -eps times the mean
-Label flipping (`Attack.labels`) and inflated counts (`counted`) leave updates as training gives them. The omniscient
-ones, alie and inner_product, see all honest updates of the round, and all their attackers send one vector.
+Label flipping (`Attack.labels`), inflated counts (`counted`), false buffers (`false_buffers`) and a false c
+(`false_sums`) leave updates as training gives them. The omniscient ones, alie and inner_product, see all honest updates
+of the round, and all their attackers send one vector.
 """
 
 from __future__ import annotations
@@ -38,6 +39,16 @@ def spoilt(attack: Attack, update: Tensor, *seed: int) -> Tensor:
 def counted(attack: Attack, weight: float) -> float:
     """The number of samples that an attacker says it has."""
     return weight * attack.factor if attack.name == "inflated_counts" else weight
+
+
+def false_buffers(attack: Attack, buffers: Tensor) -> Tensor:
+    """The buffers [B] that an attacker sends. Scaled up they stay what a model may have: variances are not negative."""
+    return buffers * attack.scale if attack.name == "false_buffers" else buffers
+
+
+def false_sums(attack: Attack, sent: Tensor) -> Tensor:
+    """What an attacker sends beside its update, in place of one of the strategy's `sums`."""
+    return sent * -attack.scale if attack.name == "false_c" else sent
 
 
 def agreed(attack: Attack, honest: Matrix, attackers: int) -> Vector:

@@ -22,6 +22,8 @@ Attacks, by `clients=` of the job's clients, drawn from its seed
     inner_product(clients=4,eps=1)    sends -eps times the mean of the honest updates
     nan(clients=4)                    sends what is no number
     inflated_counts(clients=4,factor=100)  says to have so many times the samples that it has
+    false_buffers(clients=4,scale=1e6)  sends its update as trained, and its buffers times scale
+    false_c(clients=4,scale=100)      sends its update as trained, and -scale times what it sends beside (SCAFFOLD's c)
 """
 
 from __future__ import annotations
@@ -56,6 +58,8 @@ _ATTACKS: dict[str, dict[str, Any]] = {
     "inner_product": {"eps": 1.0},
     "nan": {},
     "inflated_counts": {"factor": 100.0},
+    "false_buffers": {"scale": 1e6},
+    "false_c": {"scale": 100.0},
 }
 _WHOLE = {"f": 0, "m": 1, "bucket": 1, "iterations": 1, "clients": 1, "classes": 2}  # and the least that makes sense
 SKEWED = 0.35  # of `skew`: dealt evenly, ten clients' worth of rows a label stay far below
@@ -80,6 +84,11 @@ class Rule:
     def robust(self) -> bool:
         """Whether it needs all replies of a round at once, and counts each once."""
         return self.name != "mean"
+
+    @property
+    def selects(self) -> bool:
+        """Whether it chooses some of the clients by their updates, and takes nothing of the others."""
+        return self.name in ("krum", "multi_krum", "bulyan")
 
     @property
     def least(self) -> int:

@@ -24,6 +24,7 @@ from rayps.federated.personal import personal
 from rayps.federated.real.remote import Remote
 from rayps.federated.source import Errand, Round, Simulated, old
 from rayps.federated.states import States
+from rayps.federated.statistics import Statistics
 
 if TYPE_CHECKING:
     from rayps.worker import Worker
@@ -45,19 +46,18 @@ class Engine:
         stateful = strategy.stateful and not strategy.remote
         self.homes = homes(w.data.clients.sizes, w.size) if stateful else None
         self.states = States() if stateful else None
+        self._losses: list[tuple[int, float, int]] = []  # of the round's usable replies here: client, loss, samples
         self._begun, self._counted = 0, False  # rounds, and whether one of them moved the model
         self.judging: Any = None  # the evaluation data, once it is known
         self.source: Any = Remote(self) if strategy.remote else Simulated(self)
         size, dtype = w.flat.layout.size, w.flat.layout.dtype
         extras = dict.fromkeys(strategy.sums, (size, dtype))
-        count = sum(value.numel() for value in self.trainer.buffers.values())
-        self._averages = count > 0 and strategy.buffers == "mean"
-        if self._averages:
-            extras["buffers"] = (count + 1, torch.float64)  # and the samples, by which they are weighted
+        statistics = Statistics(self.trainer.buffers)
+        self._statistics = statistics if statistics.size and strategy.buffers == "mean" else None
         rule, attack = choices.rule_of(strategy.rule), choices.attack_of(strategy.attack)
         self._aggregate = Aggregate(
             rule, choices.clip_of(strategy.clip), attack, size, dtype, seed=w.plan.seed, clients=self.source.count,
-            extras=extras, least=strategy.min_replies, asynchronous=strategy.asynchronous,
+            extras=extras, least=strategy.min_replies, asynchronous=strategy.asynchronous, statistics=self._statistics,
         )  # fmt: skip
 
     def at(self, position: int) -> int:
@@ -76,12 +76,15 @@ class Engine:
         w_t, buffers = self._w_t.copy_(w.flat.vector), self.trainer.kept()
         known = self.source.round(t, w_t, w.shared, buffers)
         cohort = list(known.sampled) if known.cohort is None else known.cohort
-        self._aggregate.begin(t, cohort, w_t)
+        self._aggregate.begin(t, cohort, w_t, self._packed(buffers))
+        self._losses = []
         began = time.perf_counter()
         for errand, reply in self.source.replies():
             self._take(errand if isinstance(errand, Errand) else Errand(errand, t), reply)
         w.meter.compute += time.perf_counter() - began
         met = self._aggregate.meet(w.ring, w.shared)
+        chosen = None if met.chosen is None else frozenset(met.chosen)
+        w.meter.losses += [(loss, n) for client, loss, n in self._losses if chosen is None or client in chosen]
         self.trainer.put(w_t, buffers)
         why = self._serve(t, met)
         if self.states is not None:
@@ -96,15 +99,15 @@ class Engine:
 
     def _take(self, errand: Errand, reply: Reply) -> None:
         """One reply into the sum, or out of the round."""
-        w, strategy, extra = self.w, self.strategy, dict(reply.sums)
-        if self._averages:
-            flat = [value.detach().cpu().reshape(-1).double() * reply.n for value in reply.buffers.values()]
-            extra["buffers"] = torch.cat([*flat, torch.tensor([float(reply.n)], dtype=torch.float64)])
+        w, strategy = self.w, self.strategy
         weight = strategy.weight(reply.n, errand.staleness)
-        why = self._aggregate.take(errand.client, reply.w, self.base(errand.version), weight, extra)
+        why = self._aggregate.take(
+            errand.client, reply.w, self.base(errand.version), weight, reply.sums,
+            buffers=self._packed(reply.buffers), samples=reply.n,
+        )  # fmt: skip
         if why is not None:
             return
-        w.meter.losses.append((reply.loss, reply.samples))
+        self._losses.append((errand.client, reply.loss, reply.samples))
         if self.states is not None:
             state = dict(reply.state)
             if strategy.buffers == "keep":
@@ -117,17 +120,12 @@ class Engine:
         if met.skipped is not None:
             return met.skipped if met.count else "no reply could be used" if met.rejected else "nobody replied"
         strategy.server(Server(w.flat.vector, met, self.source.count, w.shared, t))
-        if self._averages:
-            self._spread(met.sums["buffers"])
+        if self._statistics is not None and met.buffers is not None:
+            self._statistics.spread(met.buffers, self.trainer.buffers)
         return ""
 
-    def _spread(self, sums: Tensor) -> None:
-        """The buffers' means over samples; whole numbers are rounded."""
-        at, mean = 0, sums[:-1] / sums[-1]
-        for value in self.trainer.buffers.values():
-            part = mean[at : at + value.numel()].view(value.shape)
-            value.detach().copy_(part if value.is_floating_point() else part.round())
-            at += value.numel()
+    def _packed(self, buffers: Tensors) -> Tensor | None:
+        return None if self._statistics is None else self._statistics.packed(buffers)
 
     def _tell(self) -> None:
         """Who the clients are."""

@@ -104,15 +104,7 @@ class Exact:
             raise ConfigError(f"a reply's weight is {weight!r}: it must be a number above 0")
         if update.numel() != self.size:
             raise ConfigError(f"a reply has {update.numel()} elements, the model {self.size}")
-        if weight >= LIMIT:
-            return TOO_LARGE
-        if not self.size:
-            return None
-        low, high = (end.item() for end in torch.aminmax(update.detach()))  # NaN wins over both
-        largest = max(-low, high)
-        if not (math.isfinite(low) and math.isfinite(high)):
-            return NOT_FINITE
-        return None if largest * weight < LIMIT else TOO_LARGE
+        return refusal(update, weight)
 
     def _add_block(self, x: Tensor, at: int, weights: list[float]) -> None:
         """Products of 53 bits are exact: of a float32 and a weight below 2^24, or of halves of a float64."""
@@ -219,6 +211,18 @@ class Exact:
                 high, low = limbs.double()
                 out[at : at + _BLOCK] = high.mul_(2.0**-FIRST).add_(low, alpha=2.0 ** -(FIRST + DIGIT)).div_(n)
         return out
+
+
+def refusal(update: Tensor, weight: float = 1.0) -> str | None:
+    """Why weight * update is no summand: it is not finite, or beyond `LIMIT`; None if it is one."""
+    if weight >= LIMIT:
+        return TOO_LARGE
+    if not update.numel():
+        return None
+    low, high = (end.item() for end in torch.aminmax(update.detach()))  # NaN wins over both
+    if not (math.isfinite(low) and math.isfinite(high)):
+        return NOT_FINITE
+    return None if max(-low, high) * weight < LIMIT else TOO_LARGE
 
 
 def _halves(weight: float) -> list[float]:

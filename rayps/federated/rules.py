@@ -16,6 +16,11 @@ x [n, P], float32 or float64, holds finite numbers: whoever calls drops the othe
 squares of differences, in float64, never |a|^2 + |b|^2 - 2ab, which loses them where updates are large and alike. Rows
 stand in cohort order, and what is equal is decided for the row that stands first. numpy alone, on one thread: so many
 threads or workers, the same bits. Rows count once each, whatever number of samples they say they have.
+
+What clients send beside their updates (buffers, SCAFFOLD's c) goes through `beside`, each as a matrix of its own.
+Krum, multi-Krum and Bulyan choose clients by the updates alone (`picks`), and take the rest of the chosen ones only:
+Krum that of its one client; multi-Krum the mean of each column without its f largest and f smallest, because a client
+that was chosen for its update may lie in the rest; Bulyan as its second step. The other rules treat each matrix alike.
 """
 
 from __future__ import annotations
@@ -30,16 +35,19 @@ from rayps.federated.choices import Rule
 
 Matrix = NDArray[np.float64] | NDArray[np.float32]
 Vector = NDArray[np.float64]
+Picks = NDArray[np.int64]
 _BLOCK = 1 << 16  # numbers of a block of columns
 _NEAR = 1e-9  # of a movement, relative to the distances: Weiszfeld ends there
 _AT = 1e-12  # of the median distance: a row that is nearer than this is at the point
 
 
-def aggregate(rule: Rule, x: Matrix, before: Vector | None = None, seed: int = 0) -> Vector:
+def aggregate(
+    rule: Rule, x: Matrix, before: Vector | None = None, seed: int = 0, *, chosen: Picks | None = None,
+) -> Vector:  # fmt: skip
     """What a robust rule makes of the rows of x, [P] in float64.
 
     `before` is the last round's result (centered_clipping begins there; none: zeros). `seed` draws the buckets: give
-    another in each round.
+    another in each round. `chosen` is what `picks` found for x, where that is known.
 
     Raises:
         ConfigError: the rows are fewer than the rule needs.
@@ -49,36 +57,51 @@ def aggregate(rule: Rule, x: Matrix, before: Vector | None = None, seed: int = 0
     lacking = rule.lacking(len(x))
     if lacking is not None:
         raise ConfigError(lacking, field="rule")
+    if rule.selects and chosen is None:
+        chosen = picks(rule, x, seed)
     x = buckets(x, rule.bucket, seed)
-    if rule.name == "krum":
-        return krum(x, rule.f)
-    if rule.name == "multi_krum":
-        return multi_krum(x, rule.f, rule.m)
+    if chosen is not None:
+        return _near_the_median(x[chosen], len(x) - 4 * rule.f) if rule.name == "bulyan" else mean(x[chosen])
     if rule.name == "trimmed_mean":
         return trimmed_mean(x, rule.f)
     if rule.name == "median":
         return median(x)
     if rule.name == "geometric_median":
         return geometric_median(x, rule.iterations)
-    if rule.name == "bulyan":
-        return bulyan(x, rule.f)
     return centered_clipping(x, rule.tau, rule.iterations, before)
+
+
+def beside(
+    rule: Rule, x: Matrix, before: Vector | None = None, seed: int = 0, *, chosen: Picks | None = None,
+) -> Vector:  # fmt: skip
+    """What a robust rule makes of the rows of x, which clients sent beside their updates; otherwise as `aggregate`.
+
+    `chosen` is what `picks` found for the updates, where the rule chooses clients.
+    """
+    if rule.name != "multi_krum" or chosen is None:
+        return aggregate(rule, x, before, seed, chosen=chosen)
+    picked = buckets(x, rule.bucket, seed)[chosen]
+    return trimmed_mean(picked, min(rule.f, (len(picked) - 1) // 2))
+
+
+def picks(rule: Rule, x: Matrix, seed: int = 0) -> Picks:
+    """Which rows krum, multi_krum or bulyan choose by the updates x: numbers of buckets, ascending."""
+    x = buckets(x, rule.bucket, seed)
+    if rule.name == "bulyan":
+        return _bulyan_picks(x, rule.f)
+    count = 1 if rule.name == "krum" else len(x) - rule.f if rule.m is None else rule.m
+    return np.sort(np.argsort(scores(distances(x), rule.f), kind="stable")[:count])
+
+
+def members(rule: Rule, n: int, chosen: Picks, seed: int = 0) -> list[int]:
+    """The rows of n that are in the chosen buckets, ascending."""
+    dealt = _dealt(n, rule.bucket, seed)
+    return sorted(int(row) for bucket in chosen for row in dealt[int(bucket)])
 
 
 def mean(x: Matrix) -> Vector:
     """The mean of the rows: what all the others are compared with."""
     return np.asarray(np.add.reduce(x, axis=0, dtype=np.float64) / len(x))
-
-
-def krum(x: Matrix, f: int) -> Vector:
-    """The row with the smallest score: the sum of its n - f - 2 smallest squared distances to others."""
-    return np.asarray(x[int(np.argmin(scores(distances(x), f)))], dtype=np.float64)
-
-
-def multi_krum(x: Matrix, f: int, m: int | None = None) -> Vector:
-    """The mean of the m rows with the smallest scores (none: n - f of them)."""
-    chosen = np.argsort(scores(distances(x), f), kind="stable")[: len(x) - f if m is None else m]
-    return mean(x[np.sort(chosen)])
 
 
 def trimmed_mean(x: Matrix, f: int) -> Vector:
@@ -139,16 +162,21 @@ def _weiszfeld(x: Matrix, z: Vector, apart: Vector) -> tuple[Vector, float]:
     return target, max(0.0, 1.0 - at / pull) if pull else 0.0
 
 
-def bulyan(x: Matrix, f: int) -> Vector:
-    """n - 2f rows, chosen by Krum one by one; then of each column the mean of the n - 4f nearest to its median."""
+def _bulyan_picks(x: Matrix, f: int) -> Picks:
+    """n - 2f rows, chosen by Krum one by one."""
     n, d = len(x), distances(x)
     left, chosen = list(range(n)), list[int]()
     while len(chosen) < n - 2 * f:
         best = left[int(np.argmin(scores(d[np.ix_(left, left)], f)))]
         chosen.append(best)
         left.remove(best)
-    picked, keep, out = x[np.sort(chosen)], n - 4 * f, np.empty(x.shape[1])
-    for part in _blocks(x):
+    return np.sort(np.asarray(chosen, dtype=np.int64))
+
+
+def _near_the_median(picked: Matrix, keep: int) -> Vector:
+    """Of each column the mean of the `keep` values nearest to its median."""
+    out = np.empty(picked.shape[1])
+    for part in _blocks(picked):
         column = np.sort(picked[:, part], axis=0).astype(np.float64)
         middle = (column[(len(column) - 1) // 2] + column[len(column) // 2]) / 2
         nearest = np.argsort(np.abs(column - middle), axis=0, kind="stable")[:keep]
@@ -194,8 +222,13 @@ def buckets(x: Matrix, size: int, seed: int) -> Matrix:
     """Means of `size` rows each (the last of fewer), in an order drawn from the seed."""
     if size == 1:
         return x
-    order = np.random.default_rng(seed).permutation(len(x))
-    return np.stack([mean(x[np.sort(order[at : at + size])]) for at in range(0, len(x), size)])
+    return np.stack([mean(x[rows]) for rows in _dealt(len(x), size, seed)])
+
+
+def _dealt(n: int, size: int, seed: int) -> list[Picks]:
+    """The rows of each bucket; each row is one where size is 1."""
+    order = np.arange(n) if size == 1 else np.random.default_rng(seed).permutation(n)
+    return [np.sort(order[at : at + size]) for at in range(0, n, size)]
 
 
 def _blocks(x: Matrix) -> Iterator[slice]:

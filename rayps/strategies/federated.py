@@ -12,8 +12,9 @@ taken over as it is. Fewer than `min_replies` leave the model as it was. An epoc
 The workload's optimizer is the client's; each client begins a round with a fresh one, at the rate of the workload.
 Of speed, availability, `deadline` and the rest of the clients' world see `rayps.federated.virtual.forms`: time is
 virtual.
-`buffers`: BatchNorm statistics are averaged like parameters ("mean"), or stay with each client ("keep"), whose next
-training begins with them, and are then evaluated only for that client.
+`buffers`: BatchNorm statistics are averaged like parameters ("mean"; a robust `rule` is applied to them too, see
+`rayps.federated.aggregate`), or stay with each client ("keep"), whose next training begins with them, and are then
+evaluated only for that client.
 `finetune`: at each evaluation every client that has rows in the evaluation data trains a copy of w for so many epochs,
 and is evaluated on its own rows: metrics `personal_*`.
 """

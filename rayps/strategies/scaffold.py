@@ -5,8 +5,10 @@ ICML 2020, algorithm 1, option II. The server keeps w and c, client i of N keeps
     client i: y <- w;  L times:  y <- y - eta (grad(y; b) - c_i + c)
               c_i+ <- c_i - c + (w - y) / (L eta);   replies y - w and c_i+ - c_i
     server:   w <- w + server_lr * mean_S(y_i - w);   c <- c + (1/N) sum_S (c_i+ - c_i)
-It is 1/N, not 1/|S|: so c stays the mean of all c_i when only some take part. As in the paper clients count alike,
-whatever their samples. The clients' optimizer must be plain SGD, of which eta is the rate. c_i lie on disk.
+It is 1/N, not 1/|S|: so c stays the mean of all c_i when only some take part. Under a robust `rule` the sum over S is
+|S| times what the rule makes of the c_i+ - c_i, so that c is an estimate of that mean which liars cannot move beyond
+the rule's bound. As in the paper clients count alike, whatever their samples. The clients' optimizer must be plain SGD,
+of which eta is the rate. c_i lie on disk.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ FIRST = {
     "geometric_median": "iterations", "l1": "weight", "l2": "weight",
     "sign_flip": "clients", "gaussian": "clients", "label_flip": "clients", "alie": "clients",
     "inner_product": "clients", "nan": "clients", "inflated_counts": "clients",
+    "false_buffers": "clients", "false_c": "clients",
 }  # fmt: skip
 _WORDS = {"none": None, "null": None, "true": True, "false": False}
 

@@ -1,0 +1,59 @@
+"""All replies of a round on every worker: matrices with one row for each reply, in cohort order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rayps.federated.rules import Matrix
+
+
+@dataclass(slots=True)
+class Replies:
+    """What all workers know of a round's replies, by the name of what was sent."""
+
+    rows: dict[str, Matrix]
+    weights: list[float]
+    clients: list[int]
+
+
+class Gathering:
+    """One worker's replies of a round, until all workers exchange theirs."""
+
+    def __init__(self, kinds: Mapping[str, tuple[int, torch.dtype]]) -> None:
+        """`kinds`: the length and dtype of what each reply holds, by name; half precision is gathered as float32."""
+        self._kinds = {
+            name: (size, torch.float64 if dtype == torch.float64 else torch.float32)
+            for name, (size, dtype) in kinds.items()
+        }
+        self._mine: list[tuple[int, float, Mapping[str, Tensor]]] = []
+
+    def clear(self) -> None:
+        """Begin a round."""
+        self._mine = []
+
+    def add(self, place: int, weight: float, sent: Mapping[str, Tensor]) -> None:
+        """File the reply of the client at this place of the cohort; its tensors are kept, not copied."""
+        self._mine.append((place, weight, sent))
+
+    def gather(self, ring: Any, cohort: list[int]) -> Replies:
+        """Everyone's replies; all workers call it. `cohort`: the clients by place."""
+        most = int(ring.max(torch.tensor([len(self._mine)])))
+        head = torch.full((most, 2), -1.0, dtype=torch.float64)
+        for at, (place, weight, _) in enumerate(self._mine):
+            head[at] = torch.tensor([place, weight], dtype=torch.float64)
+        heads = ring.all_gather(head).view(-1, 2)
+        places = heads[:, 0].tolist()
+        order = sorted((at for at, place in enumerate(places) if place >= 0), key=lambda at: places[at])
+        rows: dict[str, Matrix] = {}
+        for name, (size, dtype) in self._kinds.items():
+            mine = torch.zeros(most, size, dtype=dtype)
+            for at, (_, _, sent) in enumerate(self._mine):
+                mine[at] = sent[name]
+            rows[name] = ring.all_gather(mine).view(-1, size)[order].numpy()
+        self._mine = []
+        return Replies(rows, heads[order, 1].tolist(), [cohort[int(places[at])] for at in order])
