@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from service_site import Site
 from rayps.cli import main as cli
 from rayps.client import Client
 from rayps.cluster import surrounding
-from rayps.errors import ConfigError, Conflict, NotFound
+from rayps.errors import ClusterError, ConfigError, Conflict, NotFound
 from rayps.job import JobSpec
 from rayps.service import drivers as drivers_module
 from rayps.service import groups as groups_module
@@ -195,6 +196,81 @@ def test_a_manager_that_died_is_started_again_from_its_record(client: Client, pl
     place.threads.kill(before)
     until(lambda: place.threads.find(actor("shared")) not in (None, before), "another manager")
     assert len(group.wait(10).data["servers"]) == 5
+
+
+@pytest.mark.parametrize("method", ["facts", "stop", "spawn"])
+def test_a_slow_group_holds_up_neither_another_one_nor_a_job(
+    site: Site, client: Client, place: ThreadPlace, monkeypatch: pytest.MonkeyPatch, method: str,
+) -> None:
+    """Its manager hangs until the end of the test: no deadline passes meanwhile."""
+    monkeypatch.setattr(drivers_module, "DRIVER", DRIVER)
+    go_on, hung = threading.Event(), threading.Event()
+
+    def hang(*_: Any, **__: Any) -> dict[str, Any]:
+        hung.set()
+        go_on.wait(60)
+        raise ClusterError("it hung")
+
+    monkeypatch.setattr(groups_module, "_ANSWER_SECONDS", 60.0)
+    spawn = place.threads.spawn
+    if method == "spawn":
+        monkeypatch.setattr(place.threads, "spawn", lambda *args, **more: hang() if more["name"] == actor(
+            "a-slow") else spawn(*args, **more))
+        site.http.post(GROUPS, json={"name": "a-slow"})
+    else:
+        slow = client.start_servers("a-slow").wait(10)
+        monkeypatch.setattr(place.threads.find(actor("a-slow")).actor, method, hang)  # type: ignore[union-attr]
+        if method == "stop":
+            slow.stop()
+    try:
+        assert hung.wait(30)
+        other = client.start_servers("other", servers=2).wait(30)
+        for size in (3, 2):  # is looked at again and again
+            assert len(other.resize(size).wait(30).data["servers"]) == size
+        assert site.service.groups.get("a-slow")["name"] == "a-slow"
+        other.stop().wait(30)
+        job = site.add()
+        until(lambda: place.threads.find(f"driver-{job}"), "the job's driver")
+    finally:
+        go_on.set()
+
+
+def test_a_group_that_is_larger_than_the_own_ray_is_refused(site: Site, client: Client) -> None:
+    with pytest.raises(ConfigError) as caught:
+        client.start_servers("shared", servers=1000)
+    said = str(caught.value)
+    assert "1000 servers" in said and "has 8" in said and "--cpus" in said and caught.value.data["code"] == "too_large"
+    client.start_servers("first", servers=5).wait(10)
+    with pytest.raises(ConfigError, match="4 servers beside 5 of other groups"):
+        client.start_servers("second", servers=4)
+    second = client.start_servers("second", servers=3).wait(10)
+    with pytest.raises(ConfigError, match="has 8"):
+        second.resize(4)
+    assert second.refresh().data["wanted"] == 3 and [each["name"] for each in client.server_groups()] == [
+        "first", "second"]
+    client.servers("first").resize(4).wait(10)
+    assert second.resize(4).wait(10).data["wanted"] == 4
+
+
+def test_a_group_that_is_larger_than_a_joined_cluster_waits_until_that_has_grown(
+    tmp_path: Path, place: ThreadPlace, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    place.owned = False
+    monkeypatch.setattr(place, "capacity", lambda: None)
+    site = Site(tmp_path, place=place)
+    try:
+        with Client(site.url, site.token) as client:
+            until(lambda: site.http.get("/readyz").json()["ready"], "the cluster")
+            group = client.start_servers("shared", servers=9)
+            until(lambda: "needs a CPU for each of 9 servers, and the whole cluster has 8" in str(
+                group.refresh().data["reason"]), "the reason")
+            assert place.threads.find(actor("shared")) is None
+            monkeypatch.setattr(place.threads, "total", lambda: {"cpu": 9.0, "gpu": 0.0})
+            assert len(group.wait(30).data["servers"]) == 9
+            with pytest.raises(ConfigError, match="when the cluster has grown"):
+                group.resize(10)
+    finally:
+        site.close()
 
 
 def test_without_ray_a_group_says_what_it_waits_for(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ _WATCHED_SECONDS, _QUIET_SECONDS = 0.5, 3.0  # between two looks, while somebody
 _ATTENTION = 10.0  # seconds that a reader counts as one
 _FRESH_SECONDS = 15.0  # older facts are not shown as the present
 _ANSWER_SECONDS = 10.0
+_LOOK_SECONDS = 1.0  # that a tick waits for the looks that it has begun
 _END_SECONDS = 30.0
 _MOST_PAUSE = 30.0  # seconds between two attempts to start a manager that does not come up
 
@@ -82,6 +83,10 @@ class _Held:
     wanted: Wanted
     sight: Sight = field(default_factory=Sight)
     filed: bool = True  # its file is written: before that nothing is started
+    joined: int = 0  # which of the service's clusters its handle is of
+    looking: asyncio.Future[None] | None = None
+    # threads of its own: a manager that does not answer holds up neither another group nor anything else
+    threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "rayps-group"))
 
 
 class Groups:
@@ -91,11 +96,8 @@ class Groups:
         self._scheduler = scheduler
         self._folder = folder
         self._manager = manager
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rayps-groups")
-        self._looking: asyncio.Future[None] | None = None
         self._wake = asyncio.Event()
         self._attention = -1e9
-        self._joined = 0
         self._held = {wanted.name: _Held(wanted) for wanted in _read(folder)}
 
     # what the routes ask
@@ -186,8 +188,10 @@ class Groups:
     async def start(self, name: str, servers: int, replicas: int, silence: float = SILENCE) -> None:
         """Want a new group; it is started at the next look. `silence`: see `Wanted`.
 
+        In a joined cluster, which may grow, a group that is larger than the cluster waits, as a job does.
+
         Raises:
-            ConfigError: it can never be.
+            ConfigError: it can never be; with code too_large, it is larger than this service's Ray.
             Conflict: there is one of that name.
         """
         if not re.fullmatch(NAME, name):
@@ -196,6 +200,8 @@ class Groups:
         if name in self._held:
             raise Conflict(f"there is a server group {name!r} already: give another name, `rayps servers resize "
                            f"{name} {servers}`, or `rayps servers stop {name}` first", status=409)
+        if self._scheduler.place.owned:
+            self._refuse_too_large(name, servers)
         wanted = Wanted(name, servers, replicas, time.time(), silence=silence)
         self._held[name] = held = _Held(wanted, filed=False)
         try:
@@ -211,10 +217,13 @@ class Groups:
         """Grow or shrink a group; moves go on after this has returned.
 
         Raises:
-            NotFound, ConfigError: too few for the replicas, Conflict: it is not up, or resizing already.
+            NotFound, Conflict: it is not up, or resizing already.
+            ConfigError: too few for the replicas; with code too_large, more than the cluster has room for now.
         """
         held = self._find(name)
         _check_size(servers, held.wanted.replicas)
+        if servers > held.wanted.servers:
+            self._refuse_too_large(name, servers)
         await self._ask(held, "resize", servers)
 
     async def drain(self, name: str, server: str) -> None:
@@ -265,38 +274,59 @@ class Groups:
             self._wake.clear()
 
     async def tick(self) -> None:
-        """Look at every group once, start what is missing, end what is not wanted."""
-        if not self._held:
-            return
+        """Look at every group, start what is missing, end what is not wanted.
+
+        Each look has a thread of its own, and a look that takes long is only waited for once: the next ticks look at
+        the other groups and leave it to come back.
+        """
         loop = asyncio.get_running_loop()
-        if self._looking is None:
-            self._looking = loop.run_in_executor(self._thread, self._look, self._scheduler.cluster)
-        with contextlib.suppress(TimeoutError):  # a Ray that is gone: the same look is waited for again
-            await asyncio.wait_for(asyncio.shield(self._looking), _ANSWER_SECONDS)
-        if self._looking.done():
-            done, self._looking = self._looking, None
-            done.result()
+        begun = []
+        for name, held in list(self._held.items()):
+            if held.looking is None or held.looking.done():
+                held.looking = loop.run_in_executor(held.threads, self._look, name, held, self._scheduler.cluster)
+                begun.append(held.looking)
+        if begun:
+            done, _ = await asyncio.wait(begun, timeout=_LOOK_SECONDS)
+            for look in done:
+                look.result()
 
     def close(self) -> None:
         """Let go; the groups live as long as their cluster."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        for held in self._held.values():
+            held.threads.shutdown(wait=False, cancel_futures=True)
 
-    def _look(self, cluster: Cluster | None) -> None:
-        if self._joined != self._scheduler.joined:  # another Ray: what the last one gave us is void
-            self._joined = self._scheduler.joined
-            for held in self._held.values():
-                held.sight.handle = None
-        for name, held in list(self._held.items()):
-            try:
-                if held.wanted.stopping:
-                    self._end(name, held, cluster)
-                elif cluster is not None and held.filed:
-                    self._keep(held, cluster)
-            except (RaypsError, OSError, RuntimeError, TimeoutError) as error:
-                first = str(error).splitlines()[0] if str(error) else type(error).__name__
-                if first != held.sight.reason:
-                    log.warning("server group %s: %s", name, error)
-                held.sight.reason = first
+    def _refuse_too_large(self, name: str, servers: int) -> None:
+        """Refuse more servers than the cluster has CPUs: each is a process that works, and all groups share them."""
+        too_many = self._too_many(name, servers)
+        if too_many is not None:
+            owned = self._scheduler.place.owned
+            knob = "start `rayps serve` with more --cpus" if owned else "try again when the cluster has grown"
+            raise ConfigError(f"servers is {servers}: {too_many}:\nask for fewer servers, stop another group, or "
+                              f"{knob}", field="servers", code="too_large")
+
+    def _too_many(self, name: str, servers: int) -> str | None:
+        """Why the cluster has no room for so many servers of a group; None where it has, or nothing is known of it."""
+        total = {**(self._scheduler.place.capacity() or {}), **(self._scheduler.view.total or {})}.get("cpu")
+        others = sum(held.wanted.servers for other, held in self._held.items() if other != name)
+        if total is None or servers + others <= total:
+            return None
+        has = "this service's Ray" if self._scheduler.place.owned else "the whole cluster"
+        beside = f" beside {others} of other groups" if others else ""
+        return f"group {name!r} needs a CPU for each of {servers} servers{beside}, and {has} has {total:g}"
+
+    def _look(self, name: str, held: _Held, cluster: Cluster | None) -> None:
+        if held.joined != self._scheduler.joined:  # another Ray: what the last one gave us is void
+            held.joined, held.sight.handle = self._scheduler.joined, None
+        try:
+            if held.wanted.stopping:
+                self._end(name, held, cluster)
+            elif cluster is not None and held.filed:
+                self._keep(held, cluster)
+        except (RaypsError, OSError, RuntimeError, TimeoutError) as error:
+            first = str(error).splitlines()[0] if str(error) else type(error).__name__
+            if first != held.sight.reason:
+                log.warning("server group %s: %s", name, error)
+            held.sight.reason = first
 
     def _keep(self, held: _Held, cluster: Cluster) -> None:
         """Find the manager, or start it; hear what it says."""
@@ -304,6 +334,10 @@ class Groups:
         sight.handle = cluster.find(actor(wanted.name))
         if sight.handle is None:
             if time.monotonic() < sight.retry_at:
+                return
+            waits = None if wanted.launched else self._too_many(wanted.name, wanted.servers)
+            if waits is not None:  # a joined cluster may grow
+                sight.reason = waits
                 return
             sight.retry_at = time.monotonic() + min(_MOST_PAUSE, 1.0 * 2.0**sight.failures)
             sight.failures += 1
@@ -338,6 +372,7 @@ class Groups:
             cluster.kill(handle)
         shutil.rmtree(self._folder / name, ignore_errors=True)
         self._held.pop(name, None)
+        held.threads.shutdown(wait=False)
         log.info("server group %s has ended", name)
 
     async def _ask(self, held: _Held, method: str, *args: Any) -> None:
@@ -355,7 +390,7 @@ class Groups:
             held.wanted.write(self._folder / name)
 
         try:
-            await asyncio.to_thread(ask)
+            await asyncio.get_running_loop().run_in_executor(held.threads, ask)
         except (ActorDied, ClusterError, TimeoutError) as error:
             raise Conflict(f"server group {name!r} cannot {method} now: {str(error).splitlines()[0]}\nits manager is "
                            "started again; try once more in some seconds", status=409) from error
