@@ -48,7 +48,7 @@ def demo(strategy: str, port: int) -> int:
     job = client.submit(
         "digits.py:Digits", working_dir=HERE, strategy=strategy, workers=4, epochs=5, name="digits-demo")
     console.print(f"submitted {job.id}: 4 workers, {strategy}", soft_wrap=True)
-    console.print(f"dashboard: {client.page_address()}\n")
+    console.print(f"dashboard: {address(client)}\n")
     follow(job)
     job.wait()
     if job.status != "SUCCEEDED":
@@ -56,8 +56,15 @@ def demo(strategy: str, port: int) -> int:
         return 1
     accuracy = job.result["accuracy"]
     console.print(f"[green]trained[/green]: {accuracy:.1%} of the test images are read right")
-    console.print(f"dashboard: {client.page_address()}\n(opens once; `make stop` ends the service)")
+    console.print(f"dashboard: {address(client)}\n(opens once; `make stop` ends the service)")
     return 0
+
+
+def address(client: Client) -> str:
+    """An address that opens the dashboard; its code goes to a terminal only, since a log may have other readers."""
+    if console.is_terminal and sys.stdout.isatty():
+        return client.page_address()
+    return f"{client.url}/ (an address that opens it: RAYPS_STATE_DIR={STATE} rayps open)"
 
 
 def serve(port: int) -> Client:

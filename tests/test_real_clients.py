@@ -565,7 +565,7 @@ def test_the_commands(clinic: Clinic, capsys: pytest.CaptureFixture[str], monkey
         return code, *capsys.readouterr()
 
     job = clinic.job("fedavg:clients=remote(least=2,wait=100)", 1)
-    code, token, note = say("token", "create", "--job", job.id, "--name", "h0", "--days", "3")
+    code, token, note = say("token", "create", "--job", job.id, "--name", "h0", "--days", "3", "--to", "-")
     assert code == 0 and token.startswith(f"rpc.{job.id}.") and "rayps token revoke" in note
     made = ClientToken.read(token)
     assert made.name == "h0"
@@ -574,7 +574,15 @@ def test_the_commands(clinic: Clinic, capsys: pytest.CaptureFixture[str], monkey
     code, listed, note = say("joined", job.id[:20])
     assert "h0" in listed and "round 0 waits for 1 more" in note
     identity = json.loads(say("token", "ls", "--job", job.id, "-o", "json")[1])[0]["id"]
+    path = clinic.path / "rotated"
+    code, said, note = say("token", "rotate", identity, "--to", str(path))
+    rotated = ClientToken.read(path.read_text().strip())
+    assert code == 0 and said == "" and (rotated.job, rotated.name) == (job.id, "h0") and str(rotated) not in note
+    assert httpx2.get(f"{clinic.url}/api/v1/client/key", headers={"Authorization": f"Bearer {made}"}).status_code == 401
+    identity = json.loads(say("token", "ls", "--job", job.id, "-o", "json")[1])[0]["id"]
     assert say("token", "revoke", identity)[0] == 0 and "revoked" in say("token", "ls")[1]
+    refused = say("token", "rotate", identity, "--to", "-")
+    assert refused[0] == 5 and "was revoked" in refused[2]
     assert say("token", "revoke", "nothing")[0] == 3
     monkeypatch.setenv("RAYPS_STATE_DIR", str(clinic.path / "home"))
     monkeypatch.setenv("HOSPITAL", "0")

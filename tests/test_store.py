@@ -13,6 +13,7 @@ import pytest
 from rayps.errors import ConfigError, Conflict, NotFound
 from rayps.job import MOVES, JobSpec, Status
 from rayps.service.store import Store
+from rayps.service.user_tokens import UserTokens
 
 T = TypeVar("T")
 SPEC = JobSpec(workload="digits:Digits", epochs=1)
@@ -126,9 +127,9 @@ def test_tokens_are_stored_hashed_and_codes_work_once(tmp_path: Path) -> None:
     file = tmp_path / "token"
 
     async def body(store: Store) -> str:
-        token, new = await store.token(file)
+        token, new = await UserTokens(store, file).own()
         assert new and token.startswith("rps_") and file.stat().st_mode & 0o777 == 0o600
-        assert await store.token(file) == (token, False)
+        assert await UserTokens(store, file).own() == (token, False)
         assert await store.knows(token) and not await store.knows(token + "x") and not await store.knows("")
         code = await store.login_code(now=1000.0)
         assert await store.login(code, now=1000.0 + 301) is None
@@ -145,7 +146,7 @@ def test_tokens_are_stored_hashed_and_codes_work_once(tmp_path: Path) -> None:
     for name in tmp_path.glob("s.db*"):
         assert token.encode() not in name.read_bytes()
     file.write_text("rps_of_another_store")
-    again, new = run(tmp_path, lambda s: s.token(file))
+    again, new = run(tmp_path, lambda s: UserTokens(s, file).own())
     assert new and again != token
 
 

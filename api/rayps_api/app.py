@@ -19,10 +19,21 @@ from rayps.service.ray_place import place as choose
 from rayps.service.scheduler import Scheduler
 from rayps.service.settings import Settings
 from rayps.service.store import Store
-from rayps_api import pages, problems, routes_clients, routes_jobs, routes_root, routes_servers, stream
+from rayps.service.user_tokens import UserTokens
+from rayps_api import (
+    pages,
+    problems,
+    routes_clients,
+    routes_jobs,
+    routes_root,
+    routes_servers,
+    routes_tokens,
+    stream,
+)
 from rayps_api.guard import Guard
 from rayps_api.schemas import FIELDS, GROUP_FIELDS
 from rayps_api.schemas_clients import CLIENT_FIELDS
+from rayps_api.schemas_tokens import TOKEN_FIELDS
 from rayps_api.service import Service
 
 log = logging.getLogger(__name__)
@@ -47,7 +58,8 @@ def create_app(settings: Settings, *, place: Place | None = None, keep: bool = F
         groups = Groups(scheduler, settings.servers_dir)
         scheduler.group_hinders, scheduler.group_ended = groups.hinders, groups.ended
         tokens = ClientTokens(store, Key.kept(settings.client_key))
-        app.state.service = Service(settings, store, scheduler, groups, tokens)
+        users = UserTokens(store, settings.token_file)
+        app.state.service = Service(settings, store, scheduler, groups, tokens, users)
         if started is not None:
             await started(app.state.service)
         ticking = [asyncio.create_task(scheduler.run()), asyncio.create_task(groups.run())]
@@ -70,9 +82,9 @@ def create_app(settings: Settings, *, place: Place | None = None, keep: bool = F
     app.state.failures = deque()
     app.add_middleware(Guard, settings=settings, failures=app.state.failures)
     problems.install(app, {"/api/v1/jobs": FIELDS, "/api/v1/server-groups": GROUP_FIELDS,
-                           "/api/v1/client": CLIENT_FIELDS})
-    routers = routes_jobs.router, routes_servers.router, routes_clients.router, routes_root.router, stream.router
-    for router in routers:
+                           "/api/v1/client": CLIENT_FIELDS, "/api/v1/tokens": TOKEN_FIELDS})
+    for router in (routes_jobs.router, routes_servers.router, routes_clients.router, routes_tokens.router,
+                   routes_root.router, stream.router):
         app.include_router(router)
     pages.install(app)
     return app

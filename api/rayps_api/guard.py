@@ -126,12 +126,12 @@ class Guard:
             return await self._client(request, token.strip())
         if scheme.lower() == "bearer" and token:
             if await store.knows(token.strip()):
-                request.scope["rayps_known"] = True
+                request.scope.update(rayps_known=True, rayps_bearer=True, rayps_secret=token.strip())
                 return None
         elif cookie and await store.knows(cookie):
             if no_origin:
                 return problem(request, 403, "a write by cookie needs an Origin header", code="bad_origin")
-            request.scope["rayps_known"] = True
+            request.scope.update(rayps_known=True, rayps_secret=cookie)
             return None
         return self.failed(request)
 

@@ -131,6 +131,19 @@ async def revoke(token_id: Annotated[str, InPath(min_length=1, max_length=100)],
     return _token(grant)
 
 
+@router.post("/client-tokens/{token_id}/rotate", status_code=201, response_model=NewToken)
+async def rotate(token_id: Annotated[str, InPath(min_length=1, max_length=100)], known: Known) -> Any:
+    """A token in place of another, for the same job, client and time; the other is refused as by a revocation."""
+    old = await known.client_tokens.get(token_id)
+    seconds = None if old.expires_at is None else old.expires_at - time.time()
+    if old.revoked_at is not None or (seconds is not None and seconds <= 0):
+        raise Conflict(f"client token {old.id} was revoked, or is past its time: make another with "
+                       "`rayps token create`", status=409)
+    grant, text = await known.client_tokens.create(old.job, old.name, seconds)
+    await revoke(token_id, known)
+    return {**_token(grant), "token": text}
+
+
 @router.get("/jobs/{job_id}/clients", response_model=ClientsOut)
 async def clients(job_id: str, known: Known) -> Any:
     """The clients outside of the cluster that have joined a job, and whom it waits for."""

@@ -18,6 +18,7 @@ from rayps.service.job_folders import read_json
 from rayps.service.scheduler import Scheduler
 from rayps.service.settings import Settings
 from rayps.service.store import Record, Store
+from rayps.service.user_tokens import UserTokens
 from rayps_api.rollup import Rollups
 from rayps_api.schemas import finite, job_out
 
@@ -33,6 +34,7 @@ class Service:
     scheduler: Scheduler
     groups: Groups
     client_tokens: ClientTokens
+    user_tokens: UserTokens
     rollups: Rollups = field(default_factory=Rollups)
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     streams: int = 0

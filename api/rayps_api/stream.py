@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Header, HTTPException, Query
+from fastapi import APIRouter, Depends, Header, HTTPException, Query, Request
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 
 from rayps.errors import ConfigError, NotFound
@@ -86,22 +86,26 @@ async def _start(
 
 @router.get("/api/v1/stream", response_class=EventSourceResponse)
 async def stream(
-    known: Known, at: Annotated[Cursor, Depends(_start)],
+    known: Known, request: Request, at: Annotated[Cursor, Depends(_start)],
     job: Annotated[str | None, Query(max_length=100)] = None,
     topics: Annotated[str, Query(max_length=100)] = ",".join(TOPICS),
     group: Annotated[str | None, Query(max_length=100)] = None,
 ) -> AsyncIterator[ServerSentEvent]:
     """What happens to a job (or, without `job`, to any) as it happens; with `group` a server group (`*`: the list)."""
     if group is not None:
-        async for message in _groups(known, group):
-            yield message
+        messages = _groups(known, group)
     elif job is None:
-        async for message in _list(known):
-            yield message
+        messages = _list(known)
     else:
         chosen = {topic for topic in TOPICS if topic in topics.split(",")}
-        async for message in _one(known, (await known.record(job)).id, chosen, at):
-            yield message
+        messages = _one(known, (await known.record(job)).id, chosen, at)
+    secret, version = request.scope["rayps_secret"], known.store.version
+    async for message in messages:
+        if version != known.store.version:  # the token may have been revoked since
+            version = known.store.version
+            if not await known.store.knows(secret):
+                return
+        yield message
 
 
 async def _one(known: Service, job_id: str, topics: set[str], at: Cursor) -> AsyncIterator[ServerSentEvent]:

@@ -1,10 +1,11 @@
-"""`rayps client`: take part in a federated job from outside of its cluster; `rayps token`: let clients in."""
+"""`rayps client`: take part in a federated job from outside of its cluster; `rayps token`: who may ask the service."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import quote
 
 import typer
 
@@ -17,7 +18,10 @@ from rayps.job import Status
 from rayps.service.settings import Settings
 
 Format = Annotated[Output, typer.Option("--output", "-o", help="For a person (table) or a program (json).")]
-token_app = typer.Typer(no_args_is_help=True, help="Tokens of real federated clients.")
+TokenId = Annotated[str, typer.Argument(metavar="ID", help="As `rayps token ls` shows it; local: the service's own.")]
+CLIENT_TOKENS, USER_TOKENS = "/api/v1/client-tokens", "/api/v1/tokens"
+LOCAL = "local"
+token_app = typer.Typer(no_args_is_help=True, help="Tokens of users and of real federated clients.")
 
 
 def client(
@@ -92,49 +96,96 @@ def _token(given: str | None) -> str:
 
 @token_app.command()
 def create(
-    job: Annotated[str | None, typer.Option(metavar="ID", help="Good for this job only.")] = None,
-    name: Annotated[str | None, typer.Option(help="Good for the client of this name only.")] = None,
+    job: Annotated[str | None, typer.Option(metavar="ID", help="For clients of this job only.")] = None,
+    name: Annotated[str | None, typer.Option(help="For the client of this name only.")] = None,
+    user: Annotated[str | None, typer.Option(metavar="NAME", help="For a user instead, who may do everything: "
+                                             "whose, or what for, such as laptop.")] = None,
     days: Annotated[float | None, typer.Option(min=0.0, help="Good for so long; until it is revoked.")] = None,
+    to: show.To = None,
     output: Format = Output.table,
 ) -> None:
-    """Make a token for clients of a job, or for one client; it is shown once."""
-    body = {key: value for key, value in (("job", job), ("name", name), ("days", days)) if value is not None}
+    """Make a token for clients of a job, for one client, or for a user; it is shown once."""
+    if user is not None and (job, name) != (None, None):
+        raise ConfigError("--user makes a token for everything: leave out --job and --name", field="user")
+    show.refuse_secret(to)
+    given = (("job", job), ("days", days), ("name", name if user is None else user))
+    body = {key: value for key, value in given if value is not None}
     with Client() as service:
-        found = service.call("POST", "/api/v1/client-tokens", json=body)
-    if output is Output.json:
+        found = service.call("POST", CLIENT_TOKENS if user is None else USER_TOKENS, json=body)
+    _made(found, to, output)
+
+
+def _made(found: dict[str, Any], to: str | None, output: Output) -> None:
+    if output is Output.json and to in (None, "-"):
         show.dump(found)
         return
-    show.say(found["token"])
-    show.note(f"token {found['id']} is for {_whom(found)}; it is shown once. Whoever has it may take part as a client: "
+    show.secret(found["token"], to)
+    if output is Output.json:
+        show.dump({key: value for key, value in found.items() if key != "token"})
+        return
+    may = "do everything, as the service's user" if _of_user(found) else "take part as a client"
+    show.note(f"token {found['id']} is for {_whom(found)}; it is shown once. Whoever has it may {may}: "
               f"send it by a safe way.\nRefuse it with `rayps token revoke {found['id']}`")
 
 
 @token_app.command("ls")
 def list_tokens(
-    job: Annotated[str | None, typer.Option(metavar="ID", help="Only those that it may use.")] = None,
+    job: Annotated[str | None, typer.Option(metavar="ID", help="Only those of clients that it may use.")] = None,
     output: Format = Output.table,
 ) -> None:
-    """List the tokens of clients, newest first."""
+    """List the tokens of users and clients, newest first."""
     with Client() as service:
-        found = service.call("GET", "/api/v1/client-tokens", params={} if job is None else {"job": job})["tokens"]
+        found = service.call("GET", CLIENT_TOKENS, params={} if job is None else {"job": job})["tokens"]
+        if job is None:
+            found = service.call("GET", USER_TOKENS)["tokens"] + found
     if output is Output.json:
         show.dump(found)
         return
-    show.table(["id", "job", "client", "made", "until", ""], [
-        [t["id"], t["job"] or "any", t["name"] or "any", show.age(t["created_at"]), t["expires_at"] or "",
-         "revoked" if t["revoked_at"] else ""] for t in found])
+    show.table(["id", "for", "made", "until", ""], [
+        [t["id"], _whom(t), show.age(t["created_at"]), t["expires_at"] or "", "revoked" if t["revoked_at"] else ""]
+        for t in found])
 
 
 @token_app.command()
-def revoke(token_id: Annotated[str, typer.Argument(metavar="ID", help="As `rayps token ls` shows it.")],
-           output: Format = Output.table) -> None:
-    """Refuse a token from now on; its clients stop, and what they sent for an open round does not count."""
+def rotate(token_id: TokenId, to: show.To = None, output: Format = Output.table) -> None:
+    """Replace a token: the old one is refused from now on. The service's own also goes into its file.
+
+    A user's token ends all sessions of browsers with it: `rayps open` opens another.
+    """
+    own = token_id == LOCAL
+    if not own:
+        show.refuse_secret(to)
     with Client() as service:
-        found = service.call("DELETE", f"/api/v1/client-tokens/{token_id}")
+        found = service.call("POST", f"{_path(service, token_id)}/rotate")
+    if own and to is None:
+        found.pop("token")
+        if output is Output.json:
+            show.dump(found)
+        else:
+            show.say(f"{found['id']} is the service's own token now, in the file `token` of its state directory")
+        return
+    _made(found, to, output)
+
+
+@token_app.command()
+def revoke(token_id: TokenId, output: Format = Output.table) -> None:
+    """Refuse a token from now on.
+
+    A client's: its clients stop, and what they sent for an open round does not count. A user's: all sessions of
+    browsers end with it.
+    """
+    with Client() as service:
+        found = service.call("DELETE", _path(service, token_id))
     if output is Output.json:
         show.dump(found)
     else:
         show.say(f"{found['id']} is revoked: {_whom(found)}")
+
+
+def _path(service: Client, token_id: str) -> str:
+    """The address of a token, which is a user's or a client's."""
+    known = [each["id"] for each in service.call("GET", USER_TOKENS)["tokens"]]
+    return f"{USER_TOKENS if token_id in (*known, LOCAL) else CLIENT_TOKENS}/{quote(token_id, safe='')}"
 
 
 def joined(job_id: Annotated[str, typer.Argument(metavar="ID", help="The job's id, or its beginning.")],
@@ -152,7 +203,13 @@ def joined(job_id: Annotated[str, typer.Argument(metavar="ID", help="The job's i
         show.note(found["waits"])
 
 
+def _of_user(token: dict[str, Any]) -> bool:
+    return "job" not in token
+
+
 def _whom(token: dict[str, Any]) -> str:
+    if _of_user(token):
+        return "the service's own command line" if token["name"] == LOCAL else f"the user {token['name']}"
     client = f"the client {token['name']}" if token["name"] else "any client"
     return f"{client} of {'any job' if token['job'] is None else 'job ' + token['job']}"
 

@@ -221,10 +221,11 @@ def delete(
         show.dump([job.data for job in jobs])
 
 
-def open_page() -> None:
+def open_page(to: show.To = None) -> None:
     """Print an address that opens the dashboard, once, within five minutes."""
+    show.refuse_secret(to)
     with Client() as client:
-        show.say(client.page_address())
+        show.secret(client.page_address(), to)
 
 
 def _operations(group: dict[str, Any] | None) -> str | None:

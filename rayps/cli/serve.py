@@ -9,8 +9,10 @@ import fcntl
 import json
 import logging
 import os
+import shlex
 import signal
 import socket
+import sys
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
@@ -74,9 +76,11 @@ class _Site:
 
     async def began(self, service: Service) -> None:
         self._service = service
-        token, new = await service.store.token(self._settings.token_file)
-        if new:
+        token, new = await service.user_tokens.own()
+        if new and sys.stdout.isatty():
             say(f"token: {token}\n(shown once; the local command line finds it in {self._settings.token_file})")
+        elif new:
+            say(f"token: in {self._settings.token_file}")
 
     async def greet(self) -> None:
         assert self._service is not None
@@ -90,8 +94,12 @@ class _Site:
     async def _greet(self, service: Service) -> None:
         facts = {"url": self._url, "pid": os.getpid()}
         private_write(self._settings.service_file, json.dumps(facts))
-        code = await service.store.login_code()
-        say(f"dashboard: {self._url}/#code={code}\n(opens once, within five minutes; `rayps open` gives another)")
+        if sys.stdout.isatty():
+            code = await service.store.login_code()
+            say(f"dashboard: {self._url}/#code={code}\n(opens once, within five minutes; `rayps open` gives another)")
+        else:  # a log may have other readers
+            say(f"dashboard: {self._url}/\n(RAYPS_STATE_DIR={shlex.quote(str(self._settings.state_dir))} rayps open "
+                "prints, on a terminal, an address that opens it)")
 
     def joined(self) -> int:
         return 0 if self._service is None else self._service.scheduler.joined

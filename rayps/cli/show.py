@@ -8,12 +8,16 @@ import sys
 import time
 from datetime import UTC, datetime
 from functools import cache
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rayps.errors import ConfigError
+from rayps.service.settings import private_write
 from rayps.strategies.text import written
 from rayps.strategy import catalogue
 
@@ -31,6 +35,10 @@ class Output(enum.StrEnum):
     json = "json"
 
 
+To = Annotated[str | None, typer.Option("--to", metavar="FILE", help="Write the secret there, for its owner only; - = "
+                                       "print it even where the output is no terminal.")]
+
+
 def note(text: str) -> None:
     """Something for the person, not for the pipe."""
     sys.stderr.write(f"{text}\n")
@@ -41,6 +49,26 @@ def say(text: str) -> None:
     """A line of data."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
+
+
+def refuse_secret(to: str | None) -> None:
+    """Raises ConfigError: a secret would go to a file or a program though nothing said so."""
+    if to is None and not sys.stdout.isatty():
+        raise ConfigError("this is a secret, and the output is no terminal: give --to FILE, which only you can read,\n"
+                          "or --to - to print it nevertheless", field="to")
+
+
+def secret(text: str, to: str | None) -> None:
+    """A secret, where it was asked for: on the terminal, or in a file of mode 0600."""
+    refuse_secret(to)
+    if to in (None, "-"):
+        say(text)
+        return
+    try:
+        private_write(Path(to).expanduser(), f"{text}\n")
+    except OSError as error:
+        raise ConfigError(f"{to} cannot be written: {error.strerror or error}", field="to") from error
+    note(f"written to {to}")
 
 
 def dump(data: Any) -> None:

@@ -82,6 +82,10 @@ class ClientTokens:
         async with self._store.writing() as tx:
             await tx.execute(_table.update().where(
                 _table.c.id == token_id, _table.c.revoked_at.is_(None)).values(revoked_at=time.time()))
+        return await self.get(token_id)
+
+    async def get(self, token_id: str) -> Grant:
+        """The grant of an id. Raises NotFound."""
         found = await self._find(_table.c.id == token_id)
         if not found:
             raise NotFound(f"there is no client token {token_id[:100]!r}: `rayps token ls` lists them", status=404)

@@ -25,7 +25,6 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_en
 from rayps.errors import ConfigError, Conflict, NotFound
 from rayps.failpoint import passing
 from rayps.job import JobSpec, Status, may_move
-from rayps.service.settings import private_write
 from rayps.service.state_disk import StateDisk, is_full
 
 ID_LETTERS = 26
@@ -350,16 +349,6 @@ class Store:
                     for r in await tx.execute(query)]
 
     # who may ask
-
-    async def token(self, file: Path) -> tuple[str, bool]:
-        """The bearer token kept in `file` for the local user, and whether it had to be made now."""
-        text = file.read_text(encoding="utf-8").strip() if file.exists() else ""
-        if text and await self.knows(text):
-            file.chmod(0o600)
-            return text, False
-        text = await self._mint("bearer", None)
-        private_write(file, text)
-        return text, True
 
     async def knows(self, secret: str, now: float | None = None) -> bool:
         """Whether a token or a session is known, not revoked and not past its time."""

@@ -1,0 +1,63 @@
+"""The routes of users' tokens. They take a bearer token only: a browser's session makes and revokes none."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, HTTPException, Path, Request
+
+from rayps.service.user_tokens import UserToken
+from rayps_api.schemas import problems
+from rayps_api.schemas_tokens import NewUserToken, UserTokenIn, UserTokenOut, UserTokensOut
+from rayps_api.service import Known, Service
+
+router = APIRouter(prefix="/api/v1/tokens", tags=["tokens"], responses=problems(400, 401, 403, 404, 409, 413, 422))
+
+TokenId = Annotated[str, Path(min_length=1, max_length=100, description="A token's id; `local`: the service's own.")]
+
+
+def _bearer(request: Request, known: Known) -> Service:
+    if not request.scope.get("rayps_bearer"):
+        raise HTTPException(403, "tokens are made, listed and revoked with a token (Authorization: Bearer rps_...), "
+                            "not with a browser's session: use `rayps token`")
+    return known
+
+
+Bearer = Annotated[Service, Depends(_bearer)]
+
+
+@router.post("", status_code=201, response_model=NewUserToken)
+async def create(body: UserTokenIn, running: Bearer) -> Any:
+    """Make a token for a user; it is shown once."""
+    found, text = await running.user_tokens.create(body.name, None if body.days is None else body.days * 86400)
+    return {**_shown(found), "token": text}
+
+
+@router.get("", response_model=UserTokensOut)
+async def page(running: Bearer) -> Any:
+    """Tokens of users, newest first."""
+    return {"tokens": [_shown(found) for found in await running.user_tokens.all()]}
+
+
+@router.post("/{token_id}/rotate", status_code=201, response_model=NewUserToken)
+async def rotate(token_id: TokenId, running: Bearer) -> Any:
+    """Replace a token: the old one is refused from now on, and all browser sessions end."""
+    found, text = await running.user_tokens.rotate(token_id)
+    return {**_shown(found), "token": text}
+
+
+@router.delete("/{token_id}", response_model=UserTokenOut)
+async def revoke(token_id: TokenId, running: Bearer) -> Any:
+    """Refuse a token from now on, and end all browser sessions."""
+    return _shown(await running.user_tokens.revoke(token_id))
+
+
+def _shown(token: UserToken) -> dict[str, Any]:
+    return {"id": token.id, "name": token.name, "created_at": _stamp(token.created_at),
+            "expires_at": _stamp(token.expires_at), "revoked_at": _stamp(token.revoked_at)}
+
+
+def _stamp(at: float | None) -> str | None:
+    return None if at is None else datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds").replace(
+        "+00:00", "Z")

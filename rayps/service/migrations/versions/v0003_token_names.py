@@ -1,0 +1,19 @@
+"""Names of the tokens of users, by which `rayps token ls` tells them apart."""
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0003"
+down_revision = "0002"
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    """Add the column."""
+    op.add_column("tokens", sa.Column("name", sa.String(64)))
+
+
+def downgrade() -> None:
+    """Drop it."""
+    op.drop_column("tokens", "name")

@@ -1,0 +1,180 @@
+"""Tokens of users: the service's own, which lies in the file `token` of its state directory, and named ones.
+
+Whoever shows one may do everything, which is to run code as the service's user. Only a hash is kept; a token's id is
+the beginning of that hash. To revoke or rotate a token ends all browser sessions and login codes as well, because one
+that was made with the token cannot be told from the others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from rayps.errors import ConfigError, Conflict, NotFound
+from rayps.service.settings import private_write
+from rayps.service.store import Store
+
+LOCAL = "local"  # what the service's own token is called where an id is expected
+_ID = 12
+_OWN, _USER, _SESSION = "bearer", "user", "session"  # kinds, as the store has them
+_table = sa.Table("tokens", sa.MetaData(), *[sa.Column(name, kind) for name, kind in {
+    "hash": sa.String, "kind": sa.String, "created_at": sa.Float, "expires_at": sa.Float, "revoked_at": sa.Float,
+    "name": sa.String}.items()])
+_codes = sa.Table("login_codes", sa.MetaData(), sa.Column("hash", sa.String))
+
+
+@dataclass(frozen=True, slots=True)
+class UserToken:
+    """What is known of a token; never the token itself. Times are seconds since the epoch."""
+
+    id: str
+    name: str
+    created_at: float
+    expires_at: float | None
+    revoked_at: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The token as plain data."""
+        return asdict(self)
+
+
+class UserTokens:
+    """The tokens of users in the store."""
+
+    def __init__(self, store: Store, file: Path) -> None:
+        self._store, self._file = store, file
+
+    async def own(self) -> tuple[str, bool]:
+        """The service's own token, and whether it was made now: the file was missing, or held an unknown one.
+
+        Every earlier token of the service is revoked: one that leaked is worthless once its file is deleted and the
+        service is started again.
+        """
+        text = self._file.read_text(encoding="utf-8").strip() if self._file.exists() else ""
+        made = not (text and await self._store.knows(text))
+        if made:
+            text = _secret()
+        async with self._store.writing() as tx:
+            gone = await tx.execute(_table.update().where(
+                _table.c.kind == _OWN, _table.c.hash != _sha256(text), _table.c.revoked_at.is_(None),
+            ).values(revoked_at=time.time()))
+            if made:
+                await _add(tx, text, _OWN, LOCAL, None)
+            if gone.rowcount:
+                await _end_sessions(tx)
+        if made:
+            private_write(self._file, text)
+        self._file.chmod(0o600)
+        return text, made
+
+    async def create(self, name: str, seconds: float | None = None) -> tuple[UserToken, str]:
+        """A new token and its text, which is not kept.
+
+        Raises:
+            ConfigError: the name is that of the service's own token.
+        """
+        if name == LOCAL:
+            raise ConfigError(f"name is {name!r}, which is the service's own token: give another", field="name")
+        text = _secret()
+        async with self._store.writing() as tx:
+            await _add(tx, text, _USER, name, None if seconds is None else time.time() + seconds)
+        return await self.find(_id(text)), text
+
+    async def all(self) -> list[UserToken]:
+        """Every token ever made, newest first."""
+        return [found for _, found in await self._rows()]
+
+    async def find(self, token_id: str) -> UserToken:
+        """One token; the service's own is also found by `local`.
+
+        Raises:
+            NotFound: there is none of that id.
+        """
+        return (await self._find(token_id))[1]
+
+    async def rotate(self, token_id: str) -> tuple[UserToken, str]:
+        """A token in place of another, of the same name and until the same time; the other is worthless at once.
+
+        The service's own token is written to its file as well.
+
+        Raises:
+            NotFound: there is none of that id.
+            Conflict: it was revoked, or is past its time.
+        """
+        row, found = await self._find(token_id)
+        text = _secret()
+        async with self._store.writing() as tx:
+            await _revoke(tx, row.hash, found)
+            await _add(tx, text, row.kind, found.name, found.expires_at)
+        if row.kind == _OWN:
+            private_write(self._file, text)
+        return await self.find(_id(text)), text
+
+    async def revoke(self, token_id: str) -> UserToken:
+        """Make a token worthless from now on.
+
+        Raises:
+            NotFound: there is none of that id.
+            Conflict: it is the service's own, or worthless already.
+        """
+        row, found = await self._find(token_id)
+        if row.kind == _OWN and found.revoked_at is None:
+            raise Conflict(f"token {found.id} is the service's own, which its command line uses: replace it with "
+                           f"`rayps token rotate {LOCAL}`", status=409)
+        async with self._store.writing() as tx:
+            await _revoke(tx, row.hash, found)
+        return await self.find(found.id)
+
+    async def _find(self, token_id: str) -> tuple[Any, UserToken]:
+        for row, found in await self._rows():
+            own = token_id == LOCAL and row.kind == _OWN and found.revoked_at is None
+            if own or found.id == token_id:
+                return row, found
+        raise NotFound(f"there is no token {token_id[:100]!r}: `rayps token ls` lists them", status=404)
+
+    async def _rows(self) -> list[tuple[Any, UserToken]]:
+        query = _table.select().where(_table.c.kind != _SESSION).order_by(_table.c.created_at.desc())
+        async with self._store.reading() as tx:
+            return [(row, UserToken(row.hash[:_ID], LOCAL if row.kind == _OWN else row.name or "", row.created_at,
+                                    row.expires_at, row.revoked_at)) for row in await tx.execute(query)]
+
+
+async def _add(tx: AsyncConnection, text: str, kind: str, name: str, expires_at: float | None) -> None:
+    await tx.execute(_table.insert().values(
+        hash=_sha256(text), kind=kind, name=name, created_at=time.time(), expires_at=expires_at))
+
+
+async def _revoke(tx: AsyncConnection, hashed: str, found: UserToken) -> None:
+    now = time.time()
+    done = await tx.execute(_table.update().where(
+        _table.c.hash == hashed, _table.c.revoked_at.is_(None),
+        sa.or_(_table.c.expires_at.is_(None), _table.c.expires_at > now)).values(revoked_at=now))
+    if done.rowcount != 1:
+        raise Conflict(f"token {found.id} ({found.name}) was revoked, or is past its time: make another with "
+                       "`rayps token create --user NAME`", status=409)
+    await _end_sessions(tx)
+
+
+async def _end_sessions(tx: AsyncConnection) -> None:
+    await tx.execute(_table.update().where(_table.c.kind == _SESSION, _table.c.revoked_at.is_(None)).values(
+        revoked_at=time.time()))
+    await tx.execute(_codes.delete())
+
+
+def _secret() -> str:
+    return f"rps_{secrets.token_urlsafe(32)}"
+
+
+def _id(text: str) -> str:
+    return _sha256(text)[:_ID]
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
