@@ -128,7 +128,7 @@ def test_a_job_from_file_to_stop(at: Site, capsys: pytest.CaptureFixture[str], t
     assert json.loads(run(capsys, "ls", "-o", "json")[1])[0]["id"] == job
     assert json.loads(run(capsys, "get", job, "-o", "json")[1])["name"] == "mine"
     assert "starting" in run(capsys, "events", job)[1]
-    assert "#code=" in run(capsys, "open")[1]
+    assert "#code=" in run(capsys, "open", "--to", "-")[1]
     assert run(capsys, "stop", job)[0] == 0
     at.store("move", job, Status.STOPPED, message="stopped", reason="stopped")
     code, _, err = run(capsys, "stop", job)

@@ -128,7 +128,7 @@ def test_a_rotated_and_a_revoked_token_are_refused_at_once_and_for_good(tmp_path
 def test_a_stream_ends_with_its_token(site: Site) -> None:
     made = site.http.post("/api/v1/tokens", json={"name": "reader"}).json()
     job = site.add()
-    with httpx2.stream("GET", f"{site.url}/api/v1/stream?job={job}", timeout=60,
+    with httpx2.stream("GET", f"{site.url}/api/v1/stream?job={job}&topics=job", timeout=60,
                        headers={"Authorization": f"Bearer {made['token']}"}) as answer:
         lines = answer.iter_lines()
         assert next(line for line in lines if line.startswith("data"))
