@@ -61,14 +61,16 @@ class UserTokens:
         made = not (text and await self._store.knows(text))
         if made:
             text = _secret()
-        async with self._store.writing() as tx:
-            gone = await tx.execute(_table.update().where(
-                _table.c.kind == _OWN, _table.c.hash != _sha256(text), _table.c.revoked_at.is_(None),
-            ).values(revoked_at=time.time()))
-            if made:
-                await _add(tx, text, _OWN, LOCAL, None)
-            if gone.rowcount:
-                await _end_sessions(tx)
+        earlier = (_table.c.kind == _OWN, _table.c.hash != _sha256(text), _table.c.revoked_at.is_(None))
+        async with self._store.reading() as tx:
+            leaked = (await tx.execute(_table.select().where(*earlier))).first() is not None
+        if made or leaked:  # a start that changes nothing writes nothing: the disk may be full
+            async with self._store.writing() as tx:
+                await tx.execute(_table.update().where(*earlier).values(revoked_at=time.time()))
+                if made:
+                    await _add(tx, text, _OWN, LOCAL, None)
+                if leaked:
+                    await _end_sessions(tx)
         if made:
             private_write(self._file, text)
         self._file.chmod(0o600)
