@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rayps.finite import is_finite
 from rayps.flat import FlatModel, Gradient, Layout, dense
 from rayps.ring import Ring
 from rayps.ring.pieces import Sent, pieces
@@ -47,6 +48,7 @@ class Buckets:
         self._missing: list[int] = []  # gradients that each bucket waits for
         self._left: list[int] = []  # buckets that have left, in order
         self._late: Tensor | None = None
+        self.fault: str | None = None  # the first parameter whose gradient of this round is not finite, on this rank
         self._ordered = not (self.early and len(self) > 1 and isinstance(self._pieces, Sent))
         for i, p in enumerate(flat.parameters):
             p.register_post_accumulate_grad_hook(_hook(weakref.ref(self), i))  # type: ignore[no-untyped-call]
@@ -74,7 +76,7 @@ class Buckets:
         self._times = [0] * len(self._times)
         self._arrivals.clear()
         self._left.clear()
-        self._late = None
+        self._late, self.fault = None, None
         if self.early and self._expected is not None:
             self._missing = [sum(self._expected[i] > 0 for i in members) for members in self._buckets]
         else:
@@ -105,6 +107,8 @@ class Buckets:
         if not self._active or p.grad is None:
             return
         grad, p.grad = dense(p.grad), None
+        if self.fault is None and not is_finite(grad):  # while the gradient is in the cache
+            self.fault = self._flat.layout.entries[i].name
         bucket = self._bucket_of[i]
         self._times[i] += 1
         self._arrivals.append(i)

@@ -6,6 +6,10 @@
     manifest.json                              last: sizes, SHA-256, shapes, dtypes, meta, its own hash
 
 A checkpoint is written beside its place and renamed into it: a name without ".tmp-" was whole at that time.
+
+Parameters, optimizer moments, rows of tables and the strategies' own tensors are finite in every checkpoint; the
+manifest's entry "finite" says that this was checked when it was written. Where it is missing (older versions) they are
+checked when the checkpoint is read. Buffers may hold infinities.
 """
 
 from __future__ import annotations
@@ -22,11 +26,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
-from rayps.errors import CheckpointError
+from rayps.errors import CheckpointError, TrainingError
+from rayps.finite import Fault, fault_in
 
 FORMAT = "rayps-checkpoint"
 VERSION = 1
@@ -63,8 +71,10 @@ def save(
 
     Raises:
         CheckpointError: if it cannot be written, e.g. for want of space; what was there before stays.
+        TrainingError: the state is not finite; nothing is written.
     """
     folder = Path(folder)
+    must_be_finite(state, f"in the state of round {step}")
     final = folder / f"step-{step:08d}"
     draft = folder / f"{final.name}.tmp-{uuid.uuid4().hex}"
     try:
@@ -100,7 +110,7 @@ def _write(draft: Path, step: int, state: State, more: list[Path]) -> None:
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"the checkpoint's meta is not plain JSON: {error}") from error
     body = {"format": FORMAT, "version": VERSION, "step": step, "files": files, "meta": meta,
-            "beside": {str(path.relative_to(draft)): _sealed(path) for path in more}}
+            "beside": {str(path.relative_to(draft)): _sealed(path) for path in more}, "finite": True}
     text = json.dumps({**body, "sha256": _seal(body)}, indent=1)
     with (draft / MANIFEST).open("w", encoding="utf-8") as file:
         file.write(text)
@@ -169,16 +179,26 @@ def load(path: str | Path) -> State:
     """
     path = Path(path)
     manifest = _manifest(path)
-    state = State(meta=manifest["meta"])
     _verify_beside(path, manifest)
     for name, facts in _files(path, manifest):
         _verify(path, name, facts)
+    state = _state(path, manifest)
+    if manifest.get("finite") is not True:
+        _verify_finite(path, manifest, state)
+    return state
+
+
+def _state(path: Path, manifest: dict[str, Any]) -> State:
+    state = State(meta=manifest["meta"])
+    for name, facts in _files(path, manifest):
         state.tensors.update(_tensors(path, name, facts["tensors"]))
     return state
 
 
 def verify(path: str | Path) -> None:
     """Read all bytes of a checkpoint and compare them with its manifest, without keeping them.
+
+    The tensors of one that an older version wrote are also checked to be finite.
 
     Raises:
         CheckpointError: as `load` does.
@@ -188,24 +208,54 @@ def verify(path: str | Path) -> None:
     _verify_beside(path, manifest)
     for name, facts in _files(path, manifest):
         _verify(path, name, facts)
+    if manifest.get("finite") is not True:
+        _verify_finite(path, manifest, _state(path, manifest))
+
+
+def fault_of(state: State) -> Fault | None:
+    """The first parameter, moment or strategy tensor of a state that is not finite; None = all are."""
+    return fault_in(state.tensors, state.meta.get("parameters", ()))
+
+
+def must_be_finite(state: State, when: str, **data: Any) -> None:
+    """Refuse a state that is not finite; `when` ends the sentence, e.g. "after round 7".
+
+    Raises:
+        TrainingError: with `parameter`, and `rank` where one worker alone holds it.
+    """
+    fault = fault_of(state)
+    if fault is None:
+        return
+    data |= {"parameter": fault.parameter} | ({} if fault.rank is None else {"rank": fault.rank})
+    raise TrainingError(
+        f"{fault.where} is not finite (NaN or infinite) {when}:\nlower the learning rate, clip the gradient "
+        "(clip_norm), or look for bad values in the data",
+        **data,
+    )
 
 
 def newest(folder: str | Path) -> Path | None:
-    """The newest whole checkpoint in a folder, or None; each torn one passed over is in a warning."""
+    """The newest whole and finite checkpoint in a folder, or None; each one passed over is in a warning."""
     found, torn = scan(folder)
     for path, reason in torn.items():
         _log.warning("passed over the checkpoint %s: %s", path, reason)
     return found
 
 
+def usable(folder: str | Path) -> tuple[Path | None, list[str]]:
+    """The newest whole and finite checkpoint, and a warning for each newer one, as text for a job's events."""
+    found, torn = scan(folder)
+    return found, [f"passed over the checkpoint {path}: {reason}" for path, reason in torn.items()]
+
+
 def scan(folder: str | Path) -> tuple[Path | None, dict[Path, str]]:
-    """The newest whole checkpoint, and the newer ones that are not, each with the reason."""
+    """The newest whole and finite checkpoint, and the newer ones that are not, each with the reason."""
     torn: dict[Path, str] = {}
     for path in _steps(Path(folder)):
         try:
             verify(path)
         except CheckpointError as error:
-            torn[path] = error.message
+            torn[path] = str(error.data.get("reason", error.message))
         else:
             return path, torn
     return None, torn
@@ -289,6 +339,34 @@ def _verify(path: Path, name: str, facts: dict[str, Any]) -> None:
             raise _torn(path, f"the bytes of {name} are not those that were written (SHA-256)")
     except OSError as error:
         raise _torn(path, f"{name} cannot be read: {error.strerror or error}") from error
+
+
+def _verify_finite(path: Path, manifest: dict[str, Any], state: State) -> None:
+    fault = fault_of(state)
+    if fault is not None:
+        raise _torn(path, f"{fault.where} is not finite (NaN or infinite)")
+    for name in manifest.get("beside", {}):
+        wrong = rows_fault(path / name)
+        if wrong is not None:
+            raise _torn(path, f"{wrong} in {name} is not finite (NaN or infinite)")
+
+
+def rows_fault(path: Path) -> str | None:
+    """The first row of a table's Parquet file that is not finite, with its optimizer state; None = all are."""
+    try:
+        file = pq.ParquetFile(path)
+        for batch in file.iter_batches():
+            for name, column in zip(batch.schema.names, batch.columns, strict=True):
+                values = column.flatten() if isinstance(column, pa.FixedSizeListArray) else column
+                if not pa.types.is_floating(values.type) or not len(values):
+                    continue
+                wrong = np.flatnonzero(~np.isfinite(values.to_numpy(zero_copy_only=False)))
+                if len(wrong):
+                    row = int(wrong[0]) // (len(values) // len(column))
+                    return f"{name!r} of id {batch.column('id')[row].as_py()}"
+    except (OSError, pa.ArrowException) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}", path=str(path)) from error
+    return None
 
 
 def _tensors(path: Path, name: str, expected: dict[str, Any]) -> dict[str, torch.Tensor]:

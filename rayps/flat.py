@@ -165,6 +165,11 @@ class FlatModel:
             p.grad = view
         return self.packed
 
+    @property
+    def sparse_grads(self) -> bool:
+        """Whether gradients of sparse layout stay in `.grad` beside the vector."""
+        return self._shared
+
     def load_grad(self, vector: Tensor) -> None:
         """Make a copy of `vector` the gradient that the optimizer will see."""
         if vector.data_ptr() != self.packed.data_ptr():

@@ -90,9 +90,9 @@ def train(
 
     `checkpoint` is a folder: a state is saved there after every epoch (of federated clients, after every tenth), or
     every `checkpoint_every` rounds (those that pass while one is being saved are left out), and `resume=True` goes on
-    from the newest one (or from the checkpoint whose path is given). `resources` are those of one worker: {"cpu": 1,
-    "gpu": 1}. A worker or shard that dies is replaced up to `max_failures` times; a peer that is silent for `timeout`
-    seconds counts as dead. `progress` is shown on stderr, or given to your function.
+    from the newest one that is whole and finite (or from the checkpoint whose path is given). `resources` are those of
+    one worker: {"cpu": 1, "gpu": 1}. A worker or shard that dies is replaced up to `max_failures` times; a peer that is
+    silent for `timeout` seconds counts as dead. `progress` is shown on stderr, or given to your function.
 
     `server_group` names an elastic server group of the cluster at `address` (`rayps servers start`), on which the job
     has a space of its own `name`, within `quota`: {"bytes": ..., "operations": a second}. `branch` is the name of
@@ -103,7 +103,8 @@ def train(
         NoResources: the cluster cannot hold the workers.
         ClusterError: no Ray cluster answers at `address`, it refuses the token, or the process is in another Ray.
         KeyboardInterrupt: Ctrl-C; says what was kept. With a `checkpoint` folder a state is saved first.
-        TrainingError: the run failed, e.g. its loss is not finite, or failed more often than max_failures.
+        TrainingError: the run failed more often than max_failures, or its loss, a gradient, a parameter, a table's row
+            or an optimizer's moment is not finite: neither a result nor a checkpoint is made of these.
     """
     phases = parse(strategy)
     kind = workload if isinstance(workload, str) else f"{type(workload).__module__}:{type(workload).__qualname__}"
@@ -117,13 +118,15 @@ def train(
         )
     workload = _workload(workload)
     folder = Path(checkpoint) if checkpoint is not None else None
-    resumed = _resume(resume, folder)
+    resumed, passed = _resume(resume, folder)
     if folder is not None:
         _must_take_checkpoints(folder, resumed)
     display = Display() if progress is True else None
     on_progress = display.progress if display else progress if callable(progress) else None
     told = (display.event, display.lines) if display else (None, None)
     journal = Journal(on_progress=on_progress, on_event=told[0], on_lines=told[1])
+    for warning in passed:
+        journal.event("warning", warning)
     driver = Driver(workload, spec, journal, checkpoints=folder, resume=resumed, phases=phases, capture=cluster is None)
     try:
         outcome = _run(driver, cluster, address)
@@ -206,16 +209,20 @@ def _must_take_checkpoints(folder: Path, resumed: Path | None) -> None:
         ) from error
 
 
-def _resume(resume: bool | str | Path, folder: Path | None) -> Path | None:
+def _resume(resume: bool | str | Path, folder: Path | None) -> tuple[Path | None, list[str]]:
+    """The checkpoint to go on from, and what to say of newer ones that cannot be used."""
     if resume is False:
-        return None
+        return None, []
     if resume is not True:
-        return Path(resume)
+        return Path(resume), []
     if folder is None:
         raise ConfigError(
             "resume=True needs checkpoint=FOLDER: the folder in which the earlier run saved its checkpoints"
         )
-    newest = checkpoints.newest(folder)
+    newest, passed = checkpoints.usable(folder)
     if newest is None:
-        raise CheckpointError(f"there is no whole checkpoint in {folder}: start without resume, or give another folder")
-    return newest
+        why = f" ({passed[0]})" if passed else ""
+        raise CheckpointError(
+            f"there is no whole checkpoint in {folder}{why}: start without resume, or give another folder"
+        )
+    return newest, passed

@@ -22,6 +22,7 @@ from rayps.elastic.client.talk import Talk
 from rayps.embedding import bind
 from rayps.errors import TrainingError, WorkloadError
 from rayps.federated.engine import Engine
+from rayps.finite import gradient_fault
 from rayps.flat import FlatModel, Gradient
 from rayps.meter import Meter
 from rayps.replica.agree import agreed
@@ -220,7 +221,7 @@ class Worker:
         """The gradient of the loss on `batch`; an empty batch gives zeros with no samples.
 
         Raises:
-            TrainingError: the loss is not finite.
+            TrainingError: the loss or the gradient is not finite.
             WorkloadError: the user's loss failed or is not a scalar.
         """
         began, inside = time.perf_counter(), self.meter.inside
@@ -232,6 +233,8 @@ class Worker:
         if self.strategy.in_place or self.strategy.apart:  # with zeros it would be a step, and undo others' meanwhile
             self._unused = [i for i, used in enumerate(self._used) if not used]
         self.flat.collect_grad()
+        if batch.size:
+            self._refuse(gradient_fault(self.flat))
         if self.server is not None and batch.size:
             gradient.vector.copy_(clipped(gradient.vector, *self._norm))
         self.meter.compute += time.perf_counter() - began - (self.meter.inside - inside)
@@ -249,6 +252,7 @@ class Worker:
         buckets.begin(batch.size)
         if batch.size:
             self._backward(batch)
+            self._refuse(buckets.fault)
         self._mean, self._unused = buckets.finish()
         self.meter.compute += time.perf_counter() - began - (buckets.seconds - talked)
         return self._mean
@@ -264,6 +268,25 @@ class Worker:
         if value is not None and self.held.reports:
             self.meter.losses.append((value, batch.size))
         return math.nan if value is None else value
+
+    def _refuse(self, fault: str | None) -> None:
+        """Raise TrainingError if the gradient of a parameter (or of a table's row) is not finite."""
+        row = None if fault is not None or self.tables is None else self.tables.gradient_fault()
+        if fault is None and row is None:
+            return
+        at, named = self.position - 1, dict[str, Any](parameter=fault)
+        what = f"the gradient of parameter {fault!r}"
+        if row is not None:
+            what, named = f"the gradient of table {row[0]!r}, id {row[1]},", {"parameter": row[0], "id": row[1]}
+        raise TrainingError(
+            f"{what} is not finite (NaN or infinite) on worker-{self.plan.rank} at round {at} "
+            f"(epoch {self.epoch_of(at)[0] + 1}), although the loss is:\nlook for an operation without a finite "
+            "derivative there (sqrt or a norm at 0, 0 * inf, a division by 0), or for bad values in the data; "
+            "torch.autograd.set_detect_anomaly(True) names the operation",
+            rank=self.plan.rank,
+            round=at,
+            **named,
+        )
 
     def step(self, grad: Gradient | Tensor) -> None:
         """Let this worker's own optimizer apply a gradient vector."""

@@ -183,6 +183,7 @@ class Driver:
         draw = partial(drawn_apart, self.workload) if any(leg.division for leg in self._legs) else None
         begin = Beginning(self.spec, self._resume, self.calendar, draw)
         self._snapshot, metrics = begin.snapshot(group, self.phases[0].strategy, self.journal), dict[str, float]()
+        checkpoint.must_be_finite(self._snapshot.to_state(), "before the first round")
         if begin.resumed:
             # an earlier driver of this very run may have died before the evaluation that belongs to the checkpoint
             self._evaluated = self._snapshot.round if self.journal.evaluated is None else self.journal.evaluated
@@ -349,9 +350,10 @@ class Driver:
         newer = group.collect(self._snapshot)
         if newer is None:
             return
+        state = newer.to_state(generation=self._generation, **maker(self.spec))
+        checkpoint.must_be_finite(state, f"after round {newer.round - 1}", round=newer.round - 1)
         self._snapshot = newer
         if self._checkpoints is not None:
-            state = newer.to_state(generation=self._generation, **maker(self.spec))
             beside = group.space.write_tables(newer.round) if group.space is not None else group.vault.beside
             self._saved = checkpoint.save(self._checkpoints, newer.round, state, beside=beside)
             if group.space is not None:

@@ -92,7 +92,9 @@ class DriverActor:
         try:
             if spec.working_dir:
                 os.chdir(spec.working_dir)
-            newest = checkpoint.newest(checkpoints) if self._attempt > 1 else None
+            newest, passed = checkpoint.usable(checkpoints) if self._attempt > 1 else (None, [])
+            for warning in passed:
+                journal.event("warning", warning)
             resume = newest or (Path(spec.resume) if spec.resume else None)
             if self._attempt > 1 and resume is None:
                 journal.event("began_again", f"attempt {self._attempt} has no checkpoint to go on from: from round 0")

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rayps.elastic.messages import Kind
 from rayps.elastic.space import Space
+from rayps.finite import first_not_finite, is_finite
 from rayps.tables import wire
 from rayps.tables.ahead import Ahead, Foretold, Order
 from rayps.tables.lookup import Lookup, lookup_of, merged, spans
@@ -126,6 +127,13 @@ class TableClient:
             ids, grads = lookup, summed
         self._pending.append((ids, grads.detach()))
 
+    def gradient_fault(self) -> int | None:
+        """The first id whose gradient of the coming push is not finite; None = all are."""
+        for lookup, grads in self._pending:
+            if not is_finite(grads):
+                return int(lookup.ids[first_not_finite(grads) // self.table.dim])
+        return None
+
     def drop(self) -> None:
         """Forget the gradients that are kept."""
         self._pending.clear()
@@ -181,6 +189,14 @@ class Tables:
         for client in self.clients.values():
             found.update(client.pieces())
         return found
+
+    def gradient_fault(self) -> tuple[str, int] | None:
+        """The first table and id whose gradient of the coming push is not finite; None = all are."""
+        for name, client in self.clients.items():
+            found = client.gradient_fault()
+            if found is not None:
+                return name, found
+        return None
 
     def push(self, step: int, weight: float) -> None:
         """Push this round's gradients, means over `weight` samples, where no dense part does.

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rayps.clock import Clock
 from rayps.elastic.space import Table
-from rayps.errors import CheckpointError, ConfigError
+from rayps.errors import CheckpointError, ConfigError, TrainingError
 from rayps.server.ledger import WINDOW, Ledger
 from rayps.server.parts import Parts
 from rayps.strategy import Strategy
@@ -88,7 +88,10 @@ class TableSegment:
         self._inbox: dict[int, dict[int, tuple[Push, float]]] = {}
         self._parts: Parts[tuple[RowStore, dict[str, Any], dict[str, Any]]] = Parts()
         self._wanted: set[int] = set()
-        self._touched: tuple[Any, Any] = (None, None)  # slots, and which rows of the gradient these are (None: all)
+        # ids, their slots, and which rows of the gradient these are (None: all)
+        self._touched: tuple[Any, Any, Any] = (None, None, None)
+        self._overflown: int | None = None  # the first id whose row a step made not finite
+        self._fault: TrainingError | None = None  # the same as an error: no push is acknowledged from then on
         self._steps: list[tuple[Tensor, float]] = []  # gradients stepped by in a round, and what each step counts for
         self._checked: tuple[Any, Push] | None = None
         self._found: deque[tuple[Ids, Any, Any, int]] = deque(maxlen=2 * self.size)  # with what was pulled last
@@ -145,8 +148,10 @@ class TableSegment:
 
         Raises:
             ConfigError, ValueError: as `check`; nothing was applied.
+            TrainingError: a step has made a row not finite, now or before.
         """
         if self.ledger.seen(rank, step):
+            self._must_be_finite(step)
             return []
         if self._checked is None or self._checked[0] is not data:
             self.check(rank, step, weight, data)
@@ -155,13 +160,28 @@ class TableSegment:
         self.operations += len(push.ids)
         if not self._gathers:
             self._apply(rank, step, weight, push)
+            self._must_be_finite(step, rank)
             return [b"".join([_head(_PUSH, rank, step, weight), data]) if self.copied else b""]
         self.ledger.add(rank, step)
         kept = push
         if self.clock.slowest <= step:  # it waits for others, and its memory is the caller's
             kept = Push(push.ids.copy(), push.counts.copy(), push.rows.clone())
         self._inbox.setdefault(step, {})[rank] = (kept, weight)
-        return self._close()
+        changes = self._close()
+        self._must_be_finite(step)
+        return changes
+
+    def _must_be_finite(self, step: int, rank: int | None = None) -> None:
+        """Refuse to go on with a row that is not finite since this step, which was `rank`'s alone where it is given."""
+        if self._fault is None and self._overflown is not None:
+            who = "" if rank is None else f" by the push of worker-{rank}"
+            self._fault = TrainingError(
+                f"table {self.table.name!r}: the row of id {self._overflown}, or its optimizer state, is not finite "
+                f"(NaN or infinite) since round {step}{who}, although the gradient is:\nlower the table's rate",
+                parameter=self.table.name, id=self._overflown, round=step, **({} if rank is None else {"rank": rank}),
+            )  # fmt: skip
+        if self._fault is not None:
+            raise self._fault
 
     def _apply(self, rank: int, step: int, weight: float, push: Push) -> None:
         """A push that is applied as it comes."""
@@ -226,9 +246,9 @@ class TableSegment:
         stored: Any = None
         if len(missing) and not good.all():
             stored = np.flatnonzero(slots != ABSENT)
-            slots, counts = slots[stored], counts[stored]
+            ids, slots, counts = ids[stored], slots[stored], counts[stored]
         self.store.use(slots, counts, self.version)
-        self._touched = (slots, stored)
+        self._touched = (ids, slots, stored)
 
     def step(self, grad: Tensor, scale: float = 1.0, decays: float | None = None) -> None:
         """Let the optimizer apply `scale` times the gradient of the rows that are being pushed, [n, dim].
@@ -238,8 +258,11 @@ class TableSegment:
         decays = abs(scale) if decays is None else decays
         if self._gathers and self.copied:
             self._steps.append((grad * scale, decays))
-        slots, stored = self._touched
-        self.store.step(slots, grad if stored is None else grad[torch.from_numpy(stored)], scale, self._knobs(decays))
+        ids, slots, stored = self._touched
+        grad = grad if stored is None else grad[torch.from_numpy(stored)]
+        fault = self.store.step(slots, grad, scale, self._knobs(decays))
+        if fault is not None and self._overflown is None:
+            self._overflown = int(ids[fault])
 
     def _knobs(self, decays: float) -> Knobs:
         """The optimizer's numbers for a step that counts for `decays` whole ones."""
@@ -324,7 +347,7 @@ class TableSegment:
     def _count(self, ids: Ids, counts: Counts) -> None:
         with self.store.lock:
             self._use(ids, counts)
-            self._touched = (None, None)
+            self._touched = (None, None, None)
             self._after()
 
     # states

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rayps.elastic.space import Table
+from rayps.finite import first_not_finite, is_finite
 from rayps.tables.disk import Disk
 from rayps.tables.index import ABSENT, HashIndex
 from rayps.tables.initial import initial
@@ -186,12 +187,14 @@ class RowStore:
         life[:, USED] = version
         self._put("life", place, life)
 
-    def step(self, slots: Any, grad: Tensor, scale: float, now: Knobs | None = None) -> None:
+    def step(self, slots: Any, grad: Tensor, scale: float, now: Knobs | None = None) -> int | None:
         """Let the optimizer step these rows by `scale` times a gradient [n, dim], which is only read.
 
-        `now`: the numbers of the optimizer for this step; None = its own.
+        `now`: the numbers of the optimizer for this step; None = its own. Returns the number among them of the first
+        row that is not finite after the step, with its state; None = all are.
         """
         now = self.rule.knobs if now is None else now
+        fault: int | None = None
         place = self._own(slots)
         fields = self.fields[:-1]  # all but the life
         spare = _scratch(self.fields[0], fields)
@@ -203,8 +206,12 @@ class RowStore:
             state = {name: torch.from_numpy(value) for name, value in held.items()}
             g = torch.mul(grad[lo : lo + _BLOCK], scale, out=torch.from_numpy(spare[0][: len(part)]))
             self.rule.step(state["rows"], state, g, now)
+            if fault is None and not all(map(is_finite, state.values())):
+                wrong = [first_not_finite(value) // value.shape[1] for value in state.values() if not is_finite(value)]
+                fault = lo + min(wrong)
             for name, value in held.items():
                 self._put(name, part, value)
+        return fault
 
     def delete(self, ids: Ids) -> None:
         """Forget rows, all of which are stored."""
