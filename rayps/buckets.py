@@ -48,7 +48,7 @@ class Buckets:
         self._missing: list[int] = []  # gradients that each bucket waits for
         self._left: list[int] = []  # buckets that have left, in order
         self._late: Tensor | None = None
-        self.fault: str | None = None  # the first parameter whose gradient of this round is not finite, on this rank
+        self.fault: tuple[int, str] | None = None  # a rank whose gradient is not finite (-1 = their sum), the parameter
         self._ordered = not (self.early and len(self) > 1 and isinstance(self._pieces, Sent))
         for i, p in enumerate(flat.parameters):
             p.register_post_accumulate_grad_hook(_hook(weakref.ref(self), i))  # type: ignore[no-untyped-call]
@@ -93,6 +93,9 @@ class Buckets:
             self._leave(b)
         marks = torch.tensor([times > 0 for times in self._times] + [self._late is not None], dtype=torch.uint8)
         mean = self._pieces.finish(marks)
+        if self._pieces.fault is not None:
+            rank, at = self._pieces.fault
+            self.fault = rank, next(e.name for e in self._flat.layout.entries if e.lo <= at < e.hi)
         if marks[-1]:
             mean = self._with_late(mean)
         if self._samples:
@@ -107,13 +110,14 @@ class Buckets:
         if not self._active or p.grad is None:
             return
         grad, p.grad = dense(p.grad), None
-        if self.fault is None and not is_finite(grad):  # while the gradient is in the cache
-            self.fault = self._flat.layout.entries[i].name
         bucket = self._bucket_of[i]
+        late = bucket in self._left
+        if (late or not self._pieces.checks) and self.fault is None and not is_finite(grad):
+            self.fault = self._ring.rank, self._flat.layout.entries[i].name
         self._times[i] += 1
         self._arrivals.append(i)
         with torch.no_grad():
-            if bucket in self._left:
+            if late:
                 self._add_late(i, grad)
             elif self._times[i] > 1:
                 self._pieces.let_go(bucket)

@@ -234,7 +234,7 @@ class Worker:
             self._unused = [i for i, used in enumerate(self._used) if not used]
         self.flat.collect_grad()
         if batch.size:
-            self._refuse(gradient_fault(self.flat))
+            self._refuse(self.plan.rank, gradient_fault(self.flat))
         if self.server is not None and batch.size:
             gradient.vector.copy_(clipped(gradient.vector, *self._norm))
         self.meter.compute += time.perf_counter() - began - (self.meter.inside - inside)
@@ -252,8 +252,10 @@ class Worker:
         buckets.begin(batch.size)
         if batch.size:
             self._backward(batch)
-            self._refuse(buckets.fault)
+        self._refuse(*(buckets.fault or (self.rank, None)))  # nobody else knows of it yet
         self._mean, self._unused = buckets.finish()
+        if buckets.fault is not None:
+            self._refuse(*buckets.fault)
         self.meter.compute += time.perf_counter() - began - (buckets.seconds - talked)
         return self._mean
 
@@ -269,21 +271,27 @@ class Worker:
             self.meter.losses.append((value, batch.size))
         return math.nan if value is None else value
 
-    def _refuse(self, fault: str | None) -> None:
-        """Raise TrainingError if the gradient of a parameter (or of a table's row) is not finite."""
+    def _refuse(self, rank: int, fault: str | None) -> None:
+        """Raise TrainingError if worker `rank`'s gradient of a parameter, or this one's of a row, is not finite.
+
+        Rank -1: the gradients are, but not their sum.
+        """
         row = None if fault is not None or self.tables is None else self.tables.gradient_fault()
         if fault is None and row is None:
             return
-        at, named = self.position - 1, dict[str, Any](parameter=fault)
-        what = f"the gradient of parameter {fault!r}"
+        at, named = self.position - 1, dict[str, Any](parameter=fault, rank=rank)
+        what, who = f"the gradient of parameter {fault!r}", f"on worker-{rank}"
         if row is not None:
-            what, named = f"the gradient of table {row[0]!r}, id {row[1]},", {"parameter": row[0], "id": row[1]}
+            what = f"the gradient of table {row[0]!r}, id {row[1]},"
+            named = {"parameter": row[0], "id": row[1], "rank": rank}
+        if rank < 0:
+            who = "once the workers' gradients, which are, are added up,"
+            del named["rank"]
         raise TrainingError(
-            f"{what} is not finite (NaN or infinite) on worker-{self.plan.rank} at round {at} "
+            f"{what} is not finite (NaN or infinite) {who} at round {at} "
             f"(epoch {self.epoch_of(at)[0] + 1}), although the loss is:\nlook for an operation without a finite "
             "derivative there (sqrt or a norm at 0, 0 * inf, a division by 0), or for bad values in the data; "
             "torch.autograd.set_detect_anomaly(True) names the operation",
-            rank=self.plan.rank,
             round=at,
             **named,
         )

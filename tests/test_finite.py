@@ -383,3 +383,50 @@ def test_where_no_checkpoint_is_good_resume_says_so(tmp_path):
     spoil(tmp_path / "step-00000003", "model")
     with pytest.raises(CheckpointError, match="no whole checkpoint"):
         train(Momentum(), workers=2, steps=6, checkpoint=tmp_path, resume=True)
+
+
+class Half(Sick):
+    def model(self):
+        return super().model().to(torch.bfloat16)
+
+    def data(self):
+        data = super().data()
+        return rayps.data.tensors(data.x.bfloat16(), data.y.bfloat16(), batch_size=self.batch)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("kind", [Sick, Half])
+@pytest.mark.parametrize("strategy", [AllReduce(), AllReduce(bucket_mb=1e-4)], ids=["one", "many"])
+def test_a_ring_names_the_rank_among_several(tmp_path, strategy, kind, rank):
+    error = fails(kind(at=3, rank=rank), strategy, tmp_path, workers=3, steps=4)
+    assert (error.data["rank"], error.data["round"]) == (rank, 2)
+
+
+class Opposed(Large):
+    """Every worker's gradient is finite; their sum is not."""
+
+    def model(self):
+        return super().model().float()
+
+    def data(self):
+        data = super().data()
+        return rayps.data.tensors(data.x.float(), data.y.float(), batch_size=self.batch)
+
+
+def test_a_sum_that_overflows_names_the_parameter(tmp_path):
+    work = Opposed(1, 0.0, lambda params: torch.optim.SGD(params, lr=0.1))
+    work.loss = lambda model, batch: Huge.apply(model(batch.x)).mean()
+    with pytest.raises(TrainingError) as caught:
+        train(work, AllReduce(bucket_mb=1e-4), workers=2, steps=1, checkpoint=tmp_path)
+    assert "parameter" in caught.value.data
+    assert not saved(tmp_path)
+
+
+class Huge(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 0
+
+    @staticmethod
+    def backward(ctx, grad):
+        return torch.full_like(grad, 3e38)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rayps.finite import first_not_finite, is_finite
 from rayps.link.memory import ORDERED
 from rayps.partition import part
 from rayps.ring.board import Board, _fold, tensor_of
@@ -29,6 +30,9 @@ class Pieces(Protocol):
     """One vector's mean, again and again. Every rank must make it, begin it and finish it alike."""
 
     seconds: float  # that the caller has spent in these calls
+    checks: bool  # whether `fault` is found; else each rank must look at its own vector
+    # of the last mean: a rank whose vector is not finite (-1 = their sum alone is not), and the element
+    fault: tuple[int, int] | None
 
     def begin(self, samples: int) -> None:
         """A new mean, of which this rank's part is the mean over `samples` samples."""
@@ -72,6 +76,9 @@ def pieces(ring: Ring, vector: Tensor, cuts: Sequence[slice], marks: int) -> Pie
 class _Whole:
     """Nothing is held elsewhere."""
 
+    checks = False
+    fault: tuple[int, int] | None = None
+
     def mine(self, i: int) -> slice:
         """See Pieces."""
         return slice(0, 0)
@@ -107,7 +114,13 @@ class Single(_Whole):
 
 
 class Read:
-    """Pieces that ranks of one host read where they lie; each rank adds its part of every piece."""
+    """Pieces that ranks of one host read where they lie; each rank adds its part of every piece.
+
+    Each rank also looks whether its part of the sum is finite: one read of 1/N of the vector, which is in the cache. If
+    it is not, the summands say whose vector is at fault, and all ranks learn it at the barrier that ends the mean.
+    """
+
+    checks = True
 
     def __init__(
         self, ring: Ring, board: Board, vector: Tensor, where: tuple[int, int], cuts: Sequence[slice], marks: int
@@ -121,12 +134,15 @@ class Read:
         width = vector.element_size()
         own = [self.mine(i) for i in range(len(cuts))]
         self._own = [slice(offset + each.start * width, offset + each.stop * width) for each in own]
+        head = 8 * (1 + len(cuts))
         with ring._collective():
-            board.buffer(8 * (1 + len(cuts)) + marks)  # what each rank says of itself, for all to read
+            board.buffer(head + 16 + marks)  # what each rank says of itself, for all to read
         notes = board._residents[-1].parts
         self._samples = [note[:8].view(np.float64) for note in notes]
-        self._given = [note[8 : 8 * (1 + len(cuts))].view(np.int64) for note in notes]
-        self._marks = [note[8 * (1 + len(cuts)) :] for note in notes]
+        self._given = [note[8:head].view(np.int64) for note in notes]
+        self._faults = [note[head : head + 16].view(np.int64) for note in notes]  # 1 + element (0 = none), rank
+        self._marks = [note[head + 16 :] for note in notes]
+        self.fault: tuple[int, int] | None = None
         self._turn = 0
         self._open: list[int] = []
         self._held: dict[int, list[tuple[int, Any]]] = {}  # piece -> where in the resident vector, and the bytes
@@ -134,6 +150,7 @@ class Read:
     def begin(self, samples: int) -> None:
         """See Pieces."""
         self._turn += 1
+        self.fault = None
         self._samples[self._ring.rank][0] = samples
         self._open = list(range(len(self._cuts)))
         self._held.clear()
@@ -175,9 +192,12 @@ class Read:
             board._agree(parity)
             for piece in list(self._open):
                 self._add(piece)
+            self._faults[rank][:] = (0, 0) if self.fault is None else (1 + self.fault[1], self.fault[0])
             np.maximum.reduce(self._marks, out=marks.numpy())
             board.bytes_shared += board._shared_by_two_shot(self._size)
             board.barrier()
+        found = [(int(at) - 1, int(blamed)) for at, blamed in self._faults if at]
+        self.fault = min(found)[::-1] if found else None  # the same on all ranks
         self.seconds += time.perf_counter() - start
         return self._mean
 
@@ -188,12 +208,28 @@ class Read:
         """Add this rank's part of a piece, what is held elsewhere and what lies in the vector by turns."""
         at, own = self._own[piece].start, self._own[piece]
         weights = np.concatenate(self._samples)
-        for lo, data in sorted(self._held.pop(piece, []), key=lambda held: held[0]):
+        held = sorted(self._held.pop(piece, []), key=lambda held: held[0])
+        for lo, data in held:
             self._fold(slice(at, lo), weights)
             self._fold(slice(lo, lo + len(data)), weights, data)
             at = lo + len(data)
         self._fold(slice(at, own.stop), weights)
         self._open.remove(piece)
+        if self.fault is None and own.start < own.stop:
+            total = tensor_of(self._resident.out[own], self._dtype)
+            if not is_finite(total):
+                self._blame(own.start + first_not_finite(total) * self._dtype.itemsize, held)
+
+    def _blame(self, at: int, held: list[tuple[int, Any]]) -> None:
+        """Note whose summand at byte `at` of the resident vector is not finite; -1 = only the sum is not."""
+        width, blamed = self._dtype.itemsize, -1
+        for rank, vector in enumerate(self._resident.parts):
+            data = vector[at : at + width]
+            if rank == self._ring.rank:
+                data = next((own[at - lo : at - lo + width] for lo, own in held if lo <= at < lo + len(own)), data)
+            if self._samples[rank][0] and blamed < 0 and not is_finite(tensor_of(data.copy(), self._dtype)):
+                blamed = rank
+        self.fault = blamed, (at - self._where[1]) // width
 
     def _fold(self, where: slice, weights: Any, own: Any = None) -> None:
         if where.start == where.stop:
