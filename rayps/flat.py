@@ -195,3 +195,8 @@ def dense(grad: Tensor) -> Tensor:
     """A gradient as numbers without a history; those of sparse embeddings are filled up with zeros."""
     grad = grad.detach()
     return grad if grad.layout is torch.strided else grad.to_dense()
+
+
+def square_of(values: Tensor) -> Tensor:
+    """The squared Euclidean norm, as a float64 number on the CPU."""
+    return torch.sum(values.to(torch.float64) ** 2).cpu()

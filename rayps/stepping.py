@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks as _GLOBAL_HOOKS
 
+from rayps.flat import square_of
 from rayps.user_code import user_code
 
 _TINY = 1e-6  # as in torch.nn.utils.clip_grad_norm_
@@ -21,11 +22,35 @@ def clipped(vector: Tensor, most: float | None, rings: Iterable[Any]) -> Tensor:
     """
     if most is None:
         return vector
-    square = torch.sum(vector.to(torch.float64) ** 2).cpu()
+    factor = clip_factor(square_of(vector), most, rings)
+    return vector if factor >= 1 else vector * factor
+
+
+def clip_factor(square: Tensor, most: float, rings: Iterable[Any] = ()) -> float:
+    """What `torch.nn.utils.clip_grad_norm_` multiplies a gradient of this squared norm by; it shortens if below 1.
+
+    `square` is of this worker's part, and becomes that of the whole model: the sum over `rings`.
+    """
     for ring in rings:
         ring.sum(square)
-    factor = most / (square.sqrt().item() + _TINY)
-    return vector if factor >= 1 else vector * factor
+    return most / (float(square.sqrt()) + _TINY)
+
+
+def clip_sparse(params: Sequence[nn.Parameter], vector: Tensor, most: float) -> Tensor:
+    """As `clipped`, where gradients of sparse layout stay in `.grad` beside the vector: they count, and are shortened.
+
+    Their rows are zero in `vector`.
+    """
+    sparse = [(p, p.grad.coalesce()) for p in params if p.grad is not None and p.grad.layout is not torch.strided]
+    square = square_of(vector)
+    for _, grad in sparse:
+        square += square_of(grad.values())
+    factor = clip_factor(square, most)
+    if factor >= 1:
+        return vector
+    for p, grad in sparse:
+        p.grad = torch.mul(grad, factor)
+    return vector * factor
 
 
 def steps_by_reading(optimizer: Any, params: Sequence[nn.Parameter]) -> bool:

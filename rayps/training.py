@@ -26,7 +26,7 @@ from rayps.runtime.outcome import Outcome
 from rayps.runtime.progress import Display
 from rayps.snapshot import Snapshot
 from rayps.strategy import parse, wire
-from rayps.workload import Workload
+from rayps.workload import Workload, check_clip_norm
 from rayps.workload import load as load_workload
 
 
@@ -151,6 +151,7 @@ def _workload(given: Workload | str) -> Workload:
             f"workload is {what}: give an instance of a class derived from rayps.Workload, such as {example}, "
             "or its name 'digits.py:Digits'"
         )
+    check_clip_norm(given)
     return given
 
 

@@ -23,7 +23,7 @@ from rayps.embedding import bind
 from rayps.errors import TrainingError, WorkloadError
 from rayps.federated.engine import Engine
 from rayps.finite import gradient_fault
-from rayps.flat import FlatModel, Gradient
+from rayps.flat import FlatModel, Gradient, square_of
 from rayps.meter import Meter
 from rayps.replica.agree import agreed
 from rayps.replica.build import model_of
@@ -36,7 +36,7 @@ from rayps.runtime.plans import WorkerPart, WorkerPlan
 from rayps.server import Server
 from rayps.server.compressed import compress
 from rayps.snapshot import Snapshot
-from rayps.stepping import clipped, steps_by_reading
+from rayps.stepping import clip_factor, clip_sparse, clipped, steps_by_reading
 from rayps.user_code import user_code
 from rayps.workload import Workload
 
@@ -235,8 +235,8 @@ class Worker:
         self.flat.collect_grad()
         if batch.size:
             self._refuse(self.plan.rank, gradient_fault(self.flat))
-        if self.server is not None and batch.size:
-            gradient.vector.copy_(clipped(gradient.vector, *self._norm))
+        if self.server is not None and batch.size and not self.strategy.steps_locally:
+            self._clip_push(gradient.vector)
         self.meter.compute += time.perf_counter() - began - (self.meter.inside - inside)
         return gradient
 
@@ -271,6 +271,24 @@ class Worker:
             self.meter.losses.append((value, batch.size))
         return math.nan if value is None else value
 
+    def clipped(self, vector: Tensor) -> Tensor:
+        """See `WorkerView.clipped`."""
+        return clipped(vector, *self._norm)
+
+    def _clip_push(self, vector: Tensor) -> None:
+        """Shorten a push to `clip_norm`, in place: the dense vector, and with it the rows of the tables."""
+        most, rings = self._norm
+        if most is None:
+            return
+        square = square_of(vector)
+        if self.tables is not None:
+            square += self.tables.square()
+        factor = clip_factor(square, most, rings)
+        if factor < 1:
+            vector.mul_(factor)
+            if self.tables is not None:
+                self.tables.scale(factor)
+
     def _refuse(self, rank: int, fault: str | None) -> None:
         """Raise TrainingError if worker `rank`'s gradient of a parameter, or this one's of a row, is not finite.
 
@@ -299,7 +317,11 @@ class Worker:
     def step(self, grad: Gradient | Tensor) -> None:
         """Let this worker's own optimizer apply a gradient vector."""
         began = time.perf_counter()
-        vector = clipped(grad.vector if isinstance(grad, Gradient) else grad, *self._norm)
+        vector = grad.vector if isinstance(grad, Gradient) else grad
+        if self.flat.sparse_grads and self._norm[0] is not None:
+            vector = clip_sparse(self.flat.parameters, vector, self._norm[0])
+        else:
+            vector = clipped(vector, *self._norm)
         if vector is self._mean and self._only_reads is not False:
             self.flat.bind(vector if self._only_reads else vector.clone())
         else:

@@ -30,15 +30,19 @@ import cloudpickle
 import torch
 
 from rayps.data.base import Batch, Data
-from rayps.errors import UserError, WorkloadError
+from rayps.errors import ConfigError, UserError, WorkloadError
 from rayps.job import misnamed
 
 
 class Workload(ABC):
     """What to learn: a model, a loss, data, and an optimizer. Created once, then sent to every worker.
 
-    `clip_norm` shortens the mean gradient to this Euclidean norm before each step, where it is longer (as
-    `torch.nn.utils.clip_grad_norm_` does); under servers each push. None = never.
+    `clip_norm`, a number above 0 or None (never), is the Euclidean norm to which a gradient is shortened where it is
+    longer, as `torch.nn.utils.clip_grad_norm_` does. Which gradient depends on the strategy: under all_reduce the mean
+    over all workers; under servers what each worker pushes, dense part and rows of tables together; where workers (or
+    clients) step by themselves (hogwild, local_sgd, parallel_sgd, diloco, admm, the federated ones) the gradient of
+    each of their steps, not what they exchange; under downpour both a copy's steps and the pushes, each once. The
+    workers of one replica count as one. hybrid with sparse tables refuses it.
     """
 
     clip_norm: float | None = None
@@ -73,6 +77,23 @@ class Workload(ABC):
         Where they are known, rows are pulled while the batch before is computed, all tables' together.
         """
         return {}
+
+
+def check_clip_norm(workload: Workload) -> None:
+    """Refuse a `clip_norm` that is no norm.
+
+    Raises:
+        ConfigError: it is neither None nor a finite number above 0.
+    """
+    given: Any = workload.clip_norm
+    if given is None:
+        return
+    if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 < given < float("inf"):
+        raise ConfigError(
+            f"clip_norm of {type(workload).__name__} is {given!r}: give a finite number above 0, to which the norm of "
+            "the gradient is shortened, or None (never)",
+            field="clip_norm",
+        )
 
 
 # ---------------------------------------------------------------------------------------------- by name
@@ -203,11 +224,13 @@ def _instance(kind: type[Workload], target: str) -> Workload:
         raise WorkloadError(f"{target} is created without arguments, but its __init__ says: {error}\n"
                             "give its arguments defaults", target=target) from error
     try:
-        return kind()
+        made = kind()
     except UserError:
         raise
     except Exception as error:
         raise _broken(f"{target}()", error) from error
+    check_clip_norm(made)
+    return made
 
 
 # ---------------------------------------------------------------------------------------------- by value

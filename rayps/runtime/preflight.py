@@ -24,7 +24,7 @@ from rayps.replica.division import Division
 from rayps.strategies.pipeline import Pipeline
 from rayps.strategy import Phase, Strategy
 from rayps.user_code import user_code
-from rayps.workload import Workload
+from rayps.workload import Workload, check_clip_norm
 
 
 class Findings(NamedTuple):
@@ -44,6 +44,7 @@ def preflight(workload: Workload, phases: list[Phase], spec: JobSpec) -> Finding
     Raises:
         DataError, WorkloadError, ConfigError: what is wrong and the way out.
     """
+    check_clip_norm(workload)
     data = _data(workload, all(phase.strategy.remote for phase in phases))
     grids = [phase.strategy.grid(spec.workers) for phase in phases]
     with apart():  # the user's own random numbers stay as they were
@@ -54,6 +55,7 @@ def preflight(workload: Workload, phases: list[Phase], spec: JobSpec) -> Finding
     group = spec.server_group is not None or any(phase.strategy.servers for phase in phases)
     for phase in phases:
         _check_servers(phase.strategy, spec, tables)
+        _check_clipping(phase.strategy, workload, tables)
         if group and phase.strategy.fixed_servers:
             raise ConfigError(
                 f"{_name(phase.strategy)} needs servers of its own: leave out server_group, and other phases' "
@@ -132,6 +134,17 @@ def _check_servers(strategy: Strategy, spec: JobSpec, tables: tuple[Table, ...])
             f"compression is {strategy.compression!r}: pushes to an elastic server group travel as they are; leave it "
             "out, or use fixed servers (no server_group, no replicas, no tables)",
             field="compression",
+        )
+
+
+def _check_clipping(strategy: Strategy, workload: Workload, tables: tuple[Table, ...]) -> None:
+    """Refuse `clip_norm` where the norm would lack the rows of tables, whose mean only the servers know."""
+    if workload.clip_norm is not None and tables and strategy.shards == 0:
+        raise ConfigError(
+            f"clip_norm is {workload.clip_norm!r} and {_name(strategy)} learns sparse tables: no worker knows the mean "
+            "gradient of their rows, so that the whole norm is not known; use parameter_server, which clips each "
+            "worker's push (dense part and rows together), or clip_norm = None",
+            field="clip_norm",
         )
 
 

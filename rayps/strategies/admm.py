@@ -19,6 +19,7 @@ plus `penalty`; where the penalty is higher by d, steps are shorter by 1 / (1 + 
 x_i, and its last word v_i counts (a randomised ADMM: Iutzeler et al., CDC 2013).
 `momentum` (keep, reset, average): what a meeting does to the optimizers' state. `buffers` (average, keep): what it does
 to what is no parameter, as BatchNorm's statistics, which have no multipliers.
+A workload's `clip_norm` clips the gradient of a local step with that of the penalty in it.
 Batches smaller than a worker's rows make it stochastic: z then comes to rest at a distance that grows with the rate,
 and exactly only with a rate that falls.
 """

@@ -4,6 +4,7 @@ Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of wor
 Every worker holds all parameters w and its own optimizer. In round t, worker i computes g_i on its
 batch of n_i samples; the ring gives everyone g = sum(n_i g_i) / sum(n_i); everyone takes the same step.
 Gradients leave in buckets of `bucket_mb` (10^6 bytes; 0 = all at once, none = chosen) while backward goes on.
+A workload's `clip_norm` clips g, the mean.
 `compression` (fp16, bf16, int8, top_k, top_k:FRACTION, auto) says how the g_i travel, with error feedback.
 With a `replica` of several workers i counts replicas, and each worker averages its part of the model with those that
 hold the same part; a part's gradient leaves at once, as it is.

@@ -50,7 +50,12 @@ class WorkerView(Protocol):
         """`ring.mean(grad(batch))`, sent in parts while the gradient is being made; to be read only."""
 
     def step(self, grad: Any) -> None:
-        """Let this worker's own optimizer apply a gradient vector."""
+        """Let this worker's own optimizer apply a gradient vector, shortened to the workload's `clip_norm`."""
+
+    def clipped(self, vector: Any) -> Any:
+        """The vector, or a shorter copy where its norm is above the workload's `clip_norm`. `grad` and `step` do it
+        themselves; this is for what else is pushed where a worker `steps_locally`.
+        """
 
     def say(self, **numbers: float) -> None:
         """Numbers for this round's point, the same on all workers: they stand in the history by these names."""
@@ -117,7 +122,7 @@ class Strategy:
     means: ClassVar[bool] = False  # on_round is step_mean(values, weights), unless all weights are 0, and nothing else
     borrows: ClassVar[bool] = False  # on_push and on_round only read values and keep none: no copy is made for them
     adagrad: float | None = None  # the rate of an Adagrad that steps on the servers; None = the workload's optimizer
-    steps_locally: ClassVar[bool] = False  # a worker steps its own copy too, between two pulls
+    steps_locally: ClassVar[bool] = False  # a worker steps its own copy too, between two pulls: `grad` is not clipped
     in_place: ClassVar[bool] = False  # all workers, on one host, step one vector in memory that they share
     spans: ClassVar[bool] = False  # a push stands for all rounds since the one before; else for one
     fixed_servers: ClassVar[bool] = False  # an elastic server group cannot serve it

@@ -13,6 +13,7 @@ outer step is late by S, and 0, the default, waits for it).
 `buckets`: in so many parts, one after another; what comes out is the same.
 `momentum` (keep, reset, average): what a meeting does to the inner optimizers' states; the paper keeps them. `buffers`
 (average, keep): to those that are not whole numbers.
+A workload's `clip_norm` clips the gradients of inner steps, not D.
 Sends 1/H of all_reduce's bytes; a worker holds two vectors more (theta, v), with overlap four. Between meetings the
 mean of the workers is evaluated and saved, and with it all that a period needs to go on.
 """

@@ -11,6 +11,7 @@ diverges, give `adagrad`, `warm_start`, or a smaller rate. A weight decay is app
 many gradients (but once where it stands beside the gradient and the step ignores the gradient's size, as AdamW's).
 `adagrad` (the rate gamma): servers step by gamma / sqrt(sum of squares of what was pushed), for each parameter on its
 own; none = the workload's optimizer. Copies step by the workload's optimizer, each with a state of its own.
+With a workload's `clip_norm` a copy's step clips g and a push clips a, each once.
 `warm_start`: so many rounds are made by one replica alone, before the others begin (section 4.1: "warmstarting").
 Sends 1/n_push and receives 1/n_fetch of the parameters' bytes a step. Who dies is replaced while the others go on, and
 repeats the steps it had not pushed: each batch is in the parameters once. The last a is pushed at the end.
@@ -64,7 +65,7 @@ class Downpour(Strategy):
         if g.samples and not fetches:  # else what is fetched next takes the place of this copy
             w.step(g)
         if (t + 1) % self.n_push == 0 or t + 1 == w.plan.end:
-            w.server.push(a, float(mine["samples"]), rounds=mine["steps"])
+            w.server.push(w.clipped(a), float(mine["samples"]), rounds=mine["steps"])
             mine |= {"steps": 0, "samples": 0}
             if not fetches:
                 w.server.settle()  # it leaves now, not with the next fetch; a may change from here on

@@ -12,6 +12,7 @@ taken over as it is. Fewer than `min_replies` leave the model as it was. An epoc
 The workload's optimizer is the client's; each client begins a round with a fresh one, at the rate of the workload.
 Of speed, availability, `deadline` and the rest of the clients' world see `rayps.federated.virtual.forms`: time is
 virtual.
+A workload's `clip_norm` clips the gradient of each step of a client; option `clip` clips its update.
 `buffers`: BatchNorm statistics are averaged like parameters ("mean"; a robust `rule` is applied to them too, see
 `rayps.federated.aggregate`), or stay with each client ("keep"), whose next training begins with them, and are then
 evaluated only for that client.

@@ -9,7 +9,7 @@ nn.Embedding(sparse=True), a step touches their rows only, and two workers seldo
 at the same moment, one of the two steps may be lost there (the paper adds to each element atomically). Each worker has
 an optimizer's state of its own. All must be on one host, with CPU tensors. A checkpoint holds what is there when rank 0
 comes to its round, with rank 0's optimizer. When a worker dies, everyone begins again from the last checkpoint: nobody
-knows which of its steps were written.
+knows which of its steps were written. A workload's `clip_norm` clips each g, its sparse rows too.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ dense part is touched by every batch, and is kept in step.
 Each round a worker looks up its rows; the ring gives everyone g = sum(n_i g_i) / sum(n_i) of the dense part and all
 take the same step; the rows' gradients go to `servers` servers, which step them: with `staleness` none as they come,
 with s as they come while no worker leads by more than s rounds, with 0 once all have come, by their mean.
+A workload's `clip_norm` is refused with tables: no worker knows the mean gradient of their rows.
 `prefetch`: where the workload has `lookups`, the next batch's rows are pulled while this one computes, and lack this
 worker's newest push (with staleness 0 they do not). `replicas` are copies of each segment on other servers;
 `compression` and `bucket_mb` are those of all_reduce.

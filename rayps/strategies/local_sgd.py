@@ -12,6 +12,7 @@ anew), average (as the parameters). `buffers`: those that are not whole numbers,
 (the default) or kept.
 `compression` (fp16, bf16, int8, top_k, top_k:FRACTION, auto): what travels is how far each has come since the last
 meeting, with error feedback; the warm-up's gradients, moments and buffers travel as they are.
+A workload's `clip_norm` clips each g_k; what is averaged is not clipped.
 Sends 1/H of all_reduce's bytes; average momentum adds those of the optimizer's state. H = 1 with plain SGD is
 all_reduce; H = the steps of the phase is one average at the end. The job holds the mean of the workers: that is
 evaluated and saved, and saved with it what each has of its own.

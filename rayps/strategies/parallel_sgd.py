@@ -12,6 +12,7 @@ worker keeps its rows all run long: those of the first epoch, or, where the data
 such as label-sorted shards. `data` in the history is the seconds that getting batches took, dealing among them.
 `momentum` (keep, reset, average) and `buffers` (keep, average): see `local_sgd`; under best, average is taking the best
 one's. `compression` says how mean's differences travel; it does not go with best.
+A workload's `clip_norm` clips each worker's gradients, not what is merged.
 Sends R times a vector's bytes around the ring in all.
 """
 

@@ -10,6 +10,8 @@ A push of 1/N also decays the parameters by 1/N of the optimizer's weight decay 
 have the regularised optimum of one step; rows of tables by as much for each push that touches them. Where the decay
 stands beside the gradient and the step ignores the gradient's size (AdamW), rate and decay stay as they are: each push
 is a whole step of the optimizer, and a warning says so.
+A workload's `clip_norm` clips what each worker pushes, the dense part and rows of tables together, before N pushes
+are averaged.
 `compression` (fp16, bf16, int8, top_k, top_k:FRACTION, auto) says how the pushes travel, with error feedback.
 s != 0: a worker keeps its newest pushes until a snapshot has them, up to `replay_mb` (10^6 bytes; none = 256), and says
 them again to a server that is restored; what is beyond is lost with the server, with 0 all since the snapshot.

@@ -21,6 +21,7 @@ from torch import Tensor
 from rayps.elastic.messages import Kind
 from rayps.elastic.space import Space
 from rayps.finite import first_not_finite, is_finite
+from rayps.flat import square_of
 from rayps.tables import wire
 from rayps.tables.ahead import Ahead, Foretold, Order
 from rayps.tables.lookup import Lookup, lookup_of, merged, spans
@@ -134,6 +135,16 @@ class TableClient:
                 return int(lookup.ids[first_not_finite(grads) // self.table.dim])
         return None
 
+    def square(self) -> Tensor:
+        """The squared Euclidean norm of the coming push: what is kept is added up by id first."""
+        if len(self._pending) > 1:
+            self._pending = [merged(self._pending, self.table)]
+        return sum((square_of(grads) for _, grads in self._pending), torch.zeros((), dtype=torch.float64))
+
+    def scale(self, factor: float) -> None:
+        """Multiply the coming push."""
+        self._pending = [(lookup, grads * factor) for lookup, grads in self._pending]
+
     def drop(self) -> None:
         """Forget the gradients that are kept."""
         self._pending.clear()
@@ -197,6 +208,15 @@ class Tables:
             if found is not None:
                 return name, found
         return None
+
+    def square(self) -> Tensor:
+        """The squared Euclidean norm of all rows of the coming push."""
+        return sum((client.square() for client in self.clients.values()), torch.zeros((), dtype=torch.float64))
+
+    def scale(self, factor: float) -> None:
+        """Multiply all rows of the coming push."""
+        for client in self.clients.values():
+            client.scale(factor)
 
     def push(self, step: int, weight: float) -> None:
         """Push this round's gradients, means over `weight` samples, where no dense part does.
