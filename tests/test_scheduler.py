@@ -326,7 +326,7 @@ def test_a_job_from_queue_to_result(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         job = await add(store, workers=2)
         await scheduler.tick()
         found = await store.get(job)
-        assert (found.status, found.reason) == (S.QUEUED, "Ray is starting") and not scheduler.view.ready
+        assert (found.status, scheduler.reason(found)) == (S.QUEUED, "Ray is starting") and not scheduler.view.ready
         place.at = cluster
         await scheduler.tick()
         found = await store.get(job)

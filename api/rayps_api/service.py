@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -76,7 +76,7 @@ class Service:
 
     def show(self, record: Record) -> dict[str, Any]:
         """A job as the outside sees it."""
-        return job_out(record, self.progress(record.id))
+        return job_out(replace(record, reason=self.scheduler.reason(record)), self.progress(record.id))
 
 
 def service(request: Request) -> Service:

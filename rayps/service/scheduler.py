@@ -17,15 +17,18 @@ from pathlib import Path
 from typing import Any
 
 from rayps.cluster import Bundle, Cluster
-from rayps.errors import ClusterError, ConfigError, Conflict, RaypsError
+from rayps.errors import ClusterError, ConfigError, Conflict, NotFound, RaypsError
 from rayps.failpoint import passing
 from rayps.federated.real.mailbox import FOLDER, Mailbox
 from rayps.job import JobSpec, Status, may_move
 from rayps.service.drivers import BEGUN, LAUNCHED, Drivers, Place, Sight
 from rayps.service.job_folders import read_json
 from rayps.service.plan import SIGN_SECONDS, Action, Ask, Facts, Kill, Seal, Show, Start, Wait, needs, plan
+from rayps.service.roster import Roster
 from rayps.service.silence import Silences
+from rayps.service.state_disk import is_full
 from rayps.service.store import Record, Store
+from rayps.service.waiting import GroupQuestions, room_beside
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +65,7 @@ class Scheduler:
         self._silences = Silences()
         self._stall = stall
         self._wake = asyncio.Event()
+        self._roster = Roster(store)
 
     @property
     def cluster(self) -> Cluster | None:
@@ -98,7 +102,8 @@ class Scheduler:
 
         Gives how many jobs were running.
         """
-        held = len([job for job in await self._store.live() if job.status is not Status.QUEUED])
+        await self._roster.refresh()
+        held = len(self._roster.started)
         if end and self.place.owned:
             held = await self._store.interrupt()
         await asyncio.get_running_loop().run_in_executor(None, lambda: self.place.leave(end=end))
@@ -125,8 +130,10 @@ class Scheduler:
 
     async def tick(self) -> list[Action]:
         """Look, decide, act; once. Gives what was done."""
-        records = await self._store.live()
-        sight = await self._look([r.id for r in records if r.status is not Status.QUEUED])
+        await self._roster.refresh()
+        done = await self._act([*self._roster.waiting.stopped()], {})  # whether Ray answers or not
+        records = list(self._roster.started.values())
+        sight = await self._look([r.id for r in records])
         facts = await asyncio.to_thread(lambda: [self._facts(r) for r in records])
         self._silences.keep({key for r in records for key in (r.id, (r.id, "stop"))})
         now = time.monotonic()
@@ -134,25 +141,47 @@ class Scheduler:
             self._blind_since = None
         elif self._blind_since is None:
             self._blind_since = now
-        actions = plan(
+        actions: list[Action] = plan(
             facts, None if sight is None else sight.drivers, None if sight is None else sight.free,
             None if sight is None else sight.total,
             blind=0.0 if self._blind_since is None else now - self._blind_since,
             why=self.view.reason or "Ray is starting")
-        jobs = {record.id: record for record in records}
+        running = {fact.id: (fact.status, fact.needs) for fact in facts if fact.doomed is None}
+        room = None if sight is None else room_beside(running, sight.free, sight.total)
+        await self._roster.refresh()  # what was asked for during the look
+        actions += self._roster.waiting.stopped()
+        actions += self._roster.waiting.decide(room, None if sight is None else sight.total, self._groups(),
+                                               self.view.reason or "Ray is starting")
+        return done + await self._act(actions, {record.id: record for record in records})
+
+    async def _act(self, actions: list[Action], jobs: dict[str, Record]) -> list[Action]:
         for action in actions:
             try:
-                await self._do(action, jobs[action.job])
-            except Conflict as error:
+                await self._do(action, jobs.get(action.job) or await self._store.get(action.job))
+            except (Conflict, NotFound) as error:
                 log.info("%s", error)  # the world moved on since the look: the next tick sees it
+            except Exception as error:
+                if not is_full(error):
+                    raise
+                self._store.disk.failed()  # which says so; the next tick tries again
         return actions
+
+    def reason(self, job: Record) -> str | None:
+        """Why a job stands where it stands. That of a waiting one is worked out here, and not stored."""
+        waits = job.status is Status.QUEUED and job.id in self._roster.waiting
+        return (self._roster.waiting.reason(job.id) or job.reason) if waits else job.reason
+
+    def _groups(self) -> GroupQuestions:
+        return GroupQuestions(lambda name: self.group_hinders(JobSpec("", server_group=name)),
+                              lambda name: self.group_ended(JobSpec("", server_group=name)))
 
     async def _look(self, watched: list[str]) -> Sight | None:
         loop = asyncio.get_running_loop()
         if self._looking is None:
             self._looking = loop.run_in_executor(self._thread, self._drivers.look, watched)
         try:
-            sight = await asyncio.wait_for(asyncio.shield(self._looking), self._look_seconds)
+            await self._wait_for(self._looking)
+            sight = await asyncio.wait_for(asyncio.shield(self._looking), 0)
         except TimeoutError:
             # at the first start this is Ray coming up; the same look is waited for again in the next tick
             reason = self.view.reason if not self.view.ready else "Ray does not answer"
@@ -169,19 +198,28 @@ class Scheduler:
         self.view = View(True, None, sight.total, sight.free)
         return sight
 
+    async def _wait_for(self, look: asyncio.Future[Any]) -> None:
+        """Wait for a look; whoever stops a waiting job meanwhile need not wait for it."""
+        deadline = time.monotonic() + self._look_seconds
+        while not look.done() and (left := deadline - time.monotonic()) > 0:
+            woken: asyncio.Future[Any] = asyncio.ensure_future(self._wake.wait())
+            await asyncio.wait([look, woken], timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            if woken.done():
+                self._wake.clear()
+                await self._roster.refresh()
+                await self._act([*self._roster.waiting.stopped()], {})
+            woken.cancel()
+
     def _facts(self, record: Record) -> Facts:
         folder = self._jobs_dir / record.id
-        waits = record.status is Status.QUEUED
-        outcome = None if waits else read_json(folder / "outcome.json")
-        begun = {} if waits else read_json(folder / BEGUN) or {}
+        begun = read_json(folder / BEGUN) or {}
         return Facts(
             record.id, record.name, record.status, record.reason, needs(record.spec), record.attempt,
             record.failures, record.spec.max_failures, record.interrupted,
             None if record.stop_requested_at is None else self._silences.observe((record.id, "stop"), "asked"),
-            outcome, None if waits else self._progress(record, begun), self._drivers.crash(record, begun),
-            launched=waits or self._launched(record, begun), silent=self._silent(record),
-            deadline=max(self._stall, _TIMEOUTS * record.spec.timeout),
-            group=self.group_hinders(record.spec) if waits else None, doomed=self.group_ended(record.spec))
+            read_json(folder / "outcome.json"), self._progress(record, begun), self._drivers.crash(record, begun),
+            launched=self._launched(record, begun), silent=self._silent(record),
+            deadline=max(self._stall, _TIMEOUTS * record.spec.timeout), doomed=self.group_ended(record.spec))
 
     def _progress(self, record: Record, begun: dict[str, Any]) -> dict[str, Any] | None:
         folder = self._jobs_dir / record.id

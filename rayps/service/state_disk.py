@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import sqlite3
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+log = logging.getLogger(__name__)
+
 LEAST_FREE = 4 << 20  # bytes; below, a job could not even write what happens to it
 _REMEMBERED = 10.0  # seconds that a failed write counts; a quota shows in no other figure
+_SAY_SECONDS = 60.0  # between two lines of the log
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _SQLITE_FULL = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE}
 
@@ -33,10 +37,15 @@ class StateDisk:
         self._folder = folder
         self._clock = clock
         self._failed: float | None = None
+        self._said: float | None = None
 
     def failed(self) -> None:
-        """A write found no room."""
-        self._failed = self._clock()
+        """A write found no room; the log says so once in a while."""
+        now = self._clock()
+        if self._said is None or now - self._said > _SAY_SECONDS:
+            self._said = now
+            log.error("%s", self.full())
+        self._failed = now
 
     def written(self) -> None:
         """A write found room."""

@@ -11,7 +11,7 @@ import hashlib
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +32,7 @@ FEWEST_LETTERS = 4  # of the beginning of an id
 _ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"  # Crockford's, as in ULID: sorts like the number
 _LIVE = [s.value for s in Status if not s.terminal]
 _CODE_SECONDS = 300.0
+_MOST_IDS = 500  # in one statement
 _SESSION_SECONDS = 30 * 86400.0
 
 _meta = sa.MetaData()
@@ -79,6 +80,7 @@ class Store:
         self._reader = reader
         self.disk = disk
         self.version = 0  # grows with every write: a cheap way to see that something changed
+        self._touched: set[str] = set()
 
     @classmethod
     async def open(cls, path: Path) -> Self:
@@ -109,8 +111,8 @@ class Store:
         await self._reader.dispose()
 
     @asynccontextmanager
-    async def writing(self) -> AsyncIterator[AsyncConnection]:
-        """A transaction that writes; one at a time."""
+    async def writing(self, *jobs: str) -> AsyncIterator[AsyncConnection]:
+        """A transaction that writes, one at a time; `jobs` are the ids of those whose rows it changes."""
         try:
             async with self._writer.begin() as tx:
                 yield tx
@@ -119,7 +121,13 @@ class Store:
                 self.disk.failed()
             raise
         self.disk.written()
+        self._touched.update(jobs)
         self.version += 1  # after the commit: who sees the new number reads the new rows
+
+    def take_touched(self) -> set[str]:
+        """The ids of the jobs whose rows have changed since this was last asked; for one reader."""
+        taken, self._touched = self._touched, set()
+        return taken
 
     def reading(self) -> AsyncConnection:
         """A connection that reads, for `async with`."""
@@ -153,6 +161,7 @@ class Store:
                 interrupted=False, created_at=now, idempotency_key=key, idempotency_hash=digest))
             await _note(tx, job_id, "queued", f"{name} was submitted", 0, now)
             passing("submit: written, not committed")
+        self._touched.add(job_id)
         return await self.get(job_id), True
 
     async def get(self, job_id: str) -> Record:
@@ -204,6 +213,15 @@ class Store:
         async with self.reading() as tx:
             return [_record(row) for row in await tx.execute(query)]
 
+    async def some(self, ids: Collection[str]) -> list[Record]:
+        """The jobs of these ids, oldest first; those that are gone are left out."""
+        chosen, found = sorted(ids), list[Record]()
+        async with self.reading() as tx:
+            for first in range(0, len(chosen), _MOST_IDS):
+                query = _jobs.select().where(_jobs.c.id.in_(chosen[first:first + _MOST_IDS])).order_by(_jobs.c.id)
+                found += [_record(row) for row in await tx.execute(query)]
+        return found
+
     async def counts(self) -> dict[str, int]:
         """How many jobs there are of each status."""
         query = sa.select(_jobs.c.status, sa.func.count()).group_by(_jobs.c.status)
@@ -221,7 +239,7 @@ class Store:
             NotFound: when there is no such job.
         """
         now = time.time() if now is None else now
-        async with self.writing() as tx:
+        async with self.writing(job_id) as tx:
             found = await _get(tx, job_id)
             if (old is not None and found.status is not old) or not may_move(found.status, new):
                 raise Conflict(f"job {job_id} is {found.status}: it cannot become {new}",
@@ -244,7 +262,7 @@ class Store:
             Conflict: when the job has ended, or that attempt has begun already.
         """
         now = time.time() if now is None else now
-        async with self.writing() as tx:
+        async with self.writing(job_id) as tx:
             found = await _get(tx, job_id)
             if found.status.terminal or found.attempt >= attempt:
                 raise Conflict(f"job {job_id} is {found.status} in attempt {found.attempt}: "
@@ -256,7 +274,7 @@ class Store:
 
     async def explain(self, job_id: str, reason: str | None) -> None:
         """Say why a living job stands where it stands; an ended one keeps its last word."""
-        async with self.writing() as tx:
+        async with self.writing(job_id) as tx:
             await tx.execute(_jobs.update().where(
                 _jobs.c.id == job_id, _jobs.c.status.in_(_LIVE), _jobs.c.reason.is_distinct_from(reason),
             ).values(reason=reason))
@@ -269,7 +287,7 @@ class Store:
             NotFound: when there is no such job.
         """
         now = time.time() if now is None else now
-        async with self.writing() as tx:
+        async with self.writing(job_id) as tx:
             found = await _get(tx, job_id)
             if found.status.terminal:
                 raise Conflict(f"job {job_id} has ended already: {found.status}", job=job_id, status=409,
@@ -286,7 +304,7 @@ class Store:
             Conflict: it has not ended.
             NotFound: there is no such job.
         """
-        async with self.writing() as tx:
+        async with self.writing(job_id) as tx:
             found = await _get(tx, job_id)
             if not found.status.terminal:
                 raise Conflict(f"job {job_id} is {found.status}: stop it first (`rayps stop {job_id}`)", job=job_id,
@@ -318,7 +336,7 @@ class Store:
     async def refile(self, rows: Sequence[tuple[dict[str, Any], str]], now: float | None = None) -> None:
         """File lost jobs again, or bring rows up to date: columns with the id, and what the event says; all or none."""
         now = time.time() if now is None else now
-        async with self.writing() as tx:
+        async with self.writing(*(row["id"] for row, _ in rows)) as tx:
             for row, message in rows:
                 facts = {key: value for key, value in row.items() if key in _jobs.c}
                 facts |= {name: json.dumps(facts[name], sort_keys=True) for name in ("spec", "metrics")
@@ -337,8 +355,10 @@ class Store:
         """Mark every job that has a driver: its Ray ends on purpose, which is no failure. Gives how many."""
         held = [s for s in _LIVE if s != Status.QUEUED.value]
         async with self.writing() as tx:
-            result = await tx.execute(_jobs.update().where(_jobs.c.status.in_(held)).values(interrupted=True))
-            return cast("sa.CursorResult[Any]", result).rowcount
+            ids = [row.id for row in await tx.execute(sa.select(_jobs.c.id).where(_jobs.c.status.in_(held)))]
+            await tx.execute(_jobs.update().where(_jobs.c.status.in_(held)).values(interrupted=True))
+        self._touched.update(ids)
+        return len(ids)
 
     async def events(self, job_id: str, *, after: int = 0, limit: int = 1000) -> list[dict[str, Any]]:
         """What the scheduler noted about a job, oldest first, after the given id."""
