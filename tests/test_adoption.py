@@ -6,7 +6,10 @@ import asyncio
 import itertools
 import json
 import logging
+import signal
 import sqlite3
+import subprocess
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -18,7 +21,7 @@ from service_site import Site
 from rayps.cli import doctor
 from rayps.errors import NotFound
 from rayps.job import JobSpec, Status
-from rayps.service import adoption, job_folders
+from rayps.service import adoption, job_folders, processes
 from rayps.service.adoption import Standing, Trace, compare, filed
 from rayps.service.store import Store
 
@@ -137,6 +140,29 @@ def test_a_folder_that_does_not_say_what_its_job_is_is_named_and_left(
         with pytest.raises(NotFound):
             await store.get(job)
         assert (tmp_path / "jobs" / job).exists()
+    with_store(tmp_path, body)
+
+
+def test_a_driver_whose_job_nobody_can_know_is_ended_and_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def body(store: Store) -> None:
+        for known, folder in ((False, "0" * 26), (True, "1" * 26)):
+            driver = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+            home = tmp_path / "jobs" / folder
+            try:
+                job_folders.keep(home, ({**ROW, "id": folder, "status": "QUEUED"} if known else {}))
+                (home / "driver.json").write_text(json.dumps(
+                    {"attempt": 1, "pid": driver.pid, "started": processes.started(driver.pid)}))
+                await adoption.adopt(store, tmp_path / "jobs")
+                if known:
+                    assert driver.poll() is None and (await store.get(folder)).status is S.UNKNOWN
+                else:
+                    assert driver.wait(60) == -signal.SIGKILL
+                    assert folder in caplog.text and str(driver.pid) in caplog.text
+            finally:
+                driver.kill()
+                driver.wait()
     with_store(tmp_path, body)
 
 

@@ -222,6 +222,23 @@ def test_a_service_that_is_killed_while_a_driver_starts_leaves_no_job_starting(s
 
 
 @pytest.mark.chaos
+def test_a_running_job_goes_on_when_the_database_is_lost(serve: Serve, work: Path) -> None:
+    job = serve.client().submit("line.py:Slow", working_dir=work, workers=2, epochs=4)
+    home = serve.state / "jobs" / job.id
+    until(lambda: len(rounds(home)) > 5)
+    serve.kill()
+    for path in serve.state.glob("rayps.db*"):
+        path.unlink()
+    serve.start()
+    assert job.id in serve.log.read_text()
+    job = serve.client().job(job.id)
+    assert job.wait(200).data["status"] == "SUCCEEDED", job.data
+    assert job.data["attempt"] == 1 and "adopted" in [event["kind"] for event in job.events()]
+    assert [p["round"] for p in job.metrics() if p["kind"] == "round"] == list(range(80))
+    until(lambda: serve.client().cluster()["free"].get("cpu") == 4)
+
+
+@pytest.mark.chaos
 def test_a_driver_that_is_killed_is_started_again(serve: Serve, work: Path) -> None:
     job = serve.client().submit("line.py:Slow", working_dir=work, workers=2, epochs=3, checkpoint_every=5)
     home = serve.state / "jobs" / job.id

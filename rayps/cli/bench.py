@@ -15,6 +15,7 @@ from rayps.cli.bench_federated import federated
 from rayps.cli.bench_learning import learning
 from rayps.cli.bench_parallel import device, pipeline, tensor
 from rayps.cli.bench_robust import robust
+from rayps.cli.bench_service import service
 from rayps.cli.bench_tables import tables
 from rayps.cli.measure import Address, Format, Json, run, show_rows, whole
 from rayps.cli.show import Output
@@ -22,7 +23,7 @@ from rayps.cli.sizes import size as size_of
 
 app = typer.Typer(no_args_is_help=True, help="Measure the data plane beside its peers, in one run.")
 app.command()(tables)
-for command in (faults, resize, jobs, pipeline, tensor, device, learning, federated, robust, admm, averaging):
+for command in (faults, resize, jobs, pipeline, tensor, device, learning, federated, robust, service, admm, averaging):
     app.command()(command)
 
 Sizes = Annotated[str, typer.Option(help="Sizes of the vector, e.g. 10KB,1MB (1 KB = 1000 bytes).")]

@@ -3,7 +3,8 @@
 A job's folder holds `job.json` since its submission, and what its driver wrote since: `driver.json` (which attempt has
 begun), `progress.json`, `outcome.json`. That is compared with the store at each start. Where the two differ, a living
 job without a row is filed again, as is one whose row is older than its folder, so that the scheduler finds its driver,
-seals its outcome, or starts it again from its newest checkpoint. A folder without `job.json` is only named.
+seals its outcome, or starts it again from its newest checkpoint. A folder without `job.json` is
+only named, and its driver, if it lives, is ended.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from rayps.errors import ConfigError
 from rayps.job import JobSpec, Status
-from rayps.service import job_folders
+from rayps.service import job_folders, processes
 from rayps.service.plan import Facts, Seal, plan
 
 if TYPE_CHECKING:  # `rayps doctor` compares without the store's packages
@@ -108,13 +109,15 @@ async def adopt(store: Store, jobs_dir: Path) -> Findings:
     rows = {job_id: Standing(status, attempt) for job_id, status, attempt in await store.standings()}
     findings, traces = await asyncio.to_thread(find, jobs_dir, rows)
     for job_id in findings.unfiled:  # of an earlier rayps, or the service ended between its row and its folder
-        await asyncio.to_thread(job_folders.keep, jobs_dir / job_id, await store.row(job_id))
+        await asyncio.to_thread(job_folders.keep, jobs_dir / job_id, await store.row(job_id), sync=False)
     refiled = [((traces[job_id].row or {}) | filed(traces[job_id]), LOST) for job_id in findings.lost]
     refiled += [({"id": job_id} | filed(traces[job_id]), BEHIND) for job_id in findings.behind]
     if refiled:
         await store.refile(refiled)
         log.warning("%d jobs have a folder and were lost by the store, or are newer than it: filed again: %s",
                     len(refiled), named([*findings.lost, *findings.behind]))
+    for job_id in findings.nameless:
+        await asyncio.to_thread(_end_driver, jobs_dir / job_id)
     if findings.nameless:
         log.warning("%d job folders in %s have no row in the store and no %s: they are left alone: %s",
                     len(findings.nameless), jobs_dir, job_folders.SPEC, named(findings.nameless))
@@ -125,6 +128,16 @@ def named(job_ids: list[str] | tuple[str, ...]) -> str:
     """The first few ids, and how many more."""
     more = f" and {len(job_ids) - _SHOWN} more" if len(job_ids) > _SHOWN else ""
     return ", ".join(job_ids[:_SHOWN]) + more
+
+
+def _end_driver(folder: Path) -> None:
+    """End the driver of a job that nobody can know: with it its workers end, and their CPUs are free."""
+    begun = job_folders.read_json(folder / "driver.json") or {}
+    pid, since = begun.get("pid"), begun.get("started")
+    if isinstance(pid, int) and isinstance(since, int) and processes.alive(pid, since):
+        log.warning("the driver of job %s (process %d) is killed: the store does not know the job, and its folder has "
+                    "no %s", folder.name, pid, job_folders.SPEC)
+        processes.end_all([pid])
 
 
 def _usable(row: dict[str, Any] | None) -> bool:

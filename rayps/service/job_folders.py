@@ -25,15 +25,16 @@ _ID = re.compile(r"[0-9A-HJKMNP-TV-Z]{26}")
 _DELETED = ".deleted-"
 
 
-def keep(folder: Path, row: dict[str, Any]) -> None:
-    """Write `job.json` into a job's folder, which is made for its owner only; on disk when this returns."""
+def keep(folder: Path, row: dict[str, Any], *, sync: bool = True) -> None:
+    """Write `job.json` into a job's folder, which is made for its owner only; with `sync` on disk when this returns."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     draft = folder / f".{SPEC}.{os.getpid()}"
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         json.dump({"version": VERSION, **row}, file)
         file.flush()
-        os.fsync(file.fileno())
+        if sync:
+            os.fsync(file.fileno())
     draft.replace(folder / SPEC)
 
 

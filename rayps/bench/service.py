@@ -1,0 +1,108 @@
+"""What the job service costs while many jobs wait and nobody asks, and how long one of them takes to stop.
+
+A real `rayps serve` with a Ray of its own and one CPU; every waiting job needs two. Its processor time is read from
+/proc over a window after its first good look at Ray; processes of Ray are not counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rayps.client import Client
+from rayps.errors import RaypsError, TrainingError
+from rayps.job import JobSpec, Status
+from rayps.service import job_folders
+from rayps.service.settings import Settings
+from rayps.service.store import Store
+
+_START_SECONDS = 600.0
+_CREATED_AT = 1.7e9
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingRow:
+    """One measurement."""
+
+    waiting: int
+    cpu: float  # of one core, while nobody asks
+    memory_mb: float
+    stop_s: float  # from the request until the job is STOPPED
+
+
+def bench_service(waiting: list[int], seconds: float) -> list[WaitingRow]:
+    """Measure with so many waiting jobs each, over `seconds`."""
+    return [_measure(number, seconds) for number in waiting]
+
+
+def _measure(waiting: int, seconds: float) -> WaitingRow:
+    with tempfile.TemporaryDirectory(prefix="rayps-bench-") as folder:
+        settings = Settings(state_dir=Path(folder) / "state").prepare()
+        last = asyncio.run(_fill(settings, waiting))
+        with (Path(folder) / "log").open("w") as log:
+            service = subprocess.Popen(
+                [sys.executable, "-m", "rayps.cli", "serve", "--state-dir", str(settings.state_dir), "--port", "0",
+                 "--cpus", "1"], stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+        try:
+            _until(settings.service_file.exists, service)
+            url = json.loads(settings.service_file.read_text())["url"]
+            with Client(url, settings.token_file.read_text().strip()) as client:
+                _until(lambda: _waits(client, last), service)
+                before, began = _cpu_seconds(service.pid), time.monotonic()
+                time.sleep(seconds)
+                cpu = (_cpu_seconds(service.pid) - before) / (time.monotonic() - began)
+                memory = _memory_mb(service.pid)
+                began = time.monotonic()
+                job = client.job(last).stop()
+                _until(lambda: job.status is Status.STOPPED, service, pause=0.01)
+                return WaitingRow(waiting, cpu, memory, time.monotonic() - began)
+        finally:
+            service.terminate()
+            service.wait(120)
+
+
+async def _fill(settings: Settings, waiting: int) -> str:
+    spec = JobSpec("digits:Digits", workers=2).to_dict()
+    rows = [{"id": f"{number:026}", "name": "digits", "status": Status.QUEUED, "spec": spec, "attempt": 0,
+             "failures": 0, "created_at": _CREATED_AT} for number in range(waiting)]
+    store = await Store.open(settings.database)
+    try:
+        await store.refile([(row, "filed") for row in rows])
+    finally:
+        await store.close()
+    for row in rows:
+        job_folders.keep(settings.jobs_dir / str(row["id"]), row, sync=False)
+    return str(rows[-1]["id"])
+
+
+def _waits(client: Client, job_id: str) -> bool:
+    with contextlib.suppress(RaypsError):
+        return "the whole cluster has 1" in str(client.job(job_id).data["reason"])
+    return False
+
+
+def _until(ready: Callable[[], bool], service: subprocess.Popen[bytes], pause: float = 0.2) -> None:
+    deadline = time.monotonic() + _START_SECONDS
+    while not ready():
+        if service.poll() is not None or time.monotonic() > deadline:
+            raise TrainingError(f"the service did not come so far within {_START_SECONDS:g} s, or ended "
+                                f"(exit code {service.poll()})")
+        time.sleep(pause)
+
+
+def _cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _memory_mb(pid: int) -> float:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6

@@ -1,0 +1,24 @@
+"""`rayps bench service`: what the job service costs while many jobs wait."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from rayps.cli.measure import Format, Json, show_rows, whole
+from rayps.cli.show import Output
+
+
+def service(
+    waiting: Annotated[str, typer.Option(help="How many jobs wait, from 1 on.")] = "1,1500,20000",
+    seconds: Annotated[float, typer.Option(min=1.0, help="The window in which nobody asks.")] = 20.0,
+    output: Format = Output.table,
+    as_json: Json = False,
+) -> None:
+    """Processor time of an idle service with waiting jobs, and how long one of them takes to stop."""
+    from rayps.bench.service import bench_service
+
+    rows = bench_service(whole(waiting, "waiting"), seconds)
+    show_rows(Output.json if as_json else output, rows, {
+        "waiting": "waiting", "cpu": "of one core", "memory_mb": "MB", "stop_s": "s to stop one"})
