@@ -49,8 +49,8 @@ class Gang(Protocol):
         """Give them back."""
 
 
-class Cluster(Protocol):
-    """Where actors live."""
+class Actors(Protocol):
+    """The part of a cluster that needs no reference of this process: actors are known by name."""
 
     def spawn(
         self,
@@ -75,9 +75,6 @@ class Cluster(Protocol):
     def find(self, name: str) -> Handle | None:
         """The living actor of that name."""
 
-    def share(self, value: Any) -> Any:
-        """A value that several calls will take, handed over once."""
-
     def free(self) -> Bundle:
         """What is not in use: {"cpu": ..., "gpu": ...}."""
 
@@ -87,14 +84,21 @@ class Cluster(Protocol):
     def hosts(self, free: bool = True) -> dict[str, Bundle]:
         """The same of each host: what is not in use, or all."""
 
-    def reserve(self, bundles: list[Bundle], timeout: float) -> Gang | None:
-        """Reserve all bundles or none; None where they are empty. Raises NoResources."""
-
     def kill(self, handle: Handle) -> None:
         """End an actor now."""
 
     def close(self) -> None:
         """Let go of the cluster; ends it when it was started here."""
+
+
+class Cluster(Actors, Protocol):
+    """Where actors live."""
+
+    def share(self, value: Any) -> Any:
+        """A value that several calls will take, handed over once."""
+
+    def reserve(self, bundles: list[Bundle], timeout: float) -> Gang | None:
+        """Reserve all bundles or none; None where they are empty. Raises NoResources."""
 
 
 class KeyValues(Protocol):

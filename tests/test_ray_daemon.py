@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import itertools
 import json
 import os
 import signal
@@ -15,10 +17,20 @@ from pathlib import Path
 import pytest
 
 from rayps.errors import ClusterError
-from rayps.service import processes
-from rayps.service.ray_daemon import RayRecord, environment, last_seen, make_token, read_record, sweep
+from rayps.service import processes, ray_daemon
+from rayps.service.drivers import DRIVER
+from rayps.service.ray_daemon import (
+    Lease,
+    RayRecord,
+    environment,
+    is_over,
+    make_token,
+    read_record,
+    service_lives,
+    sweep,
+)
 from rayps.service.ray_place import JoinedRay, OwnRay, place
-from rayps.service.settings import Settings
+from rayps.service.settings import SERVICE_LOCK, Settings
 
 
 def until(ready: object, seconds: float = 60.0) -> None:
@@ -58,7 +70,7 @@ def test_what_a_tree_left_is_found_and_a_client_is_not(tmp_path: Path) -> None:
 
 TREE = """
 import os, subprocess, sys
-from rayps.service import processes
+from rayps.service import processes, ray_daemon
 processes.adopt_orphans()
 sleep = "subprocess.Popen(['sleep', '60'], stdout=-3, stderr=-3, start_new_session=True).pid"
 made = subprocess.run([sys.executable, "-c", f"import subprocess; print({sleep})"], capture_output=True, text=True)
@@ -117,22 +129,103 @@ def test_a_sweep_takes_only_what_is_ours(tmp_path: Path) -> None:
     assert not ours.exists() and other.exists()
 
 
-def test_when_something_was_last_seen(tmp_path: Path) -> None:
-    now = time.time()
+class Kept:
+    """A lease of 10 seconds on a state directory, with a clock of our own; looked at as often as the daemon does."""
 
-    def touch(name: str, age: float) -> None:
-        path = tmp_path / name
+    def __init__(self, tmp_path: Path) -> None:
+        self.path, self.now, self.drivers, self.stamp = tmp_path, 0.0, False, 0
+        self.lease = Lease(tmp_path, 10.0, clock=lambda: self.now, drivers=lambda: self.drivers)
+
+    def touch(self, name: str) -> None:
+        self.stamp += 1
+        path = self.path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("{}")
-        os.utime(path, (now - age, now - age))
+        os.utime(path, (self.stamp, self.stamp))  # a wall clock that has gone mad
 
-    assert last_seen(tmp_path, 10) == 0
-    touch("ray_heartbeat", 100)
-    touch("jobs/a/progress.json", 5)
-    touch("jobs/b/progress.json", 1)
-    touch("jobs/b/outcome.json", 7)  # how long ago it ended counts, not what its driver did afterwards
-    assert now - last_seen(tmp_path, 10) == pytest.approx(5, abs=0.1)
-    assert now - last_seen(tmp_path, 1000) == pytest.approx(100, abs=0.1)
+    def over_after(self, most: float = 100.0) -> float | None:
+        """The seconds until the lease is over; None: it is not."""
+        began = self.now
+        while self.now - began < most:
+            if self.lease.over():
+                return self.now - began
+            self.now += 0.25
+        return None
+
+
+def test_a_lease_that_nobody_renews_is_over(tmp_path: Path) -> None:
+    assert Kept(tmp_path).over_after() == pytest.approx(10, abs=0.5)
+
+
+def test_a_lease_is_renewed_by_the_service_and_by_jobs(tmp_path: Path) -> None:
+    kept = Kept(tmp_path)
+    for name in ("ray_heartbeat", "ray_heartbeat", "jobs/a/progress.json", "jobs/b/progress.json", "ray_heartbeat",
+                 "jobs/a/outcome.json"):
+        assert kept.over_after(9.0) is None, name
+        kept.touch(name)
+    kept.touch("jobs/a/progress.json")  # what it says after its end does not count
+    assert kept.over_after() == pytest.approx(11, abs=2.5)  # jobs are looked at once all was silent; that renews it
+
+
+@pytest.mark.parametrize("name", ["ray_heartbeat", "jobs/a/progress.json"])
+def test_a_suspend_longer_than_the_lease_ends_nothing(tmp_path: Path, name: str) -> None:
+    """Neither one that the monotonic clock counts (all processes stopped) nor one in which the daemon wakes first."""
+    kept = Kept(tmp_path)
+    for _ in range(5):
+        kept.touch(name)
+        assert kept.over_after(4.0) is None
+        kept.now += 86400.0
+        assert not kept.lease.over()  # nobody else ran since
+        kept.now += 0.25
+        assert not kept.lease.over()
+
+
+@pytest.mark.parametrize("jump", [86400.0, -86400.0])
+def test_a_clock_that_is_set_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: float) -> None:
+    kept = Kept(tmp_path)
+    kept.touch("ray_heartbeat")
+    wall = time.time
+    monkeypatch.setattr(time, "time", lambda: wall() + jump)
+    assert not kept.lease.over() and kept.over_after(9.0) is None
+    assert kept.over_after() == pytest.approx(1, abs=0.75)  # no sooner and no later than without
+
+
+def test_the_daemon_asks_before_it_ends_ray(tmp_path: Path) -> None:
+    kept = Kept(tmp_path)
+    kept.drivers = True  # a job that says nothing: its driver's process lives
+    assert kept.over_after(10_000.0) is None
+    kept.drivers = False
+    with (tmp_path / SERVICE_LOCK).open("w") as lock:  # a service that says nothing
+        assert not service_lives(tmp_path)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert service_lives(tmp_path)
+        kept = Kept(tmp_path)
+        assert kept.over_after(300.0) is None
+        assert kept.over_after() == pytest.approx(10, abs=2.5)  # 10 + 300 seconds: it has another Ray, or hangs
+        kept = Kept(tmp_path)
+        assert kept.over_after(300.0) is None
+    assert not service_lives(tmp_path) and kept.over_after() == pytest.approx(0, abs=2.5)
+
+
+def test_when_an_own_ray_may_end() -> None:
+    silences = (0.0, 10.0, 10.1, 309.0, 311.0, 1e9)
+    for silent, service, drivers in itertools.product(silences, (True, False), (True, False)):
+        expected = not drivers and silent > (310.0 if service else 10.0)
+        assert is_over(silent, 10.0, service=service, drivers=drivers) is expected
+
+
+def test_a_driver_is_known_by_the_title_of_its_process(tmp_path: Path) -> None:
+    """The title that Ray gives: the actor's class."""
+    name = DRIVER.rpartition(":")[2]
+    assert not ray_daemon._drivers_live()
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", f"ray::{name}"])
+    try:
+        until(lambda: name in " ".join(processes.command(child.pid)))
+        assert ray_daemon._drivers_live()
+    finally:
+        child.kill()
+        child.wait()
+    assert not ray_daemon._drivers_live() and processes.command(child.pid) == []
 
 
 def test_a_cluster_that_does_not_answer() -> None:
@@ -221,8 +314,36 @@ def test_a_service_that_starts_while_the_old_ray_stops_gets_a_new_one(apart: Apa
 def test_it_ends_by_itself_when_nobody_needs_it(tmp_path: Path) -> None:
     apart = Apart(tmp_path, idle=2.0)
     found = apart.up()
-    until(lambda: not found.alive, 20)
+    until(lambda: not found.alive, 100)
     assert not Path(found.temp_dir).exists() and read_record(tmp_path) is None and not ours(found)
+
+
+@pytest.mark.ray
+@pytest.mark.chaos
+def test_a_ray_that_answers_nothing_is_ended_and_started_again(tmp_path: Path,
+                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its gcs is stopped, not killed: every process lives, and nobody answers."""
+    own = OwnRay(Settings(state_dir=tmp_path, cpus=3, idle=120.0).prepare(), mute_seconds=1e6)
+    end = own._end
+    monkeypatch.setattr(own, "_end", lambda: (end(), setattr(own._mute, "seconds", 1e6)))  # a join takes a while
+    try:
+        assert own.cluster().total()["cpu"] == 3
+        first = read_record(tmp_path)
+        assert first is not None
+        [gcs] = [pid for pid in processes.below(first.pid) if "gcs_server" in " ".join(processes.command(pid)[:1])]
+        os.kill(gcs, signal.SIGSTOP)
+        own._mute.seconds = 3.0
+
+        def answers() -> bool:
+            try:
+                return own.cluster().total()["cpu"] == 3 and read_record(tmp_path) != first
+            except ClusterError:
+                return False
+
+        until(answers, 400)
+        assert not Path(first.temp_dir).exists() and processes.started(gcs) is None
+    finally:
+        own.leave(end=True)
 
 
 def _listens_only_on_loopback(tree: list[int]) -> bool:

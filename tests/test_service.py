@@ -265,6 +265,33 @@ def test_a_ray_that_is_killed_is_started_again_with_its_jobs(serve: Serve, work:
     assert job.data["attempt"] == 2 and not Path(first.temp_dir).exists()
 
 
+VICTIMS = {"gcs": ["gcs_server"], "raylet": ["/raylet/raylet"], "dashboard agent": ["dashboard"],
+           "all at once": ["gcs_server", "/raylet/raylet", "dashboard", "ray_daemon"]}
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_a_ray_that_loses_a_process_costs_neither_the_service_nor_a_job(serve: Serve, work: Path, victim: str) -> None:
+    """The daemon alone: above. Ten times each: `make soak`."""
+    service = serve.process
+    assert service is not None
+    job = serve.client().submit("line.py:Slow", working_dir=work, workers=2, epochs=3, checkpoint_every=5)
+    home = serve.state / "jobs" / job.id
+    until(lambda: len(rounds(home)) > 12, 180)
+    daemon = read_record(serve.state)
+    assert daemon is not None
+    doomed = [pid for pid in [daemon.pid, *processes.below(daemon.pid)]
+              if any(part in " ".join(processes.command(pid)[:4]) for part in VICTIMS[victim])]
+    assert len(doomed) >= len(VICTIMS[victim])
+    for pid in doomed:
+        os.kill(pid, signal.SIGKILL)
+    assert job.wait(200).data["status"] == "SUCCEEDED", job.data
+    assert job.data["attempt"] == 2 or victim == "dashboard agent"
+    assert sorted({p["round"] for p in job.metrics() if p["kind"] == "round"}) == list(range(60))
+    assert service.poll() is None and httpx2.get(f"{serve.url}/healthz").json() == {"ok": True}
+    until(lambda: httpx2.get(f"{serve.url}/readyz").status_code == 200, 180)
+
+
 def test_an_orderly_end_interrupts_and_the_next_service_goes_on(serve: Serve, work: Path) -> None:
     job = serve.client().submit("line.py:Slow", working_dir=work, workers=2, epochs=3, checkpoint_every=5,
                                 max_failures=0)

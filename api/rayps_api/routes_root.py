@@ -19,6 +19,7 @@ from rayps_api.schemas import ClusterOut, Login, Ready, StrategyOut, problems
 from rayps_api.service import Known, Service
 
 router = APIRouter(responses=problems(401, 403))
+_SILENT_SECONDS = 300.0  # a tick takes seconds; on a starved machine, minutes
 
 
 @router.post("/api/v1/session", status_code=204, tags=["session"], responses=problems(400, 413, 422, 429))
@@ -75,10 +76,12 @@ async def strategies(known: Known) -> Any:
     return JSONResponse(rayps.strategy.catalogue())
 
 
-@router.get("/healthz", tags=["health"])
-async def healthz() -> dict[str, bool]:
-    """The service answers."""
-    return {"ok": True}
+@router.get("/healthz", responses={503: {"description": "The scheduler does not come round"}}, tags=["health"])
+async def healthz(request: Request, response: Response) -> dict[str, bool]:
+    """The service answers and its scheduler comes round, with Ray or without; 503 when it should be started again."""
+    ok = request.app.state.service.scheduler.silent < _SILENT_SECONDS
+    response.status_code = 200 if ok else 503
+    return {"ok": ok}
 
 
 @router.get("/readyz", response_model=Ready, responses={503: {"model": Ready}}, tags=["health"])

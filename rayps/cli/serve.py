@@ -25,7 +25,7 @@ from rayps_api.service import Service
 
 from rayps.cli.show import note, say
 from rayps.errors import ConfigError
-from rayps.service.settings import Settings, private_write
+from rayps.service.settings import SERVICE_LOCK, Settings, private_write
 from rayps.service.state_disk import is_full
 
 log = logging.getLogger(__name__)
@@ -37,20 +37,11 @@ class _Server(Server):
     def __init__(self, config: uvicorn.Config, site: _Site) -> None:
         super().__init__(config)
         self._site = site
-        self._joined = 0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
             await self._site.greet()
-
-    async def on_tick(self, counter: int) -> bool:
-        joined = self._site.joined()
-        if joined != self._joined:  # joining Ray puts a handler of its own, which dumps a stack, before ours
-            self._joined = joined
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, self.handle_exit)
-        return await super().on_tick(counter)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -101,12 +92,6 @@ class _Site:
             say(f"dashboard: {self._url}/\n(RAYPS_STATE_DIR={shlex.quote(str(self._settings.state_dir))} rayps open "
                 "prints, on a terminal, an address that opens it)")
 
-    def joined(self) -> int:
-        return 0 if self._service is None else self._service.scheduler.joined
-
-    def stuck(self) -> bool:
-        return self._service is not None and self._service.scheduler.stuck
-
     def leaving(self) -> None:
         if self._service is not None:
             self._service.closing.set()
@@ -151,8 +136,6 @@ def run(settings: Settings, *, keep: bool = False) -> None:
                                 server_header=False, proxy_headers=False, lifespan="on", ws="none")
         server = _Server(config, site)
         asyncio.run(server.serve([door]))
-        if server.started and site.stuck():
-            os._exit(0)  # all is put away; a call to a Ray that is gone would hold this process for ever
         if not server.started:
             raise ConfigError(f"the service did not start: its state is in {settings.state_dir}")
 
@@ -160,7 +143,7 @@ def run(settings: Settings, *, keep: bool = False) -> None:
 @contextlib.contextmanager
 def _alone(settings: Settings) -> Iterator[None]:
     """One service for each state directory."""
-    with (settings.state_dir / "service.lock").open("w") as file:
+    with (settings.state_dir / SERVICE_LOCK).open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from rayps.cluster import Bundle, Cluster, Handle
+from rayps.cluster import Actors, Bundle, Handle
 from rayps.errors import ClusterError
 from rayps.failpoint import passing
 from rayps.service import processes
@@ -46,7 +46,7 @@ class Place(Protocol):
     def capacity(self) -> Bundle | None:
         """What there is in all, where that is known before Ray is up."""
 
-    def cluster(self) -> Cluster:
+    def cluster(self) -> Actors:
         """The cluster, joined. Raises ClusterError while it cannot be."""
 
     def touch(self) -> None:
@@ -69,7 +69,7 @@ class Drivers:
     """The drivers of the jobs in `jobs_dir`, in the cluster of `place`."""
 
     def __init__(self, place: Place, jobs_dir: Path) -> None:
-        self.cluster: Cluster | None = None  # as of the last look
+        self.cluster: Actors | None = None  # as of the last look
         self.joined = 0  # how often a cluster was joined
         self._place = place
         self._jobs_dir = jobs_dir
@@ -146,12 +146,12 @@ class Drivers:
         crash = begun.get("crash") if begun.get("attempt") == job.attempt else None
         return None if crash is None else str(crash)
 
-    def _there(self) -> Cluster:
+    def _there(self) -> Actors:
         if self.cluster is None:
             raise ClusterError("no Ray was joined yet")
         return self.cluster
 
-    def _dismiss(self, cluster: Cluster) -> None:
+    def _dismiss(self, cluster: Actors) -> None:
         for job_id, since in list(self._ended.items()):
             if time.monotonic() - since > _TIDY_SECONDS:
                 handle = cluster.find(_name(job_id))

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rayps.cluster import Cluster, Handle
+from rayps.cluster import Actors, Handle
 from rayps.errors import ActorDied, ClusterError, ConfigError, Conflict, NotFound, RaypsError
 from rayps.job import JobSpec
 from rayps.service.job_folders import read_json
@@ -314,7 +314,7 @@ class Groups:
         beside = f" beside {others} of other groups" if others else ""
         return f"group {name!r} needs a CPU for each of {servers} servers{beside}, and {has} has {total:g}"
 
-    def _look(self, name: str, held: _Held, cluster: Cluster | None) -> None:
+    def _look(self, name: str, held: _Held, cluster: Actors | None) -> None:
         if held.joined != self._scheduler.joined:  # another Ray: what the last one gave us is void
             held.joined, held.sight.handle = self._scheduler.joined, None
         try:
@@ -328,7 +328,8 @@ class Groups:
                 log.warning("server group %s: %s", name, error)
             held.sight.reason = first
 
-    def _keep(self, held: _Held, cluster: Cluster) -> None:
+
+    def _keep(self, held: _Held, cluster: Actors) -> None:
         """Find the manager, or start it; hear what it says."""
         wanted, sight = held.wanted, held.sight
         sight.handle = cluster.find(actor(wanted.name))
@@ -359,7 +360,7 @@ class Groups:
             sight.facts, sight.at = facts, time.monotonic()
         sight.reason, sight.failures = None, 0
 
-    def _end(self, name: str, held: _Held, cluster: Cluster | None) -> None:
+    def _end(self, name: str, held: _Held, cluster: Actors | None) -> None:
         if cluster is None and held.wanted.launched:
             held.sight.reason = f"ends when Ray answers: {self._scheduler.view.reason}"
             return

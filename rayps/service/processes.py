@@ -27,6 +27,14 @@ def alive(pid: int, since: int | None) -> bool:
     return since is not None and started(pid) == since
 
 
+def command(pid: int) -> list[str]:
+    """The command line of a process, or the title that it gave itself; empty when it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
+    except OSError:
+        return []
+
+
 def below(root: int) -> list[int]:
     """The ids of all living descendants of a process."""
     children: dict[int, list[int]] = {}

@@ -3,8 +3,10 @@
     python -m rayps.service.ray_daemon --state-dir DIR --cpus 16 --idle 600
 
 It holds `ray.lock`, starts `ray start --head --block` on loopback with token authentication in a temporary
-directory of its own, says in `ray.json` where it is, and watches. It ends everything when told (SIGTERM),
-when Ray ends, when its `ray.json` is gone, and when no service and no job was seen for `--idle` seconds.
+directory of its own, says in `ray.json` where it is, and watches. It ends everything when told (SIGTERM), when Ray or
+one of its two pillars (gcs, raylet) ends, when its `ray.json` is gone, and when for `--idle` seconds, of those in which
+it ran itself, neither the service nor a job gave a sign. Before that last end it looks once more: as long as a driver's
+process lives it does not end Ray, and a service that holds its lock gets time to give a sign.
 """
 
 from __future__ import annotations
@@ -21,18 +23,25 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rayps.cluster import WORKER_NICENESS
 from rayps.service import processes
-from rayps.service.settings import private_write
+from rayps.service.settings import SERVICE_LOCK, private_write
+from rayps.service.silence import Silence
 
 log = logging.getLogger("rayps.service.ray_daemon")
 
 RECORD, LOCK, HEARTBEAT, TOKEN, LOG = "ray.json", "ray.lock", "ray_heartbeat", "ray_token", "ray_daemon.log"
 _START_SECONDS = 120.0
+_POLL_SECONDS = 0.25
+_ASK_SECONDS = 2.0  # between two looks at jobs and processes, while all is silent
+_GRACE_SECONDS = 300.0  # beyond `--idle` for a service that lives, and gives no sign: it may have been suspended
+_PILLARS = ("gcs_server", "raylet")  # Ray's processes without which it is none, as their programs are called
+_DRIVER_TITLE = "DriverActor"  # in the title of a driver's process
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,15 +168,29 @@ class Daemon:
             f"Ray did not start within {_START_SECONDS:g} s: see {self._state_dir / LOG}")
 
     def _watch(self, failure: str | None) -> str | None:
-        born = time.time()
+        lease = Lease(self._state_dir, self._idle)
+        pillars: dict[str, tuple[int, int | None]] = {}
         while failure is None and not self._told_to_stop and self._is_ours():
+            pillars = pillars if len(pillars) == len(_PILLARS) else self._pillars()
+            gone = [name for name, (pid, since) in pillars.items() if not processes.alive(pid, since)]
             if self._ray is not None and self._ray.pid in processes.reap():
                 failure = f"Ray ended by itself: see {self._state_dir / LOG}"
-            elif time.time() - max(born, last_seen(self._state_dir, self._idle)) > self._idle:
+            elif gone:
+                failure = f"Ray's {gone[0]} has ended: see {self._state_dir / LOG}"
+            elif lease.over():
                 log.info("neither service nor job for %g s: ending", self._idle)
                 return None
-            time.sleep(0.25)
+            time.sleep(_POLL_SECONDS)
         return failure
+
+    def _pillars(self) -> dict[str, tuple[int, int | None]]:
+        """Ray's processes without which it is none, by name: (process id, start)."""
+        found = {}
+        for pid in processes.below(os.getpid()):
+            name = Path(next(iter(processes.command(pid)), "")).name
+            if name in _PILLARS:
+                found[name] = (pid, processes.started(pid))
+        return found
 
     def _end(self) -> None:
         if self._is_ours():
@@ -188,21 +211,70 @@ class Daemon:
         self._told_to_stop = True
 
 
-def last_seen(state_dir: Path, idle: float) -> float:
-    """When the service or a running job was last heard of. Looks at jobs only when the service is silent."""
-    newest = _changed(state_dir / HEARTBEAT)
-    if time.time() - newest <= idle:
-        return newest
+class Lease:
+    """Whether an own Ray is still needed. It is renewed by each change of the service's heartbeat and of a file of a
+    job, counted by this process's own clock (see `Silence`); the system's wall clock plays no part.
+    """
+
+    def __init__(self, state_dir: Path, idle: float, *, clock: Callable[[], float] = time.monotonic,
+                 drivers: Callable[[], bool] | None = None) -> None:
+        """`idle` in seconds; `drivers` tells whether a driver's process lives."""
+        self._state_dir = state_dir
+        self._idle = idle
+        self._silence = Silence(clock)
+        self._clock = clock
+        self._drivers = drivers or _drivers_live
+        self._jobs = _newest_of_jobs(state_dir)
+        self._asked = clock() - _ASK_SECONDS
+
+    def over(self) -> bool:
+        """Look, and tell whether nobody needs this Ray any more. Asks for more only when all has been silent."""
+        silent = self._silence.observe((_changed(self._state_dir / HEARTBEAT), self._jobs))
+        if silent <= self._idle or 0.0 <= self._clock() - self._asked < _ASK_SECONDS:
+            return False
+        self._asked = self._clock()
+        jobs = _newest_of_jobs(self._state_dir)
+        if jobs != self._jobs:  # a job got on since the last look
+            self._jobs = jobs
+            self._silence.observe((_changed(self._state_dir / HEARTBEAT), jobs))
+            return False
+        return is_over(silent, self._idle, service=service_lives(self._state_dir), drivers=self._drivers())
+
+
+def is_over(silent: float, idle: float, *, service: bool, drivers: bool) -> bool:
+    """Whether a Ray that nobody gave a sign for during `silent` seconds may end."""
+    if drivers or silent <= idle:
+        return False
+    return not service or silent > idle + _GRACE_SECONDS
+
+
+def service_lives(state_dir: Path) -> bool:
+    """Whether a service of this state directory lives: it holds its lock, which is looked at and not touched."""
+    try:
+        inode = str((state_dir / SERVICE_LOCK).stat().st_ino)
+        held = [line.split() for line in Path("/proc/locks").read_text().splitlines() if " FLOCK " in line]
+    except OSError:
+        return False
+    return any(inode == part.rpartition(":")[2] for line in held for part in line if part.count(":") == 2)
+
+
+def _drivers_live() -> bool:
+    return any(_DRIVER_TITLE in " ".join(processes.command(pid)) for pid in processes.below(os.getpid()))
+
+
+def _newest_of_jobs(state_dir: Path) -> int:
+    """The newest change of a job that has not ended, or of its end."""
+    newest = 0
     for progress in state_dir.glob("jobs/*/progress.json"):
         newest = max(newest, _changed(progress.parent / "outcome.json") or _changed(progress))
     return newest
 
 
-def _changed(path: Path) -> float:
+def _changed(path: Path) -> int:
     try:
-        return path.stat().st_mtime
+        return path.stat().st_mtime_ns
     except OSError:
-        return 0.0
+        return 0
 
 
 def _short_temp() -> str:

@@ -1,12 +1,12 @@
 """Where the service's drivers run: a Ray of its own, kept by `rayps.service.ray_daemon`, or a cluster that it joins.
 
-The service starts no Ray process itself, so that killing the service leaves its jobs alone. ray is imported
-when the first cluster is joined, never before.
+The service starts no Ray process itself, so that killing the service leaves its jobs alone. It is in no Ray itself
+either: `ray_process` asks through a child, so that a Ray that hangs or dies costs the child.
 """
 
 from __future__ import annotations
 
-import importlib
+import contextlib
 import logging
 import os
 import signal
@@ -17,22 +17,22 @@ import threading
 import time
 from pathlib import Path
 
-import rayps
-from rayps.cluster import Cluster
+from rayps.cluster import Actors
 from rayps.errors import ClusterError
 from rayps.service import processes
 from rayps.service.plan import Bundle
 from rayps.service.ray_daemon import HEARTBEAT, LOG, RayRecord, environment, make_token, read_record, sweep
+from rayps.service.ray_process import ClusterProcess, python_path
 from rayps.service.settings import Settings
+from rayps.service.silence import Silence
 
 log = logging.getLogger(__name__)
 
 _START_SECONDS = 150.0
 _RETRY_SECONDS = 15.0
 _END_SECONDS = 30.0
-_GOODBYE_SECONDS = 20.0
-# a Ray client ends its process when the head is silent for this long (60 by default): never the service's
-_PATIENT = {"RAY_gcs_rpc_server_reconnect_timeout_s": "1000000"}
+_LEAVING = "the service is ending"
+_MUTE_SECONDS = 180.0  # without one answer of a Ray that seems to run, and without a job that gets on in it
 
 
 def place(settings: Settings) -> OwnRay | JoinedRay:
@@ -41,19 +41,25 @@ def place(settings: Settings) -> OwnRay | JoinedRay:
 
 
 class OwnRay:
-    """A Ray on this machine that belongs to one state directory."""
+    """A Ray on this machine that belongs to one state directory.
+
+    It is ended and started anew when it has ended, and when it has answered nothing for `mute_seconds` in which no job
+    wrote its progress either.
+    """
 
     owned = True
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, *, mute_seconds: float = _MUTE_SECONDS) -> None:
         self._dir = settings.state_dir
         self._settings = settings
-        self._cluster: Cluster | None = None
+        self._cluster: ClusterProcess | None = None
         self._record: RayRecord | None = None
         self._daemon: subprocess.Popen[bytes] | None = None
         self._failed: tuple[float, str] | None = None
+        self._looks = 0  # that the processes before this one have answered
         self._leaving = threading.Event()
         self._busy = threading.Lock()
+        self._mute = _Mute(settings.jobs_dir, mute_seconds)
 
     @property
     def address(self) -> str | None:
@@ -65,20 +71,24 @@ class OwnRay:
         cpus = self._settings.cpus if self._record is None else self._record.cpus
         return {"cpu": float(cpus)}
 
-    def cluster(self) -> Cluster:
+    def cluster(self) -> Actors:
         """The cluster, joined; starts the daemon when there is none.
 
         Raises:
             ClusterError: it did not come up, or the service is leaving.
         """
         with self._busy:
-            record = read_record(self._dir)
-            if self._cluster is not None and record is not None and record == self._record and record.alive:
+            if self._cluster is not None and self._cluster.alive and self._hopeless() is None:
                 return self._cluster
-            self._forget()
+            self._forget(goodbye=False)
+            if self._mute.over():
+                log.error("Ray has answered nothing for %g s and no job got on: it is ended and started again",
+                          self._mute.seconds)
+                self._end()
+                self._mute.reset()
             self._record = self._ensure()
             assert self._record.address is not None
-            self._cluster = _join(self._record.address, environment(self._dir) | _PATIENT)
+            self._cluster = ClusterProcess(self._record.address, environment(self._dir), hopeless=self._hopeless)
             return self._cluster
 
     def touch(self) -> None:
@@ -90,16 +100,29 @@ class OwnRay:
         self._leaving.set()
         got = self._busy.acquire(timeout=5.0)
         try:
-            self._forget()
+            self._forget(goodbye=not end)
             if end:
                 self._end()
         finally:
             if got:
                 self._busy.release()
 
-    def _forget(self) -> None:
+    def _hopeless(self) -> str | None:
+        """Why no answer of the joined Ray will come; asked while one is awaited. None: it may come."""
+        if self._leaving.is_set():
+            return _LEAVING
+        self.touch()
+        record = read_record(self._dir)
+        if record is None or not record.alive or record.state != "ready" or record != self._record:
+            return "Ray has ended"
+        if self._mute.observe(self._looks + (0 if self._cluster is None else self._cluster.totals)):
+            return f"Ray has answered nothing for {self._mute.seconds:g} s"
+        return None
+
+    def _forget(self, *, goodbye: bool) -> None:
         if self._cluster is not None:
-            _close(self._cluster)
+            self._looks += self._cluster.totals
+            self._cluster.close(goodbye=goodbye)
             self._cluster = None
         self._record = None
 
@@ -114,13 +137,16 @@ class OwnRay:
                 return record
             mine = self._daemon is not None and record is not None and record.pid == self._daemon.pid
             if record is not None and record.state == "failed" and mine:
-                self._failed = (time.monotonic(), record.reason or "Ray did not start")
                 (self._dir / "ray.json").unlink(missing_ok=True)
-                raise ClusterError(self._failed[1])
+                if record.address is None:  # it never came up: not at once again
+                    self._failed = (time.monotonic(), record.reason or "Ray did not start")
+                    raise ClusterError(self._failed[1])
+                log.warning("%s; it is started again", record.reason)
+                continue
             if record is None or not record.alive or record.state in ("stopping", "failed"):
                 self._spawn()
             time.sleep(0.1)
-        raise ClusterError("the service is ending" if self._leaving.is_set() else
+        raise ClusterError(_LEAVING if self._leaving.is_set() else
                            f"Ray did not come up within {_START_SECONDS:g} s: see {self._dir / LOG}")
 
     def _spawn(self) -> None:
@@ -134,7 +160,7 @@ class OwnRay:
                 [sys.executable, "-m", "rayps.service.ray_daemon", "--state-dir", str(self._dir),
                  "--cpus", str(self._settings.cpus), "--idle", str(self._settings.idle)],
                 stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True, cwd=self._dir,
-                env={**os.environ, "PYTHONPATH": _python_path()})
+                env={**os.environ, "PYTHONPATH": python_path()})
 
     def _end(self) -> None:
         deadline = time.monotonic() + _END_SECONDS
@@ -164,26 +190,25 @@ class JoinedRay:
     def __init__(self, address: str) -> None:
         self.address: str | None = address
         self._at = address
-        self._cluster: Cluster | None = None
-        self._suspect = False
+        self._cluster: ClusterProcess | None = None
+        self._failed: tuple[float, str] | None = None
+        self._leaving = threading.Event()
 
     def capacity(self) -> None:
         """Not known before it is joined, and it may grow."""
         return None
 
-    def cluster(self) -> Cluster:
+    def cluster(self) -> Actors:
         """The cluster, joined; joined again after its head did not answer.
 
         Raises:
             ClusterError: nobody answers at the address.
         """
-        self._knock()  # each time: a call to a head that is gone would hang
-        if self._suspect and self._cluster is not None:
-            _close(self._cluster)
-            self._cluster = None
-        self._suspect = False
+        self._knock()  # each time: a head that is gone is named at once
+        if self._cluster is not None and not self._cluster.alive:
+            self._forget(goodbye=False)
         if self._cluster is None:
-            self._cluster = _join(self._at, _PATIENT)
+            self._cluster = self._join()
         return self._cluster
 
     def touch(self) -> None:
@@ -191,8 +216,21 @@ class JoinedRay:
 
     def leave(self, *, end: bool) -> None:
         """Let go; the cluster goes on."""
+        self._leaving.set()
+        self._forget(goodbye=True)
+
+    def _join(self) -> ClusterProcess:
+        if self._failed is not None and time.monotonic() - self._failed[0] < _RETRY_SECONDS:
+            raise ClusterError(self._failed[1])  # a refused token, say: not at once again
+        try:
+            return ClusterProcess(self._at, hopeless=lambda: _LEAVING if self._leaving.is_set() else None)
+        except ClusterError as error:
+            self._failed = (time.monotonic(), str(error))
+            raise
+
+    def _forget(self, *, goodbye: bool) -> None:
         if self._cluster is not None:
-            _close(self._cluster)
+            self._cluster.close(goodbye=goodbye)
             self._cluster = None
 
     def _knock(self) -> None:
@@ -200,28 +238,39 @@ class JoinedRay:
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=3.0).close()
         except OSError as error:
-            self._suspect = True
+            self._forget(goodbye=False)
             raise ClusterError(f"no Ray cluster answers at {self._at}: {error.strerror or error}") from error
 
 
-def _close(cluster: Cluster) -> None:
-    """Let go of a cluster that may be gone; Ray's own goodbye to a dead head has no end."""
-    goodbye = threading.Thread(target=cluster.close, name="rayps-goodbye", daemon=True)
-    goodbye.start()
-    goodbye.join(_GOODBYE_SECONDS)
-    if goodbye.is_alive():
-        log.warning("Ray does not let go within %g s", _GOODBYE_SECONDS)
+class _Mute:
+    """How long Ray has answered nothing while no job got on, as a limit."""
 
+    def __init__(self, jobs_dir: Path, seconds: float) -> None:
+        self.seconds = seconds
+        self._jobs_dir = jobs_dir
+        self._silence = Silence()
+        self._over = False
+        self._progress = self._newest()
 
-def _join(address: str, env: dict[str, str]) -> Cluster:
-    os.environ.update(env)  # Ray reads it when it is imported, and once more when it connects
-    if "RAY_AUTH_TOKEN_PATH" in env:
-        os.environ.pop("RAY_AUTH_TOKEN", None)  # of another Ray: it would win over the file
-    joined: Cluster = importlib.import_module("rayps.ray_cluster").RayCluster.join(address)
-    return joined
+    def observe(self, looks: int) -> bool:
+        """Take in how many looks were answered so far; gives whether the limit is passed."""
+        if self._silence.observe((looks, self._progress)) > self.seconds:
+            newest = self._newest()  # many files: looked at only now
+            self._over = newest == self._progress
+            self._progress = newest
+        return self._over
 
+    def over(self) -> bool:
+        """Whether the limit is passed."""
+        return self._over
 
-def _python_path() -> str:
-    home = str(Path(rayps.__file__).resolve().parent.parent)  # a source tree that is not installed
-    rest = os.environ.get("PYTHONPATH")
-    return home if not rest else f"{home}{os.pathsep}{rest}"
+    def reset(self) -> None:
+        """Another Ray begins."""
+        self._silence, self._over = Silence(), False
+
+    def _newest(self) -> int:
+        stamps = [0]
+        for path in self._jobs_dir.glob("*/progress.json"):
+            with contextlib.suppress(OSError):
+                stamps.append(path.stat().st_mtime_ns)
+        return max(stamps)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rayps.cluster import Bundle, Cluster
+from rayps.cluster import Actors, Bundle
 from rayps.errors import ClusterError, ConfigError, Conflict, NotFound, RaypsError
 from rayps.failpoint import passing
 from rayps.federated.real.mailbox import FOLDER, Mailbox
@@ -66,9 +66,10 @@ class Scheduler:
         self._stall = stall
         self._wake = asyncio.Event()
         self._roster = Roster(store)
+        self._came_round = time.monotonic()
 
     @property
-    def cluster(self) -> Cluster | None:
+    def cluster(self) -> Actors | None:
         """The cluster that was joined; None while no look at it succeeds."""
         return self._drivers.cluster if self.view.ready else None
 
@@ -78,9 +79,9 @@ class Scheduler:
         return self._drivers.joined
 
     @property
-    def stuck(self) -> bool:
-        """Whether a look at Ray has begun and not come back."""
-        return self._looking is not None and not self._looking.done()
+    def silent(self) -> float:
+        """Seconds since the loop came round, or did something in a tick."""
+        return time.monotonic() - self._came_round
 
     def wake(self) -> None:
         """Tick now rather than at the next interval."""
@@ -89,6 +90,7 @@ class Scheduler:
     async def run(self) -> None:
         """Tick until cancelled; an error in one tick is logged and the next one tries again."""
         while True:
+            self._came_round = time.monotonic()
             try:
                 await self.tick()
             except Exception:  # whatever it is, jobs must go on being watched
@@ -156,6 +158,7 @@ class Scheduler:
 
     async def _act(self, actions: list[Action], jobs: dict[str, Record]) -> list[Action]:
         for action in actions:
+            self._came_round = time.monotonic()
             try:
                 await self._do(action, jobs.get(action.job) or await self._store.get(action.job))
             except (Conflict, NotFound) as error:

@@ -18,7 +18,8 @@ from rayps.errors import ConfigError
 from rayps.job import LOCAL_CPUS
 from rayps.service.plan import SIGN_SECONDS
 
-_PROOFS = ("rayps.db", "service.lock")  # a directory with one of these was used by a rayps service
+SERVICE_LOCK = "service.lock"  # held by the one service of a state directory
+_PROOFS = ("rayps.db", SERVICE_LOCK)  # a directory with one of these was used by a rayps service
 _OURS = re.compile(r"jobs|servers|backup\.json|lost\+found|\.?(token|clients|rayps\.db|ray[._]|service\.).*")
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")

@@ -1,0 +1,127 @@
+"""The service's child that is in Ray's cluster: carries out what `ray_process.ClusterProcess` asks, a thread a request.
+
+    python -P -m rayps.service.ray_child --pipe FD --cluster MODULE:CLASS --address HOST:PORT
+
+Ray's client can hang in C++ without end, and can end its process, when its gcs or raylet is lost: here that costs this
+process and no other. It ends with the service (its pipe closes), and when nothing was asked of it for a while (a timer
+of `faulthandler`, which needs no interpreter lock, and writes where every thread stood).
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import os
+import pickle
+import signal
+import sys
+import threading
+from multiprocessing.connection import Connection
+from typing import Any
+
+from rayps.cluster import Actors, resolve
+from rayps.errors import ClusterError, RaypsError
+
+CALL_SECONDS = 60.0  # that an actor's method may take; the service waits for less
+_DEAD_MAN = 600.0  # seconds without a request after which this process ends itself
+
+
+class Child:
+    """Serves the requests that come through a pipe: (number, operation, arguments, named arguments)."""
+
+    def __init__(self, pipe: Connection, cluster: Actors, dead_man: float = _DEAD_MAN) -> None:
+        self._pipe = pipe
+        self._dead_man = dead_man
+        self._cluster = cluster
+        self._sending = threading.Lock()
+
+    def serve(self) -> None:
+        """Serve until the pipe closes."""
+        while True:
+            faulthandler.dump_traceback_later(self._dead_man, exit=True)
+            try:
+                request = pickle.loads(self._pipe.recv_bytes())
+            except (EOFError, OSError):
+                return
+            threading.Thread(target=self._answer, args=request, daemon=True).start()
+
+    def answer(self, number: int, value: Any, error: Exception | None) -> None:
+        """Send an answer."""
+        try:
+            data = pickle.dumps((number, value, error))
+        except Exception as fault:  # what an actor raised or gave may be anything
+            data = pickle.dumps((number, None, ClusterError(f"{error or value!r:.500} cannot be sent: {fault}")))
+        with self._sending:
+            self._pipe.send_bytes(data)
+
+    def _answer(self, number: int, operation: str, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        try:
+            value, error = getattr(self, f"do_{operation}")(*args, **named), None
+        except Exception as raised:  # the service gets whatever was raised
+            value, error = None, raised
+        self.answer(number, value, error)
+
+    def do_spawn(self, target: str, *args: Any, **options: Any) -> None:
+        """Start an actor."""
+        self._cluster.spawn(target, *args, **options)
+
+    def do_find(self, name: str) -> bool:
+        """Whether an actor of that name lives."""
+        return self._cluster.find(name) is not None
+
+    def do_kill(self, name: str) -> None:
+        """End an actor, if it lives."""
+        handle = self._cluster.find(name)
+        if handle is not None:
+            self._cluster.kill(handle)
+
+    def do_call(self, name: str, method: str, *args: Any, **named: Any) -> Any:
+        """What an actor's method gives."""
+        handle = self._cluster.find(name)
+        if handle is None:
+            raise ClusterError(f"there is no actor {name}")
+        return handle.call(method, *args, **named).result(timeout=CALL_SECONDS)
+
+    def do_free(self) -> Any:
+        """What is not in use."""
+        return self._cluster.free()
+
+    def do_total(self) -> Any:
+        """All that there is."""
+        return self._cluster.total()
+
+    def do_hosts(self, free: bool) -> Any:
+        """The same of each host."""
+        return self._cluster.hosts(free)
+
+    def do_close(self) -> None:
+        """Let go of the cluster."""
+        self._cluster.close()
+
+
+def main() -> None:
+    """Join the cluster and serve; the first answer, of number 0, says whether it could be joined."""
+    parser = argparse.ArgumentParser(description="asks Ray for a rayps service")
+    parser.add_argument("--pipe", type=int, required=True)
+    parser.add_argument("--cluster", required=True)
+    parser.add_argument("--address", required=True)
+    parser.add_argument("--dead-man", type=float, default=_DEAD_MAN)
+    given = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(given.dead_man, exit=True)
+    sys.argv = ["rayps-ray"]  # Ray adds the folder of this name to the workers' path
+    pipe = Connection(given.pipe)
+    try:
+        kind: Any = resolve(given.cluster)
+        child = Child(pipe, kind.join(given.address), given.dead_man)
+    except (RaypsError, OSError, RuntimeError) as error:
+        pipe.send_bytes(pickle.dumps((0, None, error)))
+        os._exit(1)
+    child.answer(0, None, None)
+    child.serve()
+    os._exit(0)  # the service is gone, and Ray's own goodbye may have no end
+
+
+if __name__ == "__main__":
+    main()
