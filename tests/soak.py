@@ -105,7 +105,7 @@ def soak_ray(serve: Serve, work: Path, victim: str, times: int, dice: random.Ran
         daemon = read_record(serve.state)
         assert daemon is not None
         for pid in [daemon.pid, *processes.below(daemon.pid)]:
-            if any(part in " ".join(processes.command(pid)[:4]) for part in KILLED[victim]):
+            if any(part in " ".join(processes.command(pid)[:3]) for part in KILLED[victim]):
                 os.kill(pid, signal.SIGKILL)
         before, began = len(rounds(home)), time.monotonic()
         until(lambda before=before: len(rounds(home)) > before + 8, "the job goes on")
