@@ -165,6 +165,13 @@ class FlatModel:
             p.grad = view
         return self.packed
 
+    def collect_used(self) -> None:
+        """As `collect_grad`, but what has no gradient keeps none."""
+        unused = [p for _, p in self._params if p.grad is None]
+        self.collect_grad()
+        for p in unused:
+            p.grad = None
+
     @property
     def sparse_grads(self) -> bool:
         """Whether gradients of sparse layout stay in `.grad` beside the vector."""

@@ -27,6 +27,7 @@ from rayps.cluster import Cluster, rendezvous, until
 from rayps.embedding import tables_of
 from rayps.errors import ConfigError, LinkError, PeerTimeout, RaypsError
 from rayps.flat import FlatModel, Gradient, beside
+from rayps.grad_watch import GradWatch
 from rayps.ring import Ring
 from rayps.ring.compressed import compressed
 from rayps.server_group import ServerGroup
@@ -178,6 +179,13 @@ def wrap(model: nn.Module, optimizer: Optimizer, strategy: Any = "all_reduce") -
     which means are weighted. Under a parameter server the optimizer's rule
     runs on the shards, and a change of its learning rate on the worker has no effect.
 
+    `optimizer.clip_grad_norm_(max_norm)`, between the last backward and `step`, is
+    `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)` of the mean gradient over all workers: it exchanges,
+    once for each step, and `step` does not do so again. All workers must call it alike; it returns the norm, the same
+    on all. Where the gradients go to servers it clips what this worker pushes, and returns that norm. torch's own
+    function would see one worker's gradient, so a `.grad` that was changed between backward and `step` is an error;
+    zero_grad, several backwards, and gradients that no backward made are as in plain torch.
+
     Raises:
         ConfigError: outside a `run`, a strategy that changes during the run or is for `train` alone, or a model with
             sparse tables.
@@ -222,8 +230,12 @@ def wrap(model: nn.Module, optimizer: Optimizer, strategy: Any = "all_reduce") -
     def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
         return turns.step(closure, self.samples)
 
+    def clip_grad_norm_(self: Any, max_norm: float) -> Tensor:
+        return turns.clip(_norm(max_norm), self.samples, [p for group in self.param_groups for p in group["params"]])
+
     # bound, as torch's schedulers of the learning rate expect it
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+    optimizer.clip_grad_norm_ = MethodType(clip_grad_norm_, optimizer)  # type: ignore[attr-defined]
     turns.start()
     return model, optimizer
 
@@ -278,6 +290,13 @@ def _same_kind(optimizer: Optimizer, flat: FlatModel) -> Callable[[list[nn.Param
     return build
 
 
+def _norm(given: Any) -> float:
+    """A norm to clip to. Raises ConfigError."""
+    if isinstance(given, bool) or not isinstance(given, (int, float)) or not given > 0:
+        raise ConfigError(f"max_norm is {given!r}: give a number above 0 (inf = only measure)", field="max_norm")
+    return float(given)
+
+
 class _Ended(Exception):
     pass
 
@@ -297,6 +316,10 @@ class _Turns:
         self._rounds = threading.Semaphore(0)  # the round's turn
         self._error: BaseException | None = None
         self._ending = False
+        self._watch = GradWatch(flat)
+        # of the user's step: "" = not begun, "asked" = to stop once the mean is there, "held" = it is in `.grad`,
+        # "dropped" = the loop has gone on to another gradient
+        self._clip = ""
         self._thread = threading.Thread(target=self._run, name="rayps-round", daemon=True)
 
     # ---- the user's side
@@ -309,15 +332,65 @@ class _Turns:
     def step(self, closure: Callable[[], Any] | None, samples: int) -> Any:
         """Offer the gradient that is in `.grad`; returns when the next round asks for a batch."""
         loss = closure() if closure is not None else None
+        if self._holds():
+            self._rounds.release()
+        else:
+            self._offer(samples)
+        self._wait()
+        self._watch.clear()
+        return loss
+
+    def clip(self, max_norm: float, samples: int, params: list[nn.Parameter]) -> Tensor:
+        """Exchange the gradient, if this step has not done so, and clip what its optimizer will see; the norm."""
+        if self.server is not None:
+            self._must_be_unchanged()
+            self._flat.collect_used()
+        elif not self._holds():
+            self._clip = "asked"
+            self._offer(samples)
+            self._wait()
+            if self._clip != "held":
+                self._clip = ""
+                raise ConfigError(
+                    f"clip_grad_norm_ found no gradient to clip: {type(self._strategy).__name__} takes no step of this "
+                    "worker's optimizer",
+                    field="strategy",
+                )
+        norm = nn.utils.clip_grad_norm_(params, max_norm)
+        self._watch.keep()
+        return norm
+
+    def _holds(self) -> bool:
+        """Whether the mean of this step is in `.grad`. Raises ConfigError: something else was done to it."""
+        held = self._clip == "held" and not self._watch.replaced()
+        self._must_be_unchanged(held)
+        if self._clip == "held" and not held:  # the step was left out, and there is a new gradient
+            self._clip = "dropped"
+            self._rounds.release()
+            self._wait()
+        return held
+
+    def _must_be_unchanged(self, held: bool = False) -> None:
+        name = self._watch.changed_since_keep() if held else self._watch.changed()
+        if name is not None:
+            raise ConfigError(
+                f"the gradient of {name!r} was changed between {'clip_grad_norm_' if held else 'backward'} and "
+                "optimizer.step(), by something else than this optimizer:\nit is one worker's own until step() makes "
+                "the mean over all workers; to clip that, call optimizer.clip_grad_norm_(max_norm) on the wrapped "
+                "optimizer, after the last backward; to scale it, scale the loss",
+                parameter=name,
+            )
+
+    def _offer(self, samples: int) -> None:
+        """Give the round the gradient that is in `.grad`."""
         self._used, self._unused = [p.grad is not None for p in self._flat.parameters], []
         self._gradient = Gradient(self._flat.collect_grad(), samples)
         self._rounds.release()
-        self._wait()
-        return loss
 
     def close(self) -> None:
         """End the round that is waiting for a batch."""
         self._ending = True
+        self._watch.close()
         self._rounds.release()
         self._thread.join()
 
@@ -362,6 +435,12 @@ class _Turns:
         self._flat.load_grad(grad.vector if isinstance(grad, Gradient) else grad)
         for i in self._unused:
             self._flat.parameters[i].grad = None
+        if self._clip == "asked":
+            self._clip = "held"
+            self.batch()  # the user's turn, until it steps
+            dropped, self._clip = self._clip == "dropped", ""
+            if dropped:
+                return
         self._own_step()
 
     def _run(self) -> None:

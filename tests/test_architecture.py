@@ -14,7 +14,7 @@ FLOORS = [
     # pure: no thread, no socket
     "__init__ errors job clock grid partition flat compress metrics strategy strategies user_code logs failpoint "
     "prox attendance epochs pipeline.schedule pipeline.validate pipeline.simulate pipeline.gantt costs placement "
-    "spelling joining finite federated.cohort federated.choices federated.virtual federated.real.joining",
+    "spelling joining finite grad_watch federated.cohort federated.choices federated.virtual federated.real.joining",
     # where actors live, and how bytes travel between them
     "cluster scratch ray_cluster link federated.real.mailbox federated.real.signed",
     # the two ways of talking
