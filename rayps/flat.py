@@ -133,7 +133,8 @@ class FlatModel:
                 view = self.vector[entry.lo : entry.hi].view(entry.shape)
                 view.copy_(p)
                 p.data = view
-                self.views.append(self.packed[entry.lo : entry.hi].view(entry.shape))
+                # .data: a version counter of its own, so that a write to one gradient is not counted for all
+                self.views.append(self.packed[entry.lo : entry.hi].view(entry.shape).data)
         for (_, p), view in zip(self._params, self.views, strict=True):
             p.grad = view  # zeros; untouched, what is never written takes no memory
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from rayps.flat import FlatModel
 
-
 _Versions = dict[int, tuple[Tensor, int]]  # by number of the parameter: its gradient, and the version
 
 
