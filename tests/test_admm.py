@@ -287,6 +287,31 @@ def test_the_lasso_satisfies_its_kkt_conditions_with_exact_zeros(options):
     assert largest(slope[~on]) <= LASSO + 1e-8
 
 
+class Decayed(Squares):
+    """The optimizer has a weight decay of its own."""
+
+    def __init__(self, parts, kind, **options):
+        super().__init__(parts, **options)
+        self.kind = kind
+
+    def optimizer(self, params):
+        if self.kind == "adam":
+            return torch.optim.Adam(params, lr=0.003, betas=(0.5, 0.9), weight_decay=2.0)
+        momentum = {"sgd": 0.0, "momentum": 0.8}[self.kind]
+        return torch.optim.SGD(params, lr=0.01, momentum=momentum, weight_decay=2.0)
+
+
+@pytest.mark.parametrize(("kind", "most"), [("sgd", 1e-9), ("momentum", 1e-9), ("adam", 2e-2)])
+def test_a_weight_decay_is_l2_also_where_balancing_raises_the_penalty(kind, most):
+    """The first penalty is far too small. A step that shortens the gradient alone misses the closed form by 2e-3."""
+    a, b = regression(workers=2, features=5)
+    law = ridge(a, b, 2 * 2.0)
+    strategy = ADMM(penalty=0.5, local_steps=3, balance=True)
+    result = train(Decayed(parts_of(a, b), kind), strategy, workers=2, steps=1500)
+    assert max(said(result, "penalty")) >= 4, "the test shows nothing"
+    assert largest(solution(result) - law) < most < largest(ridge(a, b, 0.0) - law)
+
+
 def newton(x, y, weight):
     w = torch.zeros(x.shape[1], dtype=F64)
     for _ in range(50):

@@ -13,7 +13,10 @@ its next batch, and goes on from where it was. At a meeting, with alpha = `relax
 (the paper's problem, its f_i and its penalty times n_i / n.) The job holds z; x_i and u_i stay with worker i.
 Residuals: primal r^2 = N sum_i (n_i / n) |x_i - z|^2, dual s^2 = N penalty^2 |z - z_old|^2.
 `balance`: r > 10 s: penalty * 2, u_i / 2; s > 10 r the reverse. The optimizer's rate must suit the curvature of f_i
-plus `penalty`; where the penalty is higher by d, steps are shorter by 1 / (1 + rate d), so that the rate still does.
+plus `penalty`; where the penalty is higher by d than the option, each group of the optimizer steps at the rate
+lr / (1 + lr d), so that the rate still does. The whole step is shorter, its weight decay too: with SGD (any momentum)
+or Adam with L2, whose decay is part of the gradient, weight_decay = c has the solution of `l2(weight=c)`, balanced or
+not. A decoupled decay (AdamW) has another solution than l2, here as in torch.
 `eps_abs`, `eps_rel`: both none = no stop rule; else training ends once r and s are within the bounds of section 3.3.
 `participation` p: a worker takes part in a period with this probability, drawn from the seed; one that does not keeps
 x_i, and its last word v_i counts (a randomised ADMM: Iutzeler et al., CDC 2013).
@@ -26,6 +29,8 @@ and exactly only with a rate that falls.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -88,8 +93,8 @@ class ADMM(Strategy):
         if here and len(batch):
             g, penalty = w.grad(batch).vector, float(w.shared["penalty"])
             g.add_(w.params - w.shared["z"] + w.memory["u"], alpha=penalty)
-            risen = penalty - self.penalty  # by balancing; with the whole step a rate could be too large now
-            w.step(g if risen <= 0 else g.div_(1 + _rate(w.optimizer) * risen))
+            with _rates_for(w.optimizer, penalty - self.penalty):
+                w.step(g)
         if w.position % self.local_steps == 0 or w.position == w.plan.end:
             self._meet(w, here)
 
@@ -127,9 +132,18 @@ class ADMM(Strategy):
             u.div_(factor)
 
 
-def _rate(optimizer: Any) -> float:
-    """The largest rate of an optimizer; 0 where it has none."""
-    return max(float(group.get("lr", 0.0)) for group in optimizer.param_groups)
+@contextmanager
+def _rates_for(optimizer: Any, risen: float) -> Iterator[None]:
+    """Inside, each group of the optimizer has the rate lr / (1 + lr risen), where the penalty has `risen` by that."""
+    groups = [group for group in optimizer.param_groups if "lr" in group and risen > 0]
+    rates = [group["lr"] for group in groups]
+    for group, rate in zip(groups, rates, strict=True):
+        group["lr"] = rate / (1 + rate * risen)
+    try:
+        yield
+    finally:
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
 
 
 def _square(v: Any) -> float:
