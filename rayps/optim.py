@@ -93,14 +93,20 @@ class SlicedOptimizer:
     def mean(self, values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
         """What `step_mean` applies; good until the next call of this optimizer.
 
-        A block of the sum is made while it fits into the cache, so that each value is read once.
+        A block of the sum is made while it fits into the cache, so that each value is read once. Half precision adds
+        in float32 and is rounded once. A value of weight 0 is not read: it may be NaN.
         """
         total, spare = sum(weights), self._spare()
+        shares = [(value, weight / total) for value, weight in zip(values, weights, strict=True) if weight]
+        half = spare.dtype in (torch.float16, torch.bfloat16)
         for at in range(0, spare.numel(), _BLOCK):
             block = slice(at, at + _BLOCK)
-            mean = torch.mul(values[0][block], weights[0] / total, out=spare[block])
-            for value, weight in zip(values[1:], weights[1:], strict=True):
-                mean.add_(value[block], alpha=weight / total)
+            first, share = shares[0]
+            mean = first[block].float().mul_(share) if half else torch.mul(first[block], share, out=spare[block])
+            for value, share in shares[1:]:
+                mean.add_(value[block].float() if half else value[block], alpha=share)
+            if half:
+                spare[block].copy_(mean)
         return spare
 
     def _spare(self) -> Tensor:

@@ -74,6 +74,16 @@ def data(rank, step, size=SIZE // 2):
     return memoryview(bytearray(values.tobytes()))
 
 
+def test_a_push_without_samples_is_not_read():
+    """The mean over no sample is NaN."""
+    law, one = loaded(made("bsp")), loaded(made("bsp"))
+    for segment, nothing in ((law, 0.0), (one, np.nan)):
+        for rank, weight in ((0, 0.0), (1, 2.0), (2, 0.0)):
+            values = np.full(SIZE // 2, nothing, np.float32)
+            segment.push(rank, 0, weight, data(rank, 0) if weight else memoryview(bytearray(values.tobytes())))
+    assert bits(one) == bits(law) and np.isfinite(np.frombuffer(bits(one), np.float32)).all()
+
+
 def loaded(segment, seed=5):
     vector = torch.randn(SIZE, generator=torch.Generator().manual_seed(seed))
     lo, hi = segment.lo, segment.hi

@@ -49,7 +49,8 @@ def told(event):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("options", [{}, {"server_lr": 0.4, "decay": 2.0}, {"decay": 0.0}])
+@pytest.mark.parametrize("options", [{}, {"server_lr": 0.4, "decay": 2.0}, {"decay": 0.0}, {"decay": 40.0},
+                                     {"decay": 5000.0}])
 def test_a_job_is_the_papers_algorithm(workers, options):
     work = Fed(clients=3, n=36)
     strategy = FedBuff(buffer=2, concurrency=3, speed=[2 / 12, 3 / 12, 7 / 12], **options)

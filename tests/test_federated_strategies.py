@@ -8,6 +8,7 @@ import pytest
 import torch
 from federated_work import Fed, Quadratics, cohorts, drawn, fedavg, trained
 from small_work import OPTIMIZERS, distance, rows, train, vector
+from torch import nn
 
 import rayps
 from rayps import Ditto, FedAdagrad, FedAdam, FedAvg, FedAvgM, FedProx, FedYogi, Scaffold
@@ -186,6 +187,44 @@ def test_ditto_without_lambda_is_training_alone(optimizer):
     want = sum(error(alone(work, 3, k), k, 4) for k in range(4)) / 40
     assert result.metrics["personal_error"] == pytest.approx(want, abs=EXACT)
     assert result.metrics["personal_error"] != pytest.approx(result.metrics["error"], abs=1e-3)
+
+
+def test_ditto_keeps_the_batchnorm_statistics_of_each_clients_model():
+    """v_k goes on from its own statistics, not from those that training w_k has left: its law is training alone."""
+
+    class Normed(Judged):
+        def model(self):
+            return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 1)).double()
+
+    work = Normed(clients=4, n=48, batch=4)
+    result = train(work, Ditto(lam=0, local_epochs=1), workers=2, epochs=3)
+    models = [alone(work, 3, k).eval() for k in range(4)]
+    assert result.metrics["personal_error"] == pytest.approx(
+        sum(error(model, k, 4) for k, model in enumerate(models)) / 40, abs=EXACT)
+    assert all(model[1].num_batches_tracked == 3 * 3 for model in models)
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+def test_scaffold_with_maximize_climbs_as_it_would_descend(fraction):
+    """The loss with the other sign, maximized: the same bits but for signs."""
+
+    class Climbing(Quadratics):
+        def loss(self, model, batch):
+            return -super().loss(model, batch)
+
+        def optimizer(self, params):
+            return torch.optim.SGD(params, lr=self.lr, maximize=True)
+
+    found, law = (train(work, Scaffold(local_steps=5, fraction=fraction, evaluate_every=1000), epochs=60,
+                        checkpoint_every=1000).snapshot.params.item() for work in (Climbing(0.02), Quadratics(0.02)))
+    assert found == pytest.approx(law, abs=1e-12) and 0 < found < 1.5
+
+
+def test_scaffold_at_a_rate_of_zero_stays_where_it_is():
+    result = train(Quadratics(lr=0.0), Scaffold(local_steps=5), epochs=3)
+    assert result.snapshot.params.item() == 3.0
+    assert [event["replied"] for event in cohorts(result)] == [2, 2, 2]
+    assert not any("learnt" in str(event.get("message")) for event in result.events)
 
 
 def test_ditto_is_its_algorithm_and_a_large_lambda_leaves_no_own_way():

@@ -291,6 +291,37 @@ def test_a_parameter_without_gradient_counts_as_zero(strategy):
     assert torch.equal(result.snapshot.state_dict()["spare.weight"], start.spare.weight)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("strategy", [AllReduce(), ParameterServer(shards=2), ParameterServer(shards=2, replicas=0),
+                                      ParameterServer(shards=2, replicas=1)], ids=name_of)
+def test_half_precision_pushes_are_added_in_float32_and_rounded_once(strategy, dtype):
+    """Added in the dtype one after another, the small gradients are lost beside the large one."""
+    small = 0.8 if dtype == torch.bfloat16 else 0.1
+    x = torch.tensor([256.0, small, small, small]).to(dtype)[:, None]
+
+    class Narrow(rayps.Workload):
+        def model(self):
+            model = nn.Linear(1, 3, bias=False).to(dtype)
+            nn.init.zeros_(model.weight)
+            return model
+
+        def data(self):
+            return rayps.data.tensors(x, torch.zeros(4), batch_size=1, shuffle=False)
+
+        def loss(self, model, batch):
+            return model(batch.x).sum()
+
+        def optimizer(self, params):
+            return torch.optim.SGD(params, lr=1.0)
+
+    law, one_by_one = (x.float().sum() / 4).to(dtype), x[0, 0] * 0
+    for each in x[:, 0]:
+        one_by_one = one_by_one + each * 0.25
+    assert law != one_by_one, "the test shows nothing"
+    result = train(Narrow(), strategy, workers=4, steps=1)
+    assert result.snapshot.params.tolist() == [-law.item()] * 3
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("strategy", [AllReduce(), ParameterServer(shards=2)], ids=name_of)
 def test_other_precisions_train(strategy, dtype):

@@ -71,6 +71,17 @@ def test_nobody_with_samples_means_no_step():
         assert one.version == 0
 
 
+@pytest.mark.parametrize("part", [slice(None), slice(2, 7)], ids=["whole", "range"])
+def test_a_push_without_samples_is_not_read(part):
+    """The mean over no sample is NaN."""
+    law, one, count = shard(workers=3), shard(workers=3), len(range(N)[part])
+    for each, nothing in ((law, 0.0), (one, float("nan"))):
+        for rank, weight in ((0, 0.0), (1, 2.0), (2, 0.0)):
+            value = grad(rank, count) if weight else torch.full((count,), nothing, dtype=torch.float64)
+            each.push(rank, 0, value, weight, offset=part.start or 0)
+    assert torch.equal(one.params, law.params) and one.params.isfinite().all() and one.version == 1
+
+
 PUSH = st.tuples(st.integers(0, 2), st.integers(0, 4))
 
 

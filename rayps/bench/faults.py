@@ -1,6 +1,6 @@
 """Servers that are killed under load: is every push there once, and for how long does nobody's push get through?
 
-Li et al. (OSDI 2014, section 5.4) report 0.8 s to recover, for a counting sketch.
+Li et al. (OSDI 2014) report 0.8 s to recover, for a counting sketch.
 """
 
 from __future__ import annotations

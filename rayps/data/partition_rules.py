@@ -247,7 +247,7 @@ def shards(per_client: int, *, clients: int, pure: bool = False, seed: int = 0) 
 def dirichlet(alpha: float, *, clients: int, balanced: bool = True, seed: int = 0) -> Rule:
     """Labels mixed differently for each client; the smaller `alpha`, the fewer labels a client has.
 
-    Hsu et al. 2019, section 3: each client draws its mixture q ~ Dir(alpha p), p being the shares of all labels,
+    Hsu et al. 2019: each client draws its mixture q ~ Dir(alpha p), p being the shares of all labels,
     then as many rows as every other client (one more or less) by q, without putting back; labels that have run out
     leave their share to the others. So no client is empty. `balanced=False` spreads each label over the clients by
     Dir(alpha) instead (Yurochkin et al. 2019): sizes differ widely, and a client that would be empty is given one

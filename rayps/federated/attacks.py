@@ -1,8 +1,8 @@
 """What attackers send: to see a rule bear them, or the mean collapse. Which clients they are: `choices.Attack`.
 
-    sign_flip, gaussian   Blanchard et al., NeurIPS 2017, section 5
+    sign_flip, gaussian   Blanchard et al., NeurIPS 2017
     alie                  Baruch, Baruch and Goldberg, "A little is enough: circumventing defenses for distributed
-                          learning", NeurIPS 2019, section 3: mean - z sd, within the spread of the honest
+                          learning", NeurIPS 2019: mean - z sd, within the spread of the honest
     inner_product         Xie, Koyejo and Gupta, "Fall of empires: breaking Byzantine-tolerant SGD by inner product
                           manipulation", UAI 2019: -eps times the mean
 Label flipping (`Attack.labels`), inflated counts (`counted`), false buffers (`false_buffers`) and a false c

@@ -29,6 +29,7 @@ from rayps.user_code import user_code
 from rayps.workload import Workload
 
 Tensors = dict[str, Tensor]
+_BESIDE = "beside/"  # how the names of the buffers of a client's own model begin in its state
 
 
 @dataclass(slots=True)
@@ -125,6 +126,11 @@ class Turn:
     def lr(self) -> float:
         """The optimizer's rate. Raises ConfigError where its groups have several."""
         return self._trainer.lr
+
+    @property
+    def sign(self) -> int:
+        """1, or -1 where the optimizer maximizes. Raises ConfigError where its groups differ."""
+        return self._trainer.sign
 
     def batches(self, epochs: int | None = None) -> Iterator[Batch]:
         """E epochs, or L steps, of this client's rows, with a fresh optimizer; the same ones if called again."""
@@ -234,6 +240,18 @@ class Trainer:
             )
         return found.pop()
 
+    @property
+    def sign(self) -> int:
+        """1, or -1 where the optimizer maximizes. Raises ConfigError where its groups differ."""
+        found = {bool(group.get("maximize", False)) for group in self._begin}
+        if len(found) != 1:
+            raise ConfigError(
+                "one group of the optimizer maximizes and another does not, and this strategy counts with one "
+                "direction: give all of them the same maximize",
+                field="strategy",
+            )
+        return -1 if found.pop() else 1
+
     def fresh(self) -> None:
         """An optimizer that has taken no step."""
         if self._plain is not None:
@@ -283,8 +301,9 @@ class Trainer:
         if strategy.personal is not None:
             w, buffers = w.clone(), self.kept()
             turn.losses = []
+            self.put(w, task.buffers | beside_of(task.state))  # not those that training w_k has left
             strategy.beside(turn)
-            turn.state |= {f"beside/{name}": value for name, value in self.kept().items()}
+            turn.state |= {f"{_BESIDE}{name}": value for name, value in self.kept().items()}
         samples = sum(size for _, size in losses)
         total = math.fsum(float(loss) * size for loss, size in losses)
         return Reply(
@@ -308,6 +327,11 @@ class Trainer:
     def kept(self) -> Tensors:
         """The model's buffers, as copies."""
         return {name: value.detach().clone() for name, value in self.buffers.items()}
+
+
+def beside_of(state: Mapping[str, Tensor]) -> Tensors:
+    """The buffers of the model that a client keeps for itself; none before it has trained one."""
+    return {name.removeprefix(_BESIDE): value for name, value in state.items() if name.startswith(_BESIDE)}
 
 
 def seeded(seed: int) -> None:

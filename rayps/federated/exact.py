@@ -184,6 +184,8 @@ class Exact:
     def mean(self, weight: float | Fraction | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """The sum over `weight` (the replies' own in all), as `total`; a single reply comes back bit for bit.
 
+        Zeros where all weights are too small to be counted, so that their sum is 0.
+
         Raises:
             ConfigError: there is no reply.
         """
@@ -191,7 +193,10 @@ class Exact:
             raise ConfigError("a mean of no replies: keep the model as it is")
         if weight is None and self.count == 1:
             return self._only.to(dtype or self.dtype, copy=True)
-        return self._rounded(self.weight if weight is None else Fraction(weight), dtype or self.dtype)
+        divisor = self.weight if weight is None else Fraction(weight)
+        if not divisor:
+            return torch.zeros(self.size, dtype=dtype or self.dtype)
+        return self._rounded(divisor, dtype or self.dtype)
 
     def clear(self) -> None:
         """Begin anew."""

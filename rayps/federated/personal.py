@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rayps.federated.client import Task
+from rayps.federated.client import Task, beside_of
 from rayps.replica.part import number
 from rayps.user_code import user_code
 
@@ -44,8 +44,7 @@ def personal(engine: Engine) -> dict[str, tuple[float, int]]:
         if options.finetune:
             trainer.tune(strategy, task, engine.source.rows(k), options.finetune)
         elif options.personal in state:
-            beside = {n.removeprefix("beside/"): value for n, value in state.items() if n.startswith("beside/")}
-            trainer.put(state[options.personal], buffers | beside)
+            trainer.put(state[options.personal], buffers | beside_of(state))
         else:
             trainer.put(vector, task.buffers)
         _evaluate(engine, clients, clients.rows(other), sums)

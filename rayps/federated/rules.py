@@ -1,16 +1,17 @@
 """Aggregation rules that bear attackers: pure functions of a matrix of updates, one row for each reply.
 
     krum, multi_krum    Blanchard, El Mhamdi, Guerraoui and Stainer, "Machine learning with adversaries: Byzantine
-                        tolerant gradient descent", NeurIPS 2017, section 4 (multi-Krum: section 5)
+                        tolerant gradient descent", NeurIPS 2017
     trimmed_mean, median  Yin, Chen, Ramchandran and Bartlett, "Byzantine-robust distributed learning: towards optimal
                         statistical rates", ICML 2018, definitions 1 and 2
     geometric_median    Pillutla, Kakade and Harchaoui, "Robust aggregation for federated learning", IEEE Transactions
                         on Signal Processing 70, 2022; the iteration is Weiszfeld's with the rule for an iterate at a
                         row of Vardi and Zhang, "The multivariate L1-median and associated data depth", PNAS 97(4), 2000
     bulyan              El Mhamdi, Guerraoui and Rouault, "The hidden vulnerability of distributed learning in
-                        Byzantium", ICML 2018, section 4
+                        Byzantium", ICML 2018
     centered_clipping   Karimireddy, He and Jaggi, "Learning from history for Byzantine robust optimization", ICML 2021,
-                        algorithm 2
+                        algorithm 2; the paper clips the clients' momenta, here it is their updates, which hold no
+                        momentum of earlier rounds
 
 x [n, P], float32 or float64, holds finite numbers: whoever calls drops the other rows first. Distances are sums of
 squares of differences, in float64, never |a|^2 + |b|^2 - 2ab, which loses them where updates are large and alike. Rows

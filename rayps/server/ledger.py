@@ -3,7 +3,7 @@
 A push is (rank, step). Retries and replays may come in any order and any number of times: the ledger says whether one
 is new, so that each is applied once. It is saved with the parameters that it describes, and loaded with them: a
 shard restored from a snapshot knows exactly which pushes those parameters hold. Vector clocks as filters of repeated
-messages: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014, section 4.3.
+messages: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014, section 4.1.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A table is a parameter of two or more dimensions within the flat vector; a row is one index of its first dimension.
 Ids are sorted and made unique once, so that the rows of one shard stand next to each other in every message, and
 duplicates are summed. A list of ids that is used again is not sent again: the shard keeps a few of each worker's.
-Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014, section 5.1 (key caching).
+Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014 (caching of key lists).
 """
 
 from __future__ import annotations

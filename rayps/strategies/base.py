@@ -248,11 +248,16 @@ def compression_of(given: Any) -> tuple[str, float]:
 
 
 def weighted_mean(values: list[Any], weights: list[float]) -> Any:
-    """Sum(w_i v_i) / sum(w_i), in the order given; None when nobody had a sample."""
+    """Sum(w_i v_i) / sum(w_i), in the order given; None when nobody had a sample.
+
+    Half precision adds in float32 and is rounded once. A value of weight 0 is not read: it may be NaN.
+    """
     total = sum(weights)
     if total == 0:
         return None
-    mean = values[0] * (weights[0] / total)
-    for value, weight in zip(values[1:], weights[1:], strict=True):
-        mean += value * (weight / total)
-    return mean
+    half = values[0].is_floating_point() and values[0].element_size() < 4
+    shares = [(value.float() if half else value, w / total) for value, w in zip(values, weights, strict=True) if w]
+    mean = shares[0][0] * shares[0][1]
+    for value, share in shares[1:]:
+        mean += value * share
+    return mean.to(values[0].dtype)

@@ -1,8 +1,8 @@
 """DiLoCo: long periods of local steps, and an outer optimizer that steps by how far the workers have come on average.
 
 Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv:2311.08105, algorithm 1.
-Everyone begins at theta. In a period worker k takes H = `period` steps of the workload's optimizer (the paper's AdamW)
-from theta to theta_k; then
+Everyone begins at theta. In a period worker k takes H = `period` steps (50; the paper's H is 500) of the workload's
+optimizer (the paper's AdamW) from theta to theta_k; then
     D <- sum(n_k (theta - theta_k)) / sum(n_k), n_k the samples of worker k in the period: the outer gradient
     v <- mu v + D;  theta <- theta - lr (D + mu v), lr = `outer_lr`, mu = `outer_momentum` (Nesterov)
 and everyone goes on from theta. A phase's end is a period's end. lr = 1 and mu = 0 is local SGD.

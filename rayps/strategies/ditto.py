@@ -3,7 +3,8 @@
 Li, Hu, Beirami, Smith, "Ditto: Fair and Robust Federated Learning Through Personalization", ICML 2021, algorithm 1.
 w is learnt as in FedAvg. Client k, whenever it takes part, also trains v_k on the same batches:
     v_k <- v_k - eta (grad(v_k; b) + lam (v_k - w_t))
-v_k begins as the w_t of the first round that k takes part in. lam = 0 is training alone; the larger lam, the nearer v_k
+v_k begins as the w_t of the first round that k takes part in, and its buffers as the model's; from then on the
+BatchNorm statistics of v_k are its own. lam = 0 is training alone; the larger lam, the nearer v_k
 stays to w (eta * lam must stay below 2). Metrics `personal_*` are those of v_k on client k's rows of the evaluation
 data; of w where k has taken no part yet. v_k lie on disk.
 """

@@ -5,6 +5,8 @@ replica (of one or several workers) does, in its step t:
     every n_fetch steps: w <- the parameters on the servers
     g <- gradient of the next batch;  a <- a + g;  w <- w - step(g), on its own copy
     every n_push steps: push a;  a <- 0
+The paper pushes after steps 0, n_push, 2 n_push...: here a push leaves after n_push gradients, so that each holds as
+many. The paper fetches in a thread of its own: here a worker waits for what it fetches, and so computes with it.
 A server applies each push as it comes and waits for nobody: w <- w - step(a), with the full rate as in the paper, not
 1/N of it. N replicas so do what one would do that sees N times the batches, with gradients that come late; if that
 diverges, give `adagrad`, `warm_start`, or a smaller rate. A weight decay is applied n_push times for a push: a holds so

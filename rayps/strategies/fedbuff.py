@@ -14,6 +14,7 @@ With K = M = all clients it is FedAvg on updates that are worth the same, howeve
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -50,7 +51,7 @@ class FedBuff(Federated):
 
     def weight(self, n: int, staleness: int) -> float:
         """s(tau)."""
-        return float((1.0 + staleness) ** -self.decay)
+        return max(float((1.0 + staleness) ** -self.decay), sys.float_info.min)  # a reply's weight is above 0
 
     def server(self, s: Any) -> None:
         """w <- w + server_lr * (sum of s(tau) D) / K."""

@@ -8,7 +8,8 @@ Classification", 2019. Clients do what FedAvg's do. With D = sum_S n_k (w_k - w)
     FedAdagrad:  v <- v + D^2
     FedAdam:     v <- beta2 v + (1 - beta2) D^2
     FedYogi:     v <- v - (1 - beta2) D^2 sign(v - D^2)
-m begins as 0, v as tau^2; as in the paper there is no bias correction.
+m begins as 0, v as tau^2; as in the paper there is no bias correction. D is weighted by samples, as in FedAvg; the
+paper's algorithm counts the clients of a cohort alike.
 """
 
 from __future__ import annotations

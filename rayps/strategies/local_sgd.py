@@ -1,7 +1,7 @@
 """Local SGD: workers take steps of their own and average their parameters every H steps.
 
 Stich, "Local SGD converges fast and communicates little", ICLR 2019, algorithm 1;
-Lin, Stich, Patel, Jaggi, "Don't use large mini-batches, use local SGD", ICLR 2020, section 4 (post-local SGD).
+Lin, Stich, Patel, Jaggi, "Don't use large mini-batches, use local SGD", ICLR 2020 (post-local SGD).
 Worker k of N does, in its step t of a phase:
     w_k <- w_k - step(g_k), g_k the gradient of its own next batch
     every H = `period` steps, and at the phase's end: w_k <- sum(n_k w_k) / sum(n_k)

@@ -2,7 +2,7 @@
 
 Zinkevich, Weimer, Smola, Li, "Parallelized stochastic gradient descent", NIPS 2010, algorithm 3 (one average at the
 end: `rounds` = 1); with more rounds, as in McDonald, Hall, Mann, "Distributed training strategies for the structured
-perceptron", NAACL 2010, section 4.3 (iterative parameter mixing). A phase of T steps is `rounds` = R parts of T/R:
+perceptron", NAACL 2010 (iterative parameter mixing). A phase of T steps is `rounds` = R parts of T/R:
     each worker k: SGD on its own rows, from where all were
     at the end of a part, everyone takes w <- merge(w_1 ... w_N)
 `merge`: mean, weighted by the samples of the part; or best, the w_k with the lowest loss on all of the evaluation data,

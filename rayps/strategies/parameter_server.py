@@ -5,7 +5,7 @@ Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Param
 The servers hold the parameters in `shards` slices and run the optimizer. A worker pulls, computes, pushes.
 s = 0: the servers wait for all N pushes and step once by their mean, weighted by samples.
 s > 0: each push is applied as it comes, scaled by 1/N; a pull waits while the puller leads by more than s.
-s = None: the same without the wait.
+s = None: the same without the wait. For s > 0 and none pushes count alike, whatever their samples (0: not at all).
 A push of 1/N also decays the parameters by 1/N of the optimizer's weight decay (SGD, Adagrad, Adam), so that N pushes
 have the regularised optimum of one step; rows of tables by as much for each push that touches them. Where the decay
 stands beside the gradient and the step ignores the gradient's size (AdamW), rate and decay stay as they are: each push

@@ -8,7 +8,8 @@ ICML 2020, algorithm 1, option II. The server keeps w and c, client i of N keeps
 It is 1/N, not 1/|S|: so c stays the mean of all c_i when only some take part. Under a robust `rule` the sum over S is
 |S| times what the rule makes of the c_i+ - c_i, so that c is an estimate of that mean which liars cannot move beyond
 the rule's bound. As in the paper clients count alike, whatever their samples. The clients' optimizer must be plain SGD,
-of which eta is the rate. c_i lie on disk.
+of which eta is the rate: where it is 0, c_i stays as it is; with `maximize` y moves the other way, and c_i+ is
+c_i - c + (y - w) / (L eta). c_i lie on disk.
 """
 
 from __future__ import annotations
@@ -43,7 +44,10 @@ class Scaffold(Federated):
         c_i, c_t = c.state.get("c", 0.0), c.shared.get("c", 0.0)
         for b in c.batches():
             c.step(c.grad(b) - c_i + c_t)
-        c.state["c"] = c_i - c_t + (c.w_t - c.w) / (c.steps * c.lr)
+        if c.lr:
+            c.state["c"] = c_i - c_t + (c.w_t - c.w) * c.sign / (c.steps * c.lr)
+        else:
+            c.state["c"] = c.w * 0 + c_i
         c.reply["c"] = c.state["c"] - c_i
 
     def server(self, s: Any) -> None:

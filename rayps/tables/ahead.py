@@ -1,7 +1,7 @@
 """The rows of coming batches, pulled by a thread while this batch computes.
 
-Zhang et al., "PERSIA", KDD 2022 (Lian et al., arXiv:2111.05897), section 4.1: the gets of the sparse part overlap the
-computation of the dense part. What comes so is one round older than what a pull at the round's begin would give.
+Lian et al., "Persia", KDD 2022 (arXiv:2111.05897): the gets of the sparse part overlap the computation of the dense
+part. What comes so is one round older than what a pull at the round's begin would give.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from rayps.elastic.space import Table
 from rayps.errors import CheckpointError, ConfigError, TrainingError
 from rayps.server.ledger import WINDOW, Ledger
 from rayps.server.parts import Parts
+from rayps.strategies.base import weighted_mean
 from rayps.strategy import Strategy
 from rayps.tables import initial, state
 from rayps.tables.index import ABSENT
@@ -273,11 +274,7 @@ class TableSegment:
 
     def step_mean(self, values: Sequence[Tensor], weights: Sequence[float]) -> None:
         """As `step` of sum(w_i v_i) / sum(w_i), added up in the order given."""
-        total = sum(weights)
-        mean = values[0] * (weights[0] / total)
-        for value, weight in zip(values[1:], weights[1:], strict=True):
-            mean += value * (weight / total)
-        self.step(mean)
+        self.step(weighted_mean(list(values), list(weights)))
 
     def _after(self) -> None:
         self.seq += 1

@@ -2,7 +2,7 @@
 
 One request for each server and exchange, said to all before any is heard. When a server dies, or a segment moves, what
 is not answered is said again to whoever holds the segment by then, and so are the pushes that only the former holder
-knew (`rayps.elastic.client.kept`); the segments' ledgers drop what they have. Li et al., OSDI 2014, section 4.3.
+knew (`rayps.elastic.client.kept`); the segments' ledgers drop what they have. Li et al., OSDI 2014, section 4.1.
 """
 
 from __future__ import annotations
