@@ -29,8 +29,6 @@ and exactly only with a rate that falls.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -93,8 +91,7 @@ class ADMM(Strategy):
         if here and len(batch):
             g, penalty = w.grad(batch).vector, float(w.shared["penalty"])
             g.add_(w.params - w.shared["z"] + w.memory["u"], alpha=penalty)
-            with _rates_for(w.optimizer, penalty - self.penalty):
-                w.step(g)
+            _step(w, g, penalty - self.penalty)
         if w.position % self.local_steps == 0 or w.position == w.plan.end:
             self._meet(w, here)
 
@@ -132,15 +129,14 @@ class ADMM(Strategy):
             u.div_(factor)
 
 
-@contextmanager
-def _rates_for(optimizer: Any, risen: float) -> Iterator[None]:
-    """Inside, each group of the optimizer has the rate lr / (1 + lr risen), where the penalty has `risen` by that."""
-    groups = [group for group in optimizer.param_groups if "lr" in group and risen > 0]
+def _step(w: WorkerView, g: Any, risen: float) -> None:
+    """A step at the rate lr / (1 + lr risen) of each group, where the penalty has `risen` by that."""
+    groups = [group for group in w.optimizer.param_groups if "lr" in group and risen > 0]
     rates = [group["lr"] for group in groups]
     for group, rate in zip(groups, rates, strict=True):
         group["lr"] = rate / (1 + rate * risen)
     try:
-        yield
+        w.step(g)
     finally:
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate

@@ -14,13 +14,14 @@ With K = M = all clients it is FedAvg on updates that are worth the same, howeve
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rayps.errors import ConfigError
 from rayps.strategies import options
 from rayps.strategies.federated import Federated
+
+_LEAST = 2.0**-1000  # a reply's weight is above 0, whatever the decay
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class FedBuff(Federated):
 
     def weight(self, n: int, staleness: int) -> float:
         """s(tau)."""
-        return max(float((1.0 + staleness) ** -self.decay), sys.float_info.min)  # a reply's weight is above 0
+        return max(float((1.0 + staleness) ** -self.decay), _LEAST)
 
     def server(self, s: Any) -> None:
         """w <- w + server_lr * (sum of s(tau) D) / K."""
