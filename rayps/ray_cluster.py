@@ -266,9 +266,12 @@ def _current() -> str | None:
     return str(ray.get_runtime_context().gcs_address)
 
 
-def _read_authentication() -> None:
+def _read_authentication(read: list[dict[str, str | None]] = []) -> None:  # noqa: B006  one per process
     # Ray keeps what it read of the environment: without this a variable that was set or taken back has no effect
-    _raylet.Config.initialize("")
+    now = {name: os.environ.get(name) for name in _AUTHENTICATION}
+    if read != [now]:  # only then: threads of Ray may read its configuration meanwhile
+        _raylet.Config.initialize("")
+        read[:] = [now]
     _raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 

@@ -80,7 +80,7 @@ def test_each_refusal_names_both_rays_and_a_way_out():
 
 # ---------------------------------------------------------------------------------------------- on real Rays
 
-on_ray = [pytest.mark.ray, pytest.mark.timeout(400)]
+on_ray = [pytest.mark.ray, pytest.mark.timeout(900)]
 
 
 class Head:
@@ -165,7 +165,7 @@ class Where(Small):
         return {"port": float(ray.get_runtime_context().gcs_address.rpartition(":")[2])}
 
 def port(address=None, **options):
-    result = rayps.train(Where(n=12), workers=2, steps=2, progress=False, address=address, **options)
+    result = rayps.train(Where(n=12), workers=2, steps=2, progress=False, address=address, timeout=300.0, **options)
     return int(result.metrics["port"])
 
 def at(address):
@@ -187,7 +187,7 @@ def child(heads, body, **env):
     plain, guarded = heads
     script = SCRIPT + textwrap.dedent(body)
     done = subprocess.run([sys.executable, "-c", script, plain.address, guarded.address, TOKEN], capture_output=True,
-                          env=environment(**env), text=True, timeout=350, check=False)
+                          env=environment(**env), text=True, timeout=800, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 

@@ -27,14 +27,15 @@ from rayps.strategies.base import COMPRESSIONS
 from rayps.strategies.pipeline import SCHEDULES
 from rayps.strategy import CATALOGUE, REPLICAS, parse
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 EXACT = 1e-12
 WORKERS = 2
 
 
 def train(cluster, work, strategy, **options):
     """A job of two Ray workers."""
-    return rayps.train(work, strategy=strategy, cluster=cluster, progress=False, **{"workers": WORKERS, **options})
+    return rayps.train(work, strategy=strategy, cluster=cluster, progress=False,
+                        **{"workers": WORKERS, "timeout": 300.0, **options})
 
 
 def column(result, name):
