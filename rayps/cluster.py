@@ -202,6 +202,9 @@ class _LocalHandle:
             value, error = getattr(self.actor, method)(*args, **kwargs), None
         except Exception as raised:  # the caller gets whatever the method raised
             value, error = None, raised
+        except BaseException as raised:  # as on Ray, where it ends the actor's process
+            reason = f"{method}() ended it by {type(raised).__name__}: {raised}"
+            value, error = None, ActorDied(f"actor {self.name} died: {reason}", actor=self.name, reason=reason)
         self._waiting.discard(reply)
         if not reply.done():
             reply.set_exception(error) if error else reply.set_result(value)

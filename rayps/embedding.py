@@ -26,7 +26,7 @@ from rayps.tables.ids import hash_ids, ids_of
 from rayps.tables.local import InProcess
 from rayps.tables.lookup import Lookup
 from rayps.tables.options import made_table, wire_of
-from rayps.user_code import user_code
+from rayps.user_code import peers_awaited, user_code
 from rayps.workload import Workload
 
 MODES = ("sum", "mean")
@@ -82,7 +82,8 @@ class _Rows(nn.Module):
     def _look(self, ids: Tensor) -> tuple[Lookup, Tensor]:
         """Which rows the ids need, and these, once each [n, dim]; a backward to them goes into the coming push."""
         client, learns = self._bound(), torch.is_grad_enabled()
-        lookup, rows = client.rows(ids, learns=learns)
+        with peers_awaited():
+            lookup, rows = client.rows(ids, learns=learns)
         rows = rows.to(ids.device)
         if learns:
             rows = rows.detach().requires_grad_()

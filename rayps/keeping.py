@@ -201,7 +201,9 @@ def evaluated(w: Worker, vector: Tensor | None = None, *, whole: bool = False) -
         data = w.workload.evaluation_data()
         for batch in data.batches(rank=rank, size=size, seed=w.plan.seed, epoch=0):
             if batch.size:
-                for name, mean in w.held.evaluate(batch.to(w.device)).items():
+                with user_code("evaluate"):  # each batch is a sign of life
+                    found = w.held.evaluate(batch.to(w.device))
+                for name, mean in found.items():
                     total, count = sums.get(name, (0.0, 0))
                     sums[name] = (total + number(name, mean) * batch.size, count + batch.size)
     model.train()

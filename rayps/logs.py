@@ -19,25 +19,43 @@ class LogBuffer:
         self._lines: deque[tuple[float, str]] = deque(maxlen=MAX_LINES)
         self._lock = threading.Lock()
         self._dropped = 0
+        self._filled = threading.Event()
+        self._tees: list[_Tee] = []
 
     def add(self, text: str) -> None:
         """Keep one line."""
         with self._lock:
             self._dropped += len(self._lines) == MAX_LINES
             self._lines.append((time.time(), text))
+        self._filled.set()
 
     def drain(self) -> list[tuple[float, str]]:
         """The lines since the last call."""
         with self._lock:
+            self._filled.clear()
             lines, dropped = list(self._lines), self._dropped
             self._lines.clear()
             self._dropped = 0
         return [(time.time(), f"[{dropped} lines dropped]"), *lines] if dropped else lines
 
-    def capture(self) -> None:
-        """Take this process's stdout, stderr and log records from now on; what is written still goes through."""
-        sys.stdout = _Tee(sys.stdout, self)
-        sys.stderr = _Tee(sys.stderr, self)
+    def wait(self, seconds: float) -> None:
+        """Return once there is a line, or `release` is called, or after `seconds`."""
+        self._filled.wait(seconds)
+
+    def release(self) -> None:
+        """Take in what was written without an end of line, and let go of who waits."""
+        for tee in self._tees:
+            tee.end_line()
+        self._filled.set()
+
+    def capture(self, *, records: bool = True) -> None:
+        """Take this process's stdout, stderr and, unless told otherwise, log records from now on; what is written
+        still goes through.
+        """
+        self._tees = [_Tee(sys.stdout, self), _Tee(sys.stderr, self)]
+        sys.stdout, sys.stderr = self._tees
+        if not records:
+            return
         handler = _Handler(self)
         handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
         logging.getLogger().addHandler(handler)
@@ -48,13 +66,22 @@ class _Tee(io.TextIOBase):
         self._through = through
         self._buffer = buffer
         self._rest = ""
+        self._lock = threading.Lock()
 
     def write(self, text: str) -> int:
-        *lines, self._rest = (self._rest + text).split("\n")
-        for line in lines:
-            self._buffer.add(line)
+        with self._lock:
+            *lines, self._rest = (self._rest + text).split("\n")
+            for line in lines:
+                self._buffer.add(line)
         self._through.write(text)  # type: ignore[attr-defined]
         return len(text)
+
+    def end_line(self) -> None:
+        """Give what was written after the last end of line as a line."""
+        with self._lock:
+            rest, self._rest = self._rest, ""
+        if rest:
+            self._buffer.add(rest)
 
     def flush(self) -> None:
         self._through.flush()  # type: ignore[attr-defined]

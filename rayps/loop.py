@@ -23,16 +23,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from rayps.cluster import Cluster, rendezvous, until
+from rayps.cluster import Cluster, Handle, LocalCluster, Reply, rendezvous, until
 from rayps.embedding import tables_of
-from rayps.errors import ConfigError, LinkError, PeerTimeout, RaypsError
+from rayps.errors import ActorDied, ConfigError, LinkError, PeerTimeout, RaypsError, WorkloadError
 from rayps.flat import FlatModel, Gradient, beside
 from rayps.grad_watch import GradWatch
+from rayps.logs import LogBuffer
+from rayps.loop_watch import Said, Watch
 from rayps.ring import Ring
 from rayps.ring.compressed import compressed
+from rayps.runtime.progress import Display
 from rayps.server_group import ServerGroup
 from rayps.strategy import for_a_loop
-from rayps.user_code import user_code
+from rayps.user_code import placed, user_code
 from rayps.workload import pack, unpack
 
 log = logging.getLogger(__name__)
@@ -49,6 +52,7 @@ class World:
     name: str
     timeout: float
     closing: list[Callable[[bool], None]] = field(default_factory=list)  # given whether the loop failed
+    steps: int = 0  # of wrapped optimizers, so far
     wraps: Any = field(default_factory=itertools.count)
 
 
@@ -78,11 +82,13 @@ def run(
 ) -> list[Any]:
     """Call `train_fn()` on `workers` Ray actors at once, and give back what they returned, by rank.
 
-    Inside it, `rayps.world()` tells rank and size, and `rayps.wrap` gives model and optimizer a strategy. `address` is
-    the Ray cluster to join, as for `rayps.train`.
+    Inside it, `rayps.world()` tells rank and size, and `rayps.wrap` gives model and optimizer a strategy. What
+    workers print is shown on stderr while they work, each line after the worker's name. A worker that dies is not
+    replaced, and ends the run. `address` is the Ray cluster to join, as for `rayps.train`.
 
     Raises:
         ConfigError, ClusterError, NoResources: it cannot be started.
+        ActorDied: a worker's process died: which one, after how many optimizer steps, and why.
         RaypsError: what the first failing worker raised.
     """
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
@@ -98,6 +104,7 @@ def run(
                 "rayps.loop:LoopActor",
                 packed,
                 World(rank, workers, name, timeout),
+                capture=not isinstance(opened, LocalCluster),  # threads print here already
                 cpus=wanted["cpu"],
                 gpus=wanted.get("gpu", 0.0),
                 gang=gang,
@@ -106,7 +113,7 @@ def run(
             for rank in range(workers)
         ]
         try:
-            return _results([handle.call("run") for handle in handles])
+            return _results(handles, Watch(handles, Display(bar=False).lines))
         finally:
             for handle in handles:
                 opened.kill(handle)
@@ -117,28 +124,30 @@ def run(
             opened.close()
 
 
-def _results(replies: list[Any]) -> list[Any]:
+def _results(handles: list[Handle], watch: Watch) -> list[Any]:
     """Everyone's answer; the first failure ends the wait for the others, who would miss their peer."""
+    replies = [handle.call("run") for handle in handles]
     until(lambda: all(reply.done() for reply in replies) or bool(_failures(replies)), math.inf)
     # a rank that failed is missed by its peers at once: what they say of it is not the reason
     until(lambda: all(reply.done() for reply in replies) or bool(_reasons(replies)), REASON_SECONDS)
-    for error in [*_reasons(replies), *_failures(replies)]:
-        raise error
+    watch.finish([rank for rank, reply in enumerate(replies) if reply.done()])
+    for rank, error in [*_reasons(replies), *_failures(replies)]:
+        raise watch.died(rank, error) if isinstance(error, ActorDied) else error
     return [reply.result(0) for reply in replies]
 
 
-def _reasons(replies: list[Any]) -> list[RaypsError]:
-    return [error for error in _failures(replies) if not isinstance(error, LinkError)]
+def _reasons(replies: list[Reply]) -> list[tuple[int, RaypsError]]:
+    return [(rank, error) for rank, error in _failures(replies) if not isinstance(error, LinkError)]
 
 
-def _failures(replies: list[Any]) -> list[RaypsError]:
+def _failures(replies: list[Reply]) -> list[tuple[int, RaypsError]]:
     found = []
-    for reply in replies:
+    for rank, reply in enumerate(replies):
         try:
             if reply.done():
                 reply.result(0)
         except RaypsError as error:
-            found.append(error)
+            found.append((rank, error))
     return found
 
 
@@ -153,8 +162,11 @@ def _open(address: str | None, workers: int, wanted: dict[str, float]) -> Cluste
 class LoopActor:
     """One worker's process of a `run`."""
 
-    def __init__(self, packed: bytes, place: World) -> None:
+    def __init__(self, packed: bytes, place: World, *, capture: bool = False) -> None:
         self._packed, self._place = packed, place
+        self._logs, self._over = LogBuffer(), False
+        if capture:  # log records reach stderr by the user's own handlers, as in a plain process
+            self._logs.capture(records=False)
         torch.set_num_threads(1)
 
     def run(self) -> Any:
@@ -165,10 +177,26 @@ class LoopActor:
             with user_code("train_fn"):
                 result = unpack(self._packed)()
             failed = False
+        except WorkloadError as error:
+            place = self._place
+            message = placed(error.message, f"on worker-{place.rank}, after {place.steps} optimizer steps")
+            raise WorkloadError(message, **error.data | {"rank": place.rank}) from error
         finally:
-            for close in reversed(self._place.closing):
-                close(failed)
+            try:
+                for close in reversed(self._place.closing):
+                    close(failed)
+            finally:
+                self._logs.release()
+                self._over = True  # there is no line after this
+                self._logs.release()
         return result
+
+    def said(self, seconds: float) -> Said:
+        """What was printed since the last call; waits `seconds` for a line where there is none."""
+        if not self._over:
+            self._logs.wait(seconds)
+        over = self._over
+        return Said(self._logs.drain(), self._place.steps, over)
 
 
 def wrap(model: nn.Module, optimizer: Optimizer, strategy: Any = "all_reduce") -> tuple[nn.Module, Optimizer]:
@@ -228,7 +256,9 @@ def wrap(model: nn.Module, optimizer: Optimizer, strategy: Any = "all_reduce") -
     optimizer.samples = 1  # type: ignore[attr-defined]
 
     def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
-        return turns.step(closure, self.samples)
+        loss = turns.step(closure, self.samples)
+        here.steps += 1
+        return loss
 
     def clip_grad_norm_(self: Any, max_norm: float) -> Tensor:
         return turns.clip(_norm(max_norm), self.samples, [p for group in self.param_groups for p in group["params"]])

@@ -92,7 +92,11 @@ def train(
     every `checkpoint_every` rounds (those that pass while one is being saved are left out), and `resume=True` goes on
     from the newest one that is whole and finite (or from the checkpoint whose path is given). `resources` are those of
     one worker: {"cpu": 1, "gpu": 1}. A worker or shard that dies is replaced up to `max_failures` times; a peer that is
-    silent for `timeout` seconds counts as dead. `progress` is shown on stderr, or given to your function.
+    silent for `timeout` seconds counts as dead, and so does a worker in which one call of your code takes longer (a
+    method's first call has three minutes). Code of yours that exits or raises ends the run with the method, the worker
+    and the round. On a Ray of the run's own, or at an address, one batch is tried in a process beside while workers
+    start, so that a mistake in shapes, labels or dtypes is answered first. `progress` is shown on stderr, or given to
+    your function.
 
     `server_group` names an elastic server group of the cluster at `address` (`rayps servers start`), on which the job
     has a space of its own `name`, within `quota`: {"bytes": ..., "operations": a second}. `branch` is the name of
@@ -127,7 +131,10 @@ def train(
     journal = Journal(on_progress=on_progress, on_event=told[0], on_lines=told[1])
     for warning in passed:
         journal.event("warning", warning)
-    driver = Driver(workload, spec, journal, checkpoints=folder, resume=resumed, phases=phases, capture=cluster is None)
+    own = cluster is None
+    driver = Driver(
+        workload, spec, journal, checkpoints=folder, resume=resumed, phases=phases, capture=own, tries=own
+    )  # fmt: skip
     try:
         outcome = _run(driver, cluster, address)
     finally:
@@ -157,13 +164,15 @@ def _workload(given: Workload | str) -> Workload:
 
 def _run(driver: Driver, cluster: Cluster | None, address: str | None) -> Outcome:
     """Run the driver on the cluster, or on one that is opened and closed for it. Ctrl-C says what was kept."""
-    driver.preflight()  # what cannot work is said before Ray takes seconds to start
-    opened = cluster if cluster is not None else _open(address, driver.spec, driver.journal)
+    opened = None
     try:
+        driver.preflight()  # what cannot work is said before Ray takes seconds to start
+        opened = cluster if cluster is not None else _open(address, driver.spec, driver.journal)
         with stops(driver, lambda text: driver.journal.event("stopping", text)) as interrupts:
             outcome = driver.run(opened)
     finally:
-        if opened is not cluster:
+        driver.close()
+        if opened is not None and opened is not cluster:
             opened.close()
     if interrupts and outcome.status is Status.STOPPED:
         way_on = "--resume (resume=True) goes on from there" if outcome.checkpoint else (

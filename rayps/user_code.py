@@ -1,11 +1,16 @@
-"""Where the user's own code is called: whatever it raises becomes an error that names the method and the line."""
+"""Where the user's own code is called: whatever it raises becomes an error that names the method and the line, and how
+long a call has been under way can be asked from another thread.
+"""
 
 from __future__ import annotations
 
 import errno
+import threading
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from rayps.errors import RaypsError, WorkloadError
@@ -14,23 +19,110 @@ _PACKAGE = str(Path(__file__).parent)
 _NO_MEMORY = ("allocate memory", "out of memory", "not enough memory", "bad_alloc", "bad allocation")  # torch's words
 
 
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of the user's code that has not returned. `first`: the first one of this method in its thread."""
+
+    method: str
+    seconds: float  # since it began, or since a call within it returned
+    first: bool
+
+
+@dataclass(slots=True)
+class _Open:
+    method: str
+    since: float  # as time.monotonic
+    first: bool
+
+
+_calls: dict[int, _Open] = {}  # the innermost call of each thread, by its ident
+_known = threading.local()  # the methods that a thread has called
+
+
+def under_way(thread: int | None) -> Call | None:
+    """The call of the user's code in which the thread with this ident is now, if it is in one."""
+    found = None if thread is None else _calls.get(thread)
+    return None if found is None else Call(found.method, time.monotonic() - found.since, found.first)
+
+
+@contextmanager
+def peers_awaited() -> Iterator[None]:
+    """Within it this thread waits for peers, which has a deadline of its own: the call of the user's code that it is
+    in is not under way, and its seconds begin anew afterwards.
+    """
+    thread = threading.get_ident()
+    outer = _calls.pop(thread, None)
+    try:
+        yield
+    finally:
+        _resume(thread, outer)
+
+
 @contextmanager
 def user_code(method: str) -> Iterator[None]:
-    """Turn an exception of the user's `method` into a WorkloadError; our own errors pass."""
+    """Turn what the user's `method` raises into a WorkloadError; our own errors pass.
+
+    SystemExit (`sys.exit()`) and KeyboardInterrupt are turned too, since a thread that they end would end without a
+    word. Only in the main thread KeyboardInterrupt passes: there it is Ctrl-C.
+    """
+    thread = threading.get_ident()
+    outer, first = _calls.get(thread), method not in _methods()
+    _calls[thread] = _Open(method, time.monotonic(), first)
     try:
         yield
     except RaypsError:
         raise
-    except Exception as error:  # the user's code: whatever it raises is the reason
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_PACKAGE)]
-        own = [f for f in frames if "/site-packages/" not in f.filename] or frames
-        where = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
-        if lacks_memory(error):
-            raise too_large(f"{method}(){where}", error) from error
-        said = (str(error).strip().splitlines() or [""])[0]
-        raise WorkloadError(
-            f"{method}() raised {type(error).__name__}: {said}{where}", traceback=traceback.format_exc()
-        ) from error
+    except KeyboardInterrupt as error:
+        if threading.current_thread() is threading.main_thread():
+            raise
+        raise _raised(method, error) from error
+    except (Exception, SystemExit) as error:  # the user's code: whatever it raises is the reason
+        raise _raised(method, error) from error
+    finally:
+        _known.methods.add(method)
+        _resume(thread, outer)
+
+
+def _methods() -> set[str]:
+    if not hasattr(_known, "methods"):
+        _known.methods = set()
+    found: set[str] = _known.methods
+    return found
+
+
+def _resume(thread: int, outer: _Open | None) -> None:
+    if outer is None:
+        _calls.pop(thread, None)
+    else:
+        outer.since = time.monotonic()
+        _calls[thread] = outer
+
+
+def _raised(method: str, error: BaseException) -> WorkloadError:
+    where = place_of(error)
+    if lacks_memory(error):
+        return too_large(f"{method}(){where}", error)
+    said = (str(error).strip().splitlines() or [""])[0]
+    ends = isinstance(error, (SystemExit, KeyboardInterrupt))
+    hint = "\na worker's process belongs to the job: return, or raise an error that says why" if ends else ""
+    return WorkloadError(
+        f"{method}() raised {type(error).__name__}: {said}{where}{hint}",
+        traceback="".join(traceback.format_exception(error)),
+        raised=type(error).__name__,
+    )
+
+
+def place_of(error: BaseException) -> str:
+    """The last line of the user's own code in a traceback, as ` (file:line)`; empty where there is none."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_PACKAGE)]
+    own = [f for f in frames if "/site-packages/" not in f.filename] or frames
+    return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+
+
+def placed(message: str, where: str) -> str:
+    """An error's message that says in its first line where it was raised."""
+    first, end, rest = message.partition("\n")
+    return f"{first.removesuffix(':')} {where}{':' if first.endswith(':') else ''}{end}{rest}"
 
 
 def lacks_memory(error: BaseException) -> bool:

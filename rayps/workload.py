@@ -227,7 +227,7 @@ def _instance(kind: type[Workload], target: str) -> Workload:
         made = kind()
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _broken(f"{target}()", error) from error
     check_clip_norm(made)
     return made
@@ -252,7 +252,7 @@ def pack(workload: Any) -> bytes:
             cloudpickle.register_pickle_by_value(sys.modules[key])
         try:
             return bytes(cloudpickle.dumps(workload))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise WorkloadError(f"{_name(workload)} cannot be sent to workers: {type(error).__name__}: {error}\n"
                                 "create such things inside model(), data() or loss(), not in __init__") from error
         finally:
@@ -268,7 +268,7 @@ def unpack(packed: bytes) -> Any:
     """
     try:
         return pickle.loads(packed)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise WorkloadError(f"the workload cannot be unpacked here: {type(error).__name__}: {error}\n"
                             "install the package it needs on every machine of the cluster") from error
 

@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOORS = [
     # pure: no thread, no socket
     "__init__ errors job clock grid partition flat compress metrics strategy strategies user_code logs failpoint "
+    "thread_ends "
     "prox attendance epochs pipeline.schedule pipeline.validate pipeline.simulate pipeline.gantt costs placement "
     "spelling joining finite grad_watch federated.cohort federated.choices federated.virtual federated.real.joining",
     # where actors live, and how bytes travel between them
@@ -23,7 +24,7 @@ FLOORS = [
     "tensor data workload checkpoint apart keeping snapshot embedding buckets worker runtime.plans runtime.decide "
     "pipeline replica meter stepping federated",
     # a run
-    "runtime elastic.job elastic.job_tables loop server_group training",
+    "runtime elastic.job elastic.job_tables loop loop_watch server_group training",
     # the service
     "service client",
     # the command line, which may also train at once and serve; measurements

@@ -114,3 +114,9 @@ def test_reasons_are_short(why, told):
     decision = decide(Facts(2, dead=(("worker-0", why),)))
     assert told in decision.reason
     assert "\n" not in decision.reason
+
+
+def test_a_death_names_the_round_where_it_is_known():
+    dead = (("worker-1", "SIGKILL"), ("shard-0", "gone"))
+    decision = decide(Facts(2, dead=dead, at={"worker-0": 7, "worker-1": 4}))
+    assert decision == Restart(("worker-1", "shard-0"), "worker-1 died at round 4 (SIGKILL); shard-0 died (gone)")

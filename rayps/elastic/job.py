@@ -274,6 +274,8 @@ class JobSpace:
 
     def look(self) -> None:
         """See how the group is, and load again what it lost. Any thread; what fails is told."""
+        if self._over.is_set():
+            return  # the job's own group is gone by now
         try:
             facts = self.group.facts()
             with self._lock:

@@ -59,7 +59,9 @@ def _evaluate(engine: Engine, clients: Any, rows: Any, sums: dict[str, tuple[flo
     with torch.no_grad(), user_code("evaluate"):
         for lo in range(0, len(rows), ROWS):
             batch = clients.batch(rows[lo : lo + ROWS]).to(w.device)
-            for name, mean in w.held.evaluate(batch).items():
+            with user_code("evaluate"):  # each batch is a sign of life
+                found = w.held.evaluate(batch)
+            for name, mean in found.items():
                 total, count = sums.get(f"personal_{name}", (0.0, 0))
                 sums[f"personal_{name}"] = (total + number(name, mean) * batch.size, count + batch.size)
     w.flat.model.train()

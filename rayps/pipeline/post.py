@@ -10,6 +10,7 @@ from torch import Tensor
 from rayps.errors import LinkError
 from rayps.ring import Ring
 from rayps.ring.parcels import Parcel
+from rayps.user_code import peers_awaited
 
 _NO_GRADIENT = "0"  # marks, in a parcel's form, a tensor whose gradient is none
 
@@ -52,7 +53,8 @@ class Post:
         if frm == self.rank:
             return self._here.pop((sort, index, micro))
         try:
-            found: Parcel = self._parcels.take(frm, _tag(sort, index, micro))
+            with peers_awaited():
+                found: Parcel = self._parcels.take(frm, _tag(sort, index, micro))
         except LinkError as error:
             raise type(error)(
                 f"{error.message}\nstage {self.rank} waited for {sort.words} of micro-batch {micro} of chunk {chunk} "

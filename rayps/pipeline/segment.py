@@ -85,7 +85,7 @@ class Segment:
                     raise
                 self._copies = True
             return self._forward(micro, given, call, extra, train)
-        except Exception:
+        except (Exception, SystemExit, KeyboardInterrupt):
             with user_code(f"layer {self._at}"):  # it names the layer that was under way
                 raise
 

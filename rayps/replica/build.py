@@ -21,15 +21,26 @@ _DRAWING = threading.RLock()  # torch's random numbers are the whole process's: 
 
 
 @contextmanager
+def _drawing() -> Iterator[None]:
+    """Within it this thread alone draws; the wait for another thread's model() counts as one's own."""
+    with user_code("model"):
+        _DRAWING.acquire()
+    try:
+        yield
+    finally:
+        _DRAWING.release()
+
+
+@contextmanager
 def apart() -> Iterator[None]:
     """Within it random numbers are drawn that the process's own do not feel."""
-    with _DRAWING, torch.random.fork_rng(devices=[]):
+    with _drawing(), torch.random.fork_rng(devices=[]):
         yield
 
 
 def model_of(workload: Workload) -> nn.Module:
     """A new model of the user's. Raises WorkloadError."""
-    with _DRAWING, user_code("model"):
+    with _drawing(), user_code("model"):
         model = workload.model()
     if not isinstance(model, nn.Module):
         raise WorkloadError(f"model() gave {type(model).__name__}: return a torch.nn.Module")
@@ -38,7 +49,7 @@ def model_of(workload: Workload) -> nn.Module:
 
 def drawn(workload: Workload, seed: int) -> Snapshot:
     """The state before the first round: parameters drawn from the seed alone, whatever the strategy or size."""
-    with _DRAWING:
+    with _drawing():
         torch.manual_seed(seed)
         model = model_of(workload)
     buffers = {name: value.clone() for name, value in beside(model).items()}

@@ -68,8 +68,7 @@ class Whole:
         """See Part."""
         with user_code("loss"):
             loss = self.workload.loss(self.module, batch)
-        value = check(loss)
-        with user_code("loss"):
+            value = check(loss)
             loss.backward()  # type: ignore[no-untyped-call]
         return value
 

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rayps import thread_ends
 from rayps.apart import Own
 from rayps.cluster import host_address
-from rayps.errors import PeerLost, RaypsError, StaleGeneration
+from rayps.errors import PeerLost, RaypsError, StaleGeneration, UserError
 from rayps.federated.states import Row, States
 from rayps.link import Listener
 from rayps.logs import LogBuffer
@@ -32,12 +33,13 @@ from rayps.runtime.standby import Standby
 from rayps.runtime.ties import Ties
 from rayps.server.parts import Parts
 from rayps.snapshot import Snapshot
-from rayps.user_code import lacks_memory, too_large, user_code
+from rayps.user_code import Call, lacks_memory, placed, too_large, under_way, user_code
 from rayps.worker import Worker
 from rayps.workload import Workload, unpack
 
 log = logging.getLogger(__name__)
 
+MOST_ENDS = 10  # of threads, that are told at a time
 JOIN_SECONDS = 5.0  # for a thread to notice that its plan has ended
 
 
@@ -56,6 +58,16 @@ class WorkerFacts:
     kept_since: int = 0  # pushes below this step are not kept, and are not known to be durable
     cost: Cost | None = None  # of keeping its state for a death
     met: str | None = None  # why the phase is over before its end, as its strategy's stop rule says
+    call: Call | None = None  # of the user's code, which has not returned yet
+    ends: list[str] = field(default_factory=list)  # what threads of its process ended by
+
+
+@dataclass(frozen=True, slots=True)
+class OpenCalls:
+    """The calls of the user's code that have not returned in a worker, and what threads of its process ended by."""
+
+    calls: tuple[Call, ...]
+    ends: list[str]
 
 
 class WorkerActor:
@@ -94,6 +106,9 @@ class WorkerActor:
         self._worker: Worker | None = None
         self._states: States | None = None  # of clients, for the next plan
         self._standby = Standby(rank, secret, host_address())
+        self._evaluating: int | None = None  # the thread that evaluates for the driver
+        thread_ends.listen()
+        self._ends = self._ends_told = len(thread_ends.ended())  # of threads: before this worker was, and told
 
     # ---- states of clients, see `rayps.federated.vault`
 
@@ -188,10 +203,26 @@ class WorkerActor:
                 0 if self._ties.talk is None else self._ties.talk.kept.since,
                 self._standby.cost,
                 facts.met,
+                under_way(self._thread.ident) if self._thread is not None else None,
+                thread_ends.ended(self._ends),
             )
+            answer.points += self._ended_threads(answer.ends)
             facts.points = []
             self._standby.asked()
         return answer
+
+    def _ended_threads(self, ends: list[str]) -> list[dict[str, Any]]:
+        """Events of the threads that ended since the last call; some of many."""
+        told = self._ends_told - self._ends
+        new, self._ends_told = ends[told : told + MOST_ENDS], self._ends + len(ends)
+        words = f"in worker-{self._facts.rank}"
+        return [{"kind": "event", "event": {"kind": "warning", "message": f"{words}: {text}"}} for text in new]
+
+    def calls(self) -> OpenCalls:
+        """What is under way in this worker, also while it evaluates for the driver."""
+        threads = (self._evaluating, self._thread.ident if self._thread is not None else None)
+        found = (under_way(thread) for thread in threads)
+        return OpenCalls(tuple(call for call in found if call is not None), thread_ends.ended(self._ends))
 
     def part(self, rounds: int | None) -> WorkerPart | None:
         """This worker's share of the checkpoint after `rounds`, or its newest one, if it is still kept."""
@@ -209,7 +240,13 @@ class WorkerActor:
             for name, value in self._worker.held.beside.items():
                 if name in buffers:
                     value.copy_(buffers[name])
-        return self._worker.evaluate(vector)
+        self._evaluating = threading.get_ident()
+        try:
+            return self._worker.evaluate(vector)
+        except UserError as error:
+            raise at_worker(error, self._facts.rank, self._worker.position) from error
+        finally:
+            self._evaluating = None
 
     def abort(self) -> None:
         """End the running plan; its peers see this worker leave."""
@@ -241,9 +278,11 @@ class WorkerActor:
         try:
             worker = self._prepare(plan, given.pop(), stop, ties)  # it is as large as the model: not kept meanwhile
             worker.run(lambda point: self._report(point, stop), lambda part: self._keep(part, stop), stop.is_set)
+        except UserError as raised:
+            status, error = "failed", at_worker(raised, plan.rank, self._facts.position)
         except RaypsError as raised:
             status, error = "failed", raised
-        except Exception as raised:  # a fault of ours or of a library: the driver must see it, not a hung worker
+        except BaseException as raised:  # a fault of ours or of a library: the driver must see it, not a hung worker
             status, error = "failed", _failure(f"worker-{plan.rank}", raised)
         with self._lock:
             if not stop.is_set():  # before the peers can notice that this worker has gone
@@ -287,7 +326,16 @@ class WorkerActor:
             self._parts.keep(part.round, part)
 
 
-def _failure(name: str, error: Exception) -> RaypsError:
+def at_worker(error: UserError, rank: int, round: int) -> RaypsError:
+    """The same error, which says on which worker and at which round it was raised, where it does not yet."""
+    if "rank" in error.data:
+        return error
+    return type(error)(
+        placed(error.message, f"on worker-{rank} at round {round}"), **error.data | {"rank": rank, "round": round}
+    )
+
+
+def _failure(name: str, error: BaseException) -> RaypsError:
     if lacks_memory(error):
         return too_large(name, error)
     log.exception("%s failed", name)

@@ -8,7 +8,8 @@ from rayps.cluster import Reply
 from rayps.errors import ClusterError
 from rayps.grid import Grid
 from rayps.replica.keepers import Bond, Held, Mending, keepers, mending
-from rayps.runtime.members import START_SECONDS, Member
+from rayps.runtime.members import Member
+from rayps.runtime.patience import START_SECONDS
 
 HALT_SECONDS = 30.0  # for a worker to end its generation: a step of the user's cannot be cut short
 

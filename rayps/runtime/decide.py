@@ -6,10 +6,12 @@ connections, then the end.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from rayps.errors import LinkError, PeerTimeout
 
+MOST_LETTERS = 400  # of a reason, in an event
 GRACE_SECONDS = 3.0  # after the first lost connection, for the death behind it to be seen
 
 
@@ -27,6 +29,7 @@ class Facts:
     lockstep: bool = True
     stop: bool = False
     mends: bool = False  # whether workers keep each other's states, so that nobody need go back to a snapshot
+    at: Mapping[str, int] = field(default_factory=dict)  # the round in which a dead worker was last heard of
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +91,7 @@ def decide(facts: Facts) -> Decision:
             return Fail(error, f"{member}: {error}")
     if facts.dead:
         lost = tuple(member for member, _ in facts.dead)
-        reason = "; ".join(f"{member} died ({_short(why)})" for member, why in facts.dead)
+        reason = "; ".join(f"{member} died{_at(facts, member)} ({_short(why)})" for member, why in facts.dead)
         return _recover(facts, lost, reason)
     if facts.errors and facts.broken_for >= GRACE_SECONDS:  # by then all who miss the same peer have said so
         return _reconnect(facts)
@@ -124,6 +127,10 @@ def _member(peer: str) -> str:
     return peer.replace(":", "-")  # a ring calls its ranks worker:2
 
 
+def _at(facts: Facts, member: str) -> str:
+    return f" at round {facts.at[member]}" if member in facts.at else ""
+
+
 def _short(text: str) -> str:
     first = text.strip().splitlines()[0] if text.strip() else "no reason given"
-    return first if len(first) <= 200 else first[:197] + "..."
+    return first if len(first) <= MOST_LETTERS else first[: MOST_LETTERS - 3] + "..."

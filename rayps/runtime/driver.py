@@ -6,6 +6,7 @@ The driver decides nothing itself: `decide` does; it polls the group, writes the
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 import uuid
@@ -35,9 +36,13 @@ from rayps.runtime.leg import Leg
 from rayps.runtime.mend import Mender
 from rayps.runtime.news import News
 from rayps.runtime.outcome import Outcome
-from rayps.runtime.preflight import preflight
+from rayps.runtime.patience import awaited
+from rayps.runtime.preflight import Findings, preflight
 from rayps.runtime.report import Report
 from rayps.runtime.standing import Standing
+from rayps.runtime.trial import Facts as TrialFacts
+from rayps.runtime.trial import Trial
+from rayps.runtime.try_batch import Request
 from rayps.snapshot import Snapshot
 from rayps.strategy import Phase, parse
 from rayps.workload import Workload, pack
@@ -68,8 +73,11 @@ class Driver:
         failures: int = 0,
         name: str | None = None,
         again: bool = False,
+        tries: bool = False,
     ) -> None:
-        """`name` is that of the job, and of its space on a server group. `again`: an earlier driver of it has died."""
+        """`name` is that of the job, and of its space on a server group. `again`: an earlier driver of it has died.
+        `tries`: one batch is tried in a process of its own while workers start, see `rayps.runtime.trial`.
+        """
         self.workload, self.spec, self.journal = workload, spec.check(), journal
         self.phases = phases or parse(spec.strategy)
         self._checkpoints, self._resume, self._capture = checkpoints, resume, capture
@@ -89,6 +97,7 @@ class Driver:
         self._broken_since: float | None = None
         self._mender = Mender(journal)
         self._evaluated = 0  # the last round whose evaluation is filed
+        self.trial, self._tries = Trial(), tries
 
     def stop(self) -> None:
         """Ask the run to end, with a last checkpoint where there is a folder for it."""
@@ -111,6 +120,7 @@ class Driver:
             if self._calendar is None:
                 self.preflight()
             self._standing.say(Status.STARTING, "starting workers")
+            self.trial.check()
             group = Group(
                 cluster,
                 pack(self.workload),
@@ -121,9 +131,10 @@ class Driver:
                 space=self._space(cluster),
             )
             grids = [leg.phase.strategy.grid(self.spec.workers) for leg in self._legs]
-            placed = group.start(self.spec.timeout, max(grids, key=lambda grid: grid.columns))
+            placed = group.start(self.spec.timeout, max(grids, key=lambda grid: grid.columns), self.trial.check)
             if placed:
                 self.journal.event("placed", placed)
+            self.trial.end(self.journal)
             outcome = Outcome(Status.SUCCEEDED, "trained to the end", self._run_phases(group))
             if self._tables and self._checkpoints is None and group.space is not None:
                 outcome.tables = group.space.whole_tables()
@@ -135,6 +146,7 @@ class Driver:
             log.exception("the driver failed")
             outcome = Outcome(Status.FAILED, f"rayps failed: {type(error).__name__}: {error}", error=error)
         finally:
+            self.close()
             if group is not None:
                 self.journal.lines(group.lines())
                 self._tell(group, over=True)
@@ -150,7 +162,10 @@ class Driver:
             DataError, WorkloadError, ConfigError: what is wrong and the way out.
         """
         self._mailbox = prepared(self.phases, self.journal.folder)
-        found = preflight(self.workload, self.phases, self.spec)
+        find = partial(preflight, self.workload, self.phases, self.spec)
+        found = awaited(find, self.spec.timeout, where="driver", stopped=self._stop.is_set)
+        if found is None:
+            raise _StoppedByUser
         for warning in found.warnings:
             self.journal.event("warning", warning)
         self._tables = found.tables
@@ -158,6 +173,30 @@ class Driver:
             self.phases, found.steps, self.spec.workers, epochs=self.spec.epochs, rounds=self.spec.steps
         )
         self._legs = list(starmap(Leg, zip(self.phases, self._calendar.spans, found.divisions, strict=True)))
+        if self._tries:
+            self._try(found)
+
+    def close(self) -> None:
+        """End what a preflight has begun, where no run follows."""
+        self.trial.close()
+
+    def _try(self, found: Findings) -> None:
+        """Let one batch be tried while workers start."""
+        strategies, packed = [phase.strategy for phase in self.phases], pack(self.workload)
+        model, data = found.sizes
+        facts = TrialFacts(
+            all(strategy.remote for strategy in strategies),
+            any(division is not None for division in found.divisions),
+            self.spec.resources.get("gpu", 0.0),
+            model,
+            len(packed),
+            data,
+        )
+        first = strategies[0]
+        size, federated = first.grid(self.spec.workers).data, first.federated
+        self.trial.begin(
+            facts, Request(packed, size, self.spec.seed, federated, self.spec.working_dir, tuple(sys.path))
+        )
 
     @property
     def calendar(self) -> Calendar:
@@ -290,6 +329,7 @@ class Driver:
         current = [(name, f) for name, f in workers if f.generation == self._generation]
         errors = tuple((name, f.error) for name, f in current if f.status == "failed" and f.error is not None)
         dead = tuple((m.name, m.dead) for m in group.members if m.dead)
+        at = {name: f.position for name, f in current}
         self._mender.saw(bool(errors or dead))
         if errors and self._broken_since is None:
             self._broken_since = time.monotonic()
@@ -303,6 +343,7 @@ class Driver:
             broken_for=0.0 if self._broken_since is None else time.monotonic() - self._broken_since,
             lockstep=phase.strategy.lockstep and not group.holds_tables and not self._mender.may_replace(group),
             stop=self._stop.is_set(),
+            at=at,
             mends=group.mends,
         )
 
@@ -382,6 +423,9 @@ class Driver:
         return metrics
 
     def _stopped(self) -> str:
+        if self._calendar is None:
+            kept = f"{self._saved} is kept" if self._saved else "nothing was kept"
+            return f"stopped on request before it began: {kept}"
         saved = self._snapshot.round if self._snapshot else 0
         at = self._report.reached(saved)
         kept = "nothing was kept"

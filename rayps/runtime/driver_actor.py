@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rayps import checkpoint
-from rayps.cluster import surrounding
+from rayps.cluster import LocalCluster, surrounding
 from rayps.errors import RaypsError
 from rayps.failpoint import passing
 from rayps.job import JobSpec, Status
@@ -98,14 +98,15 @@ class DriverActor:
             resume = newest or (Path(spec.resume) if spec.resume else None)
             if self._attempt > 1 and resume is None:
                 journal.event("began_again", f"attempt {self._attempt} has no checkpoint to go on from: from round 0")
-            workload = load(spec.workload, spec.working_dir)
+            workload, cluster = load(spec.workload, spec.working_dir), surrounding()
             self._driver = Driver(
                 workload, spec, journal, checkpoints=checkpoints, resume=resume, failures=self._failures,
                 name=self._folder.name, again=self._attempt > 1,
+                tries=not isinstance(cluster, LocalCluster),  # threads are there at once
             )  # fmt: skip
             if self._stopped.is_set():
                 self._driver.stop()
-            return self._driver.run(surrounding()).status
+            return self._driver.run(cluster).status
         except (RaypsError, OSError) as error:  # the job cannot even begin: its folder must say why
             journal.event("failed", str(error))
             journal.seal(Outcome(Status.FAILED, str(error), error=error).to_dict())

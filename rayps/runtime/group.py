@@ -6,7 +6,7 @@ Which members to replace is decided by the driver.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,8 @@ from rayps.runtime.assembly import assemble, columns_of, in_columns
 from rayps.runtime.berths import Berths, reserve
 from rayps.runtime.bonds import halted, tied
 from rayps.runtime.meeting import Meeting
-from rayps.runtime.members import START_SECONDS, Member, evaluated, place, settle
+from rayps.runtime.members import Member, evaluated, place, settle
+from rayps.runtime.patience import START_SECONDS, overdue
 from rayps.runtime.plans import Orders, WorkerPlan
 from rayps.runtime.shards import Servers, Shards
 from rayps.snapshot import Snapshot
@@ -77,8 +78,12 @@ class Group:
 
     # ---- starting and ending
 
-    def start(self, timeout: float, grid: Grid | None = None) -> str | None:
+    def start(
+        self, timeout: float, grid: Grid | None = None, check: Callable[[], None] = lambda: None
+    ) -> str | None:
         """Reserve the workers' resources together and start them, or leave nothing behind; says where replicas are.
+
+        `check` is called while they start; what it raises ends the start.
 
         Raises:
             NoResources: the cluster cannot hold them.
@@ -86,8 +91,9 @@ class Group:
         """
         self._berths = reserve(self.cluster, self.resources, grid or Grid(self.size), timeout)
         try:
+            check()
             self.workers = [self._spawn_worker(rank) for rank in range(self.size)]
-            place(self.workers)
+            place(self.workers, check)
             for worker in self.workers:
                 if worker.dead:
                     raise ClusterError(f"{worker.name} did not start: {worker.dead}")
@@ -279,6 +285,7 @@ class Group:
         for rank, worker in enumerate(self.workers):
             facts = worker.ask(wanted, orders.timeout)
             if isinstance(facts, WorkerFacts) and facts.generation == orders.generation:
+                worker.dead = overdue(facts.call, orders.timeout, facts.position, facts.ends)
                 points += [{**point, "rank": rank} for point in facts.points if self._is_new(rank, point)]
         for point in points:
             if point["kind"] == "evaluation":
@@ -389,7 +396,8 @@ class Group:
         parts = columns_of(snapshot, self._known().division)
         shared = [(self.cluster.share(part.params), part.buffers) for part in parts]
         replies = [w.handle.call("evaluate", *shared[self._column(rank)]) for rank, w in enumerate(self.workers)]
-        return evaluated(self.workers, replies, timeout)
+        silence = self._known().timeout
+        return evaluated(self.workers, replies, timeout, silence=silence, round=snapshot.round)
 
 
 def _servers(orders: Orders) -> int:

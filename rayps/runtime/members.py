@@ -5,16 +5,15 @@ leaves its question unanswered past the deadline counts as dead.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rayps.cluster import Handle, Reply
+from rayps.cluster import Handle, Reply, until
 from rayps.errors import ActorDied, ClusterError, LinkError
 from rayps.metrics import means
 from rayps.runtime.actors import Place
-
-START_SECONDS = 180.0  # a process has this long to start and to import torch
+from rayps.runtime.patience import START_SECONDS, overdue
 
 
 @dataclass(slots=True)
@@ -37,10 +36,23 @@ class Member:
 
     def ask(self, wanted: int, timeout: float) -> Any:
         """The member's new facts, or None while it has not answered."""
+        facts = self._answer(timeout, "poll", wanted)
+        if facts is not None:
+            self.facts = facts
+        return facts
+
+    def look(self, timeout: float, round: int) -> None:
+        """Ask whether a call of the user's code is overdue in it, outside of its rounds: it counts as dead then."""
+        answer = self._answer(timeout, "calls")
+        if answer is not None:
+            found = (overdue(call, timeout, round, answer.ends) for call in answer.calls)
+            self.dead = next((reason for reason in found if reason is not None), None)
+
+    def _answer(self, timeout: float, method: str, *args: Any) -> Any:
         if self.dead:
             return None
         if self.question is None:
-            self.question, self.asked_at = self.handle.call("poll", wanted), time.monotonic()
+            self.question, self.asked_at = self.handle.call(method, *args), time.monotonic()
             return None
         silent = time.monotonic() - self.asked_at
         if not self.question.done():
@@ -49,11 +61,10 @@ class Member:
             return None
         question, self.question = self.question, None
         try:
-            self.facts = question.result(0)
+            return question.result(0)
         except ClusterError as error:
             self.dead = str(error.data.get("reason", error))
             return None
-        return self.facts
 
     def heard(self, reply: Reply) -> None:
         """Wait for an order to be taken; a member that does not take it counts as dead."""
@@ -65,11 +76,18 @@ class Member:
             self.dead = str(error)
 
 
-def place(members: Sequence[Member]) -> None:
-    """Learn where new members are; one that did not start counts as dead."""
-    for member, reply in [(member, member.handle.call("place")) for member in members]:
+def place(members: Sequence[Member], check: Callable[[], None] = lambda: None) -> None:
+    """Learn where new members are; one that did not start counts as dead. What `check` raises ends the wait."""
+    asked = [(member, member.handle.call("place")) for member in members]
+
+    def ready() -> bool:
+        check()
+        return all(reply.done() for _, reply in asked)
+
+    until(ready, START_SECONDS)
+    for member, reply in asked:
         try:
-            member.place = reply.result(START_SECONDS)
+            member.place = reply.result(0)
         except TimeoutError:
             member.dead = (
                 f"it did not start within {START_SECONDS:g} s: is the cluster overloaded? "
@@ -86,12 +104,30 @@ def settle(replies: Sequence[Reply], members: Sequence[Member]) -> None:
         member.heard(reply)
 
 
-def evaluated(members: Sequence[Member], replies: Sequence[Reply], timeout: float) -> dict[str, float] | None:
-    """The means of every metric from everyone's answers; None when one was lost meanwhile: it counts as dead."""
+def evaluated(
+    members: Sequence[Member], replies: Sequence[Reply], timeout: float, *, silence: float, round: int
+) -> dict[str, float] | None:
+    """The means of every metric from everyone's answers; None when one was lost meanwhile: it counts as dead.
+
+    All have `timeout` seconds, and one call of the user's code `silence`. `round` is the one that was trained last.
+    """
+    asked = list(zip(members, replies, strict=True))
+    for member in members:
+        member.question = None  # what it is asked as it trains
+
+    def over() -> bool:
+        for member, reply in asked:
+            if not reply.done():
+                member.look(silence, round)
+        return all(reply.done() or member.dead for member, reply in asked)
+
+    until(over, timeout)
     found, torn = [], list[tuple[Member, str]]()
-    for member, reply in zip(members, replies, strict=True):
+    for member, reply in asked:
+        if member.dead and not reply.done():
+            continue
         try:
-            found.append(reply.result(timeout))
+            found.append(reply.result(0))
         except ActorDied as error:
             member.dead = str(error.data.get("reason", error))
         except TimeoutError:

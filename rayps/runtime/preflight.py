@@ -21,6 +21,7 @@ from rayps.job import JobSpec
 from rayps.replica.build import apart, model_of
 from rayps.replica.divide import divide, sample_of
 from rayps.replica.division import Division
+from rayps.runtime.trial import bytes_of
 from rayps.strategies.pipeline import Pipeline
 from rayps.strategy import Phase, Strategy
 from rayps.user_code import user_code
@@ -36,6 +37,7 @@ class Findings(NamedTuple):
     warnings: list[str]
     tables: tuple[Table, ...]
     divisions: list[Division | None]
+    sizes: tuple[int, int]  # bytes of the model's parameters and buffers, and of the data's tensors
 
 
 def preflight(workload: Workload, phases: list[Phase], spec: JobSpec) -> Findings:
@@ -85,7 +87,8 @@ def preflight(workload: Workload, phases: list[Phase], spec: JobSpec) -> Finding
         said = dict.fromkeys(strategy.scale_warning(grid.data) for strategy, grid in both)
         if any(said) and optim.ignores_scale(workload.optimizer, layout):
             warnings += [each for each in said if each]
-    return Findings([_steps(data, strategy, grid) for strategy, grid in both], warnings, tables, divisions)
+    steps = [_steps(data, strategy, grid) for strategy, grid in both]
+    return Findings(steps, warnings, tables, divisions, (bytes_of(model), bytes_of(data)))
 
 
 def _steps(data: Data, strategy: Strategy, grid: Grid) -> int:

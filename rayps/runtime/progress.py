@@ -15,12 +15,13 @@ LINE_SECONDS = 5.0
 class Display:
     """Shows progress and events on a stream (stderr, so that results can be piped)."""
 
-    def __init__(self, stream: TextIO | None = None) -> None:
+    def __init__(self, stream: TextIO | None = None, *, bar: bool = True) -> None:
+        """`bar`: on a terminal there is one, for `progress`."""
         self._console = Console(file=stream or sys.stderr, highlight=False, soft_wrap=True)
         self._bar: Progress | None = None
         self._task: Any = None
         self._line_at = 0.0
-        if self._console.is_terminal:
+        if bar and self._console.is_terminal:
             self._bar = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(),
@@ -57,7 +58,7 @@ class Display:
     def lines(self, lines: list[tuple[float, str, str]]) -> None:
         """Show what the workers printed or logged."""
         for _, who, text in lines:
-            self._console.print(f"{who}: {text}", style="dim", markup=False)
+            self._console.print(f"{who}: {text}", style="dim", markup=False, emoji=False)
 
     def close(self) -> None:
         """Take the bar away."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rayps.errors import ConfigError
 from rayps.ring import Ring
+from rayps.user_code import peers_awaited
 
 
 class Talk:
@@ -34,7 +35,8 @@ class Talk:
         """The sum of everyone's tensors, in place: `t` must be contiguous and nobody else's."""
         self.collectives += 1
         self.bytes += t.nbytes
-        return self._open().sum(t)
+        with peers_awaited():
+            return self._open().sum(t)
 
     def gather(self, t: Tensor, dim: int, widths: Sequence[int]) -> Tensor:
         """Everyone's tensors side by side along `dim`, where rank i's is `widths[i]` wide."""
@@ -49,7 +51,9 @@ class Talk:
         flat = t.new_zeros(one * max(widths))  # a ring gathers equal parts: the narrow ones are filled up
         flat[: t.numel()] = t.reshape(-1)
         parts: list[Tensor] = []
-        for width, got in zip(widths, ring.all_gather(flat), strict=True):
+        with peers_awaited():
+            found = ring.all_gather(flat)
+        for width, got in zip(widths, found, strict=True):
             shape[dim] = width
             parts.append(got[: one * width].view(shape))
         return torch.cat(parts, dim)

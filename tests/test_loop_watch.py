@@ -1,0 +1,112 @@
+"""What a loop of one's own prints is shown by rank on the caller's stderr, and a death in it names rank and step."""
+
+import contextlib
+import os
+import sys
+
+import pytest
+import torch
+from process_cluster import ProcessCluster
+
+import rayps
+from rayps.errors import ActorDied, WorkloadError
+
+
+@pytest.fixture
+def processes():
+    with contextlib.closing(ProcessCluster()) as cluster:
+        yield cluster
+
+
+def said(capsys, *lines):
+    shown = capsys.readouterr().err.splitlines()
+    for line in lines:
+        assert line in shown
+    return shown
+
+
+def test_every_line_is_shown_once_and_by_rank(processes, capsys):
+    def train_fn():
+        rank = rayps.world().rank
+        for number in range(300):
+            print(f"line {number} of {rank}")
+        print("a warning", file=sys.stderr)
+        print("no end of line", end="")
+        return rank
+
+    assert rayps.run(train_fn, workers=2, cluster=processes) == [0, 1]
+    shown = said(capsys)
+    for rank in (0, 1):
+        mine = [line for line in shown if line.startswith(f"worker-{rank}: ")]
+        lines = [line for line in mine if not line.endswith("a warning")]
+        expected = [f"worker-{rank}: line {number} of {rank}" for number in range(300)]
+        assert lines == [*expected, f"worker-{rank}: no end of line"]
+        assert len(mine) == len(lines) + 1
+
+
+def test_what_a_failing_worker_printed_is_shown_before_its_error(processes, capsys):
+    def train_fn():
+        print("before the mistake")
+        if rayps.world().rank == 1:
+            raise ValueError("my own mistake")
+
+    with pytest.raises(WorkloadError, match=r"(?s)my own mistake.*on worker-1, after 0 optimizer steps") as caught:
+        rayps.run(train_fn, workers=2, cluster=processes)
+    assert caught.value.data["rank"] == 1
+    said(capsys, "worker-1: before the mistake")
+
+
+def test_a_death_names_the_worker_and_the_way_out(processes):
+    def train_fn():
+        if rayps.world().rank == 1:
+            os._exit(3)
+
+    with pytest.raises(ActorDied) as caught:
+        rayps.run(train_fn, workers=3, cluster=processes)
+    message = str(caught.value)
+    assert message.startswith("worker-1 of the run died, before its first optimizer step (its process ended)")
+    assert all(words in message for words in ("checkpoints", "rayps doctor", "rayps.train"))
+    assert caught.value.data["rank"] == 1
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(300)
+def test_on_ray_lines_are_shown_and_a_death_names_the_step(ray_cluster, capsys, tmp_path):
+    gate = tmp_path / "gate"
+
+    def train_fn():
+        rank = rayps.world().rank
+        model = torch.nn.Linear(2, 1)
+        _, optimizer = rayps.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in range(5):
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            print(f"step {step} on {rank}", flush=True)
+        if rank == 1:
+            while not gate.exists():  # until the caller has seen the fifth line
+                pass
+            os._exit(3)
+        optimizer.zero_grad()
+        optimizer.step()
+
+    class Gate:
+        """The caller's stderr, which opens the gate once rank 1's last line is there."""
+
+        def __init__(self, through):
+            self.through, self.seen = through, ""
+
+        def write(self, text):
+            self.seen += text
+            if "worker-1: step 4 on 1" in self.seen:
+                gate.touch()
+            return self.through.write(text)
+
+        def __getattr__(self, name):
+            return getattr(self.through, name)
+
+    with contextlib.redirect_stderr(Gate(sys.stderr)), pytest.raises(ActorDied) as caught:
+        rayps.run(train_fn, workers=2, cluster=ray_cluster, timeout=120.0)
+    assert str(caught.value).startswith("worker-1 of the run died after ")
+    assert caught.value.data["steps"] == 5
+    said(capsys, *(f"worker-1: step {step} on 1" for step in range(5)))
