@@ -4,6 +4,8 @@ import pickle
 import select
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import get_context
@@ -348,3 +350,48 @@ def test_a_frozen_process_is_a_timeout_and_a_killed_one_is_lost():
             with pytest.raises(PeerLost, match="'child'"):
                 link.recv(10)
         child.join()
+
+
+CROWDED = """
+import os, resource, select, socket, sys
+from rayps.link import Listener, connect, parse_address
+
+door = Listener("shard", b"s" * 32)
+where = parse_address(door.address)
+callers = [socket.socket() for _ in range(5)]
+kept = []
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+try:
+    while True:
+        kept.append(os.open(os.devnull, os.O_RDONLY))
+except OSError:
+    pass
+for caller in callers:
+    caller.connect((where.host, where.port))
+looks = 0
+while select.select([door.fileno()], [], [], 0)[0]:
+    assert door.accept_ready() is None
+    looks += 1
+    assert looks < 100, "the door is readable for ever"
+for caller in callers:
+    caller.settimeout(60)
+    try:
+        assert caller.recv(1) == b""
+    except ConnectionResetError:
+        pass
+for descriptor in kept:
+    os.close(descriptor)
+child = os.fork()
+if not child:
+    connect(door.address, name="worker", secret=b"s" * 32, generation=0, timeout=60, prefer="tcp").close()
+    os._exit(0)
+assert door.accept(60).peer == "worker"
+assert os.waitpid(child, 0)[1] == 0
+print(looks)
+"""
+
+
+def test_a_listener_without_descriptors_turns_callers_away_and_rests():
+    found = subprocess.run([sys.executable, "-c", CROWDED], capture_output=True, text=True, timeout=100)
+    assert found.returncode == 0, found.stderr
+    assert 1 <= int(found.stdout) <= 10

@@ -6,6 +6,8 @@ network namespace, and no path is left behind. The messages themselves are `rayp
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import secrets
 import selectors
@@ -103,6 +105,7 @@ class Listener:
         self._selector = selectors.DefaultSelector()
         self._ready: list[Link] = []
         self._doors: list[socket.socket] = []
+        self._reserve = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)  # a descriptor to turn callers away with
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         tcp = self._open(family, (host, port))
         unix = ""
@@ -179,8 +182,10 @@ class Listener:
     def _greet(self, door: socket.socket) -> None:
         try:
             sock, _ = door.accept()
-        except OSError:
-            return  # the caller left before it was greeted
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                self._turn_away(door)
+            return  # otherwise the caller left before it was greeted
         sock.setblocking(False)
         unix = sock.family == socket.AF_UNIX
         if unix and not _same_user(sock):
@@ -189,6 +194,19 @@ class Listener:
         steps = link_hello.listener(self.name, self._secret, lambda: self.generation)
         guest = _Guest(sock, steps, "unix" if unix else "tcp")
         self._selector.register(sock, selectors.EVENT_READ, guest)
+
+    def _turn_away(self, door: socket.socket) -> None:
+        """Close a caller for whom there is no descriptor, by the one in reserve: it would make the door readable for
+        ever. It tries again until its own deadline."""
+        if self._reserve >= 0:
+            os.close(self._reserve)
+            self._reserve = -1
+            with contextlib.suppress(OSError):
+                door.accept()[0].close()
+        else:
+            time.sleep(_RETRY[1])  # no reserve could be had again: at least not at full speed
+        with contextlib.suppress(OSError):
+            self._reserve = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
     def _listen_to(self, guest: _Guest) -> None:
         try:
@@ -217,6 +235,9 @@ class Listener:
             link.close()
         self._ready.clear()
         self._selector.close()
+        if self._reserve >= 0:
+            os.close(self._reserve)
+            self._reserve = -1
 
     def __enter__(self) -> Listener:
         return self
