@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -97,6 +98,41 @@ def test_bad_job_files(tmp_path: Path, text: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says) as caught:
         read(tmp_path / "job.yaml")
     assert len(str(caught.value).splitlines()) <= 3
+
+
+@pytest.mark.parametrize(("text", "reading"), [
+    ("workers: 1:30", "a number in base 60"), ("timeout: 1:30.5", "a number in base 60"), ("workers: 010", "in base 8"),
+    ("name: no", "true or false"), ("name: On", "true or false"), ("strategy: {name: all_reduce, x: YES}", "true or"),
+    ("name: 2026-11-22", "a date"), ("on: 1", "true or false"), ("resources: {cpu: [1, 0_10]}", "in base 8"),
+])
+def test_what_versions_of_yaml_read_differently_is_refused(tmp_path: Path, text: str, reading: str) -> None:
+    (tmp_path / "job.yaml").write_text(f"workload: a:B\n{text}\n")
+    with pytest.raises(ConfigError, match=f"line 2: .* {reading}.* quotes"):
+        read(tmp_path / "job.yaml")
+    (tmp_path / "job.yaml").write_text("workload: a:B\n")
+    key, _, value = text.partition(": ")
+    with pytest.raises(ConfigError, match=f"--set .*{reading}"):
+        read(tmp_path / "job.yaml", [f"{'name' if key == 'on' else key}={'on' if key == 'on' else value}"])
+
+
+def test_what_all_versions_of_yaml_read_alike_is_read(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(
+        "workload: a:B\nname: 'no'\nworkers: 8\ntimeout: 1e2\nresources: {cpu: 0.5, gpu: 0}\nresume: \"010\"\n"
+        "strategy: {name: x, a: true, b: null, c: -3, d: 1.5e-3, e: '1:30', f: 2026-11, g: none, h: 1e-3}\n")
+    found = read(tmp_path / "job.yaml")
+    assert (found["name"], found["workers"], found["timeout"], found["resume"]) == ("no", 8, 100.0, "010")
+    assert found["resources"] == {"cpu": 0.5, "gpu": 0}
+    assert found["strategy"] == {"name": "x", "a": True, "b": None, "c": -3, "d": 0.0015, "e": "1:30", "f": "2026-11",
+                                 "g": "none", "h": 0.001}
+
+
+@pytest.mark.parametrize(("kind", "path"), [
+    ("a pipe", "fifo"), ("a device", "/dev/zero"), ("a device", "/dev/null"), ("irectory", "."), ("a pipe", "link")])
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, kind: str, path: str) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "link").symlink_to(tmp_path / "fifo")
+    with pytest.raises(ConfigError, match=kind):
+        read(tmp_path / path)
 
 
 def test_job_files_and_changes(tmp_path: Path) -> None:
@@ -265,6 +301,32 @@ def test_ids_are_never_cut_and_the_last_column_wraps(monkeypatch: pytest.MonkeyP
     assert long not in text and long[:8] in text
     assert text.split().count("three") == 6
     assert max(map(len, text.splitlines()[1:])) <= 70  # below the heading, which is bold
+
+
+HOSTILE = "\x1b[2J\x1b]0;title\x07\x1b]52;c;ZXZpbA==\x07\x9b31m\rover\x08\x00\x7f\u202eevil"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_what_a_job_printed_does_not_control_the_terminal(
+        at: Site, monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
+    job = at.add()
+    home = at.start(job)
+    line = f"2026-11-21T06:41:00.000Z worker-0 \tone {HOSTILE} två 火\n"
+    (home / "log.txt").write_text(line, encoding="utf-8")
+    event = {"time": 1.0, "kind": f"k{HOSTILE}", "message": f"m{HOSTILE}", "attempt": 1}
+    (home / "events.jsonl").write_text(json.dumps(event) + "\n")
+    at.store("explain", job, f"because{HOSTILE}")
+    monkeypatch.setattr("sys.stdout", out := Terminal() if terminal else io.StringIO())
+    monkeypatch.setattr("sys.stderr", Terminal())
+    assert [cli.main(list(command)) for command in (
+        ("logs", job), ("events", job), ("get", job), ("ls",), ("get", job, "-o", "json"))] == [0] * 5
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue()) if terminal else out.getvalue()  # headings are bold
+    assert "\tone" in shown and "två 火" in shown
+    if terminal:
+        assert not set(shown) & set(HOSTILE) - set(map(chr, range(32, 127)))
+        assert r"\x1b]52;c;ZXZpbA==\x07\x9b31m\x0dover\x08\x00\x7f\u202eevil" in shown
+    else:
+        assert HOSTILE in shown  # a pipe gets what was printed
 
 
 def test_a_silent_log_says_so(at: Site, capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,15 +39,25 @@ To = Annotated[str | None, typer.Option("--to", metavar="FILE", help="Write the 
                                        "print it even where the output is no terminal.")]
 
 
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"} | {
+    code: f"\\u{code:04x}" for code in (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))}
+
+
+def plain(text: str) -> str:
+    """Text with control characters spelled out (ESC as \\x1b), so that what a job printed cannot move the cursor, set
+    the title, write to the clipboard or turn the reading order of a terminal. Tabs and line ends stay."""
+    return text.translate(_CONTROLS)
+
+
 def note(text: str) -> None:
     """Something for the person, not for the pipe."""
-    sys.stderr.write(f"{text}\n")
+    sys.stderr.write(f"{plain(text) if sys.stderr.isatty() else text}\n")
     sys.stderr.flush()
 
 
 def say(text: str) -> None:
-    """A line of data."""
-    sys.stdout.write(f"{text}\n")
+    """A line of data; on a terminal without what would control it."""
+    sys.stdout.write(f"{plain(text) if sys.stdout.isatty() else text}\n")
     sys.stdout.flush()
 
 
@@ -97,7 +107,8 @@ def table(columns: list[str], rows: list[list[Any]], cut: tuple[str, ...] = ()) 
         found.add_column(column, no_wrap=True, overflow="ellipsis", width=width)
     found.add_column(columns[-1], no_wrap=not terminal, overflow="fold")
     for row in rows:
-        found.add_row(*[cell if isinstance(cell, Text) else Text(str(cell)) for cell in row])
+        found.add_row(*[cell if isinstance(cell, Text) else Text(plain(str(cell)) if terminal else str(cell))
+                        for cell in row])
     console.print(found)
 
 

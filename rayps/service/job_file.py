@@ -1,8 +1,12 @@
-"""A job as a YAML file, read with suspicion: plain data only, bounded, no key twice, no anchors."""
+"""A job as a YAML file, read with suspicion: a regular file, plain data only, bounded, no key twice, no anchors, and no
+scalar whose meaning depends on the version of YAML."""
 
 from __future__ import annotations
 
 import difflib
+import os
+import re
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +17,14 @@ from rayps.errors import ConfigError
 from rayps.job import JobSpec, misnamed
 
 MOST_BYTES = 1_000_000
+_KINDS = ((stat.S_ISDIR, "a directory"), (stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"),
+          (stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device"))
+_SEXAGESIMAL = re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
+_OCTAL = re.compile(r"[-+]?0[0-9_]+")
+_WORDS = re.compile(r"(yes|no|on|off)", re.IGNORECASE)
+_DATE = re.compile(r"[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}([Tt \t].*)?")
+_UNCLEAR = ((_SEXAGESIMAL, "a number in base 60"), (_OCTAL, "a number in base 8"), (_WORDS, "true or false"),
+            (_DATE, "a date"))
 
 
 def read(path: Path, changes: Sequence[str] = ()) -> dict[str, Any]:
@@ -21,15 +33,7 @@ def read(path: Path, changes: Sequence[str] = ()) -> dict[str, Any]:
     Raises:
         ConfigError: naming the file, the line or the field.
     """
-    try:
-        if path.stat().st_size > MOST_BYTES:
-            raise ConfigError(f"{path} has more than {MOST_BYTES} bytes: that is no job file")
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        raise ConfigError(f"there is no job file {path}") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the job file {path} cannot be read as text: {error}") from error
-    data = load(text, str(path))
+    data = load(_text(path), str(path))
     if not isinstance(data, dict):
         raise ConfigError(f"{path} should hold fields such as `workload: digits.py:Digits`, one on each line")
     for change in changes:
@@ -46,8 +50,28 @@ def read(path: Path, changes: Sequence[str] = ()) -> dict[str, Any]:
     return data
 
 
+def _text(path: Path) -> str:
+    try:
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), encoding="utf-8") as file:
+            kind = os.fstat(file.fileno()).st_mode  # of what was opened, which a look before could miss
+            if not stat.S_ISREG(kind):
+                name = next((name for known, name in _KINDS if known(kind)), "no regular file")
+                raise ConfigError(f"the job file {path} is {name}: give a regular file")
+            text = file.read(MOST_BYTES + 1)
+    except FileNotFoundError as error:
+        raise ConfigError(f"there is no job file {path}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the job file {path} cannot be read as text: {error}") from error
+    if len(text) > MOST_BYTES:
+        raise ConfigError(f"{path} has more than {MOST_BYTES} bytes: that is no job file")
+    return text
+
+
 def load(text: str, where: str) -> Any:
-    """YAML as plain data.
+    """YAML as plain data: the core schema of YAML 1.2, as far as it agrees with 1.1.
+
+    A plain scalar that the two versions read differently is refused, because either reading surprises someone: `1:30`
+    (90 in base 60), `010` (8 in base 8), `yes`, `no`, `on`, `off` (booleans), a date. `1e-3` is a number, as in 1.2.
 
     Raises:
         ConfigError: naming the place.
@@ -86,7 +110,14 @@ class _Loader(yaml.SafeLoader):
         if self.check_event(yaml.AliasEvent):
             mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
             raise yaml.constructor.ConstructorError(None, None, "anchors are not used in job files", mark)
-        return super().compose_node(parent, index)
+        node = super().compose_node(parent, index)
+        if isinstance(node, yaml.ScalarNode) and not node.style and node.tag != "tag:yaml.org,2002:str":
+            for pattern, reading in _UNCLEAR:
+                if pattern.fullmatch(node.value):
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"{node.value} is {reading} to some readers of YAML: write a plain number, true or "
+                        f"false, or a text in quotes ({node.value!r})", node.start_mark)
+        return node
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -97,3 +128,7 @@ class _Loader(yaml.SafeLoader):
                     None, None, f"{key!r} is there twice", key_node.start_mark)
             seen.add(key)
         return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789"))
