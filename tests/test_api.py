@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urljoin
 
 import httpx2
 import pytest
@@ -197,7 +198,8 @@ def test_every_route_but_the_open_ones_needs_a_token(site: Site) -> None:
     for method, path in sorted(routes):
         url = site.url + path.replace("{job_id}", "01J00000000000000000000000")
         answers = [httpx2.request(method, url, headers=headers) for headers in (
-            {}, {"Authorization": "Bearer"}, {"Authorization": "Basic eDp5"}, {"Cookie": "rayps_session=rps_x"})]
+            {}, {"Authorization": "Bearer"}, {"Authorization": "Basic eDp5"},
+            {"Cookie": f"{site.service.cookie}=rps_x"})]
         if any(answer.status_code not in (401, 429) for answer in answers):
             public.add((method, path))
         else:
@@ -230,7 +232,7 @@ def test_a_code_is_exchanged_once_for_a_strict_cookie(site: Site) -> None:
         assert browser.post("/api/v1/jobs", json=job, headers={"Origin": site.url}).status_code == 201
         assert httpx2.post(f"{site.url}/api/v1/session", json={"code": code}).status_code == 401
         assert browser.delete("/api/v1/session", headers={"Origin": site.url}).status_code == 204
-        browser.cookies.set("rayps_session", answer.cookies["rayps_session"])
+        browser.cookies.update(answer.cookies)
         assert browser.get("/api/v1/jobs").status_code == 401
 
 
@@ -258,6 +260,92 @@ def test_headers_and_open_probes(site: Site) -> None:
     ready = httpx2.get(f"{site.url}/readyz")
     assert ready.status_code == 503 and ready.json() == {"ready": False, "reason": "Ray is starting"}
     assert site.http.get("/api/v1/jobs").headers["cache-control"] == "no-store"
+
+
+def test_probes_answer_head_and_a_wrong_method_names_the_right_ones(site: Site) -> None:
+    for path, status in (("/healthz", 200), ("/readyz", 503)):
+        answer = httpx2.head(f"{site.url}{path}")
+        assert answer.status_code == status and answer.content == b""
+    for method, path, allowed in (
+            ("PUT", "/api/v1/jobs", "GET, POST"), ("POST", "/healthz", "GET, HEAD"),
+            ("PATCH", "/api/v1/tokens", "GET, POST"), ("GET", "/api/v1/tokens/x", "DELETE"),
+            ("PUT", "/api/v1/server-groups/x", "GET, PATCH, DELETE")):
+        answer = site.http.request(method, path)
+        assert (answer.status_code, answer.headers["allow"]) == (405, allowed), path
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "application/xml", None])
+def test_a_body_that_is_not_sent_as_json_is_a_415(site: Site, kind: str | None) -> None:
+    for path in ("/api/v1/jobs", "/api/v1/session", "/api/v1/tokens", "/api/v1/server-groups", "/api/v1/client-tokens"):
+        answer = site.http.post(path, content=b'{"a": 1}', headers={} if kind is None else {"Content-Type": kind})
+        assert (answer.status_code, answer.json()["code"]) == (415, "unsupported_media_type"), path
+
+
+def test_the_interface_says_who_may_ask_and_what_happens_to_who_guesses(site: Site) -> None:
+    found = site.http.get("/openapi.json").json()
+    schemes = found["components"]["securitySchemes"]
+    kinds = {(scheme["type"], scheme.get("scheme", scheme.get("in"))) for scheme in schemes.values()}
+    assert kinds == {("http", "bearer"), ("apiKey", "cookie")}
+    assert schemes["session"]["name"] == site.service.cookie
+    for path, verbs in found["paths"].items():
+        for verb, operation in verbs.items():
+            open_to_all = path in ("/healthz", "/readyz", "/api/v1/session") and verb != "delete"
+            assert (operation["security"] == []) is open_to_all, path
+            assert {name for each in operation["security"] for name in each} <= set(schemes)
+            assert "429" in operation["responses"] or path in ("/healthz", "/readyz"), path
+            json_body = "application/json" in operation.get("requestBody", {}).get("content", {})
+            assert ("415" in operation["responses"]) is json_body, path
+    for path, verbs in found["paths"].items():
+        if path.startswith("/api/v1/client/"):
+            assert all(operation["security"] == [{"client": []}] for operation in verbs.values())
+
+
+def test_two_services_of_a_host_do_not_sign_each_other_out(site: Site, tmp_path: Path) -> None:
+    other = Site(tmp_path / "other")
+    try:
+        jar: dict[str, str] = {}
+        for each in (site, other):  # a browser has one jar for all ports of a host
+            answer = httpx2.post(f"{each.url}/api/v1/session", json={"token": each.token}, cookies=jar)
+            jar |= dict(answer.cookies)
+        assert len(jar) == 2
+        for each in (site, other):
+            assert httpx2.get(f"{each.url}/api/v1/jobs", cookies=jar).status_code == 200
+    finally:
+        other.close()
+
+
+@pytest.mark.parametrize(("path", "query", "expected"), [
+    ("/jobs", "", "./#/jobs"), ("/jobs/", "", "../#/jobs"), ("/jobs/ID", "", "../#/jobs/ID"),
+    ("/jobs/ID", "smooth=0.9&q=a%20b", "../#/jobs/ID?smooth=0.9&q=a%20b"), ("/servers/a b", "", "../#/servers/a%20b"),
+    ("/jobs/ID/more/", "", "../../../#/jobs/ID/more"), ("/jobs//evil.example", "", "../../#/jobs/evil.example"),
+    ("/jobs/\r\nSet-Cookie: x", "\r\n<", "../#/jobs/%0D%0ASet-Cookie%3A%20x?%0D%0A%3C"),
+])
+def test_a_plain_path_leads_into_the_page(path: str, query: str, expected: str) -> None:
+    assert pages.in_page(path, query) == expected
+
+
+@pytest.mark.parametrize("prefix", ["", "/team/rayps"])
+def test_a_deep_link_leads_to_the_page_and_a_missing_file_is_missing(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefix: str) -> None:
+    dist = tmp_path / "dist"
+    (dist / "assets").mkdir(parents=True)
+    (dist / "index.html").write_text('<script src="./assets/main.js"></script>')
+    (dist / "assets/main.js").write_text("1")
+    monkeypatch.setattr(pages, "built", lambda: dist)
+    site = Site(tmp_path / "state")
+    try:
+        for path in ("/jobs/01J00000000000000000000000?smooth=0.9", "/jobs", "/servers/one"):
+            answer = httpx2.get(f"{site.url}{path}", follow_redirects=False)
+            assert answer.status_code == 307
+            seen = urljoin(f"http://proxy.example{prefix}{path}", answer.headers["location"])  # by the browser
+            assert seen == f"http://proxy.example{prefix}/#{path}"
+        assert "assets/main.js" in httpx2.get(f"{site.url}/").text
+        assert httpx2.get(f"{site.url}/assets/main.js").text == "1"
+        for path in ("/assets/gone.js", "/jobs.js", "/nothing"):
+            answer = httpx2.get(f"{site.url}{path}")
+            assert answer.status_code == 404 and answer.headers["content-type"] == "application/problem+json"
+    finally:
+        site.close()
 
 
 def test_cluster_strategies_metrics_docs(site: Site) -> None:
@@ -428,11 +516,11 @@ def test_streams_are_bounded(site: Site) -> None:
 def test_what_a_newcomer_sends_with_curl_is_answered_with_the_way_out(site: Site) -> None:
     form = {"Content-Type": "application/x-www-form-urlencoded"}  # what curl -d says by itself
     answer = site.http.post("/api/v1/jobs", content='{"workload": "a:B"}', headers=form)
-    assert answer.status_code == 422 and answer.json()["detail"].endswith("send 'Content-Type: application/json'")
+    assert answer.status_code == 415 and answer.json()["detail"].endswith("send 'Content-Type: application/json'")
     answer = site.http.get("/api/v1/job")
     assert answer.status_code == 404
     assert answer.json()["detail"] == "there is no route /api/v1/job: /docs lists those that there are"
-    assert site.http.put("/api/v1/jobs").json()["detail"].startswith("PUT is not for /api/v1/jobs")
+    assert site.http.put("/api/v1/jobs").json()["detail"] == "PUT is not for /api/v1/jobs: GET, POST are"
 
 
 def test_the_last_bucket_ends_with_the_run(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import re
 import struct
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -367,6 +368,25 @@ def test_what_cannot_be_used_is_rejected_by_name_and_changes_nothing(clinic: Cli
         assert re.search(why, rejected[name]), (name, rejected[name])
     told = hands["nan"].work(after=serial)
     assert told["kind"] == "end" and "finite" in told["verdict"]
+
+
+@pytest.mark.parametrize("end", [False, True])
+def test_a_client_that_waits_is_told_why_its_update_did_not_count(clinic: Clinic, end: bool) -> None:
+    job = clinic.job(FEDAVG.format(least=2), rounds=1 if end else 2)
+    bad, good = Hand(clinic, job, "nan"), Hand(clinic, job, "good")
+    serial = int(bad.order()["serial"])
+    assert bad.send(serial, BAD["nan"][0]).status_code == 201
+    seen = clinic.service.mailbox(job.id).folder / "seen" / str(bad.facts["number"])
+    before = seen.stat().st_mtime_ns
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(bad.work, serial)  # asks while the round is open, as a client does
+        until(lambda: seen.stat().st_mtime_ns > before)
+        assert good.send(serial, an_update(torch.zeros(50, dtype=torch.float64))).status_code == 201
+        told = waits.result(60)
+    while told["kind"] == "wait":
+        told = bad.work(serial)
+    assert told["kind"] == ("end" if end else "round") and "finite" in str(told["verdict"])
+    clinic.user.call("POST", f"/api/v1/jobs/{job.id}/stop") if not end else job.wait(60)
 
 
 def test_what_is_too_large_or_was_changed_on_its_way_is_refused_at_once(clinic: Clinic) -> None:

@@ -20,17 +20,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rayps.federated.real.signed import is_client_token
 from rayps.service.settings import LOOPBACK, Settings
-from rayps.service.store import Store
 from rayps_api.connections import STATE, Held
 from rayps_api.problems import problem
+from rayps_api.service import Service
 
 log = logging.getLogger(__name__)
 
-COOKIE = "rayps_session"
 BODY_LIMIT = 1_000_000
 UPDATE_LIMIT = 16 * 2**30
-_CLIENTS = "/api/v1/client/"
-_OPEN = {("GET", "/healthz"), ("HEAD", "/healthz"), ("GET", "/readyz"), ("HEAD", "/readyz"),
+CLIENTS = "/api/v1/client/"
+OPEN = {("GET", "/healthz"), ("HEAD", "/healthz"), ("GET", "/readyz"), ("HEAD", "/readyz"),
          ("POST", "/api/v1/session")}
 _PRIVATE = ("/metrics", "/openapi.json", "/docs")
 _READS = ("GET", "HEAD", "OPTIONS")
@@ -110,7 +109,7 @@ class Guard:
         writes = request.method not in _READS
         if writes and origin is not None and not _same(origin, request.headers.get("host", "")):
             return problem(request, 403, f"a page of {origin[:100]} may not write here", code="bad_origin")
-        if (request.method, path) in _OPEN or not is_private(path):
+        if (request.method, path) in OPEN or not is_private(path):
             return None
         refused = await self._authenticate(request, writes and origin is None)
         connection = request.scope.get("state", {}).get(STATE)
@@ -119,9 +118,10 @@ class Guard:
         return refused
 
     async def _authenticate(self, request: Request, no_origin: bool) -> Response | None:
-        store: Store = request.app.state.service.store
+        running: Service = request.app.state.service
+        store = running.store
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
-        cookie = request.cookies.get(COOKIE)
+        cookie = request.cookies.get(running.cookie)
         if scheme.lower() == "bearer" and is_client_token(token.strip()):
             return await self._client(request, token.strip())
         if scheme.lower() == "bearer" and token:
@@ -142,8 +142,8 @@ class Guard:
         if grant is None:
             return self.failed(request, "this client's token is wrong, was revoked, or is past its time: ask whom you "
                                "have it from for another (`rayps token create`)")
-        if not request.scope["path"].startswith(_CLIENTS):
-            return problem(request, 403, f"a client's token is good for {_CLIENTS}* only", code="client_only")
+        if not request.scope["path"].startswith(CLIENTS):
+            return problem(request, 403, f"a client's token is good for {CLIENTS}* only", code="client_only")
         request.scope["rayps_grant"] = grant
         return None
 
@@ -164,7 +164,7 @@ class Guard:
 
 def _is_update(request: Request) -> bool:
     path = request.scope["path"]
-    return request.method == "PUT" and path.startswith(f"{_CLIENTS}rounds/") and path.endswith("/update")
+    return request.method == "PUT" and path.startswith(f"{CLIENTS}rounds/") and path.endswith("/update")
 
 
 def _host(header: str) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from urllib.parse import quote
 
-from fastapi import FastAPI
-from fastapi.responses import HTMLResponse
+from fastapi import FastAPI, Request
+from fastapi.responses import HTMLResponse, RedirectResponse
 
 import rayps
 
+PAGES = ("jobs", "servers")  # what the dashboard shows below /
 _NOT_BUILT = """<!doctype html><html lang=en><meta charset=utf-8><title>rayps</title>
 <h1>The dashboard was not built</h1>
 <p>The service runs; its pages are missing in this installation. In a source tree, run
@@ -26,11 +28,30 @@ def built() -> Path | None:
     return None
 
 
+async def _lead(request: Request) -> RedirectResponse:
+    return RedirectResponse(in_page(request.url.path, request.url.query), 307)
+
+
+def in_page(path: str, query: str) -> str:
+    """The address of a plain path in the page, relative to it: `../#/jobs/ID?smooth=0.9` for `/jobs/ID?smooth=0.9`."""
+    parts = path.lstrip("/").split("/")
+    up = "../" * (len(parts) - 1) or "./"
+    inner = "/".join(quote(part, safe="") for part in parts if part)
+    return f"{up}#/{inner}{'?' if query else ''}{quote(query, safe='=&%+._~-')}"
+
+
 def install(app: FastAPI) -> None:
-    """Serve the dashboard at /, below every other route."""
+    """Serve the dashboard at /, below every other route.
+
+    The page keeps its place in the fragment (`/#/jobs/ID`). A plain path, `/jobs/ID`, typed or in a link, leads there
+    by an address relative to it, which is right behind any path prefix.
+    """
     place = built()
     if place is not None:
-        app.frontend("/", directory=place, fallback="index.html")
+        for page in PAGES:
+            app.add_api_route(f"/{page}", _lead, methods=["GET", "HEAD"], include_in_schema=False)
+            app.add_api_route(f"/{page}/{{rest:path}}", _lead, methods=["GET", "HEAD"], include_in_schema=False)
+        app.frontend("/", directory=place, fallback=None)
         return
 
     @app.get("/", include_in_schema=False)

@@ -13,10 +13,12 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from sqlalchemy.exc import DBAPIError
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from rayps.errors import ConfigError, Conflict, NotFound, RaypsError, Unauthorized, UserError
 from rayps.service.state_disk import StateDisk, is_full
 
+_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 log = logging.getLogger(__name__)
 
 _STATUS: dict[type[RaypsError], tuple[int, str]] = {
@@ -24,8 +26,8 @@ _STATUS: dict[type[RaypsError], tuple[int, str]] = {
     ConfigError: (422, "invalid"), UserError: (422, "invalid"),
 }
 _CODES = {400: "bad_request", 401: "unauthorized", 403: "forbidden", 404: "not_found",
-          405: "method_not_allowed", 413: "too_large_body", 422: "invalid", 429: "too_many_requests",
-          500: "internal", 507: "disk_full"}
+          405: "method_not_allowed", 413: "too_large_body", 415: "unsupported_media_type", 422: "invalid",
+          429: "too_many_requests", 500: "internal", 507: "disk_full"}
 
 
 def problem(request: Request, status: int, detail: str, *, code: str | None = None,
@@ -47,7 +49,9 @@ def install(app: FastAPI, fields: Mapping[str, Sequence[str]]) -> None:
         if error.status_code == 404 and detail == http.HTTPStatus.NOT_FOUND.phrase and path.startswith("/api"):
             detail = f"there is no route {path[:200]}: /docs lists those that there are"
         elif error.status_code == 405:
-            detail = f"{request.method} is not for {path[:200]}: /docs lists what is"
+            allowed = ", ".join(_allowed(app, request))
+            detail = f"{request.method} is not for {path[:200]}: {allowed} {'are' if ',' in allowed else 'is'}"
+            return problem(request, 405, detail, headers={"Allow": allowed})
         return problem(request, error.status_code, detail, headers=dict(error.headers or {}))
 
     @app.exception_handler(RaypsError)
@@ -76,7 +80,20 @@ def install(app: FastAPI, fields: Mapping[str, Sequence[str]]) -> None:
     async def _invalid(request: Request, error: RequestValidationError) -> JSONResponse:
         known = next((names for path, names in fields.items() if request.url.path.startswith(path)), ())
         errors = [_explain(e, known) for e in error.errors()[:20]]
-        return problem(request, 422, "; ".join(e["message"] for e in errors[:3]), errors=errors)
+        status = 415 if any(_not_json(e) for e in error.errors()) else 422
+        return problem(request, status, "; ".join(e["message"] for e in errors[:3]), errors=errors)
+
+
+def _allowed(app: FastAPI, request: Request) -> list[str]:
+    """The methods of a path, over all routes that have it."""
+    found = [method for method in _METHODS if any(
+        route.matches({**request.scope, "method": method})[0] is Match.FULL for route in app.routes)]
+    return found or ["GET", "HEAD"]  # a file of the dashboard
+
+
+def _not_json(error: Any) -> bool:
+    """Whether the body was not even read as JSON, as what `curl -d` sends without a header."""
+    return tuple(error["loc"]) == ("body",) and isinstance(error.get("input"), bytes)
 
 
 def _explain(error: Any, fields: Sequence[str]) -> dict[str, str]:
@@ -92,7 +109,7 @@ def _explain(error: Any, fields: Sequence[str]) -> dict[str, str]:
     elif kind == "json_invalid":
         name, message = "", f"the body is no JSON: {error.get('ctx', {}).get('error', error['msg'])}"
         where = []
-    elif isinstance(error.get("input"), bytes) and not where:  # what curl -d says without a header
+    elif _not_json(error):
         message = "the body was not read as JSON: send 'Content-Type: application/json'"
     else:
         given = repr(error.get("input"))

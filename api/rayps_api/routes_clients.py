@@ -194,7 +194,12 @@ async def work(
     """What to do after order `after`; stays up to `wait` seconds until there is something."""
     running, ends = caller.service, time.monotonic() + wait
     seen, version, record = time.monotonic(), -1, None
-    verdict = await asyncio.to_thread(caller.mailbox.verdict, after, caller.member.number) if after else None
+
+    async def told(**found: Any) -> WorkOut:
+        """The answer with the verdict of `after` as it is now: the round may have closed during the wait."""
+        verdict = await asyncio.to_thread(caller.mailbox.verdict, after, caller.member.number) if after else None
+        return WorkOut(verdict=verdict, **found)
+
     while True:
         if version != running.store.version or record is None:
             version = running.store.version
@@ -202,15 +207,15 @@ async def work(
             if await running.client_tokens.grant(caller.token) is None:
                 raise HTTPException(401, "this client's token was revoked, or is past its time")
         if record.status.terminal:
-            return WorkOut(kind="end", status=record.status.value, reason=record.reason, verdict=verdict)
+            return await told(kind="end", status=record.status.value, reason=record.reason)
         order = await asyncio.to_thread(caller.mailbox.newest)
         if order is not None and order.serial > after and _is_for(caller, order):
             text = _signed_text(caller, order)
             signature = running.client_tokens.key.sign(text)
-            return WorkOut(kind="round", order=text, signature=signature, verdict=verdict)
+            return await told(kind="round", order=text, signature=signature)
         if time.monotonic() >= ends or running.closing.is_set() or await request.is_disconnected():
             reason = await asyncio.to_thread(caller.mailbox.standing)
-            return WorkOut(kind="wait", status=record.status.value, reason=reason or record.reason, verdict=verdict)
+            return await told(kind="wait", status=record.status.value, reason=reason or record.reason)
         if time.monotonic() - seen > _SEEN_SECONDS:
             seen = time.monotonic()
             caller.mailbox.seen(caller.member.number)

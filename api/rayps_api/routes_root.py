@@ -14,7 +14,8 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 import rayps.strategy
 from rayps.errors import ConfigError
 from rayps.job import Status
-from rayps_api.guard import COOKIE, Guard
+from rayps_api.guard import Guard
+from rayps_api.openapi import interface
 from rayps_api.schemas import ClusterOut, Login, Ready, StrategyOut, problems
 from rayps_api.service import Known, Service
 
@@ -38,7 +39,7 @@ async def login(body: Login, request: Request) -> Response:
         return guard.failed(request, "the code is wrong, used or older than five minutes: "
                             "`rayps open` prints a new address" if body.code else None)
     answer = Response(status_code=204)
-    answer.set_cookie(COOKIE, session, max_age=30 * 86400, httponly=True, samesite="strict", path="/",
+    answer.set_cookie(running.cookie, session, max_age=30 * 86400, httponly=True, samesite="strict", path="/",
                       secure=request.url.scheme == "https")
     return answer
 
@@ -46,11 +47,11 @@ async def login(body: Login, request: Request) -> Response:
 @router.delete("/api/v1/session", status_code=204, tags=["session"])
 async def logout(request: Request, known: Known) -> Response:
     """End the cookie's session."""
-    cookie = request.cookies.get(COOKIE)
+    cookie = request.cookies.get(known.cookie)
     if cookie:
         await known.store.revoke(cookie)
     answer = Response(status_code=204)
-    answer.delete_cookie(COOKIE, path="/")
+    answer.delete_cookie(known.cookie, path="/")
     return answer
 
 
@@ -76,6 +77,7 @@ async def strategies(known: Known) -> Any:
     return JSONResponse(rayps.strategy.catalogue())
 
 
+@router.head("/healthz", include_in_schema=False)
 @router.get("/healthz", responses={503: {"description": "The scheduler does not come round"}}, tags=["health"])
 async def healthz(request: Request, response: Response) -> dict[str, bool]:
     """The service answers and its scheduler comes round, with Ray or without; 503 when it should be started again."""
@@ -84,6 +86,7 @@ async def healthz(request: Request, response: Response) -> dict[str, bool]:
     return {"ok": ok}
 
 
+@router.head("/readyz", include_in_schema=False)
 @router.get("/readyz", response_model=Ready, responses={503: {"model": Ready}}, tags=["health"])
 async def readyz(request: Request) -> Any:
     """Jobs can be filed and can start; 503 with the reason while they cannot."""
@@ -130,7 +133,7 @@ def _of_groups(known: Service, registry: CollectorRegistry) -> None:
 @router.get("/openapi.json", include_in_schema=False)
 async def openapi(request: Request, known: Known) -> JSONResponse:
     """The interface as OpenAPI 3.1."""
-    return JSONResponse(request.app.openapi())
+    return JSONResponse(interface(request.app.openapi(), known.cookie))
 
 
 @router.get("/docs", include_in_schema=False)

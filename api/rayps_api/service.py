@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -41,6 +42,11 @@ class Service:
     receiving: int = 0  # updates of clients
     requests: int = 0
     _progress: OrderedDict[str, tuple[int, dict[str, Any] | None]] = field(default_factory=OrderedDict)
+
+    @property
+    def cookie(self) -> str:
+        """The cookie's name: of this service alone, because a browser sends cookies to every port of a host."""
+        return f"rayps_session_{hashlib.sha256(self.client_tokens.key.public.encode()).hexdigest()[:12]}"
 
     def folder(self, job_id: str) -> Path:
         """A job's folder."""

@@ -1,0 +1,46 @@
+"""The interface as OpenAPI: what FastAPI derives from the routes, and what holds for all of them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from rayps_api.guard import CLIENTS, OPEN
+from rayps_api.schemas import problems
+
+_TOKENS = "/api/v1/tokens"
+
+
+def interface(derived: dict[str, Any], cookie: str) -> dict[str, Any]:
+    """The derived document with the ways to show who asks, 429 where one is asked for, and 415 where JSON is sent."""
+    found = copy.deepcopy(derived)
+    found.setdefault("components", {})["securitySchemes"] = {
+        "token": {"type": "http", "scheme": "bearer", "description": "A user's token, rps_... (`rayps token`)."},
+        "session": {"type": "apiKey", "in": "cookie", "name": cookie,
+                    "description": "A browser's session (POST /api/v1/session). A write needs an Origin header."},
+        "client": {"type": "http", "scheme": "bearer", "description": "A federated client's token, rpc...."}}
+    for path, verbs in found["paths"].items():
+        for verb, operation in verbs.items():
+            operation["security"] = security(verb.upper(), path)
+            if operation["security"]:
+                _add(operation, 429)
+                operation["responses"]["429"].setdefault("headers", {"Retry-After": {
+                    "description": "Seconds to wait.", "schema": {"type": "integer"}}})
+            if "application/json" in operation.get("requestBody", {}).get("content", {}):
+                _add(operation, 415)
+    return found
+
+
+def security(method: str, path: str) -> list[dict[str, list[str]]]:
+    """The schemes of which one must be used; none for what is open."""
+    if (method, path) in OPEN:
+        return []
+    if path.startswith(CLIENTS):
+        return [{"client": []}]
+    if path == _TOKENS or path.startswith(f"{_TOKENS}/"):
+        return [{"token": []}]
+    return [{"token": []}, {"session": []}]
+
+
+def _add(operation: dict[str, Any], status: int) -> None:
+    operation["responses"].setdefault(str(status), problems(status)[status])
