@@ -180,3 +180,11 @@ def test_vectors_that_cannot_be():
         Exact(3, torch.float32).add(torch.zeros(4), 1)
     with pytest.raises(ConfigError, match="int64"):
         Exact(3, torch.int64)
+
+
+def test_a_mean_whose_weights_are_too_small_to_be_counted_is_zero():
+    """As FedBuff's are with a large decay where all updates of a buffer are old: 0/0 before."""
+    made = Exact(3, torch.float32)
+    for _ in range(2):
+        made.add(torch.ones(3), 2.0**-200)
+    assert made.weight == 0 and made.mean().tolist() == [0.0] * 3
