@@ -502,7 +502,7 @@ def test_the_list_streams_jobs_that_change(site: Site) -> None:
         site.start(job)
         for message in messages:
             changed = {j["id"]: j["status"] for j in message["data"]["jobs"]}
-            if changed.get(job) == "STARTING":
+            if changed.get(job) in ("STARTING", "UNKNOWN"):  # UNKNOWN where no Ray was seen for half a minute
                 break
 
 
