@@ -30,6 +30,8 @@ from rayps.flat import FlatModel, Gradient, beside
 from rayps.grad_watch import GradWatch
 from rayps.logs import LogBuffer
 from rayps.loop_watch import Said, Watch
+from rayps.optim import plain_values
+from rayps.rates import Maker, Pace, Recipe, Ticks, pace_of
 from rayps.ring import Ring
 from rayps.ring.compressed import compressed
 from rayps.runtime.progress import Display
@@ -199,13 +201,19 @@ class LoopActor:
         return Said(self._logs.drain(), self._place.steps, over)
 
 
-def wrap(model: nn.Module, optimizer: Optimizer, strategy: Any = "all_reduce") -> tuple[nn.Module, Optimizer]:
+def wrap(
+    model: nn.Module, optimizer: Optimizer, strategy: Any = "all_reduce", *, schedule: Maker | None = None
+) -> tuple[nn.Module, Optimizer]:
     """Let `optimizer.step()` be one round of a strategy; all workers begin with rank 0's parameters.
 
     The loop stays as it is: zero_grad, loss, backward, step. Nothing is sent before `step`, so that several backwards
     may add up first. `optimizer.samples` may be set to the number of samples they were means over (default 1), by
-    which means are weighted. Under a parameter server the optimizer's rule
-    runs on the shards, and a change of its learning rate on the worker has no effect.
+    which means are weighted.
+
+    `schedule` is what `Workload.schedule` is, stepped once a step, right under every strategy: e.g.
+    `rayps.wrap(model, optimizer, strategy, schedule=lambda optimizer: CosineAnnealingLR(optimizer, T_max=1000))`. A
+    scheduler of the loop's own does too where the worker's optimizer steps. Under a parameter server the optimizer's
+    rule runs on the shards: there a change of its groups on the worker is an error at the next step.
 
     `optimizer.clip_grad_norm_(max_norm)`, between the last backward and `step`, is
     `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)` of the mean gradient over all workers: it exchanges,
@@ -230,6 +238,10 @@ def wrap(model: nn.Module, optimizer: Optimizer, strategy: Any = "all_reduce") -
         log.info(ring.choice)
     for value in [flat.vector, *beside(model).values()]:
         ring.broadcast(value)
+    factory = _same_kind(optimizer, flat)
+    if schedule is not None:
+        factory = Recipe(factory, schedule)
+    pace = None if chosen.shards else pace_of(factory, flat.layout, optimizer, Ticks())
     group, server = None, None
     if chosen.shards:
         group = _share(
@@ -243,7 +255,7 @@ def wrap(model: nn.Module, optimizer: Optimizer, strategy: Any = "all_reduce") -
                 compression=chosen.compression,
                 workers=here.size,
                 timeout=here.timeout,
-                optimizer=_same_kind(optimizer, flat),
+                optimizer=factory,
             ),
         )
         server = group.server(here.rank)
@@ -251,7 +263,7 @@ def wrap(model: nn.Module, optimizer: Optimizer, strategy: Any = "all_reduce") -
     if chosen.compression is not None and server is None:
         talk, choice = compressed(ring, chosen.compression, Gradient(flat.packed, 0))
         log.info(choice["message"])
-    turns = _Turns(chosen, flat, optimizer.step, here, talk, server)
+    turns = _Turns(chosen, flat, _Stepper(optimizer, pace, chosen.shards > 0), here, talk, server)
     here.closing.append(lambda failed: _leave(turns, ring, server, group, failed))
     optimizer.samples = 1  # type: ignore[attr-defined]
 
@@ -331,11 +343,40 @@ class _Ended(Exception):
     pass
 
 
+class _Stepper:
+    """The user's optimizer: stepped here, by its schedule; or on servers, and then its groups must stay as they are."""
+
+    def __init__(self, optimizer: Optimizer, pace: Pace | None, remote: bool) -> None:
+        self._step, self._pace, self._optimizer, self._number = optimizer.step, pace, optimizer, 0
+        self._begun = [plain_values(group) for group in optimizer.param_groups] if remote else []
+
+    def __call__(self) -> None:
+        """A step with the gradients that are there."""
+        if self._pace is not None:
+            self._pace.at(self._number)
+        self._number += 1
+        self._step()
+
+    def check(self) -> None:
+        """Raises ConfigError: the groups were changed, and the servers would not know."""
+        for begun, group in zip(self._begun, self._optimizer.param_groups, strict=False):
+            now = plain_values(group)
+            for key, value in begun.items():
+                if now.get(key) != value:
+                    raise ConfigError(
+                        f"{key} of the optimizer was changed from {value!r} to {now.get(key)!r}, and under a parameter "
+                        "server the shards step, with what they were given: say how it changes by rayps.wrap(..., "
+                        "schedule=lambda optimizer: SomeLR(optimizer, ...)), and step no scheduler in the loop; or use "
+                        "all_reduce",
+                        field="schedule",
+                    )
+
+
 class _Turns:
     """The worker that the strategy's round sees, played by the user's loop."""
 
     def __init__(
-        self, strategy: Any, flat: FlatModel, own_step: Callable[..., Any], here: World, ring: Ring, server: Any
+        self, strategy: Any, flat: FlatModel, own_step: _Stepper, here: World, ring: Ring, server: Any
     ) -> None:
         self.rank, self.size, self.ring, self.server = here.rank, here.size, ring, server
         self._strategy, self._flat, self._own_step = strategy, flat, own_step
@@ -361,6 +402,7 @@ class _Turns:
 
     def step(self, closure: Callable[[], Any] | None, samples: int) -> Any:
         """Offer the gradient that is in `.grad`; returns when the next round asks for a batch."""
+        self._own_step.check()
         loss = closure() if closure is not None else None
         if self._holds():
             self._rounds.release()

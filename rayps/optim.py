@@ -7,7 +7,7 @@ Muon, L-BFGS: no). Whether one is, is found out by a probe, not by its name.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from rayps.user_code import user_code
 Factory = Callable[[list[nn.Parameter]], Optimizer]
 _BLOCK = 1 << 17  # elements of a gradient that are added up at a time: they stay in the cache
 Moments = dict[str, dict[str, Any]]  # parameter name -> state key -> tensor (whole or slice) or number
+EDITS = "group edits"  # a key of such a state, where the parameter's group is not as `optimizer` made it: see `edits`
 
 spare_compiler()
 
@@ -146,7 +147,15 @@ class SlicedOptimizer:
         return [(leaf.param, leaf.cut) for leaf in self._leaves]
 
     def moments(self) -> Moments:
-        """The state of every piece of a parameter, by the parameter's name; tensors are copies."""
+        """The state of every piece of a parameter, by the parameter's name; tensors are copies. See `edits` too."""
+        found, edited = self._states(), edits(self.optimizer)
+        for leaf in self._leaves:
+            if edited[leaf.group]:
+                for piece in leaf.pieces:
+                    found[piece.name][EDITS] = edited[leaf.group]
+        return found
+
+    def _states(self) -> Moments:
         found: Moments = {}
         for leaf in self._leaves:
             state = self.optimizer.state.get(leaf.param, {})
@@ -164,7 +173,10 @@ class SlicedOptimizer:
 
     def restore(self, moments: Moments) -> None:
         """Take over what `moments` gave, of the same elements; the tensors are this optimizer's from now on."""
-        self._arrange(self.moments() | moments)
+        for number, members in enumerate(self._members):
+            edit(self.optimizer.param_groups[number], (moments.get(self._pieces[i].name, {}) for i in members))
+        plain = {name: {key: state[key] for key in state if key != EDITS} for name, state in moments.items()}
+        self._arrange(self._states() | plain)
 
     def _arrange(self, state: Moments) -> None:
         """Make the leaves anew, as few as there can be, with the state of each piece by name."""
@@ -265,6 +277,13 @@ def made(factory: Factory, params: list[nn.Parameter]) -> Optimizer:
         raise WorkloadError(
             f"optimizer(params) gave {type(optimizer).__name__}: return a torch.optim.Optimizer over params"
         )
+    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        raise WorkloadError(
+            "optimizer(params) made a learning-rate scheduler, which nobody would step: return it from a method "
+            "schedule(self, optimizer) of the workload, which says so to every process that steps (under rayps.wrap: "
+            "the argument `schedule`)"
+        )
+    optimizer.rayps_made = [plain_values(group) for group in optimizer.param_groups]  # type: ignore[attr-defined]
     known = {id(p) for p in params}
     for group in optimizer.param_groups:
         if any(id(p) not in known for p in group["params"]):
@@ -337,15 +356,73 @@ def _copied(value: Any, device: torch.device | str = "cpu") -> Any:
 
 
 def moments(optimizer: Optimizer, layout: Layout, params: list[nn.Parameter]) -> Moments:
-    """The state of a whole optimizer by parameter name; tensors are copies."""
-    return {entry.name: _copy(optimizer.state.get(p, {})) for entry, p in zip(layout.entries, params, strict=True)}
+    """The state of a whole optimizer by parameter name; tensors are copies. See `edits` too."""
+    held = {entry.name: _copy(optimizer.state.get(p, {})) for entry, p in zip(layout.entries, params, strict=True)}
+    return with_edits(held, optimizer, layout, params)
+
+
+def with_edits(held: Moments, optimizer: Optimizer, layout: Layout, params: list[nn.Parameter]) -> Moments:
+    """An optimizer's states by parameter name, with the edits of each parameter's group where there are some."""
+    edited = edits(optimizer)
+    if any(edited):
+        of = {id(p): edited[number] for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        for entry, p in zip(layout.entries, params, strict=True):
+            if of.get(id(p)):
+                held[entry.name] = {**held[entry.name], EDITS: of[id(p)]}
+    return held
+
+
+def edits(optimizer: Optimizer) -> list[list[list[Any]]]:
+    """By group: [name, value that it was made with, value now] of what was changed since `made`, JSON-ready.
+
+    A step hook that changes a rate so survives a resume, a change of phase and a death.
+    """
+    known: list[dict[str, Any]] = getattr(optimizer, "rayps_made", [])
+    return [
+        [[key, first, now] for key, now in plain_values(group).items() if (first := made.get(key)) != now]
+        for made, group in zip(known, optimizer.param_groups, strict=False)
+    ] + [[] for _ in optimizer.param_groups[len(known) :]]
+
+
+def edit(group: dict[str, Any], states: Iterable[Mapping[str, Any]]) -> None:
+    """Change a group as the edits say that one of its parameters' states has.
+
+    A value that `optimizer` makes otherwise by now stays as it is made: whoever changed it in the workload means it.
+    """
+    found: list[list[Any]] = next((state[EDITS] for state in states if EDITS in state), [])
+    mine = plain_values(group)
+    for key, first, now in found:
+        if key not in group or mine.get(key) == first:
+            value = tuple(now) if isinstance(now, list) else now
+            if isinstance(group.get(key), Tensor):
+                group[key].fill_(value)
+            else:
+                group[key] = value
+
+
+def plain_values(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The plain values of a group, as JSON has them."""
+    found: dict[str, Any] = {}
+    for key, value in group.items():
+        if isinstance(value, Tensor) and value.numel() == 1:
+            found[key] = value.item()
+        elif isinstance(value, (tuple, list)) and key != "params":
+            if all(isinstance(each, (int, float)) for each in value):
+                found[key] = list(value)
+        elif isinstance(value, (int, float, str, bool, type(None))):
+            found[key] = value
+    return found
 
 
 def load(optimizer: Optimizer, state: Moments, layout: Layout, params: list[nn.Parameter]) -> None:
     """Put a state by parameter name into a whole optimizer."""
+    names = {id(p): entry.name for entry, p in zip(layout.entries, params, strict=True)}
+    for group in optimizer.param_groups:
+        edit(group, (state.get(names[id(p)], {}) for p in group["params"] if id(p) in names))
     for entry, p in zip(layout.entries, params, strict=True):
-        if state.get(entry.name):
-            optimizer.state[p] = _copy(state[entry.name], p.device)
+        held = {key: value for key, value in state.get(entry.name, {}).items() if key != EDITS}
+        if held:
+            optimizer.state[p] = _copy(held, p.device)
 
 
 def join(parts: list[Moments], layout: Layout) -> Moments:
@@ -354,7 +431,9 @@ def join(parts: list[Moments], layout: Layout) -> Moments:
     for entry in layout.entries:
         held = [part[entry.name] for part in parts if part.get(entry.name)]
         if held:
-            whole[entry.name] = {key: _join([piece[key] for piece in held], entry) for key in held[0]}
+            whole[entry.name] = {key: _join([piece[key] for piece in held], entry) for key in held[0] if key != EDITS}
+            edited = [piece[EDITS] for piece in held if EDITS in piece]  # shards out of step may differ
+            whole[entry.name] |= {EDITS: edited[0]} if edited else {}
     return whole
 
 

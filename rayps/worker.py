@@ -25,6 +25,7 @@ from rayps.federated.engine import Engine
 from rayps.finite import gradient_fault
 from rayps.flat import FlatModel, Gradient, square_of
 from rayps.meter import Meter
+from rayps.rates import Pace, Ticks, pace_of, recipe_of
 from rayps.replica.agree import agreed
 from rayps.replica.build import model_of
 from rayps.replica.optimizer import of_some
@@ -89,7 +90,7 @@ class Worker:
         self.choices: list[dict[str, Any]] = []  # what was chosen here, as events
         self._buckets: Buckets | None = None
         self._choose(ring)
-        self.optimizer: Any = self._own_optimizer()
+        self.optimizer, self.pace = self._own_optimizer()
         self._mean: Tensor | None = None  # of the gradients, where the ring's ranks share it
         self._used: list[bool] = []  # which parameters the latest gradient is of
         self._unused: Collection[int] = ()  # parameters that no rank used in this round
@@ -136,15 +137,16 @@ class Worker:
             self._buckets = Buckets(self.flat, self.ring, getattr(plan.strategy, "bucket_mb", None))
             self.choices += [self._buckets.choice] if plan.rank == 0 and plan.size > 1 else []
 
-    def _own_optimizer(self) -> torch.optim.Optimizer | None:
-        """What steps this worker's parameters; None where only servers do."""
-        strategy, division, factory = self.strategy, self.plan.division, self.workload.optimizer
+    def _own_optimizer(self) -> tuple[Any, Pace | None]:
+        """What steps this worker's parameters, and its schedule, if it has one; None where only servers step."""
+        strategy, division, factory = self.strategy, self.plan.division, recipe_of(self.workload)
         if strategy.shards and not strategy.steps_locally:
-            return None
-        if division is None:
-            return optim.made(factory, self.flat.parameters)
-        names = [entry.name for entry in self.held.layout.entries]
-        return optim.made(of_some(factory, division.layout, names), self.flat.parameters)
+            return None, None
+        if division is not None:
+            factory = of_some(factory, division.layout, [entry.name for entry in self.held.layout.entries])
+        optimizer = optim.made(factory, self.flat.parameters)
+        ticks = Ticks(self.plan.origin, self.steps_per_epoch)
+        return optimizer, pace_of(factory, self.held.layout, optimizer, ticks)
 
     def _whole_or_slice(self, column: int) -> Part:
         plan = self.plan
@@ -410,6 +412,8 @@ class Worker:
         step = self.position
         if self.tables is not None:
             self.tables.begin(step)
+        if self.pace is not None:
+            self.pace.at(step)
         self.strategy.round(self)
         if self.tables is not None and self.server is None:
             self.tables.push(step, float(self._samples))

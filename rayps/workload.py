@@ -34,8 +34,14 @@ from rayps.errors import ConfigError, UserError, WorkloadError
 from rayps.job import misnamed
 
 
+def _none(method: Any) -> Any:
+    """Mark the method that stands where a workload has none of its own."""
+    method.is_none = True
+    return method
+
+
 class Workload(ABC):
-    """What to learn: a model, a loss, data, and an optimizer. Created once, then sent to every worker.
+    """What to learn: a model, a loss, data, an optimizer and its schedule. Created once, then sent to every worker.
 
     `clip_norm`, a number above 0 or None (never), is the Euclidean norm to which a gradient is shortened where it is
     longer, as `torch.nn.utils.clip_grad_norm_` does. Which gradient depends on the strategy: under all_reduce the mean
@@ -46,6 +52,7 @@ class Workload(ABC):
     """
 
     clip_norm: float | None = None
+    schedule_every: str = "step"  # what `schedule` counts: "step" or "epoch"
 
     @abstractmethod
     def model(self) -> torch.nn.Module:
@@ -62,6 +69,30 @@ class Workload(ABC):
     def optimizer(self, params: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
         """The optimizer of `params`, which are `list(model.parameters())`."""
         return torch.optim.SGD(params, lr=0.01)
+
+    @_none
+    def schedule(self, optimizer: torch.optim.Optimizer) -> Any:
+        """The learning-rate schedule of `optimizer`: a scheduler of `torch.optim.lr_scheduler`, a function that gives
+        the factor of the rates at a step, or None (they stay as they are).
+
+            def schedule(self, optimizer):
+                return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=1000)
+
+            def schedule(self, optimizer):
+                return lambda step: min(1.0, (step + 1) / 100)     # a warm-up
+
+        It is stepped once a step, or once an epoch (`schedule_every = "epoch"`), from step 0 of the job on: a resumed
+        run and a later phase go on counting. A step is a round: of the worker, wherever the step is taken. A server
+        applies the rate of the round that a push is of, however late the push is (Downpour: that of its last gradient);
+        workers that learn apart count their own steps across meetings; a federated job counts its rounds, and its
+        clients train at the rate of the round (`server_lr` stays as the strategy says).
+
+        `optimizer` is a skeleton: the groups of `self.optimizer(params)` over stand-ins, on which the schedule is
+        evaluated in each process; it must give the same values each time. For a sparse table it is torch's optimizer
+        of the same kind, with one group whose "table" is the table's name. What a scheduler moves (rates; OneCycleLR
+        also momentum) is set before each step. ReduceLROnPlateau is refused: its steps need a metric.
+        """
+        return None
 
     def evaluate(self, model: torch.nn.Module, batch: Batch) -> dict[str, float | torch.Tensor]:
         """Named means over the batch, e.g. {"accuracy": 0.9}; the platform weights them by batch size."""

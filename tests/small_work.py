@@ -37,6 +37,18 @@ OPTIMIZERS = {
 }
 
 
+lrs = torch.optim.lr_scheduler
+SCHEDULES = {
+    "cosine": lambda o: lrs.CosineAnnealingLR(o, T_max=20),
+    "onecycle": lambda o: lrs.OneCycleLR(o, max_lr=0.1, total_steps=40),
+    "warm": lambda o: lrs.SequentialLR(
+        o, [lrs.LinearLR(o, 0.1, total_iters=5), lrs.ExponentialLR(o, 0.95)], milestones=[5]),
+    "chained": lambda o: lrs.ChainedScheduler([lrs.ConstantLR(o, 0.5, total_iters=3), lrs.StepLR(o, 4, 0.5)]),
+    "restarts": lambda o: lrs.CosineAnnealingWarmRestarts(o, T_0=4),
+    "function": lambda o: lambda step: 0.9**step,
+}
+
+
 class Small(rayps.Workload):
     """A regression by a small network."""
 
@@ -63,6 +75,17 @@ class Small(rayps.Workload):
         return {"error": (model(batch.x) - batch.y).abs().mean()}
 
 
+class Paced(Small):
+    """The same with a schedule, by name."""
+
+    def __init__(self, schedule="cosine", every="step", **options):
+        super().__init__(**options)
+        self.by, self.schedule_every = schedule, every
+
+    def schedule(self, optimizer):
+        return SCHEDULES[self.by](optimizer)
+
+
 def train(workload, strategy="all_reduce", cluster=None, **options):
     """`rayps.train` on threads."""
     own = cluster or LocalCluster()
@@ -79,6 +102,9 @@ def plain(workload, workers=1, *, epochs=1, steps=None, seed=0):
     model = workload.model()
     optimizer = workload.optimizer([p for p in model.parameters() if p.requires_grad])
     data = workload.data()
+    scheduler = workload.schedule(optimizer)
+    if scheduler is not None and not hasattr(scheduler, "step"):
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, scheduler)
     losses, evaluations, done = [], [], 0
     for epoch in range(10_000 if steps else epochs):
         dealt = [list(data.batches(rank=r, size=workers, seed=seed, epoch=epoch)) for r in range(workers)]
@@ -92,8 +118,12 @@ def plain(workload, workers=1, *, epochs=1, steps=None, seed=0):
             loss = ((model(batch.x) - batch.y) ** 2).mean()
             loss.backward()
             optimizer.step()
+            if scheduler is not None and workload.schedule_every == "step":
+                scheduler.step()
             losses.append(loss.item())
             done += 1
+        if scheduler is not None and workload.schedule_every == "epoch":
+            scheduler.step()
         with torch.no_grad():
             x, y = data.x, data.y
             evaluations.append(((model(x) - y) ** 2).mean().item())

@@ -19,7 +19,7 @@ FLOORS = [
     # where actors live, and how bytes travel between them
     "cluster scratch ray_cluster link federated.real.mailbox federated.real.signed",
     # the two ways of talking
-    "ring eager optim server tables elastic",
+    "ring eager optim rates server tables elastic",
     # what is learnt
     "tensor data workload checkpoint apart keeping snapshot embedding buckets worker runtime.plans runtime.decide "
     "pipeline replica meter stepping federated",

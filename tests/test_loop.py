@@ -148,6 +148,48 @@ def test_a_schedule_of_the_learning_rate_works_in_all_reduce():
     assert distance(results[0][0], results[1][0]) == 0
 
 
+def paced(work, strategy, schedule, steps=12, own=None):
+    """A loop whose schedule is given to wrap, or stepped in it (`own`)."""
+
+    def train_fn():
+        world = rayps.world()
+        model = work.model()
+        optimizer = work.optimizer(list(model.parameters()))
+        rayps.wrap(model, optimizer, strategy, schedule=schedule)
+        later = own(optimizer) if own else None
+        for batch in work.data().batches(rank=world.rank, size=world.size, seed=0, epoch=0):
+            optimizer.zero_grad()
+            ((model(batch.x) - batch.y) ** 2).mean().backward()
+            optimizer.step()
+            if later is not None:
+                later.step()
+        return vector(model)
+
+    return train_fn
+
+
+def once(optimizer):
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=20)
+
+
+@pytest.mark.parametrize("strategy", [*IN_STEP, ParameterServer(shards=2, replicas=1)], ids=str)
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw_groups"])
+def test_a_schedule_that_wrap_is_given_is_torchs_under_every_strategy(strategy, optimizer):
+    work = Fixed(optimizer=optimizer)
+    work.schedule = once
+    expected = law(work, 2, epochs=1)
+    for found in run(paced(Fixed(optimizer=optimizer), strategy, once), workers=2):
+        assert distance(found, expected) < EXACT
+    for found in run(paced(Fixed(optimizer=optimizer), AllReduce(), None, own=once), workers=2):
+        assert distance(found, expected) < EXACT
+
+
+@pytest.mark.parametrize("strategy", [ParameterServer(), ParameterServer(shards=2, replicas=0)], ids=str)
+def test_a_schedulers_own_step_under_servers_is_an_error_that_says_what_to_do(strategy):
+    with pytest.raises(ConfigError, match=r"(?s)lr of the optimizer was changed .*schedule=lambda optimizer"):
+        run(paced(Fixed(), strategy, None, own=lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5)), workers=1)
+
+
 def test_a_closure_is_called_once():
     calls = []
 

@@ -28,6 +28,7 @@ from rayps.elastic.server.dense import part_of, state_of
 from rayps.elastic.space import Quota, Space, Table
 from rayps.errors import ActorDied, CheckpointError, ConfigError, NotFound, RaypsError
 from rayps.flat import Layout
+from rayps.rates import Ticks
 from rayps.runtime.plans import Orders, Seat
 from rayps.server.shard import ShardPart
 from rayps.snapshot import Snapshot
@@ -46,17 +47,18 @@ NEWS = ("server_lost", "server_dead", "segment_lost", "resized", "server_leaving
 class JobSpace:
     """A job's space on `group`, by the job's name. `own`: the group is this job's alone, and ends with it.
 
-    `factory` is the job's packed optimizer factory, `tables` those of its model. Implements
-    `rayps.runtime.shards.Servers`.
+    `factory` is the job's packed optimizer factory, `tables` those of its model; `scheduled`: the factory has a
+    schedule, which tables follow too. Implements `rayps.runtime.shards.Servers`.
     """
 
     def __init__(
         self, group: Group, name: str, workers: int, factory: bytes, *, tables: tuple[Table, ...] = (),
-        quota: Quota | None = None, own: bool = False, timeout: float = 60.0,
+        quota: Quota | None = None, own: bool = False, timeout: float = 60.0, scheduled: bool = False,
     ) -> None:  # fmt: skip
         self.group, self.name, self.own = group, name, own
         self.space: Space | None = None
         self._workers, self._factory, self.tables = workers, factory, tables
+        self._scheduled, self._ticks = scheduled, Ticks()
         self._quota, self._timeout = quota or Quota(), timeout
         self._collector: Collector | None = None
         self._base: Snapshot | None = None  # what lost segments are loaded from
@@ -113,7 +115,7 @@ class JobSpace:
         follows = strategy if strategy.shards > 0 else strategy.tables
         assert follows is not None, "serves() said that this strategy needs the space"
         dense = snapshot.layout if strategy.shards > 0 else None
-        self._base = snapshot
+        self._base, self._ticks = snapshot, orders.ticks
         if old is not None and (self._branched or (dense is None and old.layout is None and old.strategy == follows)):
             self._branched = False
         else:
@@ -127,8 +129,10 @@ class JobSpace:
         """A new space with the snapshot's state, and the tables as they are."""
         self._stop_collecting()
         cuts = () if layout is None else cut(layout)
-        factory = self._factory if layout is not None else b""
-        fresh = Space(self.name, 0, self._workers, strategy, layout, cuts, factory, self.tables, self._quota)
+        factory = self._factory if layout is not None or self._scheduled else b""
+        fresh = Space(
+            self.name, 0, self._workers, strategy, layout, cuts, factory, self.tables, self._quota, ticks=self._ticks
+        )
         tables = self._begun_tables(fresh, self.space, snapshot.positions)
         with self._lock:
             if self.space is not None:

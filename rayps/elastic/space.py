@@ -10,6 +10,7 @@ from typing import Any
 
 from rayps.errors import ConfigError
 from rayps.flat import Layout
+from rayps.rates import Ticks
 from rayps.strategy import Strategy
 
 
@@ -44,7 +45,8 @@ class Space:
     """One job's name on the group. `number` is given by the manager, and never twice.
 
     `layout` and `cuts` are of the dense vector (None and empty where there is none); `factory` is a packed optimizer
-    factory (`rayps.workload.pack`); `strategy` decides staleness and what a server does with pushes.
+    factory (`rayps.workload.pack`), which may have a schedule, and `ticks` says which epoch a round is of; `strategy`
+    decides staleness and what a server does with pushes.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Space:
     tables: tuple[Table, ...] = ()
     quota: Quota = field(default_factory=Quota)
     branch_of: str | None = None
+    ticks: Ticks = field(default_factory=Ticks)
 
     @property
     def segments(self) -> int:

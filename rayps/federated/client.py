@@ -24,6 +24,7 @@ from rayps.errors import ConfigError, WorkloadError
 from rayps.federated.cohort import number
 from rayps.federated.order import Ints, parts
 from rayps.flat import FlatModel, dense
+from rayps.rates import rates_of, recipe_of
 from rayps.stepping import clipped
 from rayps.user_code import user_code
 from rayps.workload import Workload
@@ -54,6 +55,7 @@ class Task:
     shared: Mapping[str, Tensor]
     state: Tensors = field(default_factory=dict)
     buffers: Tensors = field(default_factory=dict)
+    tick: int = 0  # of the workload's schedule, in this round
 
 
 @dataclass(slots=True)
@@ -214,10 +216,28 @@ class Trainer:
         self.parameters = flat.parameters
         self.buffers: Tensors = dict(flat.model.named_buffers())
         self._values = [flat.vector[e.lo : e.hi].view(e.shape) for e in flat.layout.entries]
+        self._rates, self._tick = rates_of(recipe_of(workload), flat.layout), 0
         self._start()
 
     def _start(self) -> None:
         self._optimizer = optim.made(self.workload.optimizer, self.parameters)
+        self._read()
+
+    @property
+    def scheduled(self) -> bool:
+        """Whether the workload has a schedule."""
+        return self._rates is not None
+
+    def at(self, tick: int) -> None:
+        """Train at the rates that the workload's schedule has at this tick. Raises WorkloadError."""
+        if self._rates is not None and tick != self._tick:
+            self._tick = tick
+            self._read()
+
+    def _read(self) -> None:
+        """Find out how the optimizer steps, at the rates of now."""
+        if self._rates is not None:
+            self._rates.apply(self._optimizer.param_groups, self._tick)
         self._begin = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
         self._torchs = type(self._optimizer).__module__.startswith("torch.optim.") and not self._optimizer.state
         where = {id(p): i for i, p in enumerate(self.parameters)}
@@ -293,6 +313,7 @@ class Trainer:
             WorkloadError, DataError: the user's code or data failed.
         """
         self.put(task.w_t, task.buffers)
+        self.at(task.tick)
         seeded(number(task.seed, "model", task.round, task.client) >> 1)  # what the model draws, as for dropout
         turn = Turn(self, strategy, task, rows)
         strategy.client(turn)
@@ -313,6 +334,7 @@ class Trainer:
     def tune(self, strategy: Any, task: Task, rows: Rows, epochs: int) -> None:
         """Leave in the model w_t, trained on by this client alone for so many epochs."""
         self.put(task.w_t, task.buffers)
+        self.at(task.tick)
         turn = Turn(self, strategy, task, rows)
         for batch in turn.batches(epochs):
             turn.step(turn.grad(batch))

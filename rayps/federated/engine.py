@@ -25,6 +25,7 @@ from rayps.federated.real.remote import Remote
 from rayps.federated.source import Errand, Round, Simulated, old
 from rayps.federated.states import States
 from rayps.federated.statistics import Statistics
+from rayps.rates import Ticks
 
 if TYPE_CHECKING:
     from rayps.worker import Worker
@@ -63,6 +64,11 @@ class Engine:
     def at(self, position: int) -> int:
         """The number of the round within its phase."""
         return position - self.w.plan.origin[0]
+
+    def tick(self, number: int) -> int:
+        """Where the workload's schedule stands in this round of the phase."""
+        origin = self.w.plan.origin
+        return Ticks(origin, self.w.steps_per_epoch).of(self.w.workload.schedule_every, origin[0] + number)
 
     def base(self, version: int) -> Tensor:
         """The parameters with which round `version` began."""

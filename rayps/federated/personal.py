@@ -40,7 +40,8 @@ def personal(engine: Engine) -> dict[str, tuple[float, int]]:
         if k is None or (engine.homes[k] if engine.homes is not None else k % w.size) != w.rank:
             continue
         state, own = engine.state_of(k)
-        task = Task(w.plan.seed, engine.at(w.position), k, vector, w.shared, state, buffers | own)
+        t = engine.at(w.position)
+        task = Task(w.plan.seed, t, k, vector, w.shared, state, buffers | own, engine.tick(t))
         if options.finetune:
             trainer.tune(strategy, task, engine.source.rows(k), options.finetune)
         elif options.personal in state:

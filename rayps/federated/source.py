@@ -106,7 +106,7 @@ class Simulated:
             base = engine.base(each.version)
             task = Task(
                 w.plan.seed + _AGAIN * each.again, each.version, each.client, base, w.shared, state,
-                self._buffers | own,
+                self._buffers | own, engine.tick(each.version),
             )  # fmt: skip
             reply = engine.trainer.train(engine.strategy, task, self.rows(each.client))
             yield Errand(each.client, each.version, each.staleness), reply

@@ -10,14 +10,19 @@ from torch.optim import Optimizer
 
 from rayps.flat import Layout
 from rayps.optim import Factory
+from rayps.rates import within
 
 
 def of_some(factory: Factory, layout: Layout, names: Sequence[str]) -> Factory:
     """The user's factory for some of a model's parameters, which are given to it in the order of `names`.
 
     It is called with all of `layout`'s, so that a group that is chosen by number stays the same; those that are not
-    given are stand-ins without memory, of which the optimizer is freed afterwards.
+    given are stand-ins without memory, of which the optimizer is freed afterwards. A schedule goes along.
     """
+    return within(factory, lambda inner: _of_some(inner, layout, names))
+
+
+def _of_some(factory: Factory, layout: Layout, names: Sequence[str]) -> Factory:
 
     def some(params: list[nn.Parameter]) -> Optimizer:
         given = dict(zip(names, params, strict=True))

@@ -14,6 +14,7 @@ from torch import Tensor
 from rayps import failpoint
 from rayps.costs import amount
 from rayps.errors import LinkError
+from rayps.optim import with_edits
 from rayps.replica.mirror import Mirror
 from rayps.replica.vault import State, tensors_of
 from rayps.snapshot import Snapshot
@@ -92,6 +93,7 @@ class Upkeep:
             self._frozen = {name for name, p in worker.held.module.named_parameters() if not p.requires_grad}
         named = zip(worker.flat.layout.entries, worker.flat.parameters, strict=True)
         moments = {entry.name: worker.optimizer.state.get(p, {}) for entry, p in named}
+        moments = with_edits(moments, worker.optimizer, worker.flat.layout, worker.flat.parameters)
         buffers = {name: value for name, value in worker.held.beside.items() if name not in self._frozen}
         return tensors_of(worker.flat.vector, moments, buffers, torch.get_rng_state(), self._points())
 

@@ -15,22 +15,26 @@ from rayps.elastic.job import JobSpace
 from rayps.elastic.space import Quota, Table
 from rayps.epochs import Calendar
 from rayps.job import JobSpec
+from rayps.optim import Factory
+from rayps.rates import Recipe, ScheduleRecord, Ticks
 from rayps.runtime.group import Group
 from rayps.runtime.journal import Journal
 from rayps.snapshot import Snapshot
 from rayps.strategy import Strategy
+from rayps.workload import pack
 
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
     """Of a job whose phases have these rounds and epochs. `drawn` gives the state before the first round, from the
-    seed; None = rank 0 draws it.
+    seed; None = rank 0 draws it. `schedule` is where the workload's schedule stands, to compare with a checkpoint's.
     """
 
     spec: JobSpec
     resume: Path | None
     calendar: Calendar
     drawn: Callable[[int], Snapshot] | None = None
+    schedule: ScheduleRecord | None = None
 
     @property
     def resumed(self) -> bool:
@@ -58,6 +62,12 @@ class Beginning:
         state = checkpoint.load(path)
         saved = Snapshot.from_state(state)
         saved.check(drawn.layout)
+        if self.schedule is not None:
+            ticks, was = Ticks(saved.origin, saved.steps_per_epoch), state.meta.get("schedule")
+            now = self.schedule.facts(saved.layout, saved.round, ticks).get("schedule")
+            if was != now:
+                journal.event("warning", f"{path} was made with the schedule at {was}, and this run's is at {now}: the "
+                                         "run goes on with its own")  # fmt: skip
         before = len(saved.positions)
         saved.resume(self.calendar)
         same = before == len(saved.positions)
@@ -92,7 +102,7 @@ def of_another(meta: dict[str, Any], spec: JobSpec) -> list[str]:
 
 
 def space_of(
-    cluster: Cluster, spec: JobSpec, strategies: list[Strategy], name: str, factory: Callable[[], bytes],
+    cluster: Cluster, spec: JobSpec, strategies: list[Strategy], name: str, factory: Callable[[], Factory],
     tables: tuple[Table, ...],
 ) -> JobSpace | None:  # fmt: skip
     """The space that a job is to have: on the group that it names, or on one of its own; None = it needs none.
@@ -111,8 +121,10 @@ def space_of(
         count, replicas = (max(column) for column in zip(*needed, strict=True))
         private = f"of-{name}-{uuid.uuid4().hex[:6]}"
         group, own = start(cluster, private, max(count, replicas + 1), replicas, detached=False), True
+    recipe = factory()
     return JobSpace(
-        group, name, spec.workers, factory(), tables=tables, quota=quota, own=own, timeout=spec.timeout
+        group, name, spec.workers, pack(recipe), tables=tables, quota=quota, own=own, timeout=spec.timeout,
+        scheduled=isinstance(recipe, Recipe),
     )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from rayps.errors import RaypsError, TrainingError
 from rayps.federated.real.remote import prepared
 from rayps.job import JobSpec, Status
 from rayps.metrics import Point, Rounds
+from rayps.rates import ScheduleRecord, Ticks, recipe_of
 from rayps.replica.build import drawn_apart
 from rayps.runtime.actors import WorkerFacts
 from rayps.runtime.beginning import Beginning, maker, space_of
@@ -86,6 +87,7 @@ class Driver:
         self._name, self._again = name or spec.name or f"job-{uuid.uuid4().hex[:8]}", again
         self._tables: tuple[Table, ...] = ()  # of the model
         self._mailbox: str | None = None  # of real clients
+        self._schedule = ScheduleRecord(workload.optimizer)  # with its schedule, after the preflight
         self._news = News()
         self._stop = threading.Event()
         self._failures = failures  # of the whole job, whatever drivers it had
@@ -168,7 +170,7 @@ class Driver:
             raise _StoppedByUser
         for warning in found.warnings:
             self.journal.event("warning", warning)
-        self._tables = found.tables
+        self._tables, self._schedule = found.tables, ScheduleRecord(recipe_of(self.workload))
         self._calendar = self._report.calendar = Calendar(
             self.phases, found.steps, self.spec.workers, epochs=self.spec.epochs, rounds=self.spec.steps
         )
@@ -208,7 +210,7 @@ class Driver:
         """This job's place on a server group, if it needs one."""
         strategies = [phase.strategy for phase in self.phases]
         space = space_of(
-            cluster, self.spec, strategies, self._name, lambda: pack(self.workload.optimizer), self._tables
+            cluster, self.spec, strategies, self._name, lambda: recipe_of(self.workload), self._tables
         )
         if space is not None and self._again and not space.own:
             space.take_over()
@@ -220,7 +222,7 @@ class Driver:
         """All phases from the first snapshot; gives the final metrics."""
         # what no worker could hold whole is drawn here
         draw = partial(drawn_apart, self.workload) if any(leg.division for leg in self._legs) else None
-        begin = Beginning(self.spec, self._resume, self.calendar, draw)
+        begin = Beginning(self.spec, self._resume, self.calendar, draw, self._schedule)
         self._snapshot, metrics = begin.snapshot(group, self.phases[0].strategy, self.journal), dict[str, float]()
         checkpoint.must_be_finite(self._snapshot.to_state(), "before the first round")
         if begin.resumed:
@@ -391,7 +393,9 @@ class Driver:
         newer = group.collect(self._snapshot)
         if newer is None:
             return
-        state = newer.to_state(generation=self._generation, **maker(self.spec))
+        ticks = Ticks(newer.origin, newer.steps_per_epoch)
+        schedule = self._schedule.facts(newer.layout, newer.round, ticks)
+        state = newer.to_state(generation=self._generation, **maker(self.spec), **schedule)
         checkpoint.must_be_finite(state, f"after round {newer.round - 1}", round=newer.round - 1)
         self._snapshot = newer
         if self._checkpoints is not None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from rayps.epochs import Calendar, Span
 from rayps.flat import Layout
 from rayps.job import JobSpec
+from rayps.rates import Ticks
 from rayps.replica.divide import words
 from rayps.replica.division import Division
 from rayps.runtime.expected import tally_of
@@ -74,5 +75,5 @@ class Leg:
             boundary = Boundary(every, self.end)
         return Orders(
             generation, self.phase.strategy, spec.seed, self.end, boundary, evaluated, spec.timeout, self.span.origin,
-            self.division, mailbox,
+            self.division, mailbox, Ticks(self.span.origin, self.span.steps),
         )  # fmt: skip

@@ -10,6 +10,7 @@ from torch import Tensor
 from rayps import optim
 from rayps.apart import Own
 from rayps.elastic.space import Space
+from rayps.rates import Ticks
 from rayps.replica.division import Division
 from rayps.replica.keepers import Bond
 from rayps.server.shard import Boundary
@@ -30,6 +31,7 @@ class Orders:
     origin: tuple[int, int] = (0, 0)  # the round and the epoch that the phase's epochs are counted from
     division: Division | None = None  # how the model is divided, where a replica is several workers
     mailbox: str | None = None  # the folder of the job's real clients, where it has some
+    ticks: Ticks = field(default_factory=Ticks)  # the epochs of the phase, for schedules on servers
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,12 +18,16 @@ from rayps.federated.check import federated
 from rayps.flat import Layout
 from rayps.grid import Grid
 from rayps.job import JobSpec
+from rayps.rates import Recipe, Ticks, rates_of, recipe_of
 from rayps.replica.build import apart, model_of
 from rayps.replica.divide import divide, sample_of
 from rayps.replica.division import Division
 from rayps.runtime.trial import bytes_of
+from rayps.server.rule import chosen
 from rayps.strategies.pipeline import Pipeline
 from rayps.strategy import Phase, Strategy
+from rayps.tables.optim import Scheduled
+from rayps.tables.optim import rule_of as table_rule
 from rayps.user_code import user_code
 from rayps.workload import Workload, check_clip_norm
 
@@ -78,6 +82,7 @@ def preflight(workload: Workload, phases: list[Phase], spec: JobSpec) -> Finding
         )
     layout = Layout.of((name, p) for name, p in model.named_parameters() if p.requires_grad)
     _refuse_closure(optim.build(workload.optimizer, layout))
+    _try_schedule(workload, phases, layout, tables)
     both = list(zip([phase.strategy for phase in phases], grids, strict=True))
     divisions = [_division(workload, strategy, grid, model, data) for strategy, grid in both]
     asked = [strategy for strategy, _ in both if strategy.federated]
@@ -178,6 +183,19 @@ def _refuse_closure(optimizer: Optimizer) -> None:
             f"optimizer(params) gave {name}, whose step() needs {', '.join(needed)}: a round has one gradient to give "
             "it, under every strategy\nuse an optimizer whose step() needs no closure, such as SGD, Adam or Adagrad"
         )
+
+
+def _try_schedule(workload: Workload, phases: list[Phase], layout: Layout, tables: tuple[Table, ...]) -> None:
+    """Evaluate the schedule of every optimizer of the job at its first two ticks. Raises WorkloadError."""
+    recipe = recipe_of(workload)
+    if not isinstance(recipe, Recipe):
+        return
+    for adagrad in dict.fromkeys(phase.strategy.adagrad for phase in phases):
+        rates = rates_of(chosen(recipe, adagrad), layout)
+        if rates is not None:
+            rates.at(1)
+    for table in tables:
+        Scheduled(recipe, Ticks()).pace(table, table_rule(table)).at(1)
 
 
 def _name(strategy: Strategy) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -12,6 +12,7 @@ from rayps.cluster import host_address
 from rayps.flat import Layout
 from rayps.link import Listener
 from rayps.optim import Factory
+from rayps.rates import Ticks, recipe_of
 from rayps.replica.optimizer import of_some
 from rayps.runtime.place import Place, enter
 from rayps.server.loop import ShardLoop
@@ -32,6 +33,7 @@ class ShardPlan:
     strategy: Strategy
     boundary: Boundary
     whole: Layout | None = None  # of the whole model, where the snapshot is of one column of a replica
+    ticks: Ticks = field(default_factory=Ticks)
 
 
 class ShardActor:
@@ -56,7 +58,7 @@ class ShardActor:
         if self._loop is not None:
             self._loop.close()
         found = unpack(self._packed)
-        factory: Factory = found.optimizer if isinstance(found, Workload) else found
+        factory: Factory = recipe_of(found) if isinstance(found, Workload) else found
         layout = snapshot.layout
         if plan.whole is not None:
             factory = of_some(factory, plan.whole, [entry.name for entry in layout.entries])
@@ -70,6 +72,7 @@ class ShardActor:
             strategy=plan.strategy,
             start=snapshot.ledger(plan.lo, plan.hi),
             boundary=plan.boundary,
+            ticks=plan.ticks,
         )
         shard.load(snapshot.moments, layout)
         self._listener.generation = plan.generation

@@ -153,7 +153,7 @@ class Shards:
         column, number = self.column(index)
         lo, hi = self._ranges[column][number]
         whole = None if orders.division is None else orders.division.layout
-        return ShardPlan(orders.generation, index, lo, hi, orders.strategy, orders.boundary, whole)
+        return ShardPlan(orders.generation, index, lo, hi, orders.strategy, orders.boundary, whole, orders.ticks)
 
 
 def _waiting(replies: Sequence[Reply]) -> Callable[[float], list[ShardPart | None]]:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from torch.optim import Adagrad, Optimizer
 
-from rayps.optim import Factory, Moments
+from rayps.optim import EDITS, Factory, Moments
+from rayps.rates import within
 
 
 def chosen(factory: Factory, adagrad: float | None) -> Factory:
-    """The workload's own; where a rate is given, Adagrad: Duchi, Hazan, Singer, JMLR 2011."""
+    """The workload's own; where a rate is given, Adagrad: Duchi, Hazan, Singer, JMLR 2011. Its schedule stays."""
     if adagrad is None:
         return factory
-    return lambda params: Adagrad([{"params": params}], lr=adagrad)  # a group: a part of a model may own nothing
+    # a group: a part of a model may own nothing
+    return within(factory, lambda _: lambda params: Adagrad([{"params": params}], lr=adagrad))
 
 
 def fitting(moments: Moments, optimizer: Optimizer) -> Moments:
     """What of a state an optimizer can go on from: Adagrad's is of no use to the others, nor theirs to it."""
     mine = isinstance(optimizer, Adagrad)
-    return {name: held for name, held in moments.items() if (held.keys() == {"step", "sum"}) == mine}
+    return {name: held for name, held in moments.items() if (held.keys() - {EDITS} == {"step", "sum"}) == mine}

@@ -17,6 +17,7 @@ from rayps.clock import Clock
 from rayps.failpoint import passing
 from rayps.flat import Layout
 from rayps.optim import Factory, Moments, SlicedOptimizer
+from rayps.rates import Ticks, pace_of
 from rayps.server.ledger import Ledger
 from rayps.server.parts import Parts
 from rayps.server.resident import STEPS, Slice
@@ -93,8 +94,12 @@ class Shard:
         start: Ledger | Sequence[int],
         boundary: Boundary,
         private: bool = False,
+        ticks: Ticks | None = None,
     ) -> None:
-        """With `private`, `params` is the shard's own from now on, and not in memory that others can read."""
+        """With `private`, `params` is the shard's own from now on, and not in memory that others can read.
+
+        `ticks`: the epochs of the phase, for a schedule that counts them.
+        """
         self.index, self.layout, self.lo, self.hi = index, layout, lo, hi
         self.slice = Slice(params, private=private)
         self.params = self.slice.params
@@ -112,7 +117,9 @@ class Shard:
         self._pulled_at: dict[int, int] = {}  # by rank: the version of its last pull
         self.parts: Parts[ShardPart] = Parts()
         self._boundary = boundary
-        self._optimizer = SlicedOptimizer(chosen(factory, strategy.adagrad), layout, self.params, lo, hi)
+        factory = chosen(factory, strategy.adagrad)
+        self._optimizer = SlicedOptimizer(factory, layout, self.params, lo, hi)
+        self._pace = pace_of(factory, layout, self._optimizer.optimizer, ticks or Ticks())
         self._inbox: dict[int, dict[int, tuple[Tensor, float, Area]]] = {}
         self._lent: set[tuple[int, int]] = set()  # step and rank of what lies in the inbox and belongs to its pusher
         self._count = self.params.numel()
@@ -215,6 +222,8 @@ class Shard:
             value, lent = value.clone(), False
         if count:
             self._touched = area
+            if self._pace is not None:
+                self._pace.at(step)
             self.strategy.on_push(self, value, weight)
         if self._gathers:
             self._inbox.setdefault(step, {})[rank] = (value, weight, area)
@@ -258,6 +267,8 @@ class Shard:
             held = sorted(self._inbox.pop(finished, {}).items())
             values, self._touched = gathered([(value, area) for _, (value, _, area) in held], self._count)
             if _elements(self._touched):
+                if self._pace is not None:
+                    self._pace.at(finished)
                 self.strategy.on_round(self, values, [weight for _, (_, weight, _) in held])
 
     def may_pull(self, rank: int) -> bool:

@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from rayps.elastic.space import Table
-from rayps.errors import ConfigError
+from rayps.errors import ConfigError, WorkloadError
+from rayps.rates import Rates, Recipe, Ticks
 from rayps.tables.pages import Field
 
 State = Mapping[str, Tensor]  # by field: [n, width]
@@ -70,9 +73,9 @@ class Adam:
     """m and v are running means of g and g^2; w <- w - lr sqrt(1 - b2^t) / (1 - b1^t) m / (sqrt(v) + eps), t by row."""
 
     def __init__(self, table: Table, lr: float, betas: tuple[float, float], eps: float) -> None:
-        self._lr, self._betas = lr, betas
+        self._betas = tuple(betas)
         self.knobs: Knobs = {"lr": lr, "betas": betas, "eps": eps}
-        self._sizes = np.zeros(1)
+        self._roots, self._firsts = np.ones(1), np.ones(1)  # by step: what corrects the length of a step
         self._last = 1  # from this step on both corrections are 1, to the bit
         while max(betas) ** self._last > 2.0**-54:
             self._last *= 2
@@ -92,21 +95,27 @@ class Adam:
         part = grad.pow_(2).sub_(square).mul_(1 - second)
         denom = part.add_(square)
         square.copy_(denom)
-        sizes = torch.from_numpy(self._size(taken.numpy())).to(rows.dtype)
+        sizes = torch.from_numpy(self._size(taken.numpy(), now["lr"], (first, second))).to(rows.dtype)
         rows.add_(numer.div_(denom.sqrt_().add_(now["eps"])).mul_(sizes))
 
-    def _size(self, steps: Any) -> Any:
+    def _size(self, steps: Any, lr: float, betas: tuple[float, float]) -> Any:
         """By step: minus the length of it, as Python's own arithmetic gives it."""
+        if betas != self._betas:  # a schedule has moved them
+            known, places = np.unique(steps, return_inverse=True)
+            roots, firsts = _corrections(known.tolist(), betas)
+            return (-lr * roots / firsts)[places.reshape(steps.shape)]
         steps = np.minimum(steps, self._last)
-        for t in range(len(self._sizes), int(steps.max(initial=0)) + 1):
-            if t == len(self._sizes):  # lengths of twice as many steps are made at once
-                more = [self._length(k) for k in range(t, min(2 * t, self._last) + 1)]
-                self._sizes = np.concatenate([self._sizes, more])
-        return self._sizes[steps]
+        for t in range(len(self._roots), int(steps.max(initial=0)) + 1):
+            if t == len(self._roots):  # those of twice as many steps are made at once
+                roots, firsts = _corrections(range(t, min(2 * t, self._last) + 1), betas)
+                self._roots, self._firsts = np.append(self._roots, roots), np.append(self._firsts, firsts)
+        return -lr * self._roots[steps] / self._firsts[steps]
 
-    def _length(self, t: int) -> float:
-        first, second = self._betas
-        return -self._lr * math.sqrt(1 - second**t) / (1 - first**t)
+
+def _corrections(steps: Any, betas: tuple[float, float]) -> tuple[Any, Any]:
+    """By step t: sqrt(1 - b2^t) and 1 - b1^t."""
+    first, second = betas
+    return np.array([math.sqrt(1 - second**t) for t in steps]), np.array([1 - first**t for t in steps])
 
 
 _KNOBS: dict[str, dict[str, Any]] = {
@@ -139,6 +148,48 @@ def rule_of(table: Table) -> Rule:
                               field="optimizer", table=table.name)  # fmt: skip
     found: Rule = _KINDS[name](table, **{**knobs, **given})
     return found
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """A job's schedule for its tables: what gives each table's optimizer the knobs of a round."""
+
+    recipe: Recipe
+    ticks: Ticks
+
+    def pace(self, table: Table, rule: Rule) -> TablePace:
+        """Of one table. Raises WorkloadError."""
+        return TablePace(self, table, rule)
+
+
+class TablePace:
+    """The knobs of one table's optimizer by round."""
+
+    def __init__(self, scheduled: Scheduled, table: Table, rule: Rule) -> None:
+        """Raises WorkloadError: the schedule cannot be evaluated."""
+        self._table, self._rule, self._scheduled = table, rule, scheduled
+        self._rates = Rates(scheduled.recipe.make, lambda: _torchs(table, rule))
+
+    def at(self, number: int) -> Knobs:
+        """In the round with this number. Raises WorkloadError."""
+        tick = self._scheduled.ticks.of(self._scheduled.recipe.every, number)
+        knobs = self._rule.knobs
+        now = {**knobs, **{key: value for (_, key), value in self._rates.at(tick).items() if key in knobs}}
+        if now.get("momentum") and not knobs["momentum"]:
+            raise WorkloadError(
+                f"schedule moves the momentum of table {self._table.name!r}, which was made without: give its "
+                "optimizer a momentum, or leave it as it is (cycle_momentum=False)", table=self._table.name,
+            )  # fmt: skip
+        return now
+
+
+def _torchs(table: Table, rule: Rule) -> Optimizer:
+    """Torch's optimizer of the same kind and knobs, over a stand-in; its group names the table."""
+    kinds: dict[str, Any] = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam}
+    stand_in = nn.Parameter(torch.zeros(1, table.dim))
+    knobs = {key: tuple(value) if isinstance(value, list) else value for key, value in rule.knobs.items()}
+    made: Optimizer = kinds[table.optimizer["name"]]([{"params": [stand_in], "table": table.name}], **knobs)
+    return made
 
 
 def _fits(key: str, value: Any) -> bool:

@@ -26,7 +26,7 @@ from rayps.strategies.base import weighted_mean
 from rayps.strategy import Strategy
 from rayps.tables import initial, state
 from rayps.tables.index import ABSENT
-from rayps.tables.optim import Knobs, rule_of
+from rayps.tables.optim import Knobs, Scheduled, rule_of
 from rayps.tables.policy import Life, Policy
 from rayps.tables.rounds import union
 from rayps.tables.store import RowStore
@@ -69,15 +69,22 @@ class TableSegment:
     """Segment `index` of a table: its rows, its clock and its ledger."""
 
     def __init__(
-        self, table: Table, index: int, strategy: Strategy, workers: int, start_marks: Sequence[int] | None = None
-    ) -> None:
-        """`start_marks`: by rank, its next step; 0 for all unless said otherwise. Raises ConfigError."""
+        self, table: Table, index: int, strategy: Strategy, workers: int, start_marks: Sequence[int] | None = None,
+        *, scheduled: Scheduled | None = None,
+    ) -> None:  # fmt: skip
+        """`start_marks`: by rank, its next step; 0 for all unless said otherwise. `scheduled`: the job's schedule.
+
+        Raises:
+            ConfigError, WorkloadError: the table cannot be, or its schedule cannot.
+        """
         self.table, self.index, self.strategy, self.size = table, index, strategy, workers
         self.rounds = 1  # see ShardView
         self.seq = self.version = 0
         self.operations = 0  # ids pulled and pushed: every step names every segment, and only ids tell a hot one
         self.copied = True  # whether changes go to copies; where not, they come back empty
         self.store = self._store()
+        self._now: Knobs = self.store.rule.knobs  # those of the round that is applied
+        self._scheduled, self._pace = scheduled, None if scheduled is None else scheduled.pace(table, self.store.rule)
         self._begin(Ledger([0] * workers if start_marks is None else start_marks))
 
     def _begin(self, ledger: Ledger) -> None:
@@ -191,6 +198,7 @@ class TableSegment:
         with self.store.lock:
             if len(push.ids) and weight:
                 self._use(push.ids, push.counts)
+                self._at(step)
                 self.strategy.on_push(self, push.rows, weight)
             self._after()
         while self._closed < self.clock.slowest:
@@ -209,6 +217,7 @@ class TableSegment:
             with self.store.lock:
                 if len(ids) and any(weights):
                     self._use(ids, counts)
+                    self._at(self._closed)
                     self.strategy.on_round(self, values, weights)
                 self._after()
             pieces = [b"".join([_DECAYS.pack(decays), encode_push(ids, grad, counts)]) for grad, decays in self._steps]
@@ -267,10 +276,15 @@ class TableSegment:
 
     def _knobs(self, decays: float) -> Knobs:
         """The optimizer's numbers for a step that counts for `decays` whole ones."""
-        knobs = self.store.rule.knobs
+        knobs = self._now
         if decays == 1 or not knobs.get("weight_decay"):
             return knobs
         return {**knobs, "weight_decay": knobs["weight_decay"] * decays}
+
+    def _at(self, step: int) -> None:
+        """What is stepped now is of this round."""
+        if self._pace is not None:
+            self._now = self._pace.at(step)
 
     def step_mean(self, values: Sequence[Tensor], weights: Sequence[float]) -> None:
         """As `step` of sum(w_i v_i) / sum(w_i), added up in the order given."""
@@ -304,6 +318,7 @@ class TableSegment:
         for rank in self.ledger.marks:
             self.ledger.add(rank, step)
         self.version += 1
+        self._at(step)
         with self.store.lock:
             for k in range(count):
                 one = data[k * size : (k + 1) * size]
@@ -406,9 +421,13 @@ class TableSegment:
         self.seq, self.version = int(head["seq"]), int(head["version"])
         self.life.load(head["life"], {name[5:]: value for name, value in arrays.items() if name.startswith("life.")})
 
-    def branch(self, workers: int | None = None, strategy: Strategy | None = None) -> TableSegment:
+    def branch(
+        self, workers: int | None = None, strategy: Strategy | None = None, scheduled: Scheduled | None = None
+    ) -> TableSegment:
         """A segment that begins with the same rows and goes its own way, for as many workers; its clock begins anew."""
-        other = TableSegment(self.table, self.index, strategy or self.strategy, workers or self.size)
+        other = TableSegment(
+            self.table, self.index, strategy or self.strategy, workers or self.size, scheduled=scheduled
+        )
         with self.store.lock:
             other.store = self.store.branch()
             other.version = self.version

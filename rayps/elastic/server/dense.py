@@ -52,6 +52,7 @@ class DenseSegment:
         self._shard = HeldShard(
             self.index, self.layout, self.lo, self.hi, params=params, factory=self.factory,
             strategy=self.space.strategy, start=ledger, boundary=NEVER, private=True,
+            ticks=self.space.ticks,
         )  # fmt: skip
         self._buffer = flat_bytes(self._shard.params).data if self.rows else memoryview(b"")
 
@@ -214,13 +215,18 @@ class DenseSegment:
 
     # ---- branches
 
-    def branch(self, space: Space | None = None, index: int | None = None) -> DenseSegment:
-        """Another segment that begins with the same values; of another space, with workers and a strategy of its own.
+    def branch(
+        self, space: Space | None = None, index: int | None = None, factory: Factory | None = None
+    ) -> DenseSegment:
+        """Another segment that begins with the same values; of another space, with workers and a strategy of its own,
+        and its optimizer's schedule (`factory`).
 
         The memory is this one's until one of the two is pushed to.
         """
         base = self if self._base is None else self._base
-        made = DenseSegment(space or self.space, self.index if index is None else index, self.factory, base=base)
+        made = DenseSegment(
+            space or self.space, self.index if index is None else index, factory or self.factory, base=base
+        )
         base._branches = [ref for ref in base._branches if ref() is not None] + [weakref.ref(made)]
         return made
 

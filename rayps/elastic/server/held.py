@@ -88,6 +88,8 @@ class HeldShard(Shard):
         self._slowest = finished + 1  # a state may have brought later rounds along: they are closed by later changes
         if mean is not None:
             self._touched = self._whole
+            if self._pace is not None:
+                self._pace.at(finished)
             self.step(mean)
         self.seq += 1
         self._keep(finished + 1)

@@ -18,6 +18,8 @@ from rayps.elastic.server.dense import DenseSegment
 from rayps.elastic.space import Space
 from rayps.errors import WorkloadError
 from rayps.optim import Factory
+from rayps.rates import Recipe
+from rayps.tables.optim import Scheduled
 from rayps.tables.segment import TableSegment
 
 
@@ -130,7 +132,13 @@ class Held:
         found = self.space.table_of(index)
         if found is None:
             return DenseSegment(self.space, index, self.factory)
-        return TableSegment(found[0], found[1], self.space.strategy, self.space.workers)
+        return TableSegment(found[0], found[1], self.space.strategy, self.space.workers, scheduled=self.scheduled)
+
+    @property
+    def scheduled(self) -> Scheduled | None:
+        """What gives tables the knobs of a round; None where the job has no schedule. Raises WorkloadError."""
+        found = self.factory if self.space.factory else None
+        return Scheduled(found, self.space.ticks) if isinstance(found, Recipe) else None
 
     @property
     def nbytes(self) -> int:
@@ -209,9 +217,9 @@ class Holdings:
             return True
         segment: Segment
         if isinstance(base.segment, DenseSegment):
-            segment = base.segment.branch(held.space)
+            segment = base.segment.branch(held.space, factory=held.factory)
         elif isinstance(base.segment, TableSegment):
-            segment = base.segment.branch(held.space.workers, held.space.strategy)
+            segment = base.segment.branch(held.space.workers, held.space.strategy, held.scheduled)
         else:
             segment = base.segment.branch()
         held.holdings[index] = Holding(held, index, Role.PRIMARY, generation, segment, line=generation, since=_now())

@@ -218,7 +218,7 @@ class Outside:
         state = self._kept.state(at, strategy.name, order["starts"])
         began = time.monotonic()
         own = {key.removeprefix(_OWN): value for key, value in state.items() if key.startswith(_OWN)}
-        task = Task(order["seed"], round, self._number, w, shared, state, buffers | own)
+        task = Task(order["seed"], round, self._number, w, shared, state, buffers | own, order.get("tick", at))
         reply = self._trainer.train(strategy, task, self._rows)
         if strategy.buffers != "mean":  # they stay here
             reply.state |= {f"{_OWN}{key}": value for key, value in reply.buffers.items()}

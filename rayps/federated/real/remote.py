@@ -95,6 +95,8 @@ class Remote:
             "strategy": wire([Phase(None, strategy)]), "since": self._since(w.position),
             "starts": self._mailbox.starts(w.position, self._first),
         }  # fmt: skip
+        if self._engine.trainer.scheduled:
+            facts["tick"] = self._engine.tick(t)
         self._first = False
         self._like = w_t, buffers if strategy.buffers == "mean" else {}
         most = parcel.most_bytes(w_t, strategy.sums, self._like[1])
