@@ -63,7 +63,7 @@ def test_somebody_is_killed_out_of_step(ray_cluster, members):
 def test_a_worker_is_frozen(ray_cluster, strategy):
     harm = Harm("workers", 1, signal.SIGSTOP)
     try:
-        result = train(ray_cluster, strategy, harm, timeout=5.0)
+        result = train(ray_cluster, strategy, harm, timeout=20.0, max_failures=20)
     finally:
         if harm.pid is not None:
             end(harm.pid)

@@ -80,7 +80,7 @@ def test_each_refusal_names_both_rays_and_a_way_out():
 
 # ---------------------------------------------------------------------------------------------- on real Rays
 
-on_ray = [pytest.mark.ray, pytest.mark.timeout(900)]
+on_ray = pytest.mark.ray
 
 
 class Head:

@@ -70,7 +70,6 @@ def test_a_death_names_the_worker_and_the_way_out(processes):
 
 
 @pytest.mark.ray
-@pytest.mark.timeout(300)
 def test_on_ray_lines_are_shown_and_a_death_names_the_step(ray_cluster, capsys, tmp_path):
     gate = tmp_path / "gate"
 

@@ -27,7 +27,7 @@ from rayps.strategies.base import COMPRESSIONS
 from rayps.strategies.pipeline import SCHEDULES
 from rayps.strategy import CATALOGUE, REPLICAS, parse
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.ray
 EXACT = 1e-12
 WORKERS = 2
 

@@ -21,7 +21,7 @@ import service_process
 
 from rayps.failpoint import VARIABLE
 
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.chaos
 ROOT = Path(__file__).resolve().parent.parent
 FAMILIES = "submit|launch|restart|stop|kill|seal|driver"
 

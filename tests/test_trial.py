@@ -283,11 +283,10 @@ os._exit(0)
 
 
 @pytest.mark.ray
-@pytest.mark.timeout(300)
 def test_on_ray_too_it_answers_before_any_worker(ray_cluster):
     class OnRay(Waits, type(ray_cluster)):
         def __init__(self):
-            super().__init__(joined_here=False)
+            super().__init__(holds=False)  # the fixture's cluster ends that Ray
 
     outcome, _, cluster = drive(Mistaken("width"), cluster=OnRay())
     assert outcome.status is Status.FAILED

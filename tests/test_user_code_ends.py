@@ -301,7 +301,6 @@ def test_in_a_process_too_the_job_ends_with_the_reason(processes, end):
 
 
 @pytest.mark.ray
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("end", [sys_exit, interrupted, os_exit, hang])
 def test_on_ray(ray_cluster, tmp_path, end):
     lasts = end in (os_exit, hang)
