@@ -26,9 +26,9 @@ def missing(reason: str) -> Any:
     pytest.skip(reason)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
-    """A browser for the whole session."""
+    """A browser for a file. Playwright's event loop runs in this thread, so it ends before the next file's tests."""
     found = next((path for name in CHROMIUM if (path := shutil.which(name))), None)
     if found is None:
         missing("no Chromium: install Debian's `chromium`")
