@@ -131,8 +131,11 @@ class Client:
 
         Raises:
             Unreachable, Unauthorized, NotFound, Conflict, ConfigError, ServiceError.
+            ConfigError also for a value in `json` that JSON cannot hold (NaN, infinity, an object): nothing was sent.
         """
         harmless = method == "GET" or "Idempotency-Key" in kwargs.get("headers", {})
+        for field, value in (kwargs.get("json") or {}).items():
+            _json_only(field, value)
         failure: Exception | None = None
         for attempt in range(_RETRIES if harmless else 1):
             if attempt:
@@ -191,6 +194,16 @@ class Client:
         return Unreachable(
             f"no rayps service answers at {self.url}{cause}:\nstart one with `rayps serve`, or give its address "
             "in RAYPS_URL", url=self.url)
+
+
+def _json_only(field: str, value: Any) -> None:
+    """Refuse a value that JSON cannot hold, by the name of its field."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"{field} is {value!r}, which JSON cannot hold: give finite numbers, text, lists and dicts of them",
+            field=field) from None
 
 
 class Job:

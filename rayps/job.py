@@ -102,8 +102,8 @@ class JobSpec:
             )
         if not _whole(self.seed):
             raise ConfigError(f"seed is {self.seed!r}: give a whole number", field="seed")
-        if not _number(self.timeout) or not self.timeout > 0:
-            raise ConfigError(f"timeout is {self.timeout!r}: give seconds above 0", field="timeout")
+        if not _number(self.timeout) or not 0 < self.timeout < math.inf:
+            raise ConfigError(f"timeout is {self.timeout!r}: give a finite number of seconds above 0", field="timeout")
         self._check_resources()
         self._check_group()
         self._check_layout()

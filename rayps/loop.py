@@ -91,6 +91,7 @@ def run(
     Raises:
         ConfigError, ClusterError, NoResources: it cannot be started.
         ActorDied: a worker's process died: which one, after how many optimizer steps, and why.
+        WorkloadError: `train_fn` returned on one worker while another one takes more steps, which needs all of them.
         RaypsError: what the first failing worker raised.
     """
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
@@ -133,6 +134,9 @@ def _results(handles: list[Handle], watch: Watch) -> list[Any]:
     # a rank that failed is missed by its peers at once: what they say of it is not the reason
     until(lambda: all(reply.done() for reply in replies) or bool(_reasons(replies)), REASON_SECONDS)
     watch.finish([rank for rank, reply in enumerate(replies) if reply.done()])
+    uneven = None if _reasons(replies) or not _failures(replies) else watch.uneven()
+    if uneven is not None:
+        raise uneven
     for rank, error in [*_reasons(replies), *_failures(replies)]:
         raise watch.died(rank, error) if isinstance(error, ActorDied) else error
     return [reply.result(0) for reply in replies]
@@ -166,7 +170,7 @@ class LoopActor:
 
     def __init__(self, packed: bytes, place: World, *, capture: bool = False) -> None:
         self._packed, self._place = packed, place
-        self._logs, self._over = LogBuffer(), False
+        self._logs, self._returned, self._over = LogBuffer(), False, False
         if capture:  # log records reach stderr by the user's own handlers, as in a plain process
             self._logs.capture(records=False)
         torch.set_num_threads(1)
@@ -178,7 +182,7 @@ class LoopActor:
         try:
             with user_code("train_fn"):
                 result = unpack(self._packed)()
-            failed = False
+            self._returned, failed = True, False
         except WorkloadError as error:
             place = self._place
             message = placed(error.message, f"on worker-{place.rank}, after {place.steps} optimizer steps")
@@ -198,7 +202,7 @@ class LoopActor:
         if not self._over:
             self._logs.wait(seconds)
         over = self._over
-        return Said(self._logs.drain(), self._place.steps, over)
+        return Said(self._logs.drain(), self._place.steps, self._returned, over)
 
 
 def wrap(

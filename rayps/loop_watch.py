@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rayps.cluster import Handle
-from rayps.errors import ActorDied, ClusterError
+from rayps.errors import ActorDied, ClusterError, WorkloadError
 
 WAIT_SECONDS = 1.0  # that a question waits in a worker for a line
 END_SECONDS = 10.0  # for the last lines of workers whose function has returned
@@ -26,7 +26,8 @@ class Said:
 
     lines: list[tuple[float, str]]
     steps: int  # of its wrapped optimizers
-    over: bool  # whether its function has returned and this is all
+    returned: bool  # whether its function has returned without an error
+    over: bool  # whether this is all
 
 
 class Watch:
@@ -34,7 +35,7 @@ class Watch:
 
     def __init__(self, handles: Sequence[Handle], show: Callable[[list[Line]], None]) -> None:
         self._show, self._showing = show, threading.Lock()
-        self._steps: dict[int, int] = {}
+        self._said: dict[int, Said] = {}
         self._threads = [
             threading.Thread(target=self._follow, args=(rank, handle), daemon=True, name=f"rayps-watch-{rank}")
             for rank, handle in enumerate(handles)
@@ -50,7 +51,8 @@ class Watch:
 
     def died(self, rank: int, error: ActorDied) -> ActorDied:
         """The error of a run whose worker died: who, where, why, and the way out."""
-        reason, steps = str(error.data.get("reason", error)), self._steps.get(rank)
+        reason = str(error.data.get("reason", error))
+        steps = self._said[rank].steps if rank in self._said else None
         at = f" after {steps} optimizer step{'s'[: steps != 1]}" if steps else ", before its first optimizer step"
         return ActorDied(
             f"worker-{rank} of the run died{at} ({reason}):\n"
@@ -60,13 +62,28 @@ class Watch:
             **error.data | {"rank": rank, "steps": steps},
         )
 
+    def uneven(self) -> WorkloadError | None:
+        """The error of a run in which a worker's function returned while another one takes more steps, if it is one."""
+        left = [(rank, said.steps) for rank, said in sorted(self._said.items()) if said.returned]
+        on = [(rank, said.steps) for rank, said in sorted(self._said.items()) if not said.returned]
+        if not left or not on or left[0][1] > on[0][1]:
+            return None
+        (rank, steps), (other, done) = left[0], on[0]
+        return WorkloadError(
+            f"train_fn() returned on worker-{rank} after {steps} optimizer step{'s'[: steps != 1]}, while worker-{other} "
+            f"was in its step {done + 1}:\nevery worker must call optimizer.step() equally often; give each rank as many "
+            "batches as the rank with the fewest has",
+            rank=rank,
+            steps=steps,
+        )
+
     def _follow(self, rank: int, handle: Handle) -> None:
         while True:
             try:
                 said: Said = handle.call("said", WAIT_SECONDS).result()  # a worker that starts answers late
             except ClusterError:  # it is gone; who waits for its result is told why
                 return
-            self._steps[rank] = said.steps
+            self._said[rank] = said
             if said.lines:
                 with self._showing:
                     self._show([(at, f"worker-{rank}", text) for at, text in said.lines])

@@ -65,6 +65,7 @@ JOB = "workload: a:B\nworkers: 2\n"
     (["serve", "--host", "0.0.0.0"], 2, "--allow-host"),
     (["serve", "--address", "auto"], 2, "host:port"),
     (["submit", "nothing.yaml"], 2, "no job file"),
+    (["submit", "/tmp"], 2, "is a directory: give a regular file"),
     (["get", "nobody"], 3, "nobody"),
     (["logs", "01J00000000000000000000000"], 3, "no job"),
     (["stop", "../etc"], 3, "no job"),
@@ -127,7 +128,8 @@ def test_what_all_versions_of_yaml_read_alike_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "path"), [
-    ("a pipe", "fifo"), ("a device", "/dev/zero"), ("a device", "/dev/null"), ("irectory", "."), ("a pipe", "link")])
+    ("a pipe", "fifo"), ("a device", "/dev/zero"), ("a device", "/dev/null"), ("a directory: give a regular file$", "."),
+    ("a pipe", "link")])
 def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, kind: str, path: str) -> None:
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "link").symlink_to(tmp_path / "fifo")

@@ -68,6 +68,9 @@ def test_lists_go_over_pages(client: Client) -> None:
     (lambda c: c.submit("a:B", strategy="nothing"), ConfigError),
     (lambda c: c.submit("a:B", wokers=1), ConfigError),
     (lambda c: c.submit("a:B", working_dir="/nowhere"), ConfigError),
+    (lambda c: c.submit("a:B", timeout=float("nan")), ConfigError),
+    (lambda c: c.submit("a:B", resources={"cpu": float("inf")}), ConfigError),
+    (lambda c: c.submit("a:B", strategy={"name": object()}), ConfigError),
     (lambda c: Client(c.url, "rps_wrong").jobs(), Unauthorized),
     (lambda c: next(c.stream("01J00000000000000000000000", "logs")), NotFound),
 ])

@@ -30,6 +30,7 @@ BAD = [
     ({"timeout": 0}, "timeout", ["0", "above 0"]),
     ({"timeout": -3.0}, "timeout", ["-3.0"]),
     ({"timeout": math.nan}, "timeout", ["nan"]),
+    ({"timeout": math.inf}, "timeout", ["inf", "finite"]),
     ({"timeout": "60"}, "timeout", ["'60'"]),
     ({"timeout": None}, "timeout", ["None"]),
     ({"seed": "x"}, "seed", ["'x'", "whole number"]),

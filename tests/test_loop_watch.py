@@ -7,8 +7,10 @@ import sys
 import pytest
 import torch
 from process_cluster import ProcessCluster
+from torch import nn
 
 import rayps
+from rayps.cluster import LocalCluster
 from rayps.errors import ActorDied, WorkloadError
 
 
@@ -54,6 +56,24 @@ def test_what_a_failing_worker_printed_is_shown_before_its_error(processes, caps
         rayps.run(train_fn, workers=2, cluster=processes)
     assert caught.value.data["rank"] == 1
     said(capsys, "worker-1: before the mistake")
+
+
+@pytest.mark.parametrize(("strategy", "early"), [
+    ("all_reduce", 0), ("all_reduce", 1), ("parameter_server:shards=2", 0)])  # servers: known after the timeout
+def test_workers_that_take_unequal_numbers_of_steps_are_named(strategy, early):
+    def train_fn():
+        rank, model = rayps.world().rank, nn.Linear(3, 1)
+        model, optimizer = rayps.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy)
+        for _ in range(2 if rank == early else 4):
+            optimizer.zero_grad()
+            model(torch.ones(2, 3)).mean().backward()
+            optimizer.step()
+
+    says = (rf"returned on worker-{early} after 2 optimizer steps, while worker-{1 - early} was in its step 3:\n.*"
+            r"optimizer.step\(\) equally often")
+    with pytest.raises(WorkloadError, match=says) as caught:
+        rayps.run(train_fn, workers=2, cluster=LocalCluster(), timeout=15.0)
+    assert caught.value.data == {"rank": early, "steps": 2}
 
 
 def test_a_death_names_the_worker_and_the_way_out(processes):

@@ -164,18 +164,25 @@ def reason(journal):
 
 
 @pytest.mark.parametrize(("how", "words"), [
-    (lambda: sys.exit(5), "SystemExit: 5"),
     (lambda: os._exit(5), "exit code 5"),
     (lambda: os.kill(os.getpid(), signal.SIGKILL), "exit code -9"),
     (raises(FileNotFoundError("/only/on/workers")), "FileNotFoundError"),
     (raises(MemoryError()), "out of memory"),
     (raises(ImportError("no such package here")), "ImportError"),
     (raises(RuntimeError("Found no NVIDIA driver on your system")), "NVIDIA"),
-], ids=["exit", "_exit", "killed", "file", "memory", "import", "device"])
+], ids=["_exit", "killed", "file", "memory", "import", "device"])
 def test_what_is_wrong_with_its_process_only_is_no_verdict(how, words):
     outcome, journal, _ = drive(OnlyThere(how))
     assert outcome.status is Status.SUCCEEDED, outcome.message
     assert words in reason(journal)
+
+
+def test_a_sys_exit_is_the_error_at_once():
+    outcome, journal, cluster = drive(OnlyThere(lambda: sys.exit(5)))
+    assert outcome.status is Status.FAILED
+    assert "loss() raised SystemExit: 5" in outcome.message, outcome.message
+    assert not [event for event in journal.events if "no batch was tried" in event["message"]]
+    assert cluster.workers == 0
 
 
 def test_one_that_hangs_ends_once_the_workers_are_there():

@@ -25,7 +25,7 @@ from rayps.user_code import user_code
 from rayps.workload import Workload, unpack
 
 FEW_ROWS = 8  # of a batch, at first
-_NO_VERDICT = (OSError, ImportError, MemoryError, SystemExit, KeyboardInterrupt)  # of a process that is not a worker's
+_NO_VERDICT = (OSError, ImportError, MemoryError, KeyboardInterrupt)  # of a process that is not a worker's
 _DEVICES = ("CUDA", "NVIDIA", "cuda")  # in the message of an error that is one of the device
 
 

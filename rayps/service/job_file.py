@@ -52,12 +52,16 @@ def read(path: Path, changes: Sequence[str] = ()) -> dict[str, Any]:
 
 def _text(path: Path) -> str:
     try:
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), encoding="utf-8") as file:
-            kind = os.fstat(file.fileno()).st_mode  # of what was opened, which a look before could miss
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            kind = os.fstat(descriptor).st_mode  # of what was opened, which a look before could miss
             if not stat.S_ISREG(kind):
                 name = next((name for known, name in _KINDS if known(kind)), "no regular file")
                 raise ConfigError(f"the job file {path} is {name}: give a regular file")
-            text = file.read(MOST_BYTES + 1)
+            with open(descriptor, encoding="utf-8", closefd=False) as file:
+                text = file.read(MOST_BYTES + 1)
+        finally:
+            os.close(descriptor)
     except FileNotFoundError as error:
         raise ConfigError(f"there is no job file {path}") from error
     except (OSError, UnicodeDecodeError) as error:
