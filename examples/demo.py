@@ -48,7 +48,7 @@ def demo(strategy: str, port: int) -> int:
     job = client.submit(
         "digits.py:Digits", working_dir=HERE, strategy=strategy, workers=4, epochs=5, name="digits-demo")
     console.print(f"submitted {job.id}: 4 workers, {strategy}", soft_wrap=True)
-    console.print(f"dashboard: {address(client)}\n")
+    console.print(f"dashboard: {address(client)}\n", soft_wrap=True)
     follow(job)
     job.wait()
     if job.status != "SUCCEEDED":
@@ -56,7 +56,7 @@ def demo(strategy: str, port: int) -> int:
         return 1
     accuracy = job.result["accuracy"]
     console.print(f"[green]trained[/green]: {accuracy:.1%} of the test images are read right")
-    console.print(f"dashboard: {address(client)}\n(opens once; `make stop` ends the service)")
+    console.print(f"dashboard: {address(client)}\n(opens once; `make stop` ends the service)", soft_wrap=True)
     return 0
 
 
@@ -116,11 +116,10 @@ def stop() -> int:
     """End the demo's service and its Ray."""
     import json
 
-    file = Settings.read().service_file
-    if not file.exists():
+    if not running():  # the process of an old service.json may be another program's now
         console.print("no demo service is running")
         return 0
-    pid = json.loads(file.read_text())["pid"]
+    pid = json.loads(Settings.read().service_file.read_text())["pid"]
     os.kill(pid, signal.SIGTERM)
     for _ in range(300):
         if not Path(f"/proc/{pid}").exists():

@@ -122,7 +122,7 @@ def token_refused(address: str, *, sent: bool) -> ClusterError:
     return ClusterError(
         f"the Ray cluster at {address!r} {which}:\n"
         "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN to the cluster's token or RAY_AUTH_TOKEN_PATH to the file that "
-        "holds it",
+        "holds it\n(for the Ray of a `rayps serve`: the file ray_token in its state directory, by default ~/.rayps)",
         address=address,
         reason="token",
     )

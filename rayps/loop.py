@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
 
+import cloudpickle
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -165,12 +166,31 @@ def _open(address: str | None, workers: int, wanted: dict[str, float]) -> Cluste
     return RayCluster.local(max(1, math.ceil(workers * wanted["cpu"])), None if wanted.get("gpu") else 0)
 
 
+class _Nowhere:
+    """A file that keeps nothing."""
+
+    def write(self, data: Any) -> int:
+        return len(data)
+
+
+def _sendable(result: Any) -> None:
+    """Refuse what the caller's process cannot be sent. Raises WorkloadError."""
+    try:
+        cloudpickle.Pickler(_Nowhere()).dump(result)
+    except Exception as error:  # whatever the user's objects raise
+        raise WorkloadError(
+            f"train_fn() returned {type(result).__name__}, which cannot be sent to the caller:\n"
+            f"{type(error).__name__}: {error}\nreturn data such as numbers, tensors or model.state_dict()"
+        ) from error
+
+
 class LoopActor:
     """One worker's process of a `run`."""
 
     def __init__(self, packed: bytes, place: World, *, capture: bool = False) -> None:
         self._packed, self._place = packed, place
         self._logs, self._returned, self._over = LogBuffer(), False, False
+        self._sends = capture  # to another process
         if capture:  # log records reach stderr by the user's own handlers, as in a plain process
             self._logs.capture(records=False)
         torch.set_num_threads(1)
@@ -182,6 +202,8 @@ class LoopActor:
         try:
             with user_code("train_fn"):
                 result = unpack(self._packed)()
+            if self._sends:
+                _sendable(result)
             self._returned, failed = True, False
         except WorkloadError as error:
             place = self._place

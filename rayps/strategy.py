@@ -70,7 +70,13 @@ def parse(given: Any) -> list[Phase]:
         ConfigError: naming the strategies or options that there are.
     """
     if isinstance(given, str) and ">" in given:
-        given = [part.strip() for part in given.split(">")]
+        whole, given = given, [part.strip() for part in given.split(">")]
+        if "" in given:
+            raise ConfigError(
+                f"strategy {given.index('') + 1} of {len(given)} in {whole!r} is empty: write one on each side of >, as "
+                "in 2*parameter_server:staleness=none > all_reduce",
+                field="strategy",
+            )
     if not isinstance(given, list):
         given = [given]
     if not given:

@@ -87,6 +87,8 @@ def test_bad_input(at: Site, capsys: pytest.CaptureFixture[str], arguments: list
     ("workload: a:B\nwokers: 2\n", "did you mean 'workers'"),
     ("workers: 2\n", "needs a workload"),
     ("workload: sweep.py:Sweep(lr=0.1)\n", "write sweep.py:Sweep\nand give the arguments"),
+    ("workload: ../../etc/passwd:Base\n", "should name a module or file and a class"),
+    ("workload: a..b:C\n", "should name a module or file and a class"),
     ("workload: 'sweep.py:'\n", "should name a module or file and a class"),
     ("workload: &a a:B\nname: *a\n", "anchors"),
     ("workload: !!python/object/apply:os.system [echo]\n", "tag"),
@@ -416,3 +418,19 @@ def test_no_token_says_where_it_was_looked_for(at: Site, tmp_path: Path) -> None
             Client(at.url).jobs()
     with pytest.raises(Unauthorized, match="wrong or revoked"):
         Client(at.url, "rps_no").jobs()
+
+
+def test_checkpoints_in_a_row_are_shortened_in_the_table_of_events(
+        at: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    job = at.add(name="saves")
+    kinds = ["checkpoint"] * 5 + ["failure"] + ["checkpoint"] * 2
+    home = at.settings.jobs_dir / job
+    home.mkdir(exist_ok=True)
+    with (home / "events.jsonl").open("w") as file:
+        for i, kind in enumerate(kinds):
+            file.write(json.dumps({"time": 1.8e9 + i, "kind": kind, "message": f"number {i}"}) + "\n")
+    code, out, _ = run(capsys, "events", job)
+    assert code == 0
+    shown = re.findall(r"number (\d)", out)
+    assert shown == ["0", "4", "5", "6", "7"] and "number 4 (and 3 checkpoints before it; all: -o json)" in out
+    assert len(re.findall("number", run(capsys, "events", job, "-o", "json")[1])) == 8

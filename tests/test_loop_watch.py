@@ -3,6 +3,7 @@
 import contextlib
 import os
 import sys
+import threading
 
 import pytest
 import torch
@@ -56,6 +57,14 @@ def test_what_a_failing_worker_printed_is_shown_before_its_error(processes, caps
         rayps.run(train_fn, workers=2, cluster=processes)
     assert caught.value.data["rank"] == 1
     said(capsys, "worker-1: before the mistake")
+
+
+def test_a_result_that_cannot_be_sent_is_the_functions_error(processes):
+    def train_fn():
+        return threading.Lock()
+
+    with pytest.raises(WorkloadError, match=r"(?s)returned lock, which cannot be sent to the caller on worker-0.*state_dict"):
+        rayps.run(train_fn, workers=2, cluster=processes)
 
 
 @pytest.mark.parametrize(("strategy", "early"), [

@@ -108,6 +108,8 @@ BAD = [
     ([(-1, AllReduce())], ["-1", "at least 1"]),
     ([(1.5, AllReduce())], ["1.5", "whole number"]),
     ([(True, AllReduce())], ["True"]),
+    ("2*parameter_server >", ["strategy 2 of 2", "is empty", "each side of >"]),
+    (" > all_reduce", ["strategy 1 of 2", "is empty"]),
     ("x*all_reduce", ["'x'", "whole number"]),
     ("0*all_reduce", ["0", "at least 1"]),
     ([{"epochs": "2", "strategy": "all_reduce"}], ["'2'", "whole number"]),

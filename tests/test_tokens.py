@@ -155,6 +155,10 @@ def test_the_commands(site: Site, say: Callable[..., tuple[int, str, str]], tmp_
     assert code == 0 and said == "" and path.stat().st_mode & 0o777 == 0o600 and not SECRET.search(note)
     token = path.read_text().strip()
     assert status(site, token) == 200
+    for command in (("token", "create", "--user", "other"), ("token", "rotate", "x")):  # the file has the only copy
+        code, said, note = say(*command, "--to", str(path))
+        assert code == 2 and said == "" and "exists, and is not overwritten" in note
+    assert path.read_text().strip() == token and len(json.loads(say("token", "ls", "-o", "json")[1])) == 2
     code, said, _ = say("token", "ls")
     assert "the user laptop" in said and "the service's own command line" in said and not SECRET.search(said)
     code, said, _ = say("open", "--to", "-")

@@ -4,7 +4,7 @@ import { useEffect } from "preact/hooks";
 import * as api from "./api";
 import { now, theme, type Theme } from "./clock";
 import { count } from "./lib/format";
-import { Dialog } from "./parts/bits";
+import { Dialog, Empty } from "./parts/bits";
 import { Mark, MoonIcon, PlugIcon, SunIcon, SystemIcon } from "./parts/icons";
 import { GroupPage } from "./pages/group";
 import { JobPage } from "./pages/job";
@@ -26,21 +26,33 @@ export function App() {
   }, []);
   if (session.value === null) return <><Banner /><div class="boot" role="status" aria-label="Loading" /></>;
   if (session.value === false) return <LoginPage />;
-  const [page, id] = route.value.path;
   return (
     <>
       <a class="skip" href="#main" onClick={skip}>Skip to the content</a>
       <Header />
       <Banner />
-      <div id="main" tabIndex={-1}>{shown(page, id)}</div>
+      <div id="main" tabIndex={-1}>{shown(route.value.path)}</div>
       <Help />
     </>
   );
 }
 
-function shown(page: string | undefined, id: string | undefined) {
+function shown(path: string[]) {
+  const [page = "jobs", id] = path;
+  if (path.length > 2 || (page !== "jobs" && page !== "servers")) return <NoPage path={path} />;
   if (page === "servers") return id ? <GroupPage key={id} name={id} /> : <ServersPage />;
-  return page === "jobs" && id ? <JobPage key={id} id={id} /> : <JobsPage />;
+  return id ? <JobPage key={id} id={id} /> : <JobsPage />;
+}
+
+function NoPage({ path }: { path: string[] }) {
+  return (
+    <main class="page">
+      <Empty title="There is no such page">
+        <p>The dashboard has no page <code>{path.join("/")}</code>. It has the jobs and the server groups, and a page for each of them.</p>
+        <p class="empty-actions"><a class="button" href={href(["jobs"])}>All jobs</a> <a class="button" href={href(["servers"])}>Server groups</a></p>
+      </Empty>
+    </main>
+  );
 }
 
 const PAGES: [string, string][] = [["jobs", "Jobs"], ["servers", "Servers"]];

@@ -36,10 +36,18 @@ export function put(values: Record<string, string | null>): void {
   route.value = { path: route.value.path, query };
 }
 
-/** The login code of an address such as `#code=XXXX`; it is taken out of the address bar at once. */
+/** The address of the page that this tab showed last; a login code in the address is no page. */
+let shown = location.hash;
+
+function isCode(hash: string): boolean {
+  return /[#&]code=/.test(hash);
+}
+
+/** The login code of an address such as `#code=XXXX`; the address bar then shows the page from before it, or all jobs. */
 export function takeCode(): string | null {
   const code = new URLSearchParams(location.hash.replace(/^#/, "")).get("code");
-  if (code) history.replaceState(null, "", `${location.pathname}${location.search}#/jobs`);
+  const page = isCode(shown) || shown.length < 2 ? "#/jobs" : shown;
+  if (code) history.replaceState(null, "", `${location.pathname}${location.search}${page}`);
   route.value = read(location.hash);
   return code;
 }
@@ -53,5 +61,6 @@ export function pasted(text: string): { code?: string; token?: string } {
 }
 
 window.addEventListener("hashchange", () => {
+  if (!isCode(location.hash)) shown = location.hash;
   route.value = read(location.hash);
 });

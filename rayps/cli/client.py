@@ -108,6 +108,7 @@ def create(
     if user is not None and (job, name) != (None, None):
         raise ConfigError("--user makes a token for everything: leave out --job and --name", field="user")
     show.refuse_secret(to)
+    show.refuse_existing(to)
     given = (("job", job), ("days", days), ("name", name if user is None else user))
     body = {key: value for key, value in given if value is not None}
     with Client() as service:
@@ -155,6 +156,7 @@ def rotate(token_id: TokenId, to: show.To = None, output: Format = Output.table)
     own = token_id == LOCAL
     if not own:
         show.refuse_secret(to)
+    show.refuse_existing(to)
     with Client() as service:
         found = service.call("POST", f"{_path(service, token_id)}/rotate")
     if own and to is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from pathlib import Path
@@ -193,7 +194,20 @@ def events(job_id: Id, output: Format = Output.table) -> None:
     if output is Output.json:
         show.dump(found)
         return
-    show.table(["when", "what", ""], [[show.clock(e["time"]), e["kind"], e["message"]] for e in found])
+    show.table(["when", "what", ""], [[show.clock(e["time"]), e["kind"], text] for e, text in _shortened(found)])
+
+
+def _shortened(events: list[dict[str, Any]]) -> list[tuple[dict[str, Any], str]]:
+    """Events with their texts; of checkpoints in a row the first and the last, which says how many are left out."""
+    found: list[tuple[dict[str, Any], str]] = []
+    for kind, group in itertools.groupby(events, key=lambda event: str(event["kind"])):
+        row = list(group)
+        texts = [str(event["message"]) for event in row]
+        if kind == "checkpoint" and len(row) > 2:
+            texts[-1] += f" (and {len(row) - 2} checkpoint{'s'[: len(row) != 3]} before it; all: -o json)"
+            row, texts = [row[0], row[-1]], [texts[0], texts[-1]]
+        found += zip(row, texts, strict=True)
+    return found
 
 
 def stop(job_id: Id, output: Format = Output.table) -> None:

@@ -68,6 +68,12 @@ def refuse_secret(to: str | None) -> None:
                           "or --to - to print it nevertheless", field="to")
 
 
+def refuse_existing(to: str | None) -> None:
+    """Raises ConfigError: the file exists, and may hold a token that nothing shows a second time."""
+    if to not in (None, "-") and Path(to).expanduser().exists():
+        raise ConfigError(f"{to} exists, and is not overwritten: give --to another file, or remove it first", field="to")
+
+
 def secret(text: str, to: str | None) -> None:
     """A secret, where it was asked for: on the terminal, or in a file of mode 0600."""
     refuse_secret(to)

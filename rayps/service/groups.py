@@ -323,11 +323,12 @@ class Groups:
             elif cluster is not None and held.filed:
                 self._keep(held, cluster)
         except (RaypsError, OSError, RuntimeError, TimeoutError) as error:
-            first = str(error).splitlines()[0] if str(error) else type(error).__name__
+            late = "its manager did not answer in time" if isinstance(error, TimeoutError) else type(error).__name__
+            text = str(error) or late
+            first = text.splitlines()[0]
             if first != held.sight.reason:
-                log.warning("server group %s: %s", name, error)
+                log.warning("server group %s: %s", name, text)
             held.sight.reason = first
-
 
     def _keep(self, held: _Held, cluster: Actors) -> None:
         """Find the manager, or start it; hear what it says."""

@@ -90,3 +90,28 @@ def test_a_plain_path_asks_a_stranger_to_sign_in_and_then_shows_the_page(site: S
     page.keyboard.press("Enter")
     page.wait_for_selector("h1:has-text('deep-job')")
     assert page.url == f"{site.url}/#/jobs/{job}"
+
+
+@pytest.mark.browser
+def test_a_page_that_was_asked_for_is_shown_after_an_address_with_a_code(site: Site, tab: Callable[..., Any]) -> None:
+    job = site.add(name="deep-job")
+    page = tab()
+    page.goto(f"{site.url}/#/jobs/{job}")
+    page.wait_for_selector("#code")
+    code = site.http.post("/api/v1/codes").json()["code"]
+    page.goto(f"{site.url}/#code={code}")
+    page.wait_for_selector("h1:has-text('deep-job')")
+    assert page.url == f"{site.url}/#/jobs/{job}"
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("path", ["nonsense", "tokens", "jobs/x/logs"])
+def test_an_address_without_a_page_says_so(site: Site, tab: Callable[..., Any], path: str) -> None:
+    page = tab()
+    code = site.http.post("/api/v1/codes").json()["code"]
+    page.goto(f"{site.url}/#code={code}")
+    page.wait_for_selector("nav")
+    page.goto(f"{site.url}/#/{path}")
+    page.wait_for_selector("text=There is no such page")
+    page.click("a:has-text('All jobs')")
+    page.wait_for_url(f"{site.url}/#/jobs")
