@@ -52,11 +52,19 @@ def pytest_itemcollected(item):
         item.add_marker("bench")
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist's own hook reads the groups that this one writes
 def pytest_collection_modifyitems(items):
     if os.environ.get("PYTEST_XDIST_WORKER"):
         lanes.group(items)
     else:
         items.sort(key=lambda item: (uses_ray(item), any(map(item.get_closest_marker, ("ray", "browser")))))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_node_collection_finished(ids):
+    """Stop where pytest-xdist would divide a group: each of its processes would then start a Ray and a browser."""
+    if not all("@" in name for name in ids):
+        raise pytest.UsageError("pytest-xdist ignores the groups of tests: install the pytest that pyproject.toml names")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -95,7 +95,7 @@ class Head:
         if token is not None:
             self.env |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block",
-                   f"--port={self.address.rpartition(':')[2]}", "--node-ip-address=127.0.0.1", "--num-cpus=4",
+                   f"--port={self.address.rpartition(':')[2]}", "--num-cpus=4",
                    "--include-dashboard=false", "--disable-usage-stats", "--no-monitor", "--include-log-monitor=false",
                    "--object-store-memory=80000000"]
         with (self.temp / "log").open("wb") as log:
