@@ -173,7 +173,8 @@ class JobSpec:
 def misnamed(workload: str) -> str | None:
     """Why a text cannot name a workload's class, and the way out; None where it can.
 
-    A name is `module:Class` (of a module such as `package.digits`) or `file.py:Class`. It cannot carry arguments: the class is created without any.
+    A name is `module:Class` (of a module such as `package.digits`) or `file.py:Class`. It cannot carry arguments: the
+    class is created without any.
     """
     place, colon, name = workload.rpartition(":")
     module = all(part.isidentifier() for part in place.split("."))

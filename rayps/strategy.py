@@ -73,8 +73,8 @@ def parse(given: Any) -> list[Phase]:
         whole, given = given, [part.strip() for part in given.split(">")]
         if "" in given:
             raise ConfigError(
-                f"strategy {given.index('') + 1} of {len(given)} in {whole!r} is empty: write one on each side of >, as "
-                "in 2*parameter_server:staleness=none > all_reduce",
+                f"strategy {given.index('') + 1} of {len(given)} in {whole!r} is empty: write one on each side of >, "
+                "as in 2*parameter_server:staleness=none > all_reduce",
                 field="strategy",
             )
     if not isinstance(given, list):

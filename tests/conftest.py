@@ -64,7 +64,7 @@ def pytest_collection_modifyitems(items):
 def pytest_xdist_node_collection_finished(ids):
     """Stop where pytest-xdist would divide a group: each of its processes would then start a Ray and a browser."""
     if not all("@" in name for name in ids):
-        raise pytest.UsageError("pytest-xdist ignores the groups of tests: install the pytest that pyproject.toml names")
+        raise pytest.UsageError("pytest-xdist ignores the groups: install the pytest that pyproject.toml names")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -130,8 +130,8 @@ def test_what_all_versions_of_yaml_read_alike_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "path"), [
-    ("a pipe", "fifo"), ("a device", "/dev/zero"), ("a device", "/dev/null"), ("a directory: give a regular file$", "."),
-    ("a pipe", "link")])
+    ("a pipe", "fifo"), ("a device", "/dev/zero"), ("a device", "/dev/null"), ("a pipe", "link"),
+    ("a directory: give a regular file$", ".")])
 def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, kind: str, path: str) -> None:
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "link").symlink_to(tmp_path / "fifo")

@@ -88,14 +88,17 @@ class Head:
 
     def __init__(self, token=None):
         self.temp = Path(tempfile.mkdtemp(prefix="h", dir="/tmp"))  # short: a socket's path has at most 107 characters
+        from ray.util import get_node_ip_address  # loads ray, which most tests of this file do without
+
+        own = get_node_ip_address()  # of this machine; Ray puts it in the place of 127.0.0.1 where there is another
         with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.address = f"127.0.0.1:{free.getsockname()[1]}"
-        self.env = environment(RAY_TMPDIR=str(self.temp))
+            free.bind((own, 0))
+            self.address = f"{own}:{free.getsockname()[1]}"
+        self.env = environment(RAY_TMPDIR=str(self.temp), HOME=str(self.temp))
         if token is not None:
             self.env |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block",
-                   f"--port={self.address.rpartition(':')[2]}", "--num-cpus=4",
+                   f"--port={self.address.rpartition(':')[2]}", f"--node-ip-address={own}", "--num-cpus=4",
                    "--include-dashboard=false", "--disable-usage-stats", "--no-monitor", "--include-log-monitor=false",
                    "--object-store-memory=80000000"]
         with (self.temp / "log").open("wb") as log:
@@ -124,11 +127,14 @@ class Head:
 
 
 def environment(**more):
-    """What a process is given that has no Ray of its own: nothing of the shared cluster's Ray."""
+    """What a process is given that has no Ray of its own: nothing of the shared cluster's Ray, and an empty home.
+
+    A plain `ray.init()` leaves a token in the home, and turns authentication on for each later Ray that finds it there.
+    """
     tests = Path(__file__).parent
     return {key: value for key, value in os.environ.items() if not key.startswith("RAY_")} | {
         "PYTHONPATH": f"{tests}{os.pathsep}{tests.parent}", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-        "RAY_USAGE_STATS_ENABLED": "0"} | more
+        "HOME": tempfile.mkdtemp(dir=os.environ.get("RAYPS_TEST_FOLDER")), "RAY_USAGE_STATS_ENABLED": "0"} | more
 
 
 TOKEN = secrets.token_hex(32)

@@ -163,14 +163,21 @@ def reason(journal):
     return event["message"]
 
 
+def asks_ray():
+    import ray
+
+    return ray.get_runtime_context().gcs_address  # in a process that is in no Ray this starts one, unless told not to
+
+
 @pytest.mark.parametrize(("how", "words"), [
+    (asks_ray, "Ray has not been started"),
     (lambda: os._exit(5), "exit code 5"),
     (lambda: os.kill(os.getpid(), signal.SIGKILL), "exit code -9"),
     (raises(FileNotFoundError("/only/on/workers")), "FileNotFoundError"),
     (raises(MemoryError()), "out of memory"),
     (raises(ImportError("no such package here")), "ImportError"),
     (raises(RuntimeError("Found no NVIDIA driver on your system")), "NVIDIA"),
-], ids=["_exit", "killed", "file", "memory", "import", "device"])
+], ids=["ray", "_exit", "killed", "file", "memory", "import", "device"])
 def test_what_is_wrong_with_its_process_only_is_no_verdict(how, words):
     outcome, journal, _ = drive(OnlyThere(how))
     assert outcome.status is Status.SUCCEEDED, outcome.message

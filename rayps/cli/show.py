@@ -71,7 +71,8 @@ def refuse_secret(to: str | None) -> None:
 def refuse_existing(to: str | None) -> None:
     """Raises ConfigError: the file exists, and may hold a token that nothing shows a second time."""
     if to not in (None, "-") and Path(to).expanduser().exists():
-        raise ConfigError(f"{to} exists, and is not overwritten: give --to another file, or remove it first", field="to")
+        raise ConfigError(f"{to} exists, and is not overwritten: give --to another file, or remove it first",
+                          field="to")
 
 
 def secret(text: str, to: str | None) -> None:

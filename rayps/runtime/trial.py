@@ -82,7 +82,8 @@ class Trial:
             self.verdict = Verdict(skipped=reason)
             return
         options: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        more = {"PYTHONPATH": os.pathsep.join(request.path), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        more = {"PYTHONPATH": os.pathsep.join(request.path), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
+                "RAY_ENABLE_AUTO_CONNECT": "0"}  # the process is in no Ray, and the user's code must not start one
         cwd = request.working_dir if request.working_dir and Path(request.working_dir).is_dir() else None
         try:
             self._process = subprocess.Popen(

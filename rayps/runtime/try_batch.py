@@ -7,6 +7,7 @@ import os
 import pickle
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,11 +82,20 @@ def judged(request: Request) -> Verdict:
     except RaypsError as error:
         cause = error.__cause__
         said = error.message.splitlines()[0]
-        if isinstance(cause, _NO_VERDICT) or error.data.get("memory") or any(word in said for word in _DEVICES):
+        if isinstance(cause, _NO_VERDICT) or _of_ray(cause) or error.data.get("memory") or any(word in said for word in _DEVICES):
             return Verdict(skipped=said)
         return Verdict(error=error)
     except BaseException as error:  # no verdict on the job
         return Verdict(skipped=f"{type(error).__name__}: {error}")
+
+
+def _of_ray(error: BaseException | None) -> bool:
+    """Whether an error was raised inside Ray: the user's code asks for a Ray, and only the workers are in one."""
+    file = getattr(sys.modules.get("ray"), "__file__", None)
+    if error is None or file is None:
+        return False
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and Path(frames[-1].filename).is_relative_to(Path(file).parent)
 
 
 def _tried(workload: Workload, request: Request) -> str | None:
