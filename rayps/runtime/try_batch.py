@@ -82,7 +82,9 @@ def judged(request: Request) -> Verdict:
     except RaypsError as error:
         cause = error.__cause__
         said = error.message.splitlines()[0]
-        if isinstance(cause, _NO_VERDICT) or _of_ray(cause) or error.data.get("memory") or any(word in said for word in _DEVICES):
+        if isinstance(cause, _NO_VERDICT) or _of_ray(cause):
+            return Verdict(skipped=said)
+        if error.data.get("memory") or any(word in said for word in _DEVICES):
             return Verdict(skipped=said)
         return Verdict(error=error)
     except BaseException as error:  # no verdict on the job
