@@ -312,6 +312,25 @@ def test_a_weight_decay_is_l2_also_where_balancing_raises_the_penalty(kind, most
     assert largest(solution(result) - law) < most < largest(ridge(a, b, 0.0) - law)
 
 
+class Climbs(Squares):
+    """The loss with the other sign, maximized."""
+
+    def loss(self, model, batch):
+        return -super().loss(model, batch)
+
+    def optimizer(self, params):
+        return torch.optim.SGD(params, lr=self.rate, maximize=True)
+
+
+@pytest.mark.parametrize("balance", [False, True])
+def test_with_maximize_it_climbs_as_it_would_descend(balance):
+    parts = parts_of(*regression(workers=2, features=5))
+    strategy = ADMM(penalty=0.5, local_steps=3, balance=balance)
+    found = [solution(train(kind(parts, rate=0.005), strategy, workers=2, steps=60)) for kind in (Squares, Climbs)]
+    assert torch.equal(*found)
+    assert found[0].abs().max() > 0.1
+
+
 def newton(x, y, weight):
     w = torch.zeros(x.shape[1], dtype=F64)
     for _ in range(50):

@@ -204,8 +204,11 @@ def test_ditto_keeps_the_batchnorm_statistics_of_each_clients_model():
     assert all(model[1].num_batches_tracked == 3 * 3 for model in models)
 
 
-@pytest.mark.parametrize("fraction", [1.0, 0.5])
-def test_scaffold_with_maximize_climbs_as_it_would_descend(fraction):
+@pytest.mark.parametrize("strategy", [
+    Scaffold(local_steps=5, fraction=1.0, evaluate_every=1000),
+    Scaffold(local_steps=5, fraction=0.5, evaluate_every=1000),
+    FedProx(local_steps=5, mu=2.0, evaluate_every=1000)], ids=str)
+def test_with_maximize_a_client_climbs_as_it_would_descend(strategy):
     """The loss with the other sign, maximized: the same bits but for signs."""
 
     class Climbing(Quadratics):
@@ -215,9 +218,23 @@ def test_scaffold_with_maximize_climbs_as_it_would_descend(fraction):
         def optimizer(self, params):
             return torch.optim.SGD(params, lr=self.lr, maximize=True)
 
-    found, law = (train(work, Scaffold(local_steps=5, fraction=fraction, evaluate_every=1000), epochs=60,
-                        checkpoint_every=1000).snapshot.params.item() for work in (Climbing(0.02), Quadratics(0.02)))
+    found, law = (train(work, strategy, epochs=60, checkpoint_every=1000).snapshot.params.item()
+                  for work in (Climbing(0.02), Quadratics(0.02)))
     assert found == pytest.approx(law, abs=1e-12) and 0 < found < 1.5
+
+
+def test_dittos_own_models_climb_as_they_would_descend():
+    class Climbing(Judged):
+        def loss(self, model, batch):
+            return -super().loss(model, batch)
+
+        def optimizer(self, params):
+            return torch.optim.SGD(params, lr=super().optimizer(params).param_groups[0]["lr"], maximize=True)
+
+    found, law, alone = (train(kind(clients=4, n=48), Ditto(lam=lam), workers=2, epochs=3).metrics["personal_error"]
+                         for kind, lam in ((Climbing, 1.5), (Judged, 1.5), (Judged, 0.0)))
+    assert found == pytest.approx(law, abs=EXACT)
+    assert abs(law - alone) > 1e-4
 
 
 def test_scaffold_at_a_rate_of_zero_stays_where_it_is():

@@ -22,6 +22,7 @@ not. A decoupled decay (AdamW) has another solution than l2, here as in torch.
 x_i, and its last word v_i counts (a randomised ADMM: Iutzeler et al., CDC 2013).
 `momentum` (keep, reset, average): what a meeting does to the optimizers' state. `buffers` (average, keep): what it does
 to what is no parameter, as BatchNorm's statistics, which have no multipliers.
+An optimizer with `maximize` climbs f_i(x) - penalty/2 |x - z + u_i|^2; all its groups must then have it.
 A workload's `clip_norm` clips the gradient of a local step with that of the penalty in it.
 Batches smaller than a worker's rows make it stochastic: z then comes to rest at a distance that grows with the rate,
 and exactly only with a rate that falls.
@@ -33,6 +34,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rayps.attendance import attends
+from rayps.errors import ConfigError
 from rayps.prox import canonical, prox
 from rayps.strategies import options
 from rayps.strategies.averaging import check_meetings
@@ -90,7 +92,7 @@ class ADMM(Strategy):
         here = attends(w.plan.seed, (w.position - 1) // self.local_steps, w.rank, self.participation)
         if here and len(batch):
             g, penalty = w.grad(batch).vector, float(w.shared["penalty"])
-            g.add_(w.params - w.shared["z"] + w.memory["u"], alpha=penalty)
+            g.add_(w.params - w.shared["z"] + w.memory["u"], alpha=_sign(w) * penalty)
             _step(w, g, penalty - self.penalty)
         if w.position % self.local_steps == 0 or w.position == w.plan.end:
             self._meet(w, here)
@@ -127,6 +129,18 @@ class ADMM(Strategy):
         if self.balance and factor != 1:
             w.shared["penalty"].mul_(factor)
             u.div_(factor)
+
+
+def _sign(w: WorkerView) -> int:
+    """1, or -1 where the optimizer maximizes: the penalty then lowers what is climbed. Raises ConfigError."""
+    found = {bool(group.get("maximize", False)) for group in w.optimizer.param_groups}
+    if len(found) > 1:
+        raise ConfigError(
+            "one group of the optimizer maximizes and another does not, and admm counts with one direction: give all "
+            "of them the same maximize",
+            field="strategy",
+        )
+    return -1 if True in found else 1
 
 
 def _step(w: WorkerView, g: Any, risen: float) -> None:

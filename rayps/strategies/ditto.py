@@ -41,5 +41,5 @@ class Ditto(FedAvg):
         """v_k, beside w_k."""
         c.w.copy_(c.state.get("v", c.w_t))
         for b in c.batches():
-            c.step(c.grad(b) + self.lam * (c.w - c.w_t))
+            c.step(c.grad(b) + c.sign * self.lam * (c.w - c.w_t))
         c.state["v"] = c.w.clone()

@@ -31,4 +31,4 @@ class FedProx(FedAvg):
     def client(self, c: Any) -> None:
         """Local SGD with the proximal term."""
         for b in c.batches():
-            c.step(c.grad(b) + self.mu * (c.w - c.w_t))
+            c.step(c.grad(b) + c.sign * self.mu * (c.w - c.w_t))
