@@ -25,6 +25,7 @@ from rayps.federated.real.remote import Remote
 from rayps.federated.source import Errand, Round, Simulated, old
 from rayps.federated.states import States
 from rayps.federated.statistics import Statistics
+from rayps.finite import is_finite
 from rayps.rates import Ticks
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class Engine:
         self.homes = homes(w.data.clients.sizes, w.size) if stateful else None
         self.states = States() if stateful else None
         self._losses: list[tuple[int, float, int]] = []  # of the round's usable replies here: client, loss, samples
+        self._spoilt: set[int] = set()  # clients of which a state was not kept, as far as it was said
         self._begun, self._counted = 0, False  # rounds, and whether one of them moved the model
         self.judging: Any = None  # the evaluation data, once it is known
         self.source: Any = Remote(self) if strategy.remote else Simulated(self)
@@ -118,7 +120,22 @@ class Engine:
             state = dict(reply.state)
             if strategy.buffers == "keep":
                 state |= {f"buffers/{name}": value.detach().clone() for name, value in reply.buffers.items()}
-            self.states.put(errand.client, state, w.position + 1)
+            if all(map(is_finite, state.values())):
+                self.states.put(errand.client, state, w.position + 1)
+            else:
+                self._unkept(errand.client)
+
+    def _unkept(self, client: int) -> None:
+        """Say of the first such clients that the state from before stays: this one is not finite."""
+        if client in self._spoilt or len(self._spoilt) >= SAID:
+            return
+        self._spoilt.add(client)
+        who = self.source.names([client])[0]
+        self.w.event(
+            "warning", f"round {self.w.position}: the new state of client {who!r} holds values that are not finite and "
+            "is not kept; its state from before stays. Lower the learning rate, or the strategy's pull (ditto: lam)",
+            round=self.w.position, client=who,
+        )  # fmt: skip
 
     def _serve(self, t: int, met: Met) -> str:
         """The server's half, the same on every worker; why the model stays as it was, if it does."""
