@@ -127,6 +127,21 @@ def check_clip_norm(workload: Workload) -> None:
         )
 
 
+def misspelt(workload: Workload) -> list[str]:
+    """A warning for each name of the user's class that is nearly one of Workload's, which then stays the default."""
+    ours = [name for name in vars(Workload) if not name.startswith("_")]
+    kinds = [kind for kind in type(workload).__mro__ if issubclass(kind, Workload) and kind is not Workload]
+    theirs = {name for kind in kinds for name in vars(kind)}
+    found = []
+    for name in sorted(theirs - set(ours)):
+        near = difflib.get_close_matches(name, [each for each in ours if each not in theirs], 1, cutoff=0.84)
+        if near and not name.startswith("_"):
+            found.append(
+                f"{type(workload).__name__} has {name!r} and no {near[0]!r}, which stays the default: is it misspelt?"
+            )
+    return found
+
+
 # ---------------------------------------------------------------------------------------------- by name
 
 _ours: list[str] = []  # modules that the last load() brought in

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import rayps
 from rayps import workload
+from rayps.cluster import LocalCluster
 from rayps.data import Batch, Data, tensors
 from rayps.errors import DataError, WorkloadError
 from rayps.workload import Workload, load, pack, unpack
@@ -214,3 +216,34 @@ def test_what_cannot_be_sent_is_refused(folder: Path) -> None:
     assert "not in __init__" in str(caught.value)
     with pytest.raises(WorkloadError, match="cannot be unpacked"):
         unpack(b"not a pickle")
+
+
+class Plain(Workload):
+    def model(self):
+        return torch.nn.Linear(1, 1)
+
+    def data(self):
+        return tensors(torch.ones(4, 1), torch.ones(4, 1), batch_size=4)
+
+    def loss(self, model, batch):
+        return (model(batch.x) - batch.y).square().mean()
+
+
+class Nearly(Plain):
+    def optimiser(self, params):
+        return torch.optim.SGD(params, lr=1.0)
+
+    def evalute(self, model, batch):
+        return {}
+
+    def helper(self):
+        return None
+
+
+def test_a_misspelt_method_is_warned_of():
+    assert workload.misspelt(Plain()) == []
+    said = workload.misspelt(Nearly())
+    assert [text.split("'")[1::2] for text in said] == [["evalute", "evaluate"], ["optimiser", "optimizer"]]
+    result = rayps.train(Nearly(), workers=1, steps=1, progress=False, cluster=LocalCluster())
+    warned = [event["message"] for event in result.events if event["kind"] == "warning"]
+    assert set(said) <= set(warned)

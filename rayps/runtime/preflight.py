@@ -29,7 +29,7 @@ from rayps.strategy import Phase, Strategy
 from rayps.tables.optim import Scheduled
 from rayps.tables.optim import rule_of as table_rule
 from rayps.user_code import user_code
-from rayps.workload import Workload, check_clip_norm
+from rayps.workload import Workload, check_clip_norm, misspelt
 
 
 class Findings(NamedTuple):
@@ -86,7 +86,8 @@ def preflight(workload: Workload, phases: list[Phase], spec: JobSpec) -> Finding
     both = list(zip([phase.strategy for phase in phases], grids, strict=True))
     divisions = [_division(workload, strategy, grid, model, data) for strategy, grid in both]
     asked = [strategy for strategy, _ in both if strategy.federated]
-    warnings = [said for strategy in asked for said in federated(strategy, workload, data, spec)]
+    warnings = misspelt(workload)
+    warnings += [said for strategy in asked for said in federated(strategy, workload, data, spec)]
     if any(phase.strategy.shards for phase in phases) or any(grid.tensor > 1 for grid in grids):
         optim.check_elementwise(workload.optimizer, layout)
         said = dict.fromkeys(strategy.scale_warning(grid.data) for strategy, grid in both)
