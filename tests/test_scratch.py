@@ -22,9 +22,12 @@ time.sleep(60)
 """
 RAY = """
 import time
+from pathlib import Path
+import ray
 from rayps.ray_cluster import RayCluster
 cluster = RayCluster.local(cpus=1)
-print(cluster._temp.path, flush=True)
+session = Path(ray._private.worker._global_node.get_session_dir_path())
+print(next(path for path in session.parents if path.name.startswith("rayps-")), flush=True)
 time.sleep(120)
 """
 
