@@ -191,6 +191,7 @@ class Tally(Small):
         return {}
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize("replicas", [0, 1])
 @pytest.mark.parametrize("staleness", [2, None])
 def test_out_of_step_each_push_is_applied_once_whoever_dies(cluster, tag, staleness, replicas):

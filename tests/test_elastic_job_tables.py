@@ -95,6 +95,7 @@ LOOSE = [Hybrid(servers=3, replicas=1), ParameterServer(shards=3, replicas=1, st
          ParameterServer(shards=3, replicas=1, staleness=2)]
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize("strategy", LOOSE, ids=str)
 @pytest.mark.parametrize("victim", [("HostActor", "server-1"), ("WorkerActor", 1)], ids=["server", "worker"])
 def test_whoever_dies_each_push_is_in_its_row_once(cluster, strategy, victim):

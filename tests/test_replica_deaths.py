@@ -16,6 +16,8 @@ from torch import nn
 
 from rayps import AllReduce, Pipeline, TensorParallel
 
+pytestmark = pytest.mark.chaos
+
 
 class _Places(torch.autograd.Function):
     @staticmethod

@@ -19,6 +19,8 @@ from rayps.runtime.ties import Ties
 from rayps.server.shard import Boundary
 from rayps.workload import pack
 
+pytestmark = pytest.mark.chaos
+
 PIPE = Pipeline(stages=2, micro_batches=2)
 BOTH = Pipeline(stages=2, micro_batches=2, stage=TensorParallel(size=2))
 

@@ -7,6 +7,8 @@ from torch import nn
 
 from rayps import ParameterServer, Pipeline, TensorParallel
 
+pytestmark = pytest.mark.chaos
+
 PIPE, WIDE = Pipeline(stages=2, micro_batches=2), TensorParallel(size=2)
 
 

@@ -22,6 +22,8 @@ from rayps.runtime.driver import Driver
 from rayps.runtime.journal import Journal
 from rayps.strategy import parse, wire
 
+pytestmark = pytest.mark.chaos
+
 SERVERS = [AllReduce(), ParameterServer(shards=2), ParameterServer(shards=2, replicas=0), ParameterServer(staleness=2)]
 LIMIT = 240.0  # of the whole job, on a machine however busy; what hangs does so for ever
 
