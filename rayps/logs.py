@@ -42,6 +42,10 @@ class LogBuffer:
         """Return once there is a line, or `release` is called, or after `seconds`."""
         self._filled.wait(seconds)
 
+    def wake(self) -> None:
+        """Let go of who waits; a line without an end goes on."""
+        self._filled.set()
+
     def release(self) -> None:
         """Take in what was written without an end of line, and let go of who waits."""
         for tee in self._tees:

@@ -43,7 +43,12 @@ from rayps.workload import pack, unpack
 
 log = logging.getLogger(__name__)
 
+TOLD_SECONDS = 0.1  # between two steps of a worker of which the caller hears at once
 REASON_SECONDS = 3.0  # after the first failure, for the failure behind it to be heard
+
+
+def _nothing() -> None:
+    """What follows a step of a loop that is not watched."""
 
 
 @dataclass(slots=True)
@@ -56,6 +61,7 @@ class World:
     timeout: float
     closing: list[Callable[[bool], None]] = field(default_factory=list)  # given whether the loop failed
     steps: int = 0  # of wrapped optimizers, so far
+    stepped: Callable[[], None] = _nothing  # called after each of them
     wraps: Any = field(default_factory=itertools.count)
 
 
@@ -191,6 +197,8 @@ class LoopActor:
         self._packed, self._place = packed, place
         self._logs, self._returned, self._over = LogBuffer(), False, False
         self._sends = capture  # to another process
+        self._told = 0.0  # when the caller was last woken to hear of a step
+        place.stepped = self._stepped
         if capture:  # log records reach stderr by the user's own handlers, as in a plain process
             self._logs.capture(records=False)
         torch.set_num_threads(1)
@@ -219,8 +227,15 @@ class LoopActor:
                 self._logs.release()
         return result
 
+    def _stepped(self) -> None:
+        """Let the caller hear of the step, at most every tenth of a second: a death names the steps it knows of."""
+        now = time.monotonic()
+        if now - self._told >= TOLD_SECONDS:
+            self._told = now
+            self._logs.wake()
+
     def said(self, seconds: float) -> Said:
-        """What was printed since the last call; waits `seconds` for a line where there is none."""
+        """What was printed since the last call; waits `seconds` for a line or a step where there is none."""
         if not self._over:
             self._logs.wait(seconds)
         over = self._over
@@ -296,6 +311,7 @@ def wrap(
     def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
         loss = turns.step(closure, self.samples)
         here.steps += 1
+        here.stepped()
         return loss
 
     def clip_grad_norm_(self: Any, max_norm: float) -> Tensor:

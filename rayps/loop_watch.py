@@ -53,7 +53,9 @@ class Watch:
         """The error of a run whose worker died: who, where, why, and the way out."""
         reason = str(error.data.get("reason", error))
         steps = self._said[rank].steps if rank in self._said else None
-        at = f" after {steps} optimizer step{'s'[: steps != 1]}" if steps else ", before its first optimizer step"
+        at = " before its first optimizer step was heard of"
+        if steps:
+            at = f" after {steps} optimizer step{'s'[: steps != 1]}"
         return ActorDied(
             f"worker-{rank} of the run died{at} ({reason}):\n"
             "rayps.run replaces no worker: save checkpoints in your loop, begin from the newest, and call run again\n"

@@ -128,17 +128,16 @@ def check_clip_norm(workload: Workload) -> None:
 
 
 def misspelt(workload: Workload) -> list[str]:
-    """A warning for each name of the user's class that is nearly one of Workload's, which then stays the default."""
+    """A warning for each name of the user's classes that is nearly one of Workload's, which then stays as it was."""
     ours = [name for name in vars(Workload) if not name.startswith("_")]
     kinds = [kind for kind in type(workload).__mro__ if issubclass(kind, Workload) and kind is not Workload]
-    theirs = {name for kind in kinds for name in vars(kind)}
     found = []
-    for name in sorted(theirs - set(ours)):
-        near = difflib.get_close_matches(name, [each for each in ours if each not in theirs], 1, cutoff=0.84)
-        if near and not name.startswith("_"):
-            found.append(
-                f"{type(workload).__name__} has {name!r} and no {near[0]!r}, which stays the default: is it misspelt?"
-            )
+    for kind in kinds:
+        missing = [name for name in ours if name not in vars(kind)]
+        for name in sorted(set(vars(kind)) - set(ours)):
+            near = difflib.get_close_matches(name, missing, 1, cutoff=0.84)
+            if near and not name.startswith("_"):
+                found.append(f"{kind.__name__} has {name!r} and no {near[0]!r} of its own: is it misspelt?")
     return found
 
 

@@ -543,6 +543,9 @@ def test_a_job_goes_on_from_where_another_ended(site: Site, tmp_path: Path) -> N
     site.store("move", first, Status.STOPPED, message="", checkpoint=str(kept))
     assert site.http.post("/api/v1/jobs", json=asked).json()["spec"]["resume"] == str(kept)
     asked["resume"] = str(kept)
+    refused = site.http.post("/api/v1/jobs", json=asked)
+    assert refused.status_code == 422 and "holds no checkpoint (no manifest.json)" in refused.text
+    (kept / "manifest.json").touch()
     assert site.http.post("/api/v1/jobs", json=asked).json()["spec"]["resume"] == str(kept)
     for resume in ("01JZZZZZZZ", str(tmp_path / "elsewhere"), "true"):
         answer = site.http.post("/api/v1/jobs", json=asked | {"resume": resume})

@@ -4,6 +4,7 @@ import contextlib
 import os
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -93,7 +94,7 @@ def test_a_death_names_the_worker_and_the_way_out(processes):
     with pytest.raises(ActorDied) as caught:
         rayps.run(train_fn, workers=3, cluster=processes)
     message = str(caught.value)
-    assert message.startswith("worker-1 of the run died, before its first optimizer step (its process ended)")
+    assert message.startswith("worker-1 of the run died before its first optimizer step was heard of (its process")
     assert all(words in message for words in ("checkpoints", "rayps doctor", "rayps.train"))
     assert caught.value.data["rank"] == 1
 
@@ -138,3 +139,19 @@ def test_on_ray_lines_are_shown_and_a_death_names_the_step(ray_cluster, capsys, 
     assert str(caught.value).startswith("worker-1 of the run died after ")
     assert caught.value.data["steps"] == 5
     said(capsys, *(f"worker-1: step {step} on 1" for step in range(5)))
+
+
+def test_a_death_between_two_lines_names_the_steps(processes):
+    def train_fn():
+        model = nn.Linear(3, 1)
+        model, optimizer = rayps.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(2, 3)).mean().backward()
+            optimizer.step()
+            time.sleep(0.5)  # longer than a step waits until it is told, and shorter than a question waits for a line
+        os._exit(3)
+
+    with pytest.raises(ActorDied, match=r"worker-0 of the run died after 3 optimizer steps") as caught:
+        rayps.run(train_fn, workers=1, cluster=processes)
+    assert caught.value.data["steps"] == 3

@@ -240,8 +240,21 @@ class Nearly(Plain):
         return None
 
 
+class Derived(Plain):
+    def lose(self):
+        return None
+
+    def evaluates(self, model, batch):
+        return {}
+
+    def models(self):
+        return None
+
+
 def test_a_misspelt_method_is_warned_of():
     assert workload.misspelt(Plain()) == []
+    names = [text.split("'")[1] for text in workload.misspelt(Derived())]
+    assert names == ["evaluates", "models"]
     said = workload.misspelt(Nearly())
     assert [text.split("'")[1::2] for text in said] == [["evalute", "evaluate"], ["optimiser", "optimizer"]]
     result = rayps.train(Nearly(), workers=1, steps=1, progress=False, cluster=LocalCluster())

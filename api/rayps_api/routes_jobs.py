@@ -24,6 +24,7 @@ from rayps_api.service import Known, Service
 
 log = logging.getLogger(__name__)
 
+_MANIFEST = "manifest.json"  # of a checkpoint; `rayps.checkpoint`, which writes it, loads torch
 router = APIRouter(prefix="/api/v1/jobs", tags=["jobs"], responses=problems(400, 401, 403, 404, 409, 413, 422, 507))
 
 Cursor = Annotated[int, Query(ge=0, lt=2**53)]
@@ -192,6 +193,9 @@ async def _checkpoint(resume: str, working_dir: str | None, known: Service) -> s
         raise ConfigError(f"resume is {resume!r}: there is no such job, and no folder {path} on the service's machine: "
                           "give the id of a job that has ended, or a checkpoint's folder, as `rayps get ID` shows it",
                           field="resume")
+    if not (path / _MANIFEST).is_file():
+        raise ConfigError(f"resume is {resume!r}: the folder {path} holds no checkpoint (no {_MANIFEST}): give a "
+                          "checkpoint's own folder, such as .../step-00000100", field="resume")
     return resume
 
 

@@ -103,8 +103,8 @@ class _Site:
         if running and go_on:
             note(f"{running} running {_jobs(running)} on; the next `rayps serve` takes care of them again")
         elif running:
-            note(f"{running} running {'job was' if running == 1 else 'jobs were'} interrupted; the next "
-                 "`rayps serve` starts them again from their newest checkpoints")
+            note(f"{running} running {'job was' if running == 1 else 'jobs were'} interrupted; the next `rayps serve` "
+                 f"starts {'it' if running == 1 else 'them'} again, from the newest checkpoint where there is one")
 
 
 def _jobs(count: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
+import os
 import sys
 import time
 from datetime import UTC, datetime
@@ -69,8 +70,13 @@ def refuse_secret(to: str | None) -> None:
 
 
 def refuse_existing(to: str | None) -> None:
-    """Raises ConfigError: the file exists, and may hold a token that nothing shows a second time."""
-    if to not in (None, "-") and Path(to).expanduser().exists():
+    """Raises ConfigError: the file exists, and may hold a token that nothing shows a second time, or cannot be made."""
+    if to in (None, "-"):
+        return
+    path = Path(to).expanduser()
+    if not os.access(path.parent, os.W_OK):
+        raise ConfigError(f"{to} cannot be written: there is no folder {path.parent}, or it is not yours", field="to")
+    if path.exists():
         raise ConfigError(f"{to} exists, and is not overwritten: give --to another file, or remove it first",
                           field="to")
 

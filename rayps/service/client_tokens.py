@@ -88,7 +88,7 @@ class ClientTokens:
         """The grant of an id. Raises NotFound."""
         found = await self._find(_table.c.id == token_id)
         if not found:
-            raise NotFound(f"there is no client token {token_id[:100]!r}: `rayps token ls` lists them", status=404)
+            raise NotFound(f"there is no token {token_id[:100]!r}: `rayps token ls` lists them", status=404)
         return found[0]
 
     async def _find(self, *where: Any) -> list[Grant]:

@@ -67,7 +67,7 @@ def tab(chromium: Any) -> Iterator[Callable[..., Any]]:
 
     def new(width: int = 1280, height: int = 800, **options: Any) -> Any:
         context = chromium.new_context(viewport={"width": width, "height": height}, **options)
-        context.set_default_timeout(30_000)
+        context.set_default_timeout(120_000)  # ends a hang only
         contexts.append(context)
         tabs.append(Tab(context.new_page()))
         return tabs[-1].page
