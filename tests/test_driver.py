@@ -601,13 +601,17 @@ def test_the_actor_begins_by_itself_and_ends_itself(folder):
 
 
 def test_a_crash_of_the_actor_is_told_in_its_folder(folder, monkeypatch):
-    (folder / "work.py").write_text(LINE + "\nraise KeyboardInterrupt('no outcome tells this')\n")
+    gate = folder / "gate"  # threads, unlike Ray, know an actor by its name only once it was created
+    (folder / "work.py").write_text(
+        f"{LINE}\nimport pathlib, time\nwhile not pathlib.Path({str(gate)!r}).exists():\n    time.sleep(0.01)\n"
+        "raise KeyboardInterrupt('no outcome tells this')\n")
     monkeypatch.setattr(threading, "excepthook", lambda *_: None)
     cluster = surrounding()
     spec = SPEC | {"working_dir": str(folder)}
     (folder / "job").mkdir()
     (folder / "job" / "progress.json").write_text('{"status": "RUNNING"}')
     cluster.spawn("rayps.runtime.driver_actor:DriverActor", spec, str(folder / "job"), 2, 0, name="driver-job")
+    gate.touch()
     assert until(lambda: cluster.find("driver-job") is None, 60)
     begun = json.loads((folder / "job" / "driver.json").read_text())
     assert begun["attempt"] == 2 and begun["crash"] == "KeyboardInterrupt: no outcome tells this"
