@@ -26,6 +26,7 @@ from rayps.federated.order import Ints, parts
 from rayps.flat import FlatModel, dense
 from rayps.rates import rates_of, recipe_of
 from rayps.stepping import clipped
+from rayps.strategies.direction import direction
 from rayps.user_code import user_code
 from rayps.workload import Workload
 
@@ -263,14 +264,7 @@ class Trainer:
     @property
     def sign(self) -> int:
         """1, or -1 where the optimizer maximizes. Raises ConfigError where its groups differ."""
-        found = {bool(group.get("maximize", False)) for group in self._begin}
-        if len(found) != 1:
-            raise ConfigError(
-                "one group of the optimizer maximizes and another does not, and this strategy counts with one "
-                "direction: give all of them the same maximize",
-                field="strategy",
-            )
-        return -1 if found.pop() else 1
+        return direction(self._begin)
 
     def fresh(self) -> None:
         """An optimizer that has taken no step."""

@@ -34,11 +34,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rayps.attendance import attends
-from rayps.errors import ConfigError
 from rayps.prox import canonical, prox
 from rayps.strategies import options
 from rayps.strategies.averaging import check_meetings
 from rayps.strategies.base import Strategy, WorkerView
+from rayps.strategies.direction import direction
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class ADMM(Strategy):
         here = attends(w.plan.seed, (w.position - 1) // self.local_steps, w.rank, self.participation)
         if here and len(batch):
             g, penalty = w.grad(batch).vector, float(w.shared["penalty"])
-            g.add_(w.params - w.shared["z"] + w.memory["u"], alpha=_sign(w) * penalty)
+            g.add_(w.params - w.shared["z"] + w.memory["u"], alpha=direction(w.optimizer.param_groups) * penalty)
             _step(w, g, penalty - self.penalty)
         if w.position % self.local_steps == 0 or w.position == w.plan.end:
             self._meet(w, here)
@@ -129,18 +129,6 @@ class ADMM(Strategy):
         if self.balance and factor != 1:
             w.shared["penalty"].mul_(factor)
             u.div_(factor)
-
-
-def _sign(w: WorkerView) -> int:
-    """1, or -1 where the optimizer maximizes: the penalty then lowers what is climbed. Raises ConfigError."""
-    found = {bool(group.get("maximize", False)) for group in w.optimizer.param_groups}
-    if len(found) > 1:
-        raise ConfigError(
-            "one group of the optimizer maximizes and another does not, and admm counts with one direction: give all "
-            "of them the same maximize",
-            field="strategy",
-        )
-    return -1 if True in found else 1
 
 
 def _step(w: WorkerView, g: Any, risen: float) -> None:

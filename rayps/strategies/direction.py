@@ -1,0 +1,24 @@
+"""Which way an optimizer moves: the sign of what a strategy adds to a gradient. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rayps.errors import ConfigError
+
+
+def direction(groups: Iterable[Mapping[str, Any]]) -> int:
+    """1, or -1 where the optimizer of these parameter groups maximizes.
+
+    Raises:
+        ConfigError: one group maximizes and another does not.
+    """
+    found = {bool(group.get("maximize", False)) for group in groups}
+    if len(found) != 1:
+        raise ConfigError(
+            "one group of the optimizer maximizes and another does not, and this strategy counts with one "
+            "direction: give all of them the same maximize",
+            field="strategy",
+        )
+    return -1 if found.pop() else 1
