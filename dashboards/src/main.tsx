@@ -4,7 +4,7 @@ import { ApiError, cluster, login } from "./api";
 import { App } from "./app";
 import { backoff } from "./lib/cursor";
 import { codeProblem, explain } from "./pages/login";
-import { takeCode } from "./route";
+import { isCode, takeCode } from "./route";
 import { link, session } from "./stream";
 import "./styles.css";
 
@@ -34,7 +34,7 @@ async function pause(attempt: number): Promise<void> {
 
 // A second address with a code, opened in a tab that is signed out.
 window.addEventListener("hashchange", () => {
-  if (!/[#&]code=/.test(location.hash)) return;
+  if (!isCode(location.hash)) return;
   session.value = null;
   void start();
 });

@@ -39,7 +39,8 @@ export function put(values: Record<string, string | null>): void {
 /** The address of the page that this tab showed last; a login code in the address is no page. */
 let shown = location.hash;
 
-function isCode(hash: string): boolean {
+/** Whether a hash carries a login code and is no page. */
+export function isCode(hash: string): boolean {
   return /[#&]code=/.test(hash);
 }
 
