@@ -68,8 +68,10 @@ def main():
     ):
         found, meetings = solve(regularizer, relaxation=asked.relaxation, participation=asked.participation)
         furthest = abs(found.numpy() - peer.fit(x, y).coef_).max()
-        print(f"{name}: {meetings} meetings, {(found == 0).sum()} coefficients are 0, at most {furthest:.1e} from "
-              "scikit-learn's  (expect 1e-8 or less)")
+        print(
+            f"{name}: {meetings} meetings, {(found == 0).sum()} coefficients are 0, at most {furthest:.1e} from "
+            "scikit-learn's  (expect 1e-8 or less)"
+        )
 
 
 if __name__ == "__main__":

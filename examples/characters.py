@@ -91,8 +91,10 @@ def main():
     parser.add_argument("--epochs", type=int, default=3)
     asked = parser.parse_args()
     result = rayps.train(Characters(), strategy=asked.strategy, workers=asked.workers, epochs=asked.epochs)
-    print(f"accuracy {result.metrics['accuracy']:.3f}  loss {result.metrics['loss']:.3f}  "
-          "(expect 0.38 and 2.15 after 3 epochs with one replica)")
+    print(
+        f"accuracy {result.metrics['accuracy']:.3f}  loss {result.metrics['loss']:.3f}  "
+        "(expect 0.38 and 2.15 after 3 epochs with one replica)"
+    )
 
 
 if __name__ == "__main__":

@@ -46,7 +46,8 @@ def demo(strategy: str, port: int) -> int:
     """Submit, follow, and say where to look."""
     client = serve(port)
     job = client.submit(
-        "digits.py:Digits", working_dir=HERE, strategy=strategy, workers=4, epochs=5, name="digits-demo")
+        "digits.py:Digits", working_dir=HERE, strategy=strategy, workers=4, epochs=5, name="digits-demo"
+    )
     console.print(f"submitted {job.id}: 4 workers, {strategy}", soft_wrap=True)
     console.print(f"dashboard: {address(client)}\n", soft_wrap=True)
     follow(job)
@@ -108,8 +109,13 @@ def follow(job) -> None:
             now = data["progress"]
             loss, speed = now.get("loss"), now.get("samples_per_second")
             facts = (f"loss {loss:.3f}  " if loss is not None else "") + (f"{speed:,.0f} images/s" if speed else "")
-            bar.update(task, total=now.get("rounds"), completed=now.get("round", 0), facts=facts,
-                       description=data["status"].lower())
+            bar.update(
+                task,
+                total=now.get("rounds"),
+                completed=now.get("round", 0),
+                facts=facts,
+                description=data["status"].lower(),
+            )
 
 
 def stop() -> int:

@@ -29,9 +29,15 @@ class Digits(rayps.Workload):
         """Two convolutions, each with a pool, and a linear layer: 18,378 parameters."""
         return nn.Sequential(
             nn.Unflatten(1, (1, 28, 28)),
-            nn.Conv2d(1, 16, 5), nn.ReLU(), nn.MaxPool2d(2),
-            nn.Conv2d(16, 32, 5), nn.ReLU(), nn.MaxPool2d(2),
-            nn.Flatten(), nn.Linear(512, 10))
+            nn.Conv2d(1, 16, 5),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(16, 32, 5),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(512, 10),
+        )
 
     def data(self):
         """Pixels from 0 to 1, in batches of 32 on each worker."""
@@ -39,8 +45,9 @@ class Digits(rayps.Workload):
 
     def evaluation_data(self):
         """Images that are not learned from."""
-        return rayps.data.parquet(self.folder / "digits_test.parquet", features="pixels", label="digit",
-                                  scale=1 / 255, batch_size=250)
+        return rayps.data.parquet(
+            self.folder / "digits_test.parquet", features="pixels", label="digit", scale=1 / 255, batch_size=250
+        )
 
     def scores(self, model, batch):
         """A number for each digit; pixels are shifted and scaled to mean 0 and variance 1."""
@@ -67,8 +74,10 @@ def main():
     parser.add_argument("--epochs", type=int, default=5)
     asked = parser.parse_args()
     result = rayps.train(Digits(), strategy=asked.strategy, workers=asked.workers, epochs=asked.epochs)
-    print(f"accuracy {result.metrics['accuracy']:.3f}  loss {result.metrics['loss']:.3f}  "
-          "(expect 0.97 and 0.08 after 5 epochs)")
+    print(
+        f"accuracy {result.metrics['accuracy']:.3f}  loss {result.metrics['loss']:.3f}  "
+        "(expect 0.97 and 0.08 after 5 epochs)"
+    )
 
 
 if __name__ == "__main__":

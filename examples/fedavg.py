@@ -22,8 +22,13 @@ class Shards(Digits):
 
     def data(self):
         """500 images for each client."""
-        return rayps.data.parquet(self.folder / "digits.parquet", features="pixels", label="digit", scale=1 / 255,
-                                  client=rayps.data.shards(2, clients=20))
+        return rayps.data.parquet(
+            self.folder / "digits.parquet",
+            features="pixels",
+            label="digit",
+            scale=1 / 255,
+            client=rayps.data.shards(2, clients=20),
+        )
 
     def optimizer(self, params):
         """A client's; each begins a round with a fresh one."""
@@ -39,7 +44,7 @@ def alone(work, client, epochs=10, batch_size=10):
         random.Random(epoch).shuffle(rows)
         for at in range(0, len(rows), batch_size):
             optimizer.zero_grad()
-            work.loss(model, clients.batch(rows[at:at + batch_size])).backward()
+            work.loss(model, clients.batch(rows[at : at + batch_size])).backward()
             optimizer.step()
     return model
 
@@ -47,8 +52,10 @@ def alone(work, client, epochs=10, batch_size=10):
 @torch.no_grad()
 def accuracy(work, model):
     """On images of all digits."""
-    found = [(work.evaluate(model, b)["accuracy"], b.size)
-             for b in work.evaluation_data().batches(rank=0, size=1, seed=0, epoch=0)]
+    found = [
+        (work.evaluate(model, b)["accuracy"], b.size)
+        for b in work.evaluation_data().batches(rank=0, size=1, seed=0, epoch=0)
+    ]
     return sum(float(share) * n for share, n in found) / sum(n for _, n in found)
 
 
@@ -62,8 +69,10 @@ def main():
     work = Shards()
     result = rayps.train(work, strategy=asked.strategy, workers=asked.workers, epochs=asked.rounds)
     best = max(each for each in result.history["evaluation_accuracy"].to_pylist() if each is not None)
-    print(f"accuracy: best {best:.3f}, last {result.metrics['accuracy']:.3f}; client 0 alone "
-          f"{accuracy(work, alone(work, 0)):.3f}  (expect 0.95, 0.95 and 0.29 after 20 rounds)")
+    print(
+        f"accuracy: best {best:.3f}, last {result.metrics['accuracy']:.3f}; client 0 alone "
+        f"{accuracy(work, alone(work, 0)):.3f}  (expect 0.95, 0.95 and 0.29 after 20 rounds)"
+    )
 
 
 if __name__ == "__main__":

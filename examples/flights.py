@@ -36,13 +36,19 @@ class LateFlight(rayps.Workload):
 
     def data(self):
         """Flights of 2013, in batches of 32 on each worker."""
-        return rayps.data.parquet(self.folder / "flights.parquet", features=FEATURES, label="late",
-                                  label_dtype="float32")
+        return rayps.data.parquet(
+            self.folder / "flights.parquet", features=FEATURES, label="late", label_dtype="float32"
+        )
 
     def evaluation_data(self):
         """Flights that are not learned from."""
-        return rayps.data.parquet(self.folder / "flights_test.parquet", features=FEATURES, label="late",
-                                  label_dtype="float32", batch_size=1000)
+        return rayps.data.parquet(
+            self.folder / "flights_test.parquet",
+            features=FEATURES,
+            label="late",
+            label_dtype="float32",
+            batch_size=1000,
+        )
 
     def score(self, model, batch):
         """The log-odds of being late."""
@@ -70,8 +76,10 @@ def main():
     parser.add_argument("--epochs", type=int, default=2)
     asked = parser.parse_args()
     result = rayps.train(LateFlight(), strategy=asked.strategy, workers=asked.workers, epochs=asked.epochs)
-    print(f"accuracy {result.metrics['accuracy']:.3f}  log loss {result.metrics['loss']:.3f}  "
-          "(expect 0.901 and 0.273; knowing nothing gives 0.762 and 0.548)")
+    print(
+        f"accuracy {result.metrics['accuracy']:.3f}  log loss {result.metrics['loss']:.3f}  "
+        "(expect 0.901 and 0.273; knowing nothing gives 0.762 and 0.548)"
+    )
 
 
 if __name__ == "__main__":

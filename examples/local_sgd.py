@@ -23,8 +23,13 @@ def main():
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--workers", type=int, default=4)
     asked = parser.parse_args()
-    ways = ("all_reduce", f"local_sgd:period={asked.period}", f"local_sgd:period={asked.period},warmup=40",
-            f"diloco:period={asked.period},outer_lr=0.7,outer_momentum=0.5", "parallel_sgd:rounds=3")
+    ways = (
+        "all_reduce",
+        f"local_sgd:period={asked.period}",
+        f"local_sgd:period={asked.period},warmup=40",
+        f"diloco:period={asked.period},outer_lr=0.7,outer_momentum=0.5",
+        "parallel_sgd:rounds=3",
+    )
     for way in ways:
         result = rayps.train(Digits(), strategy=way, workers=asked.workers, epochs=asked.epochs, progress=False)
         moved = sum(result.history["bytes"].to_pylist()) / 1e6

@@ -17,15 +17,15 @@ import rayps
 def train(strategy, epochs):
     """What every worker does; gives back the accuracy."""
     torch.manual_seed(0)
-    here = rayps.world()                                                           # 1: who am I
+    here = rayps.world()  # 1: who am I
     workload = Digits()
     model = workload.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    model, optimizer = rayps.wrap(model, optimizer, strategy)                      # 2: how we learn together
+    model, optimizer = rayps.wrap(model, optimizer, strategy)  # 2: how we learn together
     for epoch in range(epochs):
         for batch in workload.data().batches(rank=here.rank, size=here.size, seed=0, epoch=epoch):  # 3: my rows
             optimizer.zero_grad()
-            optimizer.samples = batch.size                                         # 4: what my gradient weighs
+            optimizer.samples = batch.size  # 4: what my gradient weighs
             if batch.size:
                 workload.loss(model, batch).backward()
             optimizer.step()

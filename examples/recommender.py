@@ -61,13 +61,25 @@ class LateDeparture(rayps.Workload):
 
     def data(self):
         """Flights of 2013, in batches of 128 on each worker."""
-        return rayps.data.parquet(self.folder / "departures.parquet", features=COLUMNS, label="late", dtype="int64",
-                                  label_dtype="float32", batch_size=128)
+        return rayps.data.parquet(
+            self.folder / "departures.parquet",
+            features=COLUMNS,
+            label="late",
+            dtype="int64",
+            label_dtype="float32",
+            batch_size=128,
+        )
 
     def evaluation_data(self):
         """Flights that are not learned from."""
-        return rayps.data.parquet(self.folder / "departures_test.parquet", features=COLUMNS, label="late",
-                                  dtype="int64", label_dtype="float32", batch_size=1000)
+        return rayps.data.parquet(
+            self.folder / "departures_test.parquet",
+            features=COLUMNS,
+            label="late",
+            dtype="int64",
+            label_dtype="float32",
+            batch_size=1000,
+        )
 
     def lookups(self, batch):
         """The ids of a batch, so that their rows are pulled while the batch before is computed."""
@@ -126,11 +138,17 @@ def size(count, strategy, workers):
     """Make a table of so many rows, and say how large it is and how fast it was made."""
     seen = {}
     began = time.perf_counter()
-    result = rayps.train(Generated(count), strategy=strategy, workers=workers,
-                         progress=lambda facts: seen.update(facts.get("server_group") or {}))
+    result = rayps.train(
+        Generated(count),
+        strategy=strategy,
+        workers=workers,
+        progress=lambda facts: seen.update(facts.get("server_group") or {}),
+    )
     seconds = float(torch.tensor(result.history["seconds"].to_numpy()).sum())
-    print(f"{seen.get('rows'):,} rows, {(seen.get('bytes') or 0) / 1e9:.2f} GB, {count / seconds:,.0f} new rows/s in "
-          f"{seconds:.0f} s of training ({time.perf_counter() - began:.0f} s in all)")
+    print(
+        f"{seen.get('rows'):,} rows, {(seen.get('bytes') or 0) / 1e9:.2f} GB, {count / seconds:,.0f} new rows/s in "
+        f"{seconds:.0f} s of training ({time.perf_counter() - began:.0f} s in all)"
+    )
 
 
 @torch.no_grad()
@@ -169,9 +187,11 @@ def main():
         return size(asked.generated, asked.strategy, asked.workers)
     work, biases = LateDeparture(), LateDeparture(deep=False)
     result = rayps.train(work, strategy=asked.strategy, workers=asked.workers, epochs=asked.epochs)
-    print(f"AUC {auc(work, result.model()):.3f} with {asked.workers} workers, "
-          f"{auc(work, single(work, asked.epochs)):.3f} in a single process, "
-          f"{auc(biases, single(biases, asked.epochs)):.3f} with biases alone (expect 0.779, 0.779 and 0.770)")
+    print(
+        f"AUC {auc(work, result.model()):.3f} with {asked.workers} workers, "
+        f"{auc(work, single(work, asked.epochs)):.3f} in a single process, "
+        f"{auc(biases, single(biases, asked.epochs)):.3f} with biases alone (expect 0.779, 0.779 and 0.770)"
+    )
 
 
 if __name__ == "__main__":

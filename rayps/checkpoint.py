@@ -86,8 +86,9 @@ def save(
         _sync(folder)
     except OSError as error:
         shutil.rmtree(draft, ignore_errors=True)
-        raise CheckpointError(f"the checkpoint {final} cannot be written: {error.strerror or error}",
-                              path=str(final)) from error
+        raise CheckpointError(
+            f"the checkpoint {final} cannot be written: {error.strerror or error}", path=str(final)
+        ) from error
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
@@ -102,15 +103,20 @@ def _write(draft: Path, step: int, state: State, more: list[Path]) -> None:
         plain = _plain(tensors)
         safetensors.torch.save_file(plain, path)
         _sync(path)
-        files[path.name] = {
-            "size": path.stat().st_size, "sha256": _hash(path),
-            "tensors": _kinds(plain)}
+        files[path.name] = {"size": path.stat().st_size, "sha256": _hash(path), "tensors": _kinds(plain)}
     try:
         meta = json.loads(json.dumps(state.meta))  # as it will be read again: text keys, no tuples
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"the checkpoint's meta is not plain JSON: {error}") from error
-    body = {"format": FORMAT, "version": VERSION, "step": step, "files": files, "meta": meta,
-            "beside": {str(path.relative_to(draft)): _sealed(path) for path in more}, "finite": True}
+    body = {
+        "format": FORMAT,
+        "version": VERSION,
+        "step": step,
+        "files": files,
+        "meta": meta,
+        "beside": {str(path.relative_to(draft)): _sealed(path) for path in more},
+        "finite": True,
+    }
     text = json.dumps({**body, "sha256": _seal(body)}, indent=1)
     with (draft / MANIFEST).open("w", encoding="utf-8") as file:
         file.write(text)
@@ -129,8 +135,7 @@ def _by_prefix(tensors: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Te
     for key, value in tensors.items():
         prefix = key.partition("/")[0]
         if not _PREFIX.fullmatch(prefix):
-            raise CheckpointError(f"tensor {key!r} has no usable prefix: name it as in 'model/0.weight'",
-                                  key=key)
+            raise CheckpointError(f"tensor {key!r} has no usable prefix: name it as in 'model/0.weight'", key=key)
         groups.setdefault(prefix, {})[key] = value
     return groups
 
@@ -152,7 +157,7 @@ def _plain(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def _prune(folder: Path, step: int, keep: int) -> None:
     """Remove drafts, later steps, and all but the last `keep`. What cannot be removed is only told."""
     own = [path for path in _steps(folder) if _number(path) <= step]
-    old = own[max(keep, 1):] + [path for path in _steps(folder) if _number(path) > step]
+    old = own[max(keep, 1) :] + [path for path in _steps(folder) if _number(path) > step]
     for path in [*old, *folder.glob("step-*.tmp-*")]:
         try:
             shutil.rmtree(path)
@@ -281,12 +286,14 @@ def _manifest(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise _torn(path, f"its manifest is not whole: {error}") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise CheckpointError(f"{path} is not a checkpoint of rayps: its {MANIFEST} is another",
-                              path=str(path))
+        raise CheckpointError(f"{path} is not a checkpoint of rayps: its {MANIFEST} is another", path=str(path))
     version = manifest.get("version")
     if isinstance(version, int) and version > VERSION:
-        raise CheckpointError(f"{path} has format {version}, this rayps reads up to {VERSION}: use a "
-                              "newer one", path=str(path), version=version)
+        raise CheckpointError(
+            f"{path} has format {version}, this rayps reads up to {VERSION}: use a newer one",
+            path=str(path),
+            version=version,
+        )
     if manifest.pop("sha256", None) != _seal(manifest):
         raise _torn(path, "its manifest was changed after it was written")
     if not _complete(manifest):
@@ -296,24 +303,28 @@ def _manifest(path: Path) -> dict[str, Any]:
 
 def _complete(manifest: dict[str, Any]) -> bool:
     files = manifest.get("files")
-    return isinstance(manifest.get("meta"), dict) and isinstance(files, dict) and all(
-        isinstance(facts, dict) and {"size", "sha256", "tensors"} <= set(facts) for facts in files.values())
+    return (
+        isinstance(manifest.get("meta"), dict)
+        and isinstance(files, dict)
+        and all(isinstance(facts, dict) and {"size", "sha256", "tensors"} <= set(facts) for facts in files.values())
+    )
 
 
 def _unreadable(path: Path, error: Exception) -> CheckpointError:
     inside = _steps(path)
     if inside:
-        return CheckpointError(f"{path} is a folder of checkpoints: give one of them, e.g. {inside[0]}",
-                               path=str(path))
+        return CheckpointError(f"{path} is a folder of checkpoints: give one of them, e.g. {inside[0]}", path=str(path))
     if not path.exists():
-        return CheckpointError(f"there is no checkpoint {path}: give a folder such as .../step-00000171",
-                               path=str(path))
+        return CheckpointError(
+            f"there is no checkpoint {path}: give a folder such as .../step-00000171", path=str(path)
+        )
     return _torn(path, f"its {MANIFEST} cannot be read: {getattr(error, 'strerror', None) or error}")
 
 
 def _torn(path: Path, reason: str) -> CheckpointError:
-    return CheckpointError(f"the checkpoint {path} cannot be used: {reason}\ngive an earlier one",
-                           path=str(path), reason=reason)
+    return CheckpointError(
+        f"the checkpoint {path} cannot be used: {reason}\ngive an earlier one", path=str(path), reason=reason
+    )
 
 
 def _files(path: Path, manifest: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -380,8 +391,10 @@ def _tensors(path: Path, name: str, expected: dict[str, Any]) -> dict[str, torch
 
 
 def _kinds(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    return {key: {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
-            for key, value in tensors.items()}
+    return {
+        key: {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
+        for key, value in tensors.items()
+    }
 
 
 def _seal(body: dict[str, Any]) -> str:

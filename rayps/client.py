@@ -22,8 +22,14 @@ from rayps.service.remote_group import RemoteGroup
 from rayps.service.settings import Settings
 
 _ERRORS: dict[int, type[RaypsError]] = {
-    400: ConfigError, 401: Unauthorized, 403: Unauthorized, 404: NotFound, 409: Conflict, 413: ConfigError,
-    422: ConfigError}
+    400: ConfigError,
+    401: Unauthorized,
+    403: Unauthorized,
+    404: NotFound,
+    409: Conflict,
+    413: ConfigError,
+    422: ConfigError,
+}
 _RETRIES = 4
 _PATIENCE = 60.0  # seconds that a follower waits for a service that is gone
 
@@ -37,8 +43,11 @@ class Client:
         self._token = token if token is not None else _token(settings)
         self._state_dir = settings.state_dir
         self._http = httpx2.Client(
-            base_url=self.url, timeout=timeout, trust_env=False,
-            headers={"Authorization": f"Bearer {self._token or 'none'}", "User-Agent": "rayps"})
+            base_url=self.url,
+            timeout=timeout,
+            trust_env=False,
+            headers={"Authorization": f"Bearer {self._token or 'none'}", "User-Agent": "rayps"},
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -89,8 +98,9 @@ class Client:
                 break
         return found
 
-    def start_servers(self, name: str, *, servers: int = 2, replicas: int = 1,
-                      silence: float | None = None) -> RemoteGroup:
+    def start_servers(
+        self, name: str, *, servers: int = 2, replicas: int = 1, silence: float | None = None
+    ) -> RemoteGroup:
         """Start a server group and give it back at once; `.wait()` waits until its servers are there.
 
         A server that says nothing for `silence` seconds (10) is taken for dead; one whose process ends, at once.
@@ -186,14 +196,18 @@ class Client:
         if answer.status_code == 401 and not self._token:
             raise Unauthorized(
                 f"there is no token in {self._state_dir}: give the service's state directory in RAYPS_STATE_DIR (what "
-                "`rayps serve`\nwas given as --state-dir), or its token in RAYPS_TOKEN", status=401)
+                "`rayps serve`\nwas given as --state-dir), or its token in RAYPS_TOKEN",
+                status=401,
+            )
         return checked(answer)
 
     def _unreachable(self, error: Exception | None) -> Unreachable:
         cause = f" ({error})" if error is not None and str(error) else ""
         return Unreachable(
             f"no rayps service answers at {self.url}{cause}:\nstart one with `rayps serve`, or give its address "
-            "in RAYPS_URL", url=self.url)
+            "in RAYPS_URL",
+            url=self.url,
+        )
 
 
 def _json_only(field: str, value: Any) -> None:
@@ -203,7 +217,8 @@ def _json_only(field: str, value: Any) -> None:
     except (TypeError, ValueError):
         raise ConfigError(
             f"{field} is {value!r}, which JSON cannot hold: give finite numbers, text, lists and dicts of them",
-            field=field) from None
+            field=field,
+        ) from None
 
 
 class Job:
@@ -274,8 +289,9 @@ class Job:
                 if time.monotonic() - silent_since > _PATIENCE:
                     raise
             if deadline is not None and time.monotonic() >= deadline:
-                raise TimeoutError(f"job {self.id} is {self.data['status']} after {timeout:g} s: wait longer with "
-                                   "timeout=, or stop it")
+                raise TimeoutError(
+                    f"job {self.id} is {self.data['status']} after {timeout:g} s: wait longer with timeout=, or stop it"
+                )
             time.sleep(pause)
 
     def logs(self, *, follow: bool = False) -> Iterator[dict[str, str]]:
@@ -342,8 +358,7 @@ def checked(answer: httpx2.Response) -> Any:
         problem = {}
     detail = str(problem.get("detail") or f"the service answered {answer.status_code}")
     kind = _ERRORS.get(answer.status_code, ServiceError)
-    raise kind(detail, status=answer.status_code, code=problem.get("code"),
-               request_id=problem.get("request_id"))
+    raise kind(detail, status=answer.status_code, code=problem.get("code"), request_id=problem.get("request_id"))
 
 
 def _pause(attempt: int) -> float:

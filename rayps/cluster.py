@@ -318,7 +318,7 @@ def refuse_if_too_large(bundles: list[Bundle], total: Bundle) -> None:
         if needed > total.get(kind, 0.0):
             raise NoResources(
                 f"the job needs {needed:g} {kind.upper()}s and the cluster has {total.get(kind, 0.0):g} in all:\n"
-                'ask for fewer workers, give each less (--cpus-per-worker, resources), or join a larger cluster',
+                "ask for fewer workers, give each less (--cpus-per-worker, resources), or join a larger cluster",
                 needed=needed,
                 total=total,
                 kind=kind,

@@ -198,9 +198,7 @@ def _data(strategy: Strategy, grid: Grid, sizes: Sizes) -> list[Cost]:
     return [ring]
 
 
-def _meetings(
-    strategy: Strategy, n: int, vector: int, share: float | None, why: str, states: float
-) -> Cost:  # fmt: skip
+def _meetings(strategy: Strategy, n: int, vector: int, share: float | None, why: str, states: float) -> Cost:
     """A mean of the parameters now and then, spread over the steps between."""
     every = strategy.meets_every
     also = states if getattr(strategy, "momentum", "keep") == "average" else 0.0  # these travel as they are
@@ -227,8 +225,10 @@ def _replies(strategy: Any, n: int, sizes: Sizes) -> Cost:
     return Cost(
         f"sums of replies around the ring of {n}",
         f"2(N-1)/N of {longer:g} V (fixed point) from each of N = {n}, once a round",
-        2.0 * (n - 1) * digits, 2 * (n - 1) * n, 2 * (n - 1) / n * digits,
-    )  # fmt: skip
+        2.0 * (n - 1) * digits,
+        2 * (n - 1) * n,
+        2 * (n - 1) / n * digits,
+    )
 
 
 def _servers(strategy: Strategy, grid: Grid, sizes: Sizes) -> list[Cost]:
@@ -284,9 +284,7 @@ def _tensor(grid: Grid, sizes: Sizes, micro_batches: int) -> list[Cost]:
     n, lines, stages = grid.tensor, grid.data, len(sizes.summed)
     known = bool(sizes.summed and sizes.batch)
     summed, gathered = sum(sizes.summed) * sizes.batch, sum(sizes.gathered) * sizes.batch
-    each = [
-        (2 * a + b) * (n - 1) / n * sizes.batch for a, b in zip(sizes.summed, sizes.gathered, strict=True)
-    ]  # fmt: skip
+    each = [(2 * a + b) * (n - 1) / n * sizes.batch for a, b in zip(sizes.summed, sizes.gathered, strict=True)]
     found = [
         Cost(
             f"sums inside layers of {n} tensor ranks",

@@ -348,6 +348,17 @@ def _check_lookups(given: Any, model: nn.Module) -> None:
 
 
 __all__ = [
-    "Embedding", "EmbeddingBag", "bind", "hash_ids", "ids_of", "load", "load_states", "local", "rows_of", "save",
-    "step", "tables_of", "try_out",
-]  # fmt: skip
+    "Embedding",
+    "EmbeddingBag",
+    "bind",
+    "hash_ids",
+    "ids_of",
+    "load",
+    "load_states",
+    "local",
+    "rows_of",
+    "save",
+    "step",
+    "tables_of",
+    "try_out",
+]

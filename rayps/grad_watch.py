@@ -23,8 +23,10 @@ class GradWatch:
         self._flat = flat
         self._seen: _Versions = {}  # as the last backward of each left them
         self._kept: _Versions = {}  # as they were at `keep`
-        self._hooks = [p.register_post_accumulate_grad_hook(_hook(weakref.ref(self), i))  # type: ignore[no-untyped-call]
-                       for i, p in enumerate(flat.parameters)]  # fmt: skip
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(_hook(weakref.ref(self), i))  # type: ignore[no-untyped-call]
+            for i, p in enumerate(flat.parameters)
+        ]
 
     def changed(self) -> str | None:
         """The first parameter whose `.grad` is not what the last backward, or `keep` after it, left; None = all are."""

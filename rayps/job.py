@@ -142,7 +142,7 @@ class JobSpec:
 
     def _check_resources(self) -> None:
         if not isinstance(self.resources, dict):
-            raise ConfigError(f"resources is {self.resources!r}: give e.g. {{\"cpu\": 1}}", field="resources")
+            raise ConfigError(f'resources is {self.resources!r}: give e.g. {{"cpu": 1}}', field="resources")
         for key, amount in self.resources.items():
             if key not in ("cpu", "gpu", "memory") or not _number(amount) or not 0 <= amount < math.inf:
                 raise ConfigError(
@@ -182,10 +182,7 @@ def misnamed(workload: str) -> str | None:
         return None
     called = re.match(r"(.+?):(\w+)\(", workload)
     if called is None:
-        return (
-            f"workload {workload!r} should name a module or file and a class: 'digits:Digits' or "
-            "'digits.py:Digits'"
-        )
+        return f"workload {workload!r} should name a module or file and a class: 'digits:Digits' or 'digits.py:Digits'"
     place, name = called.groups()
     return (
         f"workload {workload!r} has arguments, and a workload is named by its class alone: write {place}:{name}\n"

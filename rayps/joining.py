@@ -51,9 +51,13 @@ def move(owner: Owner, *, named: bool, same: bool, busy: bool) -> Move:
 
 
 def head(
-    given: str, *, inside: str | None = None, environment: str | None = None, last: str | None = None,
+    given: str,
+    *,
+    inside: str | None = None,
+    environment: str | None = None,
+    last: str | None = None,
     found: Collection[str] = (),
-) -> str:  # fmt: skip
+) -> str:
     """The `host:port` that an address means.
 
     For "auto" that is, in this order: `inside`, the Ray that the process has joined; `environment`, the value of

@@ -72,8 +72,9 @@ class Means:
     def feedback(self) -> dict[str, Tensor]:
         """What compression has left out so far, by name."""
         slots = self._slots or {}
-        return {f"{_FEEDBACK}{slot}/{name}": left for slot, sent in slots.items()
-                for name, left in sent.feedback().items()}  # fmt: skip
+        return {
+            f"{_FEEDBACK}{slot}/{name}": left for slot, sent in slots.items() for name, left in sent.feedback().items()
+        }
 
     def restore(self, memory: dict[str, Tensor]) -> None:
         """Take that back out of a worker's memory."""

@@ -306,9 +306,7 @@ def build(factory: Factory, layout: Layout) -> Optimizer:
     return optimizer
 
 
-def _retarget(
-    optimizer: Optimizer, layout: Layout, pieces: list[Entry]
-) -> tuple[Optimizer, list[list[int]], Moments]:
+def _retarget(optimizer: Optimizer, layout: Layout, pieces: list[Entry]) -> tuple[Optimizer, list[list[int]], Moments]:
     """The optimizer without its stand-ins; which pieces are of which group; the state that it made at once."""
     order: dict[int, int] = optimizer.rayps_order  # type: ignore[attr-defined]
     here = {piece.name: i for i, piece in enumerate(pieces)}

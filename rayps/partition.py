@@ -30,9 +30,7 @@ def slices(n: int, parts: int) -> list[slice]:
     return [slice(n * i // parts, n * (i + 1) // parts) for i in range(parts)]
 
 
-def place(
-    segments: Sequence[str], servers: Sequence[str], points: int = 128, bound: float | None = None
-) -> list[int]:
+def place(segments: Sequence[str], servers: Sequence[str], points: int = 128, bound: float | None = None) -> list[int]:
     """Which server holds each segment: the index of its server on a consistent-hash ring.
 
     Every server stands at `points` places of the ring, a segment belongs to the next server clockwise. A server that

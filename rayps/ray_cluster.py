@@ -18,12 +18,7 @@ import ray
 from ray._private import services
 from ray._private.state import available_resources_per_node as _available_resources_per_node
 from ray.experimental import internal_kv
-from ray.util.placement_group import (
-    PlacementGroup,
-    placement_group,
-    placement_group_table,
-    remove_placement_group,
-)
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from rayps.cluster import (

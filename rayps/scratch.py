@@ -47,8 +47,9 @@ class Shared:
     It stays while one of them has it open; the last to `close` removes it.
     """
 
-    def __init__(self, key: str, fill: Callable[[Path], None], *, what: str, timeout: float = 600.0,
-                 parent: Path | None = None) -> None:
+    def __init__(
+        self, key: str, fill: Callable[[Path], None], *, what: str, timeout: float = 600.0, parent: Path | None = None
+    ) -> None:
         """Return when it is full. `what` says what `fill` does, for those who wait.
 
         Raises:

@@ -105,8 +105,16 @@ class ServerGroup:
         self._addresses: list[str] = []
         self._own: OwnSpace | None = None
         if is_elastic:
-            space = Space(name or f"shared-{secrets.token_hex(4)}", 0, workers, strategy, self.layout,
-                          cut(self.layout, segments), pack(factory), quota=quota or Quota())  # fmt: skip
+            space = Space(
+                name or f"shared-{secrets.token_hex(4)}",
+                0,
+                workers,
+                strategy,
+                self.layout,
+                cut(self.layout, segments),
+                pack(factory),
+                quota=quota or Quota(),
+            )
             self._own = self._opened(group, space, vector)
             return
         self._ranges = cuts(self.layout, shards)
@@ -118,8 +126,14 @@ class ServerGroup:
         assert self._cluster is not None
         strategy, private = space.strategy, group is None
         if group is None:
-            group = elastic.start(self._cluster, f"own-{secrets.token_hex(4)}", strategy.shards,
-                                  strategy.replicas or 0, detached=False, timeout=START_SECONDS)  # fmt: skip
+            group = elastic.start(
+                self._cluster,
+                f"own-{secrets.token_hex(4)}",
+                strategy.shards,
+                strategy.replicas or 0,
+                detached=False,
+                timeout=START_SECONDS,
+            )
         elif isinstance(group, str):
             group = elastic.find(self._cluster, group)
         try:
@@ -233,8 +247,9 @@ class ServerGroup:
         if self._own is None:
             raise ConfigError(
                 f"{call} needs an elastic group: make this one with replicas=1 (or 0, which loses what a dead server "
-                "held), or with group=NAME on one that runs", field="replicas",
-            )  # fmt: skip
+                "held), or with group=NAME on one that runs",
+                field="replicas",
+            )
         return self._own
 
     def close(self) -> None:

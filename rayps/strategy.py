@@ -34,16 +34,43 @@ from rayps.strategies.tensor_parallel import TensorParallel
 from rayps.strategies.text import form, scalar
 
 __all__ = [
-    "CATALOGUE", "REPLICAS", "Phase", "Replica", "ShardView", "Strategy", "WorkerView", "catalogue", "for_a_loop",
-    "parse", "phase_ends", "wire",
-]  # fmt: skip
+    "CATALOGUE",
+    "REPLICAS",
+    "Phase",
+    "Replica",
+    "ShardView",
+    "Strategy",
+    "WorkerView",
+    "catalogue",
+    "for_a_loop",
+    "parse",
+    "phase_ends",
+    "wire",
+]
 
 CATALOGUE: dict[str, type[Strategy]] = {
-    kind.name: kind for kind in (
-        AllReduce, ParameterServer, Hybrid, Downpour, Hogwild, LocalSGD, ParallelSGD, DiLoCo, ADMM,
-        FedAvg, FedProx, Scaffold, FedAvgM, FedAdagrad, FedAdam, FedYogi, FedBuff, Ditto,
+    kind.name: kind
+    for kind in (
+        AllReduce,
+        ParameterServer,
+        Hybrid,
+        Downpour,
+        Hogwild,
+        LocalSGD,
+        ParallelSGD,
+        DiLoCo,
+        ADMM,
+        FedAvg,
+        FedProx,
+        Scaffold,
+        FedAvgM,
+        FedAdagrad,
+        FedAdam,
+        FedYogi,
+        FedBuff,
+        Ditto,
     )
-}  # fmt: skip
+}
 REPLICAS: dict[str, type[Replica]] = {kind.name: kind for kind in (Pipeline, TensorParallel)}
 _NESTED: dict[str, tuple[str, ...]] = {"replica": tuple(REPLICAS), "stage": (TensorParallel.name,)}  # by option
 _Kind = TypeVar("_Kind", Strategy, Replica)

@@ -67,13 +67,27 @@ class Result:
 
 
 def train(
-    workload: Workload | str, *, strategy: Any = "all_reduce", workers: int = 1, epochs: int | None = None,
-    steps: int | None = None, seed: int = 0, checkpoint: str | Path | None = None, checkpoint_every: int | None = None,
-    resume: bool | str | Path = False, resources: dict[str, float] | None = None, address: str | None = None,
-    max_failures: int = 3, timeout: float = 60.0, progress: bool | Callable[[dict[str, Any]], None] = True,
-    cluster: Cluster | None = None, server_group: str | None = None, branch: str | None = None,
-    quota: dict[str, float] | None = None, name: str | None = None,
-) -> Result:  # fmt: skip
+    workload: Workload | str,
+    *,
+    strategy: Any = "all_reduce",
+    workers: int = 1,
+    epochs: int | None = None,
+    steps: int | None = None,
+    seed: int = 0,
+    checkpoint: str | Path | None = None,
+    checkpoint_every: int | None = None,
+    resume: bool | str | Path = False,
+    resources: dict[str, float] | None = None,
+    address: str | None = None,
+    max_failures: int = 3,
+    timeout: float = 60.0,
+    progress: bool | Callable[[dict[str, Any]], None] = True,
+    cluster: Cluster | None = None,
+    server_group: str | None = None,
+    branch: str | None = None,
+    quota: dict[str, float] | None = None,
+    name: str | None = None,
+) -> Result:
     """Train a workload with `workers` Ray actors and give back the result.
 
     `workload` is a Workload or its name ("digits.py:Digits"). `strategy` is a Strategy, its name
@@ -113,9 +127,22 @@ def train(
     phases = parse(strategy)
     kind = workload if isinstance(workload, str) else f"{type(workload).__module__}:{type(workload).__qualname__}"
     spec = JobSpec(
-        kind, wire(phases), workers, epochs, steps, seed, {"cpu": 1.0} | (resources or {}), str(Path.cwd()),
-        checkpoint_every, max_failures, timeout, name=name, server_group=server_group, branch=branch, quota=quota,
-    ).check()  # fmt: skip
+        kind,
+        wire(phases),
+        workers,
+        epochs,
+        steps,
+        seed,
+        {"cpu": 1.0} | (resources or {}),
+        str(Path.cwd()),
+        checkpoint_every,
+        max_failures,
+        timeout,
+        name=name,
+        server_group=server_group,
+        branch=branch,
+        quota=quota,
+    ).check()
     if server_group is not None and cluster is None and address is None:
         raise ConfigError(
             f"server_group is {server_group!r}: give the address of the cluster on which it runs too", field="address"
@@ -132,9 +159,7 @@ def train(
     for warning in passed:
         journal.event("warning", warning)
     own = cluster is None
-    driver = Driver(
-        workload, spec, journal, checkpoints=folder, resume=resumed, phases=phases, capture=own, tries=own
-    )  # fmt: skip
+    driver = Driver(workload, spec, journal, checkpoints=folder, resume=resumed, phases=phases, capture=own, tries=own)
     try:
         outcome = _run(driver, cluster, address)
     finally:
@@ -143,9 +168,14 @@ def train(
     if outcome.status is not Status.SUCCEEDED or outcome.snapshot is None:
         raise outcome.error if isinstance(outcome.error, RaypsError) else TrainingError(outcome.message)
     return Result(
-        outcome.metrics, metrics.history(journal.points), journal.events, outcome.checkpoint, workload,
-        outcome.snapshot, outcome.tables,
-    )  # fmt: skip
+        outcome.metrics,
+        metrics.history(journal.points),
+        journal.events,
+        outcome.checkpoint,
+        workload,
+        outcome.snapshot,
+        outcome.tables,
+    )
 
 
 def _workload(given: Workload | str) -> Workload:
@@ -175,8 +205,11 @@ def _run(driver: Driver, cluster: Cluster | None, address: str | None) -> Outcom
         if opened is not None and opened is not cluster:
             opened.close()
     if interrupts and outcome.status is Status.STOPPED:
-        way_on = "--resume (resume=True) goes on from there" if outcome.checkpoint else (
-            "give a folder for checkpoints (--checkpoint DIR, checkpoint=DIR) to be able to go on")
+        way_on = (
+            "--resume (resume=True) goes on from there"
+            if outcome.checkpoint
+            else ("give a folder for checkpoints (--checkpoint DIR, checkpoint=DIR) to be able to go on")
+        )
         raise KeyboardInterrupt(f"{outcome.message}\n{way_on}")
     return outcome
 
@@ -194,8 +227,9 @@ def _open(address: str | None, spec: JobSpec, journal: Journal) -> Cluster:
             f"the job needs {cpus} CPUs ({spec.workers} workers x {spec.resources['cpu']:g}) and a Ray of its own on "
             f"this machine has {most}:\nask for fewer workers, give each less (--cpus-per-worker, resources), if the "
             "memory holds so many processes, or join a cluster with address=",
-            field="workers", code="too_large",
-        )  # fmt: skip
+            field="workers",
+            code="too_large",
+        )
     if cpus > cores:
         journal.event("warning", f"{spec.workers} workers share {cores} cores: right for trying out, not for speed")
     gpus = math.ceil(spec.workers * spec.resources.get("gpu", 0)) or None

@@ -197,8 +197,9 @@ def _from_name(root: Path, place: str) -> ModuleType:
             raise _broken(place, error) from error
         near = difflib.get_close_matches(place, [path.stem for path in root.glob("*.py")], n=1)
         hint = f"did you mean {near[0]!r}?" if near else "give --working-dir, or a file: 'path/file.py:Class'"
-        raise WorkloadError(f"there is no module {place!r} in {root} or among the installed packages: {hint}",
-                            module=place) from error
+        raise WorkloadError(
+            f"there is no module {place!r} in {root} or among the installed packages: {hint}", module=place
+        ) from error
     except (Exception, SystemExit) as error:
         raise _broken(place, error) from error
 
@@ -238,8 +239,11 @@ def _broken(what: str, error: BaseException) -> WorkloadError:
 def _where(error: BaseException) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         return f"\nin {error.filename}:{error.lineno}"
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__)
-              if not frame.filename.startswith("<frozen") and Path(frame.filename) != Path(__file__)]
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith("<frozen") and Path(frame.filename) != Path(__file__)
+    ]
     mine = [frame for frame in frames if _users_file(Path(frame.filename))] or frames
     return f"\nin {mine[-1].filename}:{mine[-1].lineno}: {mine[-1].line}" if mine else ""
 
@@ -254,8 +258,9 @@ def _class(module: ModuleType, name: str, target: str) -> type[Workload]:
         raise WorkloadError(f"{module.__file__} has no class {name!r}: {hint}", target=target)
     if not isinstance(found, type) or not issubclass(found, Workload):
         hint = f"; the workloads there are {', '.join(workloads)}" if workloads else ""
-        raise WorkloadError(f"{name} in {module.__file__} is not a workload: derive it from rayps.Workload"
-                            f"{hint}", target=target)
+        raise WorkloadError(
+            f"{name} in {module.__file__} is not a workload: derive it from rayps.Workload{hint}", target=target
+        )
     return found
 
 
@@ -266,8 +271,10 @@ def _instance(kind: type[Workload], target: str) -> Workload:
     try:
         inspect.signature(kind).bind()
     except TypeError as error:
-        raise WorkloadError(f"{target} is created without arguments, but its __init__ says: {error}\n"
-                            "give its arguments defaults", target=target) from error
+        raise WorkloadError(
+            f"{target} is created without arguments, but its __init__ says: {error}\ngive its arguments defaults",
+            target=target,
+        ) from error
     try:
         made = kind()
     except UserError:
@@ -298,8 +305,10 @@ def pack(workload: Any) -> bytes:
         try:
             return bytes(cloudpickle.dumps(workload))
         except (Exception, SystemExit) as error:
-            raise WorkloadError(f"{_name(workload)} cannot be sent to workers: {type(error).__name__}: {error}\n"
-                                "create such things inside model(), data() or loss(), not in __init__") from error
+            raise WorkloadError(
+                f"{_name(workload)} cannot be sent to workers: {type(error).__name__}: {error}\n"
+                "create such things inside model(), data() or loss(), not in __init__"
+            ) from error
         finally:
             for key in keys:
                 cloudpickle.unregister_pickle_by_value(sys.modules[key])
@@ -314,8 +323,10 @@ def unpack(packed: bytes) -> Any:
     try:
         return pickle.loads(packed)
     except (Exception, SystemExit) as error:
-        raise WorkloadError(f"the workload cannot be unpacked here: {type(error).__name__}: {error}\n"
-                            "install the package it needs on every machine of the cluster") from error
+        raise WorkloadError(
+            f"the workload cannot be unpacked here: {type(error).__name__}: {error}\n"
+            "install the package it needs on every machine of the cluster"
+        ) from error
 
 
 def _name(workload: Any) -> str:

@@ -37,8 +37,9 @@ class Loop:
         data.keeps_rows = keeps_rows
         self.steps = data.steps(workers)
         self.batches = [
-            [batch for epoch in range(epochs)
-             for batch in data.batches(rank=k, size=workers, seed=seed, epoch=epoch)] for k in range(workers)]
+            [batch for epoch in range(epochs) for batch in data.batches(rank=k, size=workers, seed=seed, epoch=epoch)]
+            for k in range(workers)
+        ]
         self.total = len(self.batches[0])
         self.done, self.n, self.losses, self.pending = 0, [0] * workers, [], None
 

@@ -145,8 +145,11 @@ class Clinic(Site):
         return Snapshot.from_state(checkpoint.load(data["checkpoint"])).params
 
     def workers(self) -> list[str]:
-        return [name for name, handle in surrounding()._handles.items()  # type: ignore[attr-defined]
-                if type(handle.actor).__name__ == "WorkerActor" and not handle.dead.is_set()]
+        return [
+            name
+            for name, handle in surrounding()._handles.items()  # type: ignore[attr-defined]
+            if type(handle.actor).__name__ == "WorkerActor" and not handle.dead.is_set()
+        ]
 
     def close(self) -> None:
         for job in self.user.jobs():
@@ -161,9 +164,19 @@ class Clinic(Site):
 class Hospital(threading.Thread):
     """A client as a thread: what it said, and how it ended."""
 
-    def __init__(self, clinic: Clinic, job: Job, k: int, token: str, *, name: str | None = None, pause: float = 0.0,
-                 transport: httpx2.BaseTransport | None = None, state: Path | None = None,
-                 gate: threading.Event | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        clinic: Clinic,
+        job: Job,
+        k: int,
+        token: str,
+        *,
+        name: str | None = None,
+        pause: float = 0.0,
+        transport: httpx2.BaseTransport | None = None,
+        state: Path | None = None,
+        gate: threading.Event | None = None,
+    ) -> None:
         super().__init__(daemon=True)
         self.said: list[str] = []
         self.ended: Any = None
@@ -171,8 +184,9 @@ class Hospital(threading.Thread):
         workload, found = Own(k, pause, gate), ClientToken.read(token)
         self.kept = Kept(state or clinic.path / f"hospital-{job.id}-{name or k}")
         self.line = Line(clinic.url, token, 20.0, self.said.append, transport)
-        self.outside = Outside(workload, workload.data(), found, job.id, self.line, self.kept,
-                               name=name or f"h{k}", say=self.said.append)  # fmt: skip
+        self.outside = Outside(
+            workload, workload.data(), found, job.id, self.line, self.kept, name=name or f"h{k}", say=self.said.append
+        )
 
     def run(self) -> None:
         try:
@@ -201,16 +215,41 @@ class Process:
     """A client as a process, as a user starts it."""
 
     def __init__(self, clinic: Clinic, job: Job, k: int, token: str, url: str | None = None, pause: float = 0.0):
-        self.command = [sys.executable, "-m", "rayps.cli", "client", "--url", url or clinic.url, "--name", f"h{k}",
-                        "--state", str(clinic.path / f"process-{k}"), "--patience", "20", "work.py:Slow"]  # fmt: skip
-        self.environment = {**os.environ, "HOSPITAL": str(k), "PAUSE": str(pause), "RAYPS_CLIENT_TOKEN": token,
-                            "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}  # fmt: skip
+        self.command = [
+            sys.executable,
+            "-m",
+            "rayps.cli",
+            "client",
+            "--url",
+            url or clinic.url,
+            "--name",
+            f"h{k}",
+            "--state",
+            str(clinic.path / f"process-{k}"),
+            "--patience",
+            "20",
+            "work.py:Slow",
+        ]
+        self.environment = {
+            **os.environ,
+            "HOSPITAL": str(k),
+            "PAUSE": str(pause),
+            "RAYPS_CLIENT_TOKEN": token,
+            "PYTHONPATH": str(Path(__file__).parent),
+            "OMP_NUM_THREADS": "1",
+        }
         self.clinic = clinic
         self.start()
 
     def start(self) -> None:
-        self.process = subprocess.Popen(self.command, cwd=self.clinic.path, env=self.environment,
-                                        stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # fmt: skip
+        self.process = subprocess.Popen(
+            self.command,
+            cwd=self.clinic.path,
+            env=self.environment,
+            stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
 
     def kill(self) -> None:
         self.process.kill()

@@ -39,8 +39,16 @@ class FakeHost:
         holds = {}
         for (space, index), (role, generation, _) in self.orders.items():
             holds.setdefault(str(space), []).append([index, role, generation])
-        self._say(Kind.REGISTER, {"name": self.name, "address": f"{self.name}@127.0.0.1:1/", "pid": os.getpid(),
-                                  "host": self.machines.get(self.name, "here"), "holds": holds})
+        self._say(
+            Kind.REGISTER,
+            {
+                "name": self.name,
+                "address": f"{self.name}@127.0.0.1:1/",
+                "pid": os.getpid(),
+                "host": self.machines.get(self.name, "here"),
+                "holds": holds,
+            },
+        )
         for (space, index), order in list(self.orders.items()):
             self._answer(space, index, order, None)
 

@@ -75,8 +75,10 @@ class Manager:
         elif message.kind == Kind.HEARTBEAT:
             self.loads[link.peer] = body
         elif message.kind == Kind.REPORT:
-            self.facts += [(link.peer, what, body["space"], segment, generation, name)
-                           for what, segment, generation, name in body["events"]]
+            self.facts += [
+                (link.peer, what, body["space"], segment, generation, name)
+                for what, segment, generation, name in body["events"]
+            ]
 
     def tell(self, name, kind, body, a=0, b=0):
         payload = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -143,8 +145,11 @@ class Site:
     def load(self, one, primaries, vector, generation=1):
         for name in sorted(set(primaries)):
             opener = self.guest(name, one.number, rank=-1)
-            pieces = [Piece(i, generation, state_of(vector[lo:hi], one.layout, lo, marks=[0] * one.workers))
-                      for i, (lo, hi) in enumerate(one.cuts) if primaries[i] == name]
+            pieces = [
+                Piece(i, generation, state_of(vector[lo:hi], one.layout, lo, marks=[0] * one.workers))
+                for i, (lo, hi) in enumerate(one.cuts)
+                if primaries[i] == name
+            ]
             assert opener.ask(Kind.LOAD, pieces).kind == Kind.ACK
 
     def segment(self, name, index, number=1):
@@ -181,8 +186,9 @@ class Raw:
 
     def say(self, kind, pieces=(), a=0, weight=0.0, b=0, payload=None):
         self.tag += 1
-        self.link.send(Message(kind, self.tag, a, b, weight), pack(pieces) if payload is None else payload,
-                       timeout=SECONDS)
+        self.link.send(
+            Message(kind, self.tag, a, b, weight), pack(pieces) if payload is None else payload, timeout=SECONDS
+        )
         return self.tag
 
     def hear(self, tag, seconds=SECONDS):

@@ -102,8 +102,11 @@ class Server(Loop):
                 return
             if message.kind == Kind.JOIN:
                 self.ranks[link] = message.b
-                held = [i for i, each in enumerate(group.map.holdings)
-                        if each.primary == self.name and i not in group.unheard]
+                held = [
+                    i
+                    for i, each in enumerate(group.map.holdings)
+                    if each.primary == self.name and i not in group.unheard
+                ]
                 pairs = [n for i in held for n in (i, group.marks[i].get(message.b, 0))]
                 link.queue(Message(Kind.JOINED, message.tag), numbers(pairs))
                 return

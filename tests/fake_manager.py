@@ -59,19 +59,66 @@ class FakeManager:
         self.record.write_text(json.dumps(self.servers))
 
     def facts(self) -> dict[str, Any]:
-        servers = [{"name": f"server-{i}", "address": f"tcp:127.0.0.1:{i}", "host": "node-a", "pid": 100 + i,
-                    "state": "alive", "bytes": 1000.0, "rows": 0, "operations_s": 2.5, "cpu": 0.1, "seen_s": 0.1,
-                    "primaries": 1, "copies": 1} for i in range(self.servers)]
-        return {"name": self.name, "status": "resizing" if self.resizing else "ready", "wanted": self.servers,
-                "replicas": self.replicas, "since": time.time(), "servers": servers, "spaces": self.spaces, "moves": [],
-                "counts": {"moves": 0}, "events": [{"time": 1.0, "kind": "started", "message": "here"}]}
+        servers = [
+            {
+                "name": f"server-{i}",
+                "address": f"tcp:127.0.0.1:{i}",
+                "host": "node-a",
+                "pid": 100 + i,
+                "state": "alive",
+                "bytes": 1000.0,
+                "rows": 0,
+                "operations_s": 2.5,
+                "cpu": 0.1,
+                "seen_s": 0.1,
+                "primaries": 1,
+                "copies": 1,
+            }
+            for i in range(self.servers)
+        ]
+        return {
+            "name": self.name,
+            "status": "resizing" if self.resizing else "ready",
+            "wanted": self.servers,
+            "replicas": self.replicas,
+            "since": time.time(),
+            "servers": servers,
+            "spaces": self.spaces,
+            "moves": [],
+            "counts": {"moves": 0},
+            "events": [{"time": 1.0, "kind": "started", "message": "here"}],
+        }
 
     def open_space(self, name: str) -> None:
-        self.spaces.append({
-            "name": name, "number": 1, "workers": 2, "version": 1, "bytes": 800, "rows": 0, "operations_s": 5.0,
-            "rejected": 0, "quota": {"bytes": 10_000, "operations": None}, "branch_of": None, "tables": [],
-            "segments": [{"index": i, "table": None, "primary": "server-0", "copies": ["server-1"], "generation": 1,
-                          "bytes": 400, "rows": 0, "operations_s": 2.5, "state": "ready"} for i in range(2)]})
+        self.spaces.append(
+            {
+                "name": name,
+                "number": 1,
+                "workers": 2,
+                "version": 1,
+                "bytes": 800,
+                "rows": 0,
+                "operations_s": 5.0,
+                "rejected": 0,
+                "quota": {"bytes": 10_000, "operations": None},
+                "branch_of": None,
+                "tables": [],
+                "segments": [
+                    {
+                        "index": i,
+                        "table": None,
+                        "primary": "server-0",
+                        "copies": ["server-1"],
+                        "generation": 1,
+                        "bytes": 400,
+                        "rows": 0,
+                        "operations_s": 2.5,
+                        "state": "ready",
+                    }
+                    for i in range(2)
+                ],
+            }
+        )
 
     def resize(self, servers: int) -> None:
         if self.resizing:

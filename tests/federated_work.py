@@ -87,7 +87,7 @@ def batches_of(data, seed, t, k, *, epochs=1, steps=None, batch=None):
     for number in range(t * count, (t + 1) * count):
         epoch, index = divmod(number, each)
         order = random_of(seed, epoch, k).permutation(len(rows_k))
-        some = rows_k[order[index * size:(index + 1) * size]]
+        some = rows_k[order[index * size : (index + 1) * size]]
         yield data.x[torch.from_numpy(some)], data.y[torch.from_numpy(some)]
 
 

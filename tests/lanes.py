@@ -38,8 +38,11 @@ def shared(item):
     if "chromium" in names and not item.get_closest_marker("ray"):
         return "browser"
     found = item._fixtureinfo.name2fixturedefs
-    wide = any(definition.scope in ("module", "package", "session") and definition.baseid
-               for name in names for definition in found.get(name, ())[-1:])
+    wide = any(
+        definition.scope in ("module", "package", "session") and definition.baseid
+        for name in names
+        for definition in found.get(name, ())[-1:]
+    )
     return Path(item.path).stem if wide else None
 
 

@@ -21,8 +21,14 @@ def deep(width=5, layers=12, seed=0, dtype=torch.float64):
     torch.manual_seed(seed)
     found = []
     for i in range(layers):
-        found.append([nn.Linear(width, width), nn.Tanh(), nn.Sequential(nn.Linear(width, width), nn.ReLU(inplace=True)),
-                      nn.LayerNorm(width)][i % 4])
+        found.append(
+            [
+                nn.Linear(width, width),
+                nn.Tanh(),
+                nn.Sequential(nn.Linear(width, width), nn.ReLU(inplace=True)),
+                nn.LayerNorm(width),
+            ][i % 4]
+        )
     return nn.Sequential(*found).to(dtype)
 
 
@@ -32,8 +38,9 @@ def mse(output, y):
 
 def rows(n, width=5, seed=1):
     g = torch.Generator().manual_seed(seed)
-    return torch.randn(n, width, generator=g, dtype=torch.float64), torch.randn(n, width, generator=g,
-                                                                                 dtype=torch.float64)
+    return torch.randn(n, width, generator=g, dtype=torch.float64), torch.randn(
+        n, width, generator=g, dtype=torch.float64
+    )
 
 
 @dataclass
@@ -57,15 +64,17 @@ class Site:
         routes = skip.routes([layer.module for layer in found], self.at)
         self.table = table(schedule, p, m, v)
         self.engines = [
-            Engine(cut.layers(model), self.at, self.table[ring.rank], ring if p > 1 else None, routes, seed=seed,
-                   data=data)
+            Engine(
+                cut.layers(model), self.at, self.table[ring.rank], ring if p > 1 else None, routes, seed=seed, data=data
+            )
             for model, ring in zip(self.models, rings, strict=True)
         ]
 
     def micro(self, *whole):
         n = len(whole[0])
         return [[each[at] for each in whole] for at in slices(n, self.m)], [
-            (at.stop - at.start) / n for at in slices(n, self.m)]
+            (at.stop - at.start) / n for at in slices(n, self.m)
+        ]
 
     def one(self, ring, x, y, step=0):
         """One stage's part in a step."""
@@ -84,8 +93,10 @@ class Site:
     def evaluate(self, x, y):
         parts, weights = self.micro(x, y)
         got = {}
-        every(self.rings, lambda ring: self.engines[ring.rank].evaluate(
-            weights, lambda i: ((parts[i][0],), {}), got.__setitem__))
+        every(
+            self.rings,
+            lambda ring: self.engines[ring.rank].evaluate(weights, lambda i: ((parts[i][0],), {}), got.__setitem__),
+        )
         return got
 
 

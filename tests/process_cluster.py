@@ -29,8 +29,20 @@ class ProcessCluster:
         self.handles = []
         self._counts = {}
 
-    def spawn(self, target, *args, name=None, cpus=0, gpus=0, detached=False, here=False, gang=None, index=None,
-              restarts=0, **more):
+    def spawn(
+        self,
+        target,
+        *args,
+        name=None,
+        cpus=0,
+        gpus=0,
+        detached=False,
+        here=False,
+        gang=None,
+        index=None,
+        restarts=0,
+        **more,
+    ):
         kind = target.partition(":")[2]
         number = self._counts.get(kind, 0)
         self._counts[kind] = number + 1

@@ -73,8 +73,9 @@ class ProcessPlace:
 
         if self.find(name) is not None:
             raise ClusterError(f"there is an actor {name} already")
-        driver = subprocess.Popen([sys.executable, str(HERE), "driver", str(self._folder), name, json.dumps(args)],
-                                  start_new_session=True)
+        driver = subprocess.Popen(
+            [sys.executable, str(HERE), "driver", str(self._folder), name, json.dumps(args)], start_new_session=True
+        )
         while self.find(name) is None and driver.poll() is None:
             time.sleep(0.02)
         return Handle(name, self._folder)

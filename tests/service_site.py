@@ -58,8 +58,7 @@ class Site:
         self.thread.start()
         while not self.server.started:
             time.sleep(0.01)
-        self.http = httpx2.Client(base_url=self.url, headers={"Authorization": f"Bearer {self.token}"},
-                                  timeout=60)
+        self.http = httpx2.Client(base_url=self.url, headers={"Authorization": f"Bearer {self.token}"}, timeout=60)
 
     async def _started(self, service: Service) -> None:
         self.service = service

@@ -32,8 +32,12 @@ OPTIMIZERS = {
     "momentum": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-3),
     "adam": lambda params: torch.optim.Adam(params, lr=0.01),
     "adamw_groups": lambda params: torch.optim.AdamW(
-        [{"params": [p for p in params if p.dim() > 1], "weight_decay": 0.1},
-         {"params": [p for p in params if p.dim() <= 1], "weight_decay": 0.0, "lr": 0.03}], lr=0.01),
+        [
+            {"params": [p for p in params if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for p in params if p.dim() <= 1], "weight_decay": 0.0, "lr": 0.03},
+        ],
+        lr=0.01,
+    ),
 }
 
 
@@ -42,7 +46,8 @@ SCHEDULES = {
     "cosine": lambda o: lrs.CosineAnnealingLR(o, T_max=20),
     "onecycle": lambda o: lrs.OneCycleLR(o, max_lr=0.1, total_steps=40),
     "warm": lambda o: lrs.SequentialLR(
-        o, [lrs.LinearLR(o, 0.1, total_iters=5), lrs.ExponentialLR(o, 0.95)], milestones=[5]),
+        o, [lrs.LinearLR(o, 0.1, total_iters=5), lrs.ExponentialLR(o, 0.95)], milestones=[5]
+    ),
     "chained": lambda o: lrs.ChainedScheduler([lrs.ConstantLR(o, 0.5, total_iters=3), lrs.StepLR(o, 4, 0.5)]),
     "restarts": lambda o: lrs.CosineAnnealingWarmRestarts(o, T_0=4),
     "function": lambda o: lambda step: 0.9**step,
@@ -112,8 +117,9 @@ def plain(workload, workers=1, *, epochs=1, steps=None, seed=0):
             if steps is not None and done == steps:
                 return model, losses, evaluations
             whole = [b for b in parts if b.size]
-            batch = rayps.data.Batch(torch.cat([b.x for b in whole]), torch.cat([b.y for b in whole]),
-                                     sum(b.size for b in whole))
+            batch = rayps.data.Batch(
+                torch.cat([b.x for b in whole]), torch.cat([b.y for b in whole]), sum(b.size for b in whole)
+            )
             optimizer.zero_grad()
             loss = ((model(batch.x) - batch.y) ** 2).mean()
             loss.backward()

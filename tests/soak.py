@@ -64,8 +64,14 @@ def soak_service(serve: Serve, work: Path, kills: int, dice: random.Random) -> b
         key = f"soak-{count}"
         body = {"workload": "line.py:Line", "working_dir": str(work), "epochs": 1, "max_failures": 0}
         for _ in range(dice.randint(1, 2)):  # a second one is the first again
-            answer = httpx2.post(f"{serve.url}/api/v1/jobs", json=body, headers={
-                "Authorization": f"Bearer {(serve.state / 'token').read_text().strip()}", "Idempotency-Key": key})
+            answer = httpx2.post(
+                f"{serve.url}/api/v1/jobs",
+                json=body,
+                headers={
+                    "Authorization": f"Bearer {(serve.state / 'token').read_text().strip()}",
+                    "Idempotency-Key": key,
+                },
+            )
             jobs[key] = answer.json()["id"]
         made.close()
         time.sleep(dice.choice([0.0, 0.1, 0.3, 0.6, 1.0, 2.0, dice.uniform(0.0, 12.0)]))
@@ -81,8 +87,12 @@ def soak_service(serve: Serve, work: Path, kills: int, dice: random.Random) -> b
     twice = sum([event["kind"] for event in job.events()].count("finished") != 1 for job in found)
     strange = len(client.jobs(limit=200)) - len(jobs)
     again = sum(job.data["attempt"] > 1 for job in found)
-    told("service", f"{kills} kills, {len(jobs)} jobs acknowledged, {good} succeeded with max_failures=0, {twice} not "
-         f"exactly once, {strange} that nobody submitted; {again} drivers were started again", ready)
+    told(
+        "service",
+        f"{kills} kills, {len(jobs)} jobs acknowledged, {good} succeeded with max_failures=0, {twice} not "
+        f"exactly once, {strange} that nobody submitted; {again} drivers were started again",
+        ready,
+    )
     for job in found:
         if job.status != "SUCCEEDED":
             print(f"  {job.id}: {job.status}: {job.data['reason']}", flush=True)
@@ -94,8 +104,9 @@ def soak_ray(serve: Serve, work: Path, victim: str, times: int, dice: random.Ran
     service = serve.process
     assert service is not None
     client = serve.client()
-    job = client.submit("line.py:Slow", working_dir=work, workers=2, epochs=100_000, checkpoint_every=5,
-                        max_failures=10 * times)
+    job = client.submit(
+        "line.py:Slow", working_dir=work, workers=2, epochs=100_000, checkpoint_every=5, max_failures=10 * times
+    )
     home = serve.state / "jobs" / job.id
     ready, on, deaths = [], [], 0
     for _ in range(times):
@@ -118,9 +129,13 @@ def soak_ray(serve: Serve, work: Path, victim: str, times: int, dice: random.Ran
     found = client.job(job.id)
     done = set(rounds(home))
     holes = max(done) + 1 - len(done)
-    told(victim, f"{times} kills, the service died {deaths} times, the job ended {found.status} in attempt "
-         f"{found.data['attempt']} after {max(done) + 1} rounds, {holes} rounds missing; eight rounds on after "
-         f"{statistics.median(on):.1f} s (median), {max(on):.1f} s (worst)", ready)
+    told(
+        victim,
+        f"{times} kills, the service died {deaths} times, the job ended {found.status} in attempt "
+        f"{found.data['attempt']} after {max(done) + 1} rounds, {holes} rounds missing; eight rounds on after "
+        f"{statistics.median(on):.1f} s (median), {max(on):.1f} s (worst)",
+        ready,
+    )
     return found.status == "STOPPED" and not deaths and not holes
 
 

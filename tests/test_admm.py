@@ -159,8 +159,21 @@ def largest(v):
 # ------------------------------------------------------------------------------------------- the law
 
 
-def plain(parts, *, penalty, steps, local_steps=1, relaxation=1.0, balance=False, regularizer=None,
-          participation=1.0, rate=None, scale=40.0, seed=0, eps=None):
+def plain(
+    parts,
+    *,
+    penalty,
+    steps,
+    local_steps=1,
+    relaxation=1.0,
+    balance=False,
+    regularizer=None,
+    participation=1.0,
+    rate=None,
+    scale=40.0,
+    seed=0,
+    eps=None,
+):
     """Section 7.1 with the means over rows, by numbers of its own: z, penalties, (primal, dual) of each meeting."""
     n, size = sum(len(x) for x, _ in parts), len(parts)
     d = parts[0][0].shape[1]
@@ -178,8 +191,10 @@ def plain(parts, *, penalty, steps, local_steps=1, relaxation=1.0, balance=False
                 xs[i] = xs[i] - (torch.linalg.solve(h, g) if rate is None else shorter * g)
         if (step + 1) % local_steps and step + 1 < steps:
             continue
-        words = [relaxation * x + (1 - relaxation) * z + u if there else z + u
-                 for x, u, there in zip(xs, us, here, strict=True)]
+        words = [
+            relaxation * x + (1 - relaxation) * z + u if there else z + u
+            for x, u, there in zip(xs, us, here, strict=True)
+        ]
         old, z = z, sum(len(a) / n * v for (a, _), v in zip(parts, words, strict=True))
         kind, weight = regularizer or ("l2", 0.0)
         t = weight / penalty
@@ -207,13 +222,24 @@ def uneven():
     return [(a[0, lo:hi], b[0, lo:hi]) for lo, hi in UNEVEN]
 
 
-@pytest.mark.parametrize("options", [
-    {}, {"relaxation": 1.6}, {"local_steps": 5}, {"local_steps": 7, "relaxation": 1.5, "regularizer": ("l2", 0.7)},
-    {"regularizer": ("l1", 8.0)}, {"participation": 0.5}, {"participation": 0.5, "relaxation": 1.7, "local_steps": 3},
-    {"balance": True, "penalty": 0.05}, {"balance": True, "penalty": 500.0, "participation": 0.7, "local_steps": 2},
-], ids=str)
-@pytest.mark.parametrize("parts", [parts_of(*regression(workers=3, rows=9, features=4)), uneven()],
-                         ids=["even", "uneven"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"relaxation": 1.6},
+        {"local_steps": 5},
+        {"local_steps": 7, "relaxation": 1.5, "regularizer": ("l2", 0.7)},
+        {"regularizer": ("l1", 8.0)},
+        {"participation": 0.5},
+        {"participation": 0.5, "relaxation": 1.7, "local_steps": 3},
+        {"balance": True, "penalty": 0.05},
+        {"balance": True, "penalty": 500.0, "participation": 0.7, "local_steps": 2},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "parts", [parts_of(*regression(workers=3, rows=9, features=4)), uneven()], ids=["even", "uneven"]
+)
 def test_it_is_the_plain_loop(parts, options):
     """Gradient steps, a number of them that ends within a period, uneven rows, absence: all as the paper's loop."""
     options = {"penalty": 20.0, "local_steps": 1, "balance": False} | options
@@ -239,9 +265,16 @@ def solved(parts, *, steps, eps=1e-10, weight=None, workload=Squares, **options)
     return train(work, ADMM(regularizer=weight, **options), workers=len(parts), steps=steps)
 
 
-@pytest.mark.parametrize(("options", "meetings"), [
-    ({"penalty": 40.0}, 81), ({"penalty": 40.0, "relaxation": 1.6}, 48), ({"penalty": 100.0}, 130),
-    ({"penalty": 40.0, "participation": 0.5}, 181)], ids=str)
+@pytest.mark.parametrize(
+    ("options", "meetings"),
+    [
+        ({"penalty": 40.0}, 81),
+        ({"penalty": 40.0, "relaxation": 1.6}, 48),
+        ({"penalty": 100.0}, 130),
+        ({"penalty": 40.0, "participation": 0.5}, 181),
+    ],
+    ids=str,
+)
 def test_ridge_reaches_its_closed_form(options, meetings):
     a, b = regression()
     result = solved(parts_of(a, b), steps=400, eps=1e-11, weight=f"l2({RIDGE / 8})", **options)
@@ -268,8 +301,14 @@ def test_the_penalty_decides_the_speed_and_balancing_mends_a_bad_one():
 def test_an_inexact_x_step_has_the_same_solution(local_steps):
     """Gradient steps that go on from where x_i was: fewer of them cost more meetings, not exactness."""
     a, b = regression(workers=4, features=10)
-    result = solved(parts_of(a, b), steps=150 * local_steps, eps=1e-11, weight=f"l2({RIDGE / 4})", rate=1 / 120,
-                    local_steps=local_steps)
+    result = solved(
+        parts_of(a, b),
+        steps=150 * local_steps,
+        eps=1e-11,
+        weight=f"l2({RIDGE / 4})",
+        rate=1 / 120,
+        local_steps=local_steps,
+    )
     assert largest(solution(result) - ridge(a, b)) < 1e-10
     assert result.history.num_rows < 150 * local_steps
 
@@ -440,7 +479,7 @@ def test_resume_in_the_middle_is_bit_equal(tmp_path, at):
     resumed = train(work, strategy, workers=4, steps=40, resume=middle)
     assert torch.equal(solution(resumed), solution(whole)) and resumed.history.num_rows == 40 - at
     for name in ("primal", "dual", "penalty", "present"):
-        assert said(resumed, name) == said(whole, name)[at // 5:]
+        assert said(resumed, name) == said(whole, name)[at // 5 :]
     assert len(set(said(whole, "penalty"))) > 1 and min(said(whole, "present")) < 4
 
 
@@ -463,8 +502,9 @@ class Divided(Squares):
 # ------------------------------------------------------------------------------------------- operators, options
 
 
-@pytest.mark.parametrize(("name", "value"), [
-    ("l1", lambda z: z.abs()), ("l2", lambda z: z.square() / 2), (None, lambda z: 0 * z)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("l1", lambda z: z.abs()), ("l2", lambda z: z.square() / 2), (None, lambda z: 0 * z)]
+)
 @pytest.mark.parametrize("t", [0.1, 1.0, 7.0])
 def test_proximal_operators_are_the_smallest_of_their_definition(name, value, t):
     weight = 0.3
@@ -491,10 +531,31 @@ def test_who_attends_is_drawn_from_the_seed():
     assert all(attends(7, meeting, 0, 1.0) for meeting in range(100))
 
 
-BAD = ["penalty=0", "penalty=-1", "penalty=inf", "penalty=x", "penalty=true", "local_steps=0", "local_steps=2.5",
-       "relaxation=0", "relaxation=2", "balance=2", "balance=maybe", "regularizer=l3(weight=1)", "regularizer=0.1",
-       "regularizer=l1(weight=-1)", "regularizer=l1(weight=x)", "regularizer=l2(rate=1)", "regularizer=l1",
-       "eps_abs=-1", "eps_rel=x", "participation=0", "participation=1.1", "momentum=drop", "buffers=both"]
+BAD = [
+    "penalty=0",
+    "penalty=-1",
+    "penalty=inf",
+    "penalty=x",
+    "penalty=true",
+    "local_steps=0",
+    "local_steps=2.5",
+    "relaxation=0",
+    "relaxation=2",
+    "balance=2",
+    "balance=maybe",
+    "regularizer=l3(weight=1)",
+    "regularizer=0.1",
+    "regularizer=l1(weight=-1)",
+    "regularizer=l1(weight=x)",
+    "regularizer=l2(rate=1)",
+    "regularizer=l1",
+    "eps_abs=-1",
+    "eps_rel=x",
+    "participation=0",
+    "participation=1.1",
+    "momentum=drop",
+    "buffers=both",
+]
 
 
 @pytest.mark.parametrize("given", BAD)

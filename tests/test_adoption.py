@@ -32,8 +32,10 @@ ROW = {"id": "a", "name": "n", "spec": JobSpec("w:W").to_dict(), "created_at": 5
 
 def test_every_difference_between_folders_and_rows_is_found() -> None:
     row_cases = [None, *(Standing(status, attempt) for status in S for attempt in (0, 1, 2))]
-    trace_cases = [None, *(Trace(row, attempt) for row in (None, ROW, {**ROW, "spec": {"wokers": 1}})
-                           for attempt in (0, 1, 2))]
+    trace_cases = [
+        None,
+        *(Trace(row, attempt) for row in (None, ROW, {**ROW, "spec": {"wokers": 1}}) for attempt in (0, 1, 2)),
+    ]
     for row, found in itertools.product(row_cases, trace_cases):
         findings = compare({} if row is None else {"a": row}, {} if found is None else {"a": found})
         live = row is not None and not row.status.terminal
@@ -43,15 +45,46 @@ def test_every_difference_between_folders_and_rows_is_found() -> None:
         assert findings.unfiled == (("a",) if live and (found is None or found.row is None) else ())
 
 
-@pytest.mark.parametrize(("found", "expected"), [
-    (Trace(ROW), {"status": S.QUEUED, "reason": None, "attempt": 0, "failures": 0}),
-    (Trace(ROW, 3, 2), {"status": S.UNKNOWN, "reason": "its driver is looked for", "interrupted": True, "attempt": 3,
-                        "failures": 2}),
-    (Trace(ROW, 2, 1, END), {"status": S.SUCCEEDED, "reason": "done", "metrics": {"accuracy": 0.9}, "checkpoint": "/c",
-                             "finished_at": 9.0, "attempt": 2, "failures": 1}),
-    (Trace(ROW, 1, 0, {"status": "RUNNING"}), {"status": S.FAILED, "reason": None, "metrics": None, "checkpoint": None,
-                                               "finished_at": None, "attempt": 1, "failures": 0}),
-])
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (Trace(ROW), {"status": S.QUEUED, "reason": None, "attempt": 0, "failures": 0}),
+        (
+            Trace(ROW, 3, 2),
+            {
+                "status": S.UNKNOWN,
+                "reason": "its driver is looked for",
+                "interrupted": True,
+                "attempt": 3,
+                "failures": 2,
+            },
+        ),
+        (
+            Trace(ROW, 2, 1, END),
+            {
+                "status": S.SUCCEEDED,
+                "reason": "done",
+                "metrics": {"accuracy": 0.9},
+                "checkpoint": "/c",
+                "finished_at": 9.0,
+                "attempt": 2,
+                "failures": 1,
+            },
+        ),
+        (
+            Trace(ROW, 1, 0, {"status": "RUNNING"}),
+            {
+                "status": S.FAILED,
+                "reason": None,
+                "metrics": None,
+                "checkpoint": None,
+                "finished_at": None,
+                "attempt": 1,
+                "failures": 0,
+            },
+        ),
+    ],
+)
 def test_how_a_lost_job_is_filed_again(found: Trace, expected: dict[str, Any]) -> None:
     assert filed(found) == expected
 
@@ -78,8 +111,9 @@ def lose(site: Site, how: str, backup: bytes = b"") -> None:
 @pytest.mark.parametrize("how", ["moved away", "replaced by an old one", "emptied"])
 def test_no_job_is_lost_with_the_store(tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture) -> None:
     site = Site(tmp_path / "state")
-    waiting = site.http.post("/api/v1/jobs", json={"workload": "a:B", "name": "waiting", "seed": 7},
-                             headers={"Idempotency-Key": "k"}).json()["id"]
+    waiting = site.http.post(
+        "/api/v1/jobs", json={"workload": "a:B", "name": "waiting", "seed": 7}, headers={"Idempotency-Key": "k"}
+    ).json()["id"]
     running, ended = site.add(name="running", workers=2), site.add(name="ended")
     site.close()
     backup = site.settings.database.read_bytes()
@@ -102,10 +136,14 @@ def test_no_job_is_lost_with_the_store(tmp_path: Path, how: str, caplog: pytest.
         assert [found[job]["name"] for job in found] == ["waiting", "running", "ended"]
         assert (found[waiting]["status"], found[waiting]["spec"]["seed"]) == ("QUEUED", 7)
         assert (found[running]["status"], found[running]["attempt"], found[running]["spec"]["workers"]) == (
-            "UNKNOWN", 2, 2)
+            "UNKNOWN",
+            2,
+            2,
+        )
         assert (found[ended]["status"], found[ended]["metrics"]) == ("SUCCEEDED", {"accuracy": 0.9})
-        again = site.http.post("/api/v1/jobs", json={"workload": "a:B", "name": "waiting", "seed": 7},
-                               headers={"Idempotency-Key": "k"})
+        again = site.http.post(
+            "/api/v1/jobs", json={"workload": "a:B", "name": "waiting", "seed": 7}, headers={"Idempotency-Key": "k"}
+        )
         assert (again.status_code, again.json()["id"]) == (200, waiting)  # it is still the same request
         kept = site.store("standings")
     finally:
@@ -125,11 +163,12 @@ def with_store(path: Path, body: Callable[[Store], Awaitable[None]]) -> None:
             await body(store)
         finally:
             await store.close()
+
     asyncio.run(inside())
 
 
 def test_a_folder_that_does_not_say_what_its_job_is_is_named_and_left(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture,
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def body(store: Store) -> None:
         job = "0" * 26
@@ -140,11 +179,12 @@ def test_a_folder_that_does_not_say_what_its_job_is_is_named_and_left(
         with pytest.raises(NotFound):
             await store.get(job)
         assert (tmp_path / "jobs" / job).exists()
+
     with_store(tmp_path, body)
 
 
 def test_a_driver_whose_job_nobody_can_know_is_ended_and_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture,
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def body(store: Store) -> None:
         for known, folder in ((False, "0" * 26), (True, "1" * 26)):
@@ -152,8 +192,9 @@ def test_a_driver_whose_job_nobody_can_know_is_ended_and_named(
             home = tmp_path / "jobs" / folder
             try:
                 job_folders.keep(home, ({**ROW, "id": folder, "status": "QUEUED"} if known else {}))
-                (home / "driver.json").write_text(json.dumps(
-                    {"attempt": 1, "pid": driver.pid, "started": processes.started(driver.pid)}))
+                (home / "driver.json").write_text(
+                    json.dumps({"attempt": 1, "pid": driver.pid, "started": processes.started(driver.pid)})
+                )
                 await adoption.adopt(store, tmp_path / "jobs")
                 if known:
                     assert driver.poll() is None and (await store.get(folder)).status is S.UNKNOWN
@@ -163,6 +204,7 @@ def test_a_driver_whose_job_nobody_can_know_is_ended_and_named(
             finally:
                 driver.kill()
                 driver.wait()
+
     with_store(tmp_path, body)
 
 
@@ -176,6 +218,7 @@ def test_a_living_job_without_job_json_gets_one_at_the_next_start(tmp_path: Path
         assert kept is not None and (kept["name"], kept["spec"]["seed"], kept["status"]) == ("early", 3, "QUEUED")
         assert not (tmp_path / "jobs" / over.id).exists()
         assert await adoption.adopt(store, tmp_path / "jobs") == adoption.Findings()
+
     with_store(tmp_path, body)
 
 

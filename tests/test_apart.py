@@ -107,8 +107,7 @@ def test_with_another_number_of_workers_all_go_on_from_what_they_agreed_on(tmp_p
     assert set(first.snapshot.own) == {0, 1}
     resumed = train(work, strategy, workers=3, epochs=2, checkpoint=tmp_path, resume=True)
     assert set(resumed.snapshot.own) == {0, 1, 2} and set(resumed.snapshot.shared) == {"theta", "v"}
-    other = train(work, AllReduce(), workers=2, epochs=2, checkpoint=tmp_path / "other",
-                  resume=str(first.checkpoint))
+    other = train(work, AllReduce(), workers=2, epochs=2, checkpoint=tmp_path / "other", resume=str(first.checkpoint))
     assert not other.snapshot.own and not other.snapshot.shared
 
 
@@ -122,10 +121,18 @@ def test_an_older_checkpoint_still_loads():
 
 def test_states_of_workers_on_disk(tmp_path):
     layout = Layout.of([("a.w", torch.zeros(2)), ("a.b", torch.zeros(1))])
-    own = {rank: Own(torch.rand(3), {"a.w": {"m": torch.rand(2), "step": 3}, "a.b": {"m": torch.rand(1)}},
-                     {"n/x": torch.rand(4)}, {"u": torch.rand(3), "n": torch.tensor(2.0)}) for rank in (0, 1, 11)}
-    given = Snapshot(layout, torch.rand(3), positions=[1] * 3, strategy="mine", own=own,
-                     shared={"z": torch.rand(3)}, ended=[(10, 7)])
+    own = {
+        rank: Own(
+            torch.rand(3),
+            {"a.w": {"m": torch.rand(2), "step": 3}, "a.b": {"m": torch.rand(1)}},
+            {"n/x": torch.rand(4)},
+            {"u": torch.rand(3), "n": torch.tensor(2.0)},
+        )
+        for rank in (0, 1, 11)
+    }
+    given = Snapshot(
+        layout, torch.rand(3), positions=[1] * 3, strategy="mine", own=own, shared={"z": torch.rand(3)}, ended=[(10, 7)]
+    )
     path = checkpoint.save(tmp_path, 1, given.to_state())
     found = Snapshot.from_state(checkpoint.load(path))
     same(given, found)
@@ -149,8 +156,16 @@ def test_after_a_real_death_it_is_the_same_run(strategy):
 
     killed = []
     try:
-        result = rayps.train(work, strategy=strategy, workers=2, epochs=2, cluster=cluster, checkpoint_every=5,
-                             progress=kill, timeout=60.0)
+        result = rayps.train(
+            work,
+            strategy=strategy,
+            workers=2,
+            epochs=2,
+            cluster=cluster,
+            checkpoint_every=5,
+            progress=kill,
+            timeout=60.0,
+        )
     finally:
         cluster.close()
     assert killed and kinds(result).count("restarted") == 1
@@ -205,7 +220,8 @@ def test_a_strategy_may_be_done_before_the_end():
         loop.turn()
     assert distance(result.model(), loop.mean(loop.vectors(), [1, 1])) < EXACT
     assert result.metrics["loss"] == pytest.approx(
-        ((result.model()(work.data().x) - work.data().y) ** 2).mean().item(), abs=EXACT)
+        ((result.model()(work.data().x) - work.data().y) ** 2).mean().item(), abs=EXACT
+    )
 
 
 def test_the_next_phase_begins_where_one_was_done(tmp_path):
@@ -244,8 +260,21 @@ def test_a_calendar_that_is_cut():
 
 def test_what_is_said_stands_beside_what_is_known():
     rounds = Rounds(2, 1, "mine")
-    point = {"kind": "round", "round": 0, "epoch": 0, "loss": 1.0, "samples": 3, "seconds": 0.1, "compute": 0.1,
-             "data": 0.0, "wait": 0.0, "move": 0.0, "bytes": 8, "lead": None, "said": {"loss": 9, "primal": 0.25}}
+    point = {
+        "kind": "round",
+        "round": 0,
+        "epoch": 0,
+        "loss": 1.0,
+        "samples": 3,
+        "seconds": 0.1,
+        "compute": 0.1,
+        "data": 0.0,
+        "wait": 0.0,
+        "move": 0.0,
+        "bytes": 8,
+        "lead": None,
+        "said": {"loss": 9, "primal": 0.25},
+    }
     merged = rounds.add([{**point, "rank": rank} for rank in (0, 1)])
     assert merged[0]["primal"] == 0.25 and merged[0]["loss"] == 1.0
     other = {**merged[0], "round": 1}
@@ -260,8 +289,9 @@ def test_what_is_said_stands_beside_what_is_known():
 def test_who_was_not_asked_together_gives_the_mean():
     """A checkpoint on leaving is of any round, at which not all may come."""
     layout = Layout.of([("w", torch.zeros(2))])
-    parts = {rank: WorkerPart(3, None, {}, {}, torch.zeros(1), Own(torch.tensor([float(rank), 1.0])))
-             for rank in (0, 1, 2)}
+    parts = {
+        rank: WorkerPart(3, None, {}, {}, torch.zeros(1), Own(torch.tensor([float(rank), 1.0]))) for rank in (0, 1, 2)
+    }
     found = assemble(Snapshot(layout, torch.zeros(2)), parts, [])
     assert torch.equal(found.params, torch.tensor([1.0, 1.0])) and found.own.keys() == {0, 1, 2}
 
@@ -272,8 +302,13 @@ def test_a_job_that_is_stopped_goes_on_where_each_worker_was(tmp_path):
     strategy = LocalSGD(period=40)
     whole = train(work, strategy, workers=2, epochs=1)
 
-    driver = Driver(work, JobSpec("x:Small", workers=2, epochs=1), Journal(on_progress=lambda at: driver.stop()
-                    if at.get("round", 0) >= 5 else None), checkpoints=tmp_path, phases=parse(strategy))
+    driver = Driver(
+        work,
+        JobSpec("x:Small", workers=2, epochs=1),
+        Journal(on_progress=lambda at: driver.stop() if at.get("round", 0) >= 5 else None),
+        checkpoints=tmp_path,
+        phases=parse(strategy),
+    )
     cluster = LocalCluster()
     outcome = driver.run(cluster)
     cluster.close()
@@ -293,8 +328,14 @@ def test_a_loop_of_ones_own_cannot_follow_it(text):
 
 def test_a_strategys_state_does_not_go_to_another():
     layout = Layout.of([("w", torch.zeros(2))])
-    given = Snapshot(layout, torch.zeros(2), positions=[1, 1], strategy="a", own={0: Own(torch.zeros(2)), 1: Own(
-        torch.zeros(2))}, shared={"z": torch.zeros(2)})
+    given = Snapshot(
+        layout,
+        torch.zeros(2),
+        positions=[1, 1],
+        strategy="a",
+        own={0: Own(torch.zeros(2)), 1: Own(torch.zeros(2))},
+        shared={"z": torch.zeros(2)},
+    )
     for strategy, workers, own, shared in (("a", 2, True, True), ("a", 3, False, True), ("b", 2, False, False)):
         state = dataclasses.replace(given)
         state.under(strategy, workers)

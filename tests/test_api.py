@@ -33,16 +33,35 @@ def append(path: Path, *things: dict[str, Any]) -> None:
 
 
 def test_a_job_is_filed_shown_listed_and_stopped(site: Site) -> None:
-    answer = site.http.post("/api/v1/jobs", json={
-        "workload": "digits:Digits", "workers": 4, "strategy": "parameter_server:staleness=3,shards=2",
-        "epochs": 3, "name": "first"})
+    answer = site.http.post(
+        "/api/v1/jobs",
+        json={
+            "workload": "digits:Digits",
+            "workers": 4,
+            "strategy": "parameter_server:staleness=3,shards=2",
+            "epochs": 3,
+            "name": "first",
+        },
+    )
     assert answer.status_code == 201
     job = answer.json()
     assert answer.headers["location"] == f"/api/v1/jobs/{job['id']}"
     assert job["spec"]["strategy"]["name"] == "parameter_server" and job["spec"]["strategy"]["staleness"] == 3
     assert set(job) == {
-        "id", "name", "status", "reason", "spec", "attempt", "created_at", "started_at", "finished_at", "progress",
-        "metrics", "checkpoint", "stop_requested"}
+        "id",
+        "name",
+        "status",
+        "reason",
+        "spec",
+        "attempt",
+        "created_at",
+        "started_at",
+        "finished_at",
+        "progress",
+        "metrics",
+        "checkpoint",
+        "stop_requested",
+    }
     assert (job["name"], job["status"], job["spec"]["workers"]) == ("first", "QUEUED", 4)
     for _ in range(100):
         shown = site.http.get(answer.headers["location"]).json()
@@ -140,34 +159,52 @@ def test_a_job_larger_than_the_own_ray_has_a_code(site: Site) -> None:
     assert "12 CPUs" in answer.json()["detail"] and "--cpus" in answer.json()["detail"]
 
 
-@pytest.mark.parametrize("content", [
-    b"", b"{", b"[]", b"null", b'"x"', b"{} {}", b'{"workload": NaN}', b'{"workload":"a:B","timeout":NaN}',
-    b'{"workload":"a:B","timeout":Infinity}', b"[" * 100_000, b'{"workload":"a:B","seed":' + b"9" * 10_000 + b"}",
-    b"\xff\xfe{\x00}\x00", b"\xef\xbb\xbf{}", b'{"workload":"\\ud800:B"}', b'{"workload":"a:B","seed":-1}',
-    b'{"workload":"a:B","strategy":{"name":"parameter_server","staleness":NaN}}',
-])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"x"',
+        b"{} {}",
+        b'{"workload": NaN}',
+        b'{"workload":"a:B","timeout":NaN}',
+        b'{"workload":"a:B","timeout":Infinity}',
+        b"[" * 100_000,
+        b'{"workload":"a:B","seed":' + b"9" * 10_000 + b"}",
+        b"\xff\xfe{\x00}\x00",
+        b"\xef\xbb\xbf{}",
+        b'{"workload":"\\ud800:B"}',
+        b'{"workload":"a:B","seed":-1}',
+        b'{"workload":"a:B","strategy":{"name":"parameter_server","staleness":NaN}}',
+    ],
+)
 def test_bodies_that_are_no_job(site: Site, content: bytes) -> None:
     answer = site.http.post("/api/v1/jobs", content=content, headers={"Content-Type": "application/json"})
     assert answer.status_code in (400, 422), answer.text
     assert answer.headers["content-type"] == "application/problem+json" and "Traceback" not in answer.text
 
 
-@pytest.mark.parametrize(("method", "path", "status"), [
-    ("GET", "/api/v1/jobs/nobody", 404),
-    ("GET", "/api/v1/jobs/01J00000000000000000000000", 404),
-    ("POST", "/api/v1/jobs/01J00000000000000000000000/stop", 404),
-    ("GET", "/api/v1/jobs/01J00000000000000000000000/logs", 404),
-    ("GET", "/api/v1/jobs/%2e%2e%2fetc/logs", 404),
-    ("GET", "/api/v1/stream?job=nobody", 404),
-    ("GET", "/api/v1/nothing", 404),
-    ("DELETE", "/api/v1/jobs", 405),
-    ("GET", "/api/v1/jobs?limit=0", 422),
-    ("GET", "/api/v1/jobs?limit=1000000000", 422),
-    ("GET", "/api/v1/jobs?cursor=x", 422),
-    ("GET", "/api/v1/jobs?status=GREAT", 422),
-    ("GET", "/api/v1/stream?cursor=x7", 422),
-    ("POST", "/api/v1/session", 422),
-])
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/api/v1/jobs/nobody", 404),
+        ("GET", "/api/v1/jobs/01J00000000000000000000000", 404),
+        ("POST", "/api/v1/jobs/01J00000000000000000000000/stop", 404),
+        ("GET", "/api/v1/jobs/01J00000000000000000000000/logs", 404),
+        ("GET", "/api/v1/jobs/%2e%2e%2fetc/logs", 404),
+        ("GET", "/api/v1/stream?job=nobody", 404),
+        ("GET", "/api/v1/nothing", 404),
+        ("DELETE", "/api/v1/jobs", 405),
+        ("GET", "/api/v1/jobs?limit=0", 422),
+        ("GET", "/api/v1/jobs?limit=1000000000", 422),
+        ("GET", "/api/v1/jobs?cursor=x", 422),
+        ("GET", "/api/v1/jobs?status=GREAT", 422),
+        ("GET", "/api/v1/stream?cursor=x7", 422),
+        ("POST", "/api/v1/session", 422),
+    ],
+)
 def test_bad_requests(site: Site, method: str, path: str, status: int) -> None:
     answer = site.http.request(method, path)
     assert answer.status_code == status, answer.text
@@ -180,8 +217,9 @@ def test_other_content_types_and_large_bodies(site: Site) -> None:
     text = site.http.post("/api/v1/jobs", content=b'{"workload":"a:B"}', headers={"Content-Type": "text/plain"})
     assert text.status_code == 415
     large = site.http.post("/api/v1/jobs", content=b" " * 1_000_001)
-    chunked = site.http.post("/api/v1/jobs", content=iter([b" " * 600_000] * 2),
-                             headers={"Content-Type": "application/json"})
+    chunked = site.http.post(
+        "/api/v1/jobs", content=iter([b" " * 600_000] * 2), headers={"Content-Type": "application/json"}
+    )
     for answer in (large, chunked):
         assert answer.status_code == 413 and answer.headers["content-type"] == "application/problem+json"
 
@@ -197,9 +235,15 @@ def test_every_route_but_the_open_ones_needs_a_token(site: Site) -> None:
     public = set()
     for method, path in sorted(routes):
         url = site.url + path.replace("{job_id}", "01J00000000000000000000000")
-        answers = [httpx2.request(method, url, headers=headers) for headers in (
-            {}, {"Authorization": "Bearer"}, {"Authorization": "Basic eDp5"},
-            {"Cookie": f"{site.service.cookie}=rps_x"})]
+        answers = [
+            httpx2.request(method, url, headers=headers)
+            for headers in (
+                {},
+                {"Authorization": "Bearer"},
+                {"Authorization": "Basic eDp5"},
+                {"Cookie": f"{site.service.cookie}=rps_x"},
+            )
+        ]
         if any(answer.status_code not in (401, 429) for answer in answers):
             public.add((method, path))
         else:
@@ -210,8 +254,9 @@ def test_every_route_but_the_open_ones_needs_a_token(site: Site) -> None:
 
 
 def test_wrong_tokens_are_slowed_down_and_right_ones_are_not(site: Site) -> None:
-    statuses = [httpx2.get(f"{site.url}/api/v1/jobs", headers={"Authorization": f"Bearer {i}"}).status_code
-                for i in range(70)]
+    statuses = [
+        httpx2.get(f"{site.url}/api/v1/jobs", headers={"Authorization": f"Bearer {i}"}).status_code for i in range(70)
+    ]
     assert statuses[0] == 401 and statuses[-1] == 429
     assert site.http.get("/api/v1/jobs").status_code == 200
     site.app.state.failures.clear()
@@ -267,9 +312,12 @@ def test_probes_answer_head_and_a_wrong_method_names_the_right_ones(site: Site) 
         answer = httpx2.head(f"{site.url}{path}")
         assert answer.status_code == status and answer.content == b""
     for method, path, allowed in (
-            ("PUT", "/api/v1/jobs", "GET, POST"), ("POST", "/healthz", "GET, HEAD"),
-            ("PATCH", "/api/v1/tokens", "GET, POST"), ("GET", "/api/v1/tokens/x", "DELETE"),
-            ("PUT", "/api/v1/server-groups/x", "GET, PATCH, DELETE")):
+        ("PUT", "/api/v1/jobs", "GET, POST"),
+        ("POST", "/healthz", "GET, HEAD"),
+        ("PATCH", "/api/v1/tokens", "GET, POST"),
+        ("GET", "/api/v1/tokens/x", "DELETE"),
+        ("PUT", "/api/v1/server-groups/x", "GET, PATCH, DELETE"),
+    ):
         answer = site.http.request(method, path)
         assert (answer.status_code, answer.headers["allow"]) == (405, allowed), path
 
@@ -314,19 +362,27 @@ def test_two_services_of_a_host_do_not_sign_each_other_out(site: Site, tmp_path:
         other.close()
 
 
-@pytest.mark.parametrize(("path", "query", "expected"), [
-    ("/jobs", "", "./#/jobs"), ("/jobs/", "", "../#/jobs"), ("/jobs/ID", "", "../#/jobs/ID"),
-    ("/jobs/ID", "smooth=0.9&q=a%20b", "../#/jobs/ID?smooth=0.9&q=a%20b"), ("/servers/a b", "", "../#/servers/a%20b"),
-    ("/jobs/ID/more/", "", "../../../#/jobs/ID/more"), ("/jobs//evil.example", "", "../../#/jobs/evil.example"),
-    ("/jobs/\r\nSet-Cookie: x", "\r\n<", "../#/jobs/%0D%0ASet-Cookie%3A%20x?%0D%0A%3C"),
-])
+@pytest.mark.parametrize(
+    ("path", "query", "expected"),
+    [
+        ("/jobs", "", "./#/jobs"),
+        ("/jobs/", "", "../#/jobs"),
+        ("/jobs/ID", "", "../#/jobs/ID"),
+        ("/jobs/ID", "smooth=0.9&q=a%20b", "../#/jobs/ID?smooth=0.9&q=a%20b"),
+        ("/servers/a b", "", "../#/servers/a%20b"),
+        ("/jobs/ID/more/", "", "../../../#/jobs/ID/more"),
+        ("/jobs//evil.example", "", "../../#/jobs/evil.example"),
+        ("/jobs/\r\nSet-Cookie: x", "\r\n<", "../#/jobs/%0D%0ASet-Cookie%3A%20x?%0D%0A%3C"),
+    ],
+)
 def test_a_plain_path_leads_into_the_page(path: str, query: str, expected: str) -> None:
     assert pages.in_page(path, query) == expected
 
 
 @pytest.mark.parametrize("prefix", ["", "/team/rayps"])
 def test_a_deep_link_leads_to_the_page_and_a_missing_file_is_missing(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefix: str) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefix: str
+) -> None:
     dist = tmp_path / "dist"
     (dist / "assets").mkdir(parents=True)
     (dist / "index.html").write_text('<script src="./assets/main.js"></script>')
@@ -350,8 +406,14 @@ def test_a_deep_link_leads_to_the_page_and_a_missing_file_is_missing(
 
 def test_cluster_strategies_metrics_docs(site: Site) -> None:
     assert site.http.get("/api/v1/cluster").json() == {
-        "ready": False, "address": None, "owned": True, "cores": os.cpu_count(), "total": {"cpu": 8.0}, "free": {},
-        "reason": "Ray is starting"}
+        "ready": False,
+        "address": None,
+        "owned": True,
+        "cores": os.cpu_count(),
+        "total": {"cpu": 8.0},
+        "free": {},
+        "reason": "Ray is starting",
+    }
     names = {strategy["name"] for strategy in site.http.get("/api/v1/strategies").json()}
     assert {"all_reduce", "parameter_server"} <= names
     text = site.http.get("/metrics").text
@@ -384,7 +446,8 @@ def test_points_logs_and_events_by_cursor(site: Site) -> None:
     assert rest["points"] == [{"round": 2, "loss": 0.5}]
     one = site.http.get(f"{url}/metrics?limit=1").json()
     assert len(one["points"]) == 1 and site.http.get(f"{url}/metrics?cursor={one['cursor']}").json()["points"][0] == {
-        "round": 1}
+        "round": 1
+    }
     with (home / "log.txt").open("w") as file:
         file.writelines(f"2026-11-21T06:41:00.{i:03d}Z worker-0 line {i}\n" for i in range(300))
     tail = site.http.get(f"{url}/logs?tail=2").json()
@@ -396,8 +459,7 @@ def test_points_logs_and_events_by_cursor(site: Site) -> None:
     kinds = [e["kind"] for e in events["events"] if e["kind"] != "unknown"]  # said once Ray was away for long enough
     assert kinds == ["queued", "starting", "started"]
     assert [e["seq"] for e in events["events"]] == sorted({e["seq"] for e in events["events"]})
-    assert site.http.get(f"{url}/events?cursor={events['cursor']}").json() == {
-        "events": [], "cursor": events["cursor"]}
+    assert site.http.get(f"{url}/events?cursor={events['cursor']}").json() == {"events": [], "cursor": events["cursor"]}
 
 
 def test_events_by_small_pages_are_all_there_once(tmp_path: Path) -> None:
@@ -441,8 +503,11 @@ def test_a_closed_bucket_never_changes() -> None:
 def test_the_whole_run_in_buckets(site: Site) -> None:
     job = site.add()
     home = site.start(job)
-    append(home / "metrics.jsonl", *({"kind": "round", "round": i, "loss": 1.0} for i in range(100)),
-           {"kind": "evaluation", "round": 99, "metrics": {"accuracy": 0.9}})
+    append(
+        home / "metrics.jsonl",
+        *({"kind": "round", "round": i, "loss": 1.0} for i in range(100)),
+        {"kind": "evaluation", "round": 99, "metrics": {"accuracy": 0.9}},
+    )
     found = site.http.get(f"/api/v1/jobs/{job}/metrics?max_points=10").json()
     assert [b["count"] for b in found["series"]] == [16] * 6 + [4] and len(found["evaluations"]) == 1
     assert site.http.get(f"/api/v1/jobs/{job}/metrics?max_points=1").status_code == 422

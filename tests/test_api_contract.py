@@ -21,8 +21,12 @@ def test_every_answer_is_as_the_schema_says(tmp_path: Path) -> None:
         schema = schemathesis.openapi.from_dict(site.http.get("/openapi.json").json())
         operations = [found.ok() for found in schema.get_all_operations()]
         tried = {f"{one.method.upper()} {one.path}" for one in operations if one.path != WITHOUT_END}
-        assert {"POST /api/v1/jobs", "GET /api/v1/jobs/{job_id}/metrics",
-                "PATCH /api/v1/server-groups/{name}", "POST /api/v1/server-groups/{name}/drain"} <= tried
+        assert {
+            "POST /api/v1/jobs",
+            "GET /api/v1/jobs/{job_id}/metrics",
+            "PATCH /api/v1/server-groups/{name}",
+            "POST /api/v1/server-groups/{name}/drain",
+        } <= tried
         for operation in operations:
             if operation.path != WITHOUT_END:
                 _try(site, operation)
@@ -39,7 +43,8 @@ def _try(site: Site, operation) -> None:  # type: ignore[no-untyped-def]
         excluded = [checks.positive_data_acceptance]
         if operation.path == "/readyz":
             excluded.append(schemathesis.checks.not_a_server_error)  # 503 is what it has to say here
-        case.call_and_validate(base_url=site.url, headers={"Authorization": f"Bearer {site.token}"},
-                               excluded_checks=excluded)
+        case.call_and_validate(
+            base_url=site.url, headers={"Authorization": f"Bearer {site.token}"}, excluded_checks=excluded
+        )
 
     once()

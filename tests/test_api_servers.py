@@ -49,8 +49,9 @@ def client(site: Site) -> Iterator[Client]:
 
 
 @pytest.fixture
-def run(site: Site, monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+def run(
+    site: Site, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
     monkeypatch.setenv("RAYPS_URL", site.url)
     monkeypatch.setenv("RAYPS_STATE_DIR", str(site.settings.state_dir))
 
@@ -126,7 +127,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing(site: Site, client: Clien
 
 
 def test_a_group_that_a_job_uses_is_not_stopped_without_force(
-    site: Site, client: Client, place: ThreadPlace, monkeypatch: pytest.MonkeyPatch,
+    site: Site, client: Client, place: ThreadPlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(drivers_module, "DRIVER", DRIVER)
     group = client.start_servers("shared").wait(10)
@@ -148,9 +149,10 @@ def test_a_group_that_a_job_uses_is_not_stopped_without_force(
     branch = site.http.post("/api/v1/jobs", json=body)
     assert branch.json()["spec"]["branch"] == job
     for wrong, pointer, says in [
-            ({"branch": "nothing"}, "/branch", f"no such job and no such space; 'shared' holds {job}"),
-            ({"strategy": "all_reduce"}, "/server_group", "all_reduce keeps nothing on servers"),
-            ({"strategy": "hybrid"}, "/branch", "hybrid keeps no parameters on servers")]:
+        ({"branch": "nothing"}, "/branch", f"no such job and no such space; 'shared' holds {job}"),
+        ({"strategy": "all_reduce"}, "/server_group", "all_reduce keeps nothing on servers"),
+        ({"strategy": "hybrid"}, "/branch", "hybrid keeps no parameters on servers"),
+    ]:
         refused = site.http.post("/api/v1/jobs", json=body | wrong)
         assert refused.status_code == 422 and refused.json()["errors"][0]["pointer"] == pointer, refused.text
         assert says in refused.json()["detail"]
@@ -200,7 +202,7 @@ def test_a_manager_that_died_is_started_again_from_its_record(client: Client, pl
 
 @pytest.mark.parametrize("method", ["facts", "stop", "spawn"])
 def test_a_slow_group_holds_up_neither_another_one_nor_a_job(
-    site: Site, client: Client, place: ThreadPlace, monkeypatch: pytest.MonkeyPatch, method: str,
+    site: Site, client: Client, place: ThreadPlace, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     """Its manager hangs until the end of the test: no deadline passes meanwhile."""
     monkeypatch.setattr(drivers_module, "DRIVER", DRIVER)
@@ -214,8 +216,11 @@ def test_a_slow_group_holds_up_neither_another_one_nor_a_job(
     monkeypatch.setattr(groups_module, "_ANSWER_SECONDS", 60.0)
     spawn = place.threads.spawn
     if method == "spawn":
-        monkeypatch.setattr(place.threads, "spawn", lambda *args, **more: hang() if more["name"] == actor(
-            "a-slow") else spawn(*args, **more))
+        monkeypatch.setattr(
+            place.threads,
+            "spawn",
+            lambda *args, **more: hang() if more["name"] == actor("a-slow") else spawn(*args, **more),
+        )
         site.http.post(GROUPS, json={"name": "a-slow"})
     else:
         slow = client.start_servers("a-slow").wait(10)
@@ -247,13 +252,15 @@ def test_a_group_that_is_larger_than_the_own_ray_is_refused(site: Site, client: 
     with pytest.raises(ConfigError, match="has 8"):
         second.resize(4)
     assert second.refresh().data["wanted"] == 3 and [each["name"] for each in client.server_groups()] == [
-        "first", "second"]
+        "first",
+        "second",
+    ]
     client.servers("first").resize(4).wait(10)
     assert second.resize(4).wait(10).data["wanted"] == 4
 
 
 def test_a_group_that_is_larger_than_a_joined_cluster_waits_until_that_has_grown(
-    tmp_path: Path, place: ThreadPlace, monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, place: ThreadPlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place.owned = False
     monkeypatch.setattr(place, "capacity", lambda: None)
@@ -262,8 +269,13 @@ def test_a_group_that_is_larger_than_a_joined_cluster_waits_until_that_has_grown
         with Client(site.url, site.token) as client:
             until(lambda: site.http.get("/readyz").json()["ready"], "the cluster")
             group = client.start_servers("shared", servers=9)
-            until(lambda: "needs a CPU for each of 9 servers, and the whole cluster has 8" in str(
-                group.refresh().data["reason"]), "the reason")
+            until(
+                lambda: (
+                    "needs a CPU for each of 9 servers, and the whole cluster has 8"
+                    in str(group.refresh().data["reason"])
+                ),
+                "the reason",
+            )
             assert place.threads.find(actor("shared")) is None
             monkeypatch.setattr(place.threads, "total", lambda: {"cpu": 9.0, "gpu": 0.0})
             assert len(group.wait(30).data["servers"]) == 9
@@ -336,9 +348,13 @@ def test_the_command_line(run: Callable[..., tuple[int, str, str]], place: Threa
     assert run("servers", "resize", "shared", "4", "--wait")[1] == "shared is ready, 4 of 4 servers\n"
     assert run("servers", "drain", "shared", "server-0")[0] == 0
     for arguments, wanted, says in [
-            (("show", "nobody"), 3, "there is shared"), (("start", "shared"), 5, "already"),
-            (("resize", "shared", "1"), 2, "at least 2 servers"), (("resize", "shared", "x"), 2, "integer"),
-            (("start", "a b"), 2, "pattern"), (("drain", "shared", "server-77"), 3, "no server 'server-77'")]:
+        (("show", "nobody"), 3, "there is shared"),
+        (("start", "shared"), 5, "already"),
+        (("resize", "shared", "1"), 2, "at least 2 servers"),
+        (("resize", "shared", "x"), 2, "integer"),
+        (("start", "a b"), 2, "pattern"),
+        (("drain", "shared", "server-77"), 3, "no server 'server-77'"),
+    ]:
         code, out, err = run("servers", *arguments)
         assert (code, out) == (wanted, "") and says in err and len(err.strip().splitlines()) <= 3, err
     (tmp_path / "job.yaml").write_text("workload: a:B\n")
@@ -361,7 +377,8 @@ def test_a_real_manager_on_threads(tmp_path: Path, place: ThreadPlace, monkeypat
         with Client(site.url, site.token) as client:
             group = client.start_servers("real", servers=2, replicas=1).wait(60)
             assert {"name", "state", "bytes", "operations_s", "cpu", "seen_s", "primaries", "copies"} <= set(
-                group.data["servers"][0])
+                group.data["servers"][0]
+            )
             assert len(group.resize(3).wait(60).data["servers"]) == 3
             gone = group.data["servers"][0]["name"]
             group.drain(gone).wait(60)

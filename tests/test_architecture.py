@@ -56,16 +56,24 @@ TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in FIL
 
 def typing_only(tree):
     """The lines of `if TYPE_CHECKING:` blocks."""
-    return {inner.lineno for node in ast.walk(tree)
-            if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
-            for inner in ast.walk(node) if hasattr(inner, "lineno")}
+    return {
+        inner.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+        if hasattr(inner, "lineno")
+    }
 
 
 def imports(tree):
     """(module, whether within a function) for each import that runs."""
     hidden = typing_only(tree)
-    inside = {id(inner) for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-              for inner in ast.walk(node)}
+    inside = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        for inner in ast.walk(node)
+    }
     for node in ast.walk(tree):
         if isinstance(node, ast.Import) and node.lineno not in hidden:
             yield from ((alias.name, id(node) in inside) for alias in node.names)
@@ -111,7 +119,7 @@ def test_no_import_cycles():
     done, path = set(), []
 
     def visit(name):
-        assert name not in path, " -> ".join([*path[path.index(name):], name])
+        assert name not in path, " -> ".join([*path[path.index(name) :], name])
         if name not in done:
             path.append(name)
             for used in sorted(graph[name]):
@@ -129,8 +137,12 @@ def test_only_one_module_imports_ray():
 
 
 def test_imports_stand_at_the_top():
-    found = {(name.removeprefix("rayps."), used) for name in OURS for used, inside in imports(TREES[name])
-             if inside and not name.startswith(("rayps.migrations", "rayps.cli"))}
+    found = {
+        (name.removeprefix("rayps."), used)
+        for name in OURS
+        for used, inside in imports(TREES[name])
+        if inside and not name.startswith(("rayps.migrations", "rayps.cli"))
+    }
     assert found <= set(LAZY), found - set(LAZY)
 
 
@@ -144,8 +156,12 @@ def test_sizes(name):
 
 
 def test_nobody_prints():
-    calls = [f"{name}:{node.lineno}" for name in FILES for node in ast.walk(TREES[name])
-             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "print"]
+    calls = [
+        f"{name}:{node.lineno}"
+        for name in FILES
+        for node in ast.walk(TREES[name])
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "print"
+    ]
     assert not calls
 
 
@@ -156,8 +172,12 @@ def test_every_module_says_what_it_is():
 def test_what_is_public_is_what_is_exported():
     for name in rayps.__all__:
         assert getattr(rayps, name) is not None
-    shown = {name for node in ast.walk(TREES["rayps.__init__"]) if isinstance(node, ast.ImportFrom)
-             and node.lineno in typing_only(TREES["rayps.__init__"]) for name in (alias.asname for alias in node.names)}
+    shown = {
+        name
+        for node in ast.walk(TREES["rayps.__init__"])
+        if isinstance(node, ast.ImportFrom) and node.lineno in typing_only(TREES["rayps.__init__"])
+        for name in (alias.asname for alias in node.names)
+    }
     assert shown == set(rayps.__all__) - {"__version__"}
     with pytest.raises(AttributeError):
         rayps.nothing_of_that_name  # noqa: B018
@@ -172,19 +192,30 @@ def test_no_module_hides_a_public_name():
 HEAVY = ("torch", "ray", "pyarrow", "numpy")
 
 
-@pytest.mark.parametrize("code", [
-    "import rayps; rayps.Client",
-    "import rayps; rayps.AllReduce; rayps.ParameterServer; rayps.Strategy; rayps.RaypsError",
-    "import rayps.client; from rayps.service import scheduler, store, settings, ray_daemon, ray_place",
-    "import rayps.strategy, rayps.job; rayps.strategy.parse('parameter_server:staleness=none')",
-    "import rayps_api.app",
-    "import sys, rayps.cli.main; sys.argv = ['rayps', '--help']; rayps.cli.main.main()",
-])
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import rayps; rayps.Client",
+        "import rayps; rayps.AllReduce; rayps.ParameterServer; rayps.Strategy; rayps.RaypsError",
+        "import rayps.client; from rayps.service import scheduler, store, settings, ray_daemon, ray_place",
+        "import rayps.strategy, rayps.job; rayps.strategy.parse('parameter_server:staleness=none')",
+        "import rayps_api.app",
+        "import sys, rayps.cli.main; sys.argv = ['rayps', '--help']; rayps.cli.main.main()",
+    ],
+)
 def test_what_the_service_and_the_client_do_not_load(code):
-    check = ("import atexit, sys; atexit.register(lambda: "
-             f"sys.stderr.write(','.join(m for m in {HEAVY} if m in sys.modules)))")
-    run = subprocess.run([sys.executable, "-c", f"{check}\n{code}"], capture_output=True, text=True, cwd=ROOT,
-                         env={"PYTHONPATH": f"{ROOT}:{ROOT / 'api'}", "PATH": "/usr/bin:/bin"}, timeout=60)
+    check = (
+        "import atexit, sys; atexit.register(lambda: "
+        f"sys.stderr.write(','.join(m for m in {HEAVY} if m in sys.modules)))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", f"{check}\n{code}"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'api'}", "PATH": "/usr/bin:/bin"},
+        timeout=60,
+    )
     assert run.returncode == 0, run.stderr
     assert run.stderr.strip() == ""
 

@@ -17,14 +17,29 @@ from rayps.federated.rules import aggregate
 
 CLIENTS, SIZE = 20, 37
 OMNISCIENT = ["alie(clients=4)", "alie(clients=4,z=2)", "inner_product(clients=4,eps=3)"]
-OWN = ["sign_flip(clients=4,scale=5)", "gaussian(clients=4,sd=2)", "nan(clients=4)",
-       "inflated_counts(clients=4,factor=100)", "label_flip(clients=4)", "false_buffers(clients=4,scale=10)",
-       "false_c(clients=4,scale=3)"]
-RULES = ["krum(f=4)", "multi_krum(f=4)", "trimmed_mean(f=4)", "median", "geometric_median", "bulyan(f=4)",
-         "centered_clipping(tau=3,iterations=2)", "median(bucket=2)"]
+OWN = [
+    "sign_flip(clients=4,scale=5)",
+    "gaussian(clients=4,sd=2)",
+    "nan(clients=4)",
+    "inflated_counts(clients=4,factor=100)",
+    "label_flip(clients=4)",
+    "false_buffers(clients=4,scale=10)",
+    "false_c(clients=4,scale=3)",
+]
+RULES = [
+    "krum(f=4)",
+    "multi_krum(f=4)",
+    "trimmed_mean(f=4)",
+    "median",
+    "geometric_median",
+    "bulyan(f=4)",
+    "centered_clipping(tau=3,iterations=2)",
+    "median(bucket=2)",
+]
 
 
 # ---- attacks
+
 
 def test_what_attackers_send():
     update = torch.tensor([1.0, -2.0])
@@ -62,13 +77,21 @@ def test_attackers_are_drawn_from_the_seed():
         attack.check(4)
 
 
-@pytest.mark.parametrize(("text", "word"), [
-    ("sign_flip", "how many attack"), ("sign_flip(clients=0)", "at least 1"),
-    ("noise(clients=1)", "one of sign_flip"), ("signflip(clients=1)", r"did you mean 'sign_flip'\?"),
-    ("nan(clients=1, 2)", "'2' is given to 'nan' without a name"),
-    ({"name": "allie", "clients": 1}, r"attack is 'allie\(clients=1\)' \(did you mean 'alie'\?\)"),
-    ("gaussian(clients=1,sd=-1)", "above 0"), ("alie(clients=1,eps=1)", "no option 'eps'"),
-    ("label_flip(clients=1,classes=1)", "at least 2"), ("inner_product(clients=1,eps=nan)", "above 0")])
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("sign_flip", "how many attack"),
+        ("sign_flip(clients=0)", "at least 1"),
+        ("noise(clients=1)", "one of sign_flip"),
+        ("signflip(clients=1)", r"did you mean 'sign_flip'\?"),
+        ("nan(clients=1, 2)", "'2' is given to 'nan' without a name"),
+        ({"name": "allie", "clients": 1}, r"attack is 'allie\(clients=1\)' \(did you mean 'alie'\?\)"),
+        ("gaussian(clients=1,sd=-1)", "above 0"),
+        ("alie(clients=1,eps=1)", "no option 'eps'"),
+        ("label_flip(clients=1,classes=1)", "at least 2"),
+        ("inner_product(clients=1,eps=nan)", "above 0"),
+    ],
+)
 def test_attacks_that_cannot_be(text, word):
     with pytest.raises(ConfigError, match=word):
         attack_of(text)
@@ -95,12 +118,20 @@ def test_attacks_in_both_forms():
 
 # ---- the pipeline
 
+
 def replies(dtype, seed=1):
     print("seed", seed)
     generator = torch.Generator().manual_seed(seed)
     w_t = torch.randn(SIZE, generator=generator, dtype=torch.float64).to(dtype)
-    return w_t, [(client, (w_t + 0.3 * torch.randn(SIZE, generator=generator, dtype=torch.float64)).to(dtype),
-                  10 + client % 7, torch.full((3,), 1.0 + client)) for client in range(CLIENTS)]
+    return w_t, [
+        (
+            client,
+            (w_t + 0.3 * torch.randn(SIZE, generator=generator, dtype=torch.float64)).to(dtype),
+            10 + client % 7,
+            torch.full((3,), 1.0 + client),
+        )
+        for client in range(CLIENTS)
+    ]
 
 
 def met_on(workers, w_t, given, rule="mean", clip=None, attack=None, order=0, rounds=1, **options):
@@ -112,8 +143,9 @@ def met_on(workers, w_t, given, rule="mean", clip=None, attack=None, order=0, ro
 
     def work(ring):
         memory = {}
-        made = Aggregate(rule, clip, attack, SIZE, w_t.dtype, seed=3, clients=CLIENTS,
-                         extras={"c": (3, torch.float32)}, **options)
+        made = Aggregate(
+            rule, clip, attack, SIZE, w_t.dtype, seed=3, clients=CLIENTS, extras={"c": (3, torch.float32)}, **options
+        )
         for t in range(rounds):
             made.begin(t, [client for client, *_ in given], w_t)
             for client, reply, weight, extra in shares[ring.rank]:
@@ -135,13 +167,20 @@ def same(a, b):
         assert one is None or torch.equal(one, other)
 
 
-@pytest.mark.parametrize(("rule", "clip", "attack"), [
-    ("mean", None, None), ("mean", 1.0, None), *(("mean", None, attack) for attack in (*OWN, *OMNISCIENT)),
-    *((rule, None, None) for rule in RULES), ("krum(f=4)", 1.5, "sign_flip(clients=4)"),
-    ("centered_clipping(tau=3,iterations=2)", None, "alie(clients=4)")])
+@pytest.mark.parametrize(
+    ("rule", "clip", "attack"),
+    [
+        ("mean", None, None),
+        ("mean", 1.0, None),
+        *(("mean", None, attack) for attack in (*OWN, *OMNISCIENT)),
+        *((rule, None, None) for rule in RULES),
+        ("krum(f=4)", 1.5, "sign_flip(clients=4)"),
+        ("centered_clipping(tau=3,iterations=2)", None, "alie(clients=4)"),
+    ],
+)
 def test_same_bits_for_any_number_of_workers_and_any_order(rule, clip, attack):
     w_t, given = replies(torch.float32)
-    (law, _), = met_on(1, w_t, given, rule, clip, attack, rounds=2)
+    ((law, _),) = met_on(1, w_t, given, rule, clip, attack, rounds=2)
     assert law.delta is not None and law.count + len(law.rejected) == CLIENTS
     for workers, order in ((1, 1), (2, 2), (3, 3)):
         for met, _ in met_on(workers, w_t, given, rule, clip, attack, order, rounds=2):
@@ -151,7 +190,7 @@ def test_same_bits_for_any_number_of_workers_and_any_order(rule, clip, attack):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_the_mean_of_what_replied(dtype):
     w_t, given = replies(dtype)
-    (met, _), = met_on(1, w_t, given)
+    ((met, _),) = met_on(1, w_t, given)
     wide = sum(reply.double() * n for _, reply, n, _ in given) / sum(n for _, _, n, _ in given)
     assert met.mean.dtype == met.delta.dtype == dtype
     assert met.mean.double() == pytest.approx(wide, rel=2 * torch.finfo(dtype).eps)
@@ -183,7 +222,7 @@ def test_centered_clipping_goes_on_from_the_last_round():
     rows = torch.stack([reply - w_t for _, reply, _, _ in given]).numpy()
     rule = rule_of("centered_clipping(tau=0.5,iterations=1)")
     first = aggregate(rule, rows)
-    (met, memory), = met_on(1, w_t, given, str(rule), rounds=2)
+    ((met, memory),) = met_on(1, w_t, given, str(rule), rounds=2)
     assert np.array_equal(met.delta.numpy(), aggregate(rule, rows, first))
     assert np.array_equal(memory[BEFORE].numpy(), met.delta.numpy()) and not np.array_equal(met.delta.numpy(), first)
 
@@ -194,10 +233,10 @@ def test_updates_are_clipped_to_a_norm():
     for _, reply, n, _ in given:
         update = reply - w_t
         law = law + n * update * min(1.0, 1.5 / float(update.norm()))
-    (met, _), = met_on(1, w_t, given, clip=1.5)
+    ((met, _),) = met_on(1, w_t, given, clip=1.5)
     assert met.delta == pytest.approx(law / sum(n for _, _, n, _ in given), rel=1e-12)
     assert met.mean == pytest.approx(w_t + met.delta, rel=1e-12)
-    (far, _), = met_on(1, w_t, [(0, w_t + 1e6, 10, given[0][3])], clip=1.5)
+    ((far, _),) = met_on(1, w_t, [(0, w_t + 1e6, 10, given[0][3])], clip=1.5)
     assert float((far.mean - w_t).norm()) == pytest.approx(1.5, rel=1e-6)
 
 
@@ -212,7 +251,7 @@ def test_what_is_not_finite_is_dropped_first_counted_and_named(rule, clip):
         bad[client] = (client, reply, *bad[client][2:])
     bad[15] = (*given[15][:3], torch.tensor([1.0, math.nan, 2.0]))  # what it sends beside counts too
     good = [each for each in given if each[0] not in (3, 11, 15)]
-    (law, _), = met_on(1, w_t, good, rule, clip)
+    ((law, _),) = met_on(1, w_t, good, rule, clip)
     for met, _ in met_on(2, w_t, bad, rule, clip):
         assert met.rejected == [(3, NOT_FINITE), (11, NOT_FINITE), (15, NOT_FINITE)]
         assert met.count == 17 and torch.equal(met.delta, law.delta) and torch.equal(met.sums["c"], law.sums["c"])
@@ -252,13 +291,13 @@ def test_attacks_as_the_pipeline_plays_them():
         return sum(u * float(n) for u, n in zip(updates, weights, strict=True)) / float(weights.sum())
 
     updates = [reply - w_t for _, reply, _, _ in given]
-    (met, _), = met_on(1, w_t, given, attack=str(attack))
+    ((met, _),) = met_on(1, w_t, given, attack=str(attack))
     assert met.delta == pytest.approx(mean([-5 * u if k in bad else u for k, u in enumerate(updates)]), abs=1e-12)
-    (met, _), = met_on(1, w_t, given, attack="inflated_counts(clients=4,factor=50)")
+    ((met, _),) = met_on(1, w_t, given, attack="inflated_counts(clients=4,factor=50)")
     inflated = weights.clone()
     inflated[sorted(bad)] *= 50
     assert met.delta == pytest.approx(mean(updates, inflated), abs=1e-12) and met.weight == float(inflated.sum())
-    (met, _), = met_on(1, w_t, given, attack="inner_product(clients=4,eps=3)")
+    ((met, _),) = met_on(1, w_t, given, attack="inner_product(clients=4,eps=3)")
     honest = sum(u for k, u in enumerate(updates) if k not in bad) / 16
     law = mean([-3 * honest if k in bad else u for k, u in enumerate(updates)])
     assert met.delta == pytest.approx(law, abs=1e-12)
@@ -269,8 +308,8 @@ def test_attacks_as_the_pipeline_plays_them():
 def test_counts_that_attackers_inflate_do_not_move_a_robust_rule():
     w_t, given = replies(torch.float32)
     for rule in RULES:
-        (law, _), = met_on(1, w_t, given, rule)
-        (met, _), = met_on(1, w_t, given, rule, attack="inflated_counts(clients=4,factor=1000)")
+        ((law, _),) = met_on(1, w_t, given, rule)
+        ((met, _),) = met_on(1, w_t, given, rule, attack="inflated_counts(clients=4,factor=1000)")
         assert torch.equal(met.delta, law.delta)
 
 

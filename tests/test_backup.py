@@ -40,8 +40,9 @@ def ended(site: Site) -> str:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_service_goes_on_from_a_backup(site: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-                                         late: bool) -> None:
+def test_a_service_goes_on_from_a_backup(
+    site: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str], late: bool
+) -> None:
     waiting, over, running = site.add(name="waiting", seed=5), ended(site), site.add(name="running")
     home = site.start(running)
     (home / "driver.json").write_text('{"attempt": 1}')
@@ -112,7 +113,7 @@ def test_without_checkpoints_they_are_left_out(site: Site, tmp_path: Path) -> No
 
 
 def test_a_checkpoint_that_goes_while_it_is_copied_is_not_half_there(
-    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = ended(site)
     saved = site.settings.jobs_dir / job / "checkpoints" / "step-00000003"
@@ -130,10 +131,15 @@ def test_a_checkpoint_that_goes_while_it_is_copied_is_not_half_there(
     assert not (tmp_path / "copy" / "jobs" / job / "checkpoints" / "step-00000003").exists()
 
 
-@pytest.mark.parametrize(("target", "says"), [
-    ("state/copy", "inside of the state directory"), ("state", "inside of the state directory"),
-    ("full", "not empty"), ("file", "not empty"),
-])
+@pytest.mark.parametrize(
+    ("target", "says"),
+    [
+        ("state/copy", "inside of the state directory"),
+        ("state", "inside of the state directory"),
+        ("full", "not empty"),
+        ("file", "not empty"),
+    ],
+)
 def test_a_target_that_cannot_be_is_refused(site: Site, tmp_path: Path, target: str, says: str) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("")

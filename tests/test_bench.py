@@ -84,9 +84,12 @@ def test_the_textbook(n):
 
 
 def test_a_picture_has_every_point_where_it_belongs():
-    chart = Chart("A <law>", "workers", "MB", [
-        Line("linear", [(2, 2.0), (4, 4.0), (8, 8.0)], [(2, 2.0), (8, 8.0)]), Line("none", [(2, 0.0)], []),
-    ])  # fmt: skip
+    chart = Chart(
+        "A <law>",
+        "workers",
+        "MB",
+        [Line("linear", [(2, 2.0), (4, 4.0), (8, 8.0)], [(2, 2.0), (8, 8.0)]), Line("none", [(2, 0.0)], [])],
+    )
     root = xml.etree.ElementTree.fromstring(page([chart, Chart("Empty", "x", "y", [])]))
     svg = "{http://www.w3.org/2000/svg}"
     dots = [(float(dot.get("cx")), float(dot.get("cy"))) for dot in root.iter(f"{svg}circle")]
@@ -98,8 +101,11 @@ def test_a_picture_has_every_point_where_it_belongs():
 
 
 def test_the_picture_of_laws_has_a_line_for_each_way():
-    rows = [LawRow(way, n, shards, 8, slow, 1.0 * n, 2.0, 3.0, 4.0, 5.0, 6.0, 1.0) for n in (2, 4)
-            for way, shards, slow in [("ring", 0, ""), ("star", 0, ""), ("ring", 0, "1mbit"), ("server", 2, "")]]
+    rows = [
+        LawRow(way, n, shards, 8, slow, 1.0 * n, 2.0, 3.0, 4.0, 5.0, 6.0, 1.0)
+        for n in (2, 4)
+        for way, shards, slow in [("ring", 0, ""), ("star", 0, ""), ("ring", 0, "1mbit"), ("server", 2, "")]
+    ]
     words = [text.text for text in xml.etree.ElementTree.fromstring(picture(rows)).iter() if text.text]
     assert {"ring", "star", "2 shards", "all alike", "one at 1mbit"} <= set(words)
 
@@ -159,10 +165,12 @@ def test_bytes_at_the_lines_follow_the_textbook():
 
 @hosts_here
 def test_hosts_are_gone_even_when_their_maker_is_killed():
-    code = ("import time\nfrom rayps.bench.netns import Hosts\nhosts = Hosts(2, '1gbit')\n"
-            "actor = hosts.spawn(1, 'rayps.bench.hosts:HostRank', 0, '127.0.0.1', b'x', 5.0)\n"
-            "actor.started.result(60)\n"
-            "print(actor._process.pid, *[holder.pid for holder in hosts._holders], flush=True)\ntime.sleep(600)")
+    code = (
+        "import time\nfrom rayps.bench.netns import Hosts\nhosts = Hosts(2, '1gbit')\n"
+        "actor = hosts.spawn(1, 'rayps.bench.hosts:HostRank', 0, '127.0.0.1', b'x', 5.0)\n"
+        "actor.started.result(60)\n"
+        "print(actor._process.pid, *[holder.pid for holder in hosts._holders], flush=True)\ntime.sleep(600)"
+    )
     maker = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     try:
         left = [int(word) for word in maker.stdout.readline().split()]

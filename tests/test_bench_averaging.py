@@ -16,8 +16,16 @@ def test_rows_and_picture(tmp_path):
     text.write_text(TEXT)
     cluster = LocalCluster()
     try:
-        rows = bench_averaging(cluster, text, 2, ["all_reduce", "local_sgd:period=4,compression=int8"], epochs=2,
-                               blocks=1, width=16, batch=2)
+        rows = bench_averaging(
+            cluster,
+            text,
+            2,
+            ["all_reduce", "local_sgd:period=4,compression=int8"],
+            epochs=2,
+            blocks=1,
+            width=16,
+            batch=2,
+        )
     finally:
         cluster.close()
     plain, local = rows

@@ -95,14 +95,19 @@ def test_jobs(both):
 
 
 def test_what_cannot_be_measured():
-    for call in (lambda: bench_faults(LocalCluster(), kills=0), lambda: bench_faults(LocalCluster(), replicas=0),
-                 lambda: bench_resize(LocalCluster(), sizes=(2,)), lambda: bench_jobs(LocalCluster(), servers=1)):
+    for call in (
+        lambda: bench_faults(LocalCluster(), kills=0),
+        lambda: bench_faults(LocalCluster(), replicas=0),
+        lambda: bench_resize(LocalCluster(), sizes=(2,)),
+        lambda: bench_jobs(LocalCluster(), servers=1),
+    ):
         with pytest.raises(ConfigError):
             call()
 
 
-@pytest.mark.parametrize("arguments", [("faults", "--staleness", "often"), ("resize", "--sizes", "2,x"),
-                                       ("faults", "--workers", "0")])
+@pytest.mark.parametrize(
+    "arguments", [("faults", "--staleness", "often"), ("resize", "--sizes", "2,x"), ("faults", "--workers", "0")]
+)
 def test_bad_input_of_the_commands(arguments, capsys):
     assert main(["bench", *arguments]) == 2
     error = capsys.readouterr().err

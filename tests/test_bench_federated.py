@@ -20,8 +20,15 @@ SMALL = SCENES["train"] | {"clients": 3, "rows": 4, "epochs": 1, "hidden": 5, "w
 
 def test_the_ends_of_rounds_as_numbers():
     """Two rounds of start, then steps of 2, 3 and 7 seconds."""
-    run = run_of(100.0, {"stamps": [104.0, 105.0, 107.0, 110.0, 117.0], "cpu": [9, 10, 11, 12.5, 14.5],
-                         "rss": [1e6, 3e6, 4e6, 4e6, 5e6]}, 2)
+    run = run_of(
+        100.0,
+        {
+            "stamps": [104.0, 105.0, 107.0, 110.0, 117.0],
+            "cpu": [9, 10, 11, 12.5, 14.5],
+            "rss": [1e6, 3e6, 4e6, 4e6, 5e6],
+        },
+        2,
+    )
     assert (run.steady, run.first, run.cpu, run.memory, run.growth) == (3.0, 5.0, 1.5, 3.0, 2.0)
     run = run_of(100.0, {"stamps": [104.0, 105.0, 107.0]}, 2)
     assert (run.steady, run.cpu, run.memory, run.growth) == (2.0, None, None, None)
@@ -48,10 +55,15 @@ def test_rows_by_hand(monkeypatch):
     assert (alone.first_s, alone.of_bare, alone.workers, flower.times_flower) == (None, None, 1, None)
 
 
-@pytest.mark.parametrize(("options", "words"), [
-    ({"scenes": ["trian"]}, "no scene 'trian'; use some of train"), ({"contenders": ["flwr"]}, "no contender 'flwr'"),
-    ({"rounds": 0}, "rounds is 0"), ({"workers": 0}, "workers is 0"),
-])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"scenes": ["trian"]}, "no scene 'trian'; use some of train"),
+        ({"contenders": ["flwr"]}, "no contender 'flwr'"),
+        ({"rounds": 0}, "rounds is 0"),
+        ({"workers": 0}, "workers is 0"),
+    ],
+)
 def test_bad_options(options, words):
     with pytest.raises(ConfigError, match=words):
         bench_federated(**options)
@@ -59,8 +71,10 @@ def test_bad_options(options, words):
 
 def test_a_script_that_answers_and_scripts_that_do_not(tmp_path):
     script = tmp_path / "peer.py"
-    script.write_text("import json, sys, pathlib, time\nconfig = json.loads(sys.argv[1])\ntime.sleep(config['sleep'])\n"
-                      "print('what went wrong')\npathlib.Path(sys.argv[2]).write_text(config['out'])\n")
+    script.write_text(
+        "import json, sys, pathlib, time\nconfig = json.loads(sys.argv[1])\ntime.sleep(config['sleep'])\n"
+        "print('what went wrong')\npathlib.Path(sys.argv[2]).write_text(config['out'])\n"
+    )
     before = time.time()
     began, out = run_script("peer", [sys.executable, str(script)], {"sleep": 0, "out": "[1, 2]"}, 60.0)
     assert before <= began <= time.time() and out == [1, 2]

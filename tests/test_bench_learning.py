@@ -62,8 +62,13 @@ def test_writers_have_models_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_p
     images.y[odd] = (images.y[odd] + 1) % 10
     np.savez(tmp_path / "w.npz", train_writer=who.astype(np.int16))
     monkeypatch.setattr(learning, "load", lambda folder: images)
-    rows = bench_learning(["writers"], writers=tmp_path / "w.npz", hidden=32, rounds=5,
-                          strategies=[f"fedavg:{LOCAL}", f"ditto:{LOCAL},lam=0.01"])
+    rows = bench_learning(
+        ["writers"],
+        writers=tmp_path / "w.npz",
+        hidden=32,
+        rounds=5,
+        strategies=[f"fedavg:{LOCAL}", f"ditto:{LOCAL},lam=0.01"],
+    )
     for row in rows:
         assert row.personal is not None and row.personal > row.best + 0.05, row
         assert row.others is not None and 0 <= row.others <= 1
@@ -95,8 +100,11 @@ def test_files(tmp_path: Path) -> None:
 
 
 def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for options, says in (({"scenes": ["shard"]}, "no scene 'shard'"), ({"scenes": ["writers"]}, "--writers"),
-                          ({"folder": tmp_path}, "--data")):
+    for options, says in (
+        ({"scenes": ["shard"]}, "no scene 'shard'"),
+        ({"scenes": ["writers"]}, "--writers"),
+        ({"folder": tmp_path}, "--data"),
+    ):
         with pytest.raises(ConfigError, match=says):
             bench_learning(**options)
     assert cli.main(["bench", "learning", "--scenes", "none"]) == 2

@@ -19,7 +19,8 @@ def run(**options):
 def test_a_row_for_each_scene_and_rule():
     rows = run()
     assert [(row.scene, row.rule) for row in rows] == [
-        (scene, rule) for scene in ("iid", "attack", "shards") for rule in ("mean", "median")]
+        (scene, rule) for scene in ("iid", "attack", "shards") for rule in ("mean", "median")
+    ]
     mean = rows[0].best
     for row in rows:
         assert 0 <= row.last <= row.best <= 1 and row.rejected == 0 and row.seconds > 0
@@ -45,9 +46,15 @@ def test_digits_as_they_are_published(tmp_path):
     assert len(digits(tmp_path, learnt=False, rows=9)[1]) == 3
 
 
-@pytest.mark.parametrize(("options", "word"), [
-    ({"scenes": ["moon"]}, "moon"), ({"rules": ["krum(f=9)"]}, "2f"), ({"rules": ["krum(f=3)"]}, "bears 3"),
-    ({"rounds": 0}, "0 rounds")])
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"scenes": ["moon"]}, "moon"),
+        ({"rules": ["krum(f=9)"]}, "2f"),
+        ({"rules": ["krum(f=3)"]}, "bears 3"),
+        ({"rounds": 0}, "0 rounds"),
+    ],
+)
 def test_what_cannot_be_measured_is_refused(options, word, tmp_path):
     with pytest.raises(ConfigError, match=word):
         run(**options)

@@ -25,8 +25,7 @@ def test_an_unknown_contender_is_named():
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [("ring", "--sizes", "1XB"), ("server", "--sizes", ""), ("ring", "--workers", "0")],
+    "arguments", [("ring", "--sizes", "1XB"), ("server", "--sizes", ""), ("ring", "--workers", "0")]
 )
 def test_bad_input_of_the_command(arguments, capsys):
     assert main(["bench", *arguments]) == 2

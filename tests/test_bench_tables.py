@@ -21,7 +21,11 @@ from rayps.errors import ConfigError
 def test_rows_are_measured_beside_torch():
     found = bench_tables(2000, 300, 8, [1, 4], ["sgd", "adagrad"], repeats=2)
     assert [(row.optimizer, row.segments, row.ids) for row in found] == [
-        ("sgd", 1, 300), ("sgd", 4, 300), ("adagrad", 1, 300), ("adagrad", 4, 300)]  # fmt: skip
+        ("sgd", 1, 300),
+        ("sgd", 4, 300),
+        ("adagrad", 1, 300),
+        ("adagrad", 4, 300),
+    ]
     assert all(min(row.pull, row.push, row.torch_pull, row.torch_push, row.of_limit, row.made) > 0 for row in found)
     assert all(row.row_bytes >= 4 * 8 * (1 + (row.optimizer == "adagrad")) for row in found)
     (zipf,) = bench_tables(2000, 300, 8, [2], ["sgd"], zipf=1.2, repeats=2)
@@ -59,16 +63,35 @@ def test_torch_does_the_same_arithmetic(name):
 
 
 def test_what_cannot_be_measured_is_said():
-    for call in (lambda: bench_tables(0, 1, 1, [1], ["sgd"]), lambda: bench_files(0, 1, 1, 1),
-                 lambda: bench_tables(10, 1, 1, [0], ["sgd"]),
-                 lambda: bench_tables(10, 1, 1, [1], ["lamb"])):  # fmt: skip
+    for call in (
+        lambda: bench_tables(0, 1, 1, [1], ["sgd"]),
+        lambda: bench_files(0, 1, 1, 1),
+        lambda: bench_tables(10, 1, 1, [0], ["sgd"]),
+        lambda: bench_tables(10, 1, 1, [1], ["lamb"]),
+    ):
         with pytest.raises(ConfigError):
             call()
 
 
 def test_the_command():
-    run = CliRunner().invoke(app, ["bench", "tables", "--rows", "1000", "--ids", "100", "--segments", "2",
-                                   "--optimizers", "sgd", "--repeats", "1", "--json"])  # fmt: skip
+    run = CliRunner().invoke(
+        app,
+        [
+            "bench",
+            "tables",
+            "--rows",
+            "1000",
+            "--ids",
+            "100",
+            "--segments",
+            "2",
+            "--optimizers",
+            "sgd",
+            "--repeats",
+            "1",
+            "--json",
+        ],
+    )
     assert run.exit_code == 0, run.output
     (row,) = json.loads(run.stdout)
     assert row["segments"] == 2 and row["of_limit"] > 0 and row["of_same"] > 0
@@ -104,7 +127,11 @@ def test_a_hot_table(monkeypatch):
 
 
 def test_what_cannot_be_asked_of_a_cluster():
-    for call in (lambda: bench_calls(LocalCluster(), rows=10, ids=11), lambda: bench_calls(LocalCluster(), workers=0),
-                 lambda: bench_hot(LocalCluster(), zipf=1.0), lambda: bench_hot(LocalCluster(), servers=1)):
+    for call in (
+        lambda: bench_calls(LocalCluster(), rows=10, ids=11),
+        lambda: bench_calls(LocalCluster(), workers=0),
+        lambda: bench_hot(LocalCluster(), zipf=1.0),
+        lambda: bench_hot(LocalCluster(), servers=1),
+    ):
         with pytest.raises(ConfigError):
             call()

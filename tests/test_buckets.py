@@ -1,6 +1,5 @@
 """Gradients that leave in buckets while backward goes on, against their law: one mean after backward."""
 
-
 import pytest
 import torch
 from small_work import OPTIMIZERS, Small, distance, plain, train
@@ -131,7 +130,8 @@ def test_buckets_equal_one_mean_after_backward(rings, bucket_mb, dtype, held, mo
     silent = ["switched.weight", "switched.bias"]
     nobody = [5] + [4] * (len(rings) == 1)  # alone, what rank 0 leaves out is left out
     assert [unused for _, unused in found[-1]] == [
-        (silent if turn in nobody else []) + spare for turn in range(len(rounds[0]))]
+        (silent if turn in nobody else []) + spare for turn in range(len(rounds[0]))
+    ]
 
 
 def test_a_bucket_is_added_before_backward_ends(pair):
@@ -360,16 +360,23 @@ def test_torchs_own_optimizers_read_the_mean_where_it_lies():
 
 
 def test_the_events_say_how_gradients_leave():
-    for strategy, words in [(AllReduce(), "while backward goes on, in 1 bucket: ranks of one host read them"),
-                            (AllReduce(bucket_mb=1e-6), "while backward goes on, in 4 buckets: as given"),
-                            (AllReduce(bucket_mb=0), "after backward, in 1 bucket: as given")]:
+    for strategy, words in [
+        (AllReduce(), "while backward goes on, in 1 bucket: ranks of one host read them"),
+        (AllReduce(bucket_mb=1e-6), "while backward goes on, in 4 buckets: as given"),
+        (AllReduce(bucket_mb=0), "after backward, in 1 bucket: as given"),
+    ]:
         result = train(Small(n=12), strategy, workers=2, epochs=1)
         assert [event for event in result.events if event["kind"] == "choice" and words in event["message"]], words
 
 
-@pytest.mark.parametrize(("options", "early", "words"), [
-    ({"prefer": "shm"}, True, "where they lie"), ({"prefer": "tcp"}, True, "between hosts"),
-    ({"backend": "gloo"}, False, "process group")])
+@pytest.mark.parametrize(
+    ("options", "early", "words"),
+    [
+        ({"prefer": "shm"}, True, "where they lie"),
+        ({"prefer": "tcp"}, True, "between hosts"),
+        ({"backend": "gloo"}, False, "process group"),
+    ],
+)
 def test_buckets_are_chosen_by_what_the_ring_goes_over(options, early, words):
     rings = form(2, **options)
 

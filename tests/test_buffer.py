@@ -31,19 +31,22 @@ def short(plan):
 def test_events_by_hand():
     """Clients 0, 1, 2 take 2, 3 and 7 seconds; all three train always; two updates fill the buffer.
 
-        time 0   all begin from version 0
-        time 2   0 is done; nobody is free that has not begun from version 0
-        time 3   1 is done: version 1; 0 and 1 begin from it
-        time 5   0 is done (tau 0)
-        time 6   1 is done (tau 0): version 2; both begin
-        time 7   2 is done with version 0 (tau 2), begins again, from version 2
-        time 8   0 is done (tau 0): version 3; 0 begins
-        time 9   1 is done with version 2 (tau 1), begins; time 10: 0 is done (tau 0): version 4
+    time 0   all begin from version 0
+    time 2   0 is done; nobody is free that has not begun from version 0
+    time 3   1 is done: version 1; 0 and 1 begin from it
+    time 5   0 is done (tau 0)
+    time 6   1 is done (tau 0): version 2; both begin
+    time 7   2 is done with version 0 (tau 2), begins again, from version 2
+    time 8   0 is done (tau 0): version 3; 0 begins
+    time 9   1 is done with version 2 (tau 1), begins; time 10: 0 is done (tau 0): version 4
     """
     plans, state = play(Buffer(World(0, [1] * 3, speed=[2, 3, 7]), 2, 3), 4)
     assert [short(plan) for plan in plans] == [
-        [(0, 0, 0, 2.0), (1, 0, 0, 3.0)], [(0, 1, 0, 5.0), (1, 1, 0, 6.0)],
-        [(2, 0, 2, 7.0), (0, 2, 0, 8.0)], [(1, 2, 1, 9.0), (0, 3, 0, 10.0)]]
+        [(0, 0, 0, 2.0), (1, 0, 0, 3.0)],
+        [(0, 1, 0, 5.0), (1, 1, 0, 6.0)],
+        [(2, 0, 2, 7.0), (0, 2, 0, 8.0)],
+        [(1, 2, 1, 9.0), (0, 3, 0, 10.0)],
+    ]
     assert [plan.staleness for plan in plans] == [{0: 2}, {0: 2}, {0: 1, 2: 1}, {0: 1, 1: 1}]
     assert [plan.needed for plan in plans] == [(0,), (0,), (2,), (2, 3)]
     assert [(plan.begin, plan.end) for plan in plans] == [(0, 3), (3, 6), (6, 8), (8, 10)]
@@ -110,7 +113,8 @@ def test_events_equal_a_plain_loop(seed):
     order = [everyone[np.argsort(hashes(seed, "cohort", everyone, t))].tolist() for t in range(25)]
     exact = np.rint(np.array(seconds) * 1e6).astype(int).tolist()
     assert [[(each.client, each.version) for each in plan.trainings] for plan in plans] == naive(
-        order, exact, size, concurrency, 25)
+        order, exact, size, concurrency, 25
+    )
     assert len({each.staleness for plan in plans for each in plan.trainings}) > 2
 
 
@@ -127,7 +131,8 @@ def test_a_run_goes_on_from_any_round_and_keeps_its_promises():
         _, state = play(buffer(), cut)
         rest, again = play(buffer(), 30 - cut, np.asarray(json.loads(json.dumps(state.tolist()))), cut)
         assert [(plan.trainings, plan.dropped, plan.end) for plan in rest] == [
-            (plan.trainings, plan.dropped, plan.end) for plan in plans[cut:]]
+            (plan.trainings, plan.dropped, plan.end) for plan in plans[cut:]
+        ]
         assert again.tolist() == end.tolist()
     kept = set()
     for plan in plans:  # whatever is trained from was still kept
@@ -139,8 +144,9 @@ def test_a_run_goes_on_from_any_round_and_keeps_its_promises():
 
 
 def test_nobody_is_there_for_a_while():
-    world = World(0, [10] * 2, speed=1, available={"name": "trace", "intervals": [[[30, 50]], [[40, 60]]],
-                                                   "period": 100})  # fmt: skip
+    world = World(
+        0, [10] * 2, speed=1, available={"name": "trace", "intervals": [[[30, 50]], [[40, 60]]], "period": 100}
+    )
     plans, _ = play(Buffer(world, 1, 2), 3)
     assert short(plans[0]) == [(0, 0, 0, 40.0)] and plans[0].waited == 30
     assert [each.end for plan in plans for each in plan.trainings] == [40.0, 50.0, 50.0]
@@ -163,10 +169,16 @@ def test_a_hundred_thousand_clients():
     assert len(state) == 1000 and sum(len(plan.trainings) for plan in plans) == 500
 
 
-@pytest.mark.parametrize(("options", "work"), [
-    ({"local_epochs": 3}, [30, 90]), ({"local_steps": 4, "batch_size": 5}, [20, 20]), ({}, [10, 30]),
-    ({"local_steps": 2}, [20, 40]), ({"local_steps": 2, "batch_size": 0}, [20, 60]),
-])
+@pytest.mark.parametrize(
+    ("options", "work"),
+    [
+        ({"local_epochs": 3}, [30, 90]),
+        ({"local_steps": 4, "batch_size": 5}, [20, 20]),
+        ({}, [10, 30]),
+        ({"local_steps": 2}, [20, 40]),
+        ({"local_steps": 2, "batch_size": 0}, [20, 60]),
+    ],
+)
 def test_events_of_a_strategy(options, work):
     """Clients of 10 and 30 samples, batches of 20: a training is as long as its samples."""
     events = events_of(FedAvg(speed=1.0, **options), [10, 30], 0, 20)

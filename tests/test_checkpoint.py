@@ -17,11 +17,18 @@ from rayps.errors import CheckpointError
 def a_state(value: float = 1.0) -> State:
     flat = torch.full((10,), value)
     return State(
-        {"model/0.weight": flat[:6].view(2, 3), "model/0.bias": flat[6:], "model/tied": flat[:6].view(2, 3),
-         "buffer/count": torch.tensor(3), "optim/0.weight/exp_avg": torch.rand(2, 3).double().t(),
-         "optim/half": torch.ones(2, dtype=torch.bfloat16), "rng/0": torch.arange(5, dtype=torch.uint8),
-         "rng/none": torch.empty(0, 4)},
-        {"epoch": 2, "step": 17, "strategy": [{"name": "all_reduce"}], "loss": float("inf"), "é": None})
+        {
+            "model/0.weight": flat[:6].view(2, 3),
+            "model/0.bias": flat[6:],
+            "model/tied": flat[:6].view(2, 3),
+            "buffer/count": torch.tensor(3),
+            "optim/0.weight/exp_avg": torch.rand(2, 3).double().t(),
+            "optim/half": torch.ones(2, dtype=torch.bfloat16),
+            "rng/0": torch.arange(5, dtype=torch.uint8),
+            "rng/none": torch.empty(0, 4),
+        },
+        {"epoch": 2, "step": 17, "strategy": [{"name": "all_reduce"}], "loss": float("inf"), "é": None},
+    )
 
 
 def names(folder: Path) -> list[str]:
@@ -29,9 +36,14 @@ def names(folder: Path) -> list[str]:
 
 
 def same(one: State, other: State) -> bool:
-    return one.meta == other.meta and one.tensors.keys() == other.tensors.keys() and all(
-        torch.equal(value, other.tensors[key]) and value.dtype == other.tensors[key].dtype
-        for key, value in one.tensors.items())
+    return (
+        one.meta == other.meta
+        and one.tensors.keys() == other.tensors.keys()
+        and all(
+            torch.equal(value, other.tensors[key]) and value.dtype == other.tensors[key].dtype
+            for key, value in one.tensors.items()
+        )
+    )
 
 
 def test_what_was_saved_comes_back(tmp_path: Path) -> None:
@@ -39,8 +51,13 @@ def test_what_was_saved_comes_back(tmp_path: Path) -> None:
     path = checkpoint.save(tmp_path / "checkpoints", 171, state)
     assert path.name == "step-00000171" and checkpoint.newest(path.parent) == path
     assert same(checkpoint.load(path), state)
-    assert names(path) == ["buffer.safetensors", "manifest.json", "model.safetensors",
-                                        "optim.safetensors", "rng.safetensors"]
+    assert names(path) == [
+        "buffer.safetensors",
+        "manifest.json",
+        "model.safetensors",
+        "optim.safetensors",
+        "rng.safetensors",
+    ]
 
 
 def test_no_tensors_and_odd_keys_in_meta(tmp_path: Path) -> None:
@@ -86,13 +103,14 @@ def tear(path: Path, how: str) -> None:
         path.unlink()
         path.mkdir()
     else:
-        path.write_bytes(good[:int(len(good) * float(how))])
+        path.write_bytes(good[: int(len(good) * float(how))])
 
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("how", ["missing", "empty", "longer", "zeroed", "folder", "0.999", "0.5", "0.01"])
-def test_a_torn_file_is_refused_and_passed_over(tmp_path: Path, name: str, how: str,
-                                                caplog: pytest.LogCaptureFixture) -> None:
+def test_a_torn_file_is_refused_and_passed_over(
+    tmp_path: Path, name: str, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
     older = checkpoint.save(tmp_path, 1, a_state(1), keep=5)
     torn = checkpoint.save(tmp_path, 2, a_state(2), keep=5)
     tear(torn / name, how)
@@ -144,13 +162,17 @@ def test_foreign_and_newer_and_crafted_manifests(tmp_path: Path) -> None:
     files = json.loads(manifest)["files"]
     facts = files["model.safetensors"]
     cases: list[tuple[dict[str, object], str]] = [
-        ({"version": 2}, "use a newer one"), ({"format": "other"}, "not a checkpoint of rayps"),
-        ({"files": None}, "lacks"), ({"meta": []}, "lacks"), ({"files": {"model.safetensors": {}}}, "lacks"),
+        ({"version": 2}, "use a newer one"),
+        ({"format": "other"}, "not a checkpoint of rayps"),
+        ({"files": None}, "lacks"),
+        ({"meta": []}, "lacks"),
+        ({"files": {"model.safetensors": {}}}, "lacks"),
         ({"files": {"../../secret.safetensors": facts}}, "names the file"),
         ({"files": {"/etc/passwd": facts}}, "names the file"),
         ({"files": {"model.safetensors": {**facts, "tensors": {}}}}, "does not hold the tensors"),
         ({"files": {"model.safetensors": {**facts, "size": 10**12}}}, "bytes"),
-        ({"files": {"model.safetensors": {**facts, "sha256": "0" * 64}}}, "SHA-256")]
+        ({"files": {"model.safetensors": {**facts, "sha256": "0" * 64}}}, "SHA-256"),
+    ]
     for changes, word in cases:
         (path / "manifest.json").write_text(manifest)
         sealed(path, **changes)
@@ -194,13 +216,17 @@ def test_a_wrong_path_says_which_is_right(tmp_path: Path) -> None:
 
 def test_a_failed_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = checkpoint.save(tmp_path, 1, a_state())
-    for state, word in ((State({"weight": torch.ones(1), "../x/y": torch.ones(1)}), "prefix"),
-                        (State(meta={"a": object()}), "JSON")):
+    for state, word in (
+        (State({"weight": torch.ones(1), "../x/y": torch.ones(1)}), "prefix"),
+        (State(meta={"a": object()}), "JSON"),
+    ):
         with pytest.raises(CheckpointError, match=word):
             checkpoint.save(tmp_path, 2, state)
     with monkeypatch.context() as patched:
+
         def full(handle: int) -> None:
             raise OSError(28, "No space left on device")
+
         patched.setattr(os, "fsync", full)
         with pytest.raises(CheckpointError, match="No space left"):
             checkpoint.save(tmp_path, 2, a_state())

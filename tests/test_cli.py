@@ -50,52 +50,60 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 JOB = "workload: a:B\nworkers: 2\n"
 
 
-@pytest.mark.parametrize(("arguments", "code", "says"), [
-    (["--nothing"], 2, "--nothing"),
-    (["nothing"], 2, "nothing"),
-    (["train"], 2, "TARGET"),
-    (["train", "nothing.py:W"], 2, "nothing.py"),
-    (["train", "a:B", "--workers", "x"], 2, "--workers"),
-    (["train", "a:B", "--workers", "0"], 2, "workers"),
-    (["train", "a:B", "--strategy", "all_redcue"], 2, "did you mean 'all_reduce'"),
-    (["train", "a:B", "--strategy", "parameter_server:shards"], 2, "key=value"),
-    (["serve", "--port", "70000"], 2, "65535"),
-    (["serve", "--port", "x"], 2, "--port"),
-    (["serve", "--cpus", "0"], 2, "--cpus"),
-    (["serve", "--host", "0.0.0.0"], 2, "--allow-host"),
-    (["serve", "--address", "auto"], 2, "host:port"),
-    (["submit", "nothing.yaml"], 2, "no job file"),
-    (["submit", "/tmp"], 2, "is a directory: give a regular file"),
-    (["get", "nobody"], 3, "nobody"),
-    (["logs", "01J00000000000000000000000"], 3, "no job"),
-    (["stop", "../etc"], 3, "no job"),
-    (["ls", "--status", "GREAT"], 2, "status"),
-    (["ls", "-o", "xml"], 2, "xml"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["--nothing"], 2, "--nothing"),
+        (["nothing"], 2, "nothing"),
+        (["train"], 2, "TARGET"),
+        (["train", "nothing.py:W"], 2, "nothing.py"),
+        (["train", "a:B", "--workers", "x"], 2, "--workers"),
+        (["train", "a:B", "--workers", "0"], 2, "workers"),
+        (["train", "a:B", "--strategy", "all_redcue"], 2, "did you mean 'all_reduce'"),
+        (["train", "a:B", "--strategy", "parameter_server:shards"], 2, "key=value"),
+        (["serve", "--port", "70000"], 2, "65535"),
+        (["serve", "--port", "x"], 2, "--port"),
+        (["serve", "--cpus", "0"], 2, "--cpus"),
+        (["serve", "--host", "0.0.0.0"], 2, "--allow-host"),
+        (["serve", "--address", "auto"], 2, "host:port"),
+        (["submit", "nothing.yaml"], 2, "no job file"),
+        (["submit", "/tmp"], 2, "is a directory: give a regular file"),
+        (["get", "nobody"], 3, "nobody"),
+        (["logs", "01J00000000000000000000000"], 3, "no job"),
+        (["stop", "../etc"], 3, "no job"),
+        (["ls", "--status", "GREAT"], 2, "status"),
+        (["ls", "-o", "xml"], 2, "xml"),
+    ],
+)
 def test_bad_input(at: Site, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, says: str) -> None:
     found, out, err = run(capsys, *arguments)
     assert (found, out) == (code, "") and says in err
     assert len(err.strip().splitlines()) <= 3 and "Traceback" not in err
 
 
-@pytest.mark.parametrize(("text", "says"), [
-    ("", "fields such as"),
-    ("- a\n", "fields such as"),
-    ("workload: [", "line 1"),
-    ("workload: a:B\nworkload: c:D\n", "there twice"),
-    ("workload: a:B\nresources: {cpu: 1, cpu: 2}\n", "there twice"),
-    ("workload: a:B\nwokers: 2\n", "did you mean 'workers'"),
-    ("workers: 2\n", "needs a workload"),
-    ("workload: sweep.py:Sweep(lr=0.1)\n", "write sweep.py:Sweep\nand give the arguments"),
-    ("workload: ../../etc/passwd:Base\n", "should name a module or file and a class"),
-    ("workload: a..b:C\n", "should name a module or file and a class"),
-    ("workload: 'sweep.py:'\n", "should name a module or file and a class"),
-    ("workload: &a a:B\nname: *a\n", "anchors"),
-    ("workload: !!python/object/apply:os.system [echo]\n", "tag"),
-    ("workload: a:B\n1: 2\n", "no field 1"),
-    pytest.param("workload: " + "[" * 5000, "line 1|nested too deeply", id="deep"),  # by how deep Python may recurse
-    pytest.param("#" * 1_000_001, "bytes", id="large"),
-])
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "fields such as"),
+        ("- a\n", "fields such as"),
+        ("workload: [", "line 1"),
+        ("workload: a:B\nworkload: c:D\n", "there twice"),
+        ("workload: a:B\nresources: {cpu: 1, cpu: 2}\n", "there twice"),
+        ("workload: a:B\nwokers: 2\n", "did you mean 'workers'"),
+        ("workers: 2\n", "needs a workload"),
+        ("workload: sweep.py:Sweep(lr=0.1)\n", "write sweep.py:Sweep\nand give the arguments"),
+        ("workload: ../../etc/passwd:Base\n", "should name a module or file and a class"),
+        ("workload: a..b:C\n", "should name a module or file and a class"),
+        ("workload: 'sweep.py:'\n", "should name a module or file and a class"),
+        ("workload: &a a:B\nname: *a\n", "anchors"),
+        ("workload: !!python/object/apply:os.system [echo]\n", "tag"),
+        ("workload: a:B\n1: 2\n", "no field 1"),
+        pytest.param(
+            "workload: " + "[" * 5000, "line 1|nested too deeply", id="deep"
+        ),  # by how deep Python may recurse
+        pytest.param("#" * 1_000_001, "bytes", id="large"),
+    ],
+)
 def test_bad_job_files(tmp_path: Path, text: str, says: str) -> None:
     (tmp_path / "job.yaml").write_text(text)
     with pytest.raises(ConfigError, match=says) as caught:
@@ -103,11 +111,20 @@ def test_bad_job_files(tmp_path: Path, text: str, says: str) -> None:
     assert len(str(caught.value).splitlines()) <= 3
 
 
-@pytest.mark.parametrize(("text", "reading"), [
-    ("workers: 1:30", "a number in base 60"), ("timeout: 1:30.5", "a number in base 60"), ("workers: 010", "in base 8"),
-    ("name: no", "true or false"), ("name: On", "true or false"), ("strategy: {name: all_reduce, x: YES}", "true or"),
-    ("name: 2026-11-22", "a date"), ("on: 1", "true or false"), ("resources: {cpu: [1, 0_10]}", "in base 8"),
-])
+@pytest.mark.parametrize(
+    ("text", "reading"),
+    [
+        ("workers: 1:30", "a number in base 60"),
+        ("timeout: 1:30.5", "a number in base 60"),
+        ("workers: 010", "in base 8"),
+        ("name: no", "true or false"),
+        ("name: On", "true or false"),
+        ("strategy: {name: all_reduce, x: YES}", "true or"),
+        ("name: 2026-11-22", "a date"),
+        ("on: 1", "true or false"),
+        ("resources: {cpu: [1, 0_10]}", "in base 8"),
+    ],
+)
 def test_what_versions_of_yaml_read_differently_is_refused(tmp_path: Path, text: str, reading: str) -> None:
     (tmp_path / "job.yaml").write_text(f"workload: a:B\n{text}\n")
     with pytest.raises(ConfigError, match=f"line 2: .* {reading}.* quotes"):
@@ -121,17 +138,34 @@ def test_what_versions_of_yaml_read_differently_is_refused(tmp_path: Path, text:
 def test_what_all_versions_of_yaml_read_alike_is_read(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(
         "workload: a:B\nname: 'no'\nworkers: 8\ntimeout: 1e2\nresources: {cpu: 0.5, gpu: 0}\nresume: \"010\"\n"
-        "strategy: {name: x, a: true, b: null, c: -3, d: 1.5e-3, e: '1:30', f: 2026-11, g: none, h: 1e-3}\n")
+        "strategy: {name: x, a: true, b: null, c: -3, d: 1.5e-3, e: '1:30', f: 2026-11, g: none, h: 1e-3}\n"
+    )
     found = read(tmp_path / "job.yaml")
     assert (found["name"], found["workers"], found["timeout"], found["resume"]) == ("no", 8, 100.0, "010")
     assert found["resources"] == {"cpu": 0.5, "gpu": 0}
-    assert found["strategy"] == {"name": "x", "a": True, "b": None, "c": -3, "d": 0.0015, "e": "1:30", "f": "2026-11",
-                                 "g": "none", "h": 0.001}
+    assert found["strategy"] == {
+        "name": "x",
+        "a": True,
+        "b": None,
+        "c": -3,
+        "d": 0.0015,
+        "e": "1:30",
+        "f": "2026-11",
+        "g": "none",
+        "h": 0.001,
+    }
 
 
-@pytest.mark.parametrize(("kind", "path"), [
-    ("a pipe", "fifo"), ("a device", "/dev/zero"), ("a device", "/dev/null"), ("a pipe", "link"),
-    ("a directory: give a regular file$", ".")])
+@pytest.mark.parametrize(
+    ("kind", "path"),
+    [
+        ("a pipe", "fifo"),
+        ("a device", "/dev/zero"),
+        ("a device", "/dev/null"),
+        ("a pipe", "link"),
+        ("a directory: give a regular file$", "."),
+    ],
+)
 def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, kind: str, path: str) -> None:
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "link").symlink_to(tmp_path / "fifo")
@@ -142,8 +176,13 @@ def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, kind: str, p
 def test_job_files_and_changes(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(JOB + "working_dir: sub\nstrategy: {name: parameter_server, staleness: 3}\n")
     found = read(tmp_path / "job.yaml", ["workers=8", "strategy.staleness=none", "name=x"])
-    assert found == {"workload": "a:B", "workers": 8, "working_dir": str(tmp_path / "sub"), "name": "x",
-                     "strategy": {"name": "parameter_server", "staleness": "none"}}
+    assert found == {
+        "workload": "a:B",
+        "workers": 8,
+        "working_dir": str(tmp_path / "sub"),
+        "name": "x",
+        "strategy": {"name": "parameter_server", "staleness": "none"},
+    }
     for bad in ("workers", "=4", "workload.x=1", "workers=["):
         with pytest.raises(ConfigError):
             read(tmp_path / "job.yaml", [bad])
@@ -176,8 +215,9 @@ def test_a_job_from_file_to_stop(at: Site, capsys: pytest.CaptureFixture[str], t
 
 
 @pytest.mark.parametrize(("end", "code"), [(Status.SUCCEEDED, 0), (Status.FAILED, 1)])
-def test_follow_ends_with_the_job(at: Site, capsys: pytest.CaptureFixture[str], tmp_path: Path, end: Status,
-                                  code: int) -> None:
+def test_follow_ends_with_the_job(
+    at: Site, capsys: pytest.CaptureFixture[str], tmp_path: Path, end: Status, code: int
+) -> None:
     import threading
 
     (tmp_path / "job.yaml").write_text(JOB)
@@ -218,10 +258,12 @@ def test_a_state_directory_that_cannot_be(capsys: pytest.CaptureFixture[str], tm
     assert code == 2 and "--state-dir" in err
 
 
-@pytest.mark.parametrize(("error", "code"), [
-    (TrainingError("loss is nan"), 1), (NoResources("too few"), 4), (KeyboardInterrupt(), 130)])
-def test_train_fails_with_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-                                 error: BaseException, code: int) -> None:
+@pytest.mark.parametrize(
+    ("error", "code"), [(TrainingError("loss is nan"), 1), (NoResources("too few"), 4), (KeyboardInterrupt(), 130)]
+)
+def test_train_fails_with_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: BaseException, code: int
+) -> None:
     def train(*_: Any, **__: Any) -> Any:
         raise error
 
@@ -230,14 +272,18 @@ def test_train_fails_with_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert found == code and out == "" and len(err.strip().splitlines()) <= 1
 
 
-def test_an_interrupted_train_says_what_was_kept(monkeypatch: pytest.MonkeyPatch,
-                                                 capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupted_train_says_what_was_kept(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def train(*_: Any, **__: Any) -> Any:
         raise KeyboardInterrupt("stopped on request at round 7 of 9: ck/step-7 is kept\n--resume goes on")
 
     monkeypatch.setattr(rayps, "train", train, raising=False)
     assert run(capsys, "train", "a:B") == (
-        130, "", "rayps: stopped on request at round 7 of 9: ck/step-7 is kept\n--resume goes on\n")
+        130,
+        "",
+        "rayps: stopped on request at round 7 of 9: ck/step-7 is kept\n--resume goes on\n",
+    )
 
 
 def test_train_passes_everything_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -260,22 +306,39 @@ def test_version_and_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     code, out, _ = run(capsys, "doctor")
     assert code == 0 and "torch" in out and "/dev/shm" in out
     assert {"name", "found", "required", "needed_for", "remedy"} == set(
-        json.loads(run(capsys, "doctor", "-o", "json")[1])[0])
+        json.loads(run(capsys, "doctor", "-o", "json")[1])[0]
+    )
     monkeypatch.setattr(doctor, "_package", lambda name: None)
     code, out, _ = run(capsys, "doctor")
     assert code == 1 and "MISSING" in out and "pip install ray" in out
 
 
 def test_help_loads_neither_torch_nor_ray_and_names_exit_codes() -> None:
-    code = ("import sys\nfrom rayps.cli.main import main\ncode = main(['--help'])\n"
-            "assert not {'torch', 'ray', 'fastapi', 'sqlalchemy'} & set(sys.modules)\nsys.exit(code)")
+    code = (
+        "import sys\nfrom rayps.cli.main import main\ncode = main(['--help'])\n"
+        "assert not {'torch', 'ray', 'fastapi', 'sqlalchemy'} & set(sys.modules)\nsys.exit(code)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "Exit codes" in done.stdout, done.stderr
 
 
-@pytest.mark.parametrize(("name", "value"), [
-    ("PORT", "x"), ("PORT", "-1"), ("PORT", "65536"), ("CPUS", "0"), ("CPUS", "1.5"), ("IDLE", "0"), ("IDLE", "nan"),
-    ("ADDRESS", "auto"), ("ADDRESS", "local"), ("URL", "127.0.0.1:8420"), ("HOST", "a b"), ("STATE_DIR", "/dev/null")])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("PORT", "x"),
+        ("PORT", "-1"),
+        ("PORT", "65536"),
+        ("CPUS", "0"),
+        ("CPUS", "1.5"),
+        ("IDLE", "0"),
+        ("IDLE", "nan"),
+        ("ADDRESS", "auto"),
+        ("ADDRESS", "local"),
+        ("URL", "127.0.0.1:8420"),
+        ("HOST", "a b"),
+        ("STATE_DIR", "/dev/null"),
+    ],
+)
 def test_bad_settings(name: str, value: str) -> None:
     with pytest.raises(ConfigError, match=f"RAYPS_{name}"):
         Settings.read({f"RAYPS_{name}": value})
@@ -298,8 +361,9 @@ def test_ids_are_never_cut_and_the_last_column_wraps(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("COLUMNS", "70")
     monkeypatch.setattr("sys.stdout", out := Terminal())
     long = "parameter_server:staleness=none,shards=4 > all_reduce"
-    show.table(["id", "strategy", "result"], [["0123456789ABCDEFGHJKMNPQRS", long, "one two three " * 6]],
-               cut=("strategy",))
+    show.table(
+        ["id", "strategy", "result"], [["0123456789ABCDEFGHJKMNPQRS", long, "one two three " * 6]], cut=("strategy",)
+    )
     text = out.getvalue()
     assert "0123456789ABCDEFGHJKMNPQRS" in text
     assert long not in text and long[:8] in text
@@ -312,7 +376,8 @@ HOSTILE = "\x1b[2J\x1b]0;title\x07\x1b]52;c;ZXZpbA==\x07\x9b31m\rover\x08\x00\x7
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_what_a_job_printed_does_not_control_the_terminal(
-        at: Site, monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
+    at: Site, monkeypatch: pytest.MonkeyPatch, terminal: bool
+) -> None:
     job = at.add()
     home = at.start(job)
     line = f"2026-11-21T06:41:00.000Z worker-0 \tone {HOSTILE} två 火\n"
@@ -322,8 +387,10 @@ def test_what_a_job_printed_does_not_control_the_terminal(
     at.store("explain", job, f"because{HOSTILE}")
     monkeypatch.setattr("sys.stdout", out := Terminal() if terminal else io.StringIO())
     monkeypatch.setattr("sys.stderr", Terminal())
-    assert [cli.main(list(command)) for command in (
-        ("logs", job), ("events", job), ("get", job), ("ls",), ("get", job, "-o", "json"))] == [0] * 5
+    assert [
+        cli.main(list(command))
+        for command in (("logs", job), ("events", job), ("get", job), ("ls",), ("get", job, "-o", "json"))
+    ] == [0] * 5
     shown = re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue()) if terminal else out.getvalue()  # headings are bold
     assert "\tone" in shown and "två 火" in shown
     if terminal:
@@ -365,8 +432,14 @@ def test_following_says_the_end_once_and_not_every_step(capsys: pytest.CaptureFi
             yield "events", {"events": [{"kind": "queued", "message": "x was submitted"}]}
             yield "job", {"status": "QUEUED", "reason": "needs 8 CPUs, 2 free", "progress": None}
             for i in range(100):
-                yield "job", {"status": "RUNNING", "reason": None,
-                              "progress": {"epoch": i // 50, "epochs": 2, "loss": 1.0 / (i + 1)}}
+                yield (
+                    "job",
+                    {
+                        "status": "RUNNING",
+                        "reason": None,
+                        "progress": {"epoch": i // 50, "epochs": 2, "loss": 1.0 / (i + 1)},
+                    },
+                )
             yield "events", {"events": [{"kind": "finished", "message": "trained to the end"}]}
             yield "job", self.data
 
@@ -374,9 +447,11 @@ def test_following_says_the_end_once_and_not_every_step(capsys: pytest.CaptureFi
     out, err = capsys.readouterr()
     assert out == "accuracy 0.5\n"
     assert err.splitlines() == [
-        "QUEUED: needs 8 CPUs, 2 free", "RUNNING epoch 1 of 2  batch loss 1",
+        "QUEUED: needs 8 CPUs, 2 free",
+        "RUNNING epoch 1 of 2  batch loss 1",
         "RUNNING epoch 2 of 2  batch loss 0.0196",
-        "job J is SUCCEEDED: trained to the end"]
+        "job J is SUCCEEDED: trained to the end",
+    ]
 
 
 def test_where_a_job_learns_and_which_loss_is_shown() -> None:
@@ -393,7 +468,7 @@ def test_where_a_job_learns_and_which_loss_is_shown() -> None:
 
 
 def test_what_holds_a_job_back_is_in_the_list_and_events_are_in_order(
-    at: Site, capsys: pytest.CaptureFixture[str],
+    at: Site, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = at.add(name="starved")
     home = at.start(job)
@@ -421,7 +496,8 @@ def test_no_token_says_where_it_was_looked_for(at: Site, tmp_path: Path) -> None
 
 
 def test_checkpoints_in_a_row_are_shortened_in_the_table_of_events(
-        at: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    at: Site, capsys: pytest.CaptureFixture[str]
+) -> None:
     job = at.add(name="saves")
     kinds = ["checkpoint"] * 5 + ["failure"] + ["checkpoint"] * 2
     home = at.settings.jobs_dir / job

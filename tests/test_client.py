@@ -41,8 +41,9 @@ def rounds(path: Path, begin: int, end: int) -> None:
 
 def test_submit_show_list_stop(client: Client, tmp_path: Path) -> None:
     (tmp_path / "w.py").write_text("")
-    job = client.submit("w.py:W", strategy={"name": "all_reduce"}, workers=2, epochs=1, name="mine",
-                        working_dir=tmp_path)
+    job = client.submit(
+        "w.py:W", strategy={"name": "all_reduce"}, workers=2, epochs=1, name="mine", working_dir=tmp_path
+    )
     assert job.status is Status.QUEUED and job.data["spec"]["working_dir"] == str(tmp_path)
     assert client.job(job.id).data["name"] == "mine" and client.jobs()[0].id == job.id
     assert job.stop().data["stop_requested"]
@@ -60,20 +61,23 @@ def test_lists_go_over_pages(client: Client) -> None:
     assert len(client.jobs(limit=3)) == 3
 
 
-@pytest.mark.parametrize(("work", "error"), [
-    (lambda c: c.job("01J00000000000000000000000"), NotFound),
-    (lambda c: c.job("../x"), NotFound),
-    (lambda c: c.job(""), NotFound),
-    (lambda c: c.submit("a:B", workers=0), ConfigError),
-    (lambda c: c.submit("a:B", strategy="nothing"), ConfigError),
-    (lambda c: c.submit("a:B", wokers=1), ConfigError),
-    (lambda c: c.submit("a:B", working_dir="/nowhere"), ConfigError),
-    (lambda c: c.submit("a:B", timeout=float("nan")), ConfigError),
-    (lambda c: c.submit("a:B", resources={"cpu": float("inf")}), ConfigError),
-    (lambda c: c.submit("a:B", strategy={"name": object()}), ConfigError),
-    (lambda c: Client(c.url, "rps_wrong").jobs(), Unauthorized),
-    (lambda c: next(c.stream("01J00000000000000000000000", "logs")), NotFound),
-])
+@pytest.mark.parametrize(
+    ("work", "error"),
+    [
+        (lambda c: c.job("01J00000000000000000000000"), NotFound),
+        (lambda c: c.job("../x"), NotFound),
+        (lambda c: c.job(""), NotFound),
+        (lambda c: c.submit("a:B", workers=0), ConfigError),
+        (lambda c: c.submit("a:B", strategy="nothing"), ConfigError),
+        (lambda c: c.submit("a:B", wokers=1), ConfigError),
+        (lambda c: c.submit("a:B", working_dir="/nowhere"), ConfigError),
+        (lambda c: c.submit("a:B", timeout=float("nan")), ConfigError),
+        (lambda c: c.submit("a:B", resources={"cpu": float("inf")}), ConfigError),
+        (lambda c: c.submit("a:B", strategy={"name": object()}), ConfigError),
+        (lambda c: Client(c.url, "rps_wrong").jobs(), Unauthorized),
+        (lambda c: next(c.stream("01J00000000000000000000000", "logs")), NotFound),
+    ],
+)
 def test_errors_are_ours(client: Client, work: Any, error: type[Exception]) -> None:
     with pytest.raises(error) as caught:
         work(client)

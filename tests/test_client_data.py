@@ -50,12 +50,22 @@ def labelled(y: list[int], client: object) -> Data:
 
 RULES = st.one_of(
     st.builds(lambda n, s: data.iid(n, seed=s), st.integers(1, 9), st.integers(0, 5)),
-    st.builds(lambda k, n, s: data.shards(k, clients=n, seed=s), st.integers(1, 4), st.integers(1, 9),
-              st.integers(0, 5)),
-    st.builds(lambda a, n, b, s: data.dirichlet(a, clients=n, balanced=b, seed=s),
-              st.sampled_from([1e-4, 0.01, 0.5, 100.0]), st.integers(1, 9), st.booleans(), st.integers(0, 5)),
-    st.builds(lambda n, law, p: data.by_quantity(n, law=law, spread=p), st.integers(1, 9),
-              st.sampled_from(["lognormal", "zipf"]), st.sampled_from([0.1, 1.0, 4.0])),
+    st.builds(
+        lambda k, n, s: data.shards(k, clients=n, seed=s), st.integers(1, 4), st.integers(1, 9), st.integers(0, 5)
+    ),
+    st.builds(
+        lambda a, n, b, s: data.dirichlet(a, clients=n, balanced=b, seed=s),
+        st.sampled_from([1e-4, 0.01, 0.5, 100.0]),
+        st.integers(1, 9),
+        st.booleans(),
+        st.integers(0, 5),
+    ),
+    st.builds(
+        lambda n, law, p: data.by_quantity(n, law=law, spread=p),
+        st.integers(1, 9),
+        st.sampled_from(["lognormal", "zipf"]),
+        st.sampled_from([0.1, 1.0, 4.0]),
+    ),
 )
 
 
@@ -69,11 +79,16 @@ def test_every_rule_gives_each_row_to_one_client(rule: data.Rule, y: list[int]) 
     assert again.clients.digest == clients.digest
 
 
-@pytest.mark.parametrize("make", [
-    lambda seed: data.iid(5, seed=seed), lambda seed: data.shards(2, clients=5, seed=seed),
-    lambda seed: data.dirichlet(0.5, clients=5, seed=seed), lambda seed: data.by_quantity(5, seed=seed),
-    lambda seed: data.dirichlet(0.5, clients=5, balanced=False, seed=seed),
-])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda seed: data.iid(5, seed=seed),
+        lambda seed: data.shards(2, clients=5, seed=seed),
+        lambda seed: data.dirichlet(0.5, clients=5, seed=seed),
+        lambda seed: data.by_quantity(5, seed=seed),
+        lambda seed: data.dirichlet(0.5, clients=5, balanced=False, seed=seed),
+    ],
+)
 def test_the_seed_and_nothing_else_decides(make: object) -> None:
     y = [i % 10 for i in range(200)]
     np.random.seed(3)
@@ -88,8 +103,10 @@ def test_the_seed_and_nothing_else_decides(make: object) -> None:
 def test_what_other_hosts_compute() -> None:
     """Written down once: a division that changes with a version would mix up the states that clients keep."""
     y = [i % 3 for i in range(12)]
-    assert [labelled(y, rule).clients.rows(0).tolist() for rule in (
-        data.iid(4), data.shards(1, clients=4), data.dirichlet(0.1, clients=4), data.by_quantity(4))] == WRITTEN
+    assert [
+        labelled(y, rule).clients.rows(0).tolist()
+        for rule in (data.iid(4), data.shards(1, clients=4), data.dirichlet(0.1, clients=4), data.by_quantity(4))
+    ] == WRITTEN
 
 
 WRITTEN = [[0, 6, 9], [2, 7, 10], [5, 7, 8], [0, 3, 6]]
@@ -102,11 +119,11 @@ def test_shards_by_hand() -> None:
     """Rows by label are 1 3 5 | 0 2 4 | ...: shards of neighbours there, `per_client` for each client."""
     y = [1, 0, 1, 0, 1, 0, 2, 2, 2, 3, 3, 3]
     in_order = [1, 3, 5, 0, 2, 4, 6, 7, 8, 9, 10, 11]
-    shards = [sorted(in_order[i:i + 3]) for i in range(0, 12, 3)]
+    shards = [sorted(in_order[i : i + 3]) for i in range(0, 12, 3)]
     clients = labelled(y, data.shards(2, clients=2)).clients
     for k in range(2):
         mine = clients.rows(k).tolist()
-        assert mine in [sorted(a + b) for i, a in enumerate(shards) for b in shards[i + 1:]]
+        assert mine in [sorted(a + b) for i, a in enumerate(shards) for b in shards[i + 1 :]]
     ones = labelled(y, data.shards(1, clients=4)).clients
     assert sorted(ones.rows(k).tolist() for k in range(4)) == sorted(shards)
 
@@ -148,8 +165,10 @@ def test_iid_and_quantities() -> None:
 
 def test_alpha_moves_between_one_label_and_all() -> None:
     y = [i % 10 for i in range(2000)]
-    found = [float(np.mean(labelled(y, data.dirichlet(alpha, clients=20)).clients.statistics()["entropy"].to_numpy()))
-             for alpha in (0.001, 1.0, 10.0, 10_000.0)]
+    found = [
+        float(np.mean(labelled(y, data.dirichlet(alpha, clients=20)).clients.statistics()["entropy"].to_numpy()))
+        for alpha in (0.001, 1.0, 10.0, 10_000.0)
+    ]
     assert found == sorted(found) and found[0] < 1.0 and found[-1] > 3.2
     sizes = labelled(y, data.dirichlet(0.05, clients=20)).clients.sizes
     assert set(sizes.tolist()) == {100}  # as Hsu's, whatever the labels
@@ -158,10 +177,22 @@ def test_alpha_moves_between_one_label_and_all() -> None:
     assert free.sizes.min() == 1 and free.sizes.max() > 50  # who would be empty has a row of the largest
 
 
-@pytest.mark.parametrize("rule", [
-    data.iid(5), data.iid(5, seed=3), data.shards(2, clients=10), data.shards(1, clients=3, pure=True, seed=1),
-    data.dirichlet(0.123456789, clients=7), data.dirichlet(2, clients=7, balanced=False), data.by_quantity(5),
-    data.by_quantity(5, law="zipf", spread=0.3), data.by_quantity([4, 5, 6]), data.by_quantity([4])], ids=str)
+@pytest.mark.parametrize(
+    "rule",
+    [
+        data.iid(5),
+        data.iid(5, seed=3),
+        data.shards(2, clients=10),
+        data.shards(1, clients=3, pure=True, seed=1),
+        data.dirichlet(0.123456789, clients=7),
+        data.dirichlet(2, clients=7, balanced=False),
+        data.by_quantity(5),
+        data.by_quantity(5, law="zipf", spread=0.3),
+        data.by_quantity([4, 5, 6]),
+        data.by_quantity([4]),
+    ],
+    ids=str,
+)
 def test_what_a_rule_says_is_read_again(rule: data.Rule) -> None:
     assert data.rule(str(rule)) == rule
 
@@ -219,11 +250,15 @@ def test_other_strategies_do_not_look_at_it() -> None:
 @pytest.mark.parametrize("client", [None, data.iid(4)])
 def test_ranks_may_keep_their_rows(client: object) -> None:
     source = labelled([0] * 22, client)
-    plain = [[sorted(i for b in source.batches(rank=r, size=4, seed=3, epoch=e) for i in b.x.tolist())
-              for r in range(4)] for e in range(2)]
+    plain = [
+        [sorted(i for b in source.batches(rank=r, size=4, seed=3, epoch=e) for i in b.x.tolist()) for r in range(4)]
+        for e in range(2)
+    ]
     source.keeps_rows = True
-    seen = [[[i for b in source.batches(rank=r, size=4, seed=3, epoch=e) for i in b.x.tolist()] for r in range(4)]
-            for e in range(2)]
+    seen = [
+        [[i for b in source.batches(rank=r, size=4, seed=3, epoch=e) for i in b.x.tolist()] for r in range(4)]
+        for e in range(2)
+    ]
     rows = [[sorted(mine) for mine in ranks] for ranks in seen]
     assert plain[0] != plain[1] and rows[0] == rows[1] and seen[0] != seen[1]
     assert sorted(chain(*rows[0])) == list(range(22))
@@ -249,12 +284,17 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("writers")
     n = 1000
     writer = np.random.default_rng(0).zipf(1.5, n) % 40
-    table = pa.table({
-        "x": pa.FixedSizeListArray.from_arrays(pa.array(np.repeat(np.arange(n, dtype=np.float32), 2)), 2),
-        "y": np.arange(n) % 7, "writer": writer, "name": pa.array([f"w{w}" for w in writer]).dictionary_encode(),
-        "maybe": pa.array([None if i == 612 else i % 3 for i in range(n)]), "share": writer / 3,
-        "gap": pa.array([None if i % 100 == 5 else float(i) for i in range(n)]),
-    })  # fmt: skip
+    table = pa.table(
+        {
+            "x": pa.FixedSizeListArray.from_arrays(pa.array(np.repeat(np.arange(n, dtype=np.float32), 2)), 2),
+            "y": np.arange(n) % 7,
+            "writer": writer,
+            "name": pa.array([f"w{w}" for w in writer]).dictionary_encode(),
+            "maybe": pa.array([None if i == 612 else i % 3 for i in range(n)]),
+            "share": writer / 3,
+            "gap": pa.array([None if i % 100 == 5 else float(i) for i in range(n)]),
+        }
+    )
     pq.write_table(table.slice(0, 600), folder / "a.parquet", row_group_size=130)
     pq.write_table(table.slice(600), folder / "b.parquet", row_group_size=130)
     return folder
@@ -264,8 +304,9 @@ def parquet(folder: Path, client: object, **more: object) -> Data:
     return data.parquet(folder, **{"features": "x", "label": "y", **more}, client=client)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("client", ["writer", "name", data.shards(2, clients=20), data.dirichlet(0.2, clients=30),
-                                    list(np.arange(1000) % 9)])
+@pytest.mark.parametrize(
+    "client", ["writer", "name", data.shards(2, clients=20), data.dirichlet(0.2, clients=30), list(np.arange(1000) % 9)]
+)
 def test_parquet_is_divided_alike_in_memory_and_on_disk(written: Path, client: object) -> None:
     small, large = (parquet(written, client, window_mb=mb, scale=2.0).clients for mb in (64, 0.001))
     covered(small, 1000)
@@ -294,16 +335,23 @@ def test_rows_that_are_left_out_are_nobodys(written: Path, mb: float) -> None:
     source = parquet(written, "writer", features=["gap"], on_invalid="drop", window_mb=mb)
     rows = np.concatenate([source.clients.rows(k) for k in range(source.clients.count)])
     assert sorted(rows.tolist()) == [i for i in range(1000) if i % 100 != 5]
-    assert all(source.clients.batch(source.clients.rows(k)).size == source.clients.sizes[k]
-               for k in range(source.clients.count))
+    assert all(
+        source.clients.batch(source.clients.rows(k)).size == source.clients.sizes[k]
+        for k in range(source.clients.count)
+    )
 
 
 def test_large_files_may_keep_rows_too(written: Path) -> None:
     for client in (None, "writer"):
         source = parquet(written, client, window_mb=0.001, batch_size=7)
         source.keeps_rows = True
-        mine = [[sorted(int(v) for b in source.batches(rank=r, size=3, seed=0, epoch=e) for v in b.x[:, 0].tolist())
-                 for r in range(3)] for e in range(2)]
+        mine = [
+            [
+                sorted(int(v) for b in source.batches(rank=r, size=3, seed=0, epoch=e) for v in b.x[:, 0].tolist())
+                for r in range(3)
+            ]
+            for e in range(2)
+        ]
         assert mine[0] == mine[1] and sorted(chain(*mine[0])) == list(range(1000))
         assert [len(part) for part in mine[0]] == [source.share(r, 3) for r in range(3)]
 
@@ -382,8 +430,11 @@ def test_little_memory_is_needed_for_large_files(tmp_path: Path) -> None:
     """Rows that the process has looked at are the system's, not its own."""
     n, width = 40_000, 256
     pixels = np.random.default_rng(0).integers(0, 255, n * width).astype(np.uint8)
-    pq.write_table(pa.table({"x": pa.FixedSizeListArray.from_arrays(pa.array(pixels), width),
-                             "k": np.arange(n) % 100}), tmp_path / "x.parquet", row_group_size=4000)
+    pq.write_table(
+        pa.table({"x": pa.FixedSizeListArray.from_arrays(pa.array(pixels), width), "k": np.arange(n) % 100}),
+        tmp_path / "x.parquet",
+        row_group_size=4000,
+    )
     script = f"""
 import numpy as np, resource
 from rayps import data
@@ -412,10 +463,20 @@ def test_statistics_by_hand() -> None:
         {"client": "b", "rows": 4, "labels": 1, "entropy": 0.0, "label 0": 0, "label 1": 0, "label 2": 4},
     ]
     assert clients.summary() == {
-        "clients": 2, "rows": 8, "rule": "an id for each row", "names": ["a", "b"], "sizes": [4, 4],
-        "labels": ["0", "1", "2"], "counts": [[2, 2, 0], [0, 0, 4]], "smallest": 4, "median": 4.0, "largest": 4}
+        "clients": 2,
+        "rows": 8,
+        "rule": "an id for each row",
+        "names": ["a", "b"],
+        "sizes": [4, 4],
+        "labels": ["0", "1", "2"],
+        "counts": [[2, 2, 0], [0, 0, 4]],
+        "smallest": 4,
+        "median": 4.0,
+        "largest": 4,
+    }
     assert entropy(np.array([[1, 1, 1, 1], [0, 0, 0, 0], [3, 1, 0, 0]])).tolist() == pytest.approx(
-        [2.0, 0.0, 0.8112781])
+        [2.0, 0.0, 0.8112781]
+    )
     floats = data.tensors(torch.zeros(4, 1), torch.rand(4), client=data.iid(2)).clients
     assert floats.statistics().column_names == ["client", "rows"]
     assert floats.summary()["labels"] == floats.summary()["counts"] == []
@@ -456,10 +517,14 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert cli.main(["clients", target, "--client", rule, "--json", "--evaluation"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["rows"] == 2000 and len(found["statistics"]) == 20
-    for wrong, says in (([], "client="), (["--client", "digits"], "did you mean 'digit'"),
-                        (["--client", "shard(clients=2)"], "no rule 'shard'"),
-                        (["--client", "iid()"], "clients"), (["--client", "shards(per_client=2,client=3)"], "client"),
-                        (["--client", rule, "--picture", "/nowhere/p.svg"], "cannot be written")):
+    for wrong, says in (
+        ([], "client="),
+        (["--client", "digits"], "did you mean 'digit'"),
+        (["--client", "shard(clients=2)"], "no rule 'shard'"),
+        (["--client", "iid()"], "clients"),
+        (["--client", "shards(per_client=2,client=3)"], "client"),
+        (["--client", rule, "--picture", "/nowhere/p.svg"], "cannot be written"),
+    ):
         assert cli.main(["clients", target, *wrong]) == 2
         err = capsys.readouterr().err
         assert says in err and len(err.splitlines()) <= 3, err
@@ -468,47 +533,56 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 # ------------------------------------------------------------------------------------------------ errors
 
 
-@pytest.mark.parametrize(("make", "says"), [
-    (lambda: data.iid(0), "clients is 0"),
-    (lambda: data.iid(2.5), "clients is 2.5"),
-    (lambda: data.iid(True), "clients is True"),
-    (lambda: data.iid(3, seed="x"), "seed is 'x'"),
-    (lambda: data.shards(0, clients=3), "per_client is 0"),
-    (lambda: data.shards(1, clients=3, pure=1), "pure is 1"),
-    (lambda: data.dirichlet(0, clients=3), "alpha is 0"),
-    (lambda: data.dirichlet(float("inf"), clients=3), "alpha is inf"),
-    (lambda: data.dirichlet(1, clients=3, balanced="no"), "balanced is 'no'"),
-    (lambda: data.by_quantity(3, law="pareto"), "law is 'pareto'"),
-    (lambda: data.by_quantity(3, spread=-1), "spread is -1"),
-    (lambda: data.by_quantity([4, 0, 4]), "client 1 would have 0 rows: a client with no samples"),
-    (lambda: data.by_quantity([]), "empty"),
-    (lambda: data.rule("iid"), "iid has to know how many clients: iid(20)"),
-    (lambda: data.rule("iid(n=3)"), "iid has no option 'n'; it has clients, seed"),
-    (lambda: data.rule("shards(2, client=3)"), "did you mean 'clients'?"),
-    (lambda: data.rule("iid(5, 3)"), "only the first, clients,"),
-    (lambda: data.rule("dirichlett(alpha=1,clients=3)"), "did you mean 'dirichlet'?"),
-    (lambda: labelled([0] * 12, data.iid(6)).clients.rows(99), "no client 99: their numbers are 0 to 5"),
-    (lambda: labelled([0] * 12, data.iid(6)).clients.rows(-1), "no client -1: their numbers are 0 to 5"),
-    (lambda: labelled([0, 1], "writer"), "have no columns"),
-    (lambda: labelled([0, 1], 3), "client is 3"),
-    (lambda: labelled([0] * 4, data.iid(5)).clients, "5 clients cannot share 4 rows"),
-    (lambda: labelled([0] * 4, data.by_quantity(5)).clients, "5 clients cannot share 4 rows"),
-    (lambda: labelled([0] * 4, data.by_quantity([1, 2])).clients, "add up to 3, and there are 4 rows"),
-    (lambda: labelled([0, 1] * 2, data.dirichlet(1, clients=5)).clients, "5 clients cannot share 4 rows"),
-    (lambda: labelled([0, 1] * 4, data.shards(3, clients=3)).clients, "9 shards cannot be cut from 8 rows"),
-    (lambda: labelled([0, 1, 2, 3], data.shards(1, clients=3, pure=True)).clients, "cannot hold 4 labels"),
-    (lambda: labelled([0] * 50 + [1], data.shards(2, clients=2, pure=True)).with_clients(None).clients, "client="),
-    (lambda: data.tensors(torch.zeros(4), client=data.shards(1, clients=2)).clients, "has none"),
-    (lambda: data.tensors(torch.zeros(4), torch.rand(4), client=data.shards(1, clients=2)).clients, "fractions"),
-    (lambda: data.tensors(torch.zeros(4), torch.zeros(4, 2, dtype=torch.int64),
-                          client=data.dirichlet(1, clients=2)).clients, "one whole number"),
-    (lambda: labelled([0] * 3, [1, 2]).clients, "has 2 ids, and there are 3 rows"),
-    (lambda: labelled([0] * 3, ["a", None, "b"]).clients, "null in row 1"),
-    (lambda: labelled([0] * 3, np.array([1.0, np.nan, 2.0])).clients, "null in row 1"),
-    (lambda: labelled([0] * 3, np.array([1.0, 1.5, 2.0])).clients, "whole numbers or text"),
-    (lambda: labelled([0] * 3, np.zeros((3, 2))).clients, "one for each row"),
-    (lambda: labelled([0] * 3, [1, "a", 2]).clients, "one for each row"),
-])
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: data.iid(0), "clients is 0"),
+        (lambda: data.iid(2.5), "clients is 2.5"),
+        (lambda: data.iid(True), "clients is True"),
+        (lambda: data.iid(3, seed="x"), "seed is 'x'"),
+        (lambda: data.shards(0, clients=3), "per_client is 0"),
+        (lambda: data.shards(1, clients=3, pure=1), "pure is 1"),
+        (lambda: data.dirichlet(0, clients=3), "alpha is 0"),
+        (lambda: data.dirichlet(float("inf"), clients=3), "alpha is inf"),
+        (lambda: data.dirichlet(1, clients=3, balanced="no"), "balanced is 'no'"),
+        (lambda: data.by_quantity(3, law="pareto"), "law is 'pareto'"),
+        (lambda: data.by_quantity(3, spread=-1), "spread is -1"),
+        (lambda: data.by_quantity([4, 0, 4]), "client 1 would have 0 rows: a client with no samples"),
+        (lambda: data.by_quantity([]), "empty"),
+        (lambda: data.rule("iid"), "iid has to know how many clients: iid(20)"),
+        (lambda: data.rule("iid(n=3)"), "iid has no option 'n'; it has clients, seed"),
+        (lambda: data.rule("shards(2, client=3)"), "did you mean 'clients'?"),
+        (lambda: data.rule("iid(5, 3)"), "only the first, clients,"),
+        (lambda: data.rule("dirichlett(alpha=1,clients=3)"), "did you mean 'dirichlet'?"),
+        (lambda: labelled([0] * 12, data.iid(6)).clients.rows(99), "no client 99: their numbers are 0 to 5"),
+        (lambda: labelled([0] * 12, data.iid(6)).clients.rows(-1), "no client -1: their numbers are 0 to 5"),
+        (lambda: labelled([0, 1], "writer"), "have no columns"),
+        (lambda: labelled([0, 1], 3), "client is 3"),
+        (lambda: labelled([0] * 4, data.iid(5)).clients, "5 clients cannot share 4 rows"),
+        (lambda: labelled([0] * 4, data.by_quantity(5)).clients, "5 clients cannot share 4 rows"),
+        (lambda: labelled([0] * 4, data.by_quantity([1, 2])).clients, "add up to 3, and there are 4 rows"),
+        (lambda: labelled([0, 1] * 2, data.dirichlet(1, clients=5)).clients, "5 clients cannot share 4 rows"),
+        (lambda: labelled([0, 1] * 4, data.shards(3, clients=3)).clients, "9 shards cannot be cut from 8 rows"),
+        (lambda: labelled([0, 1, 2, 3], data.shards(1, clients=3, pure=True)).clients, "cannot hold 4 labels"),
+        (lambda: labelled([0] * 50 + [1], data.shards(2, clients=2, pure=True)).with_clients(None).clients, "client="),
+        (lambda: data.tensors(torch.zeros(4), client=data.shards(1, clients=2)).clients, "has none"),
+        (lambda: data.tensors(torch.zeros(4), torch.rand(4), client=data.shards(1, clients=2)).clients, "fractions"),
+        (
+            lambda: (
+                data.tensors(
+                    torch.zeros(4), torch.zeros(4, 2, dtype=torch.int64), client=data.dirichlet(1, clients=2)
+                ).clients
+            ),
+            "one whole number",
+        ),
+        (lambda: labelled([0] * 3, [1, 2]).clients, "has 2 ids, and there are 3 rows"),
+        (lambda: labelled([0] * 3, ["a", None, "b"]).clients, "null in row 1"),
+        (lambda: labelled([0] * 3, np.array([1.0, np.nan, 2.0])).clients, "null in row 1"),
+        (lambda: labelled([0] * 3, np.array([1.0, 1.5, 2.0])).clients, "whole numbers or text"),
+        (lambda: labelled([0] * 3, np.zeros((3, 2))).clients, "one for each row"),
+        (lambda: labelled([0] * 3, [1, "a", 2]).clients, "one for each row"),
+    ],
+)
 def test_bad_input(make: object, says: str) -> None:
     with pytest.raises(UserError) as caught:
         make()  # type: ignore[operator]
@@ -516,14 +590,17 @@ def test_bad_input(make: object, says: str) -> None:
     pickle.loads(pickle.dumps(caught.value))
 
 
-@pytest.mark.parametrize(("client", "more", "says"), [
-    ("wirter", {}, "did you mean 'writer'"),
-    ("maybe", {}, "maybe is null in row 612"),
-    ("share", {}, "whole numbers or text"),
-    (data.shards(1, clients=3), {"label": None}, "has none"),
-    (data.shards(1, clients=3), {"label": "gap", "on_invalid": "drop"}, "fractions"),
-    (data.iid(1001), {}, "1001 clients cannot share 1000 rows"),
-])
+@pytest.mark.parametrize(
+    ("client", "more", "says"),
+    [
+        ("wirter", {}, "did you mean 'writer'"),
+        ("maybe", {}, "maybe is null in row 612"),
+        ("share", {}, "whole numbers or text"),
+        (data.shards(1, clients=3), {"label": None}, "has none"),
+        (data.shards(1, clients=3), {"label": "gap", "on_invalid": "drop"}, "fractions"),
+        (data.iid(1001), {}, "1001 clients cannot share 1000 rows"),
+    ],
+)
 @pytest.mark.parametrize("mb", [64, 0.001])
 def test_bad_columns(written: Path, client: object, more: dict[str, object], says: str, mb: float) -> None:
     with pytest.raises(UserError) as caught:

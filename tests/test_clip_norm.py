@@ -9,18 +9,7 @@ from small_work import Small, distance, plain, train, vector
 from torch import nn
 
 import rayps
-from rayps import (
-    ADMM,
-    AllReduce,
-    DiLoCo,
-    Downpour,
-    FedAvg,
-    Hogwild,
-    Hybrid,
-    LocalSGD,
-    ParallelSGD,
-    ParameterServer,
-)
+from rayps import ADMM, AllReduce, DiLoCo, Downpour, FedAvg, Hogwild, Hybrid, LocalSGD, ParallelSGD, ParameterServer
 from rayps.errors import ConfigError
 
 EXACT = 1e-12
@@ -83,10 +72,20 @@ def test_servers_clip_each_push(strategy, optimizer):
     assert distance(law(work, 3), model) > 1e-6  # which is not the same as clipping their mean
 
 
-@pytest.mark.parametrize("strategy", [
-    *SERVED, ParameterServer(shards=2, staleness=2), ParameterServer(staleness=None), Hogwild(), LocalSGD(period=5),
-    ParallelSGD(), DiLoCo(period=4, outer_lr=1.0, outer_momentum=0.0), Downpour(shards=2),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        *SERVED,
+        ParameterServer(shards=2, staleness=2),
+        ParameterServer(staleness=None),
+        Hogwild(),
+        LocalSGD(period=5),
+        ParallelSGD(),
+        DiLoCo(period=4, outer_lr=1.0, outer_momentum=0.0),
+        Downpour(shards=2),
+    ],
+    ids=str,
+)
 def test_one_worker_is_plain_torch(strategy):
     work = Clipped(n=20, optimizer="momentum")
     model = law(work)

@@ -184,8 +184,10 @@ def test_outside_ray_the_surroundings_are_threads(monkeypatch):
     assert clusters.host_address() == "127.0.0.1"
 
 
-@pytest.mark.parametrize(("target", "words"), [
-    ("nowhere:X", "nowhere"), ("rayps.cluster:Nobody", "Nobody"), ("rayps.cluster:until", "not a class"), ("x", "x")])
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [("nowhere:X", "nowhere"), ("rayps.cluster:Nobody", "Nobody"), ("rayps.cluster:until", "not a class"), ("x", "x")],
+)
 def test_actor_classes_that_are_none(target, words):
     with pytest.raises(ConfigError, match=words):
         resolve(target)

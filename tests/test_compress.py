@@ -80,9 +80,16 @@ def test_what_is_not_finite_is_seen_and_not_remembered(name, bad):
     assert memory.residual.isfinite().all()
 
 
-@pytest.mark.parametrize(("name", "dtype", "most"), [
-    ("fp16", torch.float32, 65504.0), ("fp16", torch.bfloat16, 65536.0), ("bf16", torch.float64, None),
-    ("int8", torch.float64, None), ("top_k:1", torch.float64, None)])
+@pytest.mark.parametrize(
+    ("name", "dtype", "most"),
+    [
+        ("fp16", torch.float32, 65504.0),
+        ("fp16", torch.bfloat16, 65536.0),
+        ("bf16", torch.float64, None),
+        ("int8", torch.float64, None),
+        ("top_k:1", torch.float64, None),
+    ],
+)
 def test_finite_values_stay_finite(name, dtype, most):
     x = torch.tensor([torch.finfo(dtype).max, -torch.finfo(dtype).max, 1.0], dtype=dtype)
     back = there_and_back(name, x)

@@ -6,8 +6,9 @@ from small_work import Small, Watched, distance, kinds, plain, train
 from rayps import AllReduce, ParameterServer
 
 
-@pytest.mark.parametrize("strategy", [AllReduce(compression="int8"), ParameterServer(shards=2, compression="int8")],
-                         ids=str)
+@pytest.mark.parametrize(
+    "strategy", [AllReduce(compression="int8"), ParameterServer(shards=2, compression="int8")], ids=str
+)
 def test_in_step_everyone_goes_on_from_the_last_snapshot(strategy, request):
     work = Small(n=60, optimizer="momentum", pause=0.004, tag=request.node.name)
     cluster = Watched()
@@ -25,8 +26,9 @@ def test_out_of_step_the_others_go_on_and_encoded_pushes_are_said_again(victim, 
     work = Small(n=120, pause=0.004, tag=request.node.name)
     cluster = Watched()
     killer = cluster.kill_when(work.tag, 60, (victim, 1))
-    result = train(work, ParameterServer(shards=2, staleness=None, compression=compression), cluster, workers=3,
-                   epochs=3)
+    result = train(
+        work, ParameterServer(shards=2, staleness=None, compression=compression), cluster, workers=3, epochs=3
+    )
     killer.join()
     assert "restarted" not in kinds(result)
     assert kinds(result).count("replaced") == 1

@@ -22,9 +22,11 @@ from rayps_api.log_limit import LogLimit
 from service_site import Site
 
 HEADS = [  # what a silent connection has said: nothing, half a head, half a body
-    b"", b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Half: ",
+    b"",
+    b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Half: ",
     b"POST /api/v1/session HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-    b"Content-Length: 100\r\n\r\n{"]
+    b"Content-Length: 100\r\n\r\n{",
+]
 MOST = Limits(total=8, strangers=6, per_address=4)
 
 
@@ -43,7 +45,8 @@ def test_limits_leave_descriptors_for_the_service() -> None:
 @pytest.mark.parametrize("held", range(9))
 @pytest.mark.parametrize("addresses", ["one", "many"])
 def test_a_newcomer_takes_the_place_of_the_oldest_unknown_one_that_waits(
-        phase: Phase, known: bool, held: int, addresses: str) -> None:
+    phase: Phase, known: bool, held: int, addresses: str
+) -> None:
     there = [Held("a" if addresses == "one" else f"a{i}", 10.0, known, phase) for i in range(held)]
     found = admit("a", there, MOST, 20.0)
     most = MOST.total if known else MOST.per_address if addresses == "one" else MOST.strangers
@@ -65,18 +68,23 @@ def test_one_address_does_not_close_the_connections_of_another() -> None:
     assert admit("third", there, MOST, 20.0).closed is None
 
 
-@pytest.mark.parametrize(("held", "closed"), [
-    (Held("a", phase=Phase.HEADER, waited=10.1), True), (Held("a", phase=Phase.HEADER, waited=9.9), False),
-    (Held("a", phase=Phase.HEADER, waited=10.1, received=10**6), True),  # a head byte by byte
-    (Held("a", phase=Phase.BODY, silent=30.1, waited=30.1, received=10**6), True),
-    (Held("a", phase=Phase.BODY, silent=1.0, waited=40.0, received=9_000), True),  # 225 bytes/s
-    (Held("a", phase=Phase.BODY, silent=1.0, waited=40.0, received=11_000), False),
-    (Held("a", phase=Phase.BODY, silent=29.0, waited=7200.0, received=16 * 2**30), False),  # a large update
-    (Held("a", phase=Phase.IDLE, waited=15.1), True), (Held("a", phase=Phase.IDLE, waited=14.9), False),
-    (Held("a", phase=Phase.ANSWER, waited=7200.0, silent=7200.0), False),  # a stream
-    (Held("a", phase=Phase.WRITE, waited=7200.0, silent=59.0), False),
-    (Held("a", phase=Phase.WRITE, silent=61.0), True),
-])
+@pytest.mark.parametrize(
+    ("held", "closed"),
+    [
+        (Held("a", phase=Phase.HEADER, waited=10.1), True),
+        (Held("a", phase=Phase.HEADER, waited=9.9), False),
+        (Held("a", phase=Phase.HEADER, waited=10.1, received=10**6), True),  # a head byte by byte
+        (Held("a", phase=Phase.BODY, silent=30.1, waited=30.1, received=10**6), True),
+        (Held("a", phase=Phase.BODY, silent=1.0, waited=40.0, received=9_000), True),  # 225 bytes/s
+        (Held("a", phase=Phase.BODY, silent=1.0, waited=40.0, received=11_000), False),
+        (Held("a", phase=Phase.BODY, silent=29.0, waited=7200.0, received=16 * 2**30), False),  # a large update
+        (Held("a", phase=Phase.IDLE, waited=15.1), True),
+        (Held("a", phase=Phase.IDLE, waited=14.9), False),
+        (Held("a", phase=Phase.ANSWER, waited=7200.0, silent=7200.0), False),  # a stream
+        (Held("a", phase=Phase.WRITE, waited=7200.0, silent=59.0), False),
+        (Held("a", phase=Phase.WRITE, silent=61.0), True),
+    ],
+)
 @pytest.mark.parametrize("known", [False, True])
 def test_who_is_overdue(held: Held, closed: bool, known: bool) -> None:
     held.known = known
@@ -161,8 +169,10 @@ def test_an_answer_that_is_not_read_is_closed(tmp_path: Path) -> None:
         peer = socket.socket()
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         peer.connect(("127.0.0.1", site.port))
-        peer.sendall(f"GET /api/v1/stream?job={job} HTTP/1.1\r\nHost: 127.0.0.1\r\n"
-                     f"Authorization: Bearer {site.token}\r\n\r\n".encode())
+        peer.sendall(
+            f"GET /api/v1/stream?job={job} HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+            f"Authorization: Bearer {site.token}\r\n\r\n".encode()
+        )
         until(lambda: site.service.streams == 1)
         until(lambda: site.service.streams == 0)
         assert len(read_all(peer)) < 18_000_000
@@ -241,11 +251,15 @@ class Attack:
 
 @pytest.mark.parametrize("descriptors", [96, 256])
 def test_a_token_holder_is_answered_among_silent_connections_and_the_log_stays_small(
-        tmp_path: Path, descriptors: int) -> None:
+    tmp_path: Path, descriptors: int
+) -> None:
     state, log = tmp_path / "state", tmp_path / "service.log"
     with log.open("w") as file:
-        serve = subprocess.Popen([sys.executable, str(Path(__file__).with_name("serve_without_ray.py")), str(state),
-                                  str(descriptors)], stdout=file, stderr=file)
+        serve = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("serve_without_ray.py")), str(state), str(descriptors)],
+            stdout=file,
+            stderr=file,
+        )
     attack = None
     try:
         until(lambda: (state / "service.json").exists() or serve.poll() is not None)
@@ -258,8 +272,9 @@ def test_a_token_holder_is_answered_among_silent_connections_and_the_log_stays_s
             attack = Attack(int(url.rpartition(":")[2]), count=2 * descriptors, most=50_000)
             until(lambda: attack.opened > 2 * descriptors)
             for number in range(4):
-                answer = httpx2.post(f"{url}/api/v1/jobs", headers=head, timeout=60,
-                                     json={"workload": "a:B", "name": f"job-{number}"})
+                answer = httpx2.post(
+                    f"{url}/api/v1/jobs", headers=head, timeout=60, json={"workload": "a:B", "name": f"job-{number}"}
+                )
                 assert answer.status_code == 201, answer.text
             with httpx2.Client(base_url=url, headers=head, timeout=60) as client:
                 assert {client.get("/api/v1/jobs").status_code for _ in range(20)} == {200}

@@ -24,8 +24,9 @@ def joined(one, rank, **options):
     server = one.join(rank)
     server.close()
     links = [one.link(i, rank) for i in range(len(one.ranges))]
-    server = Server(rank, torch.float64, one.ranges, links, timeout=options.pop("timeout", 5.0), independent=True,
-                    **options)
+    server = Server(
+        rank, torch.float64, one.ranges, links, timeout=options.pop("timeout", 5.0), independent=True, **options
+    )
     one.servers.append(server)
     return server
 

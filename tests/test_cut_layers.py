@@ -49,8 +49,16 @@ def test_sequentials_are_taken_apart_and_others_are_not():
 
 
 def test_a_model_may_list_its_layers():
-    assert names(Listed()) == ["first", "blocks.0.0", "blocks.0.1", "blocks.1.0", "blocks.1.1", "blocks.2.0",
-                               "blocks.2.1", "last"]
+    assert names(Listed()) == [
+        "first",
+        "blocks.0.0",
+        "blocks.0.1",
+        "blocks.1.0",
+        "blocks.1.1",
+        "blocks.2.0",
+        "blocks.2.1",
+        "last",
+    ]
 
 
 def test_names_hold_for_a_part_whose_other_layers_are_gone():
@@ -60,15 +68,18 @@ def test_names_hold_for_a_part_whose_other_layers_are_gone():
     assert names(model) == ["first", "blocks.0.0", "blocks.0.1", "blocks.1", "blocks.2.0", "blocks.2.1", "last"]
 
 
-@pytest.mark.parametrize(("model", "why"), [
-    (nn.Linear(2, 2), "cannot cut Linear.*nn.Sequential"),
-    (nn.Transformer(8, 2, 1, 1, 8), "cannot cut Transformer"),
-    (nn.Sequential(), "no layers"),
-    (type("Mine", (nn.Sequential,), {"forward": lambda self, x: x})(nn.Tanh()), "forward.. of its own"),
-    (nn.Sequential(nn.Tanh(), Stash("a")), r"Unstash\('a'\) is in the model 0 times"),
-    (nn.Sequential(Unstash("a"), Stash("a")), "comes before its Stash"),
-    (nn.Sequential(Stash("a"), Stash("a"), Unstash("a")), "2 times"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        (nn.Linear(2, 2), "cannot cut Linear.*nn.Sequential"),
+        (nn.Transformer(8, 2, 1, 1, 8), "cannot cut Transformer"),
+        (nn.Sequential(), "no layers"),
+        (type("Mine", (nn.Sequential,), {"forward": lambda self, x: x})(nn.Tanh()), "forward.. of its own"),
+        (nn.Sequential(nn.Tanh(), Stash("a")), r"Unstash\('a'\) is in the model 0 times"),
+        (nn.Sequential(Unstash("a"), Stash("a")), "comes before its Stash"),
+        (nn.Sequential(Stash("a"), Stash("a"), Unstash("a")), "2 times"),
+    ],
+)
 def test_what_cannot_be_cut_says_the_way_out(model, why):
     with pytest.raises(WorkloadError, match=why):
         cut.layers(model)
@@ -178,8 +189,11 @@ def test_layers_called_twice_or_never_or_in_another_order():
     def other(self, x):
         return self.last(self.blocks[2](self.blocks[0](self.blocks[1](self.first(x)))))
 
-    for way, words in ((twice, "'blocks.1.0'.*calls it 2 times"), (never, "'blocks.2.0'.*calls it 0 times"),
-                       (other, "'blocks.0.0'.*calls 'blocks.1.0' in its place")):
+    for way, words in (
+        (twice, "'blocks.1.0'.*calls it 2 times"),
+        (never, "'blocks.2.0'.*calls it 0 times"),
+        (other, "'blocks.0.0'.*calls 'blocks.1.0' in its place"),
+    ):
         with pytest.raises(WorkloadError, match=words):
             check(Listed(way))
 
@@ -268,13 +282,16 @@ def test_what_the_loss_calls_the_model_with_and_what_it_makes_of_the_output():
     assert proxy.metrics(Work(), one, torch.ones(5, 2))["mean"].item() == 1
 
 
-@pytest.mark.parametrize(("loss", "why"), [
-    (lambda s, model, b: model(b.x[0]).mean() + sum(p.sum() for p in model.parameters()), r"model.parameters\(\)"),
-    (lambda s, model, b: model(model(b.x[0])).mean(), "more than once"),
-    (lambda s, model, b: model.head(b.x[0]).mean(), "model.head"),
-    (lambda s, model, b: model(b.x[0]), r"gave \(5, 2\)"),
-    (lambda s, model, b: model(b.x[0]).nothing(), "AttributeError"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("loss", "why"),
+    [
+        (lambda s, model, b: model(b.x[0]).mean() + sum(p.sum() for p in model.parameters()), r"model.parameters\(\)"),
+        (lambda s, model, b: model(model(b.x[0])).mean(), "more than once"),
+        (lambda s, model, b: model.head(b.x[0]).mean(), "model.head"),
+        (lambda s, model, b: model(b.x[0]), r"gave \(5, 2\)"),
+        (lambda s, model, b: model(b.x[0]).nothing(), "AttributeError"),
+    ],
+)
 def test_a_loss_that_a_pipeline_cannot_run(loss, why):
     work = type("Other", (Work,), {"loss": loss})()
     with pytest.raises(WorkloadError, match=why):

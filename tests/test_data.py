@@ -51,8 +51,13 @@ def laws(source: Data, rows: int, size: int, start: int) -> None:
         assert {batch.x.shape[1:] for batch in batches} == {batches[0].x.shape[1:]}
 
 
-@given(rows=st.integers(1, 200), size=st.integers(1, 7), batch=st.integers(1, 40), start=st.integers(0, 9),
-       shuffle=st.booleans())
+@given(
+    rows=st.integers(1, 200),
+    size=st.integers(1, 7),
+    batch=st.integers(1, 40),
+    start=st.integers(0, 9),
+    shuffle=st.booleans(),
+)
 @settings(max_examples=100, deadline=None)
 def test_tensors_keep_the_laws(rows: int, size: int, batch: int, start: int, shuffle: bool) -> None:
     x = torch.arange(rows).reshape(-1, 1).double()
@@ -84,13 +89,16 @@ def write(path: Path, first: int, rows: int, *, group: int = 1000, width: int = 
     pq.write_table(table, path, row_group_size=group, write_page_checksum=True)
 
 
-@given(size=st.integers(1, 7), batch=st.integers(1, 70), start=st.integers(0, 30), shuffle=st.booleans(),
-       window=st.sampled_from([64.0, 0.005, 0.001, 0.0001]))
+@given(
+    size=st.integers(1, 7),
+    batch=st.integers(1, 70),
+    start=st.integers(0, 30),
+    shuffle=st.booleans(),
+    window=st.sampled_from([64.0, 0.005, 0.001, 0.0001]),
+)
 @settings(max_examples=40, deadline=None)
-def test_parquet_keeps_the_laws(folder: Path, size: int, batch: int, start: int, shuffle: bool,
-                                window: float) -> None:
-    source = data.parquet(folder, features="x", label="y", batch_size=batch, shuffle=shuffle,
-                          window_mb=window)
+def test_parquet_keeps_the_laws(folder: Path, size: int, batch: int, start: int, shuffle: bool, window: float) -> None:
+    source = data.parquet(folder, features="x", label="y", batch_size=batch, shuffle=shuffle, window_mb=window)
     laws(source, 1000, size, start)
     for batches in epoch(source, size):
         assert all((batch.x == batch.y[:, None]).all() for batch in batches)
@@ -101,6 +109,7 @@ def test_parquet_depends_on_seed_and_epoch_and_nothing_else(folder: Path, window
     def one(**how: int) -> list[list[int]]:
         source = data.parquet(folder, features="x", label="y", window_mb=window)
         return [ids(batches) for batches in epoch(pickle.loads(pickle.dumps(source)), 3, **how)]
+
     assert one(seed=1, number=2) == one(seed=1, number=2)
     assert one(seed=1, number=2) != one(seed=1, number=3)
     assert one(seed=1, number=2) != one(seed=2, number=2)
@@ -172,12 +181,20 @@ def test_a_set_four_times_the_memory_limit_streams(tmp_path: Path) -> None:
     schema = pa.schema({"x": pa.list_(pa.float32(), width), "y": pa.int64()})
     with pq.ParquetWriter(path, schema) as writer:  # 4 x 64 MiB, in row groups of 16 MiB
         for first in range(0, 4 * rows, 4096):
-            part = values[first % rows:first % rows + 4096]
-            writer.write_table(pa.table([pa.FixedSizeListArray.from_arrays(part.ravel(), width),
-                                         np.arange(first, first + 4096)], schema=schema))
+            part = values[first % rows : first % rows + 4096]
+            writer.write_table(
+                pa.table(
+                    [pa.FixedSizeListArray.from_arrays(part.ravel(), width), np.arange(first, first + 4096)],
+                    schema=schema,
+                )
+            )
     write(small, 0, 50, group=10, width=width)
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(FLAT), str(path), str(small)], text=True,
-                          capture_output=True, env={**os.environ, **HONEST})
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(FLAT), str(path), str(small)],
+        text=True,
+        capture_output=True,
+        env={**os.environ, **HONEST},
+    )
     assert done.stdout.split() == [str(2 * rows), str(2 * rows)], done.stderr
 
 
@@ -185,16 +202,25 @@ def test_a_set_four_times_the_memory_limit_streams(tmp_path: Path) -> None:
 
 
 def one_batch(path: Path, **how: object) -> Batch:
-    return next(data.parquet(path, batch_size=100, shuffle=False, **how)  # type: ignore[arg-type]
-                .batches(rank=0, size=1, seed=0, epoch=0))
+    return next(
+        data.parquet(path, batch_size=100, shuffle=False, **how).batches(rank=0, size=1, seed=0, epoch=0)  # type: ignore[arg-type]
+    )
 
 
 def test_columns_of_numbers_are_stacked(tmp_path: Path) -> None:
     path = tmp_path / "flat.parquet"
-    pq.write_table(pa.table({
-        "a": pa.array([1, 2, 3], pa.int16()), "late": [True, False, True], "b": [0.5, 1.5, 2.5],
-        "d": pa.array([1, 2, 3]).cast(pa.decimal128(22, 2)),
-        "k": pa.array([7, 7, 9]).dictionary_encode()}), path)
+    pq.write_table(
+        pa.table(
+            {
+                "a": pa.array([1, 2, 3], pa.int16()),
+                "late": [True, False, True],
+                "b": [0.5, 1.5, 2.5],
+                "d": pa.array([1, 2, 3]).cast(pa.decimal128(22, 2)),
+                "k": pa.array([7, 7, 9]).dictionary_encode(),
+            }
+        ),
+        path,
+    )
     batch = one_batch(path, features=["b", "a", "late", "d", "k"], label="late")
     assert batch.x.dtype == torch.float32 and batch.y.dtype == torch.int64
     assert batch.x.tolist() == [[0.5, 1, 1, 1, 7], [1.5, 2, 0, 2, 7], [2.5, 3, 1, 3, 9]]
@@ -217,13 +243,16 @@ def test_lists_of_pixels(tmp_path: Path, kind: pa.DataType) -> None:
 
 def test_any_file_system(tmp_path: Path) -> None:
     import fsspec
+
     write(tmp_path / "rows.parquet", 0, 10)
     memory = fsspec.filesystem("memory")
     memory.pipe_file("/bucket/rows.parquet", (tmp_path / "rows.parquet").read_bytes())
     below = pafs.SubTreeFileSystem(str(tmp_path), pafs.LocalFileSystem())
-    for source in (data.parquet("rows.parquet", filesystem=below, features="x", label="y"),
-                   data.parquet("/bucket", filesystem=memory, features="x", label="y"),
-                   data.parquet((tmp_path / "rows.parquet").as_uri(), features="x", label="y")):
+    for source in (
+        data.parquet("rows.parquet", filesystem=below, features="x", label="y"),
+        data.parquet("/bucket", filesystem=memory, features="x", label="y"),
+        data.parquet((tmp_path / "rows.parquet").as_uri(), features="x", label="y"),
+    ):
         source.check()
         laws(source, 10, 2, 0)
 
@@ -239,8 +268,7 @@ def test_a_relative_path_keeps_its_meaning(tmp_path: Path, monkeypatch: pytest.M
 # ------------------------------------------------------------------------------------------ bad input
 
 
-def refused(path: Path | str, *words: str, features: object = "x", label: str | None = "y",
-            **how: object) -> DataError:
+def refused(path: Path | str, *words: str, features: object = "x", label: str | None = "y", **how: object) -> DataError:
     with pytest.raises(DataError) as caught:
         source = data.parquet(path, features=features, label=label, **how)  # type: ignore[arg-type]
         source.check()
@@ -265,10 +293,10 @@ def damaged(good: bytes) -> dict[str, tuple[bytes, str]]:
         "magic only": (b"PAR1", "not a Parquet file"),
         "text": (b"pixels,digit\n1,2\n3,4\n", "not a Parquet file"),
         "no footer": (good[:-100], "not a Parquet file"),
-        "half": (good[:len(good) // 2], "not a Parquet file"),
+        "half": (good[: len(good) // 2], "not a Parquet file"),
         "footer length": (good[:-8] + (2**31 - 1).to_bytes(4, "little") + b"PAR1", "footer"),
         "footer zeroed": (good[:-60] + bytes(52) + good[-8:], "footer is damaged"),
-        "footer's front zeroed": (good[:-8 - footer] + bytes(40) + good[40 - 8 - footer:], "cannot be read"),
+        "footer's front zeroed": (good[: -8 - footer] + bytes(40) + good[40 - 8 - footer :], "cannot be read"),
         "front missing": (good[:4] + good[2000:], ""),
         "encrypted": (good[:-4] + b"PARE", "encrypted"),
         "bit flip": (bytes(middle), "row group"),
@@ -295,12 +323,18 @@ def test_what_is_not_there(tmp_path: Path) -> None:
         data.parquet([], features="x")
 
 
-@pytest.mark.parametrize(("name", "words"), [
-    ("rows.csv", ["CSV is not read", "write_table(pyarrow.csv.read_csv(FILE)"]),
-    ("rows.csv.gz", ["CSV is not read"]), ("rows.TSV", ["CSV is not read"]),
-    ("rows.jsonl", ["JSON", "pyarrow.json.read_json"]), ("rows.feather", ["Feather", "pyarrow.feather.read_table"]),
-    ("rows.npy", ["NumPy", "rayps.data.tensors(x, y)"]), ("rows.xlsx", ["Excel", "rayps.data.dataset"]),
-])
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("rows.csv", ["CSV is not read", "write_table(pyarrow.csv.read_csv(FILE)"]),
+        ("rows.csv.gz", ["CSV is not read"]),
+        ("rows.TSV", ["CSV is not read"]),
+        ("rows.jsonl", ["JSON", "pyarrow.json.read_json"]),
+        ("rows.feather", ["Feather", "pyarrow.feather.read_table"]),
+        ("rows.npy", ["NumPy", "rayps.data.tensors(x, y)"]),
+        ("rows.xlsx", ["Excel", "rayps.data.dataset"]),
+    ],
+)
 def test_a_file_of_another_format_is_refused_at_once(tmp_path: Path, name: str, words: list[str]) -> None:
     (tmp_path / name).write_text("x,y\n1,2\n3,4\n")
     for path in (tmp_path / name, [tmp_path / name], str(tmp_path / name)):
@@ -342,9 +376,15 @@ class RayData:
         raise AttributeError("Use `ds.count()` to compute the length of a distributed Dataset.")
 
 
-@pytest.mark.parametrize("make", [
-    data.dataset, data.tensors, lambda given: data.tensors(torch.zeros(3, 1), given),
-    lambda given: data.parquet(given, features="x")])
+@pytest.mark.parametrize(
+    "make",
+    [
+        data.dataset,
+        data.tensors,
+        lambda given: data.tensors(torch.zeros(3, 1), given),
+        lambda given: data.parquet(given, features="x"),
+    ],
+)
 def test_ray_data_is_refused_at_once(make: Callable[[object], object]) -> None:
     with pytest.raises(DataError, match=r"Ray Data RayData cannot be read: write it once by\nds.write_parquet"):
         make(type("RayData", (RayData,), {"__module__": "tests"})())
@@ -374,10 +414,17 @@ def test_schemas_that_differ(tmp_path: Path) -> None:
     assert refused(tmp_path, "c.parquet", "'y'", "double", "int64").data["column"] == "y"
 
 
-@pytest.mark.parametrize(("column", "word"), [
-    (pa.array(["cat", "dog"]), "factorize"), (pa.array(["a", "b"]).dictionary_encode(), "factorize"),
-    (pa.array([0, 1], pa.timestamp("s")), "convert"), (pa.nulls(2), "convert"),
-    (pa.array([{"a": 1}, {"a": 2}]), "numbers"), (pa.array([[[1]], [[2]]]), "numbers")])
+@pytest.mark.parametrize(
+    ("column", "word"),
+    [
+        (pa.array(["cat", "dog"]), "factorize"),
+        (pa.array(["a", "b"]).dictionary_encode(), "factorize"),
+        (pa.array([0, 1], pa.timestamp("s")), "convert"),
+        (pa.nulls(2), "convert"),
+        (pa.array([{"a": 1}, {"a": 2}]), "numbers"),
+        (pa.array([[[1]], [[2]]]), "numbers"),
+    ],
+)
 def test_columns_that_are_no_numbers(tmp_path: Path, column: pa.Array, word: str) -> None:
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.table({"x": column, "y": [0, 1]}), path)
@@ -385,15 +432,22 @@ def test_columns_that_are_no_numbers(tmp_path: Path, column: pa.Array, word: str
     refused(path, "'x'", features="y", label="x")
 
 
-@pytest.mark.parametrize(("column", "row", "reason"), [
-    (pa.array([1.0, float("nan"), None]), 1, "is NaN"), (pa.array([1.0, 2.0, None]), 2, "is null"),
-    (pa.array([1.0, float("-inf"), 1.0]), 1, "-inf"), (pa.array([1.0, 1.0, 1e300]), 2, "not finite"),
-    (pa.array([1, None, 1]), 1, "is null"), (pa.array([True, None, True]), 1, "is null"),
-    (pa.array([[1.0, 2.0], [1.0, 2.0], [float("nan"), 1.0]]), 2, "is NaN at place 0"),
-    (pa.array([[1, 2], [1, None], [1, 2]]), 1, "is null at place 1"),
-    (pa.array([[1.0, 2.0], None, [1.0, 2.0]]), 1, "is null"),
-    (pa.array([[1, 2], None, [1, 2]], pa.list_(pa.uint8(), 2)), 1, "is null"),
-    (pa.array([[1.0, 2.0], [1.0, 2.0], [1.0]]), 2, "has 1 values where others have 2")])
+@pytest.mark.parametrize(
+    ("column", "row", "reason"),
+    [
+        (pa.array([1.0, float("nan"), None]), 1, "is NaN"),
+        (pa.array([1.0, 2.0, None]), 2, "is null"),
+        (pa.array([1.0, float("-inf"), 1.0]), 1, "-inf"),
+        (pa.array([1.0, 1.0, 1e300]), 2, "not finite"),
+        (pa.array([1, None, 1]), 1, "is null"),
+        (pa.array([True, None, True]), 1, "is null"),
+        (pa.array([[1.0, 2.0], [1.0, 2.0], [float("nan"), 1.0]]), 2, "is NaN at place 0"),
+        (pa.array([[1, 2], [1, None], [1, 2]]), 1, "is null at place 1"),
+        (pa.array([[1.0, 2.0], None, [1.0, 2.0]]), 1, "is null"),
+        (pa.array([[1, 2], None, [1, 2]], pa.list_(pa.uint8(), 2)), 1, "is null"),
+        (pa.array([[1.0, 2.0], [1.0, 2.0], [1.0]]), 2, "has 1 values where others have 2"),
+    ],
+)
 def test_a_bad_value_is_named(tmp_path: Path, column: pa.Array, row: int, reason: str) -> None:
     path = tmp_path / "rows.parquet"
     count = 2000
@@ -449,9 +503,16 @@ def test_a_footer_that_lies_about_rows(tmp_path: Path) -> None:
 def test_extension_types_never_run_code(tmp_path: Path, name: str, column: str) -> None:
     canary = tmp_path / "canary"
     payload = b"cbuiltins\nopen\n(S'" + str(canary).encode() + b"'\nS'w'\ntR."
-    fields = [pa.field(key, pa.float64(), metadata={
-        b"ARROW:extension:name": name.encode(), b"ARROW:extension:metadata": payload}
-        if key == column else None) for key in ("x", "y", "other")]
+    fields = [
+        pa.field(
+            key,
+            pa.float64(),
+            metadata={b"ARROW:extension:name": name.encode(), b"ARROW:extension:metadata": payload}
+            if key == column
+            else None,
+        )
+        for key in ("x", "y", "other")
+    ]
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.table([[1.0], [1.0], [1.0]], schema=pa.schema(fields)), path)
     refused(path, "rows.parquet", "extension types")
@@ -459,9 +520,16 @@ def test_extension_types_never_run_code(tmp_path: Path, name: str, column: str) 
 
 
 def test_an_option_that_cannot_be(folder: Path) -> None:
-    for how in ({"batch_size": 0}, {"batch_size": True}, {"on_invalid": "fill"}, {"window_mb": 0},
-                {"dtype": "str"}, {"label_dtype": "int3"}, {"features": []},
-                {"dtype": "int64", "scale": 2.0}):
+    for how in (
+        {"batch_size": 0},
+        {"batch_size": True},
+        {"on_invalid": "fill"},
+        {"window_mb": 0},
+        {"dtype": "str"},
+        {"label_dtype": "int3"},
+        {"features": []},
+        {"dtype": "int64", "scale": 2.0},
+    ):
         with pytest.raises(ConfigError):
             data.parquet(folder, **{"features": "x", **how})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="rank 2 of 2"):
@@ -477,9 +545,12 @@ def test_values_that_do_not_fit(tmp_path: Path) -> None:
 
 
 def test_tensors_that_cannot_be() -> None:
-    for x, y, word in ((torch.zeros(0, 2), None, "no rows"), (torch.zeros(3), torch.zeros(2), "3 rows"),
-                       (torch.tensor([[0.0], [float("nan")]]), None, "row 1"),
-                       (torch.zeros(2), torch.tensor([1.0, float("inf")]), "y has NaN or infinity in row 1")):
+    for x, y, word in (
+        (torch.zeros(0, 2), None, "no rows"),
+        (torch.zeros(3), torch.zeros(2), "3 rows"),
+        (torch.tensor([[0.0], [float("nan")]]), None, "row 1"),
+        (torch.zeros(2), torch.tensor([1.0, float("inf")]), "y has NaN or infinity in row 1"),
+    ):
         with pytest.raises(DataError, match=word):
             data.tensors(x, y).check()
     with pytest.raises(DataError, match="is list"):

@@ -56,14 +56,20 @@ class Quadratic(rayps.Workload):
 
 
 STRATEGIES = [
-    AllReduce(), ParameterServer(shards=2), ParameterServer(shards=2, staleness=2), ParameterServer(staleness=None),
-    ParameterServer(shards=2, staleness=2, replicas=0), ParameterServer(shards=2, staleness=None, replicas=1),
-    Downpour(n_push=1, n_fetch=1), Downpour(n_push=4, n_fetch=4, shards=2),
+    AllReduce(),
+    ParameterServer(shards=2),
+    ParameterServer(shards=2, staleness=2),
+    ParameterServer(staleness=None),
+    ParameterServer(shards=2, staleness=2, replicas=0),
+    ParameterServer(shards=2, staleness=None, replicas=1),
+    Downpour(n_push=1, n_fetch=1),
+    Downpour(n_push=4, n_fetch=4, shards=2),
 ]
 
 
 CASES = [(strategy, "sgd") for strategy in STRATEGIES] + [
-    (strategy, kind) for strategy in (STRATEGIES[3], STRATEGIES[4], STRATEGIES[7]) for kind in KINDS if kind != "sgd"]
+    (strategy, kind) for strategy in (STRATEGIES[3], STRATEGIES[4], STRATEGIES[7]) for kind in KINDS if kind != "sgd"
+]
 
 
 @pytest.mark.parametrize(("strategy", "kind"), CASES, ids=str)
@@ -110,8 +116,10 @@ MADE = {
     "rmsprop": (lambda decay: lambda p: RMSprop(p, lr=0.01, weight_decay=decay), True),
     "sgdw": (lambda decay: lambda p: SGDW(p, lr=0.1, weight_decay=decay), True),
     "adamw": (lambda decay: lambda p: AdamW(p, lr=0.1, weight_decay=decay), False),
-    "nadamw": (lambda decay: lambda p: torch.optim.NAdam(
-        p, lr=0.1, weight_decay=decay, decoupled_weight_decay=True), False),
+    "nadamw": (
+        lambda decay: lambda p: torch.optim.NAdam(p, lr=0.1, weight_decay=decay, decoupled_weight_decay=True),
+        False,
+    ),
     "lion": (lambda decay: lambda p: Lion(p, lr=0.1, weight_decay=decay), False),
 }
 
@@ -128,8 +136,15 @@ def test_a_server_is_torchs_optimizer_on_the_sequence_of_pushes(name, servers):
     slow = made(DECAY / WORKERS if scaled else DECAY)([law])
     cluster = LocalCluster()
     try:
-        with rayps.ServerGroup(numbers(0, 10), staleness=None, workers=WORKERS, optimizer=made(DECAY), timeout=60.0,
-                               cluster=cluster, **servers) as shared:
+        with rayps.ServerGroup(
+            numbers(0, 10),
+            staleness=None,
+            workers=WORKERS,
+            optimizer=made(DECAY),
+            timeout=60.0,
+            cluster=cluster,
+            **servers,
+        ) as shared:
             ranks = [shared.join(rank) for rank in range(WORKERS)]
             for push in range(12):
                 law.grad = numbers(push + 1, 10) / WORKERS
@@ -151,8 +166,9 @@ def test_a_row_that_all_workers_touch_is_decayed_as_if_it_were_dense(name):
     slow = made(DECAY / WORKERS if scaled else DECAY)([law])
     cluster = LocalCluster()
     try:
-        with rayps.ServerGroup(numbers(0, 4, 3), staleness=None, workers=WORKERS, optimizer=made(DECAY),
-                               cluster=cluster) as shared:
+        with rayps.ServerGroup(
+            numbers(0, 4, 3), staleness=None, workers=WORKERS, optimizer=made(DECAY), cluster=cluster
+        ) as shared:
             ranks = [shared.server(rank) for rank in range(WORKERS)]
             for push in range(8):
                 law.grad = numbers(push + 1, 4, 3) / WORKERS
@@ -220,7 +236,8 @@ def test_a_copy_of_a_table_decays_as_its_primary():
 def test_which_decay_is_left_whole():
     layout = Layout.of([("w", torch.zeros(4, 3, dtype=torch.float64))])
     assert {name: not optim.decays_alone(made(DECAY), layout) for name, (made, _) in MADE.items()} == {
-        name: scaled for name, (_, scaled) in MADE.items()}
+        name: scaled for name, (_, scaled) in MADE.items()
+    }
 
 
 def test_a_step_leaves_the_groups_as_they_were():
@@ -234,8 +251,9 @@ def test_a_step_leaves_the_groups_as_they_were():
 def test_a_group_warns_of_steps_that_ignore_the_scale(name, warned, caplog):
     cluster = LocalCluster()
     try:
-        with rayps.ServerGroup(numbers(0, 4), staleness=None, workers=2, optimizer=MADE[name][0](DECAY),
-                               cluster=cluster):
+        with rayps.ServerGroup(
+            numbers(0, 4), staleness=None, workers=2, optimizer=MADE[name][0](DECAY), cluster=cluster
+        ):
             pass
     finally:
         cluster.close()

@@ -21,11 +21,20 @@ USERS = WorkloadError("loss() raised ValueError")
 NAN = TrainingError("the loss became nan", rank=0, round=3)
 
 FINISHED = [frozenset(), frozenset({"worker-0"}), frozenset({"worker-0", "worker-1"})]
-ERRORS = [(), (("worker-0", LOST),), (("worker-0", SLOW),), (("worker-0", STALE),), (("worker-0", USERS),),
-          (("worker-0", LOST), ("worker-1", NAN))]
+ERRORS = [
+    (),
+    (("worker-0", LOST),),
+    (("worker-0", SLOW),),
+    (("worker-0", STALE),),
+    (("worker-0", USERS),),
+    (("worker-0", LOST), ("worker-1", NAN)),
+]
 DEAD = [(), (("worker-1", "killed"),), (("shard-0", "killed"),), (("worker-1", "killed"), ("shard-0", "gone"))]
-EVERY = list(itertools.product(FINISHED, ERRORS, DEAD, [0.0, GRACE_SECONDS], [0, 2, 3], [True, False], [True, False],
-                               [True, False]))
+EVERY = list(
+    itertools.product(
+        FINISHED, ERRORS, DEAD, [0.0, GRACE_SECONDS], [0, 2, 3], [True, False], [True, False], [True, False]
+    )
+)
 
 
 def law(facts):
@@ -109,7 +118,8 @@ def test_failures_are_bounded(limit):
 
 
 @pytest.mark.parametrize(
-    ("why", "told"), [("", "no reason given"), ("one\ntwo", "(one)"), ("x" * 500, "x" * 197 + "...")])
+    ("why", "told"), [("", "no reason given"), ("one\ntwo", "(one)"), ("x" * 500, "x" * 197 + "...")]
+)
 def test_reasons_are_short(why, told):
     decision = decide(Facts(2, dead=(("worker-0", why),)))
     assert told in decision.reason

@@ -97,7 +97,7 @@ def test_a_removal_that_was_cut_off_is_completed(site: Site, monkeypatch: pytest
 
 
 def test_the_client_and_the_command_line_delete(
-    site: Site, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    site: Site, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RAYPS_URL", site.url)
     monkeypatch.setenv("RAYPS_STATE_DIR", str(site.settings.state_dir))

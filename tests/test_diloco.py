@@ -49,16 +49,20 @@ def law(work, workers, strategy, epochs=1):
     return loop
 
 
-@pytest.mark.parametrize(("workers", "strategy", "optimizer", "n"), [
-    (1, DiLoCo(period=4), "adam", 30),
-    (2, DiLoCo(period=4), "adam", 44),
-    (3, DiLoCo(period=5, outer_lr=0.3, outer_momentum=0.5, momentum="average"), "momentum", 50),
-    (3, DiLoCo(period=7, momentum="reset", outer_momentum=0.0), "adam", 50),
-    (2, DiLoCo(period=4, overlap=1), "momentum", 44),
-    (3, DiLoCo(period=5, overlap=4), "adam", 50),
-    (2, DiLoCo(period=100, overlap=7), "sgd", 44),
-    (2, DiLoCo(period=1), "sgd", 44),
-], ids=str)
+@pytest.mark.parametrize(
+    ("workers", "strategy", "optimizer", "n"),
+    [
+        (1, DiLoCo(period=4), "adam", 30),
+        (2, DiLoCo(period=4), "adam", 44),
+        (3, DiLoCo(period=5, outer_lr=0.3, outer_momentum=0.5, momentum="average"), "momentum", 50),
+        (3, DiLoCo(period=7, momentum="reset", outer_momentum=0.0), "adam", 50),
+        (2, DiLoCo(period=4, overlap=1), "momentum", 44),
+        (3, DiLoCo(period=5, overlap=4), "adam", 50),
+        (2, DiLoCo(period=100, overlap=7), "sgd", 44),
+        (2, DiLoCo(period=1), "sgd", 44),
+    ],
+    ids=str,
+)
 def test_it_is_the_loop(workers, strategy, optimizer, n):
     work = Small(n=n, optimizer=optimizer)
     loop = law(work, workers, strategy, epochs=2)
@@ -138,9 +142,23 @@ def test_it_is_read_and_written():
     assert parse(wire(parse("diloco:period=7")))[0].strategy == DiLoCo(7)
 
 
-@pytest.mark.parametrize("given", ["period=0", "period=none", "outer_lr=0", "outer_lr=nan", "outer_momentum=1",
-                                   "outer_momentum=-0.1", "overlap=50", "overlap=true", "buckets=0", "compression=gz",
-                                   "momentum=none", "buffers=average,outer_lr=x"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        "period=0",
+        "period=none",
+        "outer_lr=0",
+        "outer_lr=nan",
+        "outer_momentum=1",
+        "outer_momentum=-0.1",
+        "overlap=50",
+        "overlap=true",
+        "buckets=0",
+        "compression=gz",
+        "momentum=none",
+        "buffers=average,outer_lr=x",
+    ],
+)
 def test_bad_options(given):
     with pytest.raises(ConfigError) as caught:
         parse(f"diloco:{given}")

@@ -93,8 +93,12 @@ def test_one_replica_is_the_appendix_step_by_step(shards, n_push, n_fetch, optim
     assert distance(result.model(), appendix(work, n_push, n_fetch, adagrad, epochs=2)) < EXACT
 
 
-SPLITS = [(Pipeline(stages=2, micro_batches=1), 2), (Pipeline(stages=3, micro_batches=2), 3),
-          (TensorParallel(size=2), 2), (Pipeline(stages=2, micro_batches=2, stage=TensorParallel(size=2)), 4)]
+SPLITS = [
+    (Pipeline(stages=2, micro_batches=1), 2),
+    (Pipeline(stages=3, micro_batches=2), 3),
+    (TensorParallel(size=2), 2),
+    (Pipeline(stages=2, micro_batches=2, stage=TensorParallel(size=2)), 4),
+]
 
 
 @pytest.mark.parametrize("shards", [1, 2, 5])
@@ -157,8 +161,17 @@ def test_the_bytes_are_the_formula(n_push, n_fetch):
 def tally(strategy, arm, epochs=2, every=3):
     cluster = ProcessCluster(arm)
     try:
-        result = rayps.train(Tally(1), strategy=strategy, workers=3, epochs=epochs, cluster=cluster,
-                             checkpoint_every=every, progress=False, timeout=60.0, max_failures=9)
+        result = rayps.train(
+            Tally(1),
+            strategy=strategy,
+            workers=3,
+            epochs=epochs,
+            cluster=cluster,
+            checkpoint_every=every,
+            progress=False,
+            timeout=60.0,
+            max_failures=9,
+        )
     finally:
         cluster.close()
     return result, result.snapshot.params
@@ -168,16 +181,25 @@ def tally(strategy, arm, epochs=2, every=3):
 @pytest.mark.parametrize(("n_push", "n_fetch"), [(1, 1), (2, 3), (5, 2), (100, 100)])
 def test_every_gradient_is_in_a_push_once(n_push, n_fetch, every):
     work = Tally(1)
-    result = train(work, Downpour(n_push=n_push, n_fetch=n_fetch, shards=2), workers=3, epochs=2,
-                   checkpoint_every=every)
+    result = train(
+        work, Downpour(n_push=n_push, n_fetch=n_fetch, shards=2), workers=3, epochs=2, checkpoint_every=every
+    )
     assert torch.equal(result.snapshot.params, torch.full_like(result.snapshot.params, 2.0))
     assert result.snapshot.positions == [24, 24, 24]
 
 
-PLACES = [(kind, place) for kind, places in {
-    "ShardActor": ["shard: applied, not acknowledged", "shard: acknowledged, not saved", "shard: saved, not collected"],
-    "WorkerActor": ["worker: between shards", "worker: pushed, not heard", "worker: acknowledged"]}.items()
-    for place in places]
+PLACES = [
+    (kind, place)
+    for kind, places in {
+        "ShardActor": [
+            "shard: applied, not acknowledged",
+            "shard: acknowledged, not saved",
+            "shard: saved, not collected",
+        ],
+        "WorkerActor": ["worker: between shards", "worker: pushed, not heard", "worker: acknowledged"],
+    }.items()
+    for place in places
+]
 
 
 @pytest.mark.chaos
@@ -201,10 +223,14 @@ def test_several_deaths(round_):
     seed = random.getrandbits(32)
     print("seed", seed)
     chance = random.Random(seed)
-    arm = {(kind, i): f"{place}={chance.randint(2, 9)}"
-           for kind, i, place in (("ShardActor", 0, "shard: applied, not acknowledged"),
-                                  ("ShardActor", 1, "shard: acknowledged, not saved"),
-                                  ("WorkerActor", chance.randrange(3), "worker: pushed, not heard"))}
+    arm = {
+        (kind, i): f"{place}={chance.randint(2, 9)}"
+        for kind, i, place in (
+            ("ShardActor", 0, "shard: applied, not acknowledged"),
+            ("ShardActor", 1, "shard: acknowledged, not saved"),
+            ("WorkerActor", chance.randrange(3), "worker: pushed, not heard"),
+        )
+    }
     result, slots = tally(Downpour(n_push=chance.choice([1, 2, 3]), n_fetch=chance.choice([1, 2]), shards=2), arm)
     assert len(died(result)) >= 2, (arm, result.events)
     lost = sum(event["pushes"] for event in result.events if event["kind"] == "lost")
@@ -234,8 +260,18 @@ def test_a_resumed_run_goes_on_whatever_was_pushed_last(tmp_path, at):
 
 def test_a_round_that_is_made_again_is_not_reported_again():
     rounds = Rounds(2, 1, "downpour")
-    point = {"kind": "round", "epoch": 0, "loss": 1.0, "samples": 3, "seconds": 0.1, "compute": 0.1, "wait": 0.0,
-             "move": 0.0, "bytes": 8, "lead": 0}
+    point = {
+        "kind": "round",
+        "epoch": 0,
+        "loss": 1.0,
+        "samples": 3,
+        "seconds": 0.1,
+        "compute": 0.1,
+        "wait": 0.0,
+        "move": 0.0,
+        "bytes": 8,
+        "lead": 0,
+    }
     points = [{**point, "round": r, "rank": k} for r, k in [(0, 0), (0, 1), (1, 0), (1, 1), (2, 1)]]
     assert [p["samples"] for p in rounds.add(points)] == [6, 6]
     again = [{**point, "round": r, "rank": 1} for r in (1, 2, 3)]
@@ -262,8 +298,11 @@ class Ordered(Small):
         return nn.Linear(1, 1).double()
 
     def data(self):
-        return rayps.data.tensors(torch.arange(self.n, dtype=torch.float64)[:, None] / self.n,
-                                  torch.zeros(self.n, 1, dtype=torch.float64), batch_size=self.batch)
+        return rayps.data.tensors(
+            torch.arange(self.n, dtype=torch.float64)[:, None] / self.n,
+            torch.zeros(self.n, 1, dtype=torch.float64),
+            batch_size=self.batch,
+        )
 
     def loss(self, model, batch):
         if torch.is_grad_enabled():
@@ -299,12 +338,30 @@ def test_a_warm_start_whose_replica_dies_goes_on():
 def test_who_waits_for_a_silent_replica_says_whom():
     layout = rayps.flat.Layout.of([("w", torch.empty(6, dtype=torch.float64))])
     with Listener("shard-0", b"s" * 32, 1) as listener:
-        loop = ShardLoop(Shard(0, layout, 0, 6, params=torch.zeros(6, dtype=torch.float64),
-                               factory=lambda p: torch.optim.SGD(p, lr=1.0), strategy=Downpour(warm_start=4),
-                               start=[0, 0], boundary=Boundary(0, -1)), listener)
-        servers = [Server(rank, torch.float64, [(0, 6)],
-                          [connect(listener.address, name=f"worker-{rank}", secret=b"s" * 32, generation=1,
-                                   timeout=60)], timeout=0.3) for rank in range(2)]
+        loop = ShardLoop(
+            Shard(
+                0,
+                layout,
+                0,
+                6,
+                params=torch.zeros(6, dtype=torch.float64),
+                factory=lambda p: torch.optim.SGD(p, lr=1.0),
+                strategy=Downpour(warm_start=4),
+                start=[0, 0],
+                boundary=Boundary(0, -1),
+            ),
+            listener,
+        )
+        servers = [
+            Server(
+                rank,
+                torch.float64,
+                [(0, 6)],
+                [connect(listener.address, name=f"worker-{rank}", secret=b"s" * 32, generation=1, timeout=60)],
+                timeout=0.3,
+            )
+            for rank in range(2)
+        ]
         done = []
         waiter = threading.Thread(target=lambda: (servers[1].wait(0, 4), done.append(servers[1].pull())))
         waiter.start()
@@ -324,8 +381,22 @@ def test_who_waits_for_a_silent_replica_says_whom():
 
 # ------------------------------------------------------------------------------------------- what is refused or said
 
-BAD = ["n_push=0", "n_fetch=0", "n_push=1.5", "n_fetch=true", "shards=0", "warm_start=-1", "warm_start=none",
-       "adagrad=0", "adagrad=-1", "adagrad=nan", "adagrad=x", "replay_mb=-1", "replica=x", "staleness=2"]
+BAD = [
+    "n_push=0",
+    "n_fetch=0",
+    "n_push=1.5",
+    "n_fetch=true",
+    "shards=0",
+    "warm_start=-1",
+    "warm_start=none",
+    "adagrad=0",
+    "adagrad=-1",
+    "adagrad=nan",
+    "adagrad=x",
+    "replay_mb=-1",
+    "replica=x",
+    "staleness=2",
+]
 
 
 @pytest.mark.parametrize("given", BAD)
@@ -350,9 +421,16 @@ def test_an_elastic_group_cannot_serve_it():
         preflight(Small(), phases, JobSpec("x:Small", workers=2))
 
 
-@pytest.mark.parametrize(("optimizer", "strategy", "words"), [
-    ("adam", Downpour(n_push=4), "sum of 4 gradients"), ("adam", Downpour(), None), ("sgd", Downpour(n_push=4), None),
-    ("adam", Downpour(n_push=4, adagrad=0.1), None), ("adam", ParameterServer(staleness=None), "scaled by 1/N")])
+@pytest.mark.parametrize(
+    ("optimizer", "strategy", "words"),
+    [
+        ("adam", Downpour(n_push=4), "sum of 4 gradients"),
+        ("adam", Downpour(), None),
+        ("sgd", Downpour(n_push=4), None),
+        ("adam", Downpour(n_push=4, adagrad=0.1), None),
+        ("adam", ParameterServer(staleness=None), "scaled by 1/N"),
+    ],
+)
 def test_an_optimizer_that_ignores_the_size_of_a_gradient_is_warned_of(optimizer, strategy, words):
     warnings = preflight(Small(optimizer=optimizer), [Phase(None, strategy)], JobSpec("x:Small", workers=2)).warnings
     assert len(warnings) == (words is not None)

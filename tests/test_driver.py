@@ -394,8 +394,12 @@ ODD = [
     ("loss", lambda loss: loss.detach(), WorkloadError, ["loss", "grad"]),
     ("optimizer", lambda params: None, WorkloadError, ["optimizer(params)", "NoneType", "torch.optim"]),
     ("optimizer", lambda params: "sgd", WorkloadError, ["optimizer(params)", "str", "torch.optim"]),
-    ("optimizer", lambda params: torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1), WorkloadError,
-     ["optimizer(params)", "params"]),
+    (
+        "optimizer",
+        lambda params: torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1),
+        WorkloadError,
+        ["optimizer(params)", "params"],
+    ),
     ("evaluate", lambda: None, WorkloadError, ["evaluate", "NoneType", "dict"]),
     ("evaluate", lambda: {"accuracy": "good"}, WorkloadError, ["evaluate", "accuracy"]),
     ("evaluate", lambda: {"accuracy": torch.ones(2)}, WorkloadError, ["evaluate", "accuracy"]),
@@ -442,16 +446,21 @@ def test_an_optimizer_that_is_not_elementwise_is_refused_by_servers_only(name):
 
 @pytest.mark.parametrize("strategy", [*IN_STEP, *LOOSE], ids=str)
 def test_an_optimizer_that_names_its_parameters_by_number(strategy):
-    work = Odd("optimizer", lambda params: torch.optim.SGD(
-        [{"params": params[:3]}, {"params": [params[3]], "lr": 0.01}], lr=0.1))
+    work = Odd(
+        "optimizer",
+        lambda params: torch.optim.SGD([{"params": params[:3]}, {"params": [params[3]], "lr": 0.01}], lr=0.1),
+    )
     result = train(work, strategy, workers=1, epochs=1)
     assert distance(result.model(), plain(work, epochs=1)[0]) < EXACT
 
 
 def test_optimizers_that_ignore_the_scale_are_warned_of():
     for strategy, optimizer, warned in [
-        (LOOSE[0], "adam", True), (LOOSE[1], "adamw_groups", True), (LOOSE[0], "sgd", False),
-        (LOOSE[1], "momentum", False), (IN_STEP[1], "adam", False),
+        (LOOSE[0], "adam", True),
+        (LOOSE[1], "adamw_groups", True),
+        (LOOSE[0], "sgd", False),
+        (LOOSE[1], "momentum", False),
+        (IN_STEP[1], "adam", False),
     ]:
         result = train(Small(optimizer=optimizer), strategy, workers=2, epochs=1)
         assert any("1/N" in e["message"] for e in result.events) is warned
@@ -574,12 +583,15 @@ def test_the_actor_started_again_without_a_checkpoint_says_so(folder):
     assert "began_again" in kinds
 
 
-@pytest.mark.parametrize(("changes", "words"), [
-    ({"workload": "nowhere.py:Line"}, ["no file"]),
-    ({"workload": "work.py:Lime"}, ["Lime", "Line"]),
-    ({"resume": "/nowhere"}, ["/nowhere"]),
-    ({"workers": 1000}, ["1000", "CPU"]),
-])
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"workload": "nowhere.py:Line"}, ["no file"]),
+        ({"workload": "work.py:Lime"}, ["Lime", "Line"]),
+        ({"resume": "/nowhere"}, ["/nowhere"]),
+        ({"workers": 1000}, ["1000", "CPU"]),
+    ],
+)
 def test_a_job_that_cannot_begin_says_why_in_its_folder(folder, changes, words):
     assert driver_actor(folder, **changes).run() == Status.FAILED
     outcome = json.loads((folder / "job" / "outcome.json").read_text())
@@ -604,7 +616,8 @@ def test_a_crash_of_the_actor_is_told_in_its_folder(folder, monkeypatch):
     gate = folder / "gate"  # threads, unlike Ray, know an actor by its name only once it was created
     (folder / "work.py").write_text(
         f"{LINE}\nimport pathlib, time\nwhile not pathlib.Path({str(gate)!r}).exists():\n    time.sleep(0.01)\n"
-        "raise KeyboardInterrupt('no outcome tells this')\n")
+        "raise KeyboardInterrupt('no outcome tells this')\n"
+    )
     monkeypatch.setattr(threading, "excepthook", lambda *_: None)
     cluster = surrounding()
     spec = SPEC | {"working_dir": str(folder)}

@@ -39,12 +39,32 @@ class Ledger:
         self.workers, self.pushes = workers, pushes
         self.local, self.hosts = LocalCluster(), ProcessCluster(arm)
         layout = Layout.of([("slots", torch.zeros(SEGMENTS * workers * pushes, dtype=torch.float64))])
-        self.group = elastic.start(self.local, f"chaos-{os.urandom(4).hex()}", servers, replicas, detached=False,
-                                   hosts=self.hosts, timeout=60.0)
-        space = Space("slots", 0, workers, ParameterServer(shards=servers, staleness=staleness), layout,
-                      cut(layout, SEGMENTS), pack(plain))
-        self.own = OwnSpace.open(self.group, space, torch.zeros(layout.size, dtype=torch.float64), SECONDS,
-                                 private=False, marks=[0] * workers)
+        self.group = elastic.start(
+            self.local,
+            f"chaos-{os.urandom(4).hex()}",
+            servers,
+            replicas,
+            detached=False,
+            hosts=self.hosts,
+            timeout=60.0,
+        )
+        space = Space(
+            "slots",
+            0,
+            workers,
+            ParameterServer(shards=servers, staleness=staleness),
+            layout,
+            cut(layout, SEGMENTS),
+            pack(plain),
+        )
+        self.own = OwnSpace.open(
+            self.group,
+            space,
+            torch.zeros(layout.size, dtype=torch.float64),
+            SECONDS,
+            private=False,
+            marks=[0] * workers,
+        )
         self.acknowledged = [0] * workers
 
     def gradient(self, rank, step):
@@ -129,8 +149,10 @@ def ones(slots):
 
 def said(slots, own):
     wrong = (slots != 1).nonzero().flatten().tolist()
-    rows = [(i // (own.workers * own.pushes), i // own.pushes % own.workers, i % own.pushes, slots[i].item())
-            for i in wrong[:10]]
+    rows = [
+        (i // (own.workers * own.pushes), i // own.pushes % own.workers, i % own.pushes, slots[i].item())
+        for i in wrong[:10]
+    ]
     return f"{len(wrong)} slots, (segment, rank, step, value): {rows}; acknowledged {own.acknowledged}"
 
 
@@ -156,6 +178,7 @@ def test_servers_that_die_at_random_moments(staleness, workers):
 @pytest.mark.parametrize("staleness", [0, None])
 def test_servers_that_die_while_segments_move(staleness):
     with ledger(staleness=staleness, servers=2, pushes=60) as own:
+
         def chaos():
             for servers in (4, 3):
                 own.group.resize(servers)
@@ -173,8 +196,11 @@ def test_without_replicas_what_is_lost_is_said():
         server = own.own.server(0)
         server.push(own.gradient(0, 0))
         server.pull()
-        gone = [each["index"] for each in own.group.facts()["spaces"][0]["segments"]
-                if each["primary"] == own.alive()[0]["name"]]
+        gone = [
+            each["index"]
+            for each in own.group.facts()["spaces"][0]["segments"]
+            if each["primary"] == own.alive()[0]["name"]
+        ]
         own.kill(own.alive()[0]["name"])
         server.push(own.gradient(0, 1))
         with pytest.raises(PeerLost, match="replicas") as caught:
@@ -184,8 +210,12 @@ def test_without_replicas_what_is_lost_is_said():
 
 
 HOST_PLACES = {
-    "host: applied, not forwarded": 9, "host: forwarded, not copied": 9, "host: copied, not acknowledged": 9,
-    "copy: applied, not acknowledged": 9, "host: state sent, not synced": 8, "host: leaving, not handed": 1,
+    "host: applied, not forwarded": 9,
+    "host: forwarded, not copied": 9,
+    "host: copied, not acknowledged": 9,
+    "copy: applied, not acknowledged": 9,
+    "host: state sent, not synced": 8,
+    "host: leaving, not handed": 1,
 }  # visits: those of the last two are while segments move
 
 
@@ -195,6 +225,7 @@ HOST_PLACES = {
 def test_a_server_that_dies_at_a_named_place(place, staleness):
     arm = {("HostActor", 1): f"{place}={HOST_PLACES[place]}"}
     with ledger(arm=arm, staleness=staleness, servers=2, pushes=30) as own:
+
         def chaos():
             for servers in (3, 2) * 3:
                 if not deaths():
@@ -209,8 +240,13 @@ def test_a_server_that_dies_at_a_named_place(place, staleness):
         assert ones(slots), said(slots, own)
 
 
-TALK_PLACES = ["talk: between servers", "talk: pushed, not heard", "talk: acknowledged", "talk: a newer map",
-               "talk: lost, not said again"]
+TALK_PLACES = [
+    "talk: between servers",
+    "talk: pushed, not heard",
+    "talk: acknowledged",
+    "talk: a newer map",
+    "talk: lost, not said again",
+]
 
 
 @pytest.mark.chaos
@@ -219,8 +255,10 @@ TALK_PLACES = ["talk: between servers", "talk: pushed, not heard", "talk: acknow
 def test_a_worker_that_dies_at_a_named_place(place, staleness):
     with ledger(staleness=staleness, servers=2, pushes=30) as own:
         own.hosts.arm = {("Pusher", 1): f"{place}={1 if place in TALK_PLACES[3:] else 31}"}
-        pushers = [own.hosts.spawn("elastic_talk_fakes:Pusher", own.handed(rank), rank, own.pushes, SEGMENTS)
-                   for rank in range(2)]
+        pushers = [
+            own.hosts.spawn("elastic_talk_fakes:Pusher", own.handed(rank), rank, own.pushes, SEGMENTS)
+            for rank in range(2)
+        ]
         for each in pushers:
             each.call("joined").result(SECONDS)
         slow = place in TALK_PLACES[3:]  # what is come by when a server dies

@@ -145,8 +145,9 @@ def test_an_answer_waits_for_its_copies(site):
     assert worker.silent()  # the manager alone may say that the copy does not count any more
     site.manager.orders("s0", 1, [[i, "primary", 1, {}] for i in range(3)])
     assert worker.hear(push).kind == Kind.ACK
-    assert values(worker.ask(Kind.PULL, empty()))[0] == pytest.approx(law(one, lambda p: SGD(p, lr=0.1), [
-        (0, 0), (0, 1)])[0])
+    assert values(worker.ask(Kind.PULL, empty()))[0] == pytest.approx(
+        law(one, lambda p: SGD(p, lr=0.1), [(0, 0), (0, 1)])[0]
+    )
 
 
 def test_a_value_is_of_the_moment_of_its_pull(site):
@@ -491,10 +492,15 @@ def test_tables_are_copied_with_the_dense_part_and_promoted(site, staleness):
         ids = np.unique(rng.integers(0, 50, 20))
         where = bucket(ids, 3)
         rows = rng.standard_normal((len(ids), 4)).astype(np.float32)
-        tables = [Piece(3 + i, generation, encode_push(ids[where == i], rows[where == i]))
-                  if (where == i).any() and i != step % 3 else Piece(3 + i, generation, b"") for i in range(3)]
-        pulls = [Piece(3 + i, generation, encode_pull(ids[where == i], np.ones(int((where == i).sum()))))
-                 for i in range(3)]
+        tables = [
+            Piece(3 + i, generation, encode_push(ids[where == i], rows[where == i]))
+            if (where == i).any() and i != step % 3
+            else Piece(3 + i, generation, b"")
+            for i in range(3)
+        ]
+        pulls = [
+            Piece(3 + i, generation, encode_pull(ids[where == i], np.ones(int((where == i).sum())))) for i in range(3)
+        ]
         return pieces(rank, step, generation) + tables, pulls
 
     def turn(step, generation):

@@ -165,9 +165,14 @@ class World:
     # ---- the servers' side
 
     def serving(self):
-        return [(name, id_, one) for name, mine in self.have.items() for id_, one in mine.items()
-                if self.states[name] in UP and self.seats[id_].primary == name
-                and one.generation == self.seats[id_].generation]
+        return [
+            (name, id_, one)
+            for name, mine in self.have.items()
+            for id_, one in mine.items()
+            if self.states[name] in UP
+            and self.seats[id_].primary == name
+            and one.generation == self.seats[id_].generation
+        ]
 
     def step(self):
         """Something happens by itself, and is reported at once; False = nothing can."""
@@ -280,8 +285,9 @@ def test_any_history_settles_and_keeps_what_is_acknowledged(number, servers, rep
                 world.think()
                 world.push()
                 world.step()
-            world.states = {name: State.ALIVE if state == State.SILENT else state
-                            for name, state in world.states.items()}
+            world.states = {
+                name: State.ALIVE if state == State.SILENT else state for name, state in world.states.items()
+            }
     world.settle()
     check_settled(world)
     if replicas and not branch:
@@ -309,8 +315,9 @@ def test_one_death_at_any_moment_loses_nothing(number, replicas):
 
 def test_a_promotion_of_who_is_not_in_sync_would_be_seen(monkeypatch):
     """The world can tell: a decision that takes any copy loses acknowledged pushes."""
-    monkeypatch.setattr(module._Seats, "_standing", lambda self, seat: tuple(
-        copy for copy in seat.copies if not self._gone(copy)))
+    monkeypatch.setattr(
+        module._Seats, "_standing", lambda self, seat: tuple(copy for copy in seat.copies if not self._gone(copy))
+    )
     seen = 0
     for number in range(60):
         rng = random.Random(number)
@@ -414,9 +421,14 @@ def test_whole_segments_wait_for_servers_that_are_on_their_way():
 
 def test_reports_that_are_old_change_nothing():
     seat = one_seat(copies=("b",))
-    for reporter, event, generation, name in (("a", Event.SYNCED, 2, "b"), ("b", Event.SYNCED, 3, "b"),
-                                              ("a", Event.SYNCED, 3, "z"), ("a", Event.COPY_LOST, 3, "z"),
-                                              ("a", "nonsense", 3, "b"), ("z", Event.ASKED, 3, "")):
+    for reporter, event, generation, name in (
+        ("a", Event.SYNCED, 2, "b"),
+        ("b", Event.SYNCED, 3, "b"),
+        ("a", Event.SYNCED, 3, "z"),
+        ("a", Event.COPY_LOST, 3, "z"),
+        ("a", "nonsense", 3, "b"),
+        ("z", Event.ASKED, 3, ""),
+    ):
         assert hear(seat, reporter, event, generation, name) is seat
     assert hear(seat, "a", Event.SYNCED, 3, "b").synced == {"b"}
 

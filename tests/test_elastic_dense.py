@@ -59,8 +59,12 @@ class InPlace(Strategy):
 
 
 STRATEGIES = {
-    "bsp": ParameterServer(staleness=0), "ssp": ParameterServer(staleness=2), "asp": ParameterServer(staleness=None),
-    "median": Median(), "both": Both(), "in place": InPlace(),
+    "bsp": ParameterServer(staleness=0),
+    "ssp": ParameterServer(staleness=2),
+    "asp": ParameterServer(staleness=None),
+    "median": Median(),
+    "both": Both(),
+    "in place": InPlace(),
 }
 
 
@@ -213,8 +217,13 @@ def test_without_copies_nothing_is_written_down():
 def test_the_mean_is_what_the_shard_alone_makes():
     """Naive: one optimizer on the whole vector, and the weighted mean added up in the order of ranks."""
     segment = loaded(made("bsp", "adam"))
-    law = SlicedOptimizer(FACTORIES["adam"], segment.layout, torch.frombuffer(
-        bytearray(bits(segment)), dtype=torch.float32), segment.lo, segment.hi)
+    law = SlicedOptimizer(
+        FACTORIES["adam"],
+        segment.layout,
+        torch.frombuffer(bytearray(bits(segment)), dtype=torch.float32),
+        segment.lo,
+        segment.hi,
+    )
     for step in range(5):
         values = [torch.frombuffer(data(r, step), dtype=torch.float32) for r in range(WORKERS)]
         law.step_mean(values, [1.0, 2.0, 3.0])
@@ -262,12 +271,12 @@ def test_a_state_made_by_a_client():
         whole.push(0, step, 1.0, piece)
     moments = whole.shard.moments()
     for part in parts:
-        piece = whole.shard.params[part.lo:part.hi]
+        piece = whole.shard.params[part.lo : part.hi]
         part.load(state_of(piece, part.layout, part.lo, moments=moments, marks=[3, 0, 0], version=3))
     piece = data(0, 3, SIZE)
     whole.push(0, 3, 1.0, piece)
     for part in parts:
-        part.push(0, 3, 1.0, piece[4 * part.lo:4 * part.hi])
+        part.push(0, 3, 1.0, piece[4 * part.lo : 4 * part.hi])
     assert b"".join(bits(part) for part in parts) == bits(whole)
     assert parts[0].version == 4
     again = part_of(parts[1].dump(), 3, parts[1].lo)
@@ -300,8 +309,11 @@ def test_what_cannot_be_pushed_changes_nothing():
     before = segment.dump()
     piece = data(0, 0)
     for rank, step, weight, given, why in [
-        (0, 0, 1.0, piece[:-4], "bytes"), (3, 0, 1.0, piece, "rank 3"), (0, WINDOW, 1.0, piece, "may be|are kept"),
-        (0, 0, float("nan"), piece, "weight"), (-1, 0, 1.0, piece, "rank -1"),
+        (0, 0, 1.0, piece[:-4], "bytes"),
+        (3, 0, 1.0, piece, "rank 3"),
+        (0, WINDOW, 1.0, piece, "may be|are kept"),
+        (0, 0, float("nan"), piece, "weight"),
+        (-1, 0, 1.0, piece, "rank -1"),
     ]:
         for call in (segment.check, segment.push):
             with pytest.raises(ValueError, match=why):

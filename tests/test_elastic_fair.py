@@ -33,14 +33,17 @@ def full(*spaces, depth=50):
         for space in spaces:
             while fair.queued(space) < depth:
                 fair.put(space, "request", 1)
+
     return refill
 
 
 def test_a_flood_gets_no_more_than_half():
     """One space has a thousand requests waiting, and dear ones; the other always one cheap one."""
+
     def refill(fair, now):
         full(1, depth=1000)(fair, now)
         full(2, depth=1)(fair, now)
+
     got = serve(Fair(), 10.0, {1: 0.01, 2: 0.001}, refill=refill)
     assert got[2] == pytest.approx(5.0, rel=0.05)
 

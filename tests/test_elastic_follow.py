@@ -14,8 +14,7 @@ from rayps.errors import ConfigError
 from rayps.strategies.parameter_server import ParameterServer
 from rayps.tables.wire import decode_rows, encode_pull, encode_push, split
 
-TABLE = Table("users", 2, segments=6, init={"name": "zeros"}, optimizer={"name": "sgd", "lr": 1.0},
-              policy={"ttl": 5})
+TABLE = Table("users", 2, segments=6, init={"name": "zeros"}, optimizer={"name": "sgd", "lr": 1.0}, policy={"ttl": 5})
 
 
 @pytest.fixture

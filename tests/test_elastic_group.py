@@ -47,8 +47,9 @@ def names(group, state="alive"):
 def opened(group, name="job", workers=1, segments=16):
     layout = Layout.of([("w", torch.empty(SIZE))])
     space = Space(name, 0, workers, ParameterServer(staleness=None), layout, cut(layout, segments), pack(plain))
-    return OwnSpace.open(group, space, torch.arange(SIZE, dtype=torch.float32), SECONDS, private=False,
-                         marks=[0] * workers)
+    return OwnSpace.open(
+        group, space, torch.arange(SIZE, dtype=torch.float32), SECONDS, private=False, marks=[0] * workers
+    )
 
 
 def push(server, value):
@@ -242,8 +243,10 @@ def test_a_hot_table_is_spread_over_the_servers(cluster):
 def rows_by_server(group):
     facts = group.facts()
     segments = [segment for space in facts["spaces"] for segment in space["segments"]]
-    return [{"operations_s": sum(s["operations_s"] for s in segments if s["primary"] == server["name"])}
-            for server in facts["servers"]]
+    return [
+        {"operations_s": sum(s["operations_s"] for s in segments if s["primary"] == server["name"])}
+        for server in facts["servers"]
+    ]
 
 
 def test_a_branch_goes_its_own_way(cluster):

@@ -105,7 +105,7 @@ def test_a_stale_request_has_no_effect_at_all(site):
             assert (answer.kind, read_numbers(answer.payload)) == (Kind.STALE, wrong)
     for i in range(2):
         assert site.segment("s0", i).marks() == {0: 0, 1: 0}
-        assert np.array_equal(np.frombuffer(site.segment("s0", i).read(), np.float32), START[4 * i:4 * i + 4].numpy())
+        assert np.array_equal(np.frombuffer(site.segment("s0", i).read(), np.float32), START[4 * i : 4 * i + 4].numpy())
 
 
 def test_a_push_that_cannot_be_changes_no_segment(site):
@@ -215,7 +215,7 @@ def test_states_are_kept_given_and_made_durable(site):
     for piece in states:
         kept = part_of(piece.data, 2, 4 * piece.segment)
         assert kept.done == {0: 2, 1: 2}
-        assert torch.allclose(kept.params, START[kept.lo:kept.lo + 4] - 0.2)
+        assert torch.allclose(kept.params, START[kept.lo : kept.lo + 4] - 0.2)
     driver.say(Kind.SAVED, a=2, payload=b"")
     assert driver.ask(Kind.READ, all_of()).kind == Kind.VALUE
     assert guests[0].ask(Kind.PULL, all_of(), a=3).weight == 2.0
@@ -248,8 +248,9 @@ def test_a_quota_of_operations_waits_and_one_of_bytes_refuses(site):
     small = space(number=2, quota=Quota(bytes=40))
     site.open(small, ["s0"] * 3)
     opener = site.guest("s0", number=2, rank=-1)
-    states = [Piece(i, 1, state_of(START[lo:hi], small.layout, lo, marks=[0, 0])) for i, (lo, hi) in
-              enumerate(small.cuts)]
+    states = [
+        Piece(i, 1, state_of(START[lo:hi], small.layout, lo, marks=[0, 0])) for i, (lo, hi) in enumerate(small.cuts)
+    ]
     refused = error(opener.ask(Kind.LOAD, states))
     assert refused["kind"] == "ConfigError"
     assert refused["data"]["field"] == "quota.bytes"
@@ -265,8 +266,9 @@ def test_a_quota_of_bytes_for_tables(site):
     ids = np.arange(400, dtype=np.int64)
     where = bucket(ids, 2)
     for step in range(2):
-        pieces = [Piece(i, 1, encode_push(mine := ids[where == i], np.ones((len(mine), 4), np.float32)))
-                  for i in range(2)]
+        pieces = [
+            Piece(i, 1, encode_push(mine := ids[where == i], np.ones((len(mine), 4), np.float32))) for i in range(2)
+        ]
         answer = worker.ask(Kind.PUSH, pieces, a=step, weight=1.0)
         assert answer.kind == (Kind.ACK if step == 0 else Kind.ERROR)
     assert error(answer)["data"]["field"] == "quota.bytes"

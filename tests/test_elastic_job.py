@@ -106,8 +106,9 @@ def test_two_jobs_on_one_group_each_equal_their_result_alone(cluster, group):
             time.sleep(0.01)
 
     def run(name):
-        found[name] = train(works[name], ParameterServer(), cluster, server_group="main", name=name,
-                            progress=lambda _: meet(name))
+        found[name] = train(
+            works[name], ParameterServer(), cluster, server_group="main", name=name, progress=lambda _: meet(name)
+        )
 
     threads = [threading.Thread(target=run, args=(name,)) for name in works]
     for thread in threads:
@@ -260,8 +261,16 @@ def test_a_job_may_begin_with_what_another_holds(cluster, group, tag):
     thread = threading.Thread(target=first)
     thread.start()
     assert until(lambda: SEEN[tag] > 40, 60)
-    branch = train(work, ParameterServer(staleness=1), cluster, server_group="main", name="second", workers=2,
-                   branch="first", epochs=1)
+    branch = train(
+        work,
+        ParameterServer(staleness=1),
+        cluster,
+        server_group="main",
+        name="second",
+        workers=2,
+        branch="first",
+        epochs=1,
+    )
     thread.join(60)
     assert distance(found["first"].model(), plain(work, 3, epochs=8)[0]) < EXACT  # it never noticed
     losses = branch.history.column("loss").to_pylist()
@@ -307,8 +316,14 @@ def test_checkpoints_come_although_rounds_are_fast(cluster, tmp_path):
 
 def running(cluster, work, name, tmp_path=None, **more):
     spec = JobSpec("x:Small", {"name": "parameter_server"}, 2, epochs=2, server_group="main", **more)
-    driver = Driver(work, spec, Journal(tmp_path), capture=False, name=name,
-                    checkpoints=tmp_path / "checkpoints" if tmp_path else None)
+    driver = Driver(
+        work,
+        spec,
+        Journal(tmp_path),
+        capture=False,
+        name=name,
+        checkpoints=tmp_path / "checkpoints" if tmp_path else None,
+    )
     thread = threading.Thread(target=lambda: outcomes.append(driver.run(cluster)))
     driver.outcomes = outcomes = []
     thread.start()
@@ -360,14 +375,21 @@ def test_a_group_that_is_not_there(cluster, group):
     assert not cluster.spawned["WorkerActor", 0]
 
 
-@pytest.mark.parametrize(("strategy", "options", "word"), [
-    (AllReduce(), {"server_group": "main"}, "needs no servers"),
-    (ParameterServer(compression="fp16"), {"server_group": "main"}, "compression"),
-    (ParameterServer(shards=2, replicas=1, compression="int8"), {}, "compression"),
-    (ParameterServer(), {"branch": "other"}, "server_group"),
-    ([(1, AllReduce()), (1, ParameterServer())], {"server_group": "main", "branch": "other", "epochs": None}, "branch"),
-    (ParameterServer(), {"server_group": "main", "quota": {"rows": 3}}, "quota"),
-])
+@pytest.mark.parametrize(
+    ("strategy", "options", "word"),
+    [
+        (AllReduce(), {"server_group": "main"}, "needs no servers"),
+        (ParameterServer(compression="fp16"), {"server_group": "main"}, "compression"),
+        (ParameterServer(shards=2, replicas=1, compression="int8"), {}, "compression"),
+        (ParameterServer(), {"branch": "other"}, "server_group"),
+        (
+            [(1, AllReduce()), (1, ParameterServer())],
+            {"server_group": "main", "branch": "other", "epochs": None},
+            "branch",
+        ),
+        (ParameterServer(), {"server_group": "main", "quota": {"rows": 3}}, "quota"),
+    ],
+)
 def test_what_cannot_be_is_said_before_anything_starts(cluster, strategy, options, word):
     with pytest.raises(ConfigError, match=word):
         train(Small(), strategy, cluster, **options)

@@ -91,8 +91,11 @@ def folder_of(result):
     return result.checkpoint / "tables" / "rows"
 
 
-LOOSE = [Hybrid(servers=3, replicas=1), ParameterServer(shards=3, replicas=1, staleness=None),
-         ParameterServer(shards=3, replicas=1, staleness=2)]
+LOOSE = [
+    Hybrid(servers=3, replicas=1),
+    ParameterServer(shards=3, replicas=1, staleness=None),
+    ParameterServer(shards=3, replicas=1, staleness=2),
+]
 
 
 @pytest.mark.chaos
@@ -187,8 +190,16 @@ def test_rows_beyond_the_quota_end_the_job_with_the_knob_and_its_checkpoint_stay
         train(Tally(pause=0.02), Hybrid(), cluster, server_group="main", progress=seen.append)
         most = max(progress["server_group"]["bytes"] or 0 for progress in seen if "server_group" in progress)
         with pytest.raises(ConfigError, match=r"quota\.bytes"):
-            train(Tally(pause=0.02), Hybrid(), cluster, server_group="main", quota={"bytes": 0.8 * most}, name="job",
-                  checkpoint=tmp_path, checkpoint_every=2)
+            train(
+                Tally(pause=0.02),
+                Hybrid(),
+                cluster,
+                server_group="main",
+                quota={"bytes": 0.8 * most},
+                name="job",
+                checkpoint=tmp_path,
+                checkpoint_every=2,
+            )
         assert group.facts()["spaces"] == []
     kept = checkpoint.newest(tmp_path)
     assert kept is not None and len(pq.read_table(kept / "tables" / "rows")) > 0

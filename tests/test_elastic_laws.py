@@ -88,8 +88,10 @@ def group(cluster, workers, **options):
 
 
 @pytest.mark.parametrize("optimizer", [momentum, adam])
-@pytest.mark.parametrize(("servers", "replicas", "segments", "workers"),
-                         [(1, 0, 1, 2), (2, 0, 7, 3), (2, 1, 8, 2), (3, 1, None, 4), (3, 2, 5, 3), (4, 1, SIZE, 2)])
+@pytest.mark.parametrize(
+    ("servers", "replicas", "segments", "workers"),
+    [(1, 0, 1, 2), (2, 0, 7, 3), (2, 1, 8, 2), (3, 1, None, 4), (3, 2, 5, 3), (4, 1, SIZE, 2)],
+)
 def test_in_step_it_is_what_fixed_servers_are_and_one_process(cluster, servers, replicas, segments, workers, optimizer):
     with group(cluster, workers, shards=2, optimizer=optimizer) as fixed:
         law = trained(fixed, workers)
@@ -106,11 +108,13 @@ def test_resizes_in_the_middle_change_no_bit(cluster, workers):
     with group(cluster, workers, shards=2, optimizer=adam) as fixed:
         law = trained(fixed, workers, steps=30)
     with group(cluster, workers, shards=2, replicas=1, optimizer=adam) as shared:
+
         def settle():
             shared.wait_settled(30)
 
-        found = trained(shared, workers, {4: lambda: shared.resize(4), 14: settle, 15: lambda: shared.resize(3)},
-                        steps=30)
+        found = trained(
+            shared, workers, {4: lambda: shared.resize(4), 14: settle, 15: lambda: shared.resize(3)}, steps=30
+        )
         settle()
         facts = shared.facts()
     assert torch.equal(found, law)
@@ -147,8 +151,10 @@ def test_two_spaces_on_one_group_do_not_hear_of_each_other(cluster):
     name = f"both-{secrets.token_hex(4)}"
     running = elastic.start(cluster, name, 3, 1, detached=False)
     try:
-        with group(cluster, 2, group=name, name="one", optimizer=adam) as one, \
-             group(cluster, 3, group=running, name="two", optimizer=momentum) as two:
+        with (
+            group(cluster, 2, group=name, name="one", optimizer=adam) as one,
+            group(cluster, 3, group=running, name="two", optimizer=momentum) as two,
+        ):
             with ThreadPoolExecutor(2) as pool:
                 calls = [pool.submit(trained, one, 2, {5: lambda: one.resize(4)}), pool.submit(trained, two, 3)]
                 found = [call.result(120) for call in calls]

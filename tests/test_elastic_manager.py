@@ -70,8 +70,9 @@ def test_a_space_is_placed_and_gets_its_copies(make):
     assert space.number == 1 and manager.space("job") == space
     assert all(holding.primary and holding.copies for holding in by(manager, 1).holdings)
     found = by(manager, 1)
-    assert all(h.primary and len(h.copies) == 1 and h.copies[0] != h.primary and h.generation == 1
-               for h in found.holdings)
+    assert all(
+        h.primary and len(h.copies) == 1 and h.copies[0] != h.primary and h.generation == 1 for h in found.holdings
+    )
     assert set(found.addresses) == {"server-0", "server-1", "server-2"}
     for index, holding in enumerate(found.holdings):
         assert HOSTS[holding.primary].orders[1, index][:2] == (Role.PRIMARY, 1)
@@ -167,8 +168,9 @@ def test_a_silent_server_is_taken_for_dead_and_may_come_back(make):
     assert list_alive(manager) == ["server-0", "server-1", "server-2"]
     after = by(manager, 1)
     assert [h.primary for h in after.holdings] == [h.primary for h in before.holdings]
-    assert all(h.generation >= 3 for h, b in zip(after.holdings, before.holdings, strict=True)
-               if b.primary == "server-0")  # promoted away, and moved back
+    assert all(
+        h.generation >= 3 for h, b in zip(after.holdings, before.holdings, strict=True) if b.primary == "server-0"
+    )  # promoted away, and moved back
 
 
 def test_grow_and_shrink(make):
@@ -223,8 +225,13 @@ def test_drain_empties_that_server_and_ends_it(make):
 
 def test_sizes_that_cannot_be(make):
     manager = make(2)
-    for servers, text in ((0, "at least 1"), (-1, "at least 1"), (1, "at least 2 servers: 1 are too few"),
-                          (True, "whole number"), ("3", "whole number")):
+    for servers, text in (
+        (0, "at least 1"),
+        (-1, "at least 1"),
+        (1, "at least 2 servers: 1 are too few"),
+        (True, "whole number"),
+        ("3", "whole number"),
+    ):
         with pytest.raises(ConfigError, match=text):
             manager.resize(servers)
     with pytest.raises(ConfigError, match="too few"):
@@ -282,10 +289,15 @@ def test_spaces_by_name(make):
 def test_nonsense_is_refused_and_changes_nothing(make):
     manager = make()
     before = manager.facts()["spaces"]
-    for space, text in ((a_space(name=" "), "cannot name a space"), (a_space(workers=0), "at least 1"),
-                        (Space("x", 0, 1, ParameterServer()), "neither a dense vector nor a table"),
-                        (a_space(quota=Quota(bytes=-1)), "above 0"), (a_space(quota=Quota(operations=0.0)), "above 0"),
-                        (a_space(quota=Quota(bytes=float("nan"))), "above 0"), (a_space(quota="much"), "not a quota")):
+    for space, text in (
+        (a_space(name=" "), "cannot name a space"),
+        (a_space(workers=0), "at least 1"),
+        (Space("x", 0, 1, ParameterServer()), "neither a dense vector nor a table"),
+        (a_space(quota=Quota(bytes=-1)), "above 0"),
+        (a_space(quota=Quota(operations=0.0)), "above 0"),
+        (a_space(quota=Quota(bytes=float("nan"))), "above 0"),
+        (a_space(quota="much"), "not a quota"),
+    ):
         with pytest.raises(ConfigError, match=text):
             manager.open(space)
     assert manager.facts()["spaces"] == before
@@ -304,7 +316,12 @@ def test_incarnations_count_up_by_space_and_rank(make):
     manager.open(a_space())
     manager.open(a_space("other"))
     assert [manager.join(1, 0), manager.join(1, 0), manager.join(1, 1), manager.join(2, 0), manager.join(1, -1)] == [
-        1, 2, 1, 1, 1]
+        1,
+        2,
+        1,
+        1,
+        1,
+    ]
 
 
 def test_a_branch_begins_where_its_parent_is(make):
@@ -316,8 +333,13 @@ def test_a_branch_begins_where_its_parent_is(make):
     settle(manager)
     parent, branch = by(manager, 1), by(manager, 2)
     assert [h.primary for h in parent.holdings] == [h.primary for h in branch.holdings]
-    told = {(index, host.name) for host in HOSTS.values() for new, old, rows in host.branches
-            for index, _ in rows if (new, old) == (2, 1)}
+    told = {
+        (index, host.name)
+        for host in HOSTS.values()
+        for new, old, rows in host.branches
+        for index, _ in rows
+        if (new, old) == (2, 1)
+    }
     assert told == {(i, h.primary) for i, h in enumerate(branch.holdings)}
     manager.drop("twig")
     assert [s["name"] for s in manager.facts()["spaces"]] == ["job"]
@@ -342,7 +364,7 @@ def test_a_manager_that_begins_again_moves_nothing(make):
     assert again.facts()["counts"] == counts
     assert again.join(1, 0) == 2 and again.space("job").number == 1
     for name, host in HOSTS.items():  # what they are told again is what they are
-        assert set(host.log[len(logs[name]):]) <= set(logs[name])
+        assert set(host.log[len(logs[name]) :]) <= set(logs[name])
 
 
 def test_a_manager_that_begins_again_finds_a_server_dead(make, monkeypatch):
@@ -444,17 +466,34 @@ def test_load_moves_nothing_while_the_group_is_resized(make, monkeypatch):
     manager = make(2, balance=Balance(hot=1.2, patience=2, every=0.1, floor=1.0, rest=60.0))
     space = manager.open(a_space())
     spawn, may = make.cluster.spawn, threading.Event()
-    monkeypatch.setattr(make.cluster, "spawn",
-                        lambda *args, **more: threading.Thread(target=lambda: may.wait(10) and spawn(*args, **more),
-                                                               daemon=True).start())  # fmt: skip
+    monkeypatch.setattr(
+        make.cluster,
+        "spawn",
+        lambda *args, **more: threading.Thread(
+            target=lambda: may.wait(10) and spawn(*args, **more), daemon=True
+        ).start(),
+    )
     manager.resize(3)
     first = by(manager, space.number).holdings[0].primary
     mine = [i for i, h in enumerate(by(manager, space.number).holdings) if h.primary == first]
     for count in range(15):  # one server has all the load
         segments = {str(i): [100, 10, 100 * count, count] for i in mine}
-        HOSTS[first].load = {"cpu": 0.5, "bytes": 1, "connections": 0, "spaces": {
-            "1": {"bytes": 1, "rows": 1, "operations": count, "rejected": 0, "throttled": 0, "seconds": 0.1,
-                  "segments": segments}}}  # fmt: skip
+        HOSTS[first].load = {
+            "cpu": 0.5,
+            "bytes": 1,
+            "connections": 0,
+            "spaces": {
+                "1": {
+                    "bytes": 1,
+                    "rows": 1,
+                    "operations": count,
+                    "rejected": 0,
+                    "throttled": 0,
+                    "seconds": 0.1,
+                    "segments": segments,
+                }
+            },
+        }
         time.sleep(0.1)
     said = [event["kind"] for event in manager.facts()["events"]]
     may.set()
@@ -527,11 +566,27 @@ def test_hot_segments_move(make, monkeypatch):
     for count in range(1, 60):
         segments = {str(i): [100, 10, count * (100 if i in hot else 1), count] for i in range(16)}
         for host in list(HOSTS.values()):
-            mine = {k: v for k, v in segments.items() if (1, int(k)) in host.orders
-                    and host.orders[1, int(k)][0] == Role.PRIMARY}
-            host.load = {"cpu": 0.5, "bytes": 1, "connections": 0, "spaces": {
-                "1": {"bytes": 1, "rows": 1, "operations": count, "rejected": 0, "throttled": 2,
-                "seconds": 0.1, "segments": mine}}}
+            mine = {
+                k: v
+                for k, v in segments.items()
+                if (1, int(k)) in host.orders and host.orders[1, int(k)][0] == Role.PRIMARY
+            }
+            host.load = {
+                "cpu": 0.5,
+                "bytes": 1,
+                "connections": 0,
+                "spaces": {
+                    "1": {
+                        "bytes": 1,
+                        "rows": 1,
+                        "operations": count,
+                        "rejected": 0,
+                        "throttled": 2,
+                        "seconds": 0.1,
+                        "segments": mine,
+                    }
+                },
+            }
         if manager.facts()["counts"]["moves"] >= 2:
             break
         time.sleep(0.1)

@@ -191,6 +191,7 @@ def test_past_the_deadline_the_server_the_segments_and_the_knob_are_named(make):
     group.servers["s1"].mute = True
     talk._lines.deadline = 0
     import rayps.elastic.client.talk as module
+
     module.GRACE_SECONDS, before = 0.1, module.GRACE_SECONDS
     try:
         with pytest.raises(PeerTimeout, match=r"'s1' did not answer for segments 1, 3.*0\.2 s.*timeout"):
@@ -281,6 +282,7 @@ def test_a_manager_that_is_lost_is_found_again_when_it_is_needed(make):
     time.sleep(0.05)
     assert server.pull().sum() == 0  # nothing to ask it
     from elastic_talk_fakes import Manager
+
     group.give(1, "s0")
     group.manager = Manager(group)
     talk._lines.watch._find = group.door

@@ -148,7 +148,7 @@ def test_bags_equal_those_of_torch(mode, case):
     assert torch.equal(found, expected)
     if ids.numel():
         for out in (found, expected):
-            (out ** 2).sum().backward()
+            (out**2).sum().backward()
         embedding.step(mine)
         optimizer.step()
     assert torch.equal(weights(mine), other.weight)
@@ -161,8 +161,9 @@ def test_weights_of_samples():
     assert torch.equal(module(ids, per_sample_weights=weight), expected)
 
 
-@pytest.mark.parametrize("ids, offsets", [
-    (torch.tensor([1, 2]), None), (torch.tensor([[1]]), torch.tensor([0])), (torch.tensor(3), None)])
+@pytest.mark.parametrize(
+    "ids, offsets", [(torch.tensor([1, 2]), None), (torch.tensor([[1]]), torch.tensor([0])), (torch.tensor(3), None)]
+)
 def test_bags_say_what_shape_they_want(ids, offsets):
     with pytest.raises(WorkloadError, match="'genres' was given ids of shape"):
         EmbeddingBag(DIM, "genres")(ids, offsets)
@@ -187,13 +188,16 @@ def test_whole_numbers_in_any_wrapping(ids):
     assert torch.equal(module(ids), module(torch.tensor([3, 5])))
 
 
-@pytest.mark.parametrize("ids, error, text", [
-    (torch.tensor([1.0, 2.0]), WorkloadError, "table 'users' are float32"),
-    ([1.5], WorkloadError, "float64"),
-    (torch.tensor([True]), WorkloadError, "bool"),
-    (["a", None], WorkloadError, "None among strings"),
-    (torch.tensor([3, -1]), DataError, "id -1 of table 'users' is negative"),
-])
+@pytest.mark.parametrize(
+    "ids, error, text",
+    [
+        (torch.tensor([1.0, 2.0]), WorkloadError, "table 'users' are float32"),
+        ([1.5], WorkloadError, "float64"),
+        (torch.tensor([True]), WorkloadError, "bool"),
+        (["a", None], WorkloadError, "None among strings"),
+        (torch.tensor([3, -1]), DataError, "id -1 of table 'users' is negative"),
+    ],
+)
 def test_ids_that_cannot_be(ids, error, text):
     with pytest.raises(error, match=text):
         Embedding(DIM, "users")(ids)
@@ -202,13 +206,26 @@ def test_ids_that_cannot_be(ids, error, text):
 # ---------------------------------------------------------------------------------------------- arguments
 
 
-@pytest.mark.parametrize("options, field", [
-    ({"dim": 0}, "dim"), ({"dim": 2.5}, "dim"), ({"table": "a/b"}, "table"), ({"table": ""}, "table"),
-    ({"seed": -1}, "seed"), ({"init": "nothing"}, "init"), ({"init": {"scale": 1}}, "init"),
-    ({"optimizer": "lion"}, "optimizer"), ({"optimizer": "sgd:lr=x"}, "optimizer"),
-    ({"optimizer": "sgd:b=1"}, "optimizer"), ({"policy": {"admit": 0}}, "policy"),
-    ({"policy": "lru"}, "policy"), ({"dtype": "int64"}, "dtype"), ({"wire": "int8"}, "wire"),
-    ({"segments": 0}, "segments")])
+@pytest.mark.parametrize(
+    "options, field",
+    [
+        ({"dim": 0}, "dim"),
+        ({"dim": 2.5}, "dim"),
+        ({"table": "a/b"}, "table"),
+        ({"table": ""}, "table"),
+        ({"seed": -1}, "seed"),
+        ({"init": "nothing"}, "init"),
+        ({"init": {"scale": 1}}, "init"),
+        ({"optimizer": "lion"}, "optimizer"),
+        ({"optimizer": "sgd:lr=x"}, "optimizer"),
+        ({"optimizer": "sgd:b=1"}, "optimizer"),
+        ({"policy": {"admit": 0}}, "policy"),
+        ({"policy": "lru"}, "policy"),
+        ({"dtype": "int64"}, "dtype"),
+        ({"wire": "int8"}, "wire"),
+        ({"segments": 0}, "segments"),
+    ],
+)
 def test_arguments_that_cannot_be(options, field):
     with pytest.raises(ConfigError) as caught:
         Embedding(**{"dim": 4, "table": "users", **options})
@@ -246,8 +263,10 @@ def test_modules_of_one_name_share_one_table():
     assert stored(model.a) == {1: 2}
 
 
-@pytest.mark.parametrize("other, field", [
-    ({"dim": 8}, "dim"), ({"seed": 1}, "seed"), ({"optimizer": "sgd"}, "optimizer"), ({"wire": "bf16"}, "wire")])
+@pytest.mark.parametrize(
+    "other, field",
+    [({"dim": 8}, "dim"), ({"seed": 1}, "seed"), ({"optimizer": "sgd"}, "optimizer"), ({"wire": "bf16"}, "wire")],
+)
 def test_modules_of_one_name_must_agree(other, field):
     with pytest.raises(ConfigError, match=f"table 'users' is used with {field}"):
         tables_of(Two(**other))
@@ -299,11 +318,16 @@ def test_a_workload_that_is_right():
     assert stored(model["users"]) == {}
 
 
-@pytest.mark.parametrize("work, text", [
-    (Users(torch.arange(8.0)), "are float32"), (Users(torch.arange(8) - 9), "is negative"),
-    (Users(torch.arange(8), {"films": 1}), "names table 'films'; the model's are users"),
-    (Users(torch.arange(8), 3), "lookups.* gave int"),
-    (Users(torch.arange(8), {"users": torch.ones(2)}), "are float32")])
+@pytest.mark.parametrize(
+    "work, text",
+    [
+        (Users(torch.arange(8.0)), "are float32"),
+        (Users(torch.arange(8) - 9), "is negative"),
+        (Users(torch.arange(8), {"films": 1}), "names table 'films'; the model's are users"),
+        (Users(torch.arange(8), 3), "lookups.* gave int"),
+        (Users(torch.arange(8), {"users": torch.ones(2)}), "are float32"),
+    ],
+)
 def test_what_is_wrong_is_said_before_training(work, text):
     with pytest.raises(rayps.RaypsError, match=text):
         embedding.try_out(work, work.model())

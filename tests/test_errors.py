@@ -20,8 +20,9 @@ EVERY = list(tree())
 
 
 @pytest.mark.parametrize("kind", EVERY, ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("carry", [lambda e: pickle.loads(pickle.dumps(e)), copy.copy, copy.deepcopy],
-                         ids=["pickle", "copy", "deepcopy"])
+@pytest.mark.parametrize(
+    "carry", [lambda e: pickle.loads(pickle.dumps(e)), copy.copy, copy.deepcopy], ids=["pickle", "copy", "deepcopy"]
+)
 def test_every_error_survives_with_its_data(kind, carry):
     error = kind("what happened:\nthe way out", peer="worker-1", seconds=3.5, missing=[1, 2], field=None)
     back = carry(error)

@@ -138,8 +138,10 @@ def test_over_a_ring(size, dtype):
         every(rings, lambda ring: ring.close())
 
 
-@pytest.mark.parametrize("bad, why", [
-    (math.nan, NOT_FINITE), (math.inf, NOT_FINITE), (-math.inf, NOT_FINITE), (1e9, TOO_LARGE), (-1e9, TOO_LARGE)])
+@pytest.mark.parametrize(
+    "bad, why",
+    [(math.nan, NOT_FINITE), (math.inf, NOT_FINITE), (-math.inf, NOT_FINITE), (1e9, TOO_LARGE), (-1e9, TOO_LARGE)],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_what_cannot_be_added_is_left_out_by_name(bad, why, dtype):
     parts = replies(dtype, 3)

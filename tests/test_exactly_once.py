@@ -49,8 +49,17 @@ def tally(strategy, arm, epochs=2, every=3):
     cluster = ProcessCluster(arm)
     try:
         # in step, the three rows of a round share a mean: a third of three is one again
-        result = rayps.train(Tally(WORKERS), strategy=strategy, workers=WORKERS, epochs=epochs, cluster=cluster,
-                             checkpoint_every=every, progress=False, timeout=60.0, max_failures=9)
+        result = rayps.train(
+            Tally(WORKERS),
+            strategy=strategy,
+            workers=WORKERS,
+            epochs=epochs,
+            cluster=cluster,
+            checkpoint_every=every,
+            progress=False,
+            timeout=60.0,
+            max_failures=9,
+        )
     finally:
         cluster.close()
     return result, result.snapshot.params
@@ -81,8 +90,10 @@ def test_a_death_at_a_named_place(kind, place, staleness):
 def test_several_deaths(round_):
     """A worker and a shard that die within one snapshot may lose what only that worker kept; nothing is added twice."""
     chance = random.Random(random.getrandbits(32))
-    arm = {(kind, i): f"{chance.choice(PLACES[kind][:2])}={chance.randint(2, 20)}"
-           for kind, i in (("ShardActor", 0), ("ShardActor", 1), ("WorkerActor", chance.randrange(WORKERS)))}
+    arm = {
+        (kind, i): f"{chance.choice(PLACES[kind][:2])}={chance.randint(2, 20)}"
+        for kind, i in (("ShardActor", 0), ("ShardActor", 1), ("WorkerActor", chance.randrange(WORKERS)))
+    }
     result, slots = tally(ParameterServer(shards=SHARDS, staleness=chance.choice([1, 2, None])), arm)
     assert len(died(result)) >= 2, (arm, result.events)
     lost = sum(event["pushes"] for event in result.events if event["kind"] == "lost")
@@ -102,9 +113,16 @@ def test_shards_that_die_one_after_the_other_in_threads(staleness):
             cluster.kill(cluster.find(ends[-1]))
 
     try:
-        result = rayps.train(Tally(WORKERS, 0.02), strategy=ParameterServer(shards=SHARDS, staleness=staleness),
-                             workers=WORKERS, epochs=2, cluster=cluster, checkpoint_every=5, progress=harm,
-                             timeout=60.0)
+        result = rayps.train(
+            Tally(WORKERS, 0.02),
+            strategy=ParameterServer(shards=SHARDS, staleness=staleness),
+            workers=WORKERS,
+            epochs=2,
+            cluster=cluster,
+            checkpoint_every=5,
+            progress=harm,
+            timeout=60.0,
+        )
     finally:
         cluster.close()
     assert len(ends) == 3 and len(died(result)) == 3

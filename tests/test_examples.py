@@ -19,8 +19,11 @@ from rayps.strategy import parse
 from rayps.workload import Workload, load, pack
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-WORKLOADS = {"digits.py:Digits": (10_000, 2_000), "flights.py:LateFlight": (60_000, 12_000),
-             "recommender.py:LateDeparture": (100_000, 20_000)}
+WORKLOADS = {
+    "digits.py:Digits": (10_000, 2_000),
+    "flights.py:LateFlight": (60_000, 12_000),
+    "recommender.py:LateDeparture": (100_000, 20_000),
+}
 
 
 def module(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
@@ -32,8 +35,19 @@ def module(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return made
 
 
-NAMES = ["admm", "characters", "digits", "downpour", "fedavg", "flights", "hogwild",
-         "local_sgd", "own_loop", "recommender", "two_doors"]
+NAMES = [
+    "admm",
+    "characters",
+    "digits",
+    "downpour",
+    "fedavg",
+    "flights",
+    "hogwild",
+    "local_sgd",
+    "own_loop",
+    "recommender",
+    "two_doors",
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -121,8 +135,9 @@ def test_late_departures_are_foretold_by_servers_as_by_one_process(monkeypatch: 
 def test_a_generated_table_is_as_large_as_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     made, cluster = module("recommender", monkeypatch), LocalCluster()
     try:
-        result = rayps.train(made.Generated(25_000), strategy="hybrid:servers=2", workers=2, cluster=cluster,
-                             progress=False)
+        result = rayps.train(
+            made.Generated(25_000), strategy="hybrid:servers=2", workers=2, cluster=cluster, progress=False
+        )
     finally:
         cluster.close()
     table = result.model()["rows"]
@@ -136,8 +151,9 @@ def test_characters_are_learned_alike_in_every_layout(strategy: str, monkeypatch
     for way, workers in (("all_reduce", 1), (strategy, 2)):
         cluster = LocalCluster()
         try:
-            result = rayps.train(made.Characters(blocks=2), strategy=way, workers=workers, steps=20, cluster=cluster,
-                                 progress=False)
+            result = rayps.train(
+                made.Characters(blocks=2), strategy=way, workers=workers, steps=20, cluster=cluster, progress=False
+            )
         finally:
             cluster.close()
         losses[way] = [loss for loss in result.history["loss"].to_pylist() if loss is not None]
@@ -149,8 +165,14 @@ def test_characters_are_learned_alike_in_every_layout(strategy: str, monkeypatch
 def test_digits_are_learned_out_of_step(strategy: str) -> None:
     cluster = LocalCluster()
     try:
-        result = rayps.train(load("digits.py:Digits", str(EXAMPLES)), strategy=strategy, workers=4, epochs=1,
-                             cluster=cluster, progress=False)
+        result = rayps.train(
+            load("digits.py:Digits", str(EXAMPLES)),
+            strategy=strategy,
+            workers=4,
+            epochs=1,
+            cluster=cluster,
+            progress=False,
+        )
     finally:
         cluster.close()
     assert result.metrics["accuracy"] > 0.85
@@ -161,8 +183,14 @@ def test_clients_that_know_two_digits_learn_more_together(monkeypatch: pytest.Mo
     work = made.Shards()
     assert work.data().clients.sizes.tolist() == [500] * 20
     try:
-        result = rayps.train(work, strategy="fedavg:fraction=0.5,local_epochs=1,batch_size=20", workers=2, epochs=4,
-                             cluster=cluster, progress=False)
+        result = rayps.train(
+            work,
+            strategy="fedavg:fraction=0.5,local_epochs=1,batch_size=20",
+            workers=2,
+            epochs=4,
+            cluster=cluster,
+            progress=False,
+        )
     finally:
         cluster.close()
     best = max(result.history["evaluation_accuracy"].to_pylist())
@@ -170,13 +198,20 @@ def test_clients_that_know_two_digits_learn_more_together(monkeypatch: pytest.Mo
     assert made.accuracy(work, result.model()) == pytest.approx(result.metrics["accuracy"], abs=1e-6)
 
 
-@pytest.mark.parametrize("strategy", ["local_sgd:period=8,warmup=10", "diloco:period=8,outer_momentum=0.5",
-                                      "parallel_sgd:rounds=2"])
+@pytest.mark.parametrize(
+    "strategy", ["local_sgd:period=8,warmup=10", "diloco:period=8,outer_momentum=0.5", "parallel_sgd:rounds=2"]
+)
 def test_digits_are_learned_apart(strategy: str) -> None:
     cluster = LocalCluster()
     try:
-        result = rayps.train(load("digits.py:Digits", str(EXAMPLES)), strategy=strategy, workers=2, steps=60,
-                             cluster=cluster, progress=False)
+        result = rayps.train(
+            load("digits.py:Digits", str(EXAMPLES)),
+            strategy=strategy,
+            workers=2,
+            steps=60,
+            cluster=cluster,
+            progress=False,
+        )
     finally:
         cluster.close()
     assert result.metrics["accuracy"] > 0.7

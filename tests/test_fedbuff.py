@@ -38,7 +38,7 @@ def moved(model, step):
     model, at = copy.deepcopy(model), 0
     with torch.no_grad():
         for p in model.parameters():
-            p += step[at:at + p.numel()].view(p.shape)
+            p += step[at : at + p.numel()].view(p.shape)
             at += p.numel()
     return model
 
@@ -49,8 +49,9 @@ def told(event):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("options", [{}, {"server_lr": 0.4, "decay": 2.0}, {"decay": 0.0}, {"decay": 40.0},
-                                     {"decay": 5000.0}])
+@pytest.mark.parametrize(
+    "options", [{}, {"server_lr": 0.4, "decay": 2.0}, {"decay": 0.0}, {"decay": 40.0}, {"decay": 5000.0}]
+)
 def test_a_job_is_the_papers_algorithm(workers, options):
     work = Fed(clients=3, n=36)
     strategy = FedBuff(buffer=2, concurrency=3, speed=[2 / 12, 3 / 12, 7 / 12], **options)
@@ -91,12 +92,14 @@ def test_a_run_goes_on_where_it_was(tmp_path, cut, workers):
     rest = train(work, HARD, workers=workers[1], epochs=8, checkpoint=tmp_path, resume=True)
     assert torch.equal(rest.snapshot.params, whole.snapshot.params)
     assert [(e["round"], e["seconds"], e["staleness"]) for e in cohorts(rest)] == [
-        (e["round"], e["seconds"], e["staleness"]) for e in cohorts(whole)[cut:]]
+        (e["round"], e["seconds"], e["staleness"]) for e in cohorts(whole)[cut:]
+    ]
 
 
 def test_old_parameters_are_kept_as_long_as_somebody_trains_from_them():
-    result = train(Fed(clients=3, n=36), FedBuff(buffer=2, concurrency=3, speed=[2 / 12, 3 / 12, 7 / 12]), workers=1,
-                   epochs=4)
+    result = train(
+        Fed(clients=3, n=36), FedBuff(buffer=2, concurrency=3, speed=[2 / 12, 3 / 12, 7 / 12]), workers=1, epochs=4
+    )
     kept = sorted(name for name in result.snapshot.shared if name.startswith("version/"))
     assert kept == ["version/2", "version/3"]  # from which clients 2 and 1 train when round 3 ends
     versions = law(Fed(clients=3, n=36), BY_HAND)
@@ -114,12 +117,21 @@ def test_a_client_that_begins_again_from_one_version_goes_through_other_batches(
     assert cohorts(result)[0]["trained"] == ["0", "0"]
 
 
-@pytest.mark.parametrize(("options", "field"), [
-    ({"buffer": 0}, "buffer"), ({"buffer": True}, "buffer"), ({"concurrency": 0}, "concurrency"),
-    ({"server_lr": 0}, "server_lr"), ({"decay": -1}, "decay"), ({"max_staleness": -1}, "max_staleness"),
-    ({"rule": "krum(f=1)"}, "rule"), ({"enough": 3}, "enough"), ({"over_selection": 0.5}, "over_selection"),
-    ({"min_replies": 2}, "min_replies"),
-])
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"buffer": 0}, "buffer"),
+        ({"buffer": True}, "buffer"),
+        ({"concurrency": 0}, "concurrency"),
+        ({"server_lr": 0}, "server_lr"),
+        ({"decay": -1}, "decay"),
+        ({"max_staleness": -1}, "max_staleness"),
+        ({"rule": "krum(f=1)"}, "rule"),
+        ({"enough": 3}, "enough"),
+        ({"over_selection": 0.5}, "over_selection"),
+        ({"min_replies": 2}, "min_replies"),
+    ],
+)
 def test_bad_options_are_refused(options, field):
     with pytest.raises(ConfigError) as caught:
         FedBuff(**options)
@@ -134,7 +146,8 @@ def test_more_under_way_than_there_are_is_refused_before_anything_starts():
 def test_in_words():
     words = "fedbuff:buffer=3,concurrency=7,max_staleness=4,speed=lognormal(sigma=0.7),local_epochs=2"
     strategy = parse(words)[0].strategy
-    assert strategy == FedBuff(buffer=3, concurrency=7, max_staleness=4, local_epochs=2,
-                               speed={"name": "lognormal", "sigma": 0.7})
+    assert strategy == FedBuff(
+        buffer=3, concurrency=7, max_staleness=4, local_epochs=2, speed={"name": "lognormal", "sigma": 0.7}
+    )
     assert parse(wire(parse(words)))[0].strategy == strategy
     assert np.isclose(strategy.weight(50, 3), 0.5)

@@ -24,15 +24,19 @@ TINY = 1e-300
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_one_client_is_plain_sgd_to_the_bit(workers):
-    for strategy, options in ((FedAvg(), {"epochs": 3}), (FedAvg(local_steps=1), {"steps": 14}),
-                              (FedAvg(local_steps=7), {"steps": 21})):
+    for strategy, options in (
+        (FedAvg(), {"epochs": 3}),
+        (FedAvg(local_steps=1), {"steps": 14}),
+        (FedAvg(local_steps=7), {"steps": 21}),
+    ):
         rounds = options.get("epochs") or options["steps"] // (strategy.local_steps or 1)
         result = train(Fed(clients=1), strategy, workers=workers, epochs=rounds)
         assert distance(result.model(), plain(Small(), **options)[0]) < TINY
     result = train(Fed(clients=1), FedAvg(), workers=1, epochs=2)
     assert distance(result.model(), train(Small(), AllReduce(), workers=1, epochs=2).model()) < TINY
     assert result.history.column("loss").to_pylist() == pytest.approx(
-        np.reshape(plain(Small(), epochs=2)[1], (2, -1)).mean(axis=1).tolist())
+        np.reshape(plain(Small(), epochs=2)[1], (2, -1)).mean(axis=1).tolist()
+    )
 
 
 @pytest.mark.parametrize("optimizer", ["momentum", "adam", "adamw_groups"])
@@ -51,11 +55,14 @@ def test_a_client_steps_by_the_workloads_optimizer_which_is_fresh_each_round(opt
 # ------------------------------------------------------------------------------------- the law of a whole job
 
 
-@pytest.mark.parametrize(("options", "law"), [
-    ({"fraction": 0.5, "local_epochs": 2, "batch_size": 4}, {"fraction": 0.5, "epochs": 2, "batch": 4}),
-    ({"fraction": 0.4, "local_steps": 5}, {"fraction": 0.4, "steps": 5}),
-    ({"batch_size": 0}, {"batch": 0}),
-])
+@pytest.mark.parametrize(
+    ("options", "law"),
+    [
+        ({"fraction": 0.5, "local_epochs": 2, "batch_size": 4}, {"fraction": 0.5, "epochs": 2, "batch": 4}),
+        ({"fraction": 0.4, "local_steps": 5}, {"fraction": 0.4, "steps": 5}),
+        ({"batch_size": 0}, {"batch": 0}),
+    ],
+)
 def test_a_job_is_algorithm_1(options, law):
     work = Fed(rule="uneven", n=45)
     result = train(work, FedAvg(**options), workers=2, epochs=4, seed=5)
@@ -109,8 +116,13 @@ def test_what_proximal_terms_do():
     some = train(work, FedProx(mu=0.7), workers=1, epochs=3)
     assert distance(some.model(), fedavg(work, 3, adjust=pull)[0]) < EXACT
     first = drawn(work)
-    moved = [distance(train(Rated(min(0.1, 0.5 / max(mu, 1e-9))), FedProx(mu=mu, local_epochs=4), workers=1,
-                            epochs=1).model(), first) for mu in (0.0, 50.0, 5000.0)]
+    moved = [
+        distance(
+            train(Rated(min(0.1, 0.5 / max(mu, 1e-9))), FedProx(mu=mu, local_epochs=4), workers=1, epochs=1).model(),
+            first,
+        )
+        for mu in (0.0, 50.0, 5000.0)
+    ]
     assert moved[0] > 10 * moved[1] > 500 * moved[2]
 
 
@@ -133,8 +145,15 @@ ANYWHERE = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "strategy"), ANYWHERE, ids=lambda given: getattr(given, "name", given.__name__)
-                         if isinstance(given, type) else f"{given.name}-{given.rule}-{given.attack}")
+@pytest.mark.parametrize(
+    ("kind", "strategy"),
+    ANYWHERE,
+    ids=lambda given: (
+        getattr(given, "name", given.__name__)
+        if isinstance(given, type)
+        else f"{given.name}-{given.rule}-{given.attack}"
+    ),
+)
 def test_the_same_bits_on_any_number_of_workers(kind, strategy):
     results = [train(kind(rule="uneven", n=45), strategy, workers=workers, epochs=4) for workers in (1, 2, 3)]
     for other in results[1:]:
@@ -142,7 +161,8 @@ def test_the_same_bits_on_any_number_of_workers(kind, strategy):
         for name, value in results[0].snapshot.buffers.items():
             assert torch.equal(other.snapshot.buffers[name], value), name
         assert [{k: v for k, v in e.items() if k not in ("time", "seq")} for e in cohorts(other)] == [
-            {k: v for k, v in e.items() if k not in ("time", "seq")} for e in cohorts(results[0])]
+            {k: v for k, v in e.items() if k not in ("time", "seq")} for e in cohorts(results[0])
+        ]
         assert other.metrics == pytest.approx(results[0].metrics, abs=EXACT)
 
 
@@ -312,15 +332,29 @@ def test_federated_phases_among_others():
     assert epochs == [0, 1, 2, 3, 4, *[5] * 6, 6, 7]
 
 
-@pytest.mark.parametrize(("options", "field"), [
-    ({"fraction": 0}, "fraction"), ({"fraction": 1.5}, "fraction"), ({"local_epochs": 0}, "local_epochs"),
-    ({"local_steps": 2.5}, "local_steps"), ({"local_epochs": 1, "local_steps": 1}, "local_steps"),
-    ({"batch_size": -1}, "batch_size"), ({"rule": "krum"}, "rule"), ({"rule": "mode"}, "rule"),
-    ({"clip": 0}, "clip"), ({"attack": "sign_flip"}, "attack"), ({"dropout": 1.0}, "dropout"),
-    ({"deadline": 0}, "deadline"), ({"min_replies": -1}, "min_replies"), ({"speed": "fast"}, "speed"),
-    ({"available": "never"}, "available"), ({"evaluate_every": 0}, "evaluate_every"),
-    ({"buffers": "drop"}, "buffers"), ({"finetune": 0}, "finetune"),
-])
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"fraction": 0}, "fraction"),
+        ({"fraction": 1.5}, "fraction"),
+        ({"local_epochs": 0}, "local_epochs"),
+        ({"local_steps": 2.5}, "local_steps"),
+        ({"local_epochs": 1, "local_steps": 1}, "local_steps"),
+        ({"batch_size": -1}, "batch_size"),
+        ({"rule": "krum"}, "rule"),
+        ({"rule": "mode"}, "rule"),
+        ({"clip": 0}, "clip"),
+        ({"attack": "sign_flip"}, "attack"),
+        ({"dropout": 1.0}, "dropout"),
+        ({"deadline": 0}, "deadline"),
+        ({"min_replies": -1}, "min_replies"),
+        ({"speed": "fast"}, "speed"),
+        ({"available": "never"}, "available"),
+        ({"evaluate_every": 0}, "evaluate_every"),
+        ({"buffers": "drop"}, "buffers"),
+        ({"finetune": 0}, "finetune"),
+    ],
+)
 def test_options_that_cannot_be(options, field):
     with pytest.raises(ConfigError) as error:
         FedAvg(**options)
@@ -347,8 +381,14 @@ def test_jobs_that_cannot_be_are_refused_before_anything_starts():
 
 
 def test_strategies_in_words_and_back():
-    for text in ("fedavg:fraction=0.5,local_epochs=5,rule=krum(f=4)", "fedprox:mu=0.1", "scaffold", "fedyogi:tau=0.01",
-                 "fedavg:attack=sign_flip(clients=4,scale=5),speed=lognormal(sigma=1)", "ditto:lam=1"):
+    for text in (
+        "fedavg:fraction=0.5,local_epochs=5,rule=krum(f=4)",
+        "fedprox:mu=0.1",
+        "scaffold",
+        "fedyogi:tau=0.01",
+        "fedavg:attack=sign_flip(clients=4,scale=5),speed=lognormal(sigma=1)",
+        "ditto:lam=1",
+    ):
         phases = parse(text)
         assert parse(wire(phases)) == phases
     assert parse("fedavgm")[0].strategy == FedAvgM()

@@ -22,8 +22,11 @@ from rayps.federated.vault import Vault
 # ------------------------------------------------------------------------------------- resuming in the middle
 
 STATEFUL = [
-    (Fed, Scaffold(fraction=0.5, local_epochs=2)), (Fed, Ditto(fraction=0.5)), (Fed, FedYogi(fraction=0.5)),
-    (Fed, FedAvgM(dropout=0.3)), (Normed, FedAvg(buffers="keep", fraction=0.5)),
+    (Fed, Scaffold(fraction=0.5, local_epochs=2)),
+    (Fed, Ditto(fraction=0.5)),
+    (Fed, FedYogi(fraction=0.5)),
+    (Fed, FedAvgM(dropout=0.3)),
+    (Normed, FedAvg(buffers="keep", fraction=0.5)),
     (Fed, FedBuff(buffer=3, concurrency=6, speed="lognormal(sigma=1)")),
     (Fed, FedAvg(rule="centered_clipping(tau=0.1)", speed="lognormal(sigma=1)", deadline=0.01)),
     (Dropping, FedAdam(fraction=0.5)),
@@ -72,8 +75,9 @@ def test_another_strategy_begins_without_those_states():
 
 def test_a_round_that_does_not_count_leaves_clients_as_they_were():
     work, lacking = Fed(n=40, clients=4), {"speed": [0.001, 1.0], "deadline": 0.1, "min_replies": 3}
-    results = [train(work, [(2, first), Scaffold()], workers=2, epochs=4)
-               for first in (Scaffold(**lacking), FedAvg(**lacking))]
+    results = [
+        train(work, [(2, first), Scaffold()], workers=2, epochs=4) for first in (Scaffold(**lacking), FedAvg(**lacking))
+    ]
     assert all(event["skipped"] for result in results for event in cohorts(result)[:2])
     assert torch.equal(*(result.snapshot.params for result in results))
 
@@ -85,8 +89,9 @@ class Counted(Fed):
     """Says how often it computed a loss, and takes its time."""
 
 
-@pytest.mark.parametrize("strategy", [Scaffold(fraction=0.7), FedAdam(fraction=0.7), Ditto(fraction=0.7)],
-                         ids=lambda given: given.name)
+@pytest.mark.parametrize(
+    "strategy", [Scaffold(fraction=0.7), FedAdam(fraction=0.7), Ditto(fraction=0.7)], ids=lambda given: given.name
+)
 @pytest.mark.parametrize("every", [1, 3])
 def test_a_death_goes_back_to_the_snapshots_round(strategy, every):
     tag = f"federated-death-{strategy.name}-{every}"
@@ -182,7 +187,7 @@ class Member:
         self.handle, self.store, self.dies = self, store or States(), False
 
     def call(self, name, *given):
-        self.answer = (lambda: getattr(self, name)(*given))
+        self.answer = lambda: getattr(self, name)(*given)
         return self
 
     def result(self, timeout):
@@ -276,8 +281,9 @@ def resident():
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * resource.getpagesize()
 
 
-@pytest.mark.parametrize("strategy", [FedAvg(fraction=0.1), Scaffold(fraction=0.1, local_steps=1)],
-                         ids=lambda given: given.name)
+@pytest.mark.parametrize(
+    "strategy", [FedAvg(fraction=0.1), Scaffold(fraction=0.1, local_steps=1)], ids=lambda given: given.name
+)
 def test_memory_stays_flat_over_rounds_of_many_clients(strategy):
     MEMORY.clear()
     gc.collect()

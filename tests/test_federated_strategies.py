@@ -109,10 +109,15 @@ def yogi(v, d):
     return v - (1 - 0.9) * d**2 * torch.sign(v - d**2)
 
 
-@pytest.mark.parametrize(("strategy", "second"), [
-    (FedAdagrad(server_lr=0.03, beta1=0.5, tau=0.01), adagrad), (FedAdam(server_lr=0.03, beta1=0.5, beta2=0.9), adam),
-    (FedYogi(server_lr=0.03, beta1=0.5, beta2=0.9, tau=0.1), yogi),
-], ids=lambda given: getattr(given, "name", ""))
+@pytest.mark.parametrize(
+    ("strategy", "second"),
+    [
+        (FedAdagrad(server_lr=0.03, beta1=0.5, tau=0.01), adagrad),
+        (FedAdam(server_lr=0.03, beta1=0.5, beta2=0.9), adam),
+        (FedYogi(server_lr=0.03, beta1=0.5, beta2=0.9, tau=0.1), yogi),
+    ],
+    ids=lambda given: getattr(given, "name", ""),
+)
 def test_three_rounds_of_the_adaptive_servers_by_hand(strategy, second):
     work = Fed(rule="uneven", n=45, clients=4)
     w = vector(drawn(work))
@@ -162,6 +167,7 @@ def alone(work, rounds, k, lam=0.0, server=None):
     """v_k by hand; `server[t]` is w_t."""
     model, data = drawn(work), work.data()
     for t in range(rounds):
+
         def pull(parameters, _, t=t):
             at = 0
             for p in parameters:
@@ -200,14 +206,20 @@ def test_ditto_keeps_the_batchnorm_statistics_of_each_clients_model():
     result = train(work, Ditto(lam=0, local_epochs=1), workers=2, epochs=3)
     models = [alone(work, 3, k).eval() for k in range(4)]
     assert result.metrics["personal_error"] == pytest.approx(
-        sum(error(model, k, 4) for k, model in enumerate(models)) / 40, abs=EXACT)
+        sum(error(model, k, 4) for k, model in enumerate(models)) / 40, abs=EXACT
+    )
     assert all(model[1].num_batches_tracked == 3 * 3 for model in models)
 
 
-@pytest.mark.parametrize("strategy", [
-    Scaffold(local_steps=5, fraction=1.0, evaluate_every=1000),
-    Scaffold(local_steps=5, fraction=0.5, evaluate_every=1000),
-    FedProx(local_steps=5, mu=2.0, evaluate_every=1000)], ids=str)
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        Scaffold(local_steps=5, fraction=1.0, evaluate_every=1000),
+        Scaffold(local_steps=5, fraction=0.5, evaluate_every=1000),
+        FedProx(local_steps=5, mu=2.0, evaluate_every=1000),
+    ],
+    ids=str,
+)
 def test_with_maximize_a_client_climbs_as_it_would_descend(strategy):
     """The loss with the other sign, maximized: the same bits but for signs."""
 
@@ -218,8 +230,10 @@ def test_with_maximize_a_client_climbs_as_it_would_descend(strategy):
         def optimizer(self, params):
             return torch.optim.SGD(params, lr=self.lr, maximize=True)
 
-    found, law = (train(work, strategy, epochs=60, checkpoint_every=1000).snapshot.params.item()
-                  for work in (Climbing(0.02), Quadratics(0.02)))
+    found, law = (
+        train(work, strategy, epochs=60, checkpoint_every=1000).snapshot.params.item()
+        for work in (Climbing(0.02), Quadratics(0.02))
+    )
     assert found == pytest.approx(law, abs=1e-12) and 0 < found < 1.5
 
 
@@ -240,8 +254,10 @@ def test_dittos_own_models_climb_as_they_would_descend():
         def optimizer(self, params):
             return torch.optim.SGD(params, lr=super().optimizer(params).param_groups[0]["lr"], maximize=True)
 
-    found, law, alone = (train(kind(clients=4, n=48), Ditto(lam=lam), workers=2, epochs=3).metrics["personal_error"]
-                         for kind, lam in ((Climbing, 1.5), (Judged, 1.5), (Judged, 0.0)))
+    found, law, alone = (
+        train(kind(clients=4, n=48), Ditto(lam=lam), workers=2, epochs=3).metrics["personal_error"]
+        for kind, lam in ((Climbing, 1.5), (Judged, 1.5), (Judged, 0.0))
+    )
     assert found == pytest.approx(law, abs=EXACT)
     assert abs(law - alone) > 1e-4
 

@@ -14,18 +14,7 @@ from test_hybrid import Films
 from torch import nn
 
 import rayps
-from rayps import (
-    ADMM,
-    AllReduce,
-    DiLoCo,
-    Downpour,
-    Hogwild,
-    Hybrid,
-    LocalSGD,
-    ParallelSGD,
-    ParameterServer,
-    checkpoint,
-)
+from rayps import ADMM, AllReduce, DiLoCo, Downpour, Hogwild, Hybrid, LocalSGD, ParallelSGD, ParameterServer, checkpoint
 from rayps.errors import CheckpointError, TrainingError
 from rayps.finite import is_finite
 from rayps.strategies.pipeline import Pipeline
@@ -34,22 +23,40 @@ from rayps.strategy import CATALOGUE
 
 EXACT = 1e-12
 SERVERS = [
-    ParameterServer(shards=2), ParameterServer(shards=2, staleness=2), ParameterServer(shards=2, staleness=None),
-    ParameterServer(shards=2, replicas=0), ParameterServer(shards=2, replicas=1),
+    ParameterServer(shards=2),
+    ParameterServer(shards=2, staleness=2),
+    ParameterServer(shards=2, staleness=None),
+    ParameterServer(shards=2, replicas=0),
+    ParameterServer(shards=2, replicas=1),
     ParameterServer(shards=2, replicas=0, staleness=2),
 ]
 STRATEGIES = [
-    AllReduce(), AllReduce(bucket_mb=0), AllReduce(bucket_mb=1e-4), AllReduce(compression="int8"), *SERVERS,
-    ParameterServer(shards=2, compression="fp16"), Downpour(shards=2), Downpour(n_push=3, n_fetch=2), Hogwild(),
-    LocalSGD(period=3), ParallelSGD(), ParallelSGD(rounds=2, merge="best"), DiLoCo(period=4), ADMM(local_steps=4),
+    AllReduce(),
+    AllReduce(bucket_mb=0),
+    AllReduce(bucket_mb=1e-4),
+    AllReduce(compression="int8"),
+    *SERVERS,
+    ParameterServer(shards=2, compression="fp16"),
+    Downpour(shards=2),
+    Downpour(n_push=3, n_fetch=2),
+    Hogwild(),
+    LocalSGD(period=3),
+    ParallelSGD(),
+    ParallelSGD(rounds=2, merge="best"),
+    DiLoCo(period=4),
+    ADMM(local_steps=4),
 ]
 REPLICAS = [
-    AllReduce(replica=Pipeline(stages=2)), AllReduce(replica=TensorParallel(size=2)),
+    AllReduce(replica=Pipeline(stages=2)),
+    AllReduce(replica=TensorParallel(size=2)),
     ParameterServer(shards=2, replica=Pipeline(stages=2)),
 ]
 TABLES = [
-    Hybrid(), Hybrid(staleness=0), ParameterServer(shards=2, replicas=0),
-    ParameterServer(shards=2, replicas=1, staleness=2), ParameterServer(shards=2, replicas=0, staleness=None),
+    Hybrid(),
+    Hybrid(staleness=0),
+    ParameterServer(shards=2, replicas=0),
+    ParameterServer(shards=2, replicas=1, staleness=2),
+    ParameterServer(shards=2, replicas=0, staleness=None),
 ]
 FEDERATED = [name for name, kind in CATALOGUE.items() if kind.federated]
 
@@ -160,7 +167,8 @@ class SickFilms(Films):
             return super().loss(model, batch)
         part = model.tables.users if self.rows else model.dense
         hook = part.register_forward_hook(
-            lambda module, given, output: Spoilt.apply(output, math.nan) if output.requires_grad else output)
+            lambda module, given, output: Spoilt.apply(output, math.nan) if output.requires_grad else output
+        )
         try:
             return super().loss(model, batch)
         finally:
@@ -208,8 +216,16 @@ def steep(params):
 
 
 OVERFLOWS = [
-    AllReduce(), *SERVERS[:5], Downpour(), Hogwild(), LocalSGD(period=2), LocalSGD(period=4), DiLoCo(period=2),
-    ParallelSGD(), ADMM(local_steps=2), AllReduce(replica=TensorParallel(size=2)),
+    AllReduce(),
+    *SERVERS[:5],
+    Downpour(),
+    Hogwild(),
+    LocalSGD(period=2),
+    LocalSGD(period=4),
+    DiLoCo(period=2),
+    ParallelSGD(),
+    ADMM(local_steps=2),
+    AllReduce(replica=TensorParallel(size=2)),
 ]
 
 
@@ -332,10 +348,18 @@ class Momentum(Small):
         super().__init__(optimizer="momentum", **options)
 
 
-@pytest.mark.parametrize(("prefix", "strategy"), [
-    ("model", AllReduce()), ("optim", AllReduce()), ("own", LocalSGD(period=2)), ("shared", DiLoCo(period=2)),
-    ("model", ParameterServer(shards=2)), ("model", ParameterServer(shards=2, replicas=0)),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("prefix", "strategy"),
+    [
+        ("model", AllReduce()),
+        ("optim", AllReduce()),
+        ("own", LocalSGD(period=2)),
+        ("shared", DiLoCo(period=2)),
+        ("model", ParameterServer(shards=2)),
+        ("model", ParameterServer(shards=2, replicas=0)),
+    ],
+    ids=str,
+)
 def test_resume_falls_back_to_the_newest_good_checkpoint(tmp_path, prefix, strategy):
     train(Momentum(), strategy, workers=2, steps=3, checkpoint=tmp_path)
     train(Momentum(), strategy, workers=2, steps=6, checkpoint=tmp_path, resume=True)

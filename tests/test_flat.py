@@ -89,11 +89,17 @@ def test_tied_parameters_stand_once():
     assert model[1].weight[0, 0] == 42
 
 
-@pytest.mark.parametrize(("model", "words"), [
-    (nn.Tanh(), ["no parameter", "gradient"]),
-    (nn.Linear(2, 2).requires_grad_(False), ["no parameter", "gradient"]),
-    (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()), ["float32 (0.weight)", "float64 (1.weight)", "float()"]),
-])
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (nn.Tanh(), ["no parameter", "gradient"]),
+        (nn.Linear(2, 2).requires_grad_(False), ["no parameter", "gradient"]),
+        (
+            nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()),
+            ["float32 (0.weight)", "float64 (1.weight)", "float()"],
+        ),
+    ],
+)
 def test_models_that_cannot_be_one_vector(model, words):
     with pytest.raises(WorkloadError) as caught:
         FlatModel(model)

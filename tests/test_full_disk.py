@@ -45,12 +45,20 @@ def caused(error: Exception) -> Exception:
     return outer
 
 
-@pytest.mark.parametrize(("error", "full"), [
-    (OSError(errno.ENOSPC, "x"), True), (OSError(errno.EDQUOT, "x"), True), (OSError(errno.EACCES, "x"), False),
-    (full_sqlite(), True), (sqlite3.OperationalError("database or disk is full"), False), (None, False),
-    (sa.exc.OperationalError("INSERT", {}, full_sqlite()), True), (caused(full_sqlite()), True),
-    (caused(ValueError()), False),
-])
+@pytest.mark.parametrize(
+    ("error", "full"),
+    [
+        (OSError(errno.ENOSPC, "x"), True),
+        (OSError(errno.EDQUOT, "x"), True),
+        (OSError(errno.EACCES, "x"), False),
+        (full_sqlite(), True),
+        (sqlite3.OperationalError("database or disk is full"), False),
+        (None, False),
+        (sa.exc.OperationalError("INSERT", {}, full_sqlite()), True),
+        (caused(full_sqlite()), True),
+        (caused(ValueError()), False),
+    ],
+)
 def test_what_a_full_disk_looks_like(error: Exception | None, full: bool) -> None:
     assert is_full(error) == full
 
@@ -87,10 +95,12 @@ def site(tmp_path: Path) -> Iterator[Site]:
 
 def pages(site: Site, most: int | None) -> None:
     """Let the database have as many pages as it has, or any number: SQLite itself then says that the disk is full."""
+
     async def limit() -> None:
         async with site.service.store.writing() as tx:
             found = (await tx.exec_driver_sql("PRAGMA page_count")).scalar() if most is None else most
             await tx.exec_driver_sql(f"PRAGMA max_page_count={found}")
+
     asyncio.run_coroutine_threadsafe(limit(), site.loop).result(10)
 
 
@@ -160,8 +170,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", folder], check=True)
 
 
-def test_on_a_disk_that_is_really_full_deleting_makes_room(small_disk: Path, monkeypatch: pytest.MonkeyPatch,
-                                                           capsys: pytest.CaptureFixture[str]) -> None:
+def test_on_a_disk_that_is_really_full_deleting_makes_room(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     site = Site(small_disk / "state")
     try:
         made = [site.add(), site.add()]
@@ -202,8 +213,22 @@ def test_a_service_on_a_full_disk_serves_or_says_why_not(small_disk: Path, left:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with log.open("w") as out:
-        process = subprocess.Popen([sys.executable, "-m", "rayps.cli", "serve", "--state-dir", str(state), "--port",
-                                    str(port), "--address", "127.0.0.1:1"], stdout=out, stderr=out)
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "rayps.cli",
+                "serve",
+                "--state-dir",
+                str(state),
+                "--port",
+                str(port),
+                "--address",
+                "127.0.0.1:1",
+            ],
+            stdout=out,
+            stderr=out,
+        )
     try:
         if left == 0:
             assert process.wait(120) not in (0, -9), log.read_text()

@@ -22,15 +22,30 @@ class OnDevice(rayps.Workload):
         return torch.nn.functional.cross_entropy(model(batch.x), batch.y)
 
 
-@pytest.mark.parametrize("strategy", ["all_reduce", "parameter_server", "parameter_server:staleness=none",
-                                      "all_reduce:compression=int8", "parameter_server:compression=fp16"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "all_reduce",
+        "parameter_server",
+        "parameter_server:staleness=none",
+        "all_reduce:compression=int8",
+        "parameter_server:compression=fp16",
+    ],
+)
 def test_a_worker_that_asks_for_a_gpu_trains_on_it(strategy):
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device on this machine")
     cluster = RayCluster.local(cpus=2, gpus=1)
     try:
-        result = rayps.train(OnDevice(), strategy=strategy, workers=2, epochs=2, resources={"cpu": 1, "gpu": 0.5},
-                             progress=False, cluster=cluster)
+        result = rayps.train(
+            OnDevice(),
+            strategy=strategy,
+            workers=2,
+            epochs=2,
+            resources={"cpu": 1, "gpu": 0.5},
+            progress=False,
+            cluster=cluster,
+        )
     finally:
         cluster.close()
     assert result.metrics["loss"] < 0.7

@@ -56,12 +56,21 @@ class Many(rayps.Workload):
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("strategy", [
-    LocalSGD(period=4), LocalSGD(period=4, momentum="average"), LocalSGD(period=4, compression="fp16"),
-    ParallelSGD(rounds=1, momentum="average"),
-    DiLoCo(period=4), DiLoCo(period=4, momentum="average", buckets=2), DiLoCo(period=4, compression="bf16"),
-    DiLoCo(period=3, overlap=1), ADMM(local_steps=4, momentum="average"),
-], ids=str)
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        LocalSGD(period=4),
+        LocalSGD(period=4, momentum="average"),
+        LocalSGD(period=4, compression="fp16"),
+        ParallelSGD(rounds=1, momentum="average"),
+        DiLoCo(period=4),
+        DiLoCo(period=4, momentum="average", buckets=2),
+        DiLoCo(period=4, compression="bf16"),
+        DiLoCo(period=3, overlap=1),
+        ADMM(local_steps=4, momentum="average"),
+    ],
+    ids=str,
+)
 def test_meetings_of_half_precision_equal_those_of_float32(strategy, dtype):
     law = train(Many(torch.float32), strategy, workers=2, epochs=2)
     found = train(Many(dtype), strategy, workers=2, epochs=2)

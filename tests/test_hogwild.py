@@ -49,8 +49,9 @@ class Rows(rayps.Workload):
         return nn.Embedding(self.n, 3, sparse=True).double()
 
     def data(self):
-        return rayps.data.tensors(torch.arange(self.n), torch.linspace(-1, 1, self.n, dtype=torch.float64),
-                                  batch_size=3)
+        return rayps.data.tensors(
+            torch.arange(self.n), torch.linspace(-1, 1, self.n, dtype=torch.float64), batch_size=3
+        )
 
     def loss(self, model, batch):
         time.sleep(self.pause)
@@ -160,8 +161,10 @@ def test_resumed_alone_it_is_the_unbroken_run(tmp_path):
     work = Small(n=40, optimizer="adam")
     whole = train(work, Hogwild(), workers=1, steps=20)
     train(work, Hogwild(), workers=1, steps=9, checkpoint=tmp_path)
-    assert distance(train(work, Hogwild(), workers=1, steps=20, checkpoint=tmp_path, resume=True).model(),
-                    whole.model()) == 0
+    assert (
+        distance(train(work, Hogwild(), workers=1, steps=20, checkpoint=tmp_path, resume=True).model(), whole.model())
+        == 0
+    )
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -193,7 +196,7 @@ def test_a_common_vector_is_one_memory():
     def work(ring):
         mine = ring.common(1000, torch.float64)
         progress = ring.progress()
-        mine[ring.rank * 10:ring.rank * 10 + 10] = ring.rank + 1.0
+        mine[ring.rank * 10 : ring.rank * 10 + 10] = ring.rank + 1.0
         progress.reach(5)
         progress.meet(5)
         return mine[:40].tolist(), ring.common(0).numel()

@@ -48,10 +48,19 @@ def test_its_text_and_wire_forms():
     assert rayps.AllReduce().tables is None
 
 
-@pytest.mark.parametrize("options, text", [
-    ({"servers": 0}, "servers is 0"), ({"servers": True}, "servers is True"), ({"staleness": -1}, "staleness is -1"),
-    ({"replicas": 2}, "replicas is 2"), ({"prefetch": 3}, "prefetch is 3"), ({"compression": "zip"}, "compression"),
-    ({"dense": ParameterServer()}, "dense is ParameterServer"), ({"sparse": rayps.AllReduce()}, "sparse is AllReduce")])
+@pytest.mark.parametrize(
+    "options, text",
+    [
+        ({"servers": 0}, "servers is 0"),
+        ({"servers": True}, "servers is True"),
+        ({"staleness": -1}, "staleness is -1"),
+        ({"replicas": 2}, "replicas is 2"),
+        ({"prefetch": 3}, "prefetch is 3"),
+        ({"compression": "zip"}, "compression"),
+        ({"dense": ParameterServer()}, "dense is ParameterServer"),
+        ({"sparse": rayps.AllReduce()}, "sparse is AllReduce"),
+    ],
+)
 def test_options_that_cannot_be(options, text):
     with pytest.raises(ConfigError, match=text):
         Hybrid(**options)
@@ -66,8 +75,10 @@ class Servers:
     def __init__(self, tables, workers, staleness):
         self.space = Space("job", 1, workers, ParameterServer(staleness=staleness), tables=tables)
         self.changed = threading.Condition()
-        self.segments = [TableSegment(*self.space.table_of(index), self.space.strategy, workers)
-                         for index in range(self.space.segments)]
+        self.segments = [
+            TableSegment(*self.space.table_of(index), self.space.strategy, workers)
+            for index in range(self.space.segments)
+        ]
 
     def talk(self, rank):
         return TalkOf(self, rank)
@@ -139,8 +150,14 @@ def lookups(batch):
 
 def batches(count, size, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return [rayps.data.Batch(torch.randint(0, ROWS, (size, 5), generator=generator),
-                             torch.randn(size, generator=generator, dtype=torch.float64), size) for _ in range(count)]
+    return [
+        rayps.data.Batch(
+            torch.randint(0, ROWS, (size, 5), generator=generator),
+            torch.randn(size, generator=generator, dtype=torch.float64),
+            size,
+        )
+        for _ in range(count)
+    ]
 
 
 def loss(model, batch):
@@ -202,8 +219,10 @@ def test_workers_in_step_are_the_union_of_their_batches(told):
             parts[rank].append(rayps.data.Batch(x, y, len(x)))
     servers = Servers(embedding.tables_of(Model()), 3, 0)
     found = {}
-    threads = [threading.Thread(target=lambda r=r: found.update({r: work(servers, r, parts[r], told)[0]}), daemon=True)
-               for r in range(3)]
+    threads = [
+        threading.Thread(target=lambda r=r: found.update({r: work(servers, r, parts[r], told)[0]}), daemon=True)
+        for r in range(3)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -431,8 +450,9 @@ def plain(workload, workers=1, epochs=2):
         dealt = [list(data.batches(rank=r, size=workers, seed=0, epoch=epoch)) for r in range(workers)]
         for parts in zip(*dealt, strict=True):
             whole = [batch for batch in parts if batch.size]
-            union = rayps.data.Batch(torch.cat([b.x for b in whole]), torch.cat([b.y for b in whole]),
-                                     sum(b.size for b in whole))
+            union = rayps.data.Batch(
+                torch.cat([b.x for b in whole]), torch.cat([b.y for b in whole]), sum(b.size for b in whole)
+            )
             optimizer.zero_grad()
             loss = workload.loss(model, union)
             loss.backward()
@@ -445,14 +465,24 @@ def plain(workload, workers=1, epochs=2):
 def run(workload, strategy, workers, **options):
     cluster = LocalCluster()
     try:
-        return rayps.train(workload, strategy=strategy, workers=workers, cluster=cluster, progress=False, timeout=60,
-                           **{"epochs": 2, **options})
+        return rayps.train(
+            workload,
+            strategy=strategy,
+            workers=workers,
+            cluster=cluster,
+            progress=False,
+            timeout=60,
+            **{"epochs": 2, **options},
+        )
     finally:
         cluster.close()
 
 
-SERVED = ["hybrid:servers=2,staleness=0", "hybrid:servers=2,staleness=0,replicas=1",
-          "parameter_server:shards=2,staleness=0,replicas=1"]
+SERVED = [
+    "hybrid:servers=2,staleness=0",
+    "hybrid:servers=2,staleness=0,replicas=1",
+    "parameter_server:shards=2,staleness=0,replicas=1",
+]
 
 
 @pytest.mark.parametrize("told", [False, True], ids=["plain", "prefetch"])
@@ -481,8 +511,14 @@ def uses_of(result):
     return int(client.talk.segments[client.first].store.export().life[:, 0].sum())
 
 
-@pytest.mark.parametrize("strategy", ["hybrid:servers=2", "hybrid:servers=2,staleness=2,prefetch=false",
-                                      "parameter_server:shards=2,staleness=none,replicas=0"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "hybrid:servers=2",
+        "hybrid:servers=2,staleness=2,prefetch=false",
+        "parameter_server:shards=2,staleness=none,replicas=0",
+    ],
+)
 def test_a_run_out_of_step_learns_and_applies_each_push_once(strategy):
     result = run(Films(told=True, n=300, batch=10), strategy, 3, epochs=6)
     losses = result.history["loss"].to_pylist()
@@ -506,8 +542,15 @@ def test_a_death_amid_prefetches_costs_no_push_and_adds_none(victim):
     cluster = Watched()
     try:
         cluster.kill_when("films", 40, victim)
-        result = rayps.train(Slow(told=True, n=200), strategy="hybrid:servers=3,replicas=1", workers=2, epochs=3,
-                             cluster=cluster, progress=False, timeout=60)
+        result = rayps.train(
+            Slow(told=True, n=200),
+            strategy="hybrid:servers=3,replicas=1",
+            workers=2,
+            epochs=3,
+            cluster=cluster,
+            progress=False,
+            timeout=60,
+        )
     finally:
         cluster.close()
     assert uses_of(result) == 3 * 200 * 2

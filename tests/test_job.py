@@ -44,13 +44,23 @@ BAD = [
     ({"resources": {"cpu": math.inf}}, "resources", ["inf"]),
     ({"resources": [1]}, "resources", ["[1]"]),
     ({"resources": None}, "resources", ["None"]),
-    ({"workers": 3, "strategy": {"name": "all_reduce", "replica": {"name": "pipeline", "stages": 2}}}, "workers",
-     ["is 3", "2 stages", "multiple of 2"]),
-    ({"workers": 4, "strategy": [
-        {"epochs": 1, "strategy": {"name": "all_reduce"}},
-        {"epochs": 1, "strategy": {"name": "all_reduce", "replica": {"name": "tensor_parallel", "size": 2}}},
-        {"strategy": {"name": "downpour", "replica": {"name": "pipeline", "stages": 3}}}]}, "workers",
-     ["strategy 3 of 3", "is 4", "multiple of 3"]),
+    (
+        {"workers": 3, "strategy": {"name": "all_reduce", "replica": {"name": "pipeline", "stages": 2}}},
+        "workers",
+        ["is 3", "2 stages", "multiple of 2"],
+    ),
+    (
+        {
+            "workers": 4,
+            "strategy": [
+                {"epochs": 1, "strategy": {"name": "all_reduce"}},
+                {"epochs": 1, "strategy": {"name": "all_reduce", "replica": {"name": "tensor_parallel", "size": 2}}},
+                {"strategy": {"name": "downpour", "replica": {"name": "pipeline", "stages": 3}}},
+            ],
+        },
+        "workers",
+        ["strategy 3 of 3", "is 4", "multiple of 3"],
+    ),
 ]
 
 
@@ -64,11 +74,25 @@ def test_what_can_never_run_is_refused(fields, field, words):
     assert len(str(caught.value).splitlines()) <= 3
 
 
-GOOD = [{}, {"workers": 100}, {"epochs": 1}, {"steps": 10**9}, {"max_failures": 0}, {"timeout": 0.5}, {"timeout": 3},
-        {"resources": {"cpu": 0.5, "gpu": 1, "memory": 10**9}}, {"resources": {}}, {"seed": 0}, {"seed": 2**63},
-        {"workers": 4, "strategy": {"name": "all_reduce", "replica": {"name": "pipeline", "stages": 2}}},
-        {"workers": 3, "strategy": {"name": "of one's own"}}, {"seed": -1},
-        {"checkpoint_every": 1}, {"name": "mine"}, {"resume": "x/step-00000001"}]
+GOOD = [
+    {},
+    {"workers": 100},
+    {"epochs": 1},
+    {"steps": 10**9},
+    {"max_failures": 0},
+    {"timeout": 0.5},
+    {"timeout": 3},
+    {"resources": {"cpu": 0.5, "gpu": 1, "memory": 10**9}},
+    {"resources": {}},
+    {"seed": 0},
+    {"seed": 2**63},
+    {"workers": 4, "strategy": {"name": "all_reduce", "replica": {"name": "pipeline", "stages": 2}}},
+    {"workers": 3, "strategy": {"name": "of one's own"}},
+    {"seed": -1},
+    {"checkpoint_every": 1},
+    {"name": "mine"},
+    {"resume": "x/step-00000001"},
+]
 
 
 @pytest.mark.parametrize("fields", GOOD, ids=str)
@@ -77,11 +101,10 @@ def test_a_good_spec_survives_json(fields):
     assert JobSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
 
 
-@pytest.mark.parametrize(("data", "words"), [
-    ({"workload": "a:B", "worker": 3}, ["'worker'", "workers"]),
-    ({"workers": 3}, ["workload"]),
-    ({}, ["workload"]),
-])
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [({"workload": "a:B", "worker": 3}, ["'worker'", "workers"]), ({"workers": 3}, ["workload"]), ({}, ["workload"])],
+)
 def test_a_spec_from_data(data, words):
     with pytest.raises(ConfigError) as caught:
         JobSpec.from_dict(data)

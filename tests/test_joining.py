@@ -52,9 +52,23 @@ def test_what_auto_means(inside, environment, last, found):
     assert all(each in str(caught.value) for each in [*found, "RAY_ADDRESS", "host:port"])
 
 
-@pytest.mark.parametrize("given", [
-    "head", "head:", ":6379", "head:0", "head:65536", "head:x", "head:-1", "head:６３", "", "local", "ray://head:10001",
-    "http://head:8265"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        "head",
+        "head:",
+        ":6379",
+        "head:0",
+        "head:65536",
+        "head:x",
+        "head:-1",
+        "head:６３",
+        "",
+        "local",
+        "ray://head:10001",
+        "http://head:8265",
+    ],
+)
 def test_what_is_no_address_is_refused_with_an_example(given):
     for name, refused in (("address", lambda: head(given)), ("RAY_ADDRESS", lambda: head("auto", environment=given))):
         if name == "RAY_ADDRESS" and not given:
@@ -97,20 +111,39 @@ class Head:
         self.env = environment(RAY_TMPDIR=str(self.temp), HOME=str(self.temp))
         if token is not None:
             self.env |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
-        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block",
-                   f"--port={self.address.rpartition(':')[2]}", f"--node-ip-address={own}", "--num-cpus=4",
-                   "--include-dashboard=false", "--disable-usage-stats", "--no-monitor", "--include-log-monitor=false",
-                   "--object-store-memory=80000000"]
+        command = [
+            sys.executable,
+            "-m",
+            "ray.scripts.scripts",
+            "start",
+            "--head",
+            "--block",
+            f"--port={self.address.rpartition(':')[2]}",
+            f"--node-ip-address={own}",
+            "--num-cpus=4",
+            "--include-dashboard=false",
+            "--disable-usage-stats",
+            "--no-monitor",
+            "--include-log-monitor=false",
+            "--object-store-memory=80000000",
+        ]
         with (self.temp / "log").open("wb") as log:
-            self.process = subprocess.Popen(command, env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                                            start_new_session=True)
+            self.process = subprocess.Popen(
+                command, env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
 
     def wait(self):
         """Until a client gets its cluster's id, and a node is there."""
         script = "import ray, sys; ray.init(address=sys.argv[1], log_to_driver=False); assert ray.nodes()"
         for _ in range(30):
-            done = subprocess.run([sys.executable, "-c", script, self.address], env=self.env, capture_output=True,
-                                  text=True, timeout=200, check=False)
+            done = subprocess.run(
+                [sys.executable, "-c", script, self.address],
+                env=self.env,
+                capture_output=True,
+                text=True,
+                timeout=200,
+                check=False,
+            )
             if done.returncode == 0:
                 return
             assert self.process.poll() is None, done.stderr
@@ -132,9 +165,16 @@ def environment(**more):
     A plain `ray.init()` leaves a token in the home, and turns authentication on for each later Ray that finds it there.
     """
     tests = Path(__file__).parent
-    return {key: value for key, value in os.environ.items() if not key.startswith("RAY_")} | {
-        "PYTHONPATH": f"{tests}{os.pathsep}{tests.parent}", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-        "HOME": tempfile.mkdtemp(dir=os.environ.get("RAYPS_TEST_FOLDER")), "RAY_USAGE_STATS_ENABLED": "0"} | more
+    return (
+        {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+        | {
+            "PYTHONPATH": f"{tests}{os.pathsep}{tests.parent}",
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+            "HOME": tempfile.mkdtemp(dir=os.environ.get("RAYPS_TEST_FOLDER")),
+            "RAY_USAGE_STATS_ENABLED": "0",
+        }
+        | more
+    )
 
 
 TOKEN = secrets.token_hex(32)
@@ -192,8 +232,14 @@ def child(heads, body, **env):
     """Run a script in a process of its own, with the two Rays' addresses."""
     plain, guarded = heads
     script = SCRIPT + textwrap.dedent(body)
-    done = subprocess.run([sys.executable, "-c", script, plain.address, guarded.address, TOKEN], capture_output=True,
-                          env=environment(**env), text=True, timeout=800, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script, plain.address, guarded.address, TOKEN],
+        capture_output=True,
+        env=environment(**env),
+        text=True,
+        timeout=800,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 
@@ -202,7 +248,9 @@ class TestOnRay:
     pytestmark = on_ray
 
     def test_one_process_trains_on_one_ray_after_another(self, heads):
-        child(heads, """
+        child(
+            heads,
+            """
             before = {key: value for key, value in os.environ.items() if key.startswith("RAY_")}
             first = port()
             assert first not in (at(PLAIN), at(GUARDED))
@@ -215,10 +263,13 @@ class TestOnRay:
             assert rayps.run(lambda: __import__("ray").get_runtime_context().gcs_address, workers=2,
                              address=PLAIN) == [PLAIN, PLAIN]
             assert port() not in (first, at(PLAIN), at(GUARDED))
-        """)
+        """,
+        )
 
     def test_a_ray_that_rayps_started_is_ended_for_the_address(self, heads):
-        child(heads, """
+        child(
+            heads,
+            """
             from rayps.service.processes import below
             own = RayCluster.local(cpus=2)
             second = RayCluster.local(cpus=2)
@@ -242,10 +293,13 @@ class TestOnRay:
             os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
             assert port(GUARDED) == at(GUARDED)  # one that rayps joined is left too
             refused(joined.free, "has left the Ray")
-        """)
+        """,
+        )
 
     def test_a_foreign_ray_is_never_left_and_named(self, heads):
-        child(heads, """
+        child(
+            heads,
+            """
             ray.init(address=GUARDED, log_to_driver=False)
             refused(lambda: port(PLAIN), PLAIN, GUARDED, "rayps did not start", "ray.shutdown()")
             refused(lambda: rayps.run(print, workers=1, address=PLAIN), PLAIN, GUARDED)
@@ -268,21 +322,33 @@ class TestOnRay:
             ray.shutdown()
             del os.environ["RAY_AUTH_MODE"], os.environ["RAY_AUTH_TOKEN"]
             assert port(PLAIN) == at(PLAIN)
-        """, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=TOKEN)
+        """,
+            RAY_AUTH_MODE="token",
+            RAY_AUTH_TOKEN=TOKEN,
+        )
 
     def test_auto_finds_a_ray(self, heads):
         plain, _ = heads
         child(heads, "assert port('auto') == at(PLAIN)", RAY_ADDRESS=plain.address)
-        child(heads, """
+        child(
+            heads,
+            """
             own = RayCluster.local(cpus=2)  # a private Ray is not what auto means
             assert port('auto') == at(PLAIN)
-        """, RAY_TMPDIR=plain.env["RAY_TMPDIR"])
+        """,
+            RAY_TMPDIR=plain.env["RAY_TMPDIR"],
+        )
         child(heads, "refused(lambda: port('auto'), 'several Rays run', PLAIN, GUARDED)")
         child(heads, "refused(lambda: port('auto'), 'RAY_ADDRESS is')", RAY_ADDRESS="ray://127.0.0.1:10001")
 
-    @pytest.mark.parametrize(("given", "says"), [
-        ({}, "sends none"), ({"RAY_AUTH_TOKEN": TOKEN}, "sends none"),
-        ({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}, "refused the token of this process")],
-        ids=["none", "mode", "wrong"])
+    @pytest.mark.parametrize(
+        ("given", "says"),
+        [
+            ({}, "sends none"),
+            ({"RAY_AUTH_TOKEN": TOKEN}, "sends none"),
+            ({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}, "refused the token of this process"),
+        ],
+        ids=["none", "mode", "wrong"],
+    )
     def test_a_refused_token_is_said(self, heads, given, says):
         child(heads, f"refused(lambda: port(GUARDED), GUARDED, {says!r}, 'RAY_AUTH_TOKEN_PATH')", **given)

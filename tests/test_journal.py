@@ -23,7 +23,9 @@ def test_everything_is_in_the_folder(tmp_path):
     folder = tmp_path / "new" / "job"
     events = read(folder / "events.jsonl")
     assert [(e["seq"], e["kind"], e["message"]) for e in events] == [
-        (0, "started", "here we go"), (1, "warning", "café\n'quoted'")]
+        (0, "started", "here we go"),
+        (1, "warning", "café\n'quoted'"),
+    ]
     assert events[0]["round"] == 3
     assert [p["round"] for p in read(folder / "metrics.jsonl")] == [0, 1]
     lines = (folder / "log.txt").read_text().splitlines()

@@ -32,7 +32,8 @@ def test_in_step_equals_one_process_on_the_union_batch(strategy, optimizer):
 
 @pytest.mark.parametrize("strategy", IN_STEP, ids=name_of)
 @pytest.mark.parametrize(
-    ("n", "batch", "workers"), [(37, 3, 4), (10, 4, 3), (5, 2, 4), (3, 8, 4), (1, 1, 3), (13, 50, 2)])
+    ("n", "batch", "workers"), [(37, 3, 4), (10, 4, 3), (5, 2, 4), (3, 8, 4), (1, 1, 3), (13, 50, 2)]
+)
 def test_ragged_data_is_weighted_by_samples(strategy, n, batch, workers):
     work = Small(n=n, batch=batch, optimizer="momentum")
     result = train(work, strategy, workers=workers, epochs=3)
@@ -43,8 +44,10 @@ def test_ragged_data_is_weighted_by_samples(strategy, n, batch, workers):
 
 
 @pytest.mark.parametrize(
-    "strategy", [*IN_STEP, ParameterServer(shards=2, staleness=2), ParameterServer(staleness=None), Downpour(shards=2),
-                 Hogwild()], ids=str)
+    "strategy",
+    [*IN_STEP, ParameterServer(shards=2, staleness=2), ParameterServer(staleness=None), Downpour(shards=2), Hogwild()],
+    ids=str,
+)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_one_worker_is_plain_torch(strategy, optimizer):
     work = Small(n=20, optimizer=optimizer)
@@ -136,7 +139,7 @@ def test_a_checkpoint_is_of_no_strategy_and_of_no_number_of_shards(tmp_path, opt
     order = [ParameterServer(shards=2), ParameterServer(shards=5), AllReduce(), ParameterServer(shards=1)]
     for i, strategy in enumerate(order):
         result = train(work, strategy, workers=2, steps=5 * (i + 1), checkpoint=tmp_path, resume=i > 0)
-        assert losses(result) == pytest.approx(expected[5 * i:5 * i + 5], abs=EXACT)
+        assert losses(result) == pytest.approx(expected[5 * i : 5 * i + 5], abs=EXACT)
     assert distance(result.model(), whole) < EXACT
 
 
@@ -160,10 +163,17 @@ class Shows(Small):
 def test_the_seed_alone_decides_the_beginning():
     torch.manual_seed(3)
     expected = Shows().model()
-    found = [train(Shows(n=8), strategy, workers=workers, steps=1, seed=3).model()
-             for strategy in [*IN_STEP, ParameterServer(staleness=1), ParameterServer(staleness=None),
-                              Downpour(n_push=2), Hogwild()]
-             for workers in (1, 2, 4)]
+    found = [
+        train(Shows(n=8), strategy, workers=workers, steps=1, seed=3).model()
+        for strategy in [
+            *IN_STEP,
+            ParameterServer(staleness=1),
+            ParameterServer(staleness=None),
+            Downpour(n_push=2),
+            Hogwild(),
+        ]
+        for workers in (1, 2, 4)
+    ]
     assert all(distance(model, expected) == 0 for model in found)
     assert distance(train(Shows(n=8), workers=2, steps=1, seed=4).model(), expected) > 0
 
@@ -209,7 +219,8 @@ class Frozen(Small):
 
 
 @pytest.mark.parametrize(
-    "strategy", [*IN_STEP, ParameterServer(staleness=None), Downpour(n_push=3, n_fetch=3)], ids=str)
+    "strategy", [*IN_STEP, ParameterServer(staleness=None), Downpour(n_push=3, n_fetch=3)], ids=str
+)
 def test_frozen_parameters_are_the_same_everywhere_and_stay(strategy):
     workers = 3 if strategy.lockstep else 1
     result = train(Frozen(), strategy, workers=workers, epochs=2, seed=9)
@@ -242,7 +253,8 @@ def test_tied_weights_stay_tied(strategy):
     assert losses(result) == pytest.approx(expected, abs=EXACT)
     assert distance(result.model(), model) < EXACT
     assert result.model()[2].weight is result.model()[0].weight or torch.equal(
-        result.model()[2].weight, result.model()[0].weight)
+        result.model()[2].weight, result.model()[0].weight
+    )
 
 
 class Scaled(nn.Module):
@@ -269,7 +281,7 @@ def test_a_parameter_may_be_a_number(tmp_path, optimizer):
     order = [ParameterServer(shards=3), AllReduce(), ParameterServer(shards=8), ParameterServer(shards=1)]
     for i, strategy in enumerate(order):
         result = train(work, strategy, workers=2, steps=5 * (i + 1), checkpoint=tmp_path, resume=i > 0)
-        assert losses(result) == pytest.approx(expected[5 * i:5 * i + 5], abs=EXACT)
+        assert losses(result) == pytest.approx(expected[5 * i : 5 * i + 5], abs=EXACT)
     assert distance(result.model(), law) < EXACT
 
 
@@ -292,8 +304,16 @@ def test_a_parameter_without_gradient_counts_as_zero(strategy):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("strategy", [AllReduce(), ParameterServer(shards=2), ParameterServer(shards=2, replicas=0),
-                                      ParameterServer(shards=2, replicas=1)], ids=name_of)
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        AllReduce(),
+        ParameterServer(shards=2),
+        ParameterServer(shards=2, replicas=0),
+        ParameterServer(shards=2, replicas=1),
+    ],
+    ids=name_of,
+)
 def test_half_precision_pushes_are_added_in_float32_and_rounded_once(strategy, dtype):
     """Added in the dtype one after another, the small gradients are lost beside the large one."""
     small = 0.8 if dtype == torch.bfloat16 else 0.1

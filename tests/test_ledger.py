@@ -50,7 +50,8 @@ def test_it_is_saved_and_loaded_as_plain_data(pushes):
     data = ledger.to_json()
     assert Ledger.from_json(data) == ledger == ledger.copy()
     assert sum(len(steps) for steps in data["above"].values()) == len(
-        {(r, s) for r, s in pushes if s >= ledger.marks[r]})  # nothing is kept twice
+        {(r, s) for r, s in pushes if s >= ledger.marks[r]}
+    )  # nothing is kept twice
     ledger.add(0, 500)
     assert Ledger.from_json(data) != ledger
 
@@ -66,9 +67,10 @@ def test_what_nobody_has_any_more_is_skipped_and_counted(pushes, rank, step):
     assert ledger.skip(rank, step) == 0
 
 
-@pytest.mark.parametrize(("rank", "step", "words"), [
-    (3, 0, "rank 3 is not one"), (-1, 0, "rank -1"), (1, 5 + WINDOW, f"step {5 + WINDOW} before step 5"),
-])
+@pytest.mark.parametrize(
+    ("rank", "step", "words"),
+    [(3, 0, "rank 3 is not one"), (-1, 0, "rank -1"), (1, 5 + WINDOW, f"step {5 + WINDOW} before step 5")],
+)
 def test_what_cannot_be_is_refused_and_changes_nothing(rank, step, words):
     ledger = Ledger([5, 5, 5])
     with pytest.raises(ValueError, match=words):
@@ -85,8 +87,18 @@ def test_anywhere_is_what_one_of_them_has(several):
             assert common.seen(rank, step) is (step < found[rank] or any((rank, step) in p for p in several))
 
 
-@pytest.mark.parametrize("data", [{}, {"marks": [1]}, {"marks": ["x"], "above": {}}, [], None,
-                                  {"marks": [1], "above": {"7": [2]}}, {"marks": [1], "above": [3]}])
+@pytest.mark.parametrize(
+    "data",
+    [
+        {},
+        {"marks": [1]},
+        {"marks": ["x"], "above": {}},
+        [],
+        None,
+        {"marks": [1], "above": {"7": [2]}},
+        {"marks": [1], "above": [3]},
+    ],
+)
 def test_what_is_no_ledger_is_refused(data):
     with pytest.raises(CheckpointError, match="ledger"):
         Ledger.from_json(data)
@@ -125,8 +137,9 @@ def test_a_failpoint_is_read_from_one_variable():
 
 def test_a_failpoint_kills_at_its_visit_and_not_before():
     code = "from rayps.failpoint import passing\nfor i in range(9): print(i, flush=True); passing('x'); passing('y')"
-    ended = subprocess.run([sys.executable, "-c", code], env=os.environ | {VARIABLE: "x=3"}, capture_output=True,
-                           timeout=60, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {VARIABLE: "x=3"}, capture_output=True, timeout=60, check=False
+    )
     assert ended.returncode == -signal.SIGKILL
     assert ended.stdout.split() == [b"0", b"1", b"2"]
 
@@ -160,8 +173,17 @@ class World:
 
     def restored(self, i):
         params, ledger = self.saved[i]
-        return Shard(i, SLOT_LAYOUT, i * SLOTS, (i + 1) * SLOTS, params=params, factory=lambda p: SGD(p, lr=1.0),
-                     strategy=ParameterServer(staleness=None), start=ledger, boundary=Boundary(0, -1))
+        return Shard(
+            i,
+            SLOT_LAYOUT,
+            i * SLOTS,
+            (i + 1) * SLOTS,
+            params=params,
+            factory=lambda p: SGD(p, lr=1.0),
+            strategy=ParameterServer(staleness=None),
+            start=ledger,
+            boundary=Boundary(0, -1),
+        )
 
     def push(self, rank):
         step = self.step[rank]

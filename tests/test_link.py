@@ -27,9 +27,7 @@ def pair(prefer="auto", generation=0):
     """Two ends of one link: (of "server" at the caller, of "client" at the listener)."""
     with Listener("server", SECRET, generation) as listener, ThreadPoolExecutor(1) as pool:
         accepted = pool.submit(listener.accept, 10)
-        near = connect(
-            listener.address, name="client", secret=SECRET, generation=generation, timeout=60, prefer=prefer
-        )
+        near = connect(listener.address, name="client", secret=SECRET, generation=generation, timeout=60, prefer=prefer)
         far = accepted.result()
         try:
             yield near, far
@@ -224,8 +222,9 @@ def test_shared_memory_is_used_both_ways_at_once_and_in_any_order():
             for call in [pool.submit(work, near), pool.submit(work, far)]:
                 got = call.result()
                 assert [m.tag for m in got] == list(range(len(payloads)))
-                assert all(np.array_equal(np.frombuffer(m.payload, np.uint8), p)
-                           for m, p in zip(got, payloads, strict=True))  # fmt: skip
+                assert all(
+                    np.array_equal(np.frombuffer(m.payload, np.uint8), p) for m, p in zip(got, payloads, strict=True)
+                )
 
 
 def test_memory_can_be_offered_to_the_peer():
@@ -274,10 +273,7 @@ def test_a_caller_that_is_ahead_waits_for_the_listener_to_catch_up():
 def test_strangers_and_silent_callers_do_not_keep_others_out():
     with Listener("server", SECRET) as listener, ThreadPoolExecutor(1) as pool:
         door = parse_address(listener.address)
-        with (
-            socket.create_connection((door.host, door.port)),
-            socket.create_connection((door.host, door.port)) as loud,
-        ):
+        with socket.create_connection((door.host, door.port)), socket.create_connection((door.host, door.port)) as loud:
             loud.sendall(b"GET / HTTP/1.1\r\n\r\n" * 40)
             far = pool.submit(listener.accept, 10)
             with connect(listener.address, name="c", secret=SECRET, generation=0, timeout=60), far.result():

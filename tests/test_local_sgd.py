@@ -40,8 +40,10 @@ def test_a_period_of_one_step_of_plain_sgd_is_all_reduce(workers):
 
 
 @pytest.mark.parametrize("momentum", ["keep", "reset", "average"])
-@pytest.mark.parametrize(("optimizer", "workers", "period", "n"), [
-    ("momentum", 2, 4, 44), ("adam", 3, 5, 50), ("momentum", 4, 3, 41), ("adam", 2, 100, 44), ("sgd", 3, 4, 44)])
+@pytest.mark.parametrize(
+    ("optimizer", "workers", "period", "n"),
+    [("momentum", 2, 4, 44), ("adam", 3, 5, 50), ("momentum", 4, 3, 41), ("adam", 2, 100, 44), ("sgd", 3, 4, 44)],
+)
 def test_it_is_the_loop(workers, period, n, optimizer, momentum):
     """44 rows in 3s: one worker runs out of rows a step before the others; 41 with 4: 11, 10, 10, 10."""
     work = Small(n=n, optimizer=optimizer)
@@ -54,8 +56,10 @@ def test_it_is_the_loop(workers, period, n, optimizer, momentum):
 
 def test_what_happens_to_momentum_is_seen():
     """The three policies differ from one another, and not by rounding."""
-    found = [train(Small(n=60, optimizer="momentum"), LocalSGD(period=3, momentum=policy), workers=2, epochs=1).model()
-             for policy in ("keep", "reset", "average")]
+    found = [
+        train(Small(n=60, optimizer="momentum"), LocalSGD(period=3, momentum=policy), workers=2, epochs=1).model()
+        for policy in ("keep", "reset", "average")
+    ]
     assert min(distance(found[i], found[j]) for i, j in ((0, 1), (0, 2), (1, 2))) > 1e-5
 
 
@@ -96,7 +100,7 @@ def test_workers_that_see_the_same_are_one_run(optimizer):
     for _ in range(2):
         for at in range(0, 30, 3):
             steps.zero_grad()
-            ((model(x[at:at + 3]) - y[at:at + 3]) ** 2).mean().backward()
+            ((model(x[at : at + 3]) - y[at : at + 3]) ** 2).mean().backward()
             steps.step()
     assert distance(found.model(), model) < EXACT
 
@@ -141,8 +145,10 @@ def test_bytes_are_those_of_the_meetings(period, momentum, vectors):
     assert moved == [meeting if t % period == 0 or t == 20 else 0 for t in range(1, 21)]
 
 
-@pytest.mark.parametrize(("strategy", "vectors"), [
-    (LocalSGD(8), 1), (LocalSGD(8, momentum="average"), 3), (LocalSGD(8, compression="fp16"), 0.5), (DiLoCo(8), 1)])
+@pytest.mark.parametrize(
+    ("strategy", "vectors"),
+    [(LocalSGD(8), 1), (LocalSGD(8, momentum="average"), 3), (LocalSGD(8, compression="fp16"), 0.5), (DiLoCo(8), 1)],
+)
 def test_what_it_costs_by_formula(strategy, vectors):
     """Of all_reduce's 2(N-1)V a step, 1/H; Adam has two numbers for each parameter."""
     sizes = Sizes(1_000_000, states=2.0)
@@ -229,8 +235,20 @@ def test_it_is_read_and_written():
     assert parse(wire(parse("1*all_reduce > local_sgd:period=4"))) == parse([(1, AllReduce()), LocalSGD(period=4)])
 
 
-@pytest.mark.parametrize("given", ["period=0", "period=1.5", "period=true", "warmup=-1", "momentum=mean",
-                                   "buffers=reset", "compression=zip", "replica=pipeline(stages=2)", "perid=3"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        "period=0",
+        "period=1.5",
+        "period=true",
+        "warmup=-1",
+        "momentum=mean",
+        "buffers=reset",
+        "compression=zip",
+        "replica=pipeline(stages=2)",
+        "perid=3",
+    ],
+)
 def test_bad_options(given):
     with pytest.raises(ConfigError) as caught:
         parse(f"local_sgd:{given}")

@@ -1,6 +1,5 @@
 """A loop of one's own under a strategy, on a cluster of threads."""
 
-
 import pytest
 import torch
 from small_work import OPTIMIZERS, Small, distance, plain, vector

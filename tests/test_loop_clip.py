@@ -13,8 +13,12 @@ from rayps.errors import ConfigError
 
 MOST = 0.3
 RINGS = [AllReduce(), Hybrid()]
-SERVERS = [ParameterServer(), ParameterServer(shards=2), ParameterServer(shards=2, replicas=0),
-           ParameterServer(shards=2, replicas=1)]  # fmt: skip
+SERVERS = [
+    ParameterServer(),
+    ParameterServer(shards=2),
+    ParameterServer(shards=2, replicas=0),
+    ParameterServer(shards=2, replicas=1),
+]
 
 
 def batches(work, world, epochs=2):
@@ -46,8 +50,10 @@ def law(work, workers, *, each=False, epochs=2, skip=lambda step: False, parts=1
     model = work.model()
     params = list(model.parameters())
     optimizer, norms = work.optimizer(params), []
-    dealt = [[b for e in range(epochs) for b in work.data().batches(rank=r, size=workers, seed=0, epoch=e)]
-             for r in range(workers)]  # fmt: skip
+    dealt = [
+        [b for e in range(epochs) for b in work.data().batches(rank=r, size=workers, seed=0, epoch=e)]
+        for r in range(workers)
+    ]
     for step in range(len(dealt[0]) // parts):
         grads, told = [], []
         for mine in dealt:

@@ -68,8 +68,9 @@ def test_a_result_that_cannot_be_sent_is_the_functions_error(processes):
         rayps.run(train_fn, workers=2, cluster=processes)
 
 
-@pytest.mark.parametrize(("strategy", "early"), [
-    ("all_reduce", 0), ("all_reduce", 1), ("parameter_server:shards=2", 0)])  # servers: known after the timeout
+@pytest.mark.parametrize(
+    ("strategy", "early"), [("all_reduce", 0), ("all_reduce", 1), ("parameter_server:shards=2", 0)]
+)  # servers: known after the timeout
 def test_workers_that_take_unequal_numbers_of_steps_are_named(strategy, early):
     def train_fn():
         rank, model = rayps.world().rank, nn.Linear(3, 1)
@@ -79,8 +80,10 @@ def test_workers_that_take_unequal_numbers_of_steps_are_named(strategy, early):
             model(torch.ones(2, 3)).mean().backward()
             optimizer.step()
 
-    says = (rf"returned on worker-{early} after 2 optimizer steps, while worker-{1 - early} was in its step 3:\n.*"
-            r"optimizer.step\(\) equally often")
+    says = (
+        rf"returned on worker-{early} after 2 optimizer steps, while worker-{1 - early} was in its step 3:\n.*"
+        r"optimizer.step\(\) equally often"
+    )
     with pytest.raises(WorkloadError, match=says) as caught:
         rayps.run(train_fn, workers=2, cluster=LocalCluster(), timeout=15.0)
     assert caught.value.data == {"rank": early, "steps": 2}

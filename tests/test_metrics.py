@@ -4,8 +4,21 @@ from rayps.metrics import KEPT_ROUNDS, Rounds, Throughput, history
 
 
 def point(rank, number, loss=1.0, samples=2, lead=0, **more):
-    return {"kind": "round", "round": number, "rank": rank, "epoch": number // 10, "loss": loss, "samples": samples,
-            "seconds": 0.5, "compute": 0.25, "wait": 0.125, "move": 0.0, "bytes": 8, "lead": lead, **more}
+    return {
+        "kind": "round",
+        "round": number,
+        "rank": rank,
+        "epoch": number // 10,
+        "loss": loss,
+        "samples": samples,
+        "seconds": 0.5,
+        "compute": 0.25,
+        "wait": 0.125,
+        "move": 0.0,
+        "bytes": 8,
+        "lead": lead,
+        **more,
+    }
 
 
 def evaluation(rank, number, **sums):
@@ -63,12 +76,32 @@ def test_evaluations_are_means_over_all_samples():
 
 def test_history_keeps_the_last_telling_of_a_round():
     def merged(number, loss, generation=1, staleness=None):
-        return {"kind": "round", "round": number, "epoch": 0, "time": 1.0, "loss": loss, "samples": 2, "seconds": 0.1,
-                "compute": 0.1, "wait": 0.0, "move": 0.0, "bytes": 8, "staleness": staleness or {"0": 2},
-                "generation": generation, "strategy": "all_reduce"}
+        return {
+            "kind": "round",
+            "round": number,
+            "epoch": 0,
+            "time": 1.0,
+            "loss": loss,
+            "samples": 2,
+            "seconds": 0.1,
+            "compute": 0.1,
+            "wait": 0.0,
+            "move": 0.0,
+            "bytes": 8,
+            "staleness": staleness or {"0": 2},
+            "generation": generation,
+            "strategy": "all_reduce",
+        }
 
-    table = history([merged(0, 3.0), merged(2, 9.0), merged(1, 2.0, 2, {"0": 1, "3": 1}),
-                     {"kind": "evaluation", "round": 2, "time": 1.0, "metrics": {"accuracy": 0.5}}, merged(2, 1.0, 2)])
+    table = history(
+        [
+            merged(0, 3.0),
+            merged(2, 9.0),
+            merged(1, 2.0, 2, {"0": 1, "3": 1}),
+            {"kind": "evaluation", "round": 2, "time": 1.0, "metrics": {"accuracy": 0.5}},
+            merged(2, 1.0, 2),
+        ]
+    )
     assert table.column("round").to_pylist() == [0, 1, 2]
     assert table.column("loss").to_pylist() == [3.0, 2.0, 1.0]
     assert table.column("generation").to_pylist() == [1, 2, 2]

@@ -27,14 +27,14 @@ def numbers(seed, n=LAYOUT.size):
 
 def whole(factory, steps, start=0, moments=None, params=None):
     vector = numbers(0) if params is None else params.clone()
-    leaves = [nn.Parameter(vector[e.lo:e.hi].view(e.shape)) for e in LAYOUT.entries]
+    leaves = [nn.Parameter(vector[e.lo : e.hi].view(e.shape)) for e in LAYOUT.entries]
     optimizer = factory(leaves)
     if moments:
         optim.load(optimizer, moments, LAYOUT, leaves)
     for step in range(start, steps):
         grad = numbers(step + 1)
         for leaf, e in zip(leaves, LAYOUT.entries, strict=True):
-            leaf.grad = grad[e.lo:e.hi].view(e.shape)
+            leaf.grad = grad[e.lo : e.hi].view(e.shape)
         optimizer.step()
     return vector, optim.moments(optimizer, LAYOUT, leaves)
 
@@ -87,8 +87,14 @@ def test_a_state_moves_between_whole_and_slices_and_other_slices(name):
 
 def test_parameter_groups_survive_the_slicing():
     def factory(params):
-        return AdamW([{"params": [p for p in params if p.dim() > 1], "weight_decay": 0.3, "lr": 0.5},
-                      {"params": [p for p in params if p.dim() <= 1], "betas": (0.5, 0.6)}], lr=0.1, weight_decay=0.0)
+        return AdamW(
+            [
+                {"params": [p for p in params if p.dim() > 1], "weight_decay": 0.3, "lr": 0.5},
+                {"params": [p for p in params if p.dim() <= 1], "betas": (0.5, 0.6)},
+            ],
+            lr=0.1,
+            weight_decay=0.0,
+        )
 
     for lo, hi, sizes in [(0, 6, [1, 0]), (10, 18, [2, 1]), (0, LAYOUT.size, [2, 2])]:  # neighbours are one leaf
         groups = optim.SlicedOptimizer(factory, LAYOUT, numbers(0)[lo:hi].clone(), lo, hi).optimizer.param_groups
@@ -131,15 +137,18 @@ def normed(params):
     return Normed(params, lr=0.1)
 
 
-@pytest.mark.parametrize(("factory", "words"), [
-    (normed, ["Normed", "not elementwise", "SGD, Adam", "all_reduce"]),
-    (lambda p: torch.optim.Adafactor(p), ["Adafactor", "not elementwise", "all_reduce"]),
-    (lambda p: torch.optim.LBFGS(p), ["LBFGS", "all_reduce"]),
-    (lambda p: torch.optim.SparseAdam(p), ["SparseAdam", "all_reduce"]),
-    (lambda p: 1 / 0, ["optimizer() raised ZeroDivisionError", "test_optim.py:"]),
-    (lambda p: None, ["gave NoneType"]),
-    (lambda p: SGD([nn.Parameter(torch.ones(1))], lr=1), ["not given", "params"]),
-])
+@pytest.mark.parametrize(
+    ("factory", "words"),
+    [
+        (normed, ["Normed", "not elementwise", "SGD, Adam", "all_reduce"]),
+        (lambda p: torch.optim.Adafactor(p), ["Adafactor", "not elementwise", "all_reduce"]),
+        (lambda p: torch.optim.LBFGS(p), ["LBFGS", "all_reduce"]),
+        (lambda p: torch.optim.SparseAdam(p), ["SparseAdam", "all_reduce"]),
+        (lambda p: 1 / 0, ["optimizer() raised ZeroDivisionError", "test_optim.py:"]),
+        (lambda p: None, ["gave NoneType"]),
+        (lambda p: SGD([nn.Parameter(torch.ones(1))], lr=1), ["not given", "params"]),
+    ],
+)
 def test_what_a_server_cannot_run(factory, words):
     with pytest.raises(WorkloadError) as caught:
         optim.check_elementwise(factory, LAYOUT)
@@ -155,7 +164,8 @@ def test_what_a_server_can_run(name):
 
 @pytest.mark.parametrize(
     ("name", "ignores"),
-    [("sgd", False), ("momentum", False), ("adam", True), ("adamw_groups", True), ("nadam", True), ("asgd", False)])
+    [("sgd", False), ("momentum", False), ("adam", True), ("adamw_groups", True), ("nadam", True), ("asgd", False)],
+)
 def test_who_ignores_the_scale(name, ignores):
     assert optim.ignores_scale(EVERY[name], LAYOUT) is ignores
 
@@ -179,13 +189,13 @@ def test_the_swift_steps_are_torchs_own_bit_for_bit(name, dtype):
     """The slow twin is the user's optimizer over whole parameters, leaf by leaf, by its own step."""
     layout = Layout.of((name, torch.empty(shape, dtype=dtype)) for name, shape in SHAPES.items())
     vector = numbers(0).to(dtype)
-    leaves = [nn.Parameter(vector[e.lo:e.hi].view(e.shape)) for e in layout.entries]
+    leaves = [nn.Parameter(vector[e.lo : e.hi].view(e.shape)) for e in layout.entries]
     slow = SWIFT[name](leaves)
     swift = optim.SlicedOptimizer(SWIFT[name], layout, vector.clone(), 0, layout.size)
     for step in range(6):
         grad = numbers(step + 1).to(dtype)
         for leaf, e in zip(leaves, layout.entries, strict=True):
-            leaf.grad = grad[e.lo:e.hi].view(e.shape).clone()
+            leaf.grad = grad[e.lo : e.hi].view(e.shape).clone()
         slow.step()
         kept = grad.clone()
         swift.step(grad)

@@ -50,10 +50,18 @@ def law(work, workers, strategy, epochs):
     return loop, chosen
 
 
-@pytest.mark.parametrize(("rounds", "merge", "workers", "optimizer", "momentum"), [
-    (1, "mean", 3, "sgd", "keep"), (3, "mean", 2, "momentum", "keep"), (4, "mean", 3, "adam", "average"),
-    (1000, "mean", 2, "momentum", "reset"), (1, "best", 3, "momentum", "keep"), (4, "best", 3, "adam", "average"),
-    (3, "best", 2, "momentum", "reset")])
+@pytest.mark.parametrize(
+    ("rounds", "merge", "workers", "optimizer", "momentum"),
+    [
+        (1, "mean", 3, "sgd", "keep"),
+        (3, "mean", 2, "momentum", "keep"),
+        (4, "mean", 3, "adam", "average"),
+        (1000, "mean", 2, "momentum", "reset"),
+        (1, "best", 3, "momentum", "keep"),
+        (4, "best", 3, "adam", "average"),
+        (3, "best", 2, "momentum", "reset"),
+    ],
+)
 def test_it_is_the_loop(rounds, merge, workers, optimizer, momentum):
     work = Small(n=50, optimizer=optimizer)
     strategy = ParallelSGD(rounds=rounds, merge=merge, momentum=momentum)
@@ -62,7 +70,7 @@ def test_it_is_the_loop(rounds, merge, workers, optimizer, momentum):
     assert distance(result.model(), loop.models[0]) < EXACT
     assert result.history.column("loss").to_pylist() == pytest.approx(loop.losses, abs=EXACT)
     met = [i for i, said in enumerate(result.history.column("met").to_pylist(), 1) if said]
-    assert met == sorted(ends(loop.total, rounds))[-len(met):] and len(met) == min(rounds, loop.total)
+    assert met == sorted(ends(loop.total, rounds))[-len(met) :] and len(met) == min(rounds, loop.total)
     if merge == "best":
         assert [b for b in result.history.column("best").to_pylist() if b is not None] == chosen
 
@@ -113,7 +121,7 @@ def test_without_a_shuffle_workers_keep_their_rows(workers):
     loop, _ = law(work, workers, strategy, 3)
     assert distance(train(work, strategy, workers=workers, epochs=3).model(), loop.models[0]) < EXACT
     for batches in loop.batches:  # the same rows in every epoch, and not in the same order
-        epochs = [torch.cat([b.y for b in batches[e * loop.steps:(e + 1) * loop.steps]]).flatten() for e in range(3)]
+        epochs = [torch.cat([b.y for b in batches[e * loop.steps : (e + 1) * loop.steps]]).flatten() for e in range(3)]
         assert torch.equal(epochs[0].sort().values, epochs[2].sort().values)
         assert not torch.equal(epochs[0], epochs[1])
     first = torch.cat([b.y for b in loop.batches[0]])
@@ -145,8 +153,19 @@ def test_it_is_read_and_written():
     assert parse(wire([*parse("parallel_sgd")]))[0].strategy == ParallelSGD()
 
 
-@pytest.mark.parametrize("given", ["rounds=0", "rounds=none", "merge=median", "shuffle=1", "momentum=drop", "buffers=x",
-                                   "compression=zip", "merge=best,compression=int8"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        "rounds=0",
+        "rounds=none",
+        "merge=median",
+        "shuffle=1",
+        "momentum=drop",
+        "buffers=x",
+        "compression=zip",
+        "merge=best,compression=int8",
+    ],
+)
 def test_bad_options(given):
     with pytest.raises(ConfigError) as caught:
         parse(f"parallel_sgd:{given}")

@@ -10,8 +10,17 @@ from test_ring import errors, every, form
 from rayps.errors import ConfigError, PeerLost, PeerTimeout
 from rayps.ring import parcels as ring_parcels
 
-DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool,
-          torch.uint8, torch.complex64]  # fmt: skip
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.bool,
+    torch.uint8,
+    torch.complex64,
+]
 SHAPES = [(), (0,), (1,), (3, 4), (2, 0, 5), (1, 2, 3, 4, 5), (700,), (300_001,)]
 
 
@@ -38,8 +47,9 @@ def test_any_dtype_and_shape_arrives_as_it_was(pair):
                 ring.parcels.give(other, 7, [t], "alone")
             ring.parcels.give(other, 8, some, "all")
             ring.parcels.give(other, 8, [], "none")
-            got.append(([ring.parcels.take(other, 7) for _ in some], ring.parcels.take(other, 8),
-                        ring.parcels.take(other, 8)))
+            got.append(
+                ([ring.parcels.take(other, 7) for _ in some], ring.parcels.take(other, 8), ring.parcels.take(other, 8))
+            )
         ring.parcels.settle()
         return got
 

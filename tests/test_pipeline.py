@@ -161,6 +161,7 @@ def test_a_batch_without_rows_gives_no_gradient(three):
 
 def test_shapes_change_from_step_to_step_and_within_one(three):
     """Sequences of other lengths each step; what is no longer said in full is still understood."""
+
     def make():
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 4), nn.Tanh(), nn.Linear(4, 5)).double()
@@ -293,6 +294,7 @@ def test_a_layer_may_change_its_input_in_place_behind_a_cut(three, schedule):
 
 def test_outputs_larger_than_the_line_go_both_ways_at_once():
     """Two stages that send each other megabytes while neither reads must not wait for each other."""
+
     def make():
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(5, 200), nn.Tanh(), nn.Linear(200, 5)).double()
@@ -309,15 +311,26 @@ def test_outputs_larger_than_the_line_go_both_ways_at_once():
 
 def skipping():
     torch.manual_seed(5)
+
     def line(n=5):
         return nn.Linear(n, 5)
 
     return nn.Sequential(
-        line(), Stash("far"), nn.Tanh(), line(), nn.Sequential(Stash("near"), nn.Tanh()), line(), Unstash("near"),
         line(),
-        Stash("cat"), nn.Tanh(), Unstash("far", torch.mul), line(), Unstash("cat", lambda a, b: torch.cat([a, b], -1)),
+        Stash("far"),
+        nn.Tanh(),
+        line(),
+        nn.Sequential(Stash("near"), nn.Tanh()),
+        line(),
+        Unstash("near"),
+        line(),
+        Stash("cat"),
+        nn.Tanh(),
+        Unstash("far", torch.mul),
+        line(),
+        Unstash("cat", lambda a, b: torch.cat([a, b], -1)),
         line(10),
-    ).double()  # fmt: skip
+    ).double()
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -339,6 +352,7 @@ def test_skip_connections_within_and_across_stages(ring_of, schedule):
 
 def test_tied_weights_leave_each_stage_its_part_of_the_gradient(three):
     """Where a weight is on two stages, each has a copy; the sum of both gradients is the tied one's."""
+
     def make():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)).double()
@@ -390,8 +404,13 @@ def noisy():
 def test_dropout_repeats_whatever_the_stages_and_the_schedule(serial):
     x, y = rows(12)
     found = {}
-    for p, schedule, v in ((1, "gpipe", 1), (2, "1f1b", 1), (3, "zero_bubble", 1), (4, "gpipe", 1),
-                           (2, "interleaved", 3)):
+    for p, schedule, v in (
+        (1, "gpipe", 1),
+        (2, "1f1b", 1),
+        (3, "zero_bubble", 1),
+        (4, "gpipe", 1),
+        (2, "interleaved", 3),
+    ):
         with stages(p) as rings:
             ran = Site(rings, noisy, schedule, 4, v, seed=7).step(x, y, step=3)
             found[p, schedule] = together(ran)
@@ -487,8 +506,9 @@ class Strange(nn.Module):
 
 def test_what_cannot_travel_names_the_layer():
     with stages(2) as rings:
-        found = Site(rings, lambda: nn.Sequential(nn.Linear(5, 5).double(), Strange(), nn.Tanh()), "gpipe", 2,
-                     boundaries=(2,)).fails(*rows(4))
+        found = Site(
+            rings, lambda: nn.Sequential(nn.Linear(5, 5).double(), Strange(), nn.Tanh()), "gpipe", 2, boundaries=(2,)
+        ).fails(*rows(4))
     assert isinstance(found[0], WorkloadError) and "'1' gives a object" in str(found[0])
 
 

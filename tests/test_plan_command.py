@@ -163,7 +163,10 @@ def test_a_skip_connection_goes_straight():
     division = divide(workload, strategy.replica, workload.model())
     found = probe(workload, division, Sizes(0), next(iter(workload.data().batches(rank=0, size=1, seed=0, epoch=0))))
     assert sorted((cut.source, cut.target, cut.forward) for cut in found.crossings) == [
-        (0, 1, WIDE * 4), (0, 2, WIDE * 4), (1, 2, WIDE * 4)]  # fmt: skip
+        (0, 1, WIDE * 4),
+        (0, 2, WIDE * 4),
+        (1, 2, WIDE * 4),
+    ]
 
 
 # ---- the command
@@ -206,12 +209,24 @@ def test_json_has_the_schedule(capsys, schedule):
     assert code in (0, None) and found["schedule"]["idle"] == pytest.approx(float(expected_line.idle))
     assert found["costs"]["idle"] == found["schedule"]["idle"]
     assert [[each[0] for each in row] for row in found["schedule"]["rows"]] == [
-        [str(action) for action in row] for row in table(name, 2, 4, v)]  # fmt: skip
+        [str(action) for action in row] for row in table(name, 2, 4, v)
+    ]
 
 
 def test_of_a_workload(capsys, at):
-    code, out, err = run(capsys, "deep.py:Deep", "--strategy", "pipeline:stages=2,micro_batches=4", "--workers", "4",
-                         "--times", "--svg", "chart.svg", "--memory", "1KB")  # fmt: skip
+    code, out, err = run(
+        capsys,
+        "deep.py:Deep",
+        "--strategy",
+        "pipeline:stages=2,micro_batches=4",
+        "--workers",
+        "4",
+        "--times",
+        "--svg",
+        "chart.svg",
+        "--memory",
+        "1KB",
+    )
     assert code in (0, None), err
     assert re.search(r"stage 0\s+0-1\s+312\s+50.0%\s+1.25 KB", out)
     assert "4 workers: 2 replicas of 2 stages" in out and "as measured here" in out
@@ -251,24 +266,27 @@ def test_a_table_of_ones_own(capsys, at, write):
     assert code == 2 and "waits before 0B1" in err
 
 
-@pytest.mark.parametrize(("arguments", "says"), [
-    (["--strategy", "pipelin"], "did you mean"),
-    (["--strategy", "pipeline:stages=4", "--workers", "6"], "multiple of 4"),
-    (["--strategy", "pipeline:stages=4", "--workers", "0"], "workers is 0"),
-    (["--svg", "x.svg"], "--svg draws a pipeline's schedule"),
-    (["--times"], "name one"),
-    (["--memory", "lots"], "512MB"),
-    (["--batch", "0"], "batch is 0"),
-    (["--parameters", "0.5"], "parameters is 0.5"),
-    (["deep.py:Deep", "--parameters", "5"], "leave out --parameters"),
-    (["--table", "none.json"], "needs one strategy with a pipeline"),
-    (["--table", "none.json", "--strategy", "pipeline:stages=2"], "cannot be read"),
-    (["none.py:Deep"], "no file"),
-    (["deep.py:Deep", "--strategy", "pipeline:stages=5"], "the model has 4 layers"),
-    (["deep.py:Round", "--strategy", "pipeline:stages=2"], "cut"),
-    (["deep.py:Deep", "--strategy", "tensor_parallel:size=99"], "99"),
-    (["--strategy", "pipeline:stages=4,schedule=interleaved,chunks=2,micro_batches=6"], "multiple of its 4 stages"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--strategy", "pipelin"], "did you mean"),
+        (["--strategy", "pipeline:stages=4", "--workers", "6"], "multiple of 4"),
+        (["--strategy", "pipeline:stages=4", "--workers", "0"], "workers is 0"),
+        (["--svg", "x.svg"], "--svg draws a pipeline's schedule"),
+        (["--times"], "name one"),
+        (["--memory", "lots"], "512MB"),
+        (["--batch", "0"], "batch is 0"),
+        (["--parameters", "0.5"], "parameters is 0.5"),
+        (["deep.py:Deep", "--parameters", "5"], "leave out --parameters"),
+        (["--table", "none.json"], "needs one strategy with a pipeline"),
+        (["--table", "none.json", "--strategy", "pipeline:stages=2"], "cannot be read"),
+        (["none.py:Deep"], "no file"),
+        (["deep.py:Deep", "--strategy", "pipeline:stages=5"], "the model has 4 layers"),
+        (["deep.py:Round", "--strategy", "pipeline:stages=2"], "cut"),
+        (["deep.py:Deep", "--strategy", "tensor_parallel:size=99"], "99"),
+        (["--strategy", "pipeline:stages=4,schedule=interleaved,chunks=2,micro_batches=6"], "multiple of its 4 stages"),
+    ],
+)
 def test_bad_input(capsys, at, arguments, says):
     code, out, err = run(capsys, *arguments)
     assert code == 2 and says in err and out == "" and err.count("\n") <= 3
@@ -308,8 +326,21 @@ def test_what_is_said_after_a_run():
         ]
     )
     for n in (1, 2, 3):
-        tally.hear([point(rank, n, compute=0.5, busy=0.4 if rank < 3 else 0.8, idle=0.2, messages=4, stage_bytes=32,
-                          activations=2 - rank % 2) for rank in range(4)])  # fmt: skip
+        tally.hear(
+            [
+                point(
+                    rank,
+                    n,
+                    compute=0.5,
+                    busy=0.4 if rank < 3 else 0.8,
+                    idle=0.2,
+                    messages=4,
+                    stage_bytes=32,
+                    activations=2 - rank % 2,
+                )
+                for rank in range(4)
+            ]
+        )
     event = tally.event()
     found = event["measured"]
     assert found["bytes"] == 400 and found["messages"] == 16  # the first round does not count
@@ -426,9 +457,9 @@ class Slow(Deep):
         return rayps.data.tensors(x, x, batch_size=ROWS)
 
 
-@pytest.mark.parametrize(("schedule", "stages", "chunks"), [
-    ("gpipe", 4, 1), ("1f1b", 4, 1), ("zero_bubble", 4, 1), ("interleaved", 2, 2),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("schedule", "stages", "chunks"), [("gpipe", 4, 1), ("1f1b", 4, 1), ("zero_bubble", 4, 1), ("interleaved", 2, 2)]
+)
 def test_sleeping_stages_wait_and_send_as_the_formulas_say(schedule, stages, chunks):
     """On actors in threads. What is compared is a share of the time, and sleeping takes no processor."""
     strategy = f"pipeline:stages={stages},micro_batches=4,schedule={schedule},chunks={chunks}"

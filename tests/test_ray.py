@@ -35,8 +35,9 @@ def test_in_step_equals_one_process(ray_cluster, strategy):
 
 def test_bounded_staleness(ray_cluster):
     work = Small(n=120, batch=3, jitter=0.005)
-    result = rayps.train(work, strategy=ParameterServer(shards=2, staleness=2), workers=3, epochs=3,
-                         cluster=ray_cluster, progress=False)
+    result = rayps.train(
+        work, strategy=ParameterServer(shards=2, staleness=2), workers=3, epochs=3, cluster=ray_cluster, progress=False
+    )
     assert result.history.num_rows == 42
     assert max(result.history.column("staleness").to_pylist()) <= 2
     assert result.metrics["loss"] == pytest.approx(plain(work, 3, epochs=3)[2][-1], rel=0.25)
@@ -95,8 +96,16 @@ def test_a_job_on_an_elastic_group_notices_neither_a_killed_server_nor_a_new_one
             os.kill(server["pid"], signal.SIGKILL)
 
     with start(ray_cluster, "prod", servers=2, replicas=1, detached=False) as group:
-        result = rayps.train(work, strategy=ParameterServer(), workers=2, epochs=2, cluster=ray_cluster,
-                             server_group="prod", name="job", progress=harm)
+        result = rayps.train(
+            work,
+            strategy=ParameterServer(),
+            workers=2,
+            epochs=2,
+            cluster=ray_cluster,
+            server_group="prod",
+            name="job",
+            progress=harm,
+        )
         assert group.facts()["spaces"] == []
     law, losses, _ = plain(work, 2, epochs=2)
     assert distance(result.model(), law) < EXACT
@@ -141,8 +150,14 @@ ALONE = """
 def alone(strategy, options=""):
     script = textwrap.dedent(ALONE.format(strategy=strategy, options=options))
     tests = Path(__file__).parent
-    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200, cwd=tests.parent,
-                          env={**os.environ, "PYTHONPATH": str(tests)})
+    return subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        cwd=tests.parent,
+        env={**os.environ, "PYTHONPATH": str(tests)},
+    )
 
 
 def test_a_run_on_its_own_ray_leaves_nothing():

@@ -159,8 +159,14 @@ def test_a_lease_that_nobody_renews_is_over(tmp_path: Path) -> None:
 
 def test_a_lease_is_renewed_by_the_service_and_by_jobs(tmp_path: Path) -> None:
     kept = Kept(tmp_path)
-    for name in ("ray_heartbeat", "ray_heartbeat", "jobs/a/progress.json", "jobs/b/progress.json", "ray_heartbeat",
-                 "jobs/a/outcome.json"):
+    for name in (
+        "ray_heartbeat",
+        "ray_heartbeat",
+        "jobs/a/progress.json",
+        "jobs/b/progress.json",
+        "ray_heartbeat",
+        "jobs/a/outcome.json",
+    ):
         assert kept.over_after(9.0) is None, name
         kept.touch(name)
     kept.touch("jobs/a/progress.json")  # what it says after its end does not count
@@ -253,12 +259,15 @@ class Apart:
         return self.own._ensure()
 
     def ask(self) -> dict[str, float]:
-        code = ("import json, sys; from pathlib import Path; from rayps.service.settings import Settings\n"
-                "from rayps.service.ray_place import OwnRay\n"
-                "own = OwnRay(Settings(state_dir=Path(sys.argv[1]), cpus=3))\n"
-                "print(json.dumps(own.cluster().total())); own.leave(end=False)")
-        done = subprocess.run([sys.executable, "-c", code, str(self.settings.state_dir)], capture_output=True,
-                              text=True, check=True)
+        code = (
+            "import json, sys; from pathlib import Path; from rayps.service.settings import Settings\n"
+            "from rayps.service.ray_place import OwnRay\n"
+            "own = OwnRay(Settings(state_dir=Path(sys.argv[1]), cpus=3))\n"
+            "print(json.dumps(own.cluster().total())); own.leave(end=False)"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(self.settings.state_dir)], capture_output=True, text=True, check=True
+        )
         found: dict[str, float] = json.loads(done.stdout)
         return found
 
@@ -320,8 +329,7 @@ def test_it_ends_by_itself_when_nobody_needs_it(tmp_path: Path) -> None:
 
 @pytest.mark.ray
 @pytest.mark.chaos
-def test_a_ray_that_answers_nothing_is_ended_and_started_again(tmp_path: Path,
-                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ray_that_answers_nothing_is_ended_and_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its gcs is stopped, not killed: every process lives, and nobody answers."""
     own = OwnRay(Settings(state_dir=tmp_path, cpus=3, idle=120.0).prepare(), mute_seconds=1e6)
     end = own._end

@@ -34,8 +34,9 @@ WORKERS = 2
 
 def train(cluster, work, strategy, **options):
     """A job of two Ray workers."""
-    return rayps.train(work, strategy=strategy, cluster=cluster, progress=False,
-                        **{"workers": WORKERS, "timeout": 300.0, **options})
+    return rayps.train(
+        work, strategy=strategy, cluster=cluster, progress=False, **{"workers": WORKERS, "timeout": 300.0, **options}
+    )
 
 
 def column(result, name):
@@ -96,8 +97,11 @@ class Twin(Law):
     def holds(self, cluster):
         work = self.options.get("work", Small(n=22, batch=3, optimizer="momentum"))
         result = train(cluster, work, self.strategy, epochs=2, seed=3)
-        same(result, on_threads(work, self.strategy, workers=WORKERS, epochs=2, seed=3),
-             0.0 if parse(self.strategy)[0].strategy.federated else EXACT)
+        same(
+            result,
+            on_threads(work, self.strategy, workers=WORKERS, epochs=2, seed=3),
+            0.0 if parse(self.strategy)[0].strategy.federated else EXACT,
+        )
         other = on_threads(work, self.options["unlike"], workers=WORKERS, epochs=2, seed=3)
         assert distance(result.model(), other.model()) > 1e-6
 
@@ -151,7 +155,8 @@ IN_STEP = "all_reduce"
 LAWS = {
     "all_reduce": [Union("all_reduce")],
     "parameter_server": [
-        Union("parameter_server:shards=2"), Union("parameter_server:shards=2,replicas=1"),
+        Union("parameter_server:shards=2"),
+        Union("parameter_server:shards=2,replicas=1"),
         Pushes("parameter_server:shards=2,staleness=none", scale=WORKERS),
         Pushes("parameter_server:shards=2,staleness=2", scale=WORKERS),
     ],
@@ -176,8 +181,13 @@ LAWS = {
 }
 SCHEDULED = {"gpipe": {}, "1f1b": {}, "interleaved": {"chunks": 2}, "zero_bubble": {}}
 RULED = {
-    "mean": "mean", "krum": "krum(f=1)", "multi_krum": "multi_krum(f=1)", "trimmed_mean": "trimmed_mean(f=1)",
-    "median": "median", "geometric_median": "geometric_median", "bulyan": "bulyan(f=1)",
+    "mean": "mean",
+    "krum": "krum(f=1)",
+    "multi_krum": "multi_krum(f=1)",
+    "trimmed_mean": "trimmed_mean(f=1)",
+    "median": "median",
+    "geometric_median": "geometric_median",
+    "bulyan": "bulyan(f=1)",
     "centered_clipping": "centered_clipping(tau=1)",
 }
 COMPRESSED = {"fp16": "fp16", "bf16": "bf16", "int8": "int8", "top_k": "top_k:0.2", "auto": "auto"}
@@ -225,8 +235,11 @@ def test_compression(ray_cluster, compression):
     if compression == "auto":
         (chosen,) = [event["compression"] for event in result.events if "compression" in event]
     off = chosen == "off"
-    same(result, on_threads(work, AllReduce(compression=None if off else chosen), workers=WORKERS, epochs=4),
-         EXACT if off else 0.0)
+    same(
+        result,
+        on_threads(work, AllReduce(compression=None if off else chosen), workers=WORKERS, epochs=4),
+        EXACT if off else 0.0,
+    )
     law, _, evaluations = plain(work, WORKERS, epochs=4)
     assert (distance(result.model(), law) > EXACT) != off
     assert result.metrics["loss"] == pytest.approx(evaluations[-1], rel=0.05)

@@ -62,7 +62,8 @@ def test_actors_are_known_by_name(join: Callable[..., ClusterProcess], tmp_path:
     handle = first.spawn("module:Class", 1, {"two": 2}, name="a", detached=True, here=True, more=[3])
     assert (tmp_path / "a.json").read_text() == (
         '["module:Class", [1, {"two": 2}], {"cpus": 0.0, "gpus": 0.0, "detached": true, "here": true, "restarts": 0, '
-        '"more": [3]}]')
+        '"more": [3]}]'
+    )
     assert handle.call("run", 1, x=2).result(timeout=60) == ["run", [1], {"x": 2}]
     assert first.free() == first.total() == first.hosts()["here"] == {"cpu": 4.0, "gpu": 0.0}
     with pytest.raises(ClusterError, match="'a': it lives"):
@@ -100,8 +101,9 @@ def test_what_hangs_is_given_up(join: Callable[..., ClusterProcess], tmp_path: P
 
 
 @pytest.mark.parametrize("mode", [*DEATHS, "killed"])
-def test_what_dies_is_told(join: Callable[..., ClusterProcess], tmp_path: Path, mode: str,
-                           caplog: pytest.LogCaptureFixture) -> None:
+def test_what_dies_is_told(
+    join: Callable[..., ClusterProcess], tmp_path: Path, mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
     cluster = join()
     if mode == "killed":
         os.kill(cluster.pid, signal.SIGKILL)
@@ -171,10 +173,24 @@ def test_a_child_that_hears_nothing_ends_itself(tmp_path: Path, mode: str) -> No
     ours, theirs = socket.socketpair()
     with ours, theirs:
         child = subprocess.Popen(
-            [sys.executable, "-m", "rayps.service.ray_child", "--pipe", str(theirs.fileno()), "--cluster", HURT,
-             "--address", str(tmp_path), "--dead-man", "2"],
-            pass_fds=[theirs.fileno()], stderr=subprocess.PIPE, text=True,
-            env={**os.environ, "PYTHONPATH": f"{Path(__file__).parent}:{Path(__file__).parent.parent}"})
+            [
+                sys.executable,
+                "-m",
+                "rayps.service.ray_child",
+                "--pipe",
+                str(theirs.fileno()),
+                "--cluster",
+                HURT,
+                "--address",
+                str(tmp_path),
+                "--dead-man",
+                "2",
+            ],
+            pass_fds=[theirs.fileno()],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": f"{Path(__file__).parent}:{Path(__file__).parent.parent}"},
+        )
         _, said = child.communicate(timeout=100)
     assert child.returncode == 1 and "Timeout (0:00:02)!" in said
 

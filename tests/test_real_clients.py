@@ -63,10 +63,17 @@ def rounds_of(job: Any) -> list[dict[str, Any]]:
 # ---- the law
 
 
-@pytest.mark.parametrize(("strategy", "clients"), [
-    ("fedavg:local_epochs=2", 3), ("fedavg:fraction=0.67,local_steps=5,batch_size=4", 3), ("scaffold:local_steps=4", 3),
-    ("fedadam:server_lr=0.05", 2), ("ditto:lam=0.3", 2), ("fedavg:rule=median", 3),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("strategy", "clients"),
+    [
+        ("fedavg:local_epochs=2", 3),
+        ("fedavg:fraction=0.67,local_steps=5,batch_size=4", 3),
+        ("scaffold:local_steps=4", 3),
+        ("fedadam:server_lr=0.05", 2),
+        ("ditto:lam=0.3", 2),
+        ("fedavg:rule=median", 3),
+    ],
+)
 def test_real_clients_learn_what_simulated_ones_learn(clinic: Clinic, strategy: str, clients: int) -> None:
     name, _, options = strategy.partition(":")
     job = clinic.job(f"{name}:{options},clients=remote(least={clients},wait=100)", seed=5)
@@ -89,8 +96,11 @@ def test_no_row_leaves_and_a_client_that_is_killed_comes_back(clinic: Clinic) ->
     try:
         until(lambda: clinic.joined(job), 90)
         clinic.hospital(job, 1).begin()
-        until(lambda: [each["doing"] for each in clinic.joined(job).values()] == ["is asked for round 1",
-                                                                                 "has sent round 1"])
+        until(
+            lambda: (
+                [each["doing"] for each in clinic.joined(job).values()] == ["is asked for round 1", "has sent round 1"]
+            )
+        )
         process.kill()  # in the middle of a round, which waits for it
         until(lambda: "round 1 waits for h0: 1 of 2 have replied" in clinic.reason(job))
         process.start()
@@ -140,7 +150,7 @@ def test_who_is_late_does_not_count_and_is_told(clinic: Clinic) -> None:
     clinic.hospital(job, 0).begin()
     job.wait(30)
     gate.set()
-    event, = rounds_of(job)
+    (event,) = rounds_of(job)
     assert (event["trained"], event["dropped"]) == (["h0"], [["h1", "deadline"]])
     assert event["seconds"] >= 3
     assert event["message"] == "round 0: 1 of 2 clients replied; 1 dropped: h1 (deadline)"
@@ -164,7 +174,7 @@ def test_no_round_waits_for_one_that_has_ended(clinic: Clinic, how: str) -> None
         client.run()
     assert clinic.joined(job)["h1"]["state"] == "left"
     job.wait(60)  # and not 500 s
-    event, = rounds_of(job)
+    (event,) = rounds_of(job)
     assert (event["trained"], event["dropped"]) == (["h0"], [["h1", "left"]]) and good.over().ended.rounds == 1
 
 
@@ -342,9 +352,13 @@ BAD = {
     "more": (an_update(torch.zeros(50, dtype=torch.float64), c=torch.zeros(3)), "unknown 'c'"),
     "noise": (os.urandom(200), "cannot be read"),
     "deep": (_header('{"__metadata__":' + "[" * 100_000), "cannot be read"),
-    "loss": (_header(json.dumps({"__metadata__": {"counts": json.dumps({
-        "n": 20, "steps": 1, "samples": 20, "loss": 10**400})}})), "cannot be read"),
-}  # fmt: skip
+    "loss": (
+        _header(
+            json.dumps({"__metadata__": {"counts": json.dumps({"n": 20, "steps": 1, "samples": 20, "loss": 10**400})}})
+        ),
+        "cannot be read",
+    ),
+}
 
 
 def test_what_cannot_be_used_is_rejected_by_name_and_changes_nothing(clinic: Clinic) -> None:
@@ -362,7 +376,7 @@ def test_what_cannot_be_used_is_rejected_by_name_and_changes_nothing(clinic: Cli
         again = hand.send(serial, BAD[name][0])
         assert again.status_code == 200 and again.json()["again"]
     learnt = clinic.trained(job)
-    event, = rounds_of(job)
+    (event,) = rounds_of(job)
     assert torch.equal(learnt, simulated("fedavg:local_epochs=2", 2, rounds=1))
     assert (event["replied"], event["trained"][:2], event["dropped"]) == (2, ["h0", "h1"], [])
     rejected = dict(event["rejected"])
@@ -438,13 +452,23 @@ def in_order(path: str, body: bytes, **facts: Any) -> bytes:
 MEDDLING = {
     "another round": (lambda path, body: in_order(path, body, round=7), "without the service's signature"),
     "another rate": (lambda path, body: in_order(path, body, strategy={"name": "fedprox", "mu": 9.0}), "signature"),
-    "another model": (lambda path, body: body[:-8] + struct.pack("<d", 1e6) if path.endswith("/parameters") else body,
-                      "not those that were signed"),
-    "another key": (lambda path, body: json.dumps(json.loads(body) | {"public_key": "A" * 43}).encode()
-                    if path.endswith("/key") else body, "not the service that made this token"),
-    "another key then": (lambda path, body: json.dumps(json.loads(body) | {"public_key": "A" * 43}).encode()
-                         if path.endswith("/join") else body, "not the service that made this token"),
-}  # fmt: skip
+    "another model": (
+        lambda path, body: body[:-8] + struct.pack("<d", 1e6) if path.endswith("/parameters") else body,
+        "not those that were signed",
+    ),
+    "another key": (
+        lambda path, body: (
+            json.dumps(json.loads(body) | {"public_key": "A" * 43}).encode() if path.endswith("/key") else body
+        ),
+        "not the service that made this token",
+    ),
+    "another key then": (
+        lambda path, body: (
+            json.dumps(json.loads(body) | {"public_key": "A" * 43}).encode() if path.endswith("/join") else body
+        ),
+        "not the service that made this token",
+    ),
+}
 
 
 @pytest.mark.parametrize("what", MEDDLING)
@@ -481,8 +505,12 @@ def test_a_client_refuses_orders_that_are_played_again_or_are_of_another_job(cli
         return {"order": text, "signature": key.sign(text)}
 
     assert client.trusted(signed())["serial"] == 9
-    for facts, why in (({"job": "0" * 26}, "its job is"), ({"client": 5}, "its client is 5"), ({"name": "x"}, "name"),
-                       ({"kind": "other"}, "kind")):
+    for facts, why in (
+        ({"job": "0" * 26}, "its job is"),
+        ({"client": 5}, "its client is 5"),
+        ({"name": "x"}, "name"),
+        ({"kind": "other"}, "kind"),
+    ):
         with pytest.raises(Unauthorized, match=why):
             client.trusted(signed(**facts))
     other = Key.kept(tmp_path / "key")
@@ -505,7 +533,7 @@ def test_a_revoked_token_is_refused_at_once_and_its_update_is_withdrawn(clinic: 
     bad.over()
     assert isinstance(bad.error, Unauthorized) and bad.error.exit_code == 4 and "revoked" in str(bad.error)
     job.wait(30)
-    event, = rounds_of(job)
+    (event,) = rounds_of(job)
     assert (event["trained"], event["dropped"]) == (["h1"], [["h0", "left"]])
     with pytest.raises(httpx2.HTTPStatusError, match="401"):
         Hand(clinic, job, "again", invited["token"])
@@ -516,13 +544,21 @@ def test_a_revoked_token_is_refused_at_once_and_its_update_is_withdrawn(clinic: 
 def test_a_client_may_do_what_is_a_clients_and_nothing_else(clinic: Clinic) -> None:
     job, other = clinic.job("fedavg:clients=remote(wait=100)"), clinic.job("fedavg:clients=remote(wait=100)")
     hand = Hand(clinic, job, "hand")
-    for method, path in (("GET", "/api/v1/jobs"), ("POST", f"/api/v1/jobs/{job.id}/stop"), ("GET", "/metrics"),
-                         ("POST", "/api/v1/client-tokens"), ("GET", f"/api/v1/jobs/{job.id}/logs"),
-                         ("POST", "/api/v1/codes"), ("GET", f"/api/v1/jobs/{job.id}/clients")):
+    for method, path in (
+        ("GET", "/api/v1/jobs"),
+        ("POST", f"/api/v1/jobs/{job.id}/stop"),
+        ("GET", "/metrics"),
+        ("POST", "/api/v1/client-tokens"),
+        ("GET", f"/api/v1/jobs/{job.id}/logs"),
+        ("POST", "/api/v1/codes"),
+        ("GET", f"/api/v1/jobs/{job.id}/clients"),
+    ):
         assert hand.http.request(method, path, json={} if method == "POST" else None).status_code == 403, path
-    assert clinic.http.get("/api/v1/client/work", headers={"Rayps-Client": hand.http.headers["Rayps-Client"]}
-                           ).status_code == 403  # nor may a user pass for a client
-    for who in (f"{other.id}:0:{'hand' * 20}", ):
+    assert (
+        clinic.http.get("/api/v1/client/work", headers={"Rayps-Client": hand.http.headers["Rayps-Client"]}).status_code
+        == 403
+    )  # nor may a user pass for a client
+    for who in (f"{other.id}:0:{'hand' * 20}",):
         assert hand.http.get("/api/v1/client/work", headers={"Rayps-Client": who}).status_code == 403
     for who in (f"{job.id}:0:{'x' * 20}", f"{job.id}:7:{'hand' * 20}"):
         assert hand.http.get("/api/v1/client/work", headers={"Rayps-Client": who}).status_code == 401
@@ -541,22 +577,33 @@ def test_a_client_may_do_what_is_a_clients_and_nothing_else(clinic: Clinic) -> N
 # ---- what cannot be
 
 
-@pytest.mark.parametrize(("strategy", "workers", "why"), [
-    ("fedavg:clients=remote,dropout=0.5", 1, "dropout is 0.5"), ("fedavg:clients=remote,speed=0.1", 1, "speed"),
-    ("fedavg:clients=here", 1, "remote"), ("fedavg:clients=remote(most=3)", 1, "least and wait"),
-    ("fedavg:clients=remote(least=0)", 1, "least is 0"), ("fedavg:clients=remote(wait=-1)", 1, "wait is -1"),
-    ("fedbuff:clients=remote", 1, "asynchronous"), ("fedavg:clients=remote", 2, "workers is 2"),
-    ("fedavg:clients=remote", 1, "job service"), ("fedavg:clients=remote,finetune=1", 1, "finetune"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("strategy", "workers", "why"),
+    [
+        ("fedavg:clients=remote,dropout=0.5", 1, "dropout is 0.5"),
+        ("fedavg:clients=remote,speed=0.1", 1, "speed"),
+        ("fedavg:clients=here", 1, "remote"),
+        ("fedavg:clients=remote(most=3)", 1, "least and wait"),
+        ("fedavg:clients=remote(least=0)", 1, "least is 0"),
+        ("fedavg:clients=remote(wait=-1)", 1, "wait is -1"),
+        ("fedbuff:clients=remote", 1, "asynchronous"),
+        ("fedavg:clients=remote", 2, "workers is 2"),
+        ("fedavg:clients=remote", 1, "job service"),
+        ("fedavg:clients=remote,finetune=1", 1, "finetune"),
+    ],
+)
 def test_what_cannot_be_is_said_before_anything_starts(strategy: str, workers: int, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         train(All(2), strategy, workers=workers)
 
 
-@pytest.mark.parametrize(("strategy", "why"), [
-    ("fedavg:rule=krum(f=1),clients=remote(least=4)", "needs a round of at least 5"),
-    ("fedavg:min_replies=3,fraction=0.5,clients=remote(least=4)", "begins once 4 clients are there, and asks 2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("strategy", "why"),
+    [
+        ("fedavg:rule=krum(f=1),clients=remote(least=4)", "needs a round of at least 5"),
+        ("fedavg:min_replies=3,fraction=0.5,clients=remote(least=4)", "begins once 4 clients are there, and asks 2"),
+    ],
+)
 def test_what_the_fewest_clients_could_not_do_is_refused(clinic: Clinic, strategy: str, why: str) -> None:
     job = clinic.job(strategy).wait(30)
     assert job.data["status"] == "FAILED" and why in job.data["reason"]
@@ -611,13 +658,16 @@ def test_the_commands(clinic: Clinic, capsys: pytest.CaptureFixture[str], monkey
     monkeypatch.setenv("HOSPITAL", "0")
     monkeypatch.chdir(clinic.path)
     free = str(ClientToken(made.secret, made.job, made.fingerprint))
-    for arguments, why in ((("--token", "rps_x"), "no client token"), (("--token", "@/nowhere"), "cannot be read"),
-                           (("--token", str(made), "--job", "other"), "not for other"),
-                           (("--token", str(made), "--name", "../x"), "letters and digits"),
-                           (("--token", str(made), "--name", "h1"), "for the client 'h0', not for 'h1'"),
-                           (("--token", free), "say who this is"),
-                           (("--token", str(made), "--device", "cuda:99"), "give --device cpu"),
-                           ((), "RAYPS_CLIENT_TOKEN")):
+    for arguments, why in (
+        (("--token", "rps_x"), "no client token"),
+        (("--token", "@/nowhere"), "cannot be read"),
+        (("--token", str(made), "--job", "other"), "not for other"),
+        (("--token", str(made), "--name", "../x"), "letters and digits"),
+        (("--token", str(made), "--name", "h1"), "for the client 'h0', not for 'h1'"),
+        (("--token", free), "say who this is"),
+        (("--token", str(made), "--device", "cuda:99"), "give --device cpu"),
+        ((), "RAYPS_CLIENT_TOKEN"),
+    ):
         code, _, note = say("client", *arguments, "work.py:Slow")
         assert code == 2 and why in note and len(note.strip().splitlines()) <= 3, note
     assert [path.name for path in (clinic.path / "home" / "clients" / job.id).iterdir()] == ["h0"]

@@ -41,9 +41,13 @@ class Deep(Small):
 
 
 REPLICAS = [
-    Pipeline(stages=2), Pipeline(stages=3), Pipeline(stages=2, chunks=2, schedule="interleaved"),
-    TensorParallel(size=2), TensorParallel(size=3), Pipeline(stages=2, stage=TensorParallel(size=2)),
-]  # fmt: skip
+    Pipeline(stages=2),
+    Pipeline(stages=3),
+    Pipeline(stages=2, chunks=2, schedule="interleaved"),
+    TensorParallel(size=2),
+    TensorParallel(size=3),
+    Pipeline(stages=2, stage=TensorParallel(size=2)),
+]
 
 
 def division_of(work, replica):
@@ -65,13 +69,16 @@ def state(work):
     return Snapshot(flat.layout, flat.vector.clone(), moments, buffers, {}, [6, 6], 3)
 
 
-@pytest.mark.parametrize(("piece", "local"), [
-    (Piece("w", (4, 3)), (4, 3)),
-    (Piece("w", (4, 3), 0, ((1, 3),)), (2, 3)),
-    (Piece("w", (4, 6), 1, ((0, 1), (4, 6))), (4, 3)),
-    (Piece("w", (5,), 0, ((4, 5), (0, 2))), (3,)),
-    (Piece("w", (), None), ()),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("piece", "local"),
+    [
+        (Piece("w", (4, 3)), (4, 3)),
+        (Piece("w", (4, 3), 0, ((1, 3),)), (2, 3)),
+        (Piece("w", (4, 6), 1, ((0, 1), (4, 6))), (4, 3)),
+        (Piece("w", (5,), 0, ((4, 5), (0, 2))), (3,)),
+        (Piece("w", (), None), ()),
+    ],
+)
 def test_a_piece_is_taken_and_put_back(piece, local):
     whole = torch.arange(torch.Size(piece.shape).numel(), dtype=torch.float64).view(piece.shape)
     part = piece.take(whole)
@@ -89,7 +96,8 @@ def test_the_columns_own_everything_once(replica):
     assert len(division.columns) == replica.stages * replica.tensor
     assert sum(column.layout.size for column in division.columns) == division.layout.size
     assert {piece.name for column in division.columns for piece in column.owned} == {
-        entry.name for entry in division.layout.entries}
+        entry.name for entry in division.layout.entries
+    }
     for number, column in enumerate(division.columns):
         for lent in column.borrowed:
             owner = division.columns[lent.owner]
@@ -137,10 +145,16 @@ def test_positions_of_a_replica_are_those_of_its_slowest_part():
     assert division.join(parts, snapshot).positions == [5, 6]
 
 
-@pytest.mark.parametrize(("count", "sizes", "found"), [
-    (3, [10, 10, 10], [1, 1, 1]), (5, [10, 30], [2, 3]), (4, [10, 30], [1, 3]), (2, [1, 1000], [1, 1]),
-    (6, [20, 0, 20], [3, 1, 2]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("count", "sizes", "found"),
+    [
+        (3, [10, 10, 10], [1, 1, 1]),
+        (5, [10, 30], [2, 3]),
+        (4, [10, 30], [1, 3]),
+        (2, [1, 1000], [1, 1]),
+        (6, [20, 0, 20], [3, 1, 2]),
+    ],
+)
 def test_servers_go_where_the_parameters_are(count, sizes, found):
     assert shares(count, sizes) == found
 
@@ -377,14 +391,22 @@ def test_the_same_bits_after_a_resume(tmp_path):
 
 def test_a_rank_is_called_by_the_axes_that_there_are():
     assert [Grid(2, 2).words(rank) for rank in range(4)] == [
-        "replica 0, stage 0", "replica 0, stage 1", "replica 1, stage 0", "replica 1, stage 1"]  # fmt: skip
+        "replica 0, stage 0",
+        "replica 0, stage 1",
+        "replica 1, stage 0",
+        "replica 1, stage 1",
+    ]
     assert Grid(1, 2, 2).words(3) == "stage 1, tensor rank 1"
     assert Grid(3).words(1) == "replica 1" and Grid(1).words(0) == ""
 
 
 def test_every_worker_of_a_replica_has_its_rate():
-    lines = [{"rank": 0, "wait": 0.5, "samples_per_second": 0.0}, {"rank": 1, "wait": 0.1, "samples_per_second": 80.0},
-             {"rank": 2, "wait": 0.5, "samples_per_second": 0.0}, {"rank": 3}]  # fmt: skip
+    lines = [
+        {"rank": 0, "wait": 0.5, "samples_per_second": 0.0},
+        {"rank": 1, "wait": 0.1, "samples_per_second": 80.0},
+        {"rank": 2, "wait": 0.5, "samples_per_second": 0.0},
+        {"rank": 3},
+    ]
     found = _in_replicas(lines, Grid(2, 2))
     assert [line.get("samples_per_second") for line in found] == [80.0, 80.0, 0.0, None]
     assert found[1]["part"] == "replica 0, stage 1" and _in_replicas(lines, Grid(4)) is lines

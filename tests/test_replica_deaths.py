@@ -75,9 +75,16 @@ class Wide(Small):
 
     def model(self):
         return nn.Sequential(
-            Places(), nn.Linear(5, 12), nn.Tanh(), nn.Linear(12, 6), nn.Tanh(),
-            Places(), nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 1),
-        ).double()  # fmt: skip
+            Places(),
+            nn.Linear(5, 12),
+            nn.Tanh(),
+            nn.Linear(12, 6),
+            nn.Tanh(),
+            Places(),
+            nn.Linear(6, 12),
+            nn.Tanh(),
+            nn.Linear(12, 1),
+        ).double()
 
     def optimizer(self, params):
         return Deadly(params, lr=0.01)

@@ -42,8 +42,9 @@ class Deeper(Small):
 
 def lives(work, replica, workers, *deaths, **options):
     """The run with deaths, each after so many losses, beside the run without: must be the same to the bit."""
-    law = train(Deeper(n=work.n, batch=work.batch, optimizer=work.kind), AllReduce(replica=replica), workers=workers,
-                epochs=2)
+    law = train(
+        Deeper(n=work.n, batch=work.batch, optimizer=work.kind), AllReduce(replica=replica), workers=workers, epochs=2
+    )
     cluster = Watched()
     killers = [cluster.kill_when(work.tag, at, *victims) for at, *victims in deaths]
     result = train(work, AllReduce(replica=replica), cluster, workers=workers, epochs=2, **options)

@@ -38,8 +38,11 @@ def ident(strategy):
 
 
 REPLICAS = [
-    Pipeline(stages=2), Pipeline(stages=3, micro_batches=3, schedule="gpipe"), TensorParallel(size=2),
-    TensorParallel(size=3), Pipeline(stages=2, micro_batches=2, stage=TensorParallel(size=2)),
+    Pipeline(stages=2),
+    Pipeline(stages=3, micro_batches=3, schedule="gpipe"),
+    TensorParallel(size=2),
+    TensorParallel(size=3),
+    Pipeline(stages=2, micro_batches=2, stage=TensorParallel(size=2)),
 ]
 STRATEGIES = [
     *(AllReduce(replica=each) for each in REPLICAS),
@@ -98,13 +101,18 @@ class Tied(Deep):
         return model.double()
 
 
-@pytest.mark.parametrize("strategy", [
-    AllReduce(replica=Pipeline(stages=2)), AllReduce(replica=Pipeline(stages=3, micro_batches=2)),
-    ParameterServer(shards=3, replica=Pipeline(stages=3, micro_batches=2)),
-    AllReduce(replica=Pipeline(stages=2, stage=TensorParallel(size=2, plan={"0": "out", "4": "out"}))),
-    AllReduce(replica=TensorParallel(size=2, plan={"0": "out", "4": "out"})),
-    AllReduce(replica=Pipeline(stages=2, stage=TensorParallel(size=2, plan={"2": "out"}))),
-], ids=ident)  # fmt: skip
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        AllReduce(replica=Pipeline(stages=2)),
+        AllReduce(replica=Pipeline(stages=3, micro_batches=2)),
+        ParameterServer(shards=3, replica=Pipeline(stages=3, micro_batches=2)),
+        AllReduce(replica=Pipeline(stages=2, stage=TensorParallel(size=2, plan={"0": "out", "4": "out"}))),
+        AllReduce(replica=TensorParallel(size=2, plan={"0": "out", "4": "out"})),
+        AllReduce(replica=Pipeline(stages=2, stage=TensorParallel(size=2, plan={"2": "out"}))),
+    ],
+    ids=ident,
+)
 @pytest.mark.parametrize("clip", [None, 0.3])
 def test_tied_weights_stay_tied_and_count_once(strategy, clip):
     work = Tied(optimizer="adam")
@@ -174,10 +182,15 @@ class Normed(Deep):
         return model
 
 
-@pytest.mark.parametrize("replica", [
-    Pipeline(stages=2, micro_batches=1), TensorParallel(size=2),
-    Pipeline(stages=2, micro_batches=1, stage=TensorParallel(size=2)),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "replica",
+    [
+        Pipeline(stages=2, micro_batches=1),
+        TensorParallel(size=2),
+        Pipeline(stages=2, micro_batches=1, stage=TensorParallel(size=2)),
+    ],
+    ids=str,
+)
 def test_buffers_and_what_does_not_learn(replica):
     strategy = AllReduce(replica=replica)
     result = train(Normed(n=40), strategy, workers=2 * strategy.grid(60).columns, epochs=2)
@@ -191,7 +204,9 @@ def test_buffers_and_what_does_not_learn(replica):
 
 
 LAYOUTS = [
-    (AllReduce(), 1), (AllReduce(replica=Pipeline(stages=4)), 4), (AllReduce(replica=TensorParallel(size=2)), 2),
+    (AllReduce(), 1),
+    (AllReduce(replica=Pipeline(stages=4)), 4),
+    (AllReduce(replica=TensorParallel(size=2)), 2),
     (ParameterServer(shards=3, replica=Pipeline(stages=2)), 2),
     (AllReduce(replica=Pipeline(stages=2, stage=TensorParallel(size=2))), 4),
 ]
@@ -232,10 +247,12 @@ def test_another_number_of_replicas_goes_on_from_an_epochs_end(tmp_path):
 def test_the_layout_can_change_during_a_run(optimizer):
     work = Four(n=32, optimizer=optimizer)
     phases = [
-        (1, AllReduce(replica=Pipeline(stages=4))), (2, AllReduce(replica=TensorParallel(size=2))),
-        (1, ParameterServer(shards=3, replica=Pipeline(stages=2))), (1, AllReduce()),
+        (1, AllReduce(replica=Pipeline(stages=4))),
+        (2, AllReduce(replica=TensorParallel(size=2))),
+        (1, ParameterServer(shards=3, replica=Pipeline(stages=2))),
+        (1, AllReduce()),
         AllReduce(replica=Pipeline(stages=2, stage=TensorParallel(size=2))),
-    ]  # fmt: skip
+    ]
     result = train(work, phases, workers=4, epochs=6)
     assert result.history.column("round").to_pylist() == list(range(8 + 8 + 4 + 2 + 8))
     assert result.history.column("epoch").to_pylist() == [0] * 8 + [1] * 4 + [2] * 4 + [3] * 4 + [4] * 2 + [5] * 8
@@ -286,10 +303,14 @@ def test_one_replica_is_plain_torch(optimizer):
 
 
 @pytest.mark.parametrize("strategy", [AllReduce(), ParameterServer(shards=2)], ids=lambda s: s.name)
-@pytest.mark.parametrize("replica", [
-    Pipeline(stages=3, boundaries=[1, 3]),  # the middle stage has no parameter
-    Pipeline(stages=2, stage=TensorParallel(size=2, plan={"0": "out"})),  # nor has the second one's second rank
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "replica",
+    [
+        Pipeline(stages=3, boundaries=[1, 3]),  # the middle stage has no parameter
+        Pipeline(stages=2, stage=TensorParallel(size=2, plan={"0": "out"})),  # nor has the second one's second rank
+    ],
+    ids=str,
+)
 def test_a_part_may_own_nothing(strategy, replica):
     class Wide(Deep):
         def model(self):

@@ -30,9 +30,7 @@ def form(n, timeout=60.0, generation=0, listeners=None, **options):
     options.setdefault("streams", 1)  # to measure how many fill the line takes time, and is a test of its own
     with contextlib.ExitStack() as stack:
         if listeners is None:
-            listeners = [
-                stack.enter_context(Listener(f"worker-{i}", SECRET, generation)) for i in range(n)
-            ]
+            listeners = [stack.enter_context(Listener(f"worker-{i}", SECRET, generation)) for i in range(n)]
         addresses = [listener.address for listener in listeners]
         with ThreadPoolExecutor(n) as pool:
             calls = [
@@ -122,9 +120,11 @@ def test_large_sums_do_not_deadlock(rings):
         assert torch.equal(got, torch.full((size,), sum(range(1, len(rings) + 1)) + 0.0))
 
 
-@pytest.mark.parametrize(("n", "transport"), [
-    (1, "shm"), (2, "tcp"), (3, "shm"), (4, "tcp"), (5, "tcp"), (6, "shm"), (7, "tcp"), (8, "shm"),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("n", "transport"),
+    [(1, "shm"), (2, "tcp"), (3, "shm"), (4, "tcp"), (5, "tcp"), (6, "shm"), (7, "tcp"), (8, "shm")],
+    ids=str,
+)
 def test_every_algorithm_equals_the_star(n, transport):
     rings = form(n, prefer=transport, algorithm="star", streams=2)
     cases = [(dtype, size) for dtype in FLOATS + INTS for size in sizes(n)] + [(torch.float32, 1_000_003)]
@@ -433,8 +433,12 @@ def test_a_mean_over_no_samples_is_finite(rings):
 def test_broadcast_from_every_root(rings):
     for root in range(len(rings)):
         for size in (0, 1, 5000):
-            got = every(rings, lambda ring, root=root, size=size: ring.broadcast(
-                torch.full((size,), ring.rank, dtype=torch.int64), root))  # fmt: skip
+            got = every(
+                rings,
+                lambda ring, root=root, size=size: ring.broadcast(
+                    torch.full((size,), ring.rank, dtype=torch.int64), root
+                ),
+            )
             assert all(torch.equal(t, torch.full((size,), root)) for t in got)
 
 
@@ -530,6 +534,7 @@ def test_a_rank_that_dies_in_a_collective_is_named_by_everyone(victim, algorithm
         finish(mesh, *args, **kwargs)
 
     monkeypatch.setattr(Mesh, "finish", fail)
+
     def work(ring):
         assert torch.equal(ring.sum(torch.ones(1000)), torch.full((1000,), 4.0))  # whole, or none
         ring.barrier()

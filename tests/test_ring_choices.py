@@ -40,15 +40,24 @@ def test_one_worker_and_a_server_choose_nothing():
     assert chosen(train(Small(), "parameter_server", workers=2)) == []
 
 
-@pytest.mark.parametrize(("choices", "words"), [
-    ({"transport": "tcp", "ranks": 4, "streams": 2, "table": TABLE, "why": "measured"},
-     "all-reduce between 4 ranks over tcp (2 streams between two ranks): tree up to 32 KB, ring above; measured "
-     "(the largest probe took ring 8.8 ms, tree 14 ms)"),
-    ({"transport": "shm", "ranks": 2, "table": TABLE[2:], "why": "given"},
-     "all-reduce between 2 ranks over shm: ring for every size; given "
-     "(the largest probe took ring 8.8 ms, tree 14 ms)"),
-    ({"transport": "gloo", "ranks": 2, "algorithm": "gloo", "why": "given"},
-     "all-reduce between 2 ranks over gloo: gloo, as given"),
-])
+@pytest.mark.parametrize(
+    ("choices", "words"),
+    [
+        (
+            {"transport": "tcp", "ranks": 4, "streams": 2, "table": TABLE, "why": "measured"},
+            "all-reduce between 4 ranks over tcp (2 streams between two ranks): tree up to 32 KB, ring above; measured "
+            "(the largest probe took ring 8.8 ms, tree 14 ms)",
+        ),
+        (
+            {"transport": "shm", "ranks": 2, "table": TABLE[2:], "why": "given"},
+            "all-reduce between 2 ranks over shm: ring for every size; given "
+            "(the largest probe took ring 8.8 ms, tree 14 ms)",
+        ),
+        (
+            {"transport": "gloo", "ranks": 2, "algorithm": "gloo", "why": "given"},
+            "all-reduce between 2 ranks over gloo: gloo, as given",
+        ),
+    ],
+)
 def test_choices_in_words(choices, words):
     assert in_words(choices) == words

@@ -62,8 +62,9 @@ def test_all_ranks_hold_the_bits_of_the_twin(rings, name, n, dtype):
     for turn in range(4):
         vectors = [torch.randn(n, dtype=torch.float64).to(dtype) for _ in rings]
         samples = [(3 * rank + turn) % 4 * 8 for rank in range(size)] if turn < 3 else [0] * size
-        held = every(rings, lambda ring, v=vectors, s=samples:
-                     wrapped[ring.rank].mean(gradient(v[ring.rank], s[ring.rank])))
+        held = every(
+            rings, lambda ring, v=vectors, s=samples: wrapped[ring.rank].mean(gradient(v[ring.rank], s[ring.rank]))
+        )
         expected = twin.mean(vectors, samples) if size > 1 else vectors[0]
         for found in held:
             assert torch.equal(found, expected)
@@ -182,8 +183,10 @@ def test_the_choice_is_among_the_events():
 
 
 def test_a_training_moves_fewer_bytes():
-    moved = {name: sum(train(Wide(), AllReduce(compression=name), workers=2).history.column("bytes").to_pylist())
-             for name in (None, "int8", "top_k")}
+    moved = {
+        name: sum(train(Wide(), AllReduce(compression=name), workers=2).history.column("bytes").to_pylist())
+        for name in (None, "int8", "top_k")
+    }
     assert moved["int8"] * 6 < moved[None]  # float64
     assert moved["top_k"] * 20 < moved[None]
 

@@ -10,8 +10,15 @@ import rayps
 from rayps.errors import ConfigError
 from rayps.federated.choices import attack_of
 
-RULES = ["krum(f=4)", "multi_krum(f=4)", "trimmed_mean(f=4)", "median", "geometric_median", "bulyan(f=4)",
-         "centered_clipping(tau=1)"]
+RULES = [
+    "krum(f=4)",
+    "multi_krum(f=4)",
+    "trimmed_mean(f=4)",
+    "median",
+    "geometric_median",
+    "bulyan(f=4)",
+    "centered_clipping(tau=1)",
+]
 FLIP = "sign_flip(clients=4,scale=5)"
 
 
@@ -49,8 +56,12 @@ class Blobs(rayps.Workload):
 def learn(rounds=3, work=None, workers=1, seed=0, **options):
     strategy = rayps.FedAvg(local_epochs=options.pop("local_epochs", 5), **options)
     result = train(work or Blobs(), strategy, workers=workers, epochs=rounds, seed=seed)
-    return result, max([result.metrics["accuracy"], *(
-        each for each in result.history.to_pydict().get("evaluation_accuracy", ()) if each is not None)])
+    return result, max(
+        [
+            result.metrics["accuracy"],
+            *(each for each in result.history.to_pydict().get("evaluation_accuracy", ()) if each is not None),
+        ]
+    )
 
 
 def cohorts(result):
@@ -73,8 +84,9 @@ def test_a_rule_bears_four_of_twenty(rule, clean):
     assert learn(rule=rule, attack=FLIP)[1] >= clean - 0.03
 
 
-@pytest.mark.parametrize("attack", ["alie(clients=4)", "label_flip(clients=4,classes=5)",
-                                    "inflated_counts(clients=4,factor=1000)"])
+@pytest.mark.parametrize(
+    "attack", ["alie(clients=4)", "label_flip(clients=4,classes=5)", "inflated_counts(clients=4,factor=1000)"]
+)
 def test_other_attacks_are_borne(attack, clean):
     assert learn(rule="trimmed_mean(f=4)", attack=attack)[1] >= clean - 0.05
 
@@ -111,10 +123,16 @@ def test_flipped_labels_are_those_of_a_dataset_with_flipped_labels():
     assert not torch.equal(attacked.snapshot.params, plain.snapshot.params)
 
 
-@pytest.mark.parametrize("options", [
-    {"rule": "krum(f=4)", "attack": "alie(clients=4)"}, {"rule": "centered_clipping(tau=0.5)", "fraction": 0.5},
-    {"attack": "inner_product(clients=4)"}, {"attack": FLIP, "clip": 1.0},
-    {"rule": "median(bucket=2)", "dropout": 0.3}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rule": "krum(f=4)", "attack": "alie(clients=4)"},
+        {"rule": "centered_clipping(tau=0.5)", "fraction": 0.5},
+        {"attack": "inner_product(clients=4)"},
+        {"attack": FLIP, "clip": 1.0},
+        {"rule": "median(bucket=2)", "dropout": 0.3},
+    ],
+)
 def test_same_bits_for_any_number_of_workers(options):
     law, _ = learn(2, local_epochs=1, **options)
     for workers in (2, 3):
@@ -131,13 +149,19 @@ def test_rounds_with_too_few_replies_leave_the_model_as_it_was():
     assert "2 are expected to reply in a round, and bulyan(f=4) needs 19" in told
 
 
-@pytest.mark.parametrize(("options", "word"), [
-    ({"rule": "krum(f=9)"}, r"at least 21 replies \(2f \+ 2 < n\), and a round asks 20"),
-    ({"rule": "krum(f=4)", "fraction": 0.5}, "and a round asks 10"),
-    ({"rule": "bulyan(f=5)"}, "n >= 4f"),
-    ({"rule": "krum(f=3)", "attack": FLIP}, "bears 3"),
-    ({"attack": "nan(clients=20)"}, "no honest one"),
-    ({"rule": "best"}, "one of mean, krum"), ({"clip": -1}, "clip"), ({"attack": "noise(clients=2)"}, "sign_flip")])
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"rule": "krum(f=9)"}, r"at least 21 replies \(2f \+ 2 < n\), and a round asks 20"),
+        ({"rule": "krum(f=4)", "fraction": 0.5}, "and a round asks 10"),
+        ({"rule": "bulyan(f=5)"}, "n >= 4f"),
+        ({"rule": "krum(f=3)", "attack": FLIP}, "bears 3"),
+        ({"attack": "nan(clients=20)"}, "no honest one"),
+        ({"rule": "best"}, "one of mean, krum"),
+        ({"clip": -1}, "clip"),
+        ({"attack": "noise(clients=2)"}, "sign_flip"),
+    ],
+)
 def test_refused_before_anything_starts(options, word):
     with pytest.raises(ConfigError, match=word):
         learn(1, **options)

@@ -17,8 +17,11 @@ from rayps.federated.statistics import NEGATIVE, Statistics
 CLIENTS, SIZE, LIARS = 12, 23, (0, 5)
 SELECTING = ["krum(f=2)", "multi_krum(f=2)", "multi_krum(f=2,m=3)", "bulyan(f=2)", "krum(f=1,bucket=2)"]
 SEPARATE = ["median", "trimmed_mean(f=2)", "geometric_median", "centered_clipping(tau=0.5,iterations=2)"]
-LIKE = {"norm.running_mean": torch.zeros(4), "norm.running_var": torch.ones(4),
-        "norm.num_batches_tracked": torch.tensor(0)}
+LIKE = {
+    "norm.running_mean": torch.zeros(4),
+    "norm.running_var": torch.ones(4),
+    "norm.num_batches_tracked": torch.tensor(0),
+}
 
 
 def replies(seed=1):
@@ -26,25 +29,43 @@ def replies(seed=1):
     print("seed", seed)
     draw = torch.Generator().manual_seed(seed)
     packed = Statistics(LIKE)
-    return [(
-        client, 0.3 * torch.randn(SIZE, generator=draw), torch.randn(3, generator=draw),
-        packed.packed({
-            "norm.running_mean": torch.randn(4, generator=draw),
-            "norm.running_var": torch.rand(4, generator=draw) + 0.5,
-            "norm.num_batches_tracked": torch.tensor(20 + client % 3)}),
-        10 + client % 7) for client in range(CLIENTS)]  # fmt: skip
+    return [
+        (
+            client,
+            0.3 * torch.randn(SIZE, generator=draw),
+            torch.randn(3, generator=draw),
+            packed.packed(
+                {
+                    "norm.running_mean": torch.randn(4, generator=draw),
+                    "norm.running_var": torch.rand(4, generator=draw) + 0.5,
+                    "norm.num_batches_tracked": torch.tensor(20 + client % 3),
+                }
+            ),
+            10 + client % 7,
+        )
+        for client in range(CLIENTS)
+    ]
 
 
 def met_on(workers, given, rule, attack=None, rounds=1):
     """Rounds with these replies over so many workers: what the last one came to, on each."""
 
     def work(ring):
-        made = Aggregate(rule, None, attack, SIZE, torch.float32, seed=3, clients=CLIENTS,
-                         extras={"c": (3, torch.float32)}, statistics=Statistics(LIKE))
+        made = Aggregate(
+            rule,
+            None,
+            attack,
+            SIZE,
+            torch.float32,
+            seed=3,
+            clients=CLIENTS,
+            extras={"c": (3, torch.float32)},
+            statistics=Statistics(LIKE),
+        )
         memory, w_t = {}, torch.zeros(SIZE)
         for t in range(rounds):
             made.begin(t, [client for client, *_ in given], w_t, Statistics(LIKE).packed(LIKE))
-            for client, update, c, buffers, n in given[ring.rank::workers]:
+            for client, update, c, buffers, n in given[ring.rank :: workers]:
                 made.take(client, update, w_t, n, {"c": c}, buffers=buffers, samples=n)
             met = made.meet(ring, memory)
         return met
@@ -130,8 +151,9 @@ def test_liars_move_what_comes_beside_no_farther_than_the_rule_allows(rule, lie)
 
 
 @pytest.mark.parametrize("rule", ["mean", *SELECTING, *SEPARATE])
-@pytest.mark.parametrize("attack", ["false_buffers(clients=2)", "false_c(clients=2,scale=50)",
-                                    "inflated_counts(clients=2)"])
+@pytest.mark.parametrize(
+    "attack", ["false_buffers(clients=2)", "false_c(clients=2,scale=50)", "inflated_counts(clients=2)"]
+)
 def test_same_bits_for_any_number_of_workers(rule, attack):
     (law,) = met_on(1, replies(), rule, attack, rounds=2)
     for met in met_on(3, replies(), rule, attack, rounds=2):
@@ -141,8 +163,14 @@ def test_same_bits_for_any_number_of_workers(rule, attack):
 def test_what_attackers_send_beside():
     bad = attack_of("false_c(clients=2)").attackers(3, CLIENTS)
     given = replies()
-    mean = {text: met_on(1, given, "mean", text)[0] for text in (
-        "false_buffers(clients=2,scale=1000)", "false_c(clients=2,scale=7)", "inflated_counts(clients=2,factor=9)")}
+    mean = {
+        text: met_on(1, given, "mean", text)[0]
+        for text in (
+            "false_buffers(clients=2,scale=1000)",
+            "false_c(clients=2,scale=7)",
+            "inflated_counts(clients=2,factor=9)",
+        )
+    }
     c = sum((-7 if k in bad else 1) * c for k, _, c, _, _ in given)
     assert torch.allclose(mean["false_c(clients=2,scale=7)"].sums["c"], c, rtol=1e-5)
     n = sum(n for *_, n in given)
@@ -188,8 +216,15 @@ class Normed(Blobs):
         return super().loss(model, batch) * (8 if batch.x.abs().max() > 60 else 1)
 
 
-ALL = ["krum(f=1)", "multi_krum(f=1)", "bulyan(f=1)", "median", "trimmed_mean(f=1)", "geometric_median",
-       "centered_clipping(tau=1)"]
+ALL = [
+    "krum(f=1)",
+    "multi_krum(f=1)",
+    "bulyan(f=1)",
+    "median",
+    "trimmed_mean(f=1)",
+    "geometric_median",
+    "centered_clipping(tau=1)",
+]
 
 
 def learnt(strategy, work=None, epochs=3, workers=1):
@@ -205,8 +240,9 @@ def reaches(buffers):
 def test_a_client_with_spoilt_rows_moves_no_buffer_and_no_metric(rule):
     """Its update, buffers and loss are what training gives, and far from the others'."""
     clean, _ = learnt(rayps.FedAvg(rule=rule, local_epochs=2))
-    (mean, far), (result, found) = (learnt(rayps.FedAvg(rule=each, local_epochs=2), Normed(spoilt=4), workers=2)
-                                    for each in ("mean", rule))
+    (mean, far), (result, found) = (
+        learnt(rayps.FedAvg(rule=each, local_epochs=2), Normed(spoilt=4), workers=2) for each in ("mean", rule)
+    )
     assert reaches(far) > 1e3, "the test shows nothing"
     assert reaches(found) < 100 and found["1.running_var"].min() > 0
     assert found["1.num_batches_tracked"].dtype == torch.int64 and 1 <= found["1.num_batches_tracked"] <= 3 * 2 * 12
@@ -232,9 +268,14 @@ def test_one_that_lies_about_buffers_or_counts_is_borne(rule, attack):
 def test_one_that_lies_about_c_is_borne(rule):
     """SCAFFOLD under the mean runs away."""
     attack = "false_c(clients=1,scale=1000)"
-    (clean, _), (mean, _), (found, _) = (learnt(rayps.Scaffold(rule=each, local_epochs=2, attack=lies), Blobs(
-        client=[row % 7 for row in range(400)]), epochs=4) for each, lies in ((rule, None), ("mean", attack),
-                                                                              (rule, attack)))
+    (clean, _), (mean, _), (found, _) = (
+        learnt(
+            rayps.Scaffold(rule=each, local_epochs=2, attack=lies),
+            Blobs(client=[row % 7 for row in range(400)]),
+            epochs=4,
+        )
+        for each, lies in ((rule, None), ("mean", attack), (rule, attack))
+    )
     assert float(mean.snapshot.params.norm()) > 100 * float(clean.snapshot.params.norm()), "the test shows nothing"
     assert float(found.snapshot.params.norm()) < 2 * float(clean.snapshot.params.norm())
     assert found.metrics["accuracy"] > 0.8

@@ -15,8 +15,9 @@ from rayps.partition import slices
 from rayps.server.rows import KEPT_LISTS, IdLists, Ids, Rows, Table, cuts, piece, rows_here, step_rows, table_of, union
 
 F64 = torch.float64
-LAYOUT = Layout.of([("head", torch.empty(4, dtype=F64)), ("table", torch.empty(10, 3, dtype=F64)),
-                    ("tail", torch.empty(5, dtype=F64))])
+LAYOUT = Layout.of(
+    [("head", torch.empty(4, dtype=F64)), ("table", torch.empty(10, 3, dtype=F64)), ("tail", torch.empty(5, dtype=F64))]
+)
 TABLE = table_of(LAYOUT)
 ID_LISTS = st.lists(st.integers(0, 9), max_size=15)
 
@@ -25,9 +26,12 @@ def test_the_only_table_needs_no_name():
     assert TABLE == table_of(LAYOUT, "table") == Table("table", 1, 4, 10, 3)
     deep = Layout.of([("a", torch.empty(2, 3, 4)), ("b", torch.empty(5, 6))])
     assert table_of(deep, "a") == Table("a", 0, 0, 2, 12)
-    for layout, name, words in ((deep, None, "without table=.*'a', 'b'"), (deep, "c", "no table 'c'.*'a', 'b'"),
-                                (Layout.of([("v", torch.empty(3))]), None, "none: a table is"),
-                                (LAYOUT, "head", "no table 'head'")):
+    for layout, name, words in (
+        (deep, None, "without table=.*'a', 'b'"),
+        (deep, "c", "no table 'c'.*'a', 'b'"),
+        (Layout.of([("v", torch.empty(3))]), None, "none: a table is"),
+        (LAYOUT, "head", "no table 'head'"),
+    ):
         with pytest.raises(ConfigError, match=words):
             table_of(layout, name)
 
@@ -47,10 +51,16 @@ def test_ids_are_sorted_and_unique_once_and_duplicates_summed(given_ids):
     assert torch.equal(ids.spread(whole[ids.unique]), whole[torch.tensor(given_ids, dtype=torch.int64)])
 
 
-@pytest.mark.parametrize(("wrong", "words"), [
-    (torch.tensor([1.0]), "whole numbers"), (torch.tensor([[1]]), r"shape \(1, 1\)"), (torch.tensor([True]), "bool"),
-    (torch.tensor([3, 10]), "no row 10 .* 0 to 9"), (torch.tensor([3, -1, 2]), "no row -1"),
-])
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (torch.tensor([1.0]), "whole numbers"),
+        (torch.tensor([[1]]), r"shape \(1, 1\)"),
+        (torch.tensor([True]), "bool"),
+        (torch.tensor([3, 10]), "no row 10 .* 0 to 9"),
+        (torch.tensor([3, -1, 2]), "no row -1"),
+    ],
+)
 def test_ids_that_are_none(wrong, words):
     with pytest.raises(ConfigError, match=words):
         Ids(wrong, TABLE)
@@ -211,6 +221,8 @@ def put_back(one, rows, grad):
         else:
             state["table"][key] = now
     for entry in LAYOUT.entries:
-        state[entry.name] = {k: v.view(entry.shape) if isinstance(v, torch.Tensor) and v.dim() else v
-                             for k, v in state[entry.name].items()}
+        state[entry.name] = {
+            k: v.view(entry.shape) if isinstance(v, torch.Tensor) and v.dim() else v
+            for k, v in state[entry.name].items()
+        }
     one.load(state, LAYOUT)

@@ -9,8 +9,18 @@ from rayps.errors import ConfigError
 from rayps.federated.choices import Rule, attack_of, clip_of, rule_of, skew
 from rayps.federated.rules import aggregate, centered_clipping, clip_factor, distances, geometric_median, median, scores
 
-ROBUST = ["krum(f=4)", "multi_krum(f=4)", "multi_krum(f=4,m=3)", "trimmed_mean(f=4)", "median", "geometric_median",
-          "bulyan(f=4)", "centered_clipping(tau=1.0,iterations=3)", "krum(f=1,bucket=3)", "median(bucket=2)"]
+ROBUST = [
+    "krum(f=4)",
+    "multi_krum(f=4)",
+    "multi_krum(f=4,m=3)",
+    "trimmed_mean(f=4)",
+    "median",
+    "geometric_median",
+    "bulyan(f=4)",
+    "centered_clipping(tau=1.0,iterations=3)",
+    "krum(f=1,bucket=3)",
+    "median(bucket=2)",
+]
 
 
 def column(*values):
@@ -23,6 +33,7 @@ def matrix(n=20, width=31, seed=0, dtype=np.float64):
 
 
 # ---- counted by hand
+
 
 def test_krum_by_hand():
     """n 5, f 1: each row's two nearest. Scores 0: 1+4, 1: 1+1, 2: 1+1.. with 2.5 and 10 beside."""
@@ -37,8 +48,18 @@ def test_krum_by_hand():
 def test_krum_squares_once():
     """Distances neither unsquared nor squared twice: each would choose another row here."""
     x = column(0.0, 3.0, 4.4, 5.4, 8.4, 50.0, -80.0)  # n 7, f 2: the three nearest
-    by_power = {power: x[np.argmin([sum(sorted(abs(a - b) ** power for j, b in enumerate(x[:, 0]) if j != i)[:3])
-                                    for i, a in enumerate(x[:, 0])]), 0] for power in (1, 2, 4)}
+    by_power = {
+        power: x[
+            np.argmin(
+                [
+                    sum(sorted(abs(a - b) ** power for j, b in enumerate(x[:, 0]) if j != i)[:3])
+                    for i, a in enumerate(x[:, 0])
+                ]
+            ),
+            0,
+        ]
+        for power in (1, 2, 4)
+    }
     assert by_power[2] == aggregate(rule_of("krum(f=2)"), x)[0]
     squares = [sum(sorted((a - b) ** 2 for j, b in enumerate(x[:, 0]) if j != i)[:3]) for i, a in enumerate(x[:, 0])]
     assert scores(distances(x), 2).tolist() == pytest.approx(squares, rel=1e-14)
@@ -114,14 +135,14 @@ def test_bulyan_as_its_paper_says_it():
             found = []
             for i in left:
                 near = sorted(float(((x[i] - x[j]) ** 2).sum()) for j in left if j != i)
-                found.append(sum(near[:max(1, len(left) - f - 2)]))
+                found.append(sum(near[: max(1, len(left) - f - 2)]))
             best = left[found.index(min(found))]
             chosen.append(best)
             left.remove(best)
         law = []
         for values in x[chosen].T:
             middle = np.median(values)
-            law.append(np.mean(sorted(values, key=lambda value: abs(value - middle))[:len(x) - 4 * f]))
+            law.append(np.mean(sorted(values, key=lambda value: abs(value - middle))[: len(x) - 4 * f]))
         assert aggregate(Rule("bulyan", f=f), x) == pytest.approx(law, rel=1e-12)
 
 
@@ -142,13 +163,14 @@ def test_clipping():
 
 # ---- against naive loops
 
+
 @pytest.mark.parametrize("seed", range(3))
 def test_scores_as_a_loop(seed):
     x = matrix(13, 40, seed, np.float32)
     wide = x.astype(np.float64)
     d = [[float(((a - b) ** 2).sum()) for b in wide] for a in wide]
     assert distances(x) == pytest.approx(np.array(d), rel=1e-13)
-    law = [sum(sorted(row[:i] + row[i + 1:])[:13 - 3 - 2]) for i, row in enumerate(d)]
+    law = [sum(sorted(row[:i] + row[i + 1 :])[: 13 - 3 - 2]) for i, row in enumerate(d)]
     assert scores(distances(x), 3) == pytest.approx(np.array(law), rel=1e-13)
 
 
@@ -198,8 +220,18 @@ def test_nothing_given_is_changed():
         assert np.array_equal(x, kept)
 
 
-@pytest.mark.parametrize("text", ["krum(f=4)", "multi_krum(f=4)", "trimmed_mean(f=4)", "median", "geometric_median",
-                                  "bulyan(f=4)", "centered_clipping(tau=6.0,iterations=10)"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "krum(f=4)",
+        "multi_krum(f=4)",
+        "trimmed_mean(f=4)",
+        "median",
+        "geometric_median",
+        "bulyan(f=4)",
+        "centered_clipping(tau=6.0,iterations=10)",
+    ],
+)
 @pytest.mark.parametrize("poison", [-5.0, 1e6, -1e30])
 def test_four_of_twenty_do_not_move_it_far(text, poison):
     """16 honest rows around 1: the mean leaves them, the rule stays."""
@@ -220,10 +252,24 @@ def test_buckets_are_means_drawn_from_the_seed():
 
 # ---- what may be asked for
 
-@pytest.mark.parametrize(("text", "least"), [
-    ("krum(f=4)", 11), ("multi_krum(f=4)", 11), ("multi_krum(f=4,m=10)", 14), ("trimmed_mean(f=4)", 9), ("median", 1),
-    ("bulyan(f=4)", 19), ("bulyan(f=0)", 3), ("geometric_median", 1), ("centered_clipping", 1), ("mean", 1),
-    ("krum(f=1,bucket=2)", 9), ("trimmed_mean(f=2,bucket=3)", 13)])
+
+@pytest.mark.parametrize(
+    ("text", "least"),
+    [
+        ("krum(f=4)", 11),
+        ("multi_krum(f=4)", 11),
+        ("multi_krum(f=4,m=10)", 14),
+        ("trimmed_mean(f=4)", 9),
+        ("median", 1),
+        ("bulyan(f=4)", 19),
+        ("bulyan(f=0)", 3),
+        ("geometric_median", 1),
+        ("centered_clipping", 1),
+        ("mean", 1),
+        ("krum(f=1,bucket=2)", 9),
+        ("trimmed_mean(f=2,bucket=3)", 13),
+    ],
+)
 def test_guards(text, least):
     rule = rule_of(text)
     assert rule.least == least
@@ -239,9 +285,18 @@ def test_guards(text, least):
     assert rule.lacking(0) == "no reply came"
 
 
-@pytest.mark.parametrize(("text", "cohort", "bears"), [
-    ("krum(f=4)", 20, 4), ("bulyan(f=4)", 20, 4), ("bulyan(f=4)", 18, 0), ("median", 20, 9), ("median", 21, 10),
-    ("geometric_median(bucket=2)", 20, 4), ("mean", 20, 0)])
+@pytest.mark.parametrize(
+    ("text", "cohort", "bears"),
+    [
+        ("krum(f=4)", 20, 4),
+        ("bulyan(f=4)", 20, 4),
+        ("bulyan(f=4)", 18, 0),
+        ("median", 20, 9),
+        ("median", 21, 10),
+        ("geometric_median(bucket=2)", 20, 4),
+        ("mean", 20, 0),
+    ],
+)
 def test_more_attackers_than_it_bears(text, cohort, bears):
     rule = rule_of(text)
     assert rule.bears(cohort) == bears
@@ -253,15 +308,28 @@ def test_more_attackers_than_it_bears(text, cohort, bears):
         rule_of("mean").check(20, attack_of("sign_flip(clients=4)"))  # it bears none, and says so by what it learns
 
 
-@pytest.mark.parametrize(("text", "word"), [
-    ("krum", "how many of a round's replies"), ("krum(f=-1)", "f is -1"), ("krum(f=1.5)", "whole number"),
-    ("krum(f=true)", "whole number"), ("best(f=1)", "one of mean, krum"), ("krumm(4)", r"did you mean 'krum'\?"),
-    ({"name": "krumm", "f": 1}, r"rule is 'krumm\(f=1\)' \(did you mean 'krum'\?\)"), ("median(5)", "key=value"),
-    ("krum(f=1,buckets=2)", r"did you mean 'bucket'\?"), ("krum(1,f=2)", "given twice"),
-    ("median(f=1)", "no option 'f'"),
-    ("centered_clipping(tau=0)", "above 0"), ("centered_clipping(tau=none)", "above 0"),
-    ("multi_krum(f=1,m=0)", "at least 1"),
-    ("geometric_median(iterations=0)", "at least 1"), ("krum(f=1,bucket=0)", "at least 1"), (5, "text such as")])
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("krum", "how many of a round's replies"),
+        ("krum(f=-1)", "f is -1"),
+        ("krum(f=1.5)", "whole number"),
+        ("krum(f=true)", "whole number"),
+        ("best(f=1)", "one of mean, krum"),
+        ("krumm(4)", r"did you mean 'krum'\?"),
+        ({"name": "krumm", "f": 1}, r"rule is 'krumm\(f=1\)' \(did you mean 'krum'\?\)"),
+        ("median(5)", "key=value"),
+        ("krum(f=1,buckets=2)", r"did you mean 'bucket'\?"),
+        ("krum(1,f=2)", "given twice"),
+        ("median(f=1)", "no option 'f'"),
+        ("centered_clipping(tau=0)", "above 0"),
+        ("centered_clipping(tau=none)", "above 0"),
+        ("multi_krum(f=1,m=0)", "at least 1"),
+        ("geometric_median(iterations=0)", "at least 1"),
+        ("krum(f=1,bucket=0)", "at least 1"),
+        (5, "text such as"),
+    ],
+)
 def test_rules_that_cannot_be(text, word):
     with pytest.raises(ConfigError, match=word):
         rule_of(text)
@@ -294,7 +362,8 @@ def test_what_skewed_data_cost_is_said():
         assert rule.warning(skew(even)) is None
         assert f"{rule} costs accuracy" in rule.warning(skew(two)) and str(rule) in rule.warning()
     assert "hardly learns (buckets help, inside of its parentheses: krum(f=1,bucket=2))" in rule_of(
-        "krum(f=4)").warning(0.8)
+        "krum(f=4)"
+    ).warning(0.8)
     assert rule_of("mean").warning(0.8) is None
 
 

@@ -140,11 +140,19 @@ def test_every_table_is_valid_and_goes_through_text(schedule):
             assert read(to_json(made)) == (made, p, m, v) == read(to_csv(made))
 
 
-@pytest.mark.parametrize(("given", "field"), [
-    (("2f2b", 2, 2, 1), "schedule"), (("gpipe", 0, 2, 1), "stages"), (("gpipe", 2, -1, 1), "micro_batches"),
-    (("gpipe", 2, True, 1), "micro_batches"), (("gpipe", 2, 2.0, 1), "micro_batches"), (("1f1b", 2, 2, 2), "chunks"),
-    (("interleaved", 4, 6, 2), "micro_batches"), (("interleaved", 4, 8, 0), "chunks"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        (("2f2b", 2, 2, 1), "schedule"),
+        (("gpipe", 0, 2, 1), "stages"),
+        (("gpipe", 2, -1, 1), "micro_batches"),
+        (("gpipe", 2, True, 1), "micro_batches"),
+        (("gpipe", 2, 2.0, 1), "micro_batches"),
+        (("1f1b", 2, 2, 2), "chunks"),
+        (("interleaved", 4, 6, 2), "micro_batches"),
+        (("interleaved", 4, 8, 0), "chunks"),
+    ],
+)
 def test_numbers_that_make_no_schedule(given, field):
     with pytest.raises(ConfigError) as error:
         table(*given)
@@ -217,14 +225,17 @@ def test_random_orders_are_judged_right(schedule):
     assert verdicts == {True, False}
 
 
-@pytest.mark.parametrize(("change", "says"), [
-    (lambda t: t[:1], "1 rows"),
-    (lambda t: [t[1], t[0]], "lives on stage"),
-    (lambda t: [[*t[0], Action("F", 2, 0)], t[1]], "2 chunks"),
-    (lambda t: [[*t[0], Action("F", 0, 9)], t[1]], "micro-batches"),
-    (lambda t: [[*t[0], Action("X", 0, 0)], t[1]], "no pass"),
-    (lambda t: [[*t[0], Action("W", 0, 0)], t[1]], "0W1 is missing"),  # both halves everywhere, or nowhere
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda t: t[:1], "1 rows"),
+        (lambda t: [t[1], t[0]], "lives on stage"),
+        (lambda t: [[*t[0], Action("F", 2, 0)], t[1]], "2 chunks"),
+        (lambda t: [[*t[0], Action("F", 0, 9)], t[1]], "micro-batches"),
+        (lambda t: [[*t[0], Action("X", 0, 0)], t[1]], "no pass"),
+        (lambda t: [[*t[0], Action("W", 0, 0)], t[1]], "0W1 is missing"),  # both halves everywhere, or nowhere
+    ],
+)
 def test_what_the_validator_says(change, says):
     with pytest.raises(ConfigError, match=says):
         validate(change(table("1f1b", 2, 2)), 2, 2)
@@ -236,12 +247,23 @@ def test_a_deadlock_names_who_waits_for_what():
         validate(rows, 2, 1)
 
 
-@pytest.mark.parametrize(("text", "says"), [
-    ("[", "no JSON"), ("{}", "list of lists"), ("[]", "list of lists"), ("[[]]", "no actions"), ("[[1]]", "no action"),
-    ('[["0F0", "0B0"], ["F1"]]', "'F1' is no action"), ('[["0F0", "0B0", "1F0", "1B0", "2F0", "2B0"], []]', "multiple"),
-    ('[["0F0"]]', "0B0 is missing"), ('[["0B0", "0F0"]]', "waits before 0B0"), ("0F0,0B0\n1F0", "1B0 is missing"),
-    ('["0F0"]', "list of lists"), ('[["0F0","0B99999999"]]', "is no action"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[", "no JSON"),
+        ("{}", "list of lists"),
+        ("[]", "list of lists"),
+        ("[[]]", "no actions"),
+        ("[[1]]", "no action"),
+        ('[["0F0", "0B0"], ["F1"]]', "'F1' is no action"),
+        ('[["0F0", "0B0", "1F0", "1B0", "2F0", "2B0"], []]', "multiple"),
+        ('[["0F0"]]', "0B0 is missing"),
+        ('[["0B0", "0F0"]]', "waits before 0B0"),
+        ("0F0,0B0\n1F0", "1B0 is missing"),
+        ('["0F0"]', "list of lists"),
+        ('[["0F0","0B99999999"]]', "is no action"),
+    ],
+)
 def test_tables_that_cannot_be_read(text, says):
     with pytest.raises(ConfigError, match=says):
         read(text)

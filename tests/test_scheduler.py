@@ -24,8 +24,7 @@ from rayps.service.store import Store
 
 S = Status
 ROOM = {"cpu": 8.0, "gpu": 0.0}
-END = {"status": "SUCCEEDED", "message": "done", "metrics": {"accuracy": 0.9}, "checkpoint": "/c",
-       "finished_at": 9.0}
+END = {"status": "SUCCEEDED", "message": "done", "metrics": {"accuracy": 0.9}, "checkpoint": "/c", "finished_at": 9.0}
 BEHIND = "waits behind job (a), which was submitted before"
 ASKED = "a stop was asked for"
 UNSTARTED = "the service was killed before it had started the driver: started again"
@@ -43,141 +42,243 @@ def cpus(n: float, status: Status = S.QUEUED, job_id: str = "a", **kwargs: Any) 
 RUNNING = Facts("a", status=S.RUNNING, attempt=1)
 
 
-@pytest.mark.parametrize(("job", "alive", "expected"), [
-    (RUNNING, True, []),
-    (Facts("a", status=S.STARTING, attempt=1), True, []),
-    # an outcome is the last word, whether the driver still lives or not, and whatever was asked for
-    (Facts("a", status=S.RUNNING, outcome=END), True,
-     [Seal("a", S.SUCCEEDED, "done", {"accuracy": 0.9}, "/c", 9.0, told=True)]),
-    (Facts("a", status=S.UNKNOWN, outcome=END, stopping=1.0), False,
-     [Seal("a", S.SUCCEEDED, "done", {"accuracy": 0.9}, "/c", 9.0, told=True)]),
-    (Facts("a", status=S.RUNNING, outcome={"status": "GREAT", "message": "?"}), True,
-     [Seal("a", S.FAILED, "?", told=True)]),
-    (Facts("a", status=S.RUNNING, outcome={"status": "RUNNING"}), True, [Seal("a", S.FAILED, "", told=True)]),
-    # what the driver says is shown, if it is a legal move
-    (Facts("a", status=S.STARTING, progress={"status": "RUNNING", "message": "x"}), True,
-     [Show("a", S.RUNNING, told=True)]),
-    (Facts("a", status=S.RUNNING, progress={"status": "RECOVERING", "message": "worker 1 died"}), True,
-     [Show("a", S.RECOVERING, "worker 1 died", told=True)]),
-    (Facts("a", status=S.RUNNING, progress={"status": "STARTING"}), True, []),
-    (Facts("a", status=S.RUNNING, progress={"status": "SUCCEEDED"}), True, []),
-    (Facts("a", status=S.RUNNING, progress={"status": "odd"}), True, []),
-    (Facts("a", status=S.STARTING, progress={"status": "STARTING", "message": "waits for 4 CPUs"}), True,
-     [Wait("a", "waits for 4 CPUs")]),
-    (Facts("a", status=S.UNKNOWN, progress={"status": "RUNNING"}), True, [Show("a", S.RUNNING)]),
-    (Facts("a", status=S.UNKNOWN), True, [Show("a", S.STARTING)]),
-    # stop
-    (Facts("a", status=S.RUNNING, stopping=0.1), True, [Show("a", S.STOPPING, ASKED, told=True), Ask("a")]),
-    (Facts("a", status=S.STOPPING, stopping=9.0), True, [Ask("a")]),
-    (Facts("a", status=S.STOPPING, stopping=STOP_SECONDS + 1), True,
-     [Kill("a", "it did not stop within 60 s")]),
-    (Facts("a", status=S.STOPPING, stopping=5.0), False,
-     [Seal("a", S.STOPPED, "stopped: its driver was gone before it could say goodbye")]),
-    (Facts("a", status=S.STOPPING, stopping=70.0, crash="it did not stop within 60 s"), False,
-     [Seal("a", S.STOPPED, "stopped: its driver was ended (it did not stop within 60 s)")]),
-    # the service was killed before it had started this attempt's driver: that is no failure of the job
-    (Facts("a", status=S.STARTING, attempt=1, max_failures=0, launched=False), False, [Start("a", 2, 0, UNSTARTED)]),
-    (Facts("a", status=S.RECOVERING, attempt=3, failures=2, launched=False), False, [Start("a", 4, 2, UNSTARTED)]),
-    (Facts("a", status=S.STOPPING, attempt=1, stopping=1.0, launched=False), False,
-     [Seal("a", S.STOPPED, "stopped: its driver was gone before it could say goodbye")]),
-    # deadlines: the driver of a job that starts or recovers without a sign of progress is given up
-    (Facts("a", status=S.STARTING, attempt=1, silent=900.0), True, []),
-    (Facts("a", status=S.STARTING, attempt=1, silent=901.0), True, [Kill("a", NO_SIGN.format("STARTING"))]),
-    (Facts("a", status=S.RECOVERING, attempt=2, silent=901.0), True, [Kill("a", NO_SIGN.format("RECOVERING"))]),
-    (Facts("a", status=S.RUNNING, attempt=2, silent=901.0), True, []),
-    (Facts("a", status=S.STARTING, attempt=1, silent=901.0, deadline=3000.0), True, []),
-    (Facts("a", status=S.STARTING, attempt=1, silent=901.0, crash=NO_SIGN.format("STARTING")), True,
-     [Kill("a", NO_SIGN.format("STARTING"))]),  # until it is gone
-    (Facts("a", status=S.STARTING, attempt=1, silent=901.0, outcome=END), True,
-     [Seal("a", S.SUCCEEDED, "done", {"accuracy": 0.9}, "/c", 9.0, told=True)]),
-    (Facts("a", status=S.STARTING, attempt=1, crash=NO_SIGN.format("STARTING")), False,
-     [Start("a", 2, 1, f"its driver was lost ({NO_SIGN.format('STARTING')}): started again (failure 1 of 3)")]),
-    (Facts("a", stopping=0.0), False, [Seal("a", S.STOPPED, "stopped before it started")]),
-    # a driver that is gone, or lives on after its run
-    (Facts("a", status=S.RUNNING, attempt=1), False,
-     [Start("a", 2, 1, "its driver was lost: started again (failure 1 of 3)")]),
-    (Facts("a", status=S.RECOVERING, attempt=3, failures=2, crash="ActorDied: oom"), False,
-     [Start("a", 4, 3, "its driver was lost (ActorDied: oom): started again (failure 3 of 3)")]),
-    (Facts("a", status=S.RUNNING, attempt=4, failures=3), False,
-     [Seal("a", S.FAILED, "its driver was lost: that was failure 4, and max_failures is 3")]),
-    (Facts("a", status=S.RUNNING, attempt=1, max_failures=0), False,
-     [Seal("a", S.FAILED, "its driver was lost: that was failure 1, and max_failures is 0")]),
-    # what the driver counted before it was lost is of the same job
-    (Facts("a", status=S.RUNNING, attempt=1, progress={"status": "RUNNING", "failures": 2}), False,
-     [Start("a", 2, 3, "its driver was lost: started again (failure 3 of 3)")]),
-    (Facts("a", status=S.RUNNING, attempt=2, failures=1, progress={"status": "RUNNING", "failures": 3}), False,
-     [Seal("a", S.FAILED, "its driver was lost: that was failure 4, and max_failures is 3")]),
-    (Facts("a", status=S.RUNNING, attempt=1, interrupted=True, progress={"failures": 2}), False,
-     [Start("a", 2, 2, "the service had ended its Ray: started again")]),
-    (Facts("a", status=S.RUNNING, attempt=1, max_failures=0, interrupted=True), False,
-     [Start("a", 2, 0, "the service had ended its Ray: started again")]),
-    (Facts("a", status=S.RUNNING, attempt=1, crash="KeyError: 'x'"), True, [Kill("a", "KeyError: 'x'")]),
-    # its server group was stopped with --force
-    (Facts("a", status=S.RUNNING, attempt=1, doomed="gone"), True, [Kill("a", "gone"), Seal("a", S.FAILED, "gone")]),
-    (Facts("a", status=S.RECOVERING, attempt=1, doomed="gone"), False, [Seal("a", S.FAILED, "gone")]),
-    (Facts("a", doomed="gone"), False, [Seal("a", S.FAILED, "gone")]),
-    (Facts("a", status=S.STOPPING, stopping=1.0, doomed="gone"), False, [Seal("a", S.STOPPED, "gone")]),
-    (Facts("a", status=S.RUNNING, doomed="gone", outcome={"status": "SUCCEEDED", "message": "done"}), True,
-     [Seal("a", S.SUCCEEDED, "done", told=True)]),
-    # its quota
-    (Facts("a", status=S.RUNNING, progress={"status": "RUNNING", "server_group": {"held_back": "held back"}}), True,
-     [Wait("a", "held back")]),
-])
+@pytest.mark.parametrize(
+    ("job", "alive", "expected"),
+    [
+        (RUNNING, True, []),
+        (Facts("a", status=S.STARTING, attempt=1), True, []),
+        # an outcome is the last word, whether the driver still lives or not, and whatever was asked for
+        (
+            Facts("a", status=S.RUNNING, outcome=END),
+            True,
+            [Seal("a", S.SUCCEEDED, "done", {"accuracy": 0.9}, "/c", 9.0, told=True)],
+        ),
+        (
+            Facts("a", status=S.UNKNOWN, outcome=END, stopping=1.0),
+            False,
+            [Seal("a", S.SUCCEEDED, "done", {"accuracy": 0.9}, "/c", 9.0, told=True)],
+        ),
+        (
+            Facts("a", status=S.RUNNING, outcome={"status": "GREAT", "message": "?"}),
+            True,
+            [Seal("a", S.FAILED, "?", told=True)],
+        ),
+        (Facts("a", status=S.RUNNING, outcome={"status": "RUNNING"}), True, [Seal("a", S.FAILED, "", told=True)]),
+        # what the driver says is shown, if it is a legal move
+        (
+            Facts("a", status=S.STARTING, progress={"status": "RUNNING", "message": "x"}),
+            True,
+            [Show("a", S.RUNNING, told=True)],
+        ),
+        (
+            Facts("a", status=S.RUNNING, progress={"status": "RECOVERING", "message": "worker 1 died"}),
+            True,
+            [Show("a", S.RECOVERING, "worker 1 died", told=True)],
+        ),
+        (Facts("a", status=S.RUNNING, progress={"status": "STARTING"}), True, []),
+        (Facts("a", status=S.RUNNING, progress={"status": "SUCCEEDED"}), True, []),
+        (Facts("a", status=S.RUNNING, progress={"status": "odd"}), True, []),
+        (
+            Facts("a", status=S.STARTING, progress={"status": "STARTING", "message": "waits for 4 CPUs"}),
+            True,
+            [Wait("a", "waits for 4 CPUs")],
+        ),
+        (Facts("a", status=S.UNKNOWN, progress={"status": "RUNNING"}), True, [Show("a", S.RUNNING)]),
+        (Facts("a", status=S.UNKNOWN), True, [Show("a", S.STARTING)]),
+        # stop
+        (Facts("a", status=S.RUNNING, stopping=0.1), True, [Show("a", S.STOPPING, ASKED, told=True), Ask("a")]),
+        (Facts("a", status=S.STOPPING, stopping=9.0), True, [Ask("a")]),
+        (Facts("a", status=S.STOPPING, stopping=STOP_SECONDS + 1), True, [Kill("a", "it did not stop within 60 s")]),
+        (
+            Facts("a", status=S.STOPPING, stopping=5.0),
+            False,
+            [Seal("a", S.STOPPED, "stopped: its driver was gone before it could say goodbye")],
+        ),
+        (
+            Facts("a", status=S.STOPPING, stopping=70.0, crash="it did not stop within 60 s"),
+            False,
+            [Seal("a", S.STOPPED, "stopped: its driver was ended (it did not stop within 60 s)")],
+        ),
+        # the service was killed before it had started this attempt's driver: that is no failure of the job
+        (
+            Facts("a", status=S.STARTING, attempt=1, max_failures=0, launched=False),
+            False,
+            [Start("a", 2, 0, UNSTARTED)],
+        ),
+        (Facts("a", status=S.RECOVERING, attempt=3, failures=2, launched=False), False, [Start("a", 4, 2, UNSTARTED)]),
+        (
+            Facts("a", status=S.STOPPING, attempt=1, stopping=1.0, launched=False),
+            False,
+            [Seal("a", S.STOPPED, "stopped: its driver was gone before it could say goodbye")],
+        ),
+        # deadlines: the driver of a job that starts or recovers without a sign of progress is given up
+        (Facts("a", status=S.STARTING, attempt=1, silent=900.0), True, []),
+        (Facts("a", status=S.STARTING, attempt=1, silent=901.0), True, [Kill("a", NO_SIGN.format("STARTING"))]),
+        (Facts("a", status=S.RECOVERING, attempt=2, silent=901.0), True, [Kill("a", NO_SIGN.format("RECOVERING"))]),
+        (Facts("a", status=S.RUNNING, attempt=2, silent=901.0), True, []),
+        (Facts("a", status=S.STARTING, attempt=1, silent=901.0, deadline=3000.0), True, []),
+        (
+            Facts("a", status=S.STARTING, attempt=1, silent=901.0, crash=NO_SIGN.format("STARTING")),
+            True,
+            [Kill("a", NO_SIGN.format("STARTING"))],
+        ),  # until it is gone
+        (
+            Facts("a", status=S.STARTING, attempt=1, silent=901.0, outcome=END),
+            True,
+            [Seal("a", S.SUCCEEDED, "done", {"accuracy": 0.9}, "/c", 9.0, told=True)],
+        ),
+        (
+            Facts("a", status=S.STARTING, attempt=1, crash=NO_SIGN.format("STARTING")),
+            False,
+            [Start("a", 2, 1, f"its driver was lost ({NO_SIGN.format('STARTING')}): started again (failure 1 of 3)")],
+        ),
+        (Facts("a", stopping=0.0), False, [Seal("a", S.STOPPED, "stopped before it started")]),
+        # a driver that is gone, or lives on after its run
+        (
+            Facts("a", status=S.RUNNING, attempt=1),
+            False,
+            [Start("a", 2, 1, "its driver was lost: started again (failure 1 of 3)")],
+        ),
+        (
+            Facts("a", status=S.RECOVERING, attempt=3, failures=2, crash="ActorDied: oom"),
+            False,
+            [Start("a", 4, 3, "its driver was lost (ActorDied: oom): started again (failure 3 of 3)")],
+        ),
+        (
+            Facts("a", status=S.RUNNING, attempt=4, failures=3),
+            False,
+            [Seal("a", S.FAILED, "its driver was lost: that was failure 4, and max_failures is 3")],
+        ),
+        (
+            Facts("a", status=S.RUNNING, attempt=1, max_failures=0),
+            False,
+            [Seal("a", S.FAILED, "its driver was lost: that was failure 1, and max_failures is 0")],
+        ),
+        # what the driver counted before it was lost is of the same job
+        (
+            Facts("a", status=S.RUNNING, attempt=1, progress={"status": "RUNNING", "failures": 2}),
+            False,
+            [Start("a", 2, 3, "its driver was lost: started again (failure 3 of 3)")],
+        ),
+        (
+            Facts("a", status=S.RUNNING, attempt=2, failures=1, progress={"status": "RUNNING", "failures": 3}),
+            False,
+            [Seal("a", S.FAILED, "its driver was lost: that was failure 4, and max_failures is 3")],
+        ),
+        (
+            Facts("a", status=S.RUNNING, attempt=1, interrupted=True, progress={"failures": 2}),
+            False,
+            [Start("a", 2, 2, "the service had ended its Ray: started again")],
+        ),
+        (
+            Facts("a", status=S.RUNNING, attempt=1, max_failures=0, interrupted=True),
+            False,
+            [Start("a", 2, 0, "the service had ended its Ray: started again")],
+        ),
+        (Facts("a", status=S.RUNNING, attempt=1, crash="KeyError: 'x'"), True, [Kill("a", "KeyError: 'x'")]),
+        # its server group was stopped with --force
+        (
+            Facts("a", status=S.RUNNING, attempt=1, doomed="gone"),
+            True,
+            [Kill("a", "gone"), Seal("a", S.FAILED, "gone")],
+        ),
+        (Facts("a", status=S.RECOVERING, attempt=1, doomed="gone"), False, [Seal("a", S.FAILED, "gone")]),
+        (Facts("a", doomed="gone"), False, [Seal("a", S.FAILED, "gone")]),
+        (Facts("a", status=S.STOPPING, stopping=1.0, doomed="gone"), False, [Seal("a", S.STOPPED, "gone")]),
+        (
+            Facts("a", status=S.RUNNING, doomed="gone", outcome={"status": "SUCCEEDED", "message": "done"}),
+            True,
+            [Seal("a", S.SUCCEEDED, "done", told=True)],
+        ),
+        # its quota
+        (
+            Facts("a", status=S.RUNNING, progress={"status": "RUNNING", "server_group": {"held_back": "held back"}}),
+            True,
+            [Wait("a", "held back")],
+        ),
+    ],
+)
 def test_a_job_that_was_started(job: Facts, alive: bool, expected: list[Any]) -> None:
     assert decide(job, alive) == expected
 
 
-@pytest.mark.parametrize(("status", "blind", "expected"), [
-    (S.RUNNING, 0.0, []),
-    (S.RUNNING, PATIENCE - 1, []),
-    (S.RUNNING, PATIENCE + 1, [Show("a", S.UNKNOWN, "its driver cannot be seen: no route")]),
-    (S.STOPPING, PATIENCE + 1, [Show("a", S.UNKNOWN, "its driver cannot be seen: no route")]),
-    (S.UNKNOWN, PATIENCE + 1, []),
-])
+@pytest.mark.parametrize(
+    ("status", "blind", "expected"),
+    [
+        (S.RUNNING, 0.0, []),
+        (S.RUNNING, PATIENCE - 1, []),
+        (S.RUNNING, PATIENCE + 1, [Show("a", S.UNKNOWN, "its driver cannot be seen: no route")]),
+        (S.STOPPING, PATIENCE + 1, [Show("a", S.UNKNOWN, "its driver cannot be seen: no route")]),
+        (S.UNKNOWN, PATIENCE + 1, []),
+    ],
+)
 def test_a_failed_look_is_not_a_failed_job(status: Status, blind: float, expected: list[Any]) -> None:
     assert plan([Facts("a", status=status)], None, None, None, blind=blind, why="no route") == expected
 
 
-@pytest.mark.parametrize(("jobs", "free", "expected"), [
-    ([cpus(8)], 8, [Start("a", 1)]),
-    ([cpus(8)], 2, [Wait("a", "needs 8 CPUs, 2 free")]),
-    ([cpus(8, reason="needs 8 CPUs, 2 free")], 2, []),
-    ([cpus(1)], 0, [Wait("a", "needs 1 CPU, 0 free")]),
-    ([cpus(0)], 0, [Start("a", 1)]),
-    # first in, first out; a large one at the head is not overtaken
-    ([cpus(4), cpus(4, job_id="b"), cpus(4, job_id="c")], 8,
-     [Start("a", 1), Start("b", 1), Wait("c", "needs 4 CPUs, 0 free")]),
-    ([cpus(6), cpus(1, job_id="b")], 4,
-     [Wait("a", "needs 6 CPUs, 4 free"), Wait("b", BEHIND)]),
-    # but nobody waits behind what can never start here
-    ([cpus(99), cpus(1, job_id="b")], 8,
-     [Wait("a", "needs 99 CPUs, the whole cluster has 8"), Start("b", 1)]),
-    ([cpus(6), cpus(99, job_id="b")], 4,
-     [Wait("a", "needs 6 CPUs, 4 free"), Wait("b", "needs 99 CPUs, the whole cluster has 8")]),
-    # a driver that starts has yet to take its share, and a recovering one takes it again
-    ([cpus(6, S.STARTING, "z", attempt=1), cpus(4)], 8, [Wait("a", "needs 4 CPUs, 2 free")]),
-    ([cpus(6, S.RECOVERING, "z", attempt=1), cpus(4)], 8, [Wait("a", "needs 4 CPUs, 2 free")]),
-    ([cpus(4, S.RUNNING, "z", attempt=1), cpus(4)], 4, [Start("a", 1)]),
-    # others in a joined cluster hold something too
-    ([cpus(2, S.RUNNING, "z", attempt=1), cpus(4)], 3, [Wait("a", "needs 4 CPUs, 3 free")]),
-    ([cpus(6, stopping=0.0), cpus(4, job_id="b")], 4,
-     [Seal("a", S.STOPPED, "stopped before it started"), Start("b", 1)]),
-])
+@pytest.mark.parametrize(
+    ("jobs", "free", "expected"),
+    [
+        ([cpus(8)], 8, [Start("a", 1)]),
+        ([cpus(8)], 2, [Wait("a", "needs 8 CPUs, 2 free")]),
+        ([cpus(8, reason="needs 8 CPUs, 2 free")], 2, []),
+        ([cpus(1)], 0, [Wait("a", "needs 1 CPU, 0 free")]),
+        ([cpus(0)], 0, [Start("a", 1)]),
+        # first in, first out; a large one at the head is not overtaken
+        (
+            [cpus(4), cpus(4, job_id="b"), cpus(4, job_id="c")],
+            8,
+            [Start("a", 1), Start("b", 1), Wait("c", "needs 4 CPUs, 0 free")],
+        ),
+        ([cpus(6), cpus(1, job_id="b")], 4, [Wait("a", "needs 6 CPUs, 4 free"), Wait("b", BEHIND)]),
+        # but nobody waits behind what can never start here
+        ([cpus(99), cpus(1, job_id="b")], 8, [Wait("a", "needs 99 CPUs, the whole cluster has 8"), Start("b", 1)]),
+        (
+            [cpus(6), cpus(99, job_id="b")],
+            4,
+            [Wait("a", "needs 6 CPUs, 4 free"), Wait("b", "needs 99 CPUs, the whole cluster has 8")],
+        ),
+        # a driver that starts has yet to take its share, and a recovering one takes it again
+        ([cpus(6, S.STARTING, "z", attempt=1), cpus(4)], 8, [Wait("a", "needs 4 CPUs, 2 free")]),
+        ([cpus(6, S.RECOVERING, "z", attempt=1), cpus(4)], 8, [Wait("a", "needs 4 CPUs, 2 free")]),
+        ([cpus(4, S.RUNNING, "z", attempt=1), cpus(4)], 4, [Start("a", 1)]),
+        # others in a joined cluster hold something too
+        ([cpus(2, S.RUNNING, "z", attempt=1), cpus(4)], 3, [Wait("a", "needs 4 CPUs, 3 free")]),
+        (
+            [cpus(6, stopping=0.0), cpus(4, job_id="b")],
+            4,
+            [Seal("a", S.STOPPED, "stopped before it started"), Start("b", 1)],
+        ),
+    ],
+)
 def test_the_queue(jobs: list[Facts], free: float, expected: list[Any]) -> None:
     drivers = {job.id for job in jobs if job.status is not S.QUEUED}
     assert plan(jobs, drivers, {"cpu": free, "gpu": 0.0}, ROOM) == expected
 
 
-@pytest.mark.parametrize(("stopping", "blind", "deadline", "ends"), [
-    (901.0, 901.0, 900.0, True), (899.0, 901.0, 900.0, False), (901.0, 899.0, 900.0, False), (901.0, 901.0, 1e3, False),
-    (None, 1e6, 900.0, False)])
+@pytest.mark.parametrize(
+    ("stopping", "blind", "deadline", "ends"),
+    [
+        (901.0, 901.0, 900.0, True),
+        (899.0, 901.0, 900.0, False),
+        (901.0, 899.0, 900.0, False),
+        (901.0, 901.0, 1e3, False),
+        (None, 1e6, 900.0, False),
+    ],
+)
 @pytest.mark.parametrize("status", [s for s in S if not s.terminal and s is not S.QUEUED])
-def test_a_stop_of_a_job_that_cannot_be_seen_has_a_deadline(status: Status, stopping: float | None, blind: float,
-                                                            deadline: float, ends: bool) -> None:
+def test_a_stop_of_a_job_that_cannot_be_seen_has_a_deadline(
+    status: Status, stopping: float | None, blind: float, deadline: float, ends: bool
+) -> None:
     job = Facts("a", status=status, stopping=stopping, deadline=deadline)
     actions = plan([job], None, None, None, blind=blind, why="no route")
-    sealed = [Seal("a", S.STOPPED, f"stopped: its driver could not be seen for {deadline:g} s (no route), and is ended "
-                                   "if it is found again")]
+    sealed = [
+        Seal(
+            "a",
+            S.STOPPED,
+            f"stopped: its driver could not be seen for {deadline:g} s (no route), and is ended if it is found again",
+        )
+    ]
     assert (actions == sealed) is ends and (ends or not any(isinstance(action, Seal) for action in actions))
 
 
@@ -185,10 +286,22 @@ def test_no_status_is_for_ever() -> None:
     """Whatever the facts, some later fact or deadline moves a job on: a driver that says nothing is given up, a job
     whose driver is gone is started again or ended, a stop ends."""
     for status, launched, interrupted, stopping, crash in itertools.product(
-            [s for s in S if not s.terminal and s is not S.QUEUED], (True, False), (True, False), (None, 1e6),
-            (None, "KeyError: 'x'")):
-        job = Facts("a", status=status, launched=launched, interrupted=interrupted, stopping=stopping, crash=crash,
-                    silent=1e6, attempt=1)
+        [s for s in S if not s.terminal and s is not S.QUEUED],
+        (True, False),
+        (True, False),
+        (None, 1e6),
+        (None, "KeyError: 'x'"),
+    ):
+        job = Facts(
+            "a",
+            status=status,
+            launched=launched,
+            interrupted=interrupted,
+            stopping=stopping,
+            crash=crash,
+            silent=1e6,
+            attempt=1,
+        )
         gone = plan([job], set(), ROOM, ROOM)
         assert len(gone) == 1 and isinstance(gone[0], Seal if stopping else Start), job
         alive = plan([job], {"a"}, ROOM, ROOM)
@@ -213,8 +326,14 @@ def test_gpus_are_counted_too() -> None:
 def test_every_planned_move_is_legal() -> None:
     words = [None, *({"status": s.value, "message": "m"} for s in S)]
     for status, alive, stopping, said, blind, silent, launched in itertools.product(
-            [s for s in S if not s.terminal], (True, False, None), (None, 1.0, 99.0, 999.0), words, (0.0, 99.0, 999.0),
-            (0.0, 999.0), (True, False)):
+        [s for s in S if not s.terminal],
+        (True, False, None),
+        (None, 1.0, 99.0, 999.0),
+        words,
+        (0.0, 99.0, 999.0),
+        (0.0, 999.0),
+        (True, False),
+    ):
         job = Facts("a", status=status, stopping=stopping, progress=said, attempt=1, silent=silent, launched=launched)
         drivers = None if alive is None else {"a"} if alive else set()
         for action in plan([job], drivers, ROOM, ROOM, blind=blind):
@@ -227,9 +346,16 @@ def test_silence_counts_only_while_we_run() -> None:
     now = [0.0]
     silence = Silence(lambda: now[0])
     assert silence.observe("a") == 0.0
-    for step, sign, expected in [(1.0, "a", 1.0), (2.0, "a", 3.0), (1.0, "b", 0.0), (4.0, "b", 4.0),
-                                 (86400.0, "b", 4.0 + MOST_STEP),  # we were suspended for a day
-                                 (-50.0, "b", 4.0 + MOST_STEP), (1.0, "b", 5.0 + MOST_STEP), (1.0, "a", 0.0)]:
+    for step, sign, expected in [
+        (1.0, "a", 1.0),
+        (2.0, "a", 3.0),
+        (1.0, "b", 0.0),
+        (4.0, "b", 4.0),
+        (86400.0, "b", 4.0 + MOST_STEP),  # we were suspended for a day
+        (-50.0, "b", 4.0 + MOST_STEP),
+        (1.0, "b", 5.0 + MOST_STEP),
+        (1.0, "a", 0.0),
+    ]:
         now[0] += step
         assert silence.observe(sign) == expected
 
@@ -309,6 +435,7 @@ def serve(path: Path, body: Body) -> None:
             await body(store, Scheduler(store, place, path / "jobs", look_seconds=0.3), cluster, place)
         finally:
             await store.close()
+
     asyncio.run(inside())
 
 
@@ -342,13 +469,18 @@ def test_a_job_from_queue_to_result(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         await scheduler.tick()
         found = await store.get(job)
         assert (found.status, found.metrics, found.checkpoint, found.finished_at) == (
-            S.SUCCEEDED, {"accuracy": 0.9}, "/c", 9.0)
+            S.SUCCEEDED,
+            {"accuracy": 0.9},
+            "/c",
+            9.0,
+        )
         # what the driver's own events say is not said again
         assert [e["kind"] for e in await store.events(job)] == ["queued", "starting"]
         cluster.spawn("rayps.runtime.driver_actor:DriverActor", name=f"driver-{job}", detached=True, here=True)
         assert await scheduler.tick() == [] and cluster.actors  # it gets a while to end itself
         monkeypatch.setattr(drivers, "_TIDY_SECONDS", 0.0)
         assert await scheduler.tick() == [] and not cluster.actors
+
     serve(tmp_path, body)
 
 
@@ -368,6 +500,7 @@ def test_a_lost_driver_is_started_again_until_it_is_enough(tmp_path: Path) -> No
         await scheduler.tick()
         found = await store.get(job)
         assert found.status is S.FAILED and "max_failures is 1" in (found.reason or "")
+
     serve(tmp_path, body)
 
 
@@ -381,6 +514,7 @@ def test_a_run_that_raised_is_ended_and_says_why(tmp_path: Path) -> None:
         await scheduler.tick()
         found = await store.get(job)
         assert found.status is S.FAILED and "(ValueError: bad)" in (found.reason or "")
+
     serve(tmp_path, body)
 
 
@@ -395,6 +529,7 @@ def test_stop_reaches_the_driver(tmp_path: Path) -> None:
         write(tmp_path, job, "outcome.json", {"status": "STOPPED", "message": "stopped at round 7"})
         await scheduler.tick()
         assert (await store.get(job)).status is S.STOPPED
+
     serve(tmp_path, body)
 
 
@@ -408,6 +543,7 @@ def test_a_service_that_was_killed_carries_on(tmp_path: Path) -> None:
         await store.ask_stop(job)
         await again.tick()
         assert cluster.spawned[0].calls == ["stop"]
+
     serve(tmp_path, body)
 
 
@@ -420,6 +556,7 @@ def test_an_orderly_end_is_no_failure(tmp_path: Path) -> None:
         await Scheduler(store, place, tmp_path / "jobs").tick()  # type: ignore[arg-type]
         found = await store.get(job)
         assert (found.status, found.attempt, found.failures, found.interrupted) == (S.RECOVERING, 2, 0, False)
+
     serve(tmp_path, body)
 
 
@@ -435,11 +572,13 @@ def test_trouble_with_ray_leaves_jobs_alone(tmp_path: Path, trouble: Any) -> Non
         await scheduler.tick()
         found = await store.get(job)
         assert found.status is S.STARTING and not scheduler.view.ready and scheduler.view.reason
+
     serve(tmp_path, body)
 
 
 def test_a_driver_that_shows_no_sign_is_given_up(tmp_path: Path) -> None:
     """A job cannot stay STARTING: its driver is killed, started again, and at last the job fails with the reason."""
+
     async def body(store: Store, scheduler: Scheduler, cluster: FakeCluster, place: FakePlace) -> None:
         scheduler = Scheduler(store, place, tmp_path / "jobs", stall=0.0)  # type: ignore[arg-type]
         job = await add(store, max_failures=1, timeout=0.001)
@@ -455,6 +594,7 @@ def test_a_driver_that_shows_no_sign_is_given_up(tmp_path: Path) -> None:
         assert S.STARTING in seen and S.RECOVERING in seen
         await scheduler.tick()
         assert (await store.get(behind)).status is S.STARTING
+
     serve(tmp_path, body)
 
 
@@ -474,11 +614,13 @@ def test_signs_of_progress_renew_the_deadline(tmp_path: Path) -> None:
             now[0] += 4.0
             await scheduler.tick()
         assert (await store.get(job)).attempt == 2
+
     serve(tmp_path, body)
 
 
 def test_what_is_left_of_an_attempt_is_ended_before_the_next(tmp_path: Path) -> None:
     """Ray may call a process dead that lives on, stopped: it must not write to the job's folder beside the next."""
+
     async def body(store: Store, scheduler: Scheduler, cluster: FakeCluster, place: FakePlace) -> None:
         job = await add(store)
         await scheduler.tick()
@@ -497,6 +639,7 @@ def test_what_is_left_of_an_attempt_is_ended_before_the_next(tmp_path: Path) -> 
         finally:
             other.kill()
             other.wait()
+
     serve(tmp_path, body)
 
 
@@ -518,6 +661,7 @@ def test_a_clock_that_is_set_kills_nobody(tmp_path: Path, monkeypatch: pytest.Mo
         write(tmp_path, other, "progress.json", {"status": "RUNNING", "time": wall() - 86400.0})
         await scheduler.tick()
         assert (await store.get(other)).status is S.RUNNING
+
     serve(tmp_path, body)
 
 
@@ -530,4 +674,5 @@ def test_a_job_larger_than_the_own_ray_is_refused_but_waits_in_a_joined_one(tmp_
         scheduler.refuse_too_large(JobSpec("w:W", workers=8))
         place.owned = False
         scheduler.refuse_too_large(big)
+
     serve(tmp_path, body)

@@ -45,9 +45,18 @@ PUSHES: list[tuple[float, float]] = []  # of `Traced`: what was pushed, and the 
 
 
 @pytest.mark.parametrize("strategy", IN_STEP, ids=str)
-@pytest.mark.parametrize(("schedule", "optimizer"), [
-    ("cosine", "sgd"), ("onecycle", "momentum"), ("onecycle", "adamw_groups"), ("warm", "adam"),
-    ("chained", "momentum"), ("restarts", "sgd"), ("function", "adamw_groups")])
+@pytest.mark.parametrize(
+    ("schedule", "optimizer"),
+    [
+        ("cosine", "sgd"),
+        ("onecycle", "momentum"),
+        ("onecycle", "adamw_groups"),
+        ("warm", "adam"),
+        ("chained", "momentum"),
+        ("restarts", "sgd"),
+        ("function", "adamw_groups"),
+    ],
+)
 def test_in_step_it_is_torchs_scheduler(strategy, schedule, optimizer):
     work = Paced(schedule, n=30, optimizer=optimizer)
     result = train(work, strategy, workers=2, epochs=3)
@@ -55,9 +64,19 @@ def test_in_step_it_is_torchs_scheduler(strategy, schedule, optimizer):
     assert distance(result.model(), plain(Small(n=30, optimizer=optimizer), 2, epochs=3)[0]) > 1e-4
 
 
-@pytest.mark.parametrize("strategy", [
-    *IN_STEP, ParameterServer(staleness=2), ParameterServer(staleness=None, replicas=0), Downpour(), Hogwild(),
-    LocalSGD(period=3), ParameterServer(staleness=None)], ids=str)
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        *IN_STEP,
+        ParameterServer(staleness=2),
+        ParameterServer(staleness=None, replicas=0),
+        Downpour(),
+        Hogwild(),
+        LocalSGD(period=3),
+        ParameterServer(staleness=None),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("schedule", ["onecycle", "function"])
 def test_one_worker_is_plain_torch_with_its_scheduler(strategy, schedule):
     work = Paced(schedule, n=24, optimizer="momentum")
@@ -129,15 +148,25 @@ def died(work, strategy, victim, steps):
     return result
 
 
-@pytest.mark.parametrize(("strategy", "victim"), [
-    (AllReduce(), "WorkerActor"), (FIXED, "WorkerActor"), (FIXED, "ShardActor"), (ELASTIC, "WorkerActor"),
-    (LocalSGD(period=3), "WorkerActor"), (ADMM(local_steps=4), "WorkerActor")], ids=str)
+@pytest.mark.parametrize(
+    ("strategy", "victim"),
+    [
+        (AllReduce(), "WorkerActor"),
+        (FIXED, "WorkerActor"),
+        (FIXED, "ShardActor"),
+        (ELASTIC, "WorkerActor"),
+        (LocalSGD(period=3), "WorkerActor"),
+        (ADMM(local_steps=4), "WorkerActor"),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("hook", [False, True], ids=["schedule", "hook"])
 def test_a_death_changes_nothing(strategy, victim, hook):
     options = {"optimizer": "momentum", "pause": 0.005, "tag": f"paced-{hook}-{strategy}-{victim}"}
     work = Hooked(**options) if hook else Paced("onecycle", **options)
-    law = train(Hooked(optimizer="momentum") if hook else Paced("onecycle", optimizer="momentum"), strategy, workers=2,
-                steps=24)
+    law = train(
+        Hooked(optimizer="momentum") if hook else Paced("onecycle", optimizer="momentum"), strategy, workers=2, steps=24
+    )
     assert distance(died(work, strategy, victim, 24).model(), law.model()) < EXACT
 
 
@@ -172,8 +201,11 @@ def test_a_checkpoint_says_where_the_schedule_stands_and_what_the_groups_hold(tm
     train(work, FIXED, workers=2, steps=9, checkpoint=tmp_path / "paced")
     meta = checkpoint.load(tmp_path / "paced" / "step-00000009").meta
     expected = rates.rates_of(rates.recipe_of(work), Layout.of([("w", torch.zeros(1))])).at(8)
-    assert meta["schedule"] == {"every": "step", "tick": 8, "groups": [
-        {"lr": expected[0, "lr"], "momentum": expected[0, "momentum"]}]}
+    assert meta["schedule"] == {
+        "every": "step",
+        "tick": 8,
+        "groups": [{"lr": expected[0, "lr"], "momentum": expected[0, "momentum"]}],
+    }
     train(Hooked(), FIXED, workers=2, steps=3, checkpoint=tmp_path / "hooked")
     meta = checkpoint.load(tmp_path / "hooked" / "step-00000003").meta
     edits = {name: numbers["group edits"] for name, numbers in meta["optimizer_numbers"].items()}
@@ -260,10 +292,18 @@ class Traced(rayps.Workload):
         return lambda step: 1 / (1 + step)
 
 
-@pytest.mark.parametrize(("strategy", "scale"), [
-    (ParameterServer(staleness=2), 4), (ParameterServer(shards=1, staleness=None), 4),
-    (ParameterServer(staleness=2, replicas=0), 4), (ParameterServer(shards=2, staleness=None, replicas=1), 4),
-    (Downpour(n_push=1), 1), (Downpour(n_push=3, n_fetch=4), 1)], ids=str)
+@pytest.mark.parametrize(
+    ("strategy", "scale"),
+    [
+        (ParameterServer(staleness=2), 4),
+        (ParameterServer(shards=1, staleness=None), 4),
+        (ParameterServer(staleness=2, replicas=0), 4),
+        (ParameterServer(shards=2, staleness=None, replicas=1), 4),
+        (Downpour(n_push=1), 1),
+        (Downpour(n_push=3, n_fetch=4), 1),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("n_epochs", [2])
 def test_a_push_is_applied_with_the_rate_of_its_last_round(strategy, scale, n_epochs):
     work = Traced()
@@ -271,8 +311,11 @@ def test_a_push_is_applied_with_the_rate_of_its_last_round(strategy, scale, n_ep
     train(work, strategy, workers=4, epochs=n_epochs)
     ends = {}  # by the rows of some rounds in a row of one worker: which of them are the last
     for rank in range(4):
-        rows = [round(batch.x.item()) for epoch in range(n_epochs)
-                for batch in work.data().batches(rank=rank, size=4, seed=0, epoch=epoch)]
+        rows = [
+            round(batch.x.item())
+            for epoch in range(n_epochs)
+            for batch in work.data().batches(rank=rank, size=4, seed=0, epoch=epoch)
+        ]
         for end in range(len(rows)):
             for begin in range(max(0, end - 2), end + 1):
                 ends.setdefault(sum(rows[begin : end + 1]), set()).add(end)
@@ -296,8 +339,17 @@ def test_late_and_repeated_pushes_get_the_rate_of_their_round(elastic):
         space = Space("s", 0, 2, strategy, layout, ((0, 1),))
         one, copy = (DenseSegment(space, 0, recipe()) for _ in range(2))
     else:
-        one = Shard(0, layout, 0, 1, params=torch.zeros(1, dtype=torch.float64), factory=recipe(), strategy=strategy,
-                    start=[0, 0], boundary=Boundary(0, -1))
+        one = Shard(
+            0,
+            layout,
+            0,
+            1,
+            params=torch.zeros(1, dtype=torch.float64),
+            factory=recipe(),
+            strategy=strategy,
+            start=[0, 0],
+            boundary=Boundary(0, -1),
+        )
     order = [(0, 0), (0, 2), (1, 0), (0, 1), (0, 2), (0, 3), (1, 2), (0, 1), (1, 1), (1, 0)]
     for rank, step in order:
         value = torch.full((1,), 2.0 + rank + step, dtype=torch.float64)
@@ -351,23 +403,34 @@ def test_federated_rounds(schedule, every):
 
 
 KNOBS = {
-    "sgd": ({"name": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.01},
-            lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01)),
+    "sgd": (
+        {"name": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.01},
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
+    ),
     "adagrad": ({"name": "adagrad", "lr": 0.1}, lambda p: torch.optim.Adagrad(p, lr=0.1)),
     "adam": ({"name": "adam", "lr": 0.01}, lambda p: torch.optim.SparseAdam(p, lr=0.01)),
 }
 
 
 @pytest.mark.parametrize("staleness", [0, None])
-@pytest.mark.parametrize(("kind", "schedule"), [
-    ("sgd", "onecycle"), ("sgd", "warm"), ("adagrad", "function"), ("adagrad", "cosine"), ("adam", "onecycle"),
-    ("adam", "cosine")])
+@pytest.mark.parametrize(
+    ("kind", "schedule"),
+    [
+        ("sgd", "onecycle"),
+        ("sgd", "warm"),
+        ("adagrad", "function"),
+        ("adagrad", "cosine"),
+        ("adam", "onecycle"),
+        ("adam", "cosine"),
+    ],
+)
 def test_rows_of_tables_follow_it_and_so_do_their_copies(kind, schedule, staleness):
     knobs, make = KNOBS[kind]
     table = Table("t", 3, 1, dtype="float64", optimizer=knobs)
     scheduled = Scheduled(recipe(schedule), rates.Ticks())
-    segment, copy = (TableSegment(table, 0, ParameterServer(staleness=staleness), 1, scheduled=scheduled)
-                     for _ in range(2))
+    segment, copy = (
+        TableSegment(table, 0, ParameterServer(staleness=staleness), 1, scheduled=scheduled) for _ in range(2)
+    )
     ids = torch.arange(4).numpy()
     law = nn.Parameter(torch.from_numpy(segment.store.read(ids, segment.store.find(ids)).copy()))
     slow = make([law])
@@ -395,8 +458,10 @@ class Falling(Tally):
         return (lambda step: 1 / (1 + step)) if "table" in optimizer.param_groups[0] else None
 
 
-@pytest.mark.parametrize("strategy", [
-    "hybrid:servers=2", "hybrid:servers=2,staleness=0", "parameter_server:shards=2,replicas=1,staleness=none"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["hybrid:servers=2", "hybrid:servers=2,staleness=0", "parameter_server:shards=2,replicas=1,staleness=none"],
+)
 def test_each_push_of_a_row_is_applied_with_the_rate_of_its_round(strategy):
     work = Falling(segments=3)
     cluster = LocalCluster()
@@ -425,15 +490,23 @@ class Bad(Small):
         return self.given(optimizer)
 
 
-@pytest.mark.parametrize(("work", "words"), [
-    (Bad(lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o)), ["ReduceLROnPlateau", "metric", "CosineAnnealing"]),
-    (Bad(lambda o: 0.1), ["schedule(optimizer) gave float", "lambda step"]),
-    (Bad(lambda o: lambda step: float("nan")), ["factor nan"]),
-    (Bad(lambda o: 1 / 0), ["schedule() raised ZeroDivisionError"]),
-    (Bad(lambda o: None, every="round"), ["schedule_every is 'round'", "'step' or 'epoch'"]),
-    (Bad(lambda o: torch.optim.lr_scheduler.StepLR(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1), 2)),
-     ["another optimizer"]),
-])
+@pytest.mark.parametrize(
+    ("work", "words"),
+    [
+        (
+            Bad(lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o)),
+            ["ReduceLROnPlateau", "metric", "CosineAnnealing"],
+        ),
+        (Bad(lambda o: 0.1), ["schedule(optimizer) gave float", "lambda step"]),
+        (Bad(lambda o: lambda step: float("nan")), ["factor nan"]),
+        (Bad(lambda o: 1 / 0), ["schedule() raised ZeroDivisionError"]),
+        (Bad(lambda o: None, every="round"), ["schedule_every is 'round'", "'step' or 'epoch'"]),
+        (
+            Bad(lambda o: torch.optim.lr_scheduler.StepLR(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1), 2)),
+            ["another optimizer"],
+        ),
+    ],
+)
 def test_a_schedule_that_cannot_be(work, words):
     with pytest.raises(WorkloadError) as caught:
         train(work, AllReduce(), workers=1, steps=2)
@@ -456,8 +529,12 @@ def test_a_scheduler_made_in_optimizer_is_answered_with_schedule(strategy):
 
 def test_a_schedule_that_ends_before_the_run_says_so():
     with pytest.raises(WorkloadError, match=r"schedule\(\) raised ValueError"):
-        train(Bad(lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=3)), AllReduce(), workers=1,
-              steps=8)
+        train(
+            Bad(lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=3)),
+            AllReduce(),
+            workers=1,
+            steps=8,
+        )
 
 
 def test_only_what_moves_is_kept_and_any_tick_can_be_asked_for():

@@ -39,17 +39,35 @@ class House:
 
     def loop(self, i):
         lo, hi = self.ranges[i]
-        return ShardLoop(Shard(i, LAYOUT, lo, hi, params=START[lo:hi], factory=self.factory,
-                               strategy=ParameterServer(shards=len(self.ranges), staleness=self.staleness),
-                               start=[0] * self.workers, boundary=Boundary(0, -1)), self.listeners[i])
+        return ShardLoop(
+            Shard(
+                i,
+                LAYOUT,
+                lo,
+                hi,
+                params=START[lo:hi],
+                factory=self.factory,
+                strategy=ParameterServer(shards=len(self.ranges), staleness=self.staleness),
+                start=[0] * self.workers,
+                boundary=Boundary(0, -1),
+            ),
+            self.listeners[i],
+        )
 
     def link(self, i, rank):
         return connect(self.listeners[i].address, name=f"worker-{rank}", secret=SECRET, generation=1, timeout=60.0)
 
     def join(self, rank, timeout=60.0, step=-1, relink=False):
         links = [self.link(i, rank) for i in range(len(self.ranges))]
-        server = Server(rank, torch.float64, self.ranges, links, timeout=timeout, step=step,
-                        relink=(lambda i: self.link(i, rank)) if relink else None)
+        server = Server(
+            rank,
+            torch.float64,
+            self.ranges,
+            links,
+            timeout=timeout,
+            step=step,
+            relink=(lambda i: self.link(i, rank)) if relink else None,
+        )
         self.servers.append(server)
         return server
 
@@ -65,10 +83,12 @@ class House:
 @pytest.fixture
 def house():
     with ExitStack() as stack:
+
         def make(*args, **more):
             made = House(*args, **more)
             stack.callback(made.close)
             return made
+
         yield make
 
 

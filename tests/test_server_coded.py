@@ -36,14 +36,28 @@ class House:
         layout = Layout.of([("w", torch.empty(n, dtype=dtype))])
         self.listeners = [Listener(f"shard-{i}", SECRET, 1) for i in range(shards)]
         self.loops = [
-            ShardLoop(Shard(i, layout, lo, hi, params=torch.zeros(hi - lo, dtype=dtype),
-                            factory=lambda p: SGD(p, lr=1.0), strategy=ParameterServer(shards, staleness),
-                            start=[0] * workers, boundary=Boundary(0, -1)), listener)
-            for i, ((lo, hi), listener) in enumerate(zip(self.ranges, self.listeners, strict=True))]
+            ShardLoop(
+                Shard(
+                    i,
+                    layout,
+                    lo,
+                    hi,
+                    params=torch.zeros(hi - lo, dtype=dtype),
+                    factory=lambda p: SGD(p, lr=1.0),
+                    strategy=ParameterServer(shards, staleness),
+                    start=[0] * workers,
+                    boundary=Boundary(0, -1),
+                ),
+                listener,
+            )
+            for i, ((lo, hi), listener) in enumerate(zip(self.ranges, self.listeners, strict=True))
+        ]
 
     def join(self, rank, name=None, **options):
-        links = [connect(door.address, name=f"worker-{rank}", secret=SECRET, generation=1, timeout=60.0,
-                         prefer=self.prefer) for door in self.listeners]
+        links = [
+            connect(door.address, name=f"worker-{rank}", secret=SECRET, generation=1, timeout=60.0, prefer=self.prefer)
+            for door in self.listeners
+        ]
         server = Server(rank, self.dtype, self.ranges, links, timeout=60.0, **options)
         if name is not None:
             compress(server, name)
@@ -81,8 +95,12 @@ def test_in_step_shards_step_by_the_mean_of_what_was_decoded(name, dtype, shards
             server = house.join(rank, name, defer=True)
             for step in range(5):
                 server.pull()
-                server.push(Gradient(torch.cat([gradient(rank, step, dtype), torch.zeros(1, dtype=dtype)]),
-                                     samples[(rank + step) % 3]))
+                server.push(
+                    Gradient(
+                        torch.cat([gradient(rank, step, dtype), torch.zeros(1, dtype=dtype)]),
+                        samples[(rank + step) % 3],
+                    )
+                )
             found = server.pull()
             server.close()
             return found
@@ -91,8 +109,11 @@ def test_in_step_shards_step_by_the_mean_of_what_was_decoded(name, dtype, shards
         memories = [ErrorFeedback(codec(name), N, dtype) for _ in range(3)]
         law = torch.zeros(N, dtype=dtype)
         for step in range(5):
-            heard = [(samples[(rank + step) % 3], through(memories[rank], gradient(rank, step, dtype), house.ranges))
-                     for rank in range(3) if samples[(rank + step) % 3]]
+            heard = [
+                (samples[(rank + step) % 3], through(memories[rank], gradient(rank, step, dtype), house.ranges))
+                for rank in range(3)
+                if samples[(rank + step) % 3]
+            ]
             law = law - sum(weight / 8 * value for weight, value in heard)
         digits = {"atol": 0.05, "rtol": 0.02} if dtype == torch.bfloat16 else {"atol": 1e-5, "rtol": 0}
         assert all(torch.equal(other, found[0]) for other in found)
@@ -260,11 +281,17 @@ def test_all_lines_move_while_one_is_slow():
 # ---- training
 
 
-@pytest.mark.parametrize("strategy", [ParameterServer(shards=2, compression="fp16"),
-                                      ParameterServer(compression="int8"),
-                                      ParameterServer(shards=3, compression="top_k:0.2"),
-                                      ParameterServer(staleness=2, compression="int8"),
-                                      ParameterServer(shards=2, staleness=None, compression="bf16")], ids=str)
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        ParameterServer(shards=2, compression="fp16"),
+        ParameterServer(compression="int8"),
+        ParameterServer(shards=3, compression="top_k:0.2"),
+        ParameterServer(staleness=2, compression="int8"),
+        ParameterServer(shards=2, staleness=None, compression="bf16"),
+    ],
+    ids=str,
+)
 def test_training_stays_near_the_law(strategy):
     work = Small(n=96, batch=4)
     result = train(work, strategy, workers=3, epochs=6)
@@ -277,8 +304,10 @@ def test_training_stays_near_the_law(strategy):
 
 def test_in_step_server_and_ring_take_nearly_the_same_course():
     work = Small(n=37, batch=3, optimizer="momentum")
-    results = [train(work, strategy, workers=4, epochs=3).model()
-               for strategy in (AllReduce(compression="fp16"), ParameterServer(shards=2, compression="fp16"))]
+    results = [
+        train(work, strategy, workers=4, epochs=3).model()
+        for strategy in (AllReduce(compression="fp16"), ParameterServer(shards=2, compression="fp16"))
+    ]
     assert distance(*results) < 1e-3
 
 

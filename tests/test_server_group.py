@@ -61,12 +61,19 @@ def test_ranges():
         assert torch.equal(one.pull(hi=4), torch.tensor([0.0, 0, 0, -1]))
 
 
-@pytest.mark.parametrize("call", [
-    lambda one: one.push(torch.ones(9)), lambda one: one.push(torch.ones(11)),
-    lambda one: one.push(torch.ones(4), lo=7), lambda one: one.push(torch.ones(4), lo=-1),
-    lambda one: one.pull(3, 11), lambda one: one.pull(-1, 3),
-    lambda one: one.push({"w": torch.ones(10)}),
-], ids=range(7))
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda one: one.push(torch.ones(9)),
+        lambda one: one.push(torch.ones(11)),
+        lambda one: one.push(torch.ones(4), lo=7),
+        lambda one: one.push(torch.ones(4), lo=-1),
+        lambda one: one.pull(3, 11),
+        lambda one: one.pull(-1, 3),
+        lambda one: one.push({"w": torch.ones(10)}),
+    ],
+    ids=range(7),
+)
 def test_what_does_not_fit(call):
     with group(torch.zeros(10), shards=2) as shared:
         one = shared.join(0)
@@ -79,8 +86,11 @@ def test_what_does_not_fit(call):
 def test_a_state_dict_that_lacks_something():
     with group({"a": torch.zeros(2), "b": torch.zeros(3)}) as shared:
         one = shared.join(0)
-        for wrong in ({"a": torch.ones(2)}, {"a": torch.ones(2), "b": torch.ones(4)},
-                      {"a": torch.ones(2), "b": torch.ones(3), "c": torch.ones(1)}):
+        for wrong in (
+            {"a": torch.ones(2)},
+            {"a": torch.ones(2), "b": torch.ones(4)},
+            {"a": torch.ones(2), "b": torch.ones(3), "c": torch.ones(1)},
+        ):
             with pytest.raises(ConfigError):
                 one.push(wrong)
 
@@ -88,6 +98,7 @@ def test_a_state_dict_that_lacks_something():
 @pytest.mark.parametrize("staleness", [0, 2, None])
 def test_several_workers(staleness):
     with group(torch.zeros(5, dtype=torch.float64), shards=2, staleness=staleness, workers=3) as shared:
+
         def work(rank):
             one = pickle.loads(pickle.dumps(shared)).join(rank)  # as an actor gets it
             for _ in range(10):
@@ -105,6 +116,7 @@ def test_several_workers(staleness):
 
 def test_means_are_weighted():
     with group(torch.zeros(2), workers=2) as shared:
+
         def work(rank):
             return shared.join(rank).push_pull(torch.full((2,), rank * 4.0), weight=[3.0, 1.0][rank])
 
@@ -151,21 +163,24 @@ def test_the_secret_keeps_strangers_out():
             other.join(0)
 
 
-@pytest.mark.parametrize(("params", "options", "error", "words"), [
-    (torch.zeros(2), {"shards": 0}, ConfigError, ["shards"]),
-    (torch.zeros(2), {"staleness": -1}, ConfigError, ["staleness"]),
-    (torch.zeros(2), {"workers": 0}, ConfigError, ["workers"]),
-    (torch.zeros(2), {"workers": 1.5}, ConfigError, ["workers"]),
-    (torch.zeros(4, 4), {"optimizer": lambda p: Adafactor(p)}, WorkloadError, ["not elementwise"]),
-    (torch.zeros(4), {"optimizer": lambda p: None}, WorkloadError, ["NoneType"]),
-    (torch.zeros(4), {"optimizer": SGD([torch.zeros(1)], lr=1)}, RaypsError, []),
-    (torch.zeros(4, dtype=torch.int64), {}, ConfigError, ["int64", "float"]),
-    ({"a": torch.zeros(2), "b": torch.zeros(2).double()}, {}, ConfigError, ["float32", "float64"]),
-    ({}, {}, ConfigError, ["params"]),
-    (torch.zeros(0), {}, ConfigError, ["params"]),
-    ([1, 2], {}, ConfigError, ["params", "list"]),
-    ({"a": 3}, {}, ConfigError, ["params", "a"]),
-])
+@pytest.mark.parametrize(
+    ("params", "options", "error", "words"),
+    [
+        (torch.zeros(2), {"shards": 0}, ConfigError, ["shards"]),
+        (torch.zeros(2), {"staleness": -1}, ConfigError, ["staleness"]),
+        (torch.zeros(2), {"workers": 0}, ConfigError, ["workers"]),
+        (torch.zeros(2), {"workers": 1.5}, ConfigError, ["workers"]),
+        (torch.zeros(4, 4), {"optimizer": lambda p: Adafactor(p)}, WorkloadError, ["not elementwise"]),
+        (torch.zeros(4), {"optimizer": lambda p: None}, WorkloadError, ["NoneType"]),
+        (torch.zeros(4), {"optimizer": SGD([torch.zeros(1)], lr=1)}, RaypsError, []),
+        (torch.zeros(4, dtype=torch.int64), {}, ConfigError, ["int64", "float"]),
+        ({"a": torch.zeros(2), "b": torch.zeros(2).double()}, {}, ConfigError, ["float32", "float64"]),
+        ({}, {}, ConfigError, ["params"]),
+        (torch.zeros(0), {}, ConfigError, ["params"]),
+        ([1, 2], {}, ConfigError, ["params", "list"]),
+        ({"a": 3}, {}, ConfigError, ["params", "a"]),
+    ],
+)
 def test_bad_input(params, options, error, words):
     with pytest.raises(error) as caught:
         group(params, **options)
@@ -200,8 +215,9 @@ def elastic():
     cluster = LocalCluster()
 
     def make(params, **options):
-        return rayps.ServerGroup(params, cluster=cluster, timeout=options.pop("timeout", 20.0),
-                                 **{"shards": 2, "replicas": 1} | options)
+        return rayps.ServerGroup(
+            params, cluster=cluster, timeout=options.pop("timeout", 20.0), **{"shards": 2, "replicas": 1} | options
+        )
 
     yield make
     cluster.close()
@@ -234,6 +250,7 @@ def test_elastic_it_is_used_in_the_same_way(elastic):
 @pytest.mark.parametrize("staleness", [0, 2, None])
 def test_elastic_several_workers_and_means_by_weight(elastic, staleness):
     with elastic(torch.zeros(50, dtype=torch.float64), staleness=staleness, workers=3) as shared:
+
         def work(rank):
             one = shared.join(rank)
             for _ in range(10):
@@ -244,6 +261,7 @@ def test_elastic_several_workers_and_means_by_weight(elastic, staleness):
         every(work, 3)
         assert torch.allclose(shared.join(0).read(), torch.full((50,), -10.0, dtype=torch.float64))
     with elastic(torch.zeros(2), workers=2) as shared:
+
         def weighted(rank):
             return shared.join(rank).push_pull(torch.full((2,), rank * 4.0), weight=[3.0, 1.0][rank])
 
@@ -294,12 +312,21 @@ def test_what_only_an_elastic_group_can(elastic):
         assert len(shared.facts()["servers"]) == 3
 
 
-@pytest.mark.parametrize(("options", "words"), [
-    ({"shards": 1}, "replicas"), ({"replicas": -1}, "replicas"), ({"replicas": 2}, "replicas"),
-    ({"group": "there-is-none"}, "leave out"), ({"group": "there-is-none", "replicas": None}, "there-is-none"),
-    ({"compression": "bf16"}, "compression"), ({"segments": 0}, "segments"), ({"segments": 99}, "segments"),
-    ({"replicas": None, "segments": 3}, "segments is for an elastic group"),
-], ids=str)
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"shards": 1}, "replicas"),
+        ({"replicas": -1}, "replicas"),
+        ({"replicas": 2}, "replicas"),
+        ({"group": "there-is-none"}, "leave out"),
+        ({"group": "there-is-none", "replicas": None}, "there-is-none"),
+        ({"compression": "bf16"}, "compression"),
+        ({"segments": 0}, "segments"),
+        ({"segments": 99}, "segments"),
+        ({"replicas": None, "segments": 3}, "segments is for an elastic group"),
+    ],
+    ids=str,
+)
 def test_bad_input_of_an_elastic_group(elastic, options, words):
     with pytest.raises(ConfigError, match=words):
         elastic(torch.zeros(9), **options)

@@ -49,18 +49,37 @@ class House:
 
     def loop(self, i):
         lo, hi = self.ranges[i]
-        shard = Shard(i, self.layout, lo, hi, params=self.start[lo:hi], factory=self.factory, strategy=self.strategy,
-                      start=[0] * self.workers, boundary=Boundary(0, -1))
+        shard = Shard(
+            i,
+            self.layout,
+            lo,
+            hi,
+            params=self.start[lo:hi],
+            factory=self.factory,
+            strategy=self.strategy,
+            start=[0] * self.workers,
+            boundary=Boundary(0, -1),
+        )
         return ShardLoop(shard, self.listeners[i])
 
     def link(self, i, rank, prefer="auto"):
-        return connect(self.listeners[i].address, name=f"worker-{rank}", secret=SECRET, generation=1, timeout=60.0,
-                       prefer=prefer)
+        return connect(
+            self.listeners[i].address, name=f"worker-{rank}", secret=SECRET, generation=1, timeout=60.0, prefer=prefer
+        )
 
     def join(self, rank, *, resident=True, timeout=60.0, defer=True, prefer="auto", relink=False, consistent=True):
         links = [self.link(i, rank, prefer) for i in range(len(self.ranges))]
-        server = Server(rank, self.dtype, self.ranges, links, timeout=timeout, defer=defer, resident=resident,
-                        consistent=consistent, relink=(lambda i: self.link(i, rank, prefer)) if relink else None)
+        server = Server(
+            rank,
+            self.dtype,
+            self.ranges,
+            links,
+            timeout=timeout,
+            defer=defer,
+            resident=resident,
+            consistent=consistent,
+            relink=(lambda i: self.link(i, rank, prefer)) if relink else None,
+        )
         self.servers.append(server)
         return server
 
@@ -76,10 +95,12 @@ class House:
 @pytest.fixture
 def house():
     with ExitStack() as stack:
+
         def make(*args, **more):
             made = House(*args, **more)
             stack.callback(made.close)
             return made
+
         yield make
 
 
@@ -92,6 +113,7 @@ def ways(server):
 
 
 # ---- the slow twin: messages
+
 
 def script(seed, n, steps=25):
     """What one worker does, as (verb, lo, hi, seed of the values)."""
@@ -128,8 +150,11 @@ def play(server, n, dtype, seed):
     return [*seen, server.read(), torch.tensor([server.step, server.lead])]
 
 
-FACTORIES = {"sgd": lambda p: SGD(p, lr=0.25), "momentum": lambda p: SGD(p, lr=0.25, momentum=0.5),
-             "adam": lambda p: Adam(p, lr=0.1)}
+FACTORIES = {
+    "sgd": lambda p: SGD(p, lr=0.25),
+    "momentum": lambda p: SGD(p, lr=0.25, momentum=0.5),
+    "adam": lambda p: Adam(p, lr=0.1),
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
@@ -162,8 +187,9 @@ def test_workers_by_memory_and_by_message_learn_together(house, staleness):
 
     with ThreadPoolExecutor(3) as pool:
         found = [call.result(60) for call in [pool.submit(work, rank) for rank in range(3)]]
-    law = one.start - 0.5 / 3 * sum(numbers(100 * step + rank, 1000, torch.float64)
-                                    for step in range(15) for rank in range(3))
+    law = one.start - 0.5 / 3 * sum(
+        numbers(100 * step + rank, 1000, torch.float64) for step in range(15) for rank in range(3)
+    )
     assert torch.allclose(one.servers[0].read(), law, atol=1e-12, rtol=0)
     if staleness == 0:
         for step in range(15):
@@ -185,6 +211,7 @@ def test_a_gradient_of_another_kind_is_converted_and_one_that_needs_a_gradient_i
 
 
 # ---- no copy where none is needed
+
 
 def test_what_lies_in_the_buffer_is_not_copied(house):
     one = house(1000, 2, 1)
@@ -244,6 +271,7 @@ def test_a_worker_cannot_write_the_parameters(house):
 
 
 # ---- torn pulls
+
 
 class Alternates(SGD):
     """Its steps write one of two constant vectors, slowly, so that a reader may see both."""
@@ -324,6 +352,7 @@ def test_a_read_that_the_shard_always_steps_in_the_middle_of_comes_by_message(ho
 
 
 # ---- whose memory it is, and until when
+
 
 def test_in_step_a_push_that_was_acknowledged_is_the_shards(house):
     """A plain push is answered before its round ends: the worker may write its next gradient there at once."""
@@ -434,6 +463,7 @@ def error_of(call):
 
 
 # ---- losses
+
 
 def test_a_shard_that_dies_while_it_is_asked_is_a_lost_peer(house):
     one = house(100, 2, 2, staleness=0)

@@ -19,8 +19,11 @@ OPTIMIZERS = {"sgd": lambda p: SGD(p, lr=0.1), "adagrad": lambda p: Adagrad(p, l
 
 def group(**options):
     chance = torch.Generator().manual_seed(5)
-    params = {"head": torch.zeros(5, dtype=F64), "table": torch.randn(ROWS, WIDTH, dtype=F64, generator=chance),
-              "tail": torch.zeros(4, dtype=F64)}
+    params = {
+        "head": torch.zeros(5, dtype=F64),
+        "table": torch.randn(ROWS, WIDTH, dtype=F64, generator=chance),
+        "tail": torch.zeros(4, dtype=F64),
+    }
     return rayps.ServerGroup(params, cluster=LocalCluster(), timeout=60.0, **options)
 
 
@@ -116,15 +119,18 @@ def test_ids_that_come_again_are_not_sent_again(monkeypatch, resident):
         assert heard == [0, 0, 1, 1]
 
 
-@pytest.mark.parametrize(("call", "words"), [
-    (lambda one: one.pull(torch.tensor([ROWS])), f"no row {ROWS}"),
-    (lambda one: one.push(torch.tensor([-1]), torch.ones(1, WIDTH)), "no row -1"),
-    (lambda one: one.push(torch.tensor([1]), torch.ones(1, WIDTH + 1)), rf"\[1, {WIDTH}\]"),
-    (lambda one: one.push(torch.tensor([1, 2]), torch.ones(1, WIDTH)), rf"\[2, {WIDTH}\]"),
-    (lambda one: one.pull(torch.tensor([1]), table="head"), "no table 'head'.*'table'"),
-    (lambda one: one.pull(torch.tensor([1.0])), "whole numbers"),
-    (lambda one: one.pull(torch.tensor([1]), out=torch.empty(WIDTH)), "out is torch.float32"),
-])
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda one: one.pull(torch.tensor([ROWS])), f"no row {ROWS}"),
+        (lambda one: one.push(torch.tensor([-1]), torch.ones(1, WIDTH)), "no row -1"),
+        (lambda one: one.push(torch.tensor([1]), torch.ones(1, WIDTH + 1)), rf"\[1, {WIDTH}\]"),
+        (lambda one: one.push(torch.tensor([1, 2]), torch.ones(1, WIDTH)), rf"\[2, {WIDTH}\]"),
+        (lambda one: one.pull(torch.tensor([1]), table="head"), "no table 'head'.*'table'"),
+        (lambda one: one.pull(torch.tensor([1.0])), "whole numbers"),
+        (lambda one: one.pull(torch.tensor([1]), out=torch.empty(WIDTH)), "out is torch.float32"),
+    ],
+)
 def test_what_cannot_be_is_refused_and_changes_nothing(call, words):
     with group(shards=2) as shared:
         one = shared.join(0)
@@ -138,6 +144,8 @@ def test_what_cannot_be_is_refused_and_changes_nothing(call, words):
 
 def test_a_row_that_would_be_cut_between_servers_is_refused():
     words = "rows of '' have 9 elements and are cut between servers"
-    with (rayps.ServerGroup(torch.zeros(2, 9), shards=4, cluster=LocalCluster()) as shared,
-          pytest.raises(ConfigError, match=words)):
+    with (
+        rayps.ServerGroup(torch.zeros(2, 9), shards=4, cluster=LocalCluster()) as shared,
+        pytest.raises(ConfigError, match=words),
+    ):
         shared.join(0).pull(torch.tensor([0]))

@@ -25,7 +25,7 @@ from rayps.service.ray_daemon import read_record
 
 pytestmark = pytest.mark.ray
 
-WORK = '''
+WORK = """
 import time
 import torch
 import rayps
@@ -47,7 +47,7 @@ class Line(rayps.Workload):
 
 class Slow(Line):
     pause = 0.1
-'''
+"""
 
 
 class Serve:
@@ -64,9 +64,26 @@ class Serve:
     def start(self, failpoint: str = "") -> Serve:
         (self.state / "service.json").unlink(missing_ok=True)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "rayps.cli", "serve", "--state-dir", str(self.state), "--port", "0",
-             "--cpus", "4", "--idle", "120", *self.options],
-            stdout=self.log.open("a"), stderr=subprocess.STDOUT, text=True, env={**os.environ, VARIABLE: failpoint})
+            [
+                sys.executable,
+                "-m",
+                "rayps.cli",
+                "serve",
+                "--state-dir",
+                str(self.state),
+                "--port",
+                "0",
+                "--cpus",
+                "4",
+                "--idle",
+                "120",
+                *self.options,
+            ],
+            stdout=self.log.open("a"),
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, VARIABLE: failpoint},
+        )
         until(lambda: (self.state / "service.json").exists(), 120)
         self.url = json.loads((self.state / "service.json").read_text())["url"]
         return self
@@ -150,9 +167,16 @@ def test_by_http_alone_from_submit_to_result(serve: Serve, work: Path) -> None:
     said = serve.log.read_text()
     assert f"token: in {serve.state / 'token'}" in said and token not in said and "#code=" not in said
     with httpx2.Client(base_url=serve.url, headers={"Authorization": f"Bearer {token}"}, timeout=90) as http:
-        made = http.post("/api/v1/jobs", json={
-            "workload": "line.py:Line", "working_dir": str(work), "workers": 2, "epochs": 2,
-            "strategy": "parameter_server:staleness=3,shards=2"})
+        made = http.post(
+            "/api/v1/jobs",
+            json={
+                "workload": "line.py:Line",
+                "working_dir": str(work),
+                "workers": 2,
+                "epochs": 2,
+                "strategy": "parameter_server:staleness=3,shards=2",
+            },
+        )
         assert made.status_code == 201, made.text
         big = http.post("/api/v1/jobs", json={"workload": "line.py:Line", "working_dir": str(work), "workers": 9})
         assert big.status_code == 422 and big.json()["code"] == "too_large"
@@ -207,8 +231,9 @@ def test_a_service_that_is_killed_leaves_no_hole(serve: Serve, work: Path) -> No
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("place", ["launch: stored, not started", "launch: started, not noted"])
-def test_a_service_that_is_killed_while_a_driver_starts_leaves_no_job_starting(serve: Serve, work: Path,
-                                                                                place: str) -> None:
+def test_a_service_that_is_killed_while_a_driver_starts_leaves_no_job_starting(
+    serve: Serve, work: Path, place: str
+) -> None:
     """The other steps: `test_service_kills.py`. With `max_failures=0`: its death is no failure of the job."""
     serve.kill()
     serve.start(f"{place}=1")
@@ -265,8 +290,12 @@ def test_a_ray_that_is_killed_is_started_again_with_its_jobs(serve: Serve, work:
     assert job.data["attempt"] == 2 and not Path(first.temp_dir).exists()
 
 
-VICTIMS = {"gcs": ["gcs_server"], "raylet": ["/raylet/raylet"], "dashboard agent": ["DashboardAgent"],
-           "all at once": ["gcs_server", "/raylet/raylet", "DashboardAgent", "ray_daemon"]}
+VICTIMS = {
+    "gcs": ["gcs_server"],
+    "raylet": ["/raylet/raylet"],
+    "dashboard agent": ["DashboardAgent"],
+    "all at once": ["gcs_server", "/raylet/raylet", "DashboardAgent", "ray_daemon"],
+}
 
 
 @pytest.mark.chaos
@@ -280,8 +309,11 @@ def test_a_ray_that_loses_a_process_costs_neither_the_service_nor_a_job(serve: S
     until(lambda: len(rounds(home)) > 12, 180)
     daemon = read_record(serve.state)
     assert daemon is not None
-    doomed = [pid for pid in [daemon.pid, *processes.below(daemon.pid)]
-              if any(part in " ".join(processes.command(pid)[:3]) for part in VICTIMS[victim])]
+    doomed = [
+        pid
+        for pid in [daemon.pid, *processes.below(daemon.pid)]
+        if any(part in " ".join(processes.command(pid)[:3]) for part in VICTIMS[victim])
+    ]
     assert len(doomed) >= len(VICTIMS[victim])
     for pid in doomed:
         os.kill(pid, signal.SIGKILL)
@@ -293,8 +325,9 @@ def test_a_ray_that_loses_a_process_costs_neither_the_service_nor_a_job(serve: S
 
 
 def test_an_orderly_end_interrupts_and_the_next_service_goes_on(serve: Serve, work: Path) -> None:
-    job = serve.client().submit("line.py:Slow", working_dir=work, workers=2, epochs=3, checkpoint_every=5,
-                                max_failures=0)
+    job = serve.client().submit(
+        "line.py:Slow", working_dir=work, workers=2, epochs=3, checkpoint_every=5, max_failures=0
+    )
     home = serve.state / "jobs" / job.id
     until(lambda: len(rounds(home)) > 12, 90)
     assert serve.end() == 0 and "1 running job was interrupted" in serve.log.read_text()
@@ -305,12 +338,12 @@ def test_an_orderly_end_interrupts_and_the_next_service_goes_on(serve: Serve, wo
     assert sorted({p["round"] for p in job.metrics() if p["kind"] == "round"}) == list(range(60))
 
 
-@pytest.mark.parametrize(("fields", "says"), [
-    ({"workload": "broken:W"}, "broken"),
-    ({"workload": "line.py:Nobody"}, "Nobody"),
-])
-def test_a_job_that_cannot_begin_fails_with_the_reason(serve: Serve, work: Path, fields: dict[str, Any],
-                                                       says: str) -> None:
+@pytest.mark.parametrize(
+    ("fields", "says"), [({"workload": "broken:W"}, "broken"), ({"workload": "line.py:Nobody"}, "Nobody")]
+)
+def test_a_job_that_cannot_begin_fails_with_the_reason(
+    serve: Serve, work: Path, fields: dict[str, Any], says: str
+) -> None:
     (work / "broken.py").write_text("import nothing_of_that_name\n")
     job = serve.client().submit(working_dir=work, **fields)
     assert job.wait(90).data["status"] == "FAILED"

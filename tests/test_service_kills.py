@@ -25,7 +25,7 @@ pytestmark = pytest.mark.chaos
 ROOT = Path(__file__).resolve().parent.parent
 FAMILIES = "submit|launch|restart|stop|kill|seal|driver"
 
-LINE = '''
+LINE = """
 import torch
 import rayps
 
@@ -36,7 +36,7 @@ class Line(rayps.Workload):
         return rayps.data.tensors(torch.ones(8, 3), torch.ones(8, 1), batch_size=2)
     def loss(self, model, batch):
         return ((model(batch.x) - batch.y) ** 2).mean()
-'''
+"""
 
 
 class Site:
@@ -51,7 +51,8 @@ class Site:
     def start(self, failpoint: str = "") -> None:
         (self.state / "http.json").unlink(missing_ok=True)
         self.process = subprocess.Popen(
-            [sys.executable, str(service_process.HERE), str(self.state)], env={**os.environ, VARIABLE: failpoint})
+            [sys.executable, str(service_process.HERE), str(self.state)], env={**os.environ, VARIABLE: failpoint}
+        )
         until(lambda: (self.state / "http.json").exists() or self.process.poll() is not None)  # type: ignore[union-attr]
         found = json.loads((self.state / "http.json").read_text())
         self.http = httpx2.Client(base_url=found["url"], headers={"Authorization": f"Bearer {found['token']}"})
@@ -128,8 +129,12 @@ def all_end(site: Site, jobs: list[str], status: str) -> None:
     assert sorted(job["id"] for job in site.http.get("/api/v1/jobs").json()["jobs"]) == sorted(jobs)
 
 
-SUBMIT = ["submit: checked, not stored", "submit: written, not committed", "submit: stored, folder not written",
-          "submit: stored, not acknowledged"]
+SUBMIT = [
+    "submit: checked, not stored",
+    "submit: written, not committed",
+    "submit: stored, folder not written",
+    "submit: stored, not acknowledged",
+]
 LAUNCH = ["launch: chosen, not stored", "launch: stored, not started", "launch: started, not noted"]
 SEAL = ["seal: decided, not stored", "seal: stored, driver not dismissed"]
 RESTART = ["restart: attempt stored, status not"]

@@ -20,9 +20,17 @@ FACTORIES = {
 
 def shard(staleness=0, workers=2, factory="sgd", boundary=None, lo=0, hi=N, start=None):
     params = torch.arange(float(N), dtype=torch.float64)[lo:hi]
-    return Shard(0, LAYOUT, lo, hi, params=params, factory=FACTORIES[factory],
-                 strategy=ParameterServer(staleness=staleness), start=start or [0] * workers,
-                 boundary=boundary or Boundary(0, -1))
+    return Shard(
+        0,
+        LAYOUT,
+        lo,
+        hi,
+        params=params,
+        factory=FACTORIES[factory],
+        strategy=ParameterServer(staleness=staleness),
+        start=start or [0] * workers,
+        boundary=boundary or Boundary(0, -1),
+    )
 
 
 def grad(seed, n=N):
@@ -101,14 +109,17 @@ def test_what_is_pushed_again_has_no_effect(staleness, repeats):
     assert one.clock.done == {0: 5, 1: 5, 2: 5}
 
 
-@pytest.mark.parametrize(("rank", "step", "size", "offset", "words"), [
-    (0, WINDOW, N, 0, f"step {WINDOW} before step 0"),
-    (2, 0, N, 0, "rank 2"),
-    (-1, 0, N, 0, "rank -1"),
-    (0, 0, N + 1, 0, "does not fit"),
-    (0, 0, 4, 7, "does not fit"),
-    (0, 0, 1, -1, "does not fit"),
-])
+@pytest.mark.parametrize(
+    ("rank", "step", "size", "offset", "words"),
+    [
+        (0, WINDOW, N, 0, f"step {WINDOW} before step 0"),
+        (2, 0, N, 0, "rank 2"),
+        (-1, 0, N, 0, "rank -1"),
+        (0, 0, N + 1, 0, "does not fit"),
+        (0, 0, 4, 7, "does not fit"),
+        (0, 0, 1, -1, "does not fit"),
+    ],
+)
 def test_what_cannot_be_is_refused_and_changes_nothing(rank, step, size, offset, words):
     one = shard()
     start = one.params.clone()
@@ -164,7 +175,7 @@ def test_in_step_ranges_of_several_workers_are_one_round():
     one.push(0, 0, torch.ones(2, dtype=torch.float64), 1.0, 1)
     one.push(1, 0, torch.ones(2, dtype=torch.float64), 1.0, 6)
     moved = start - one.params
-    assert torch.equal(moved, torch.tensor([0, .25, .25, 0, 0, 0, .25, .25, 0, 0], dtype=torch.float64))
+    assert torch.equal(moved, torch.tensor([0, 0.25, 0.25, 0, 0, 0, 0.25, 0.25, 0, 0], dtype=torch.float64))
     assert one.version == 1
 
 

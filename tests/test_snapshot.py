@@ -22,8 +22,15 @@ def made(steps=3, positions=(6, 6)):
         model(torch.randn(5, 3)).square().sum().backward()
         optimizer.step()
     buffers = {name: value.clone() for name, value in beside(model).items()}
-    return model, Snapshot(flat.layout, flat.vector.clone(), optim.moments(optimizer, flat.layout, flat.parameters),
-                           buffers, {0: torch.get_rng_state(), 1: torch.get_rng_state()}, list(positions), 3)
+    return model, Snapshot(
+        flat.layout,
+        flat.vector.clone(),
+        optim.moments(optimizer, flat.layout, flat.parameters),
+        buffers,
+        {0: torch.get_rng_state(), 1: torch.get_rng_state()},
+        list(positions),
+        3,
+    )
 
 
 def test_it_survives_the_disk_with_every_bit(tmp_path):
@@ -61,10 +68,10 @@ def test_it_fills_a_model_of_the_same_kind():
     assert snapshot.params.abs().min() > 0  # a copy
 
 
-@pytest.mark.parametrize(("other", "words"), [
-    (nn.Sequential(nn.Linear(3, 5)), ["0.bias", "(4,)", "(5,)"]),
-    (nn.Linear(3, 4), ["0.bias", "None"]),
-])
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [(nn.Sequential(nn.Linear(3, 5)), ["0.bias", "(4,)", "(5,)"]), (nn.Linear(3, 4), ["0.bias", "None"])],
+)
 def test_another_model_is_refused(other, words):
     _, snapshot = made()
     with pytest.raises(CheckpointError) as caught:

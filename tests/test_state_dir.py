@@ -35,7 +35,7 @@ def test_a_directory_with_files_of_another_program_is_refused_unchanged(tmp_path
 
 @pytest.mark.parametrize("which", ["state", "state/jobs"])
 def test_a_directory_of_another_user_is_refused_unchanged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str
 ) -> None:
     state = Settings(state_dir=tmp_path / "state").prepare().state_dir
     for folder in (state, state / "jobs"):
@@ -53,10 +53,17 @@ def test_a_directory_of_another_user_is_refused_unchanged(
     assert modes(state, state / "jobs") == [0o755, 0o755]
 
 
-@pytest.mark.parametrize("held", [
-    [], ["rayps.db", "notes.txt"], ["service.lock", "x"], ["lost+found"], ["clients"],
-    ["rayps.db.old", "token", "ray.json", "ray_token", "clients.key"],
-])
+@pytest.mark.parametrize(
+    "held",
+    [
+        [],
+        ["rayps.db", "notes.txt"],
+        ["service.lock", "x"],
+        ["lost+found"],
+        ["clients"],
+        ["rayps.db.old", "token", "ray.json", "ray_token", "clients.key"],
+    ],
+)
 def test_an_empty_one_and_one_of_a_service_are_used_and_made_private(tmp_path: Path, held: list[str]) -> None:
     state = tmp_path / "state"
     state.mkdir(mode=0o755)

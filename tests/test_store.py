@@ -26,6 +26,7 @@ def run(path: Path, body: Callable[[Store], Awaitable[T]]) -> T:
             return await body(store)
         finally:
             await store.close()
+
     return asyncio.run(inside())
 
 
@@ -62,15 +63,17 @@ def test_every_move_is_held_to_the_table(tmp_path: Path) -> None:
                         await store.move(job.id, new, message="", attempt=7)
                     kept = await store.get(job.id)
                     assert (kept.status, kept.attempt, len(await store.events(job.id))) == (old, 0, 1)
+
     run(tmp_path, body)
 
 
 def test_a_lost_race_raises_and_changes_nothing(tmp_path: Path) -> None:
     async def body(store: Store) -> None:
         job, _ = await store.add(SPEC, name="x")
-        results = await asyncio.gather(*[
-            store.move(job.id, Status.STARTING, old=Status.QUEUED, message="", attempt=i) for i in range(8)
-        ], return_exceptions=True)
+        results = await asyncio.gather(
+            *[store.move(job.id, Status.STARTING, old=Status.QUEUED, message="", attempt=i) for i in range(8)],
+            return_exceptions=True,
+        )
         won = [r for r in results if not isinstance(r, BaseException)]
         assert len(won) == 1 and sum(isinstance(r, Conflict) for r in results) == 7
         assert (await store.get(job.id)).attempt == won[0].attempt
@@ -81,6 +84,7 @@ def test_a_lost_race_raises_and_changes_nothing(tmp_path: Path) -> None:
             await store.begin(job.id, attempt=9, message="", kind="restarted")
         await store.explain(job.id, "no more words")
         assert (await store.get(job.id)).reason is None
+
     run(tmp_path, body)
 
 
@@ -91,6 +95,7 @@ def test_an_idempotency_key_makes_one_job(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="another job"):
             await store.add(JobSpec(workload="b:B"), name="x", key="k")
         assert len(await store.page()) == 1
+
     run(tmp_path, body)
 
 
@@ -107,6 +112,7 @@ def test_pages_are_newest_first_without_overlap(tmp_path: Path) -> None:
         await store.move(ids[2], Status.FAILED, message="")
         assert [j.id for j in await store.page(status=[Status.FAILED])] == [ids[2]]
         assert len(await store.live()) == 6 and await store.counts() == {"QUEUED": 6, "FAILED": 1}
+
     run(tmp_path, body)
 
 
@@ -120,6 +126,7 @@ def test_stop_is_a_wish_once_and_refused_at_the_end(tmp_path: Path) -> None:
             await store.ask_stop(job.id)
         with pytest.raises(NotFound):
             await store.ask_stop("nobody")
+
     run(tmp_path, body)
 
 
@@ -150,11 +157,9 @@ def test_tokens_are_stored_hashed_and_codes_work_once(tmp_path: Path) -> None:
     assert new and again != token
 
 
-@pytest.mark.parametrize("make", [
-    lambda p: p.write_bytes(b"this is no database " * 100),
-    lambda p: p.mkdir(),
-    lambda p: _newer(p),
-])
+@pytest.mark.parametrize(
+    "make", [lambda p: p.write_bytes(b"this is no database " * 100), lambda p: p.mkdir(), lambda p: _newer(p)]
+)
 def test_a_file_that_is_no_store_is_refused(tmp_path: Path, make: Callable[[Path], None]) -> None:
     make(tmp_path / "s.db")
 
@@ -188,4 +193,5 @@ def test_the_beginning_of_an_id_is_enough_where_it_is_one_jobs(tmp_path: Path) -
         for text in ("", "%___", "____", first.id + "0", "../../..", "ÄÖÜß", "x" * 500):
             with pytest.raises(NotFound):
                 await store.find(text)
+
     run(tmp_path, body)

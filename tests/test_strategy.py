@@ -50,13 +50,17 @@ def test_one_strategy(given, strategy):
 PS = ParameterServer(staleness=None)
 PHASES = [
     ([(2, PS), AllReduce()], [Phase(2, PS), Phase(None, AllReduce())]),
-    ("1*all_reduce:compression=top_k:0.5 > all_reduce:compression=bf16",
-     [Phase(1, AllReduce(compression="top_k:0.5")), Phase(None, AllReduce(compression="bf16"))]),
+    (
+        "1*all_reduce:compression=top_k:0.5 > all_reduce:compression=bf16",
+        [Phase(1, AllReduce(compression="top_k:0.5")), Phase(None, AllReduce(compression="bf16"))],
+    ),
     ([(2, "parameter_server:staleness=none"), (1, "all_reduce")], [Phase(2, PS), Phase(1, AllReduce())]),
     ("2*parameter_server:staleness=none > all_reduce", [Phase(2, PS), Phase(None, AllReduce())]),
     ("2 * parameter_server:staleness=none>3*all_reduce", [Phase(2, PS), Phase(3, AllReduce())]),
-    ([{"epochs": 2, "strategy": {"name": "parameter_server", "staleness": None}}, {"strategy": "all_reduce"}],
-     [Phase(2, PS), Phase(None, AllReduce())]),
+    (
+        [{"epochs": 2, "strategy": {"name": "parameter_server", "staleness": None}}, {"strategy": "all_reduce"}],
+        [Phase(2, PS), Phase(None, AllReduce())],
+    ),
     ([{"epochs": 1, "strategy": {"name": "all_reduce"}}], [Phase(1, AllReduce())]),
     (["all_reduce"], [Phase(None, AllReduce())]),
     ((2, "all_reduce"), [Phase(2, AllReduce())]),
@@ -134,8 +138,15 @@ def test_bad_input(given, words):
     assert caught.value.data.get("field") in ("strategy", "shards", "staleness", "compression")
 
 
-@pytest.mark.parametrize("make", [lambda: ParameterServer(shards=0), lambda: ParameterServer(staleness=-2),
-                                  lambda: ParameterServer(shards="2"), lambda: ParameterServer(staleness="none")])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ParameterServer(shards=0),
+        lambda: ParameterServer(staleness=-2),
+        lambda: ParameterServer(shards="2"),
+        lambda: ParameterServer(staleness="none"),
+    ],
+)
 def test_bad_options_in_python(make):
     with pytest.raises(ConfigError):
         make()
@@ -151,13 +162,22 @@ def test_the_catalogue_tells_everything():
     assert set(REPLICAS) == {"pipeline", "tensor_parallel"}
     assert list(told) == [*CATALOGUE, *REPLICAS]
     replica = {"name": "replica", "type": "Replica | None", "default": None, "of": ["pipeline", "tensor_parallel"]}
-    assert told["all_reduce"]["options"] == [{"name": "compression", "type": "str | None", "default": None},
-                                             {"name": "bucket_mb", "type": "float | None", "default": None}, replica]
+    assert told["all_reduce"]["options"] == [
+        {"name": "compression", "type": "str | None", "default": None},
+        {"name": "bucket_mb", "type": "float | None", "default": None},
+        replica,
+    ]
     assert told["parameter_server"]["options"][-1] == replica
     assert [o["of"] for o in told["pipeline"]["options"] if "of" in o] == [["tensor_parallel"]]
     options = {o["name"]: o["default"] for o in told["parameter_server"]["options"]}
-    assert options == {"shards": 1, "staleness": 0, "compression": None, "replay_mb": None, "replicas": None,
-                       "replica": None}
+    assert options == {
+        "shards": 1,
+        "staleness": 0,
+        "compression": None,
+        "replay_mb": None,
+        "replicas": None,
+        "replica": None,
+    }
     assert all(item["summary"] for item in told.values())
     json.dumps(catalogue())
 
@@ -185,22 +205,34 @@ NESTED = [
     ("all_reduce:replica=pipeline", AllReduce(replica=Pipeline())),
     ("all_reduce:replica=pipeline()", AllReduce(replica=Pipeline())),
     ("all_reduce:replica=none", AllReduce()),
-    ("parameter_server:shards=2,replica=tensor_parallel(size=2),staleness=2",
-     ParameterServer(shards=2, staleness=2, replica=TensorParallel())),
-    ("pipeline:stages=3,boundaries=(2,5),stage=tensor_parallel(size=2,plan=(up.*=out,down=in))",
-     AllReduce(replica=BOTH)),
-    ("all_reduce:replica=pipeline(stages=3,boundaries=(2, 5),stage=tensor_parallel(plan=(up.*=out,down=in)))",
-     AllReduce(replica=BOTH)),
+    (
+        "parameter_server:shards=2,replica=tensor_parallel(size=2),staleness=2",
+        ParameterServer(shards=2, staleness=2, replica=TensorParallel()),
+    ),
+    (
+        "pipeline:stages=3,boundaries=(2,5),stage=tensor_parallel(size=2,plan=(up.*=out,down=in))",
+        AllReduce(replica=BOTH),
+    ),
+    (
+        "all_reduce:replica=pipeline(stages=3,boundaries=(2, 5),stage=tensor_parallel(plan=(up.*=out,down=in)))",
+        AllReduce(replica=BOTH),
+    ),
     ({"name": "pipeline", "stages": 4, "micro_batches": 8}, AllReduce(replica=PIPE)),
-    ({"name": "all_reduce", "replica": {"name": "pipeline", "stages": 4, "micro_batches": 8}},
-     AllReduce(replica=PIPE)),
+    ({"name": "all_reduce", "replica": {"name": "pipeline", "stages": 4, "micro_batches": 8}}, AllReduce(replica=PIPE)),
     ({"name": "all_reduce", "replica": "pipeline(stages=4,micro_batches=8)"}, AllReduce(replica=PIPE)),
     ({"name": "all_reduce", "replica": PIPE}, AllReduce(replica=PIPE)),
-    ({"name": "pipeline", "stage": {"name": "tensor_parallel", "size": 3}},
-     AllReduce(replica=Pipeline(stage=TensorParallel(3)))),
+    (
+        {"name": "pipeline", "stage": {"name": "tensor_parallel", "size": 3}},
+        AllReduce(replica=Pipeline(stage=TensorParallel(3))),
+    ),
     ({"name": "pipeline", "stage": TensorParallel(3)}, AllReduce(replica=Pipeline(stage=TensorParallel(3)))),
-    (yaml.safe_load("name: pipeline\nstages: 3\nboundaries: [2, 5]\nstage:\n  name: tensor_parallel\n"
-                    "  plan: {up.*: out, down: in}"), AllReduce(replica=BOTH)),
+    (
+        yaml.safe_load(
+            "name: pipeline\nstages: 3\nboundaries: [2, 5]\nstage:\n  name: tensor_parallel\n"
+            "  plan: {up.*: out, down: in}"
+        ),
+        AllReduce(replica=BOTH),
+    ),
 ]
 
 
@@ -282,10 +314,19 @@ def test_bad_replicas(given, words):
     assert caught.value.data.get("field")
 
 
-@pytest.mark.parametrize("make", [
-    lambda: AllReduce(replica="pipeline"), lambda: AllReduce(replica=2), lambda: ParameterServer(replica=AllReduce()),
-    lambda: AllReduce(replica=Pipeline), lambda: Pipeline(stage=2), lambda: Pipeline(boundaries="ab"),
-    lambda: TensorParallel(plan={"a": ["out"]}), lambda: AllReduce(replica=PIPE, bucket_mb=0)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: AllReduce(replica="pipeline"),
+        lambda: AllReduce(replica=2),
+        lambda: ParameterServer(replica=AllReduce()),
+        lambda: AllReduce(replica=Pipeline),
+        lambda: Pipeline(stage=2),
+        lambda: Pipeline(boundaries="ab"),
+        lambda: TensorParallel(plan={"a": ["out"]}),
+        lambda: AllReduce(replica=PIPE, bucket_mb=0),
+    ],
+)
 def test_bad_replicas_in_python(make):
     with pytest.raises(ConfigError):
         make()
@@ -354,12 +395,15 @@ def test_weighted_mean():
     assert weighted_mean(values, [0, 0, 0]) is None
 
 
-@pytest.mark.parametrize(("phases", "epochs", "steps", "words"), [
-    ([1, 2], 5, None, ["3 epochs", "epochs is 5"]),
-    ([2, None], 2, None, ["2 epochs", "20 rounds", "20"]),
-    ([2, None], 1, None, ["20 rounds", "10"]),
-    ([2, None], None, 7, ["20 rounds", "7"]),
-])
+@pytest.mark.parametrize(
+    ("phases", "epochs", "steps", "words"),
+    [
+        ([1, 2], 5, None, ["3 epochs", "epochs is 5"]),
+        ([2, None], 2, None, ["2 epochs", "20 rounds", "20"]),
+        ([2, None], 1, None, ["20 rounds", "10"]),
+        ([2, None], None, 7, ["20 rounds", "7"]),
+    ],
+)
 def test_phases_that_do_not_fit(phases, epochs, steps, words):
     given = [Phase(count, AllReduce()) for count in phases]
     with pytest.raises(ConfigError) as caught:

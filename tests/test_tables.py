@@ -125,22 +125,25 @@ def test_bad_pieces_are_refused_and_change_nothing(name, piece, said):
     assert segment.dump() == before
 
 
-@pytest.mark.parametrize("change, said", [
-    ({"dim": 0}, "dim is 0"),
-    ({"dtype": "int8"}, "give float32 or float64"),
-    ({"optimizer": {"name": "lamb"}}, "sgd, adagrad and adam"),
-    ({"optimizer": {"name": "sgd", "rate": 1}}, "it has lr"),
-    ({"optimizer": {"name": "adam", "betas": [1, 2]}}, "betas"),
-    ({"optimizer": {"name": "sgd", "lr": float("nan")}}, "at least 0"),
-    ({"init": {"name": "xavier"}}, "init is"),
-    ({"policy": {"evict": "random", "capacity": 1 << 20}}, "give lru or lfu"),
-    ({"policy": {"evict": "lru"}}, "there is no limit"),
-    ({"policy": {"capacity": 10}}, "a row takes"),
-    ({"policy": {"capacity": 1 << 12, "floor": 10_000}}, "a floor of 10000 rows"),
-    ({"policy": {"size": 10}}, "it has admit"),
-    ({"policy": {"probability": 0}}, "above 0"),
-    ({"policy": {"ttl": 0}}, "ttl is 0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"dim": 0}, "dim is 0"),
+        ({"dtype": "int8"}, "give float32 or float64"),
+        ({"optimizer": {"name": "lamb"}}, "sgd, adagrad and adam"),
+        ({"optimizer": {"name": "sgd", "rate": 1}}, "it has lr"),
+        ({"optimizer": {"name": "adam", "betas": [1, 2]}}, "betas"),
+        ({"optimizer": {"name": "sgd", "lr": float("nan")}}, "at least 0"),
+        ({"init": {"name": "xavier"}}, "init is"),
+        ({"policy": {"evict": "random", "capacity": 1 << 20}}, "give lru or lfu"),
+        ({"policy": {"evict": "lru"}}, "there is no limit"),
+        ({"policy": {"capacity": 10}}, "a row takes"),
+        ({"policy": {"capacity": 1 << 12, "floor": 10_000}}, "a floor of 10000 rows"),
+        ({"policy": {"size": 10}}, "it has admit"),
+        ({"policy": {"probability": 0}}, "above 0"),
+        ({"policy": {"ttl": 0}}, "ttl is 0"),
+    ],
+)
 def test_what_a_table_cannot_be_is_said(change, said):
     check_table(TABLE)
     with pytest.raises(ConfigError, match=said) as found:
@@ -191,8 +194,10 @@ def test_first_values_depend_on_nothing_but_seed_and_id():
 
 def test_first_values_are_these_bits_on_every_machine():
     kinds = [{"name": "normal", "scale": 0.01}, {"name": "uniform", "scale": 0.05}, {"name": "constant", "value": 2}]
-    said = [hashlib.sha256(initial(dataclasses.replace(TABLE, init=kind, dim=5), np.arange(5000)).tobytes()).hexdigest()
-            for kind in kinds]
+    said = [
+        hashlib.sha256(initial(dataclasses.replace(TABLE, init=kind, dim=5), np.arange(5000)).tobytes()).hexdigest()
+        for kind in kinds
+    ]
     assert [each[:12] for each in said] == BITS
 
 
@@ -295,16 +300,19 @@ def test_a_step_of_the_time_to_live_is_a_step_of_every_worker():
     assert stored(segment) == []
 
 
-@pytest.mark.parametrize("policy", [
-    {"evict": "lfu", "admit": 2}, {"evict": "lru", "ttl": 12, "floor": 5}, {"probability": 0.5, "evict": "lfu"},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "policy",
+    [{"evict": "lfu", "admit": 2}, {"evict": "lru", "ttl": 12, "floor": 5}, {"probability": 0.5, "evict": "lfu"}],
+)
 @pytest.mark.parametrize("memory", [None, 1])
 def test_copies_decide_the_same(policy, memory):
     """Whatever lies on disk here, and in memory there."""
     chance = np.random.default_rng(7)
     segment, copy = limited(150, **policy), limited(150, **policy, memory=memory)
-    batches = [{int(k): int(c) for k, c in zip(chance.zipf(1.1, 30) % 900, chance.integers(1, 5, 30), strict=True)}
-               for _ in range(151)]
+    batches = [
+        {int(k): int(c) for k, c in zip(chance.zipf(1.1, 30) % 900, chance.integers(1, 5, 30), strict=True)}
+        for _ in range(151)
+    ]
     for step, batch in enumerate(batches[:-1]):
         segment.pull(0, wire.encode_pull(ids(*sorted(batches[step + 1]))))  # ahead: what it finds may be evicted
         changes = say(segment, step, batch)
@@ -401,8 +409,13 @@ else:
 def test_a_table_is_larger_than_memory():
     """125 MB of rows where 72 may be had: in 8 of them it goes on, and without the disk it does not."""
     for where, wanted in (("disk", "60000 True tensor(True)"), ("memory", "no memory after")):
-        run = subprocess.run([sys.executable, "-c", LARGE, where], capture_output=True, text=True, timeout=100,
-                             env={**os.environ, "OMP_NUM_THREADS": "1"})
+        run = subprocess.run(
+            [sys.executable, "-c", LARGE, where],
+            capture_output=True,
+            text=True,
+            timeout=100,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
         assert run.stdout.startswith(wanted), run.stdout + run.stderr
 
 
@@ -459,9 +472,15 @@ def test_parquet_loads_on_any_number_of_segments(tmp_path, optimizer, segments):
         where = wire.bucket(everyone, new)
         for index, segment in enumerate(old):
             say(segment, 1, dict.fromkeys(everyone[where == index].tolist(), 1))
-    rows = [{k: (r.tolist(), u) for s in several for c in [s.store.export()]
-             for k, r, u in zip(c.ids.tolist(), c.rows, c.life[:, 0].tolist(), strict=True)}
-            for several in (held, loaded.values())]
+    rows = [
+        {
+            k: (r.tolist(), u)
+            for s in several
+            for c in [s.store.export()]
+            for k, r, u in zip(c.ids.tolist(), c.rows, c.life[:, 0].tolist(), strict=True)
+        }
+        for several in (held, loaded.values())
+    ]
     assert rows[0] == rows[1] and len(rows[0]) == 500
     if segments == 3:
         assert [s.dump() for s in loaded.values()] == [s.dump() for s in held]

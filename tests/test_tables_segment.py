@@ -12,8 +12,10 @@ from rayps.tables.wire import bucket, decode_rows, empty_push, encode_pull, enco
 
 OPTIMIZERS = {
     "sgd": ({"name": "sgd", "lr": 0.1}, lambda p: torch.optim.SGD(p, lr=0.1)),
-    "momentum": ({"name": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.01},
-                 lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01)),
+    "momentum": (
+        {"name": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.01},
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
+    ),
     "adagrad": ({"name": "adagrad", "lr": 0.1}, lambda p: torch.optim.Adagrad(p, lr=0.1)),
     "adam": ({"name": "adam", "lr": 0.01}, lambda p: torch.optim.SparseAdam(p, lr=0.01)),
 }
@@ -36,8 +38,11 @@ class Twin:
         return self.rows[key]
 
     def value(self, key):
-        return self.rows[key][0].detach()[0] if key in self.rows else torch.from_numpy(
-            initial(self.table, np.array([key])))[0]
+        return (
+            self.rows[key][0].detach()[0]
+            if key in self.rows
+            else torch.from_numpy(initial(self.table, np.array([key])))[0]
+        )
 
     def step(self, key, grad, count, decays=1.0):
         value, optimizer = self.row(key)

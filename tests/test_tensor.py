@@ -178,9 +178,16 @@ def test_bytes_of_single_layers_are_the_formulas(groups, n):
 @pytest.mark.parametrize("n", [2, 3])
 def test_a_long_mlp_pairs_up(groups, n):
     make = lambda: nn.Sequential(  # noqa: E731
-        nn.Sequential(nn.Linear(5, 11), nn.ReLU()), nn.Linear(11, 4), nn.LayerNorm(4),
-        nn.Linear(4, 9), nn.Tanh(), nn.Dropout(0.0), nn.Linear(9, 8), nn.ReLU(), nn.Linear(8, 3),
-    )  # fmt: skip
+        nn.Sequential(nn.Linear(5, 11), nn.ReLU()),
+        nn.Linear(11, 4),
+        nn.LayerNorm(4),
+        nn.Linear(4, 9),
+        nn.Tanh(),
+        nn.Dropout(0.0),
+        nn.Linear(9, 8),
+        nn.ReLU(),
+        nn.Linear(8, 3),
+    )
     model = seeded(make)
     ways = plan(model, n)
     assert {name: way.split for name, way in ways.items()} == {"0.0": "out", "1": "in", "3": "out", "6": "in"}
@@ -248,8 +255,9 @@ def test_functions_are_what_their_table_says(groups, n, dim):
         assert torch.equal(out, torch.cat(mine, dim))
         assert torch.equal(grad, ramp.split(widths, dim)[i])
     same = [x[0]] * n
-    slopes = [torch.linspace(1, 2, each.numel(), dtype=torch.float64).view(each.shape)
-              for each in x[0].split(widths, dim)]  # fmt: skip
+    slopes = [
+        torch.linspace(1, 2, each.numel(), dtype=torch.float64).view(each.shape) for each in x[0].split(widths, dim)
+    ]
     for name, want in [("own", x[0]), ("scatter_sum", n * x[0])]:
         work = getattr(functions, name)
         got = gradients(groups(n), lambda t, talk, rank, work=work: work(t, talk, dim, widths, rank), same)
@@ -343,9 +351,9 @@ SHAPES = {True: [(2, 5, 12), (2, 7, 12)], False: [(5, 2, 12), (7, 2, 12)]}
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 @pytest.mark.parametrize("batch_first", [True, False])
-@pytest.mark.parametrize("options", [
-    {}, {"bias": False}, {"kdim": 10, "vdim": 9}, {"add_bias_kv": True, "add_zero_attn": True},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "options", [{}, {"bias": False}, {"kdim": 10, "vdim": 9}, {"add_bias_kv": True, "add_zero_attn": True}], ids=str
+)
 def test_attention_split_by_heads_is_the_whole_one(groups, n, batch_first, options):
     model = seeded(lambda: Attends(12, 4, batch_first=batch_first, **options))  # four heads of three
     target, source = SHAPES[batch_first]
@@ -357,10 +365,12 @@ def test_attention_split_by_heads_is_the_whole_one(groups, n, batch_first, optio
     mask = torch.triu(torch.ones(5, 7, dtype=torch.bool), 3)
     heads = randn(8, 5, 7, seed=4)
     for kwargs in [
-        {"need_weights": False}, {}, {"average_attn_weights": False},
+        {"need_weights": False},
+        {},
+        {"average_attn_weights": False},
         {"need_weights": False, "attn_mask": mask, "key_padding_mask": padding},
         {"attn_mask": heads, "key_padding_mask": padding.double() * -3},
-    ]:  # fmt: skip
+    ]:
         law(groups(n), model, [query, key, value], kwargs=kwargs, steps=3)
     if not options.get("kdim"):
         lone = [randn(5, 12), *[randn(7, 12, seed=3)] * 2]
@@ -387,9 +397,7 @@ class Mine(nn.Module):
         self.o = nn.Linear(d, d)
 
     def forward(self, x):
-        q, k, v = (
-            each(x).view(*x.shape[:2], -1, self.head).transpose(1, 2) for each in (self.q, self.k, self.v)
-        )
+        q, k, v = (each(x).view(*x.shape[:2], -1, self.head).transpose(1, 2) for each in (self.q, self.k, self.v))
         seen = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return x + self.o(seen.transpose(1, 2).flatten(2))
 
@@ -415,8 +423,13 @@ def test_a_users_own_attention_is_split_by_names(groups, n):
     model = seeded(blocks)
     ways = plan(model, n, {"blocks.*.q": "out:3", "blocks.*.k": "out:3", "*.v": "out:3", "*.o": "in"})
     assert len(ways) == 8
-    law(groups(n), seeded(lambda: nn.Sequential(Mine(), Mine())), [x], {
-        f"*.{name}": words for name, words in given.items()}, steps=3)  # fmt: skip
+    law(
+        groups(n),
+        seeded(lambda: nn.Sequential(Mine(), Mine())),
+        [x],
+        {f"*.{name}": words for name, words in given.items()},
+        steps=3,
+    )
     law(groups(n), seeded(Packed), [x], {"qkv": "out*3:3", "o": "in"})
     if n == 2:
         law(groups(n), seeded(lambda: Mine(fewer=2)), [x], given)
@@ -526,13 +539,17 @@ def test_a_character_transformer_is_the_whole_one(groups, n):
 # Plans
 
 
-@pytest.mark.parametrize(("make", "given", "want"), [
-    (lambda: nn.Sequential(nn.Linear(12, 48), nn.ReLU(), nn.Linear(48, 12)), None, Volume(12, 12, 1, 1)),
-    (lambda: One(12, 9), {"layer": "out"}, Volume(9, 12, 1, 1)),
-    (lambda: One(12, 9), {"layer": "in"}, Volume(9, 12, 1, 1)),
-    (lambda: encoder(layers=3), None, Volume(6 * 12, 6 * 12, 6, 6)),
-    (Mine, {"q": "out:3", "k": "out:3", "v": "out:3", "o": "in"}, Volume(12, 12, 1, 1)),
-], ids=["mlp", "out", "in", "encoder", "own attention"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "given", "want"),
+    [
+        (lambda: nn.Sequential(nn.Linear(12, 48), nn.ReLU(), nn.Linear(48, 12)), None, Volume(12, 12, 1, 1)),
+        (lambda: One(12, 9), {"layer": "out"}, Volume(9, 12, 1, 1)),
+        (lambda: One(12, 9), {"layer": "in"}, Volume(9, 12, 1, 1)),
+        (lambda: encoder(layers=3), None, Volume(6 * 12, 6 * 12, 6, 6)),
+        (Mine, {"q": "out:3", "k": "out:3", "v": "out:3", "o": "in"}, Volume(12, 12, 1, 1)),
+    ],
+    ids=["mlp", "out", "in", "encoder", "own attention"],
+)
 def test_the_volume_is_what_is_exchanged(groups, make, given, want):
     model = seeded(make)
     assert volume(model, plan(model, 3, given)) == want
@@ -588,31 +605,45 @@ def test_one_layer_alone_and_one_at_two_places():
 
 
 def model_of_all():
-    return nn.ModuleDict({
-        "conv": nn.Conv2d(3, 8, 3), "fc": nn.Linear(6, 3), "attn": nn.MultiheadAttention(6, 3),
-        "words": nn.Embedding(5, 4), "sharp": nn.Embedding(9, 4, max_norm=1.0), "block": encoder(layers=1),
-        "normed": nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
-    })  # fmt: skip
+    return nn.ModuleDict(
+        {
+            "conv": nn.Conv2d(3, 8, 3),
+            "fc": nn.Linear(6, 3),
+            "attn": nn.MultiheadAttention(6, 3),
+            "words": nn.Embedding(5, 4),
+            "sharp": nn.Embedding(9, 4, max_norm=1.0),
+            "block": encoder(layers=1),
+            "normed": nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
+        }
+    )
 
 
-@pytest.mark.parametrize(("given", "size", "words"), [
-    ({"fcc": "out"}, 2, "plan names 'fcc', and the model has no such layer: did you mean 'fc'?"),
-    ({"zzzzzz.*": "out"}, 2, "no such layer: it can split 'fc', 'attn', 'words', 'block.layers.0.self_attn' ..."),
-    ({"conv": "out"}, 2, "the layer 'conv' (Conv2d) cannot be split: rayps splits Linear (out, in), Embedding "),
-    ({"block": "heads"}, 2, "'block' (TransformerEncoder) cannot be split: name the layers in it: 'block.layers"),
-    ({"fc": "heads"}, 2, "plan['fc'] is 'heads', and Linear can be split by out or in"),
-    ({"conv*": "out"}, 2, "plan['conv*'] is 'out', and no layer of that name can be split so"),
-    ({"sharp": "rows"}, 2, "'sharp' (Embedding) cannot be split: it has a forward, hooks or options (max_norm) of its"),
-    ({"normed": "out"}, 2, "cannot be split: it has a forward, hooks"),
-    ({"fc": "rowwise"}, 2, "which means one thing in papers"),
-    ({"fc": "sideways"}, 2, "give out, in, heads, rows or none"),
-    ({"fc": "in*2"}, 2, "give out, in, heads, rows or none"),
-    ({"fc": "out:2"}, 2, "plan splits the layer 'fc' into 1 x units of 2, and its 3 outputs are no whole number"),
-    ({"fc": "out"}, 4, "size is 4, and the layer 'fc' (Linear) has 3 outputs: every worker needs at least one"),
-    ({"fc": "in:3"}, 3, "size is 3, and the layer 'fc' (Linear) has 2 units of 3 inputs"),
-    ({"attn": "heads"}, 4, "size is 4, and the layer 'attn' (MultiheadAttention) has 3 heads"),
-    ({"words": "rows"}, 6, "size is 6, and the layer 'words' (Embedding) has 5 rows"),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "size", "words"),
+    [
+        ({"fcc": "out"}, 2, "plan names 'fcc', and the model has no such layer: did you mean 'fc'?"),
+        ({"zzzzzz.*": "out"}, 2, "no such layer: it can split 'fc', 'attn', 'words', 'block.layers.0.self_attn' ..."),
+        ({"conv": "out"}, 2, "the layer 'conv' (Conv2d) cannot be split: rayps splits Linear (out, in), Embedding "),
+        ({"block": "heads"}, 2, "'block' (TransformerEncoder) cannot be split: name the layers in it: 'block.layers"),
+        ({"fc": "heads"}, 2, "plan['fc'] is 'heads', and Linear can be split by out or in"),
+        ({"conv*": "out"}, 2, "plan['conv*'] is 'out', and no layer of that name can be split so"),
+        (
+            {"sharp": "rows"},
+            2,
+            "'sharp' (Embedding) cannot be split: it has a forward, hooks or options (max_norm) of its",
+        ),
+        ({"normed": "out"}, 2, "cannot be split: it has a forward, hooks"),
+        ({"fc": "rowwise"}, 2, "which means one thing in papers"),
+        ({"fc": "sideways"}, 2, "give out, in, heads, rows or none"),
+        ({"fc": "in*2"}, 2, "give out, in, heads, rows or none"),
+        ({"fc": "out:2"}, 2, "plan splits the layer 'fc' into 1 x units of 2, and its 3 outputs are no whole number"),
+        ({"fc": "out"}, 4, "size is 4, and the layer 'fc' (Linear) has 3 outputs: every worker needs at least one"),
+        ({"fc": "in:3"}, 3, "size is 3, and the layer 'fc' (Linear) has 2 units of 3 inputs"),
+        ({"attn": "heads"}, 4, "size is 4, and the layer 'attn' (MultiheadAttention) has 3 heads"),
+        ({"words": "rows"}, 6, "size is 6, and the layer 'words' (Embedding) has 5 rows"),
+    ],
+    ids=str,
+)
 def test_bad_plans_say_the_way_out(given, size, words):
     with pytest.raises(RaypsError, match=re.escape(words)):
         plan(model_of_all(), size, given)

@@ -73,12 +73,16 @@ def one_process(work, replicas, epochs, seed):
 GIVEN = {"0.words": "rows", "*.self_attn": "heads", "*.linear1": "out", "*.linear2": "in", "4": "out"}
 
 
-@pytest.mark.parametrize(("strategy", "workers"), [
-    (AllReduce(replica=TensorParallel(size=2)), 2),
-    (AllReduce(replica=TensorParallel(size=3, plan=GIVEN)), 6),
-    (AllReduce(replica=Pipeline(stages=2, micro_batches=2, stage=TensorParallel(size=2, plan=GIVEN))), 4),
-    (ParameterServer(shards=2, replica=TensorParallel(size=2)), 4),
-], ids=["tensor", "tensor, all given", "pipeline of tensor", "servers"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("strategy", "workers"),
+    [
+        (AllReduce(replica=TensorParallel(size=2)), 2),
+        (AllReduce(replica=TensorParallel(size=3, plan=GIVEN)), 6),
+        (AllReduce(replica=Pipeline(stages=2, micro_batches=2, stage=TensorParallel(size=2, plan=GIVEN))), 4),
+        (ParameterServer(shards=2, replica=TensorParallel(size=2)), 4),
+    ],
+    ids=["tensor", "tensor, all given", "pipeline of tensor", "servers"],
+)
 def test_a_character_transformer_learns_the_same_in_every_layout(strategy, workers):
     work = Text(batch=6)
     replicas = strategy.grid(workers).data
@@ -89,11 +93,14 @@ def test_a_character_transformer_learns_the_same_in_every_layout(strategy, worke
     assert result.metrics["right"] == pytest.approx(right, abs=1e-12)
 
 
-@pytest.mark.parametrize(("given", "size", "error", "words"), [
-    ({"blocks.*": "out"}, 2, ConfigError, "the model has no such layer"),
-    ({"3": "out"}, 2, WorkloadError, "'3' (LayerNorm) cannot be split"),
-    ({"1.self_attn": "heads"}, 4, ConfigError, "has 3 heads"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "size", "error", "words"),
+    [
+        ({"blocks.*": "out"}, 2, ConfigError, "the model has no such layer"),
+        ({"3": "out"}, 2, WorkloadError, "'3' (LayerNorm) cannot be split"),
+        ({"1.self_attn": "heads"}, 4, ConfigError, "has 3 heads"),
+    ],
+)
 def test_a_plan_that_cannot_be_is_refused_before_anything_starts(given, size, error, words):
     with pytest.raises(error) as caught:
         train(Text(), AllReduce(replica=TensorParallel(size=size, plan=given)), workers=size)

@@ -32,8 +32,9 @@ def site(tmp_path: Path) -> Iterator[Site]:
 
 
 @pytest.fixture
-def say(site: Site, monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+def say(
+    site: Site, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
     monkeypatch.setenv("RAYPS_URL", site.url)
     monkeypatch.setenv("RAYPS_STATE_DIR", str(site.settings.state_dir))
 
@@ -128,8 +129,12 @@ def test_a_rotated_and_a_revoked_token_are_refused_at_once_and_for_good(tmp_path
 def test_a_stream_ends_with_its_token(site: Site) -> None:
     made = site.http.post("/api/v1/tokens", json={"name": "reader"}).json()
     job = site.add()
-    with httpx2.stream("GET", f"{site.url}/api/v1/stream?job={job}&topics=job", timeout=60,
-                       headers={"Authorization": f"Bearer {made['token']}"}) as answer:
+    with httpx2.stream(
+        "GET",
+        f"{site.url}/api/v1/stream?job={job}&topics=job",
+        timeout=60,
+        headers={"Authorization": f"Bearer {made['token']}"},
+    ) as answer:
         lines = answer.iter_lines()
         assert next(line for line in lines if line.startswith("data"))
         site.http.delete(f"/api/v1/tokens/{made['id']}")
@@ -145,8 +150,12 @@ def test_a_browser_makes_no_tokens(site: Site) -> None:
 
 
 def test_the_commands(site: Site, say: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
-    for command in (("open",), ("token", "create", "--user", "laptop"), ("token", "rotate", "x"),
-                    ("token", "create", "--user", "laptop", "-o", "json")):
+    for command in (
+        ("open",),
+        ("token", "create", "--user", "laptop"),
+        ("token", "rotate", "x"),
+        ("token", "create", "--user", "laptop", "-o", "json"),
+    ):
         code, said, note = say(*command)
         assert code == 2 and "--to" in note and said == ""
     assert len(json.loads(say("token", "ls", "-o", "json")[1])) == 1
@@ -178,8 +187,9 @@ def test_a_service_prints_its_secrets_on_a_terminal_only(tmp_path: Path, termina
     state, script = tmp_path / "state", Path(__file__).with_name("serve_without_ray.py")
     log = tmp_path / "service.log"
     ours, theirs = pty.openpty() if terminal else (-1, os.open(log, os.O_WRONLY | os.O_CREAT, 0o600))
-    serve = subprocess.Popen([sys.executable, str(script), str(state), "256"], stdout=theirs,
-                             stderr=log.open("a"), text=True)
+    serve = subprocess.Popen(
+        [sys.executable, str(script), str(state), "256"], stdout=theirs, stderr=log.open("a"), text=True
+    )
     os.close(theirs)
     said = ""
     try:

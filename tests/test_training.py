@@ -47,7 +47,8 @@ def test_without_epochs_and_steps_it_is_one_epoch():
 def test_a_workload_by_name(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        "from small_work import Small\nclass Mine(Small): pass\n")
+        "from small_work import Small\nclass Mine(Small): pass\n"
+    )
     monkeypatch.chdir(tmp_path)
     assert train("mine.py:Mine", workers=1).history.num_rows == 12
 
@@ -130,33 +131,36 @@ def raises(error, words, workload=None, **options):
     assert threading.active_count() <= threads + 20
 
 
-@pytest.mark.parametrize(("options", "error", "words"), [
-    ({"strategy": "all_reduc"}, ConfigError, ["did you mean 'all_reduce'"]),
-    ({"strategy": "parameter_server:shards=0"}, ConfigError, ["shards", "at least 1"]),
-    ({"strategy": [(1, "all_reduce"), (1, "parameter_server")], "epochs": 5}, ConfigError, ["2 epochs", "5"]),
-    ({"strategy": [(3, "all_reduce"), "parameter_server"], "epochs": 2}, ConfigError, ["3 epochs", "raise epochs"]),
-    ({"workers": 0}, ConfigError, ["workers", "0"]),
-    ({"workers": "2"}, ConfigError, ["workers", "'2'"]),
-    ({"epochs": 0}, ConfigError, ["epochs", "0"]),
-    ({"epochs": 1, "steps": 1}, ConfigError, ["both"]),
-    ({"steps": -1}, ConfigError, ["steps"]),
-    ({"seed": "x"}, ConfigError, ["seed"]),
-    ({"timeout": 0}, ConfigError, ["timeout"]),
-    ({"max_failures": -1}, ConfigError, ["max_failures"]),
-    ({"checkpoint_every": 0}, ConfigError, ["checkpoint_every"]),
-    ({"resources": {"tpu": 1}}, ConfigError, ["tpu", "cpu, gpu or memory"]),
-    ({"workers": 65}, NoResources, ["65", "64"]),
-    ({"resources": {"gpu": 1}}, NoResources, ["GPU"]),
-    ({"resume": True}, ConfigError, ["checkpoint=FOLDER"]),
-    ({"resume": "/nowhere/step-00000001"}, CheckpointError, ["/nowhere"]),
-    ({"resume": True, "checkpoint": "/nowhere"}, CheckpointError, ["/nowhere", "no whole checkpoint"]),
-    ({"workload": "nowhere.py:X"}, WorkloadError, ["nowhere.py"]),
-    ({"workload": "nowhere"}, ConfigError, ["'nowhere'"]),
-    ({"workload": 3}, ConfigError, ["int", "rayps.Workload"]),
-    ({"workload": Small}, ConfigError, ["Small()"]),
-    ({"workload": Small(n=0)}, DataError, ["no rows"]),
-    ({"workload": Small(batch=0)}, WorkloadError, ["batch_size"]),
-])
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"strategy": "all_reduc"}, ConfigError, ["did you mean 'all_reduce'"]),
+        ({"strategy": "parameter_server:shards=0"}, ConfigError, ["shards", "at least 1"]),
+        ({"strategy": [(1, "all_reduce"), (1, "parameter_server")], "epochs": 5}, ConfigError, ["2 epochs", "5"]),
+        ({"strategy": [(3, "all_reduce"), "parameter_server"], "epochs": 2}, ConfigError, ["3 epochs", "raise epochs"]),
+        ({"workers": 0}, ConfigError, ["workers", "0"]),
+        ({"workers": "2"}, ConfigError, ["workers", "'2'"]),
+        ({"epochs": 0}, ConfigError, ["epochs", "0"]),
+        ({"epochs": 1, "steps": 1}, ConfigError, ["both"]),
+        ({"steps": -1}, ConfigError, ["steps"]),
+        ({"seed": "x"}, ConfigError, ["seed"]),
+        ({"timeout": 0}, ConfigError, ["timeout"]),
+        ({"max_failures": -1}, ConfigError, ["max_failures"]),
+        ({"checkpoint_every": 0}, ConfigError, ["checkpoint_every"]),
+        ({"resources": {"tpu": 1}}, ConfigError, ["tpu", "cpu, gpu or memory"]),
+        ({"workers": 65}, NoResources, ["65", "64"]),
+        ({"resources": {"gpu": 1}}, NoResources, ["GPU"]),
+        ({"resume": True}, ConfigError, ["checkpoint=FOLDER"]),
+        ({"resume": "/nowhere/step-00000001"}, CheckpointError, ["/nowhere"]),
+        ({"resume": True, "checkpoint": "/nowhere"}, CheckpointError, ["/nowhere", "no whole checkpoint"]),
+        ({"workload": "nowhere.py:X"}, WorkloadError, ["nowhere.py"]),
+        ({"workload": "nowhere"}, ConfigError, ["'nowhere'"]),
+        ({"workload": 3}, ConfigError, ["int", "rayps.Workload"]),
+        ({"workload": Small}, ConfigError, ["Small()"]),
+        ({"workload": Small(n=0)}, DataError, ["no rows"]),
+        ({"workload": Small(batch=0)}, WorkloadError, ["batch_size"]),
+    ],
+)
 def test_bad_arguments(options, error, words):
     workload = options.pop("workload", None) if "workload" in options else None
     try:
@@ -205,13 +209,25 @@ def test_progress_on_no_terminal_is_plain_lines(monkeypatch):
     display = Display(stream)
     display.event({"kind": "restarted", "message": "worker-1 died [red]"})
     display.event({"kind": "checkpoint", "message": "not shown"})
-    display.progress({"status": "RUNNING", "round": 5, "rounds": 20, "epoch": 0, "epochs": 2, "loss": 0.25,
-                      "samples_per_second": 1234.5, "eta_seconds": 7.0, "metrics": {"loss": 1, "accuracy": 0.5}})
+    display.progress(
+        {
+            "status": "RUNNING",
+            "round": 5,
+            "rounds": 20,
+            "epoch": 0,
+            "epochs": 2,
+            "loss": 0.25,
+            "samples_per_second": 1234.5,
+            "eta_seconds": 7.0,
+            "metrics": {"loss": 1, "accuracy": 0.5},
+        }
+    )
     display.close()
     lines = stream.getvalue().splitlines()
     assert lines[0] == "restarted: worker-1 died [red]"
-    assert lines[1] == ("epoch 1/2  round 5/20  batch loss 0.2500  evaluation: loss 1.0000 accuracy 0.5000  "
-                        "1,234 samples/s  7 s left")
+    assert lines[1] == (
+        "epoch 1/2  round 5/20  batch loss 0.2500  evaluation: loss 1.0000 accuracy 0.5000  1,234 samples/s  7 s left"
+    )
     assert len(lines) == 2
 
 
@@ -300,7 +316,8 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path):
 def test_a_result_is_short_to_look_at(tmp_path):
     result = train(Small(), workers=2, epochs=1, checkpoint=tmp_path)
     assert re.fullmatch(
-        rf"Result\(loss=\d.*, error=\S+, 6 rounds, {len(result.events)} events, checkpoint='\S+'\)", repr(result))
+        rf"Result\(loss=\d.*, error=\S+, 6 rounds, {len(result.events)} events, checkpoint='\S+'\)", repr(result)
+    )
     assert len(repr(result)) < 300
 
 

@@ -85,7 +85,8 @@ class Mistaken(rayps.Workload):
 
     def loss(self, model, batch):
         loss = functional.cross_entropy(
-            model(batch.x), batch.y, reduction="none" if self.mistake == "no scalar" else "mean")
+            model(batch.x), batch.y, reduction="none" if self.mistake == "no scalar" else "mean"
+        )
         return loss.detach() if self.mistake == "detached" else loss
 
     def evaluate(self, model, batch):
@@ -96,11 +97,19 @@ class Mistaken(rayps.Workload):
         return {}
 
 
-@pytest.mark.parametrize(("mistake", "words"), [
-    ("width", "mat1 and mat2"), ("label", "Target 7 is out of bounds"), ("label dtype", "Long"), ("dtype", "dtype"),
-    ("no scalar", "return one number"), ("detached", "does not require grad"), ("evaluate", "Dimension out of range"),
-    ("no number", "return one number"),
-])
+@pytest.mark.parametrize(
+    ("mistake", "words"),
+    [
+        ("width", "mat1 and mat2"),
+        ("label", "Target 7 is out of bounds"),
+        ("label dtype", "Long"),
+        ("dtype", "dtype"),
+        ("no scalar", "return one number"),
+        ("detached", "does not require grad"),
+        ("evaluate", "Dimension out of range"),
+        ("no number", "return one number"),
+    ],
+)
 def test_a_mistake_is_answered_before_any_worker_starts(mistake, words):
     found, journal, cluster = drive(Mistaken(mistake))
     late, _, _ = drive(Mistaken(mistake), tries=False)
@@ -169,15 +178,19 @@ def asks_ray():
     return ray.get_runtime_context().gcs_address  # in a process that is in no Ray this starts one, unless told not to
 
 
-@pytest.mark.parametrize(("how", "words"), [
-    (asks_ray, "Ray has not been started"),
-    (lambda: os._exit(5), "exit code 5"),
-    (lambda: os.kill(os.getpid(), signal.SIGKILL), "exit code -9"),
-    (raises(FileNotFoundError("/only/on/workers")), "FileNotFoundError"),
-    (raises(MemoryError()), "out of memory"),
-    (raises(ImportError("no such package here")), "ImportError"),
-    (raises(RuntimeError("Found no NVIDIA driver on your system")), "NVIDIA"),
-], ids=["ray", "_exit", "killed", "file", "memory", "import", "device"])
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        (asks_ray, "Ray has not been started"),
+        (lambda: os._exit(5), "exit code 5"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "exit code -9"),
+        (raises(FileNotFoundError("/only/on/workers")), "FileNotFoundError"),
+        (raises(MemoryError()), "out of memory"),
+        (raises(ImportError("no such package here")), "ImportError"),
+        (raises(RuntimeError("Found no NVIDIA driver on your system")), "NVIDIA"),
+    ],
+    ids=["ray", "_exit", "killed", "file", "memory", "import", "device"],
+)
 def test_what_is_wrong_with_its_process_only_is_no_verdict(how, words):
     outcome, journal, _ = drive(OnlyThere(how))
     assert outcome.status is Status.SUCCEEDED, outcome.message
@@ -240,16 +253,19 @@ def test_sparse_tables_are_tried_too():
     assert cluster.workers == 0
 
 
-@pytest.mark.parametrize(("facts", "words"), [
-    (Facts(), None),
-    (Facts(model=MOST_BYTES, packed=MOST_BYTES, data=MOST_BYTES), None),
-    (Facts(remote=True), "the clients have the data"),
-    (Facts(divided=True), "divided among workers"),
-    (Facts(gpus=0.5), "GPUs"),
-    (Facts(model=MOST_BYTES + 1), "the model takes 256 MiB"),
-    (Facts(packed=2 * MOST_BYTES), "the workload takes 512 MiB"),
-    (Facts(data=2 * MOST_BYTES), "the data in memory takes 512 MiB"),
-])
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        (Facts(), None),
+        (Facts(model=MOST_BYTES, packed=MOST_BYTES, data=MOST_BYTES), None),
+        (Facts(remote=True), "the clients have the data"),
+        (Facts(divided=True), "divided among workers"),
+        (Facts(gpus=0.5), "GPUs"),
+        (Facts(model=MOST_BYTES + 1), "the model takes 256 MiB"),
+        (Facts(packed=2 * MOST_BYTES), "the workload takes 512 MiB"),
+        (Facts(data=2 * MOST_BYTES), "the data in memory takes 512 MiB"),
+    ],
+)
 def test_reasons_to_leave_it_out(facts, words):
     found = untried(facts)
     assert found is None if words is None else words in found

@@ -75,13 +75,23 @@ class World:
 
     def naive(self) -> list[Action]:
         """The plan over every job, by its facts."""
-        waiting = [Facts(job.id, job.name, S.QUEUED, needs=job.needs, attempt=job.attempt,
-                         stopping=1.0 if job.stopping else None,
-                         group=None if job.group is None else self.hinders[job.group],
-                         doomed=None if job.group is None else self.ended[job.group]) for job in self.waiting.values()]
+        waiting = [
+            Facts(
+                job.id,
+                job.name,
+                S.QUEUED,
+                needs=job.needs,
+                attempt=job.attempt,
+                stopping=1.0 if job.stopping else None,
+                group=None if job.group is None else self.hinders[job.group],
+                doomed=None if job.group is None else self.ended[job.group],
+            )
+            for job in self.waiting.values()
+        ]
         drivers = None if self.total is None else set(self.running)
-        return plan([*self.running.values(), *sorted(waiting, key=lambda job: job.id)], drivers, self.free, self.total,
-                    why=WHY)
+        return plan(
+            [*self.running.values(), *sorted(waiting, key=lambda job: job.id)], drivers, self.free, self.total, why=WHY
+        )
 
     def fast(self, jobs: WaitingJobs) -> list[Action]:
         running = {job.id: (job.status, job.needs) for job in self.running.values()}
@@ -119,12 +129,26 @@ def test_the_decision_equals_the_plan_over_all_jobs_on_random_histories(seed: in
 
 def counted(path: Path, number: int, body: Callable[[Store, Scheduler, FakeCluster, Counts], Awaitable[Any]]) -> Any:
     """Run `body` with a scheduler before so many waiting jobs, and what it counts."""
+
     async def inside() -> Any:
         store = await Store.open(path / f"{number}.db")
         try:
             spec = JobSpec("w:W", workers=8)
-            rows = [({"id": f"{n:026}", "name": "w", "status": S.QUEUED, "spec": spec.to_dict(), "attempt": 0,
-                      "failures": 0, "created_at": 1.0}, "filed") for n in range(number)]
+            rows = [
+                (
+                    {
+                        "id": f"{n:026}",
+                        "name": "w",
+                        "status": S.QUEUED,
+                        "spec": spec.to_dict(),
+                        "attempt": 0,
+                        "failures": 0,
+                        "created_at": 1.0,
+                    },
+                    "filed",
+                )
+                for n in range(number)
+            ]
             await store.refile(rows)
             cluster = FakeCluster()
             scheduler = Scheduler(store, FakePlace(cluster), path / f"jobs-{number}")  # type: ignore[arg-type]
@@ -132,6 +156,7 @@ def counted(path: Path, number: int, body: Callable[[Store, Scheduler, FakeClust
                 return await body(store, scheduler, cluster, counts)
         finally:
             await store.close()
+
     return asyncio.run(inside())
 
 

@@ -100,8 +100,9 @@ def test_the_default_optimizer_and_evaluation() -> None:
     assert plain.evaluation_data().rows() == 3
 
 
-@pytest.mark.parametrize("target", ["line:Line", "line.py:Line", "./line.py:Line", "pack.inner:Inner",
-                                    "pack/../line.py:Line"])
+@pytest.mark.parametrize(
+    "target", ["line:Line", "line.py:Line", "./line.py:Line", "pack.inner:Inner", "pack/../line.py:Line"]
+)
 def test_found_by_name(folder: Path, target: str) -> None:
     found = load(target, str(folder))
     assert isinstance(found, Workload) and found.width == 6  # type: ignore[attr-defined]
@@ -138,24 +139,36 @@ def test_a_file_whose_name_is_taken_hides_nothing(folder: Path, name: str) -> No
     assert sys.modules.get(name) is before
 
 
-@pytest.mark.parametrize(("target", "words"), [
-    ("line", ["'line'", "'digits.py:Digits'"]), (":Line", ["digits"]), ("line:", ["digits"]),
-    ("line:not a name", ["digits"]), ("line:Wide(3)", ["has arguments", "write line:Wide", "defaults"]),
-    ("line.py:Wide(width={'a': f(1)})", ["has arguments", "write line.py:Wide\n", "rayps.train takes an instance"]),
-    ("lime:Line", ["no module 'lime'", "did you mean 'line'"]),
-    ("zzz:Line", ["no module 'zzz'", "working-dir"]),
-    ("lime.py:Line", ["no file", "lime.py", "did you mean 'line.py'"]), ("pack/zz.py:A", ["no file"]),
-    ("pack.innr:Inner", ["no module 'pack.innr'"]),
-    ("line.py:Lime", ["no class 'Lime'", "did you mean Line"]), ("line:Zzzzzz", ["no class", "Line", "Wide"]),
-    ("line:Other", ["not a workload", "rayps.Workload", "Line"]), ("line:number", ["not a workload"]),
-    ("line:Half", ["lacks data(), loss()"]), ("line:Wide", ["'width'", "defaults"]),
-    ("line:Angry", ["FileNotFoundError", "line.py:26", 'open("/nowhere/at/all")']),
-    ("syntax.py:A", ["SyntaxError", "syntax.py:2"]), ("syntax:A", ["SyntaxError", "syntax.py:2"]),
-    ("raises.py:A", ["ZeroDivisionError: division by zero", "deep.py:3", "return 1 / 0"]),
-    ("raises:A", ["ZeroDivisionError", "deep.py:3"]),
-    ("needs.py:A", ["No module named 'pandas_of_the_moon'", "needs.py:1"]),
-    ("needs:A", ["No module named 'pandas_of_the_moon'", "needs.py:1"]),
-    ("exits:A", ["SystemExit", "exits.py:1"])])
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("line", ["'line'", "'digits.py:Digits'"]),
+        (":Line", ["digits"]),
+        ("line:", ["digits"]),
+        ("line:not a name", ["digits"]),
+        ("line:Wide(3)", ["has arguments", "write line:Wide", "defaults"]),
+        ("line.py:Wide(width={'a': f(1)})", ["has arguments", "write line.py:Wide\n", "rayps.train takes an instance"]),
+        ("lime:Line", ["no module 'lime'", "did you mean 'line'"]),
+        ("zzz:Line", ["no module 'zzz'", "working-dir"]),
+        ("lime.py:Line", ["no file", "lime.py", "did you mean 'line.py'"]),
+        ("pack/zz.py:A", ["no file"]),
+        ("pack.innr:Inner", ["no module 'pack.innr'"]),
+        ("line.py:Lime", ["no class 'Lime'", "did you mean Line"]),
+        ("line:Zzzzzz", ["no class", "Line", "Wide"]),
+        ("line:Other", ["not a workload", "rayps.Workload", "Line"]),
+        ("line:number", ["not a workload"]),
+        ("line:Half", ["lacks data(), loss()"]),
+        ("line:Wide", ["'width'", "defaults"]),
+        ("line:Angry", ["FileNotFoundError", "line.py:26", 'open("/nowhere/at/all")']),
+        ("syntax.py:A", ["SyntaxError", "syntax.py:2"]),
+        ("syntax:A", ["SyntaxError", "syntax.py:2"]),
+        ("raises.py:A", ["ZeroDivisionError: division by zero", "deep.py:3", "return 1 / 0"]),
+        ("raises:A", ["ZeroDivisionError", "deep.py:3"]),
+        ("needs.py:A", ["No module named 'pandas_of_the_moon'", "needs.py:1"]),
+        ("needs:A", ["No module named 'pandas_of_the_moon'", "needs.py:1"]),
+        ("exits:A", ["SystemExit", "exits.py:1"]),
+    ],
+)
 def test_refused_with_the_reason(folder: Path, target: str, words: list[str]) -> None:
     (folder / "syntax.py").write_text("x = 1\ndef broken(:\n")
     (folder / "deep.py").write_text("\ndef crash():\n    return 1 / 0\n")
@@ -196,8 +209,12 @@ def test_a_fresh_process_needs_no_file(folder: Path) -> None:
     for path in (*folder.glob("*.py"), *folder.glob("pack/*.py")):
         path.unlink()
     for name, content in zip(("Line", "Inner"), packed, strict=True):
-        done = subprocess.run([sys.executable, "-c", textwrap.dedent(CHILD)], input=content,
-                              capture_output=True, cwd=Path(__file__).parent.parent)
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(CHILD)],
+            input=content,
+            capture_output=True,
+            cwd=Path(__file__).parent.parent,
+        )
         assert done.stdout.decode().split() == [name, "6", "5.0"], done.stderr.decode()
 
 

@@ -17,14 +17,23 @@ EVERYONE = np.arange(100_000, dtype=np.int64)
 
 def told(plan):
     """A plan as plain data."""
-    return {"round": plan.round, "sampled": plan.sampled.tolist(), "trains": plan.trains.tolist(),
-            "dropped": plan.dropped, "begin": plan.begin, "end": plan.end, "waited": plan.waited}
+    return {
+        "round": plan.round,
+        "sampled": plan.sampled.tolist(),
+        "trains": plan.trains.tolist(),
+        "dropped": plan.dropped,
+        "begin": plan.begin,
+        "end": plan.end,
+        "waited": plan.waited,
+    }
 
 
 # -- draws
 
+
 def test_a_hash_is_the_published_splitmix64():
     """The stream of SplitMix64 from the seed 1234567, as in its reference implementation's test."""
+
     def finalizer(z):
         mask = (1 << 64) - 1
         z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
@@ -35,7 +44,8 @@ def test_a_hash_is_the_published_splitmix64():
     assert [finalizer(1234567 + (k + 1) * 0x9E3779B97F4A7C15 & (1 << 64) - 1) for k in range(5)] == known
     base = _unfinalized(int(hashes(5, "x", np.array([0]), 7)[0]))
     assert [int(h) for h in hashes(5, "x", np.arange(4), 7)] == [
-        finalizer(base + k * 0x9E3779B97F4A7C15 & (1 << 64) - 1) for k in range(4)]
+        finalizer(base + k * 0x9E3779B97F4A7C15 & (1 << 64) - 1) for k in range(4)
+    ]
 
 
 def _unfinalized(z):
@@ -60,15 +70,21 @@ def test_draws_are_fair():
 
 def test_draws_of_other_rounds_purposes_and_seeds_have_nothing_in_common():
     base = uniforms(1, "a", EVERYONE, 3)
-    for other in (uniforms(1, "a", EVERYONE, 4), uniforms(1, "b", EVERYONE, 3), uniforms(2, "a", EVERYONE, 3),
-                  uniforms(1, "a", EVERYONE + 1, 3), uniforms(1, "a", EVERYONE, 3, 0),
-                  uniforms(1, "a", EVERYONE, 0, 3)):
+    for other in (
+        uniforms(1, "a", EVERYONE, 4),
+        uniforms(1, "b", EVERYONE, 3),
+        uniforms(2, "a", EVERYONE, 3),
+        uniforms(1, "a", EVERYONE + 1, 3),
+        uniforms(1, "a", EVERYONE, 3, 0),
+        uniforms(1, "a", EVERYONE, 0, 3),
+    ):
         assert abs(np.corrcoef(base, other)[0, 1]) < 0.015
     by_round = np.array([uniforms(1, "a", np.array([17]), t)[0] for t in range(2000)])  # through the rounds
     assert abs(by_round.mean() - 0.5) < 0.03 and abs(np.corrcoef(by_round[1:], by_round[:-1])[0, 1]) < 0.1
 
 
 # -- cohorts
+
 
 def test_a_cohort_is_known_bit_for_bit():
     """Written down once: no host, no version of a library may ever draw another."""
@@ -121,14 +137,29 @@ def test_packing_deals_everyone_once_and_evenly():
 
 # -- rounds by hand
 
+
 def test_deadline_and_late_ones_by_hand():
     """Seconds a sample 1, 2, 3, 4 and 10 samples each: replies at 10, 20, 30, 40."""
     plan = World(0, [10] * 4, speed=[1, 2, 3, 4], deadline=30).round(0, 5.0)
-    assert told(plan) == {"round": 0, "sampled": [0, 1, 2, 3], "trains": [0, 1, 2], "dropped": [(3, "deadline")],
-                          "begin": 5.0, "end": 35.0, "waited": 0.0}
+    assert told(plan) == {
+        "round": 0,
+        "sampled": [0, 1, 2, 3],
+        "trains": [0, 1, 2],
+        "dropped": [(3, "deadline")],
+        "begin": 5.0,
+        "end": 35.0,
+        "waited": 0.0,
+    }
     plan = World(0, [10] * 4, speed=[4, 1, 3, 2], enough=2).round(0)
-    assert told(plan) == {"round": 0, "sampled": [0, 1, 2, 3], "trains": [1, 3], "dropped": [(0, "late"), (2, "late")],
-                          "begin": 0.0, "end": 20.0, "waited": 0.0}
+    assert told(plan) == {
+        "round": 0,
+        "sampled": [0, 1, 2, 3],
+        "trains": [1, 3],
+        "dropped": [(0, "late"), (2, "late")],
+        "begin": 0.0,
+        "end": 20.0,
+        "waited": 0.0,
+    }
     plan = World(0, [10] * 4, speed=[4, 1, 3, 2], enough=3, deadline=15).round(0)  # two are missing at the deadline
     assert (plan.trains.tolist(), plan.end) == ([1], 15.0)
     assert plan.dropped == [(0, "deadline"), (2, "deadline"), (3, "deadline")]
@@ -156,8 +187,9 @@ def test_a_trace_by_hand():
 
 
 def test_nobody_is_there_time_goes_on():
-    world = World(0, [10] * 2, speed=1, available={"name": "trace", "intervals": [[[30, 50]], [[40, 60]]],
-                                                   "period": 100})  # fmt: skip
+    world = World(
+        0, [10] * 2, speed=1, available={"name": "trace", "intervals": [[[30, 50]], [[40, 60]]], "period": 100}
+    )
     early = world.round(0, 0.0)
     assert (early.begin, early.waited, early.trains.tolist()) == (30.0, 30.0, [0])
     again = world.round(1, 260.0)  # both have left; 330 is the next period's
@@ -210,6 +242,7 @@ def test_by_day():
 
 # -- chance
 
+
 def test_dropouts_and_absences_are_as_frequent_as_said():
     world = World(5, [1] * 2000, dropout=0.3, available="bernoulli(p=0.6)", fraction=1.0)
     plans = [world.round(t) for t in range(20)]
@@ -254,9 +287,15 @@ def test_over_selection_asks_more_and_ends_with_the_needed():
 
 # -- the same everywhere
 
-HARD = {"fraction": 0.4, "speed": "lognormal(sigma=0.7,jitter=0.3)", "available": "diurnal(share=0.6,day=3)",
-        "dropout": 0.2, "deadline": 0.9, "over_selection": 1.0,
-        "enough": 12}  # fmt: skip
+HARD = {
+    "fraction": 0.4,
+    "speed": "lognormal(sigma=0.7,jitter=0.3)",
+    "available": "diurnal(share=0.6,day=3)",
+    "dropout": 0.2,
+    "deadline": 0.9,
+    "over_selection": 1.0,
+    "enough": 12,
+}
 
 
 def test_a_round_is_a_function_of_its_number_and_its_beginning():
@@ -292,40 +331,63 @@ def test_a_hundred_thousand_clients_are_no_matter():
 
 # -- traces as files, options as text
 
+
 def test_traces_from_files(tmp_path):
     (tmp_path / "speed.csv").write_text("client,seconds\nann,1\nbob,2\n")
     (tmp_path / "there.csv").write_text("client,on,off\nann,0,15\nbob,40,60\nann,20,80\n")
-    world = World(0, [10] * 3, speed=f"trace(file={tmp_path}/speed.csv)",
-                  available=f"trace(file={tmp_path}/there.csv)")
+    world = World(0, [10] * 3, speed=f"trace(file={tmp_path}/speed.csv)", available=f"trace(file={tmp_path}/there.csv)")
     first = world.round(0)  # the third client takes ann's traces again
     assert (first.sampled.tolist(), first.trains.tolist(), first.end) == ([0, 2], [0, 2], 10.0)
     assert world.round(1, 40.0).end == 60.0
 
 
-@pytest.mark.parametrize(("text", "words"), [
-    ("", "no line below"), ("client,on,off\nann,5,x\n", "line 2"), ("client,on,off\nann,7,5\n", "on < off"),
-    ("who,on,off\nann,7,nan\n", "line 2"), ("client,on,off\nann,0,9\nann,5,20\n", "one after another"),
-])
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "no line below"),
+        ("client,on,off\nann,5,x\n", "line 2"),
+        ("client,on,off\nann,7,5\n", "on < off"),
+        ("who,on,off\nann,7,nan\n", "line 2"),
+        ("client,on,off\nann,0,9\nann,5,20\n", "one after another"),
+    ],
+)
 def test_bad_traces_are_refused(tmp_path, text, words):
     (tmp_path / "there.csv").write_text(text)
     with pytest.raises(ConfigError, match=words):
         World(0, [1], available=f"trace(file={tmp_path}/there.csv)")
 
 
-@pytest.mark.parametrize(("option", "words"), [
-    ({"speed": "quick"}, r"lognormal\(sigma=0.5"), ({"speed": "lognormal(sgima=2)"}, "no option 'sgima'"),
-    ({"speed": "lognormal(sigma=-1)"}, "sigma is -1"), ({"speed": -1}, "seconds is -1"),
-    ({"speed": "trace"}, "either file"), ({"speed": "trace(file=/nowhere.csv)"}, "cannot be read"),
-    ({"speed": []}, "give a list"), ({"speed": [1, "x"]}, "seconds is 'x'"), ({"speed": True}, "give one of"),
-    ({"speed": "uniform(low=3,high=2)"}, "swap"), ({"available": "sometimes"}, "diurnal"),
-    ({"available": "bernoulli(p=0)"}, "above 0"), ({"available": "bernoulli(p=1.2)"}, "up to 1"),
-    ({"available": "diurnal(share=2)"}, "share is 2"), ({"available": [[[5, 3]]]}, "on < off"),
-    ({"available": [[]]}, "ever there"), ({"available": [3]}, "list of"), ({"dropout": 1}, "below 1"),
-    ({"dropout": "x"}, "dropout"), ({"deadline": 0}, "above 0"), ({"deadline": "soon"}, "deadline"),
-    ({"enough": 0}, "at least 1"), ({"enough": 11}, "asks 10 of the 10"), ({"over_selection": -1}, "0 to 10"),
-    ({"speed": float("nan")}, "seconds is nan"),
-    ({"available": {"name": "trace", "intervals": [[[0, 9]]], "period": 5}}, "the period 5"),
-])
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ({"speed": "quick"}, r"lognormal\(sigma=0.5"),
+        ({"speed": "lognormal(sgima=2)"}, "no option 'sgima'"),
+        ({"speed": "lognormal(sigma=-1)"}, "sigma is -1"),
+        ({"speed": -1}, "seconds is -1"),
+        ({"speed": "trace"}, "either file"),
+        ({"speed": "trace(file=/nowhere.csv)"}, "cannot be read"),
+        ({"speed": []}, "give a list"),
+        ({"speed": [1, "x"]}, "seconds is 'x'"),
+        ({"speed": True}, "give one of"),
+        ({"speed": "uniform(low=3,high=2)"}, "swap"),
+        ({"available": "sometimes"}, "diurnal"),
+        ({"available": "bernoulli(p=0)"}, "above 0"),
+        ({"available": "bernoulli(p=1.2)"}, "up to 1"),
+        ({"available": "diurnal(share=2)"}, "share is 2"),
+        ({"available": [[[5, 3]]]}, "on < off"),
+        ({"available": [[]]}, "ever there"),
+        ({"available": [3]}, "list of"),
+        ({"dropout": 1}, "below 1"),
+        ({"dropout": "x"}, "dropout"),
+        ({"deadline": 0}, "above 0"),
+        ({"deadline": "soon"}, "deadline"),
+        ({"enough": 0}, "at least 1"),
+        ({"enough": 11}, "asks 10 of the 10"),
+        ({"over_selection": -1}, "0 to 10"),
+        ({"speed": float("nan")}, "seconds is nan"),
+        ({"available": {"name": "trace", "intervals": [[[0, 9]]], "period": 5}}, "the period 5"),
+    ],
+)
 def test_bad_options_are_refused_with_what_can_be_given(option, words):
     with pytest.raises(ConfigError, match=words) as caught:
         World(0, [1] * 10, **option)

@@ -20,16 +20,7 @@ from rayps.service.scheduler import Scheduler
 from rayps.service.settings import Settings
 from rayps.service.store import Store
 from rayps.service.user_tokens import UserTokens
-from rayps_api import (
-    pages,
-    problems,
-    routes_clients,
-    routes_jobs,
-    routes_root,
-    routes_servers,
-    routes_tokens,
-    stream,
-)
+from rayps_api import pages, problems, routes_clients, routes_jobs, routes_root, routes_servers, routes_tokens, stream
 from rayps_api.guard import Guard
 from rayps_api.schemas import FIELDS, GROUP_FIELDS
 from rayps_api.schemas_clients import CLIENT_FIELDS
@@ -39,9 +30,14 @@ from rayps_api.service import Service
 log = logging.getLogger(__name__)
 
 
-def create_app(settings: Settings, *, place: Place | None = None, keep: bool = False,
-               started: Callable[[Service], Awaitable[None]] | None = None,
-               ended: Callable[[int, bool], None] | None = None) -> FastAPI:
+def create_app(
+    settings: Settings,
+    *,
+    place: Place | None = None,
+    keep: bool = False,
+    started: Callable[[Service], Awaitable[None]] | None = None,
+    ended: Callable[[int, bool], None] | None = None,
+) -> FastAPI:
     """The service.
 
     `place` is where drivers run (by default what the settings ask for). `keep` leaves an own Ray and its jobs
@@ -77,14 +73,34 @@ def create_app(settings: Settings, *, place: Place | None = None, keep: bool = F
                 ended(running, keep or not scheduler.place.owned)
             await store.close()
 
-    app = FastAPI(title="rayps", version="1", summary="Distributed training jobs on Ray.", lifespan=lifespan,
-                  docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(
+        title="rayps",
+        version="1",
+        summary="Distributed training jobs on Ray.",
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+    )
     app.state.failures = deque()
     app.add_middleware(Guard, settings=settings, failures=app.state.failures)
-    problems.install(app, {"/api/v1/jobs": FIELDS, "/api/v1/server-groups": GROUP_FIELDS,
-                           "/api/v1/client": CLIENT_FIELDS, "/api/v1/tokens": TOKEN_FIELDS})
-    for router in (routes_jobs.router, routes_servers.router, routes_clients.router, routes_tokens.router,
-                   routes_root.router, stream.router):
+    problems.install(
+        app,
+        {
+            "/api/v1/jobs": FIELDS,
+            "/api/v1/server-groups": GROUP_FIELDS,
+            "/api/v1/client": CLIENT_FIELDS,
+            "/api/v1/tokens": TOKEN_FIELDS,
+        },
+    )
+    for router in (
+        routes_jobs.router,
+        routes_servers.router,
+        routes_clients.router,
+        routes_tokens.router,
+        routes_root.router,
+        stream.router,
+    ):
         app.include_router(router)
     pages.install(app)
     return app

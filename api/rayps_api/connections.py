@@ -140,8 +140,9 @@ def overdue(held: Held, most: Limits) -> str | None:
 class Protocol(H11Protocol):
     """uvicorn's HTTP/1.1 with the facts for `overdue` and `admit`, and a way to be closed."""
 
-    def __init__(self, held: Held, config: uvicorn.Config, server_state: ServerState,
-                 app_state: dict[str, Any]) -> None:
+    def __init__(
+        self, held: Held, config: uvicorn.Config, server_state: ServerState, app_state: dict[str, Any]
+    ) -> None:
         self.held = held
         super().__init__(config, server_state, {**app_state, STATE: self.held})
         self._seen: object = None  # the request of the last look
@@ -180,8 +181,11 @@ class Protocol(H11Protocol):
         answering = self.cycle is not None and not self.cycle.response_complete
         if self.flow.write_paused:
             return Phase.WRITE
-        if self.conn.their_state is h11.SEND_BODY and not self.flow.read_paused and not (
-                answering and self.cycle.waiting_for_100_continue):
+        if (
+            self.conn.their_state is h11.SEND_BODY
+            and not self.flow.read_paused
+            and not (answering and self.cycle.waiting_for_100_continue)
+        ):
             return Phase.BODY
         if answering:
             return Phase.ANSWER
@@ -204,10 +208,21 @@ class Protocol(H11Protocol):
             self.transport.abort()  # a peer that does not read would keep the descriptor
 
     def _say(self, status: int, detail: str) -> None:
-        body = json.dumps({"type": "about:blank", "title": "Request Timeout", "status": status, "detail": detail,
-                           "code": "timeout", "errors": []}).encode()
-        head = [(b"content-type", b"application/problem+json"), (b"content-length", str(len(body)).encode()),
-                (b"connection", b"close")]
+        body = json.dumps(
+            {
+                "type": "about:blank",
+                "title": "Request Timeout",
+                "status": status,
+                "detail": detail,
+                "code": "timeout",
+                "errors": [],
+            }
+        ).encode()
+        head = [
+            (b"content-type", b"application/problem+json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"connection", b"close"),
+        ]
         try:
             events = (h11.Response(status_code=status, headers=head), h11.Data(data=body), h11.EndOfMessage())
             self.transport.write(b"".join(self.conn.send(event) or b"" for event in events))

@@ -29,22 +29,22 @@ log = logging.getLogger(__name__)
 BODY_LIMIT = 1_000_000
 UPDATE_LIMIT = 16 * 2**30
 CLIENTS = "/api/v1/client/"
-OPEN = {("GET", "/healthz"), ("HEAD", "/healthz"), ("GET", "/readyz"), ("HEAD", "/readyz"),
-         ("POST", "/api/v1/session")}
+OPEN = {("GET", "/healthz"), ("HEAD", "/healthz"), ("GET", "/readyz"), ("HEAD", "/readyz"), ("POST", "/api/v1/session")}
 _PRIVATE = ("/metrics", "/openapi.json", "/docs")
 _READS = ("GET", "HEAD", "OPTIONS")
 _GUESSES, _GUESS_SECONDS = 60, 60.0
 _HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; object-src 'none'; "
-                               "base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff", "X-Frame-Options": "DENY", "Referrer-Policy": "no-referrer",
+    "base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
 }
 
 
 def is_private(path: str) -> bool:
     """Whether a path is more than a page of the dashboard."""
-    return path == "/api" or path.startswith("/api/") or any(
-        path == p or path.startswith(f"{p}/") for p in _PRIVATE)
+    return path == "/api" or path.startswith("/api/") or any(path == p or path.startswith(f"{p}/") for p in _PRIVATE)
 
 
 class Guard:
@@ -98,8 +98,12 @@ class Guard:
     async def _refuse(self, request: Request) -> Response | None:
         host = _host(request.headers.get("host", ""))
         if host not in self._hosts:
-            return problem(request, 400, code="bad_host",
-                           detail=f"Host {host[:100]!r} is not answered here: name it with --allow-host")
+            return problem(
+                request,
+                400,
+                code="bad_host",
+                detail=f"Host {host[:100]!r} is not answered here: name it with --allow-host",
+            )
         length = request.headers.get("content-length", "0")
         limit = UPDATE_LIMIT if _is_update(request) else BODY_LIMIT
         if not length.isdigit() or int(length) > limit:
@@ -140,8 +144,11 @@ class Guard:
         running = request.app.state.service
         grant = await running.client_tokens.grant(token)
         if grant is None:
-            return self.failed(request, "this client's token is wrong, was revoked, or is past its time: ask whom you "
-                               "have it from for another (`rayps token create`)")
+            return self.failed(
+                request,
+                "this client's token is wrong, was revoked, or is past its time: ask whom you "
+                "have it from for another (`rayps token create`)",
+            )
         if not request.scope["path"].startswith(CLIENTS):
             return problem(request, 403, f"a client's token is good for {CLIENTS}* only", code="client_only")
         request.scope["rayps_grant"] = grant
@@ -157,9 +164,13 @@ class Guard:
             retry = {"Retry-After": "60"}
             return problem(request, 429, "too many wrong tokens: wait a minute", headers=retry)
         return problem(
-            request, 401, detail or "the token is missing, wrong or revoked: send `Authorization: Bearer "
+            request,
+            401,
+            detail
+            or "the token is missing, wrong or revoked: send `Authorization: Bearer "
             "rps_...`; `rayps serve` keeps it in the file `token` of its state directory",
-            headers={"WWW-Authenticate": "Bearer"})
+            headers={"WWW-Authenticate": "Bearer"},
+        )
 
 
 def _is_update(request: Request) -> bool:

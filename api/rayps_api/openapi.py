@@ -16,16 +16,22 @@ def interface(derived: dict[str, Any], cookie: str) -> dict[str, Any]:
     found = copy.deepcopy(derived)
     found.setdefault("components", {})["securitySchemes"] = {
         "token": {"type": "http", "scheme": "bearer", "description": "A user's token, rps_... (`rayps token`)."},
-        "session": {"type": "apiKey", "in": "cookie", "name": cookie,
-                    "description": "A browser's session (POST /api/v1/session). A write needs an Origin header."},
-        "client": {"type": "http", "scheme": "bearer", "description": "A federated client's token, rpc...."}}
+        "session": {
+            "type": "apiKey",
+            "in": "cookie",
+            "name": cookie,
+            "description": "A browser's session (POST /api/v1/session). A write needs an Origin header.",
+        },
+        "client": {"type": "http", "scheme": "bearer", "description": "A federated client's token, rpc...."},
+    }
     for path, verbs in found["paths"].items():
         for verb, operation in verbs.items():
             operation["security"] = security(verb.upper(), path)
             if operation["security"]:
                 _add(operation, 429)
-                operation["responses"]["429"].setdefault("headers", {"Retry-After": {
-                    "description": "Seconds to wait.", "schema": {"type": "integer"}}})
+                operation["responses"]["429"].setdefault(
+                    "headers", {"Retry-After": {"description": "Seconds to wait.", "schema": {"type": "integer"}}}
+                )
             if "application/json" in operation.get("requestBody", {}).get("content", {}):
                 _add(operation, 415)
     return found

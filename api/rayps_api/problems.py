@@ -22,21 +22,47 @@ _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 log = logging.getLogger(__name__)
 
 _STATUS: dict[type[RaypsError], tuple[int, str]] = {
-    NotFound: (404, "not_found"), Conflict: (409, "conflict"), Unauthorized: (401, "unauthorized"),
-    ConfigError: (422, "invalid"), UserError: (422, "invalid"),
+    NotFound: (404, "not_found"),
+    Conflict: (409, "conflict"),
+    Unauthorized: (401, "unauthorized"),
+    ConfigError: (422, "invalid"),
+    UserError: (422, "invalid"),
 }
-_CODES = {400: "bad_request", 401: "unauthorized", 403: "forbidden", 404: "not_found",
-          405: "method_not_allowed", 413: "too_large_body", 415: "unsupported_media_type", 422: "invalid",
-          429: "too_many_requests", 500: "internal", 507: "disk_full"}
+_CODES = {
+    400: "bad_request",
+    401: "unauthorized",
+    403: "forbidden",
+    404: "not_found",
+    405: "method_not_allowed",
+    413: "too_large_body",
+    415: "unsupported_media_type",
+    422: "invalid",
+    429: "too_many_requests",
+    500: "internal",
+    507: "disk_full",
+}
 
 
-def problem(request: Request, status: int, detail: str, *, code: str | None = None,
-            errors: Sequence[dict[str, str]] = (), headers: dict[str, str] | None = None) -> JSONResponse:
+def problem(
+    request: Request,
+    status: int,
+    detail: str,
+    *,
+    code: str | None = None,
+    errors: Sequence[dict[str, str]] = (),
+    headers: dict[str, str] | None = None,
+) -> JSONResponse:
     """The answer that says what went wrong and the way out."""
     body: dict[str, Any] = {
-        "type": "about:blank", "title": http.HTTPStatus(status).phrase, "status": status, "detail": detail,
-        "instance": request.url.path, "code": code or _CODES.get(status, "error"), "errors": list(errors),
-        "request_id": request.scope.get("request_id", "")}
+        "type": "about:blank",
+        "title": http.HTTPStatus(status).phrase,
+        "status": status,
+        "detail": detail,
+        "instance": request.url.path,
+        "code": code or _CODES.get(status, "error"),
+        "errors": list(errors),
+        "request_id": request.scope.get("request_id", ""),
+    }
     return JSONResponse(body, status, headers, media_type="application/problem+json")
 
 
@@ -72,8 +98,9 @@ def install(app: FastAPI, fields: Mapping[str, Sequence[str]]) -> None:
             raise error
         disk: StateDisk = request.app.state.service.store.disk
         disk.failed()
-        log.error("request %s: no room on the disk: %s", request.scope.get("request_id"),
-                  getattr(error, "orig", error))  # without the statement, whose values are the user's
+        log.error(
+            "request %s: no room on the disk: %s", request.scope.get("request_id"), getattr(error, "orig", error)
+        )  # without the statement, whose values are the user's
         return problem(request, 507, f"{disk.full()}; this request has changed nothing")
 
     @app.exception_handler(RequestValidationError)
@@ -86,8 +113,11 @@ def install(app: FastAPI, fields: Mapping[str, Sequence[str]]) -> None:
 
 def _allowed(app: FastAPI, request: Request) -> list[str]:
     """The methods of a path, over all routes that have it."""
-    found = [method for method in _METHODS if any(
-        route.matches({**request.scope, "method": method})[0] is Match.FULL for route in app.routes)]
+    found = [
+        method
+        for method in _METHODS
+        if any(route.matches({**request.scope, "method": method})[0] is Match.FULL for route in app.routes)
+    ]
     return found or ["GET", "HEAD"]  # a file of the dashboard
 
 

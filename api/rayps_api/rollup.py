@@ -64,10 +64,16 @@ class Bucket:
         if self.finite:
             loss = {"min": self.least, "mean": self.total / self.finite, "max": self.most}
         seconds = self.parts.get("seconds", 0.0)
-        return {"round": begin, "round_end": min(begin + size - 1, newest), "count": self.count, "loss": loss,
-                "not_finite": self.count - self.finite,
-                "samples_per_second": self.samples / seconds if seconds > 0 else None,
-                **self.parts, "staleness": self.staleness}
+        return {
+            "round": begin,
+            "round_end": min(begin + size - 1, newest),
+            "count": self.count,
+            "loss": loss,
+            "not_finite": self.count - self.finite,
+            "samples_per_second": self.samples / seconds if seconds > 0 else None,
+            **self.parts,
+            "staleness": self.staleness,
+        }
 
 
 class Rollup:

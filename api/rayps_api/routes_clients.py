@@ -79,9 +79,12 @@ class Caller:
 
 
 async def _joined(
-    request: Request, grant: Granted,
-    rayps_client: Annotated[str, Header(pattern=r"^[0-9A-Z]{26}:\d{1,8}:[A-Za-z0-9_-]{16,200}$",
-                                        description="JOB:NUMBER:KEY, as it joined.")],
+    request: Request,
+    grant: Granted,
+    rayps_client: Annotated[
+        str,
+        Header(pattern=r"^[0-9A-Z]{26}:\d{1,8}:[A-Za-z0-9_-]{16,200}$", description="JOB:NUMBER:KEY, as it joined."),
+    ],
 ) -> Caller:
     job, number, key = rayps_client.split(":")
     if grant.job not in (None, job):
@@ -137,8 +140,10 @@ async def rotate(token_id: Annotated[str, InPath(min_length=1, max_length=100)],
     old = await known.client_tokens.get(token_id)
     seconds = None if old.expires_at is None else old.expires_at - time.time()
     if old.revoked_at is not None or (seconds is not None and seconds <= 0):
-        raise Conflict(f"client token {old.id} was revoked, or is past its time: make another with "
-                       "`rayps token create`", status=409)
+        raise Conflict(
+            f"client token {old.id} was revoked, or is past its time: make another with `rayps token create`",
+            status=409,
+        )
     grant, text = await known.client_tokens.create(old.job, old.name, seconds)
     await revoke(token_id, known)
     return {**_token(grant), "token": text}
@@ -182,13 +187,20 @@ async def join(body: JoinIn, grant: Granted, request: Request) -> Any:
     mailbox = running.mailbox(job.id)
     await asyncio.to_thread(mailbox.prepare)
     member = await asyncio.to_thread(mailbox.join, name, body.key, grant.id, body.samples)
-    return {"job": job.id, "name": name, "number": member.number, "public_key": running.client_tokens.key.public,
-            "workload": job.spec.workload}
+    return {
+        "job": job.id,
+        "name": name,
+        "number": member.number,
+        "public_key": running.client_tokens.key.public,
+        "workload": job.spec.workload,
+    }
 
 
 @router.get("/client/work", response_model=WorkOut)
 async def work(
-    caller: Joined, request: Request, after: Annotated[int, Query(ge=0, lt=2**53)] = 0,
+    caller: Joined,
+    request: Request,
+    after: Annotated[int, Query(ge=0, lt=2**53)] = 0,
     wait: Annotated[float, Query(ge=0, le=LONGEST_WAIT, allow_inf_nan=False)] = 20.0,
 ) -> Any:
     """What to do after order `after`; stays up to `wait` seconds until there is something."""
@@ -223,23 +235,37 @@ async def work(
             await asyncio.wait_for(running.closing.wait(), _PAUSE)
 
 
-@router.get("/client/rounds/{serial}/parameters", response_class=Response,
-            responses={200: {"content": {"application/octet-stream": {}}}})
+@router.get(
+    "/client/rounds/{serial}/parameters",
+    response_class=Response,
+    responses={200: {"content": {"application/octet-stream": {}}}},
+)
 async def parameters(serial: Serial, caller: Joined) -> Response:
     """The parameters of an open round, as safetensors; their hash is in the order."""
     order = await asyncio.to_thread(_open_order, caller, serial)
     file = await asyncio.to_thread(_open, caller.mailbox, order.serial)
     size = os.fstat(file.fileno()).st_size
-    return StreamingResponse(_blocks(file), media_type="application/octet-stream",
-                             headers={"Content-Length": str(size)})
+    return StreamingResponse(
+        _blocks(file), media_type="application/octet-stream", headers={"Content-Length": str(size)}
+    )
 
 
-@router.put("/client/rounds/{serial}/update", status_code=201, response_model=UpdateOut,
-            responses={200: {"model": UpdateOut}, **problems(429)},
-            openapi_extra={"requestBody": {"required": True, "content": {"application/octet-stream": {
-                "schema": {"type": "string", "format": "binary"}}}}})
+@router.put(
+    "/client/rounds/{serial}/update",
+    status_code=201,
+    response_model=UpdateOut,
+    responses={200: {"model": UpdateOut}, **problems(429)},
+    openapi_extra={
+        "requestBody": {
+            "required": True,
+            "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+        }
+    },
+)
 async def update(
-    serial: Serial, caller: Joined, request: Request,
+    serial: Serial,
+    caller: Joined,
+    request: Request,
     rayps_sha256: Annotated[str, Header(pattern=r"^[0-9a-f]{64}$", description="Of the body.")],
 ) -> Any:
     """An update, as safetensors. The first one that is whole counts, however often it is sent; 409 when it is late."""
@@ -309,8 +335,15 @@ def _is_for(caller: Caller, order: Order) -> bool:
 
 def _signed_text(caller: Caller, order: Order) -> str:
     left = max(0.0, order.begun + order.deadline - time.time())
-    return order_text({**order.facts, "job": caller.job, "client": caller.member.number, "name": caller.member.name,
-                       "seconds": round(left, 3)})
+    return order_text(
+        {
+            **order.facts,
+            "job": caller.job,
+            "client": caller.member.number,
+            "name": caller.member.name,
+            "seconds": round(left, 3),
+        }
+    )
 
 
 def _open(mailbox: Mailbox, serial: int) -> Any:
@@ -328,9 +361,12 @@ def _blocks(file: Any) -> Iterator[bytes]:
 
 def _must_be_remote(job: Record) -> None:
     if not any(phase.strategy.remote for phase in parse(job.spec.strategy)):
-        raise ConfigError(f"job {job.id} ({job.name}) has no clients outside of the cluster: submit it with a "
-                          "federated strategy and clients=remote, such as fedavg:clients=remote", field="job",
-                          code="not_remote")
+        raise ConfigError(
+            f"job {job.id} ({job.name}) has no clients outside of the cluster: submit it with a "
+            "federated strategy and clients=remote, such as fedavg:clients=remote",
+            field="job",
+            code="not_remote",
+        )
 
 
 def _shown(mailbox: Mailbox) -> dict[str, Any]:
@@ -348,16 +384,31 @@ def _client(mailbox: Mailbox, member: Member, order: Order | None) -> dict[str, 
             doing = f"is asked for round {order.round}"
         else:
             doing = f"sent nothing in round {order.round}"
-    return {"number": member.number, "name": member.name, "state": mailbox.state(member.number),
-            "samples": member.samples, "joined_at": _stamp(member.joined_at),
-            "seen_seconds": seen if seen < float("inf") else None, "doing": doing}
+    return {
+        "number": member.number,
+        "name": member.name,
+        "state": mailbox.state(member.number),
+        "samples": member.samples,
+        "joined_at": _stamp(member.joined_at),
+        "seen_seconds": seen if seen < float("inf") else None,
+        "doing": doing,
+    }
 
 
 def _token(grant: Grant) -> dict[str, Any]:
-    return {"id": grant.id, "job": grant.job, "name": grant.name, "created_at": _stamp(grant.created_at),
-            "expires_at": _stamp(grant.expires_at), "revoked_at": _stamp(grant.revoked_at)}
+    return {
+        "id": grant.id,
+        "job": grant.job,
+        "name": grant.name,
+        "created_at": _stamp(grant.created_at),
+        "expires_at": _stamp(grant.expires_at),
+        "revoked_at": _stamp(grant.revoked_at),
+    }
 
 
 def _stamp(at: float | None) -> str | None:
-    return None if at is None else datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds").replace(
-        "+00:00", "Z")
+    return (
+        None
+        if at is None
+        else datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    )

@@ -32,8 +32,7 @@ Cursor = Annotated[int, Query(ge=0, lt=2**53)]
 
 @router.post("", status_code=201, response_model=JobOut, responses={200: {"model": JobOut}})
 async def submit(
-    body: JobIn, known: Known,
-    idempotency_key: Annotated[str | None, Header(min_length=1, max_length=255)] = None,
+    body: JobIn, known: Known, idempotency_key: Annotated[str | None, Header(min_length=1, max_length=255)] = None
 ) -> Any:
     """File a job. With an Idempotency-Key a second identical request gives the first one's job, with 200."""
     spec, name = _spec(body)
@@ -60,7 +59,8 @@ async def submit(
 
 @router.get("", response_model=JobsOut)
 async def page(
-    known: Known, status: Annotated[list[Status] | None, Query()] = None,
+    known: Known,
+    status: Annotated[list[Status] | None, Query()] = None,
     limit: Annotated[int, Query(ge=1, le=200)] = 50,
     cursor: Annotated[str | None, Query(pattern=r"^[0-9A-Z]{26}$")] = None,
 ) -> Any:
@@ -91,12 +91,17 @@ async def delete(job_id: str, known: Known) -> Any:
     """Delete an ended job with its folder: logs, metrics, checkpoints. 409 while it, or a job that resumes it, runs."""
     record = await known.record(job_id)
     if not record.status.terminal:
-        raise Conflict(f"job {record.id} is {record.status}: stop it first (`rayps stop {record.id}`)", job=record.id,
-                       status=409)
+        raise Conflict(
+            f"job {record.id} is {record.status}: stop it first (`rayps stop {record.id}`)", job=record.id, status=409
+        )
     users = await known.store.resuming(known.folder(record.id))
     if users:
-        raise Conflict(f"job {users[0].id} ({users[0].name}) resumes a checkpoint of job {record.id}: wait until it "
-                       f"has ended, or stop it (`rayps stop {users[0].id}`)", job=record.id, status=409)
+        raise Conflict(
+            f"job {users[0].id} ({users[0].name}) resumes a checkpoint of job {record.id}: wait until it "
+            f"has ended, or stop it (`rayps stop {users[0].id}`)",
+            job=record.id,
+            status=409,
+        )
     shown = known.show(record)
     # the folder first: on a full disk this makes room, and an ended job without a folder is no orphan
     await asyncio.to_thread(job_folders.remove, known.settings.jobs_dir, record.id)
@@ -106,7 +111,10 @@ async def delete(job_id: str, known: Known) -> Any:
 
 @router.get("/{job_id}/metrics", response_model=Points | Series)
 async def metrics(
-    job_id: str, known: Known, cursor: Cursor = 0, limit: Annotated[int, Query(ge=1, le=10_000)] = 2000,
+    job_id: str,
+    known: Known,
+    cursor: Cursor = 0,
+    limit: Annotated[int, Query(ge=1, le=10_000)] = 2000,
     max_points: Annotated[int | None, Query(ge=2, le=5000)] = None,
 ) -> Any:
     """Metric points from a cursor, or with `max_points` the whole run in step-aligned buckets."""
@@ -120,7 +128,10 @@ async def metrics(
 
 @router.get("/{job_id}/logs", response_model=Lines)
 async def logs(
-    job_id: str, known: Known, cursor: Cursor = 0, limit: Annotated[int, Query(ge=1, le=10_000)] = 1000,
+    job_id: str,
+    known: Known,
+    cursor: Cursor = 0,
+    limit: Annotated[int, Query(ge=1, le=10_000)] = 1000,
     tail: Annotated[int | None, Query(ge=1, le=10_000)] = None,
 ) -> Any:
     """Log lines from a cursor, or the last `tail` ones."""
@@ -133,8 +144,9 @@ async def logs(
 
 
 @router.get("/{job_id}/events", response_model=Events)
-async def events(job_id: str, known: Known, cursor: Cursor = 0,
-                 limit: Annotated[int, Query(ge=1, le=2000)] = 500) -> Any:
+async def events(
+    job_id: str, known: Known, cursor: Cursor = 0, limit: Annotated[int, Query(ge=1, le=2000)] = 500
+) -> Any:
     """What happened to a job, by its driver and by the scheduler."""
     job_id = (await known.record(job_id)).id
     noted = await known.store.events(job_id)
@@ -156,11 +168,17 @@ def _refuse_without_servers(spec: JobSpec) -> None:
     strategies = [phase.strategy for phase in parse(spec.strategy)]
     if all(each.shards == 0 and each.tables is None for each in strategies):
         names = " and ".join(dict.fromkeys(each.name for each in strategies))
-        raise ConfigError(f"server_group is {spec.server_group!r}, and {names} keeps nothing on servers: leave it out, "
-                          "or use parameter_server or hybrid", field="server_group")
+        raise ConfigError(
+            f"server_group is {spec.server_group!r}, and {names} keeps nothing on servers: leave it out, "
+            "or use parameter_server or hybrid",
+            field="server_group",
+        )
     if spec.branch is not None and strategies[0].shards == 0:
-        raise ConfigError(f"branch is {spec.branch!r}, and {strategies[0].name} keeps no parameters on servers: begin "
-                          "with parameter_server, or leave it out", field="branch")
+        raise ConfigError(
+            f"branch is {spec.branch!r}, and {strategies[0].name} keeps no parameters on servers: begin "
+            "with parameter_server, or leave it out",
+            field="branch",
+        )
 
 
 async def _must_be_there(spec: JobSpec, known: Service) -> None:
@@ -173,8 +191,9 @@ async def _must_be_there(spec: JobSpec, known: Service) -> None:
     try:
         job = await known.store.get(spec.branch)
     except NotFound:
-        raise ConfigError(f"branch is {spec.branch!r}: there is no such job and no such space; {there}",
-                          field="branch") from None
+        raise ConfigError(
+            f"branch is {spec.branch!r}: there is no such job and no such space; {there}", field="branch"
+        ) from None
     if job.status.terminal or job.spec.server_group != spec.server_group:
         why = "has ended, and its space with it" if job.status.terminal else "is not on that group"
         raise ConfigError(f"branch is {spec.branch!r}: that job {why}; {there}", field="branch")
@@ -190,12 +209,17 @@ async def _checkpoint(resume: str, working_dir: str | None, known: Service) -> s
         return job.checkpoint
     path = Path(working_dir or "/") / resume
     if not os.path.isdir(path):  # noqa: PTH112  also says no where the name is too long
-        raise ConfigError(f"resume is {resume!r}: there is no such job, and no folder {path} on the service's machine: "
-                          "give the id of a job that has ended, or a checkpoint's folder, as `rayps get ID` shows it",
-                          field="resume")
+        raise ConfigError(
+            f"resume is {resume!r}: there is no such job, and no folder {path} on the service's machine: "
+            "give the id of a job that has ended, or a checkpoint's folder, as `rayps get ID` shows it",
+            field="resume",
+        )
     if not (path / _MANIFEST).is_file():
-        raise ConfigError(f"resume is {resume!r}: the folder {path} holds no checkpoint (no {_MANIFEST}): give a "
-                          "checkpoint's own folder, such as .../step-00000100", field="resume")
+        raise ConfigError(
+            f"resume is {resume!r}: the folder {path} holds no checkpoint (no {_MANIFEST}): give a "
+            "checkpoint's own folder, such as .../step-00000100",
+            field="resume",
+        )
     return resume
 
 
@@ -212,8 +236,10 @@ def _spec(body: JobIn) -> tuple[JobSpec, str]:
 
 def _finite_strategy(given: Any) -> Any:
     if not isinstance(given, str | dict | list) or len(repr(given)) > 10_000:
-        raise ConfigError("strategy should be a name such as 'all_reduce', or "
-                          "{\"name\": \"parameter_server\", \"staleness\": 3}", field="strategy")
+        raise ConfigError(
+            'strategy should be a name such as \'all_reduce\', or {"name": "parameter_server", "staleness": 3}',
+            field="strategy",
+        )
     return given
 
 
@@ -221,13 +247,16 @@ def _find(spec: JobSpec) -> None:
     """Refuse a workload file or a directory that is not there: cheaper said now than by a driver."""
     home = None if spec.working_dir is None else Path(spec.working_dir)
     if home is not None and not (home.is_absolute() and home.is_dir()):
-        raise ConfigError(f"working_dir {spec.working_dir!r} is no directory on the service's machine: "
-                          "give an absolute path", field="working_dir")
+        raise ConfigError(
+            f"working_dir {spec.working_dir!r} is no directory on the service's machine: give an absolute path",
+            field="working_dir",
+        )
     file = Path(spec.workload.rpartition(":")[0])
     if file.suffix == ".py":
         if not file.is_absolute() and home is None:
-            raise ConfigError(f"workload {spec.workload!r} is a file: give working_dir, the absolute path of "
-                              "the directory it is in", field="working_dir")
+            raise ConfigError(
+                f"workload {spec.workload!r} is a file: give working_dir, the absolute path of the directory it is in",
+                field="working_dir",
+            )
         if not ((home or Path("/")) / file).is_file():
-            raise ConfigError(f"workload {spec.workload!r}: there is no file {file} in {home or '/'}",
-                              field="workload")
+            raise ConfigError(f"workload {spec.workload!r}: there is no file {file} in {home or '/'}", field="workload")

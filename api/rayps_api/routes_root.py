@@ -36,11 +36,22 @@ async def login(body: Login, request: Request) -> Response:
         session = await running.store.login(await running.store.login_code())
     if session is None:
         guard: Guard = request.scope["rayps_guard"]
-        return guard.failed(request, "the code is wrong, used or older than five minutes: "
-                            "`rayps open` prints a new address" if body.code else None)
+        return guard.failed(
+            request,
+            "the code is wrong, used or older than five minutes: `rayps open` prints a new address"
+            if body.code
+            else None,
+        )
     answer = Response(status_code=204)
-    answer.set_cookie(running.cookie, session, max_age=30 * 86400, httponly=True, samesite="strict", path="/",
-                      secure=request.url.scheme == "https")
+    answer.set_cookie(
+        running.cookie,
+        session,
+        max_age=30 * 86400,
+        httponly=True,
+        samesite="strict",
+        path="/",
+        secure=request.url.scheme == "https",
+    )
     return answer
 
 
@@ -66,9 +77,15 @@ async def cluster(known: Known) -> Any:
     """The Ray that runs the jobs, as last seen."""
     view, place = known.scheduler.view, known.scheduler.place
     total = view.total or place.capacity() or {}
-    return {"ready": view.ready, "address": place.address, "owned": place.owned,
-            "cores": os.cpu_count() if place.owned else None, "total": total,
-            "free": view.free or {}, "reason": view.reason}
+    return {
+        "ready": view.ready,
+        "address": place.address,
+        "owned": place.owned,
+        "cores": os.cpu_count() if place.owned else None,
+        "total": total,
+        "free": view.free or {},
+        "reason": view.reason,
+    }
 
 
 @router.get("/api/v1/strategies", response_model=list[StrategyOut], tags=["strategies"])
@@ -97,8 +114,12 @@ async def readyz(request: Request) -> Any:
     return JSONResponse({"ready": ready, "reason": reason}, 200 if ready else 503)
 
 
-@router.get("/metrics", tags=["health"], response_class=Response,
-            responses={200: {"content": {CONTENT_TYPE_LATEST: {"schema": {"type": "string"}}}}})
+@router.get(
+    "/metrics",
+    tags=["health"],
+    response_class=Response,
+    responses={200: {"content": {CONTENT_TYPE_LATEST: {"schema": {"type": "string"}}}}},
+)
 async def prometheus(known: Known) -> Response:
     """The service's own figures, for Prometheus."""
     registry = CollectorRegistry()
@@ -119,9 +140,15 @@ async def prometheus(known: Known) -> Response:
 
 def _of_groups(known: Service, registry: CollectorRegistry) -> None:
     servers = Gauge("rayps_group_servers", "Servers of a group by state", ["group", "state"], registry=registry)
-    gauges = {key: Gauge(f"rayps_space_{key}", what, ["group", "space"], registry=registry) for key, what in (
-        ("bytes", "Bytes that a job keeps on a server group"), ("rows", "Rows of its tables"),
-        ("operations_s", "Its requests a second"), ("throttled", "Its requests that waited for its quota"))}
+    gauges = {
+        key: Gauge(f"rayps_space_{key}", what, ["group", "space"], registry=registry)
+        for key, what in (
+            ("bytes", "Bytes that a job keeps on a server group"),
+            ("rows", "Rows of its tables"),
+            ("operations_s", "Its requests a second"),
+            ("throttled", "Its requests that waited for its quota"),
+        )
+    }
     for group in known.groups.all():
         for state in ("alive", "leaving", "dead"):
             servers.labels(group["name"], state).set(sum(each.get("state") == state for each in group["servers"]))
@@ -142,9 +169,12 @@ async def docs(request: Request, known: Known) -> HTMLResponse:
     rows = [
         f"<tr><td>{verb.upper()}</td><td><code>{html.escape(path)}</code></td>"
         f"<td>{html.escape(what.get('description') or what.get('summary', ''))}</td></tr>"
-        for path, verbs in request.app.openapi()["paths"].items() for verb, what in verbs.items()]
+        for path, verbs in request.app.openapi()["paths"].items()
+        for verb, what in verbs.items()
+    ]
     return HTMLResponse(
         "<!doctype html><html lang=en><meta charset=utf-8><title>rayps: routes</title><h1>Routes</h1>"
         "<p>Schemas: <a href=openapi.json>openapi.json</a>. "
         "Send <code>Authorization: Bearer rps_...</code>.</p>"
-        f"<table>{''.join(rows)}</table></html>")
+        f"<table>{''.join(rows)}</table></html>"
+    )

@@ -24,8 +24,9 @@ from rayps_api.schemas import (
 )
 from rayps_api.service import Known, Service
 
-router = APIRouter(prefix="/api/v1/server-groups", tags=["server groups"],
-                   responses=problems(400, 401, 403, 404, 409, 413, 422, 507))
+router = APIRouter(
+    prefix="/api/v1/server-groups", tags=["server groups"], responses=problems(400, 401, 403, 404, 409, 413, 422, 507)
+)
 
 Name = Annotated[str, Path(pattern=NAME, description="The group's name.")]
 
@@ -68,7 +69,8 @@ async def drain(name: Name, body: DrainIn, known: Known) -> Any:
 
 @router.delete("/{name}", status_code=202, response_model=GroupOut)
 async def stop(
-    name: Name, known: Known,
+    name: Name,
+    known: Known,
     force: Annotated[bool, Query(description="Also when jobs use it: they will fail.")] = False,
 ) -> Any:
     """End a group and all parameters on it; 409 while jobs use it."""
@@ -76,8 +78,11 @@ async def stop(
     if group["jobs"] and not force:
         jobs = ", ".join(f"{job['id']} ({job['name']})" for job in group["jobs"][:3])
         more = ", ..." if len(group["jobs"]) > 3 else ""
-        raise Conflict(f"server group {name!r} is used by {jobs}{more}: stop them first (`rayps stop ID`), or stop the "
-                       "group with --force, which fails them", status=409)
+        raise Conflict(
+            f"server group {name!r} is used by {jobs}{more}: stop them first (`rayps stop ID`), or stop the "
+            "group with --force, which fails them",
+            status=409,
+        )
     await known.groups.stop(name)
     known.scheduler.wake()  # its jobs fail now, not when a worker has waited long enough
     with contextlib.suppress(NotFound):  # it may be gone already
@@ -98,8 +103,9 @@ async def drop(name: Name, space: Space, known: Known) -> Any:
     group = await show_group(known, name)
     space = known.groups.space(name, space)
     if any(job["id"] == space for job in group["jobs"]):
-        raise Conflict(f"space {space!r} is of a job that has not ended: stop it first with `rayps stop {space}`",
-                       status=409)
+        raise Conflict(
+            f"space {space!r} is of a job that has not ended: stop it first with `rayps stop {space}`", status=409
+        )
     await known.groups.drop(name, space)
     return JSONResponse(await show_group(known, name), 202)
 

@@ -19,8 +19,11 @@ TokenId = Annotated[str, Path(min_length=1, max_length=100, description="A token
 
 def _bearer(request: Request, known: Known) -> Service:
     if not request.scope.get("rayps_bearer"):
-        raise HTTPException(403, "tokens are made, listed and revoked with a token (Authorization: Bearer rps_...), "
-                            "not with a browser's session: use `rayps token`")
+        raise HTTPException(
+            403,
+            "tokens are made, listed and revoked with a token (Authorization: Bearer rps_...), "
+            "not with a browser's session: use `rayps token`",
+        )
     return known
 
 
@@ -54,10 +57,18 @@ async def revoke(token_id: TokenId, running: Bearer) -> Any:
 
 
 def _shown(token: UserToken) -> dict[str, Any]:
-    return {"id": token.id, "name": token.name, "created_at": _stamp(token.created_at),
-            "expires_at": _stamp(token.expires_at), "revoked_at": _stamp(token.revoked_at)}
+    return {
+        "id": token.id,
+        "name": token.name,
+        "created_at": _stamp(token.created_at),
+        "expires_at": _stamp(token.expires_at),
+        "revoked_at": _stamp(token.revoked_at),
+    }
 
 
 def _stamp(at: float | None) -> str | None:
-    return None if at is None else datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds").replace(
-        "+00:00", "Z")
+    return (
+        None
+        if at is None
+        else datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    )

@@ -126,8 +126,15 @@ class GroupIn(BaseModel):
     name: str = Field(pattern=GROUP_NAME, examples=["shared"])
     servers: int = Field(2, ge=1, le=MOST_SERVERS)
     replicas: int = Field(1, ge=0, le=MOST_REPLICAS)
-    silence: float = Field(SILENCE, ge=LEAST_SILENCE, le=MOST_SILENCE, allow_inf_nan=False, description=(
-        "Seconds after which a server that says nothing is taken for dead; one whose process ends is seen at once."))
+    silence: float = Field(
+        SILENCE,
+        ge=LEAST_SILENCE,
+        le=MOST_SILENCE,
+        allow_inf_nan=False,
+        description=(
+            "Seconds after which a server that says nothing is taken for dead; one whose process ends is seen at once."
+        ),
+    )
 
 
 class ResizeIn(BaseModel):
@@ -262,11 +269,20 @@ def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
 def job_out(record: Record, progress: dict[str, Any] | None) -> dict[str, Any]:
     """A job as JSON-ready data."""
     return {
-        "id": record.id, "name": record.name, "status": record.status.value, "reason": record.reason,
-        "spec": spec_out(record.spec), "attempt": record.attempt, "created_at": _stamp(record.created_at),
-        "started_at": _stamp(record.started_at), "finished_at": _stamp(record.finished_at),
-        "progress": progress, "metrics": finite(record.metrics), "checkpoint": record.checkpoint,
-        "stop_requested": record.stop_requested_at is not None}
+        "id": record.id,
+        "name": record.name,
+        "status": record.status.value,
+        "reason": record.reason,
+        "spec": spec_out(record.spec),
+        "attempt": record.attempt,
+        "created_at": _stamp(record.created_at),
+        "started_at": _stamp(record.started_at),
+        "finished_at": _stamp(record.finished_at),
+        "progress": progress,
+        "metrics": finite(record.metrics),
+        "checkpoint": record.checkpoint,
+        "stop_requested": record.stop_requested_at is not None,
+    }
 
 
 def spec_out(spec: JobSpec) -> dict[str, Any]:
@@ -276,8 +292,11 @@ def spec_out(spec: JobSpec) -> dict[str, Any]:
 
 def group_out(group: dict[str, Any], live: list[Record]) -> dict[str, Any]:
     """A group of `rayps.service.groups` with the living jobs that name it, as JSON-ready data."""
-    jobs = [{"id": job.id, "name": job.name, "status": job.status.value, "workers": job.spec.workers}
-            for job in live if job.spec.server_group == group["name"]]
+    jobs = [
+        {"id": job.id, "name": job.name, "status": job.status.value, "workers": job.spec.workers}
+        for job in live
+        if job.spec.server_group == group["name"]
+    ]
     return {**group, "created_at": _stamp(group["created_at"]), "jobs": jobs}
 
 
@@ -289,7 +308,10 @@ def group_row(group: dict[str, Any]) -> dict[str, Any]:
         "alive": sum(each.get("state") == "alive" for each in servers),
         "bytes": sum(each.get("bytes") or 0 for each in servers),
         "operations_s": sum(each.get("operations_s") or 0 for each in servers),
-        "spaces": len(group["spaces"]), "moves": len(group["moves"]), "jobs": len(group["jobs"])}
+        "spaces": len(group["spaces"]),
+        "moves": len(group["moves"]),
+        "jobs": len(group["jobs"]),
+    }
 
 
 def finite(value: Any) -> Any:
@@ -304,5 +326,8 @@ def finite(value: Any) -> Any:
 
 
 def _stamp(at: float | None) -> str | None:
-    return None if at is None else datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds").replace(
-        "+00:00", "Z")
+    return (
+        None
+        if at is None
+        else datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    )

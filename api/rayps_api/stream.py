@@ -71,7 +71,9 @@ async def _slot(known: Known) -> AsyncIterator[None]:
 
 
 async def _start(
-    known: Known, slot: Annotated[None, Depends(_slot)], job: Annotated[str | None, Query(max_length=100)] = None,
+    known: Known,
+    slot: Annotated[None, Depends(_slot)],
+    job: Annotated[str | None, Query(max_length=100)] = None,
     cursor: Annotated[str, Query(max_length=100)] = "",
     last_event_id: Annotated[str | None, Header(max_length=100)] = None,
     group: Annotated[str | None, Query(max_length=100)] = None,
@@ -86,7 +88,9 @@ async def _start(
 
 @router.get("/api/v1/stream", response_class=EventSourceResponse)
 async def stream(
-    known: Known, request: Request, at: Annotated[Cursor, Depends(_start)],
+    known: Known,
+    request: Request,
+    at: Annotated[Cursor, Depends(_start)],
     job: Annotated[str | None, Query(max_length=100)] = None,
     topics: Annotated[str, Query(max_length=100)] = ",".join(TOPICS),
     group: Annotated[str | None, Query(max_length=100)] = None,

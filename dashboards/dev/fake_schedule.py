@@ -29,7 +29,7 @@ def facts(spec: dict[str, Any], workers: int) -> tuple[dict[str, Any], dict[str,
     measured = {
         "rounds": 900, "bytes": formula["bytes"] * 1.0008, "stage_bytes": stage["bytes"], "messages": stage["messages"],
         "idle": float(went.idle), "activations": went.peaks, "imbalance": 0.21,
-    }  # fmt: skip
+    }
     return {"theory": _rows(simulate(rows)), "measured": _rows(went)}, {"measured": measured, "formula": formula}
 
 

@@ -24,18 +24,24 @@ def rows(folder: Path, part: str, count: int) -> pa.Table:
     labels = np.frombuffer(gzip.decompress((folder / f"{part}-labels-idx1-ubyte.gz").read_bytes()), np.uint8, offset=8)
     chosen = np.random.default_rng(0).permutation(len(labels))[:count]
     pixels = images.reshape(len(labels), SIDE * SIDE)[chosen]
-    return pa.table({
-        "pixels": pa.FixedSizeListArray.from_arrays(pa.array(pixels.ravel()), SIDE * SIDE),
-        "digit": labels[chosen],
-    })
+    return pa.table(
+        {"pixels": pa.FixedSizeListArray.from_arrays(pa.array(pixels.ravel()), SIDE * SIDE), "digit": labels[chosen]}
+    )
 
 
 def main() -> None:
     """Write both files."""
     folder = Path(sys.argv[1])
     for part, count, name in (("train", 10_000, "digits.parquet"), ("t10k", 2_000, "digits_test.parquet")):
-        pq.write_table(rows(folder, part, count), HERE / name, row_group_size=1_000, compression="zstd",
-                       compression_level=19, use_dictionary=False, write_page_checksum=True)
+        pq.write_table(
+            rows(folder, part, count),
+            HERE / name,
+            row_group_size=1_000,
+            compression="zstd",
+            compression_level=19,
+            use_dictionary=False,
+            write_page_checksum=True,
+        )
         print(name, (HERE / name).stat().st_size, "bytes")
 
 

@@ -41,8 +41,14 @@ def main() -> None:
     flights = flights.filter(pc.is_valid(flights["arr_delay"]))
     order = np.random.default_rng(0).permutation(flights.num_rows)
     for name, part in (("flights.parquet", order[:60_000]), ("flights_test.parquet", order[60_000:72_000])):
-        pq.write_table(rows(flights.take(pa.array(part))), HERE / name, row_group_size=10_000, compression="zstd",
-                       compression_level=19, write_page_checksum=True)
+        pq.write_table(
+            rows(flights.take(pa.array(part))),
+            HERE / name,
+            row_group_size=10_000,
+            compression="zstd",
+            compression_level=19,
+            write_page_checksum=True,
+        )
         print(name, (HERE / name).stat().st_size, "bytes")
 
 

@@ -46,8 +46,14 @@ def main() -> None:
     flights = flights.filter(pc.and_(pc.is_valid(flights["arr_delay"]), pc.is_valid(flights["tailnum"])))
     order = np.random.default_rng(1).permutation(flights.num_rows)
     for name, part in (("departures.parquet", order[:100_000]), ("departures_test.parquet", order[100_000:120_000])):
-        pq.write_table(rows(flights.take(pa.array(part))), HERE / name, row_group_size=50_000, compression="zstd",
-                       compression_level=19, write_page_checksum=True)
+        pq.write_table(
+            rows(flights.take(pa.array(part))),
+            HERE / name,
+            row_group_size=50_000,
+            compression="zstd",
+            compression_level=19,
+            write_page_checksum=True,
+        )
         print(name, (HERE / name).stat().st_size, "bytes")
 
 

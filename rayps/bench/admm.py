@@ -79,10 +79,19 @@ def contenders(epochs: int, steps: int, penalty: float) -> list[str]:
 
 
 def bench_admm(
-    workers: int = 4, strategies: Sequence[str] = (), *, epochs: int = 20, rows: int = 6000, batch: int = 32,
-    lr: float = 0.1, hidden: int = 64, penalty: float = 1.0, seeds: int = 1, rate: float = 1e9,
+    workers: int = 4,
+    strategies: Sequence[str] = (),
+    *,
+    epochs: int = 20,
+    rows: int = 6000,
+    batch: int = 32,
+    lr: float = 0.1,
+    hidden: int = 64,
+    penalty: float = 1.0,
+    seeds: int = 1,
+    rate: float = 1e9,
     folder: Path | None = None,
-) -> list[ADMMRow]:  # fmt: skip
+) -> list[ADMMRow]:
     """A row for each strategy; `rate` in bits a second of each worker's line.
 
     Raises:
@@ -100,11 +109,24 @@ def bench_admm(
         runs = [_run(work, wire([phase]), workers, epochs, seed) for seed in range(seeds)]
         moved = 0.0 if kept else (epochs - 1) * work.data().rows() * (workers - 1) / workers * ROW_BYTES
         mean = {name: sum(run[name] for run in runs) / seeds for name in ("best", "last", "bytes", "data", "seconds")}
-        found.append(ADMMRow(
-            text, "sorted by label" if kept else "dealt anew", epochs, seeds, runs[0]["meetings"], mean["best"],
-            mean["last"], min(run["last"] for run in runs), mean["bytes"] / 1e6, mean["data"], moved / 1e6,
-            8 * moved / workers / rate, mean["seconds"], runs[0]["primal"],
-        ))  # fmt: skip
+        found.append(
+            ADMMRow(
+                text,
+                "sorted by label" if kept else "dealt anew",
+                epochs,
+                seeds,
+                runs[0]["meetings"],
+                mean["best"],
+                mean["last"],
+                min(run["last"] for run in runs),
+                mean["bytes"] / 1e6,
+                mean["data"],
+                moved / 1e6,
+                8 * moved / workers / rate,
+                mean["seconds"],
+                runs[0]["primal"],
+            )
+        )
     return found
 
 
@@ -116,12 +138,17 @@ def _run(work: Sorted, strategy: Any, workers: int, epochs: int, seed: int) -> d
         )
     finally:
         cluster.close()
-    columns = {name: [v for v in result.history[name].to_pylist() if v is not None]
-               for name in result.history.column_names}  # fmt: skip
+    columns = {
+        name: [v for v in result.history[name].to_pylist() if v is not None] for name in result.history.column_names
+    }
     accuracies = [*columns.get("evaluation_accuracy", []), result.metrics["accuracy"]]
     met = columns.get("met", [1] * result.history.num_rows)  # without it they meet at every step
     return {
-        "best": max(accuracies), "last": accuracies[-1], "bytes": sum(columns["bytes"]), "meetings": sum(met),
-        "data": sum(columns.get("data", [])), "seconds": time.perf_counter() - began,
+        "best": max(accuracies),
+        "last": accuracies[-1],
+        "bytes": sum(columns["bytes"]),
+        "meetings": sum(met),
+        "data": sum(columns.get("data", [])),
+        "seconds": time.perf_counter() - began,
         "primal": columns["primal"][-1] if "primal" in columns else None,
-    }  # fmt: skip
+    }

@@ -25,9 +25,13 @@ from rayps.training import Result, train
 from rayps.workload import Workload
 
 STRATEGIES = (
-    "all_reduce", "local_sgd:period=4", "local_sgd:period=16", "local_sgd:period=16,compression=int8",
-    "diloco:period=16,compression=int8", "diloco:period=16,overlap=4,compression=int8",
-)  # fmt: skip
+    "all_reduce",
+    "local_sgd:period=4",
+    "local_sgd:period=16",
+    "local_sgd:period=16,compression=int8",
+    "diloco:period=16,compression=int8",
+    "diloco:period=16,overlap=4,compression=int8",
+)
 LENGTH = 64  # characters that are seen
 
 
@@ -61,8 +65,9 @@ class NextCharacter(Workload):
     def model(self) -> nn.Module:
         """See Workload."""
         characters, width = len(set(self.text)), self.width
-        blocks = [_Block(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
-                  for _ in range(self.blocks)]  # fmt: skip
+        blocks = [
+            _Block(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True) for _ in range(self.blocks)
+        ]
         return nn.Sequential(_Places(characters, width), *blocks, nn.LayerNorm(width), nn.Linear(width, characters))
 
     def _windows(self, lo: int, hi: int) -> Data:
@@ -104,9 +109,18 @@ class AveragingRow:
 
 
 def bench_averaging(
-    cluster: Cluster, text: Path, workers: int = 2, strategies: Sequence[str] = STRATEGIES, *, epochs: int = 6,
-    blocks: int = 2, width: int = 64, rate: float = 3e-3, batch: int = 16, seed: int = 0,
-) -> list[AveragingRow]:  # fmt: skip
+    cluster: Cluster,
+    text: Path,
+    workers: int = 2,
+    strategies: Sequence[str] = STRATEGIES,
+    *,
+    epochs: int = 6,
+    blocks: int = 2,
+    width: int = 64,
+    rate: float = 3e-3,
+    batch: int = 16,
+    seed: int = 0,
+) -> list[AveragingRow]:
     """A row for each strategy, in this order; the first one is what the others are compared with.
 
     Raises:
@@ -119,8 +133,9 @@ def bench_averaging(
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the text {text} cannot be read: {error}", field="text") from error
     if len(words) < 20 * LENGTH * batch:
-        raise ConfigError(f"the text {text} has {len(words)} characters: give one of {20 * LENGTH * batch} or more",
-                          field="text")  # fmt: skip
+        raise ConfigError(
+            f"the text {text} has {len(words)} characters: give one of {20 * LENGTH * batch} or more", field="text"
+        )
     work, rows = NextCharacter(words, blocks, width, rate, batch), list[AveragingRow]()
     for strategy in strategies:
         result = train(

@@ -190,8 +190,11 @@ def bench_calls(
         ConfigError: there is nothing to ask for, or no such optimizer.
     """
     if not 1 <= ids <= rows or min(workers, servers, repeats, turns) < 1:
-        raise ConfigError(f"{ids} ids of {rows} rows were asked for by {workers} workers of {servers} servers: give at "
-                          "least 1 of each, and as many rows as ids", field="ids")  # fmt: skip
+        raise ConfigError(
+            f"{ids} ids of {rows} rows were asked for by {workers} workers of {servers} servers: give at "
+            "least 1 of each, and as many rows as ids",
+            field="ids",
+        )
     running = elastic.start(cluster, f"bench-{secrets.token_hex(4)}", servers, 0, detached=False, balance=None)
     actors = [cluster.spawn("rayps.bench.calls:TableBench", rank) for rank in range(workers)]
     parts = [cluster.spawn("rayps.bench.calls:RayRows", -(-rows // servers), dim) for _ in range(servers)]
@@ -213,11 +216,26 @@ def bench_calls(
             cluster.kill(handle)
         running.stop()
     rates = [statistics.median(rate for rate, _ in found) for found in (own, calls)]
-    used = [None if None in [cpu for _, cpu in found] else statistics.median(cpu or 0.0 for _, cpu in found)
-            for found in (own, calls)]  # fmt: skip
+    used = [
+        None if None in [cpu for _, cpu in found] else statistics.median(cpu or 0.0 for _, cpu in found)
+        for found in (own, calls)
+    ]
     times = statistics.median(a / b for (a, _), (b, _) in zip(own, calls, strict=True))
-    return CallsRow(rows, ids, dim, workers, servers, optimizer, repeats, 2 * ids * rates[0], 2 * ids * rates[1], times,
-                    workers / rates[0], workers / rates[1], *used)  # fmt: skip
+    return CallsRow(
+        rows,
+        ids,
+        dim,
+        workers,
+        servers,
+        optimizer,
+        repeats,
+        2 * ids * rates[0],
+        2 * ids * rates[1],
+        times,
+        workers / rates[0],
+        workers / rates[1],
+        *used,
+    )
 
 
 def _measured(

@@ -51,8 +51,10 @@ class CompressionRank(HostRank):
         ring = self._ring
         assert ring is not None, "form comes first"
         gradient = Gradient(ring.buffer(max(1, size // 4) + 1), samples=32)
-        ways = {name: (ring, {"compression": OFF, "message": "given"}) if name == OFF
-                else compressed(ring, name, gradient) for name in names}  # fmt: skip
+        ways = {
+            name: (ring, {"compression": OFF, "message": "given"}) if name == OFF else compressed(ring, name, gradient)
+            for name in names
+        }
         found: dict[str, tuple[list[float], float, dict[str, Any]]] = {}
         for name, (_, event) in ways.items():
             found[name] = ([], 0.0, event)
@@ -70,9 +72,14 @@ class CompressionRank(HostRank):
 
 
 def bench_compression(
-    hosts: int = 2, ranks: int = 1, rate: str = "100mbit", size: int = 10_000_000,
-    names: Sequence[str] = (OFF, "fp16", "bf16", "int8", "top_k", "auto"), *, repeats: int = 5,
-) -> list[CompressionRow]:  # fmt: skip
+    hosts: int = 2,
+    ranks: int = 1,
+    rate: str = "100mbit",
+    size: int = 10_000_000,
+    names: Sequence[str] = (OFF, "fp16", "bf16", "int8", "top_k", "auto"),
+    *,
+    repeats: int = 5,
+) -> list[CompressionRow]:
     """A row for each of `names`, "off" first; `size` in bytes of float32.
 
     Raises:
@@ -87,18 +94,29 @@ def bench_compression(
     secret = secrets.token_bytes(32)
     with Hosts(hosts, rate) as net:
         places = [host for host in range(hosts) for _ in range(ranks)]
-        actors = [net.spawn(host, "rayps.bench.compression:CompressionRank", rank, net.addresses[host], secret, 120.0)
-                  for rank, host in enumerate(places)]  # fmt: skip
+        actors = [
+            net.spawn(host, "rayps.bench.compression:CompressionRank", rank, net.addresses[host], secret, 120.0)
+            for rank, host in enumerate(places)
+        ]
         for actor in actors:
             actor.started.result(_START_SECONDS)
         every(actors, "form", every(actors, "address", timeout=_START_SECONDS), timeout=_START_SECONDS)
         found = every(actors, "means", size, names, repeats, timeout=_RUN_SECONDS)
-    medians = {name: statistics.median(map(max, zip(*(rank[name][0] for rank in found), strict=True)))
-               for name in names}  # fmt: skip
+    medians = {
+        name: statistics.median(map(max, zip(*(rank[name][0] for rank in found), strict=True))) for name in names
+    }
     return [
         CompressionRow(
-            size, name, hosts, ranks, rate, medians[name], max(rank[name][1] for rank in found),
-            medians[OFF] / medians[name], found[0][name][2]["compression"], found[0][name][2]["message"],
+            size,
+            name,
+            hosts,
+            ranks,
+            rate,
+            medians[name],
+            max(rank[name][1] for rank in found),
+            medians[OFF] / medians[name],
+            found[0][name][2]["compression"],
+            found[0][name][2]["message"],
         )
         for name in names
-    ]  # fmt: skip
+    ]

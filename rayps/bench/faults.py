@@ -71,15 +71,23 @@ def bench_faults(
     if kills < 1 or replicas < 1 or servers < 2:
         raise ConfigError(
             f"kills is {kills}, replicas {replicas}, servers {servers}: give at least 1, 1 and 2, or what a dead "
-            "server held would be lost", field="replicas",
-        )  # fmt: skip
+            "server held would be lost",
+            field="replicas",
+        )
     seed = random.SystemRandom().randrange(2**31) if seed is None else seed
     chance, began = random.Random(seed), time.time()
     n = max(SEGMENTS * 2 * workers, size // 8)
     crowd = Crowd(cluster, workers)
     try:
-        with ServerGroup(torch.zeros(n, dtype=torch.float64), shards=servers, replicas=replicas, workers=workers,
-                         staleness=staleness, segments=SEGMENTS, cluster=cluster) as group:  # fmt: skip
+        with ServerGroup(
+            torch.zeros(n, dtype=torch.float64),
+            shards=servers,
+            replicas=replicas,
+            workers=workers,
+            staleness=staleness,
+            segments=SEGMENTS,
+            cluster=cluster,
+        ) as group:
             crowd.begin(group)
             time.sleep(warm)
             calm = time.time()
@@ -96,10 +104,25 @@ def bench_faults(
     ends = [*moments[1:], ended]
     gaps = [longest_gap(done, at, min(end, at + AROUND_SECONDS)) for at, end in zip(moments, ends, strict=True)]
     return FaultsRow(
-        kills, servers, workers, replicas, staleness, 8 * n, seed, sum(each.pushes for each in done), not wrong,
-        median(gaps), max(gaps), rate(done, calm, moments[0]), rate(done, after, ended),
-        longest_gap(done, calm, moments[0] - 0.1), median(settled), time.time() - began, wrong[:10], gaps,
-    )  # fmt: skip
+        kills,
+        servers,
+        workers,
+        replicas,
+        staleness,
+        8 * n,
+        seed,
+        sum(each.pushes for each in done),
+        not wrong,
+        median(gaps),
+        max(gaps),
+        rate(done, calm, moments[0]),
+        rate(done, after, ended),
+        longest_gap(done, calm, moments[0] - 0.1),
+        median(settled),
+        time.time() - began,
+        wrong[:10],
+        gaps,
+    )
 
 
 def _killing(group: ServerGroup, kills: int, chance: random.Random) -> tuple[list[float], list[float]]:

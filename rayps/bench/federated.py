@@ -30,8 +30,16 @@ FIRST = 5  # rounds that count as the start; the others are steady
 LIMIT = 400.0  # seconds for one run
 FOLDER = Path.home() / ".cache" / "rayps" / "bench"
 _HERE = Path(__file__).resolve().parent
-_TRAIN = {"clients": 20, "rows": 100, "epochs": 5, "batch": 10, "lr": 0.1, "hidden": 200, "fraction": 1.0,
-          "states": False}  # fmt: skip
+_TRAIN = {
+    "clients": 20,
+    "rows": 100,
+    "epochs": 5,
+    "batch": 10,
+    "lr": 0.1,
+    "hidden": 200,
+    "fraction": 1.0,
+    "states": False,
+}
 SCENES: dict[str, dict[str, Any]] = {
     "train": _TRAIN,
     "nothing": _TRAIN | {"clients": 100, "rows": 1, "epochs": 0, "hidden": 0},
@@ -86,9 +94,14 @@ class _Run:
 
 
 def bench_federated(
-    scenes: Sequence[str] = tuple(SCENES), contenders: Sequence[str] = CONTENDERS, *, workers: int = 2,
-    rounds: int = 20, repeats: int = 3, folder: Path | None = None,
-) -> list[FederatedRow]:  # fmt: skip
+    scenes: Sequence[str] = tuple(SCENES),
+    contenders: Sequence[str] = CONTENDERS,
+    *,
+    workers: int = 2,
+    rounds: int = 20,
+    repeats: int = 3,
+    folder: Path | None = None,
+) -> list[FederatedRow]:
     """A row for each of `scenes` and each of `contenders` that it has. `rounds` come after the first five.
 
     Raises:
@@ -103,8 +116,11 @@ def bench_federated(
         if value < 1:
             raise ConfigError(f"{field} is {value}: give at least 1", field=field)
     load = os.getloadavg()[0]
-    commands = {name: command(name, workers, folder or FOLDER) for name in contenders
-                if any(name in _WHO[scene] for scene in scenes)}  # fmt: skip
+    commands = {
+        name: command(name, workers, folder or FOLDER)
+        for name in contenders
+        if any(name in _WHO[scene] for scene in scenes)
+    }
     rows: list[FederatedRow] = []
     for scene in scenes:
         here = [name for name in commands if name in _WHO[scene]]
@@ -124,8 +140,15 @@ def command(contender: str, workers: int, folder: Path) -> list[str]:
         return [str(python), str(_HERE / "federated_flower.py")]
     if contender == "pfl":
         python = environment(folder, "pfl", PFL, "import torch, pfl.aggregate.simulate, pfl.model.pytorch")
-        return [str(python), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers),
-                str(_HERE / "federated_pfl.py")]  # fmt: skip
+        return [
+            str(python),
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(workers),
+            str(_HERE / "federated_pfl.py"),
+        ]
     return [sys.executable, "-c", "from rayps.bench.federated_own import main; main()"]
 
 
@@ -140,11 +163,13 @@ def run_of(began: float, out: dict[str, list[float]], first: int) -> _Run:
     """What a run wrote down; the first `first` of its rounds are the start."""
     stamps, held = out["stamps"], [each / 1e6 for each in out.get("rss", ())[first - 1 :]]
     return _Run(
-        _between(stamps[first - 1 :]), stamps[first - 1] - began,
+        _between(stamps[first - 1 :]),
+        stamps[first - 1] - began,
         _between(out["cpu"][first - 1 :]) if "cpu" in out else None,
-        held[0] if held else None, held[-1] - held[0] if held else None,
+        held[0] if held else None,
+        held[-1] - held[0] if held else None,
         out["disk"][-1] / 1e6 if "disk" in out else None,
-    )  # fmt: skip
+    )
 
 
 def _between(values: list[float]) -> float:
@@ -167,13 +192,26 @@ def _rows(scene: str, config: dict[str, Any], found: dict[str, list[_Run]], load
         steady, first, own = median(name, "steady") or 0.0, median(name, "first"), name == "own"
         cpu = median(name, "cpu")
         used = None if cpu is None else cpu if name == "bare" else cpu * workers
-        rows.append(FederatedRow(
-            scene, name, 1 if name == "bare" else workers, asked, len(runs), steady, ratio(asked, steady) or 0.0,
-            None if name == "bare" else first, None if name == "bare" else ratio(bare, steady * workers),
-            None if used is None else 1000 * used / asked, None if name == "bare" else ratio(bare_cpu, used),
-            ratio(median("flower", "steady"), steady) if own else None,
-            ratio(median("pfl", "steady"), steady) if own else None,
-            ratio(median("flower", "first"), first) if own else None,
-            median(name, "memory"), median(name, "growth"), median(name, "disk"), load,
-        ))  # fmt: skip
+        rows.append(
+            FederatedRow(
+                scene,
+                name,
+                1 if name == "bare" else workers,
+                asked,
+                len(runs),
+                steady,
+                ratio(asked, steady) or 0.0,
+                None if name == "bare" else first,
+                None if name == "bare" else ratio(bare, steady * workers),
+                None if used is None else 1000 * used / asked,
+                None if name == "bare" else ratio(bare_cpu, used),
+                ratio(median("flower", "steady"), steady) if own else None,
+                ratio(median("pfl", "steady"), steady) if own else None,
+                ratio(median("flower", "first"), first) if own else None,
+                median(name, "memory"),
+                median(name, "growth"),
+                median(name, "disk"),
+                load,
+            )
+        )
     return rows

@@ -84,8 +84,9 @@ def server_app(config: dict[str, Any], stamps: list[float]) -> Any:
     def main(grid: Any, context: Any) -> None:
         clients = config["clients"]
         strategy = Timed(fraction_evaluate=0.0, min_train_nodes=clients, min_available_nodes=clients)
-        strategy.start(grid=grid, initial_arrays=app.ArrayRecord(model(config["hidden"]).state_dict()),
-                       num_rounds=config["rounds"])  # fmt: skip
+        strategy.start(
+            grid=grid, initial_arrays=app.ArrayRecord(model(config["hidden"]).state_dict()), num_rounds=config["rounds"]
+        )
 
     return found
 
@@ -96,10 +97,14 @@ def main() -> None:
     stamps: list[float] = []
     simulation = importlib.import_module("flwr.simulation")
     simulation.run_simulation(
-        server_app=server_app(config, stamps), client_app=client_app(config), num_supernodes=config["clients"],
-        backend_config={"client_resources": {"num_cpus": 1, "num_gpus": 0.0},
-                        "init_args": {"num_cpus": config["workers"]}},
-    )  # fmt: skip
+        server_app=server_app(config, stamps),
+        client_app=client_app(config),
+        num_supernodes=config["clients"],
+        backend_config={
+            "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
+            "init_args": {"num_cpus": config["workers"]},
+        },
+    )
     out.write_text(json.dumps({"stamps": stamps}))
 
 

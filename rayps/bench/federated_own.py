@@ -43,8 +43,12 @@ class Images(Workload):
         """Every client's samples, one client behind another."""
         each = [rows(client, self.config) for client in range(self.config["clients"])]
         owners = torch.arange(len(each)).repeat_interleave(self.config["rows"])
-        return rayps.data.tensors(torch.cat([x for x, _ in each]), torch.cat([y for _, y in each]),
-                                  client=owners.tolist(), batch_size=self.config["batch"])  # fmt: skip
+        return rayps.data.tensors(
+            torch.cat([x for x, _ in each]),
+            torch.cat([y for _, y in each]),
+            client=owners.tolist(),
+            batch_size=self.config["batch"],
+        )
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Cross-entropy."""
@@ -112,10 +116,17 @@ class Nothing(Watched):
 def own(config: dict[str, Any], log: Path) -> dict[str, Any]:
     """A job from its start, on a Ray of its own."""
     kind = WatchedStates if config["states"] else Watched if config["epochs"] else Nothing
-    strategy = kind(fraction=config["fraction"], local_epochs=config["epochs"] or None, evaluate_every=NEVER,
-                    log=str(log))  # fmt: skip
-    rayps.train(Images(config), strategy=strategy, workers=config["workers"], epochs=config["rounds"], progress=False,
-                checkpoint_every=NEVER)  # fmt: skip
+    strategy = kind(
+        fraction=config["fraction"], local_epochs=config["epochs"] or None, evaluate_every=NEVER, log=str(log)
+    )
+    rayps.train(
+        Images(config),
+        strategy=strategy,
+        workers=config["workers"],
+        epochs=config["rounds"],
+        progress=False,
+        checkpoint_every=NEVER,
+    )
     return told(log)
 
 

@@ -65,14 +65,15 @@ def main() -> None:
         local_num_epochs=config["epochs"], local_learning_rate=config["lr"], local_batch_size=config["batch"]
     )
     params = part("algorithm.base").NNAlgorithmParams(
-        central_num_iterations=config["rounds"], evaluation_frequency=10**9, train_cohort_size=config["clients"],
+        central_num_iterations=config["rounds"],
+        evaluation_frequency=10**9,
+        train_cohort_size=config["clients"],
         val_cohort_size=None,
-    )  # fmt: skip
+    )
     backend = part("aggregate.simulate").SimulatedBackend(training_data=dataset, val_data=None)
     part("algorithm.federated_averaging").FederatedAveraging().run(
-        params, backend, model, train, part("hyperparam").NNEvalHyperParams(local_batch_size=None),
-        callbacks=[Stamp()],
-    )  # fmt: skip
+        params, backend, model, train, part("hyperparam").NNEvalHyperParams(local_batch_size=None), callbacks=[Stamp()]
+    )
     if os.environ.get("RANK", "0") == "0":
         out.write_text(json.dumps({"stamps": stamps}))
 

@@ -63,9 +63,15 @@ class HostRank:
         if self._ring is not None:
             self._ring.close()
         self._ring = Ring.form(
-            self._rank, addresses, self._listener, secret=self._secret, generation=generation, timeout=self._timeout,
-            streams=streams, algorithm=algorithm,
-        )  # fmt: skip
+            self._rank,
+            addresses,
+            self._listener,
+            secret=self._secret,
+            generation=generation,
+            timeout=self._timeout,
+            streams=streams,
+            algorithm=algorithm,
+        )
         return self._ring.choices
 
     def measure(self, size: int, algorithms: list[str], repeats: int) -> dict[str, list[float]]:
@@ -123,10 +129,20 @@ def bench_hosts(
             limit = 2 * (hosts - 1) / hosts * size / (bits(rate) / 8)
             for name in algorithms:
                 median = statistics.median(map(max, zip(*(rank[name] for rank in seconds), strict=True)))
-                rows.append(HostsRow(
-                    size, name, choices["transport"], hosts, ranks, choices["streams"], median, size / median, limit,
-                    limit / median,
-                ))  # fmt: skip
+                rows.append(
+                    HostsRow(
+                        size,
+                        name,
+                        choices["transport"],
+                        hosts,
+                        ranks,
+                        choices["streams"],
+                        median,
+                        size / median,
+                        limit,
+                        limit / median,
+                    )
+                )
     return rows
 
 

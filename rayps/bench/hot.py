@@ -76,8 +76,9 @@ def bench_hot(
         ConfigError: an exponent of 1 or less, or fewer than two servers.
     """
     if zipf <= 1.0 or servers < 2:
-        raise ConfigError(f"zipf is {zipf:g} on {servers} servers: give an exponent above 1, and at least 2 servers",
-                          field="zipf")  # fmt: skip
+        raise ConfigError(
+            f"zipf is {zipf:g} on {servers} servers: give an exponent above 1, and at least 2 servers", field="zipf"
+        )
     patience = int(WARM_SECONDS + seconds) + 4  # looks, one a second: it acts only after the first measurement
     policy = balance or Balance(hot=1.2, cool=1.05, patience=patience, floor=10.0)
     running = elastic.start(cluster, f"bench-{secrets.token_hex(4)}", servers, 0, detached=False, balance=policy)
@@ -102,20 +103,38 @@ def bench_hot(
             cluster.kill(actor)
         running.stop()
     most = max(before.loads), max(after.loads)
-    return HotRow(zipf, ids, rows, workers, servers, segments, moves, before.turns, after.turns, skew(before.loads),
-                  skew(after.loads), skew(before.ids), skew(after.ids), *most, skew(before.loads) / skew(after.loads),
-                  sorted(before.loads, reverse=True), sorted(after.loads, reverse=True))  # fmt: skip
+    return HotRow(
+        zipf,
+        ids,
+        rows,
+        workers,
+        servers,
+        segments,
+        moves,
+        before.turns,
+        after.turns,
+        skew(before.loads),
+        skew(after.loads),
+        skew(before.ids),
+        skew(after.ids),
+        *most,
+        skew(before.loads) / skew(after.loads),
+        sorted(before.loads, reverse=True),
+        sorted(after.loads, reverse=True),
+    )
 
 
 def _look(cluster: Cluster, running: Group, work: Any, seconds: float) -> _Look:
-    hosts = {server["name"]: cluster.find(actor_name(running.name, server["name"]))
-             for server in running.facts()["servers"]}  # fmt: skip
+    hosts = {
+        server["name"]: cluster.find(actor_name(running.name, server["name"])) for server in running.facts()["servers"]
+    }
     old, began = _served(hosts), time.monotonic()
     turns = work(seconds)
     took, now = time.monotonic() - began, _served(hosts)
     loads = [1000 * (now[name][0] - old[name][0]) / max(turns, 1) for name in hosts]
-    ids = [float(sum(count - old[name][1].get(index, count) for index, count in now[name][1].items()))
-           for name in hosts]  # fmt: skip
+    ids = [
+        float(sum(count - old[name][1].get(index, count) for index, count in now[name][1].items())) for name in hosts
+    ]
     return _Look(turns / took, loads, ids)
 
 

@@ -160,8 +160,9 @@ class _Bench:
     def server(self, workers: int, shards: int) -> LawRow:
         """Push and pull of everything by the first `workers`, asynchronously."""
         ranks, where = self._workers[:workers], _OnHosts(self._shards)
-        with ServerGroup(torch.zeros(self._size // 4), shards=shards, optimizer=_sgd, staleness=None, workers=workers,
-                         cluster=where) as group:  # type: ignore[arg-type]  # fmt: skip
+        with ServerGroup(
+            torch.zeros(self._size // 4), shards=shards, optimizer=_sgd, staleness=None, workers=workers, cluster=where
+        ) as group:  # type: ignore[arg-type]
             every(ranks, "worker", "join", group, timeout=_TURN_SECONDS)
             before = self._sent()
             turns = [every(ranks, "worker", "turn", timeout=_TURN_SECONDS) for _ in range(self._repeats)]
@@ -179,15 +180,32 @@ class _Bench:
     ) -> LawRow:
         law = textbook(way, workers, self._size, shards)
         expected = law.line / (bits(slow or self._rate) / 8)
-        return LawRow(way, workers, shards, self._size, slow, busiest, law.busiest, total, law.total, seconds, expected,
-                      seconds / expected)  # fmt: skip
+        return LawRow(
+            way,
+            workers,
+            shards,
+            self._size,
+            slow,
+            busiest,
+            law.busiest,
+            total,
+            law.total,
+            seconds,
+            expected,
+            seconds / expected,
+        )
 
 
 def bench_laws(
-    workers: Sequence[int] = (2, 4, 8), shards: Sequence[int] = (1, 2, 4, 8), *,
-    algorithms: Sequence[str] = ALGORITHMS, size: int = 1_000_000, rate: str = "100mbit", slow_link: str | None = None,
+    workers: Sequence[int] = (2, 4, 8),
+    shards: Sequence[int] = (1, 2, 4, 8),
+    *,
+    algorithms: Sequence[str] = ALGORITHMS,
+    size: int = 1_000_000,
+    rate: str = "100mbit",
+    slow_link: str | None = None,
     repeats: int = 3,
-) -> list[LawRow]:  # fmt: skip
+) -> list[LawRow]:
     """A row for each algorithm and each number of shards between each number of workers.
 
     With `slow_link` also rows of the ring with one worker's line at that rate. Raises ConfigError, ClusterError.
@@ -240,8 +258,14 @@ def picture(rows: Sequence[LawRow]) -> str:
     ]
     if slow:
         alike = [row for row in rings if row.way == "ring"]
-        charts.append(Chart("The ring follows its slowest line", "workers", "seconds",
-                            lines([*alike, *slow], slow_name, "seconds", 1)))  # fmt: skip
+        charts.append(
+            Chart(
+                "The ring follows its slowest line",
+                "workers",
+                "seconds",
+                lines([*alike, *slow], slow_name, "seconds", 1),
+            )
+        )
     return page(charts)
 
 

@@ -35,12 +35,19 @@ _LOCAL = "fraction=0.5,local_epochs=5,batch_size=10"
 _STRATEGIES: dict[str, list[tuple[str, int]]] = {  # of a scene: strategies and their rounds
     "shards": [(f"fedavg:{_LOCAL}", 30), (f"fedavg:{_LOCAL},dropout=0.5", 45)],
     "iid": [(f"fedavg:{_LOCAL}", 15)],
-    "one_label": [(f"fedavg:{_LOCAL}", 20), (f"fedprox:{_LOCAL},mu=1", 20),
-                  *((f"{name},local_steps=5,batch_size=10", 100)
-                    for name in ("fedavg:fraction=0.5", "fedavg:fraction=1", "scaffold:fraction=0.5"))],
-    "writers": [("fedavgm:fraction=0.1,local_epochs=2,batch_size=10,beta=0.9,server_lr=0.3", 80),
-                ("ditto:fraction=0.1,local_epochs=1,batch_size=10,lam=0.5", 60)],
-}  # fmt: skip
+    "one_label": [
+        (f"fedavg:{_LOCAL}", 20),
+        (f"fedprox:{_LOCAL},mu=1", 20),
+        *(
+            (f"{name},local_steps=5,batch_size=10", 100)
+            for name in ("fedavg:fraction=0.5", "fedavg:fraction=1", "scaffold:fraction=0.5")
+        ),
+    ],
+    "writers": [
+        ("fedavgm:fraction=0.1,local_epochs=2,batch_size=10,beta=0.9,server_lr=0.3", 80),
+        ("ditto:fraction=0.1,local_epochs=1,batch_size=10,lam=0.5", 60),
+    ],
+}
 _ALONE = "fedavg:local_epochs=5,batch_size=10"  # with one client: plain SGD to the bit
 _WHOLE = "fedavg:local_epochs=1,batch_size=10"  # the same, of one client that has all
 _LONE = 20  # clients that are looked at alone
@@ -66,8 +73,16 @@ class LearningRow:
 class Digits(Workload):
     """Which digit an image of 28 x 28 pixels shows: one hidden layer of ReLU, SGD, no momentum."""
 
-    def __init__(self, x: Tensor, y: Tensor, test: tuple[Tensor, Tensor, Any], client: Any, hidden: int, lr: float,
-                 batch: int = BATCH) -> None:
+    def __init__(
+        self,
+        x: Tensor,
+        y: Tensor,
+        test: tuple[Tensor, Tensor, Any],
+        client: Any,
+        hidden: int,
+        lr: float,
+        batch: int = BATCH,
+    ) -> None:
         self.rows, self.test, self.client = (x, y), test, client
         self.hidden, self.lr, self.batch = hidden, lr, batch
 
@@ -97,10 +112,17 @@ class Digits(Workload):
 
 
 def bench_learning(
-    scenes: Sequence[str] = ("shards", "iid", "one_label"), *, folder: Path | None = None, writers: Path | None = None,
-    seeds: Sequence[int] = (0,), hidden: int = 64, lr: float = 0.1, rounds: int | None = None,
-    strategies: Sequence[str] = (), tell: Callable[[LearningRow], None] = lambda row: None,
-) -> list[LearningRow]:  # fmt: skip
+    scenes: Sequence[str] = ("shards", "iid", "one_label"),
+    *,
+    folder: Path | None = None,
+    writers: Path | None = None,
+    seeds: Sequence[int] = (0,),
+    hidden: int = 64,
+    lr: float = 0.1,
+    rounds: int | None = None,
+    strategies: Sequence[str] = (),
+    tell: Callable[[LearningRow], None] = lambda row: None,
+) -> list[LearningRow]:
     """A row for each way to learn in each of `scenes`; `tell` hears of each at once.
 
     `folder` holds digits.parquet and digits_test.parquet, or MNIST's four idx.gz files; `writers` is the npz with the
@@ -113,15 +135,17 @@ def bench_learning(
         if scene not in SCENES:
             raise ConfigError(f"no scene {scene!r}; use some of {', '.join(SCENES)}", field="scenes")
     if "writers" in scenes and (writers is None or not writers.is_file()):
-        raise ConfigError("the scene writers needs the writer of each image: give the npz file with --writers",
-                          field="writers")
+        raise ConfigError(
+            "the scene writers needs the writer of each image: give the npz file with --writers", field="writers"
+        )
     images = load(str(folder or FOLDER))
     found = []
     for scene in scenes:
         for seed in seeds:
             stage = _Stage(scene, seed, images, writers, hidden, lr)
             own = [(text, rounds or 30) for text in strategies] or [
-                (text, rounds or count) for text, count in _STRATEGIES[scene]]
+                (text, rounds or count) for text, count in _STRATEGIES[scene]
+            ]
             for row in stage.run(own, compared=not strategies):
                 found.append(row)
                 tell(row)
@@ -145,11 +169,18 @@ def load(folder: str) -> Images:
     if (root / "digits.parquet").is_file():
         both = [_parquet(root / name) for name in ("digits.parquet", "digits_test.parquet")]
     elif (root / "train-images-idx3-ubyte.gz").is_file():
-        both = [(_idx(root / f"{part}-images-idx3-ubyte.gz", 16).reshape(-1, 784),
-                 _idx(root / f"{part}-labels-idx1-ubyte.gz", 8)) for part in ("train", "t10k")]
+        both = [
+            (
+                _idx(root / f"{part}-images-idx3-ubyte.gz", 16).reshape(-1, 784),
+                _idx(root / f"{part}-labels-idx1-ubyte.gz", 8),
+            )
+            for part in ("train", "t10k")
+        ]
     else:
-        raise ConfigError(f"there is neither digits.parquet nor train-images-idx3-ubyte.gz in {folder}: give the "
-                          "folder with --data", field="data")
+        raise ConfigError(
+            f"there is neither digits.parquet nor train-images-idx3-ubyte.gz in {folder}: give the folder with --data",
+            field="data",
+        )
     (x, y), (test_x, test_y) = [((x.float() / 255 - 0.13) / 0.31, y.long()) for x, y in both]
     return Images(x, y, test_x, test_y)
 
@@ -179,8 +210,11 @@ class _Stage:
             test = (images.x[torch.from_numpy(held)], images.y[torch.from_numpy(held)], who[held])
             client = who[~held]
         else:
-            client = {"iid": iid(CLIENTS, seed=seed), "shards": shards(2, clients=CLIENTS, seed=seed),
-                      "one_label": shards(1, clients=CLIENTS, pure=True, seed=seed)}[scene]
+            client = {
+                "iid": iid(CLIENTS, seed=seed),
+                "shards": shards(2, clients=CLIENTS, seed=seed),
+                "one_label": shards(1, clients=CLIENTS, pure=True, seed=seed),
+            }[scene]
         self.make = functools.partial(Digits, test=test, hidden=hidden, lr=lr)
         self.workload = self.make(x, y, client=client)
 
@@ -203,8 +237,17 @@ class _Stage:
         reached = next((i + 1 for i, value in enumerate(curve) if value >= TARGET), None)
         others = self._others(result) if self.scene == "writers" else None
         return LearningRow(
-            self.scene, way, self.seed, rounds, max(curve), reached if len(curve) == rounds else None, curve[-1],
-            others, result.metrics.get("personal_accuracy"), time.monotonic() - began)  # fmt: skip
+            self.scene,
+            way,
+            self.seed,
+            rounds,
+            max(curve),
+            reached if len(curve) == rounds else None,
+            curve[-1],
+            others,
+            result.metrics.get("personal_accuracy"),
+            time.monotonic() - began,
+        )
 
     def _alone(self, epochs: int = 20) -> LearningRow:
         """Every client alone, looked at every 5 epochs; of the writers 20."""
@@ -217,8 +260,18 @@ class _Stage:
                 lone.test = (self.images.test_x, self.images.test_y, None)
             found.append(max(_curve(_train(lone, _ALONE, epochs // 5, self.seed))))
         others = statistics.mean(found) if self.scene == "writers" else None
-        return LearningRow(self.scene, "alone", self.seed, epochs, statistics.mean(found), None, max(found), others,
-                           None, time.monotonic() - began)
+        return LearningRow(
+            self.scene,
+            "alone",
+            self.seed,
+            epochs,
+            statistics.mean(found),
+            None,
+            max(found),
+            others,
+            None,
+            time.monotonic() - began,
+        )
 
     def _others(self, result: Result) -> float:
         with torch.no_grad():

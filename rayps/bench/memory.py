@@ -93,11 +93,15 @@ def bench_memory(
     alone = grown.get("alone")
     return [
         MemoryRow(
-            name, workers, size, bytes_, None if alone is None else bytes_ - alone,
+            name,
+            workers,
+            size,
+            bytes_,
+            None if alone is None else bytes_ - alone,
             None if alone is None else (bytes_ - alone) / size,
         )
         for name, bytes_ in grown.items()
-    ]  # fmt: skip
+    ]
 
 
 def _grown(cluster: Cluster, workers: int, contender: str, hidden: int, timeout: float) -> int:

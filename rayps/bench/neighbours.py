@@ -65,13 +65,7 @@ class BusyBench:
 
 
 def bench_jobs(
-    cluster: Cluster,
-    *,
-    servers: int = 2,
-    workers: int = 2,
-    flooders: int = 2,
-    size: int = 1_000_000,
-    rounds: int = 300,
+    cluster: Cluster, *, servers: int = 2, workers: int = 2, flooders: int = 2, size: int = 1_000_000, rounds: int = 300
 ) -> NeighboursRow:
     """Jobs of `workers` on parameters of `size` bytes, and a flood of `flooders` that push as fast as they can.
 
@@ -95,8 +89,15 @@ def bench_jobs(
         for reply in burning:
             reply.result(WAIT_SECONDS)
         before = _memory(running)
-        with ServerGroup(torch.zeros(n, dtype=torch.float64), group=running, name="flood", workers=flooders,
-                         staleness=None, segments=SEGMENTS, cluster=cluster) as flood:  # fmt: skip
+        with ServerGroup(
+            torch.zeros(n, dtype=torch.float64),
+            group=running,
+            name="flood",
+            workers=flooders,
+            staleness=None,
+            segments=SEGMENTS,
+            cluster=cluster,
+        ) as flood:
             crowd.begin(flood)
             began = time.time()
             (flooded,) = _train(cluster, running, actors[:1], n, rounds)
@@ -111,10 +112,27 @@ def bench_jobs(
             cluster.kill(actor)
         running.stop()
     return NeighboursRow(
-        servers, workers, 4 * n, _same(alone, first_beside), _same(second, second_beside), _same(alone, flooded),
-        alone[0], first_beside[0], flooded[0], beside_busy[0], alone[0] / first_beside[0], alone[0] / flooded[0],
-        alone[0] / beside_busy[0], pushes, before[0], with_it[0], after[0], before[1], with_it[1], after[1],
-    )  # fmt: skip
+        servers,
+        workers,
+        4 * n,
+        _same(alone, first_beside),
+        _same(second, second_beside),
+        _same(alone, flooded),
+        alone[0],
+        first_beside[0],
+        flooded[0],
+        beside_busy[0],
+        alone[0] / first_beside[0],
+        alone[0] / flooded[0],
+        alone[0] / beside_busy[0],
+        pushes,
+        before[0],
+        with_it[0],
+        after[0],
+        before[1],
+        with_it[1],
+        after[1],
+    )
 
 
 def _train(
@@ -122,14 +140,23 @@ def _train(
 ) -> list[tuple[float, list[np.ndarray[Any, Any]]]]:
     """Of each job, run at the same time: rounds a second, and the parameters that its workers end with."""
     groups = [
-        ServerGroup(torch.zeros(n), group=running, name=f"job-{secrets.token_hex(4)}", workers=len(actors),
-                    segments=SEGMENTS, optimizer=_adam, cluster=cluster)
+        ServerGroup(
+            torch.zeros(n),
+            group=running,
+            name=f"job-{secrets.token_hex(4)}",
+            workers=len(actors),
+            segments=SEGMENTS,
+            optimizer=_adam,
+            cluster=cluster,
+        )
         for actors in jobs
-    ]  # fmt: skip
+    ]
     try:
         running.wait_settled(WAIT_SECONDS)
-        replies = [[actor.call("train", group, rounds, PAUSE_SECONDS) for actor in actors]
-                   for group, actors in zip(groups, jobs, strict=True)]  # fmt: skip
+        replies = [
+            [actor.call("train", group, rounds, PAUSE_SECONDS) for actor in actors]
+            for group, actors in zip(groups, jobs, strict=True)
+        ]
         found = []
         for of_job in replies:
             ended = [reply.result(WAIT_SECONDS) for reply in of_job]

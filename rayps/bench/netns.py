@@ -47,8 +47,10 @@ class Hosts:
         if missing:
             raise ClusterError(f"hosts need {', '.join(missing)}: install iproute2 and util-linux")
         if os.geteuid() != 0:
-            raise ClusterError("hosts are network namespaces and need root: try again as root, or put "
-                             "`unshare --user --map-root-user` before the command")
+            raise ClusterError(
+                "hosts are network namespaces and need root: try again as root, or put "
+                "`unshare --user --map-root-user` before the command"
+            )
         self.addresses = [f"10.77.{host // 200}.{host % 200 + 11}" for host in range(count)]
         self._holders: list[subprocess.Popen[bytes]] = []
         self._actors: list[HostActor] = []
@@ -63,8 +65,9 @@ class Hosts:
 
     def _hold(self) -> int:
         """A new network namespace: the process that keeps it, until its input ends."""
-        holder = subprocess.Popen(["unshare", "--net", "cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
-                                  stderr=subprocess.PIPE)
+        holder = subprocess.Popen(
+            ["unshare", "--net", "cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        )
         self._holders.append(holder)
         ours, theirs = Path("/proc/self/ns/net"), Path(f"/proc/{holder.pid}/ns/net")
         deadline = time.monotonic() + _START_SECONDS
@@ -78,8 +81,7 @@ class Hosts:
     def _plug(self, switch: int, host: int, address: str, rate: str) -> None:
         pid = self._hold()
         port = f"port{host}"
-        _run(switch, "ip", f"link add {port} type veth peer name eth0 netns {pid}\n"
-                           f"link set {port} master switch up")
+        _run(switch, "ip", f"link add {port} type veth peer name eth0 netns {pid}\nlink set {port} master switch up")
         _run(pid, "ip", f"addr add {address}/16 dev eth0\nlink set eth0 up\nlink set lo up")
         self.shape(host, rate)
 

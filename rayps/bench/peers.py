@@ -63,7 +63,7 @@ def _install(name: str, command: list[str]) -> None:
             f"the environment for {name} cannot be made; leave {name} out of --contenders, or help pip:\n"
             + "\n".join(said[-_LINES:]),
             contender=name,
-        )  # fmt: skip
+        )
 
 
 def run_script(name: str, command: Sequence[str], config: dict[str, Any], timeout: float) -> tuple[float, Any]:
@@ -78,9 +78,14 @@ def run_script(name: str, command: Sequence[str], config: dict[str, Any], timeou
     try:
         with log.open("wb") as said:
             process = subprocess.Popen(
-                [*command, json.dumps(config), str(out)], stdout=said, stderr=subprocess.STDOUT, cwd=folder,
-                env=os.environ | _ALIKE, start_new_session=True, preexec_fn=die_with_parent,
-            )  # fmt: skip
+                [*command, json.dumps(config), str(out)],
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                cwd=folder,
+                env=os.environ | _ALIKE,
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
         try:
             code = process.wait(timeout)
         except subprocess.TimeoutExpired:

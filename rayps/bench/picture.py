@@ -54,8 +54,11 @@ def _chart(chart: Chart) -> str:
     few = len(xs) <= _FEW
     across = _Axis(xs, _LEFT, _WIDTH - _RIGHT, 2.0 if few else 10.0)
     up = (_Even if chart.even else _Axis)([y for _, y in points], _HEIGHT - _BOTTOM, _TOP, 10.0)
-    parts = [_text(_LEFT, 18, chart.title, bold=True), _text(across.middle, _HEIGHT - 8, chart.across, "middle"),
-             _text(6, _TOP - 6, chart.up)]
+    parts = [
+        _text(_LEFT, 18, chart.title, bold=True),
+        _text(across.middle, _HEIGHT - 8, chart.across, "middle"),
+        _text(6, _TOP - 6, chart.up),
+    ]
     for tick in xs if few else across.ticks():
         parts.append(_text(across.at(tick), _HEIGHT - _BOTTOM + 15, f"{tick:g}", "middle"))
     for tick in up.ticks():
@@ -70,8 +73,11 @@ def _chart(chart: Chart) -> str:
 
 def _line(line: Line, colour: str, across: _Axis, up: _Axis | _Even) -> list[str]:
     path = " ".join(f"{across.at(x):.1f},{up.at(y):.1f}" for x, y in line.expected if y > 0)
-    dots = [f'<circle cx="{across.at(x):.1f}" cy="{up.at(y):.1f}" r="3.5" fill="{colour}"/>'
-            for x, y in line.measured if y > 0]
+    dots = [
+        f'<circle cx="{across.at(x):.1f}" cy="{up.at(y):.1f}" r="3.5" fill="{colour}"/>'
+        for x, y in line.measured
+        if y > 0
+    ]
     return [f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.3"/>', *dots]
 
 

@@ -28,8 +28,11 @@ from rayps.pipeline.schedule import table
 from rayps.ring import Ring
 
 CONTENDERS = ("own", "torch")
-_TORCH = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B,
-          "interleaved": pipelining.ScheduleInterleaved1F1B}  # fmt: skip
+_TORCH = {
+    "gpipe": pipelining.ScheduleGPipe,
+    "1f1b": pipelining.Schedule1F1B,
+    "interleaved": pipelining.ScheduleInterleaved1F1B,
+}
 
 Step = Callable[[], None]
 
@@ -108,30 +111,34 @@ class PipelineBench:
         engine = Engine(layers, range(1, len(layers)), actions, ring)
         xs, ys = self._x.chunk(self._micros), self._y.chunk(self._micros)
         weights, count = [1 / self._micros] * self._micros, iter(range(1 << 62))
-        return lambda: _nothing(engine.backward(
-            next(count), weights, lambda i: ((xs[i],), {}), lambda i, out: _loss(out, ys[i])
-        ))  # fmt: skip
+        return lambda: _nothing(
+            engine.backward(next(count), weights, lambda i: ((xs[i],), {}), lambda i, out: _loss(out, ys[i]))
+        )
 
     def _torch(self, port: int) -> Step:
         store = self._store if self._rank == 0 else dist.TCPStore("127.0.0.1", port, self._stages)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=self._rank, world_size=self._stages)
         numbers = range(self._rank, len(self._layers), self._stages)
-        stages = [
-            pipelining.PipelineStage(self._layers[i], i, len(self._layers), torch.device("cpu")) for i in numbers
-        ]
-        schedule: Any = _TORCH[self._schedule](
-            stages if self._chunks > 1 else stages[0],
-            self._micros, loss_fn=_loss,
-        )  # fmt: skip
+        stages = [pipelining.PipelineStage(self._layers[i], i, len(self._layers), torch.device("cpu")) for i in numbers]
+        schedule: Any = _TORCH[self._schedule](stages if self._chunks > 1 else stages[0], self._micros, loss_fn=_loss)
         given = (self._x,) if self._rank == 0 else ()
         target = {"target": self._y} if self._rank == self._stages - 1 else {}
         return lambda: _nothing(schedule.step(*given, **target))
 
 
 def bench_pipeline(
-    cluster: Cluster, stages: int, contenders: Sequence[str], *, schedules: Sequence[str] = ("gpipe", "1f1b"),
-    micros: int = 8, width: int = 64, batch: int = 64, steps: int = 20, repeats: int = 9, timeout: float = 120.0,
-) -> list[PipelineRow]:  # fmt: skip
+    cluster: Cluster,
+    stages: int,
+    contenders: Sequence[str],
+    *,
+    schedules: Sequence[str] = ("gpipe", "1f1b"),
+    micros: int = 8,
+    width: int = 64,
+    batch: int = 64,
+    steps: int = 20,
+    repeats: int = 9,
+    timeout: float = 120.0,
+) -> list[PipelineRow]:
     """A training step of an MLP of equal layers, 3 a stage, a stage an actor of one thread: a row for each contender.
 
     Each takes `repeats` turns of `steps` steps, in changing order. Raises ConfigError, ClusterError, LinkError.
@@ -142,25 +149,35 @@ def bench_pipeline(
                 raise ConfigError(f"no {each!r} here; use some of {', '.join(known)}", given=each)
     rows: list[PipelineRow] = []
     for schedule in schedules:
-        found = _measure(
-            cluster, (stages, micros, schedule, width, batch), list(contenders), steps, repeats, timeout
-        )  # fmt: skip
+        found = _measure(cluster, (stages, micros, schedule, width, batch), list(contenders), steps, repeats, timeout)
         chunks = 2 if schedule == "interleaved" else 1
         ideal = found["alone"] * (chunks * micros + stages - 1) / (chunks * micros * stages)
         theirs = found["torch"] - ideal if "torch" in found else None
         rows += [
             PipelineRow(
-                name, schedule, stages, micros, width, found[name], ideal, found[name] - ideal,
+                name,
+                schedule,
+                stages,
+                micros,
+                width,
+                found[name],
+                ideal,
+                found[name] - ideal,
                 theirs / (found[name] - ideal) if theirs is not None and found[name] > ideal else None,
-            ) for name in contenders
-        ]  # fmt: skip
+            )
+            for name in contenders
+        ]
     return rows
 
 
 def _measure(
-    cluster: Cluster, what: tuple[int, int, str, int, int], contenders: list[str], steps: int, repeats: int,
+    cluster: Cluster,
+    what: tuple[int, int, str, int, int],
+    contenders: list[str],
+    steps: int,
+    repeats: int,
     timeout: float,
-) -> dict[str, float]:  # fmt: skip
+) -> dict[str, float]:
     name, names = f"pipeline-{secrets.token_hex(4)}", [*contenders, "alone"]
     actors = [cluster.spawn("rayps.bench.pipeline:PipelineBench", rank, *what) for rank in range(what[0])]
     found: dict[str, list[float]] = {each: [] for each in names}

@@ -116,8 +116,15 @@ def _run(
     cluster: Cluster, actors: list[Handle], n: int, sizes: tuple[int, ...], replicas: int, pause: float, rounds: int
 ) -> tuple[list[Any], list[dict[str, Any]]]:
     """One run with these resizes under it: what the workers gave, and a row for each."""
-    with ServerGroup(torch.zeros(n), shards=sizes[0], replicas=replicas, workers=len(actors), segments=SEGMENTS,
-                     optimizer=_adam, cluster=cluster) as group:  # fmt: skip
+    with ServerGroup(
+        torch.zeros(n),
+        shards=sizes[0],
+        replicas=replicas,
+        workers=len(actors),
+        segments=SEGMENTS,
+        optimizer=_adam,
+        cluster=cluster,
+    ) as group:
         replies = [actor.call("train", group, rounds, pause) for actor in actors]
         spans = [_resized(group, before, after) for before, after in itertools.pairwise(sizes)]
         found = [reply.result(WAIT_SECONDS) for reply in replies]
@@ -126,9 +133,19 @@ def _run(
     for span in spans:
         since, until, row = span.pop("since"), span.pop("until"), span
         usual, dip, low = _dip(times, since, until)
-        rows.append(row | {"workers": len(actors), "replicas": replicas, "bytes": 4 * n, "rounds_s": usual,
-                           "dip": dip, "dip_seconds": low, "seconds": until - since,
-                           "span": (since - times[0], until - times[0])})  # fmt: skip
+        rows.append(
+            row
+            | {
+                "workers": len(actors),
+                "replicas": replicas,
+                "bytes": 4 * n,
+                "rounds_s": usual,
+                "dip": dip,
+                "dip_seconds": low,
+                "seconds": until - since,
+                "span": (since - times[0], until - times[0]),
+            }
+        )
     return found, rows
 
 
@@ -144,14 +161,23 @@ def _resized(group: ServerGroup, before: int, after: int) -> dict[str, Any]:
     new = running.map(space.number)
     moved = running.facts()["counts"]["moved_bytes"] - counts["moved_bytes"]
     book = abs(after - before) / max(before, after)
-    return {"before": before, "after": after, "moved": _moved(old, new, space.cuts), "by_the_book": book,
-            "moved_bytes": moved, "since": since, "until": until}  # fmt: skip
+    return {
+        "before": before,
+        "after": after,
+        "moved": _moved(old, new, space.cuts),
+        "by_the_book": book,
+        "moved_bytes": moved,
+        "since": since,
+        "until": until,
+    }
 
 
 def _moved(old: SpaceMap, new: SpaceMap, cuts: tuple[tuple[int, int], ...]) -> float:
     total = cuts[-1][1]
-    return sum(hi - lo for (lo, hi), a, b in zip(cuts, old.holdings, new.holdings, strict=True)
-               if a.primary != b.primary) / total  # fmt: skip
+    return (
+        sum(hi - lo for (lo, hi), a, b in zip(cuts, old.holdings, new.holdings, strict=True) if a.primary != b.primary)
+        / total
+    )
 
 
 def _dip(times: list[float], since: float, until: float) -> tuple[float, float, float]:

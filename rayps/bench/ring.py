@@ -188,7 +188,9 @@ def _rows(
     for name, transport in zip(names, transports, strict=True):
         seconds = medians[name]
         times = [medians[peer] / seconds if peer in medians else None for peer in ("gloo", MPICH)]
-        rows.append(RingRow(
-            size, name, transport, workers, len(turns), seconds, size / seconds, copy, size / seconds / copy, *times
-        ))  # fmt: skip
+        rows.append(
+            RingRow(
+                size, name, transport, workers, len(turns), seconds, size / seconds, copy, size / seconds / copy, *times
+            )
+        )
     return rows

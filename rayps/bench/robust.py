@@ -39,8 +39,16 @@ from rayps.training import train
 from rayps.workload import Workload
 
 SCENES = ("iid", "attack", "shards")
-RULES = ("mean", "krum(f=4)", "multi_krum(f=4)", "trimmed_mean(f=4)", "median", "geometric_median", "bulyan(f=4)",
-         "centered_clipping(tau=1)")  # fmt: skip
+RULES = (
+    "mean",
+    "krum(f=4)",
+    "multi_krum(f=4)",
+    "trimmed_mean(f=4)",
+    "median",
+    "geometric_median",
+    "bulyan(f=4)",
+    "centered_clipping(tau=1)",
+)
 FOLDER = Path(rayps.__file__).resolve().parent.parent / "examples" / "data"
 _FILES = {  # of MNIST as it is published, and as the examples have it
     True: ("train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz", "digits.parquet"),
@@ -71,7 +79,7 @@ class Digits(Workload):
 
     def __init__(
         self, folder: Path, scene: str, clients: int, rows: int, batch: int, lr: float, *, normed: bool = False
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.folder, self.scene, self.clients, self.count = folder, scene, clients, rows
         self.batch, self.lr, self.normed = batch, lr, normed
 
@@ -118,8 +126,9 @@ def digits(folder: Path, *, learnt: bool, rows: int) -> tuple[Tensor, Tensor]:
         x = table["pixels"].combine_chunks().flatten().to_numpy().reshape(-1, 784)
         y = table["digit"].to_numpy()
     else:
-        raise ConfigError(f"there is neither {images} nor {parquet} in {folder}: give the folder with --data",
-                          field="data")  # fmt: skip
+        raise ConfigError(
+            f"there is neither {images} nor {parquet} in {folder}: give the folder with --data", field="data"
+        )
     return torch.from_numpy(x.astype(np.float32) / 255), torch.from_numpy(y.astype(np.int64))
 
 
@@ -128,10 +137,21 @@ def _idx(path: Path, head: int) -> NDArray[np.uint8]:
 
 
 def bench_robust(
-    cluster: Cluster, workers: int = 2, rules: Sequence[str] = RULES, scenes: Sequence[str] = SCENES, *,
-    attack: str = "sign_flip(clients=4,scale=5)", clients: int = 20, rounds: int = 15, rows: int = 6000,
-    epochs: int = 1, batch: int = 10, lr: float = 0.1, seeds: int = 1, folder: Path | None = None,
-) -> list[RobustRow]:  # fmt: skip
+    cluster: Cluster,
+    workers: int = 2,
+    rules: Sequence[str] = RULES,
+    scenes: Sequence[str] = SCENES,
+    *,
+    attack: str = "sign_flip(clients=4,scale=5)",
+    clients: int = 20,
+    rounds: int = 15,
+    rows: int = 6000,
+    epochs: int = 1,
+    batch: int = 10,
+    lr: float = 0.1,
+    seeds: int = 1,
+    folder: Path | None = None,
+) -> list[RobustRow]:
     """A row for each scene and rule.
 
     Raises:
@@ -140,8 +160,11 @@ def bench_robust(
     folder = FOLDER if folder is None else folder
     unknown = [scene for scene in scenes if scene not in SCENES]
     if unknown or rounds < 1 or seeds < 1:
-        raise ConfigError(f"scenes {unknown}, {rounds} rounds, {seeds} seeds: give some of {', '.join(SCENES)}, and at "
-                          "least 1 of each", field="scenes")  # fmt: skip
+        raise ConfigError(
+            f"scenes {unknown}, {rounds} rounds, {seeds} seeds: give some of {', '.join(SCENES)}, and at "
+            "least 1 of each",
+            field="scenes",
+        )
     lies = attack_of(attack)
     for rule in rules:
         rule_of(rule).check(clients, lies if "attack" in scenes else None)
@@ -157,11 +180,22 @@ def bench_robust(
             runs = [_run(cluster, workers, work, strategy, rounds, seed) for seed in range(seeds)]
             best = sum(max(accuracies) for accuracies, *_ in runs) / seeds
             law = best if (scene, rule) == ("iid", "mean") else law
-            found.append(RobustRow(
-                scene, rule, strategy.attack or "none", clients, rounds, seeds, best,
-                sum(accuracies[-1] for accuracies, *_ in runs) / seeds, None if law is None else 100 * (law - best),
-                sum(run[1] for run in runs) / seeds, any(run[2] for run in runs), sum(run[3] for run in runs) / seeds,
-            ))  # fmt: skip
+            found.append(
+                RobustRow(
+                    scene,
+                    rule,
+                    strategy.attack or "none",
+                    clients,
+                    rounds,
+                    seeds,
+                    best,
+                    sum(accuracies[-1] for accuracies, *_ in runs) / seeds,
+                    None if law is None else 100 * (law - best),
+                    sum(run[1] for run in runs) / seeds,
+                    any(run[2] for run in runs),
+                    sum(run[3] for run in runs) / seeds,
+                )
+            )
     return found
 
 
@@ -171,8 +205,11 @@ def _run(
     """The accuracy after each round, rejected replies a round, whether its cost was told, and seconds."""
     began = time.perf_counter()
     result = train(work, strategy=strategy, workers=workers, epochs=rounds, seed=seed, cluster=cluster, progress=False)
-    accuracies = [each for each in result.history["evaluation_accuracy"].to_pylist() if each is not None] if (
-        "evaluation_accuracy" in result.history.column_names) else []  # fmt: skip
+    accuracies = (
+        [each for each in result.history["evaluation_accuracy"].to_pylist() if each is not None]
+        if ("evaluation_accuracy" in result.history.column_names)
+        else []
+    )
     rejected = sum(len(event["rejected"]) for event in result.events if event["kind"] == "cohort") / rounds
     warned = any("costs accuracy" in str(event.get("message")) for event in result.events)
     return [*accuracies, result.metrics["accuracy"]], rejected, warned, time.perf_counter() - began

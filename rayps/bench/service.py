@@ -50,8 +50,22 @@ def _measure(waiting: int, seconds: float) -> WaitingRow:
         last = asyncio.run(_fill(settings, waiting))
         with (Path(folder) / "log").open("w") as log:
             service = subprocess.Popen(
-                [sys.executable, "-m", "rayps.cli", "serve", "--state-dir", str(settings.state_dir), "--port", "0",
-                 "--cpus", "1"], stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+                [
+                    sys.executable,
+                    "-m",
+                    "rayps.cli",
+                    "serve",
+                    "--state-dir",
+                    str(settings.state_dir),
+                    "--port",
+                    "0",
+                    "--cpus",
+                    "1",
+                ],
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+            )
         try:
             _until(settings.service_file.exists, service)
             url = json.loads(settings.service_file.read_text())["url"]
@@ -72,8 +86,18 @@ def _measure(waiting: int, seconds: float) -> WaitingRow:
 
 async def _fill(settings: Settings, waiting: int) -> str:
     spec = JobSpec("digits:Digits", workers=2).to_dict()
-    rows = [{"id": f"{number:026}", "name": "digits", "status": Status.QUEUED, "spec": spec, "attempt": 0,
-             "failures": 0, "created_at": _CREATED_AT} for number in range(waiting)]
+    rows = [
+        {
+            "id": f"{number:026}",
+            "name": "digits",
+            "status": Status.QUEUED,
+            "spec": spec,
+            "attempt": 0,
+            "failures": 0,
+            "created_at": _CREATED_AT,
+        }
+        for number in range(waiting)
+    ]
     store = await Store.open(settings.database)
     try:
         await store.refile([(row, "filed") for row in rows])
@@ -94,8 +118,9 @@ def _until(ready: Callable[[], bool], service: subprocess.Popen[bytes], pause: f
     deadline = time.monotonic() + _START_SECONDS
     while not ready():
         if service.poll() is not None or time.monotonic() > deadline:
-            raise TrainingError(f"the service did not come so far within {_START_SECONDS:g} s, or ended "
-                                f"(exit code {service.poll()})")
+            raise TrainingError(
+                f"the service did not come so far within {_START_SECONDS:g} s, or ended (exit code {service.poll()})"
+            )
         time.sleep(pause)
 
 

@@ -117,9 +117,14 @@ class _OnHosts:
 
 
 def bench_shards(
-    counts: Sequence[int] = (1, 2, 4), *, rate: str = "100mbit", size: int = 20_000_000, workers: int = 1,
-    repeats: int = 5, worker_rate: str = "10gbit",
-) -> list[ShardsRow]:  # fmt: skip
+    counts: Sequence[int] = (1, 2, 4),
+    *,
+    rate: str = "100mbit",
+    size: int = 20_000_000,
+    workers: int = 1,
+    repeats: int = 5,
+    worker_rate: str = "10gbit",
+) -> list[ShardsRow]:
     """A row for each number of shards in `counts`; `size` in bytes of float32.
 
     Raises:
@@ -133,19 +138,21 @@ def bench_shards(
     rows = []
     for count, (seconds, memory) in zip(counts, found, strict=True):
         limit = 2 * workers * size / count / line
-        rows.append(ShardsRow(size, count, workers, rate, repeats, seconds, limit, limit / seconds,
-                              found[0][0] / seconds, memory))  # fmt: skip
+        rows.append(
+            ShardsRow(
+                size, count, workers, rate, repeats, seconds, limit, limit / seconds, found[0][0] / seconds, memory
+            )
+        )
     return rows
 
 
-def _with_shards(
-    count: int, rate: str, size: int, workers: int, repeats: int, worker_rate: str
-) -> tuple[float, float]:
+def _with_shards(count: int, rate: str, size: int, workers: int, repeats: int, worker_rate: str) -> tuple[float, float]:
     """Seconds of a turn, and the bytes that the largest shard takes."""
     with Hosts(1 + count, rate, slow={0: worker_rate}) as hosts:
         where = _OnHosts(hosts)
-        with ServerGroup(torch.zeros(size // 4), shards=count, optimizer=_sgd, staleness=None, workers=workers,
-                         cluster=where) as group:  # type: ignore[arg-type]  # fmt: skip
+        with ServerGroup(
+            torch.zeros(size // 4), shards=count, optimizer=_sgd, staleness=None, workers=workers, cluster=where
+        ) as group:  # type: ignore[arg-type]
             actors = [hosts.spawn(0, "rayps.bench.shards:HostWorker", rank) for rank in range(workers)]
             for actor in actors:
                 actor.started.result(_START_SECONDS)

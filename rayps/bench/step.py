@@ -103,9 +103,20 @@ class StepBench:
         self._rings.append(ring)
         flat = FlatModel(self._work.model())
         plan = WorkerPlan(
-            generation=0, rank=self._rank, size=self._size, strategy=AllReduce(bucket_mb=bucket_mb), ring=[], shards=[],
-            secret=b"", seed=0, start=0, end=0, boundary=Boundary(0, -1), evaluated=1 << 62, timeout=60.0,
-        )  # fmt: skip
+            generation=0,
+            rank=self._rank,
+            size=self._size,
+            strategy=AllReduce(bucket_mb=bucket_mb),
+            ring=[],
+            shards=[],
+            secret=b"",
+            seed=0,
+            start=0,
+            end=0,
+            boundary=Boundary(0, -1),
+            evaluated=1 << 62,
+            timeout=60.0,
+        )
         worker = Worker(self._work, plan, Snapshot(flat.layout, flat.vector), ring, None)
 
         def turn(steps: int) -> dict[str, float]:
@@ -193,9 +204,19 @@ def _rows(found: dict[str, list[dict[str, float]]], workers: int, parameters: in
 
     return [
         StepRow(
-            name, workers, parameters, repeats, 1000 / step, step, part(name, "cpu") or 0.0,
-            part(name, "compute"), part(name, "data"), part(name, "wait"), part(name, "move"),
-            ddp / step if ddp else None, alone / step if alone else None,
+            name,
+            workers,
+            parameters,
+            repeats,
+            1000 / step,
+            step,
+            part(name, "cpu") or 0.0,
+            part(name, "compute"),
+            part(name, "data"),
+            part(name, "wait"),
+            part(name, "move"),
+            ddp / step if ddp else None,
+            alone / step if alone else None,
         )
         for name, step in medians.items()
-    ]  # fmt: skip
+    ]

@@ -222,8 +222,9 @@ class _Stage:
         place = self._group.shards[0].place
         if place is None:
             raise TrainingError(f"shard-0 did not start: {self._group.shards[0].dead}")
-        return connect(place.address, name="watcher", secret=self._group.secret, generation=self._generation,
-                       timeout=60.0)  # fmt: skip
+        return connect(
+            place.address, name="watcher", secret=self._group.secret, generation=self._generation, timeout=60.0
+        )
 
     def _look(self, link: Link) -> tuple[float, int]:
         """The accuracy of the shard's parameters as they are now, and how many steps its optimizer has taken."""
@@ -251,9 +252,16 @@ def _rows(
     names = {staleness: "none" if staleness is None else str(staleness) for staleness in found}
     return [
         StragglersRow(
-            scene, names[staleness], workers, pace, target, len(runs), seconds[staleness],
-            statistics.median(run.rounds for run in runs), statistics.median(run.idle for run in runs),
+            scene,
+            names[staleness],
+            workers,
+            pace,
+            target,
+            len(runs),
+            seconds[staleness],
+            statistics.median(run.rounds for run in runs),
+            statistics.median(run.idle for run in runs),
             seconds[0] / seconds[staleness],
         )
         for staleness, runs in found.items()
-    ]  # fmt: skip
+    ]

@@ -84,13 +84,16 @@ def bench_tables(
         ConfigError: there is no such optimizer, or nothing to ask for.
     """
     if rows < 1 or ids < 1 or repeats < 1:
-        raise ConfigError(f"{ids} ids of {rows} rows were asked for, {repeats} times: give at least 1 of each",
-                          field="rows")  # fmt: skip
+        raise ConfigError(
+            f"{ids} ids of {rows} rows were asked for, {repeats} times: give at least 1 of each", field="rows"
+        )
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return [_measure(_table(rows, dim, count, name), rows, ids, zipf, repeats)
-                for name, count in itertools.product(optimizers, segments)]  # fmt: skip
+        return [
+            _measure(_table(rows, dim, count, name), rows, ids, zipf, repeats)
+            for name, count in itertools.product(optimizers, segments)
+        ]
     finally:
         torch.set_num_threads(before)
 
@@ -158,9 +161,24 @@ def _measure(table: Table, rows: int, ids: int, zipf: float | None, repeats: int
     share = statistics.median((each[0] + each[1]) / (each[3] + each[4]) for _, each in found)
     same = statistics.median((each[0] + each[2]) / (each[3] + each[4]) for _, each in found)
     memory = sum(segment.nbytes for segment in segments) / rows
-    return TableRow(rows, int(statistics.median(count for count, _ in found)), table.dim, table.segments,
-                    table.optimizer["name"], zipf, repeats, rates[3], rates[4], rates[0], rates[1], share, rates[2],
-                    same, memory, rows / making)  # fmt: skip
+    return TableRow(
+        rows,
+        int(statistics.median(count for count, _ in found)),
+        table.dim,
+        table.segments,
+        table.optimizer["name"],
+        zipf,
+        repeats,
+        rates[3],
+        rates[4],
+        rates[0],
+        rates[1],
+        share,
+        rates[2],
+        same,
+        memory,
+        rows / making,
+    )
 
 
 def _batch(chance: np.random.Generator, rows: int, ids: int, zipf: float | None) -> Any:

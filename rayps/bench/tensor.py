@@ -98,9 +98,16 @@ class TensorBench:
 
 
 def bench_tensor(
-    cluster: Cluster, workers: int, contenders: Sequence[str], *, widths: Sequence[int] = (64, 256), batch: int = 32,
-    steps: int = 50, repeats: int = 9, timeout: float = 120.0,
-) -> list[TensorRow]:  # fmt: skip
+    cluster: Cluster,
+    workers: int,
+    contenders: Sequence[str],
+    *,
+    widths: Sequence[int] = (64, 256),
+    batch: int = 32,
+    steps: int = 50,
+    repeats: int = 9,
+    timeout: float = 120.0,
+) -> list[TensorRow]:
     """Forward and backward of a split pair of layers, one thread a worker: a row for each contender and width.
 
     Each takes `repeats` turns of `steps` steps, in changing order. Raises ConfigError, ClusterError, LinkError.

@@ -36,5 +36,7 @@ def backup(
         show.dump(asdict(made))
         return
     show.say(f"{target}: {made.jobs} jobs, {made.files} files, {size(made.bytes)}")
-    show.note(f"it holds the service's tokens; restore it with the service stopped: move {made.state_dir} away, then "
-              f"`cp -a {target} {made.state_dir}`")
+    show.note(
+        f"it holds the service's tokens; restore it with the service stopped: move {made.state_dir} away, then "
+        f"`cp -a {target} {made.state_dir}`"
+    )

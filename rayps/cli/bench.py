@@ -33,9 +33,12 @@ Sizes = Annotated[str, typer.Option(help="Sizes of the vector, e.g. 10KB,1MB (1 
 def ring(
     workers: Annotated[int, typer.Option(help="Ranks.")] = 4,
     sizes: Sizes = "1KB,100KB,1MB,10MB,100MB",
-    algorithms: Annotated[str, typer.Option(help="Contenders: auto, resident, ring, tree, one_shot, two_shot, star, "
-                                            "hierarchical, gloo, nccl, mpich.")]
-    = "auto,resident,ring,tree,one_shot,gloo",
+    algorithms: Annotated[
+        str,
+        typer.Option(
+            help="Contenders: auto, resident, ring, tree, one_shot, two_shot, star, hierarchical, gloo, nccl, mpich."
+        ),
+    ] = "auto,resident,ring,tree,one_shot,gloo",
     address: Address = None,
     output: Format = Output.table,
     as_json: Json = False,
@@ -45,9 +48,21 @@ def ring(
     from rayps.bench.ring import bench_ring
 
     rows = run(address, workers, lambda cluster: bench_ring(cluster, workers, found, algorithms.split(",")))
-    show_rows(Output.json if as_json else output, rows, {
-        "bytes": "bytes", "algorithm": "algorithm", "transport": "over", "seconds": "seconds", "bandwidth": "bytes/s",
-        "copy_bandwidth": "machine's copy", "ratio": "of copy", "times_gloo": "x gloo", "times_mpich": "x mpich"})
+    show_rows(
+        Output.json if as_json else output,
+        rows,
+        {
+            "bytes": "bytes",
+            "algorithm": "algorithm",
+            "transport": "over",
+            "seconds": "seconds",
+            "bandwidth": "bytes/s",
+            "copy_bandwidth": "machine's copy",
+            "ratio": "of copy",
+            "times_gloo": "x gloo",
+            "times_mpich": "x mpich",
+        },
+    )
 
 
 @app.command()
@@ -56,11 +71,20 @@ def server(
     shards: Annotated[int, typer.Option(help="Servers.")] = 2,
     sizes: Sizes = "10KB,1MB,40MB",
     transports: Annotated[str, typer.Option(help="Contenders: own, resident, message, ray.")] = "own,ray",
-    rows: Annotated[int, typer.Option(help="Pull and push so many rows of a table by id, instead of vectors; "
-                                     "contenders own (the same ids again), fresh (others each time), ray.")] = 0,
+    rows: Annotated[
+        int,
+        typer.Option(
+            help="Pull and push so many rows of a table by id, instead of vectors; "
+            "contenders own (the same ids again), fresh (others each time), ray."
+        ),
+    ] = 0,
     dim: Annotated[int, typer.Option(help="Elements of a row.")] = 16,
-    reads: Annotated[bool, typer.Option("--reads", help="Pulls that read all servers as of one moment, beside pulls "
-                                        "that do not, under staleness 8.")] = False,
+    reads: Annotated[
+        bool,
+        typer.Option(
+            "--reads", help="Pulls that read all servers as of one moment, beside pulls that do not, under staleness 8."
+        ),
+    ] = False,
     address: Address = None,
     output: Format = Output.table,
     as_json: Json = False,
@@ -72,33 +96,54 @@ def server(
 
         names = CONTENDERS if transports == "own,ray" else tuple(transports.split(","))
         table = run(address, workers, lambda cluster: bench_rows(cluster, workers, shards, rows, dim, names))
-        show_rows(form, table, {"rows": "rows", "dim": "dim", "contender": "ids", "turns": "turns/s",
-                            "bandwidth": "bytes/s", "times_ray": "x ray"})
+        show_rows(
+            form,
+            table,
+            {
+                "rows": "rows",
+                "dim": "dim",
+                "contender": "ids",
+                "turns": "turns/s",
+                "bandwidth": "bytes/s",
+                "times_ray": "x ray",
+            },
+        )
         return
     if reads:
         from rayps.bench.reads import bench_reads
 
         measured = run(address, workers, lambda cluster: bench_reads(cluster, workers, shards, found))
-        show_rows(form, measured, {"bytes": "bytes", "contender": "pulls", "turns": "turns/s",
-                                   "share": "of independent"})  # fmt: skip
+        show_rows(
+            form, measured, {"bytes": "bytes", "contender": "pulls", "turns": "turns/s", "share": "of independent"}
+        )
         return
     from rayps.bench.server import bench_server
 
     names = tuple(transports.split(","))
     measured = run(address, workers, lambda cluster: bench_server(cluster, workers, shards, found, names))
-    show_rows(form, measured, {"bytes": "bytes", "contender": "transport", "turns": "turns/s", "bandwidth": "bytes/s",
-                           "times_ray": "x ray"})
+    show_rows(
+        form,
+        measured,
+        {"bytes": "bytes", "contender": "transport", "turns": "turns/s", "bandwidth": "bytes/s", "times_ray": "x ray"},
+    )
 
 
 @app.command()
 def step(
     workers: Annotated[int, typer.Option(help="Workers.")] = 2,
-    contenders: Annotated[str, typer.Option(help="Contenders: own, one_bucket (without overlap), alone (no "
-                                            "communication), ddp, ddp_plain (DDP in plain processes), "
-                                            "ray_train.")] = "own,one_bucket,alone,ddp",
+    contenders: Annotated[
+        str,
+        typer.Option(
+            help="Contenders: own, one_bucket (without overlap), alone (no "
+            "communication), ddp, ddp_plain (DDP in plain processes), "
+            "ray_train."
+        ),
+    ] = "own,one_bucket,alone,ddp",
     model: Annotated[str, typer.Option(help="mlp, or lm (a small GPT-2: many parameters of many sizes).")] = "mlp",
-    hidden: Annotated[int | None, typer.Option(help="Width of the layers: 2048 (4.3 million parameters) for mlp, 256 "
-                                               "(4.7 million) for lm.")] = None,
+    hidden: Annotated[
+        int | None,
+        typer.Option(help="Width of the layers: 2048 (4.3 million parameters) for mlp, 256 (4.7 million) for lm."),
+    ] = None,
     repeats: Annotated[int, typer.Option(help="Turns of 20 steps for each.")] = 9,
     memory: Annotated[bool, typer.Option("--memory", help="The memory of a step instead of its time.")] = False,
     address: Address = None,
@@ -111,16 +156,41 @@ def step(
         from rayps.bench.memory import bench_memory
 
         rows = run(address, workers, lambda cluster: bench_memory(cluster, workers, names, hidden=hidden or 2048))
-        show_rows(form, rows, {"contender": "contender", "model_bytes": "bytes of the model", "grown": "grown by",
-                           "extra": "beyond alone", "extra_gradients": "in gradients"})
+        show_rows(
+            form,
+            rows,
+            {
+                "contender": "contender",
+                "model_bytes": "bytes of the model",
+                "grown": "grown by",
+                "extra": "beyond alone",
+                "extra_gradients": "in gradients",
+            },
+        )
         return
     from rayps.bench.step import bench_step
 
-    rows = run(address, workers, lambda cluster: bench_step(cluster, workers, names, model=model, hidden=hidden,
-                                                            repeats=repeats))
-    show_rows(form, rows, {
-        "contender": "contender", "rate": "steps/s", "step": "ms a step", "cpu": "cpu ms", "compute": "compute",
-        "data": "batches", "waiting": "waiting", "moving": "moving", "times_ddp": "x ddp", "of_alone": "of alone"})
+    rows = run(
+        address,
+        workers,
+        lambda cluster: bench_step(cluster, workers, names, model=model, hidden=hidden, repeats=repeats),
+    )
+    show_rows(
+        form,
+        rows,
+        {
+            "contender": "contender",
+            "rate": "steps/s",
+            "step": "ms a step",
+            "cpu": "cpu ms",
+            "compute": "compute",
+            "data": "batches",
+            "waiting": "waiting",
+            "moving": "moving",
+            "times_ddp": "x ddp",
+            "of_alone": "of alone",
+        },
+    )
 
 
 @app.command()
@@ -129,8 +199,9 @@ def hosts(
     ranks: Annotated[str, typer.Option(help="Ranks on each host, e.g. 1,2.")] = "1,2",
     rate: Annotated[str, typer.Option(help="What each host's line carries, each way.")] = "1gbit",
     sizes: Sizes = "100MB",
-    algorithms: Annotated[str, typer.Option(help="auto, ring, hierarchical, two_shot, tree, one_shot, star.")]
-    = "ring,hierarchical,auto",
+    algorithms: Annotated[
+        str, typer.Option(help="auto, ring, hierarchical, two_shot, tree, one_shot, star.")
+    ] = "ring,hierarchical,auto",
     streams: Annotated[int, typer.Option(help="TCP links between two ranks; 0 measures how many fill the line.")] = 0,
     stream_rate: Annotated[str | None, typer.Option(help="What one TCP link carries at most.")] = None,
     repeats: Annotated[int, typer.Option(help="Turns of each.")] = 5,
@@ -141,20 +212,41 @@ def hosts(
     found = _sizes(sizes)
     from rayps.bench.hosts import bench_hosts
 
-    rows = [row for each in whole(ranks, "ranks") for row in bench_hosts(
-        count, each, rate, found, algorithms.split(","), streams=streams, stream_rate=stream_rate, repeats=repeats)]
-    show_rows(Output.json if as_json else output, rows, {
-        "bytes": "bytes", "algorithm": "algorithm", "transport": "over", "hosts": "hosts", "ranks": "ranks a host",
-        "streams": "streams", "seconds": "seconds", "bandwidth": "bytes/s", "limit": "line's limit",
-        "share": "of limit"})
+    rows = [
+        row
+        for each in whole(ranks, "ranks")
+        for row in bench_hosts(
+            count, each, rate, found, algorithms.split(","), streams=streams, stream_rate=stream_rate, repeats=repeats
+        )
+    ]
+    show_rows(
+        Output.json if as_json else output,
+        rows,
+        {
+            "bytes": "bytes",
+            "algorithm": "algorithm",
+            "transport": "over",
+            "hosts": "hosts",
+            "ranks": "ranks a host",
+            "streams": "streams",
+            "seconds": "seconds",
+            "bandwidth": "bytes/s",
+            "limit": "line's limit",
+            "share": "of limit",
+        },
+    )
 
 
 @app.command()
 def stragglers(
     workers: Annotated[int, typer.Option(help="Workers.")] = 4,
-    scenes: Annotated[str, typer.Option(help="come_and_go (each worker takes 5 times as long in a random tenth of its "
-                                        "rounds), one_slow (worker 0 takes 3 times as long).")]
-    = "come_and_go,one_slow",
+    scenes: Annotated[
+        str,
+        typer.Option(
+            help="come_and_go (each worker takes 5 times as long in a random tenth of its "
+            "rounds), one_slow (worker 0 takes 3 times as long)."
+        ),
+    ] = "come_and_go,one_slow",
     pace: Annotated[float, typer.Option(help="Seconds of an ordinary round, slept.")] = 0.1,
     repeats: Annotated[int, typer.Option(help="Runs of each, with seeds of their own.")] = 3,
     data: Annotated[Path | None, typer.Option(help="Folder with digits.parquet; default: examples/data.")] = None,
@@ -165,11 +257,23 @@ def stragglers(
     """Time to equal accuracy under staleness 0, 8 and none where workers are slow."""
     from rayps.bench.stragglers import bench_stragglers
 
-    rows = run(address, workers, lambda cluster: bench_stragglers(
-        cluster, workers, scenes.split(","), pace=pace, repeats=repeats, folder=data))
-    show_rows(Output.json if as_json else output, rows, {
-        "scene": "scene", "staleness": "staleness", "seconds": "seconds", "rounds": "rounds",
-        "idle": "idle share", "times_synchronous": "x synchronous"})
+    rows = run(
+        address,
+        workers,
+        lambda cluster: bench_stragglers(cluster, workers, scenes.split(","), pace=pace, repeats=repeats, folder=data),
+    )
+    show_rows(
+        Output.json if as_json else output,
+        rows,
+        {
+            "scene": "scene",
+            "staleness": "staleness",
+            "seconds": "seconds",
+            "rounds": "rounds",
+            "idle": "idle share",
+            "times_synchronous": "x synchronous",
+        },
+    )
 
 
 @app.command()
@@ -187,9 +291,21 @@ def shards(
     from rayps.bench.shards import bench_shards
 
     rows = bench_shards(whole(counts, "counts"), rate=rate, size=found[0], workers=workers, repeats=repeats)
-    show_rows(Output.json if as_json else output, rows, {
-        "bytes": "bytes", "shards": "shards", "workers": "workers", "rate": "line", "seconds": "seconds",
-        "limit": "line's limit", "of_limit": "of limit", "times_first": "x first", "memory": "bytes a shard"})
+    show_rows(
+        Output.json if as_json else output,
+        rows,
+        {
+            "bytes": "bytes",
+            "shards": "shards",
+            "workers": "workers",
+            "rate": "line",
+            "seconds": "seconds",
+            "limit": "line's limit",
+            "of_limit": "of limit",
+            "times_first": "x first",
+            "memory": "bytes a shard",
+        },
+    )
 
 
 @app.command()
@@ -212,12 +328,31 @@ def laws(
     from rayps.bench.laws import bench_laws
     from rayps.bench.laws import picture as drawn
 
-    rows = bench_laws(whole(workers, "workers"), [each for each in whole(shards, "shards") if each], size=found,
-                      rate=rate, slow_link=slow_link, repeats=repeats)
-    show_rows(Output.json if as_json else output, rows, {
-        "way": "way", "workers": "workers", "shards": "shards", "slow": "slow line", "busiest": "bytes of busiest",
-        "busiest_law": "by the book", "total": "bytes of all", "total_law": "by the book", "seconds": "seconds",
-        "seconds_law": "by the book", "times_law": "x book"})
+    rows = bench_laws(
+        whole(workers, "workers"),
+        [each for each in whole(shards, "shards") if each],
+        size=found,
+        rate=rate,
+        slow_link=slow_link,
+        repeats=repeats,
+    )
+    show_rows(
+        Output.json if as_json else output,
+        rows,
+        {
+            "way": "way",
+            "workers": "workers",
+            "shards": "shards",
+            "slow": "slow line",
+            "busiest": "bytes of busiest",
+            "busiest_law": "by the book",
+            "total": "bytes of all",
+            "total_law": "by the book",
+            "seconds": "seconds",
+            "seconds_law": "by the book",
+            "times_law": "x book",
+        },
+    )
     if picture is not None:
         picture.write_text(drawn(rows), encoding="utf-8")
         show.note(f"drawn into {picture}")
@@ -229,8 +364,9 @@ def compression(
     ranks: Annotated[int, typer.Option(help="Ranks on each host.")] = 1,
     rate: Annotated[str, typer.Option(help="What each host's line carries, each way.")] = "100mbit",
     size: Annotated[str, typer.Option(help="Size of the gradient.")] = "10MB",
-    names: Annotated[str, typer.Option(help="fp16, bf16, int8, top_k, top_k:FRACTION, auto; off is always there.")]
-    = "fp16,bf16,int8,top_k,auto",
+    names: Annotated[
+        str, typer.Option(help="fp16, bf16, int8, top_k, top_k:FRACTION, auto; off is always there.")
+    ] = "fp16,bf16,int8,top_k,auto",
     repeats: Annotated[int, typer.Option(help="Turns of each.")] = 5,
     output: Format = Output.table,
     as_json: Json = False,
@@ -240,9 +376,18 @@ def compression(
     from rayps.bench.compression import bench_compression
 
     rows = bench_compression(count, ranks, rate, found[0], names.split(","), repeats=repeats)
-    show_rows(Output.json if as_json else output, rows, {
-        "compression": "compression", "seconds": "seconds", "sent": "bytes sent", "times_off": "x off",
-        "picked": "picked", "why": "why"})
+    show_rows(
+        Output.json if as_json else output,
+        rows,
+        {
+            "compression": "compression",
+            "seconds": "seconds",
+            "sent": "bytes sent",
+            "times_off": "x off",
+            "picked": "picked",
+            "why": "why",
+        },
+    )
 
 
 def _sizes(text: str) -> list[int]:

@@ -13,8 +13,12 @@ from rayps.cli.show import Output
 
 def admm(
     workers: Annotated[int, typer.Option(help="Workers.")] = 4,
-    strategy: Annotated[list[str] | None, typer.Option(help="A strategy as text, again for more; by default "
-                                                       "all_reduce, parallel_sgd shuffled or not, admm.")] = None,
+    strategy: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A strategy as text, again for more; by default all_reduce, parallel_sgd shuffled or not, admm."
+        ),
+    ] = None,
     epochs: Annotated[int, typer.Option(help="Epochs.")] = 20,
     rows: Annotated[int, typer.Option(help="Images to learn from.")] = 6000,
     batch: Annotated[int, typer.Option(help="Rows of a worker's batch.")] = 32,
@@ -23,20 +27,47 @@ def admm(
     penalty: Annotated[float, typer.Option(help="ADMM's penalty.")] = 1.0,
     seeds: Annotated[int, typer.Option(help="Runs of each, with seeds 0, 1, ...")] = 1,
     rate: Annotated[float, typer.Option(help="Bits a second of each worker's line, for what a shuffle moves.")] = 1e9,
-    data: Annotated[Path | None, typer.Option(help="A folder with MNIST's four files, or with digits.parquet and "
-                                              "digits_test.parquet. By default examples/data.")] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="A folder with MNIST's four files, or with digits.parquet and "
+            "digits_test.parquet. By default examples/data."
+        ),
+    ] = None,
     output: Format = Output.table,
     as_json: Json = False,
-) -> None:  # fmt: skip
+) -> None:
     """Accuracy, bytes, and what a shuffle costs, where each worker's rows are of two or three labels only."""
     from rayps.bench.admm import bench_admm
 
     found = bench_admm(
-        workers, strategy or (), epochs=epochs, rows=rows, batch=batch, lr=lr, hidden=hidden, penalty=penalty,
-        seeds=seeds, rate=rate, folder=data,
-    )  # fmt: skip
-    show_rows(Output.json if as_json else output, found, {
-        "strategy": "strategy", "rows": "a worker's rows", "meetings": "meetings", "best": "best accuracy",
-        "last": "at the end", "least": "worst seed", "bytes": "MB sent", "data": "s for batches",
-        "moved": "MB of rows", "line": "s on the line", "seconds": "seconds", "primal": "primal residual",
-    })  # fmt: skip
+        workers,
+        strategy or (),
+        epochs=epochs,
+        rows=rows,
+        batch=batch,
+        lr=lr,
+        hidden=hidden,
+        penalty=penalty,
+        seeds=seeds,
+        rate=rate,
+        folder=data,
+    )
+    show_rows(
+        Output.json if as_json else output,
+        found,
+        {
+            "strategy": "strategy",
+            "rows": "a worker's rows",
+            "meetings": "meetings",
+            "best": "best accuracy",
+            "last": "at the end",
+            "least": "worst seed",
+            "bytes": "MB sent",
+            "data": "s for batches",
+            "moved": "MB of rows",
+            "line": "s on the line",
+            "seconds": "seconds",
+            "primal": "primal residual",
+        },
+    )

@@ -13,8 +13,10 @@ from rayps.cli.show import Output
 
 def averaging(
     text: Annotated[Path, typer.Argument(help="A text to learn, such as examples/data/hamlet.txt.")],
-    strategy: Annotated[list[str] | None, typer.Option(help="A strategy; say it again for more. The others are "
-                                                           "compared with the first.")] = None,
+    strategy: Annotated[
+        list[str] | None,
+        typer.Option(help="A strategy; say it again for more. The others are compared with the first."),
+    ] = None,
     workers: Annotated[int, typer.Option(help="Workers.")] = 2,
     epochs: Annotated[int, typer.Option(help="Epochs of each.")] = 6,
     blocks: Annotated[int, typer.Option(help="Layers of the transformer.")] = 2,
@@ -30,11 +32,33 @@ def averaging(
     from rayps.bench.averaging import STRATEGIES, bench_averaging
     from rayps.bench.averaging import picture as drawn
 
-    rows = run(address, workers, lambda cluster: bench_averaging(
-        cluster, text, workers, strategy or STRATEGIES, epochs=epochs, blocks=blocks, rate=rate, batch=batch, seed=seed,
-    ))  # fmt: skip
+    rows = run(
+        address,
+        workers,
+        lambda cluster: bench_averaging(
+            cluster,
+            text,
+            workers,
+            strategy or STRATEGIES,
+            epochs=epochs,
+            blocks=blocks,
+            rate=rate,
+            batch=batch,
+            seed=seed,
+        ),
+    )
     if picture is not None:
         picture.write_text(drawn(rows), encoding="utf-8")
-    show_rows(Output.json if as_json else output, rows, {
-        "strategy": "strategy", "steps": "steps", "samples": "samples", "bytes": "bytes moved", "fewer": "times fewer",
-        "loss": "loss", "worse": "worse"})  # fmt: skip
+    show_rows(
+        Output.json if as_json else output,
+        rows,
+        {
+            "strategy": "strategy",
+            "steps": "steps",
+            "samples": "samples",
+            "bytes": "bytes moved",
+            "fewer": "times fewer",
+            "loss": "loss",
+            "worse": "worse",
+        },
+    )

@@ -14,31 +14,61 @@ from rayps.cli.show import Output
 
 def learning(
     scenes: Annotated[str, typer.Option(help="Some of shards, iid, one_label, writers.")] = "shards,iid,one_label",
-    data: Annotated[Path | None, typer.Option(metavar="FOLDER", help="digits.parquet and digits_test.parquet, or "
-                                              "MNIST's idx.gz files (those of the examples).")] = None,
-    writers: Annotated[Path | None, typer.Option(metavar="FILE", help="The writer of each image of MNIST, as npz.")]
-    = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="digits.parquet and digits_test.parquet, or MNIST's idx.gz files (those of the examples).",
+        ),
+    ] = None,
+    writers: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The writer of each image of MNIST, as npz.")
+    ] = None,
     seeds: Annotated[str, typer.Option(help="Seeds.")] = "0",
     hidden: Annotated[int, typer.Option(help="Width of the network's hidden layer.")] = 64,
     lr: Annotated[float, typer.Option(help="The clients' learning rate.")] = 0.1,
     rounds: Annotated[int | None, typer.Option(help="Rounds of each, instead of the scene's own.")] = None,
-    strategy: Annotated[list[str] | None, typer.Option(help="Only this one, instead of the scene's own (again for "
-                                                       "more).")] = None,
+    strategy: Annotated[
+        list[str] | None, typer.Option(help="Only this one, instead of the scene's own (again for more).")
+    ] = None,
     output: Format = Output.table,
     as_json: Json = False,
-) -> None:  # fmt: skip
+) -> None:
     """Best accuracy so far on real digits, and the round that reached 90%: federated, in one place, and alone."""
     given = whole(seeds, "seeds")
     from rayps.bench.learning import LearningRow, bench_learning
 
     def tell(row: LearningRow) -> None:
-        show.note(f"{row.scene}, seed {row.seed}, {row.way}: best {row.best:.3f}, 90% in round {row.reached}, "
-                  f"last {row.last:.3f}, of other writers {show.number(row.others)}, personal "
-                  f"{show.number(row.personal)} ({row.seconds:.0f} s)")
+        show.note(
+            f"{row.scene}, seed {row.seed}, {row.way}: best {row.best:.3f}, 90% in round {row.reached}, "
+            f"last {row.last:.3f}, of other writers {show.number(row.others)}, personal "
+            f"{show.number(row.personal)} ({row.seconds:.0f} s)"
+        )
 
-    rows = bench_learning(scenes.split(","), folder=data, writers=writers, seeds=given, hidden=hidden, lr=lr,
-                          rounds=rounds, strategies=strategy or (), tell=tell)
-    show_rows(Output.json if as_json else output, rows, {
-        "scene": "scene", "seed": "seed", "rounds": "rounds", "best": "best", "reached": "90% in round",
-        "last": "last (alone: best client)", "others": "other writers", "personal": "personal", "seconds": "seconds",
-        "way": "way"})  # fmt: skip
+    rows = bench_learning(
+        scenes.split(","),
+        folder=data,
+        writers=writers,
+        seeds=given,
+        hidden=hidden,
+        lr=lr,
+        rounds=rounds,
+        strategies=strategy or (),
+        tell=tell,
+    )
+    show_rows(
+        Output.json if as_json else output,
+        rows,
+        {
+            "scene": "scene",
+            "seed": "seed",
+            "rounds": "rounds",
+            "best": "best",
+            "reached": "90% in round",
+            "last": "last (alone: best client)",
+            "others": "other writers",
+            "personal": "personal",
+            "seconds": "seconds",
+            "way": "way",
+        },
+    )

@@ -25,13 +25,34 @@ def pipeline(
     """What a pipeline adds to the compute of its stages, beside torch.distributed.pipelining on gloo."""
     from rayps.bench.pipeline import bench_pipeline
 
-    rows = run(address, stages, lambda cluster: bench_pipeline(
-        cluster, stages, contenders.split(","), schedules=schedules.split(","), micros=micro_batches, width=width,
-        batch=batch, repeats=repeats,
-    ))  # fmt: skip
-    show_rows(Output.json if as_json else output, rows, {
-        "contender": "contender", "schedule": "schedule", "stages": "stages", "micro_batches": "micro-batches",
-        "step": "ms a step", "ideal": "ideal", "beyond": "beyond", "times_torch": "torch's beyond / own"})  # fmt: skip
+    rows = run(
+        address,
+        stages,
+        lambda cluster: bench_pipeline(
+            cluster,
+            stages,
+            contenders.split(","),
+            schedules=schedules.split(","),
+            micros=micro_batches,
+            width=width,
+            batch=batch,
+            repeats=repeats,
+        ),
+    )
+    show_rows(
+        Output.json if as_json else output,
+        rows,
+        {
+            "contender": "contender",
+            "schedule": "schedule",
+            "stages": "stages",
+            "micro_batches": "micro-batches",
+            "step": "ms a step",
+            "ideal": "ideal",
+            "beyond": "beyond",
+            "times_torch": "torch's beyond / own",
+        },
+    )
 
 
 def tensor(
@@ -47,12 +68,25 @@ def tensor(
     """Forward and backward of a split pair of layers, beside torch's DTensor styles on gloo and unsplit."""
     from rayps.bench.tensor import bench_tensor
 
-    rows = run(address, workers, lambda cluster: bench_tensor(
-        cluster, workers, contenders.split(","), widths=whole(widths, "widths"), batch=batch, repeats=repeats,
-    ))  # fmt: skip
-    show_rows(Output.json if as_json else output, rows, {
-        "contender": "contender", "width": "width", "batch": "batch", "step": "µs a step",
-        "times_dtensor": "x dtensor", "times_alone": "x alone"})  # fmt: skip
+    rows = run(
+        address,
+        workers,
+        lambda cluster: bench_tensor(
+            cluster, workers, contenders.split(","), widths=whole(widths, "widths"), batch=batch, repeats=repeats
+        ),
+    )
+    show_rows(
+        Output.json if as_json else output,
+        rows,
+        {
+            "contender": "contender",
+            "width": "width",
+            "batch": "batch",
+            "step": "µs a step",
+            "times_dtensor": "x dtensor",
+            "times_alone": "x alone",
+        },
+    )
 
 
 def device(
@@ -65,6 +99,16 @@ def device(
     from rayps.bench.device import bench_device
 
     rows = bench_device(whole(batches, "batches"), repeats=repeats)
-    show_rows(Output.json if as_json else output, rows, {
-        "layer": "layer", "batch": "batch", "parameters": "parameters", "cpu": "cpu ms", "gpu": "gpu ms",
-        "times": "times", "copy": "copy ms"})  # fmt: skip
+    show_rows(
+        Output.json if as_json else output,
+        rows,
+        {
+            "layer": "layer",
+            "batch": "batch",
+            "parameters": "parameters",
+            "cpu": "cpu ms",
+            "gpu": "gpu ms",
+            "times": "times",
+            "copy": "copy ms",
+        },
+    )

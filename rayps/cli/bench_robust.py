@@ -11,15 +11,15 @@ import typer
 from rayps.cli.measure import Address, Format, Json, run, show_rows
 from rayps.cli.show import Output
 
-_RULES = ("mean,krum(f=4),multi_krum(f=4),trimmed_mean(f=4),median,geometric_median,bulyan(f=4),"
-          "centered_clipping(tau=1)")  # fmt: skip
+_RULES = "mean,krum(f=4),multi_krum(f=4),trimmed_mean(f=4),median,geometric_median,bulyan(f=4),centered_clipping(tau=1)"
 
 
 def robust(
     rules: Annotated[str, typer.Option(help="Rules, mean first.")] = _RULES,
     scenes: Annotated[str, typer.Option(help="Some of iid, attack, shards.")] = "iid,attack,shards",
-    attack: Annotated[str, typer.Option(help="What the attackers of the second scene do.")]
-    = "sign_flip(clients=4,scale=5)",
+    attack: Annotated[
+        str, typer.Option(help="What the attackers of the second scene do.")
+    ] = "sign_flip(clients=4,scale=5)",
     clients: Annotated[int, typer.Option(help="Clients; a round asks all of them.")] = 20,
     rounds: Annotated[int, typer.Option(help="Rounds.")] = 15,
     epochs: Annotated[int, typer.Option(help="Local epochs.")] = 1,
@@ -28,20 +28,51 @@ def robust(
     rows: Annotated[int, typer.Option(help="Images to learn from.")] = 6000,
     seeds: Annotated[int, typer.Option(help="Runs of each, with seeds 0, 1, ...")] = 1,
     workers: Annotated[int, typer.Option(help="Workers, for the time it takes: the results are the same.")] = 2,
-    data: Annotated[Path | None, typer.Option(help="A folder with MNIST's four files, or with digits.parquet and "
-                                              "digits_test.parquet. By default examples/data.")] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="A folder with MNIST's four files, or with digits.parquet and "
+            "digits_test.parquet. By default examples/data."
+        ),
+    ] = None,
     address: Address = None,
     output: Format = Output.table,
     as_json: Json = False,
-) -> None:  # fmt: skip
+) -> None:
     """Accuracy of aggregation rules with and without attackers, on data dealt evenly and by label."""
     from rayps.bench.robust import bench_robust
 
-    found = run(address, workers, lambda cluster: bench_robust(
-        cluster, workers, re.split(r",(?![^(]*\))", rules), scenes.split(","), attack=attack, clients=clients,
-        rounds=rounds, rows=rows, epochs=epochs, batch=batch, lr=lr, seeds=seeds, folder=data,
-    ))  # fmt: skip
-    show_rows(Output.json if as_json else output, found, {
-        "scene": "scene", "attack": "attack", "rule": "rule", "best": "best accuracy", "last": "at the end",
-        "below": "points below", "rejected": "rejected a round", "warned": "warned", "seconds": "seconds",
-    })  # fmt: skip
+    found = run(
+        address,
+        workers,
+        lambda cluster: bench_robust(
+            cluster,
+            workers,
+            re.split(r",(?![^(]*\))", rules),
+            scenes.split(","),
+            attack=attack,
+            clients=clients,
+            rounds=rounds,
+            rows=rows,
+            epochs=epochs,
+            batch=batch,
+            lr=lr,
+            seeds=seeds,
+            folder=data,
+        ),
+    )
+    show_rows(
+        Output.json if as_json else output,
+        found,
+        {
+            "scene": "scene",
+            "attack": "attack",
+            "rule": "rule",
+            "best": "best accuracy",
+            "last": "at the end",
+            "below": "points below",
+            "rejected": "rejected a round",
+            "warned": "warned",
+            "seconds": "seconds",
+        },
+    )

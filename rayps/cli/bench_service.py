@@ -20,5 +20,8 @@ def service(
     from rayps.bench.service import bench_service
 
     rows = bench_service(whole(waiting, "waiting"), seconds)
-    show_rows(Output.json if as_json else output, rows, {
-        "waiting": "waiting", "cpu": "of one core", "memory_mb": "MB", "stop_s": "s to stop one"})
+    show_rows(
+        Output.json if as_json else output,
+        rows,
+        {"waiting": "waiting", "cpu": "of one core", "memory_mb": "MB", "stop_s": "s to stop one"},
+    )

@@ -13,13 +13,32 @@ from rayps.cli.show import Output
 if TYPE_CHECKING:
     from rayps.cluster import Cluster
 
-_CALLS = {"optimizer": "optimizer", "workers": "workers", "servers": "servers", "ids": "ids", "own": "rows/s",
-          "calls": "by calls", "times_calls": "times", "own_turn_s": "turn s", "calls_turn_s": "by calls",
-          "own_cpu_s": "cpu s", "calls_cpu_s": "by calls"}  # fmt: skip
-_HOT = {"servers": "servers", "moves": "moves", "turns_before": "turns/s before", "turns_after": "after",
-        "skew_before": "skew before", "skew_after": "after", "ids_skew_before": "of ids before",
-        "ids_skew_after": "after", "busiest_before": "busiest s/1000 before", "busiest_after": "after",
-        "bound_gain": "gain where servers have cores"}  # fmt: skip
+_CALLS = {
+    "optimizer": "optimizer",
+    "workers": "workers",
+    "servers": "servers",
+    "ids": "ids",
+    "own": "rows/s",
+    "calls": "by calls",
+    "times_calls": "times",
+    "own_turn_s": "turn s",
+    "calls_turn_s": "by calls",
+    "own_cpu_s": "cpu s",
+    "calls_cpu_s": "by calls",
+}
+_HOT = {
+    "servers": "servers",
+    "moves": "moves",
+    "turns_before": "turns/s before",
+    "turns_after": "after",
+    "skew_before": "skew before",
+    "skew_after": "after",
+    "ids_skew_before": "of ids before",
+    "ids_skew_after": "after",
+    "busiest_before": "busiest s/1000 before",
+    "busiest_after": "after",
+    "bound_gain": "gain where servers have cores",
+}
 
 
 def tables(
@@ -29,8 +48,9 @@ def tables(
     segments: Annotated[str, typer.Option(help="Numbers of segments.")] = "1,16",
     optimizers: Annotated[str, typer.Option(help="Some of sgd, adagrad, adam.")] = "sgd,adagrad,adam",
     zipf: Annotated[float | None, typer.Option(help="Ids by this Zipf exponent, above 1.")] = None,
-    files: Annotated[int, typer.Option(help="Instead: save --rows rows as Parquet and load them on so many segments.")]
-    = 0,
+    files: Annotated[
+        int, typer.Option(help="Instead: save --rows rows as Parquet and load them on so many segments.")
+    ] = 0,
     folder: Annotated[Path | None, typer.Option(help="Where --files writes.")] = None,
     repeats: Annotated[int, typer.Option(help="Batches of each.")] = 15,
     calls: Annotated[bool, typer.Option(help="Instead: through servers, beside plain Ray actor calls.")] = False,
@@ -52,21 +72,55 @@ def tables(
         return
     if files:
         saved = [bench_files(rows, dim, count, files, folder) for count in counts]
-        show_rows(form, saved, {"rows": "rows", "segments": "segments", "loaded_on": "loaded on",
-                            "row_bytes": "bytes a row", "file_bytes": "on disk", "save": "save s", "load": "load s",
-                            "save_cpu": "cpu s", "load_cpu": "cpu s"})
+        show_rows(
+            form,
+            saved,
+            {
+                "rows": "rows",
+                "segments": "segments",
+                "loaded_on": "loaded on",
+                "row_bytes": "bytes a row",
+                "file_bytes": "on disk",
+                "save": "save s",
+                "load": "load s",
+                "save_cpu": "cpu s",
+                "load_cpu": "cpu s",
+            },
+        )
         return
     measured = bench_tables(rows, ids, dim, counts, optimizers.split(","), zipf=zipf, repeats=repeats)
-    show_rows(form, measured, {"optimizer": "optimizer", "segments": "segments", "ids": "ids", "pull": "pulled/s",
-                           "push": "pushed/s", "torch_pull": "select/s", "torch_push": "add/s",
-                           "of_limit": "of limit", "torch_step": "step/s", "of_same": "of the same",
-                           "row_bytes": "bytes a row", "made": "made/s"})
+    show_rows(
+        form,
+        measured,
+        {
+            "optimizer": "optimizer",
+            "segments": "segments",
+            "ids": "ids",
+            "pull": "pulled/s",
+            "push": "pushed/s",
+            "torch_pull": "select/s",
+            "torch_push": "add/s",
+            "of_limit": "of limit",
+            "torch_step": "step/s",
+            "of_same": "of the same",
+            "row_bytes": "bytes a row",
+            "made": "made/s",
+        },
+    )
 
 
 def _on_ray(
-    form: Output, address: str | None, workers: int, servers: int, rows: int, ids: int, dim: int, segments: int,
-    optimizers: list[str], zipf: float | None,
-) -> None:  # fmt: skip
+    form: Output,
+    address: str | None,
+    workers: int,
+    servers: int,
+    rows: int,
+    ids: int,
+    dim: int,
+    segments: int,
+    optimizers: list[str],
+    zipf: float | None,
+) -> None:
     """What needs a cluster."""
     from rayps.bench.calls import bench_calls
     from rayps.bench.hot import bench_hot
@@ -75,10 +129,25 @@ def _on_ray(
         if zipf is not None:
             found = bench_hot(
                 cluster, zipf=zipf, ids=ids, rows=rows, workers=workers, servers=servers, segments=segments
-            )  # fmt: skip
+            )
             show_rows(form, [found], _HOT)
             return
-        show_rows(form, [bench_calls(cluster, rows=rows, ids=ids, dim=dim, workers=workers, servers=servers,
-                                     segments=segments, optimizer=name) for name in optimizers], _CALLS)  # fmt: skip
+        show_rows(
+            form,
+            [
+                bench_calls(
+                    cluster,
+                    rows=rows,
+                    ids=ids,
+                    dim=dim,
+                    workers=workers,
+                    servers=servers,
+                    segments=segments,
+                    optimizer=name,
+                )
+                for name in optimizers
+            ],
+            _CALLS,
+        )
 
     run(address, workers, measure)

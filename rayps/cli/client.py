@@ -25,19 +25,34 @@ token_app = typer.Typer(no_args_is_help=True, help="Tokens of users and of real 
 
 
 def client(
-    target: Annotated[str, typer.Argument(metavar="WORKLOAD", help="file.py:Class or module:Class; its data() is this "
-                                          "client's own, and never leaves.")],
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="WORKLOAD", help="file.py:Class or module:Class; its data() is this client's own, and never leaves."
+        ),
+    ],
     url: Annotated[str | None, typer.Option(help="The job service's address, https://... (RAYPS_URL).")] = None,
-    token: Annotated[str | None, typer.Option(help="Of `rayps token create`: itself, @FILE, or in "
-                                              "RAYPS_CLIENT_TOKEN.")] = None,
+    token: Annotated[
+        str | None, typer.Option(help="Of `rayps token create`: itself, @FILE, or in RAYPS_CLIENT_TOKEN.")
+    ] = None,
     name: Annotated[str | None, typer.Option(help="Who this is, e.g. hospital-a, unless the token says it.")] = None,
     job: Annotated[str | None, typer.Option(metavar="ID", help="Where the token is good for any job.")] = None,
-    data: Annotated[str | None, typer.Option(metavar="FILE", help="A Parquet file or folder to read the columns of the "
-                                             "workload's data() from.")] = None,
-    state: Annotated[Path | None, typer.Option(metavar="DIR", help="Where it keeps who it is, and what the strategy "
-                                               "keeps of it: in DIR/JOB/NAME (~/.rayps/clients).")] = None,
-    patience: Annotated[float, typer.Option(metavar="SECONDS", min=0.0, help="For a service that does not answer.",
-                                            )] = 3600.0,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="A Parquet file or folder to read the columns of the workload's data() from."
+        ),
+    ] = None,
+    state: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Where it keeps who it is, and what the strategy keeps of it: in DIR/JOB/NAME (~/.rayps/clients).",
+        ),
+    ] = None,
+    patience: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0.0, help="For a service that does not answer.")
+    ] = 3600.0,
     device: Annotated[str, typer.Option(help="Where to train: cpu, cuda.")] = "cpu",
 ) -> None:
     """Train on this machine's own data in a federated job. Only parameters, counts and the mean loss leave.
@@ -61,12 +76,14 @@ def client(
     if name is not None and not NAME.fullmatch(name):
         raise ConfigError(f"name is {name!r}: give letters and digits, with blanks and _ . - between", field="name")
     if name is not None and found.name not in (None, name):
-        raise ConfigError(f"this token is for the client {found.name!r}, not for {name!r}: leave out --name",
-                          field="name")
+        raise ConfigError(
+            f"this token is for the client {found.name!r}, not for {name!r}: leave out --name", field="name"
+        )
     who = name or found.name
     if who is None:
-        raise ConfigError("this token is good for any client: say who this is with --name, such as hospital-a",
-                          field="name")
+        raise ConfigError(
+            "this token is good for any client: say who this is with --name, such as hospital-a", field="name"
+        )
     workload = load(target)
     rows = own_data(workload, data)
     kept = Kept((state or settings.state_dir / "clients") / which / who)
@@ -98,8 +115,12 @@ def _token(given: str | None) -> str:
 def create(
     job: Annotated[str | None, typer.Option(metavar="ID", help="For clients of this job only.")] = None,
     name: Annotated[str | None, typer.Option(help="For the client of this name only.")] = None,
-    user: Annotated[str | None, typer.Option(metavar="NAME", help="For a user instead, who may do everything: "
-                                             "whose, or what for, such as laptop.")] = None,
+    user: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="For a user instead, who may do everything: whose, or what for, such as laptop."
+        ),
+    ] = None,
     days: Annotated[float | None, typer.Option(min=0.0, help="Good for so long; until it is revoked.")] = None,
     to: show.To = None,
     output: Format = Output.table,
@@ -125,8 +146,10 @@ def _made(found: dict[str, Any], to: str | None, output: Output) -> None:
         show.dump({key: value for key, value in found.items() if key != "token"})
         return
     may = "do everything, as the service's user" if _of_user(found) else "take part as a client"
-    show.note(f"token {found['id']} is for {_whom(found)}; it is shown once. Whoever has it may {may}: "
-              f"send it by a safe way.\nRefuse it with `rayps token revoke {found['id']}`")
+    show.note(
+        f"token {found['id']} is for {_whom(found)}; it is shown once. Whoever has it may {may}: "
+        f"send it by a safe way.\nRefuse it with `rayps token revoke {found['id']}`"
+    )
 
 
 @token_app.command("ls")
@@ -142,9 +165,13 @@ def list_tokens(
     if output is Output.json:
         show.dump(found)
         return
-    show.table(["id", "for", "made", "until", ""], [
-        [t["id"], _whom(t), show.age(t["created_at"]), t["expires_at"] or "", "revoked" if t["revoked_at"] else ""]
-        for t in found])
+    show.table(
+        ["id", "for", "made", "until", ""],
+        [
+            [t["id"], _whom(t), show.age(t["created_at"]), t["expires_at"] or "", "revoked" if t["revoked_at"] else ""]
+            for t in found
+        ],
+    )
 
 
 @token_app.command()
@@ -190,17 +217,30 @@ def _path(service: Client, token_id: str) -> str:
     return f"{USER_TOKENS if token_id in (*known, LOCAL) else CLIENT_TOKENS}/{quote(token_id, safe='')}"
 
 
-def joined(job_id: Annotated[str, typer.Argument(metavar="ID", help="The job's id, or its beginning.")],
-            output: Format = Output.table) -> None:
+def joined(
+    job_id: Annotated[str, typer.Argument(metavar="ID", help="The job's id, or its beginning.")],
+    output: Format = Output.table,
+) -> None:
     """Show the real clients that have joined a job."""
     with Client() as service:
         found = service.call("GET", f"/api/v1/jobs/{service.job(job_id).id}/clients")
     if output is Output.json:
         show.dump(found)
         return
-    show.table(["client", "name", "state", "samples", "seen", ""], [
-        [c["number"], c["name"], c["state"], c["samples"],
-         "" if c["seen_seconds"] is None else f"{c['seen_seconds']:.0f} s ago", c["doing"]] for c in found["clients"]])
+    show.table(
+        ["client", "name", "state", "samples", "seen", ""],
+        [
+            [
+                c["number"],
+                c["name"],
+                c["state"],
+                c["samples"],
+                "" if c["seen_seconds"] is None else f"{c['seen_seconds']:.0f} s ago",
+                c["doing"],
+            ]
+            for c in found["clients"]
+        ],
+    )
     if found["waits"]:
         show.note(found["waits"])
 

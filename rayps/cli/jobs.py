@@ -27,14 +27,21 @@ _SAID_ANYWAY = ("queued", "finished", "stopped", "failed")  # by the first line 
 def submit(
     file: Annotated[Path, typer.Argument(metavar="SPEC.yaml", help="The job: workload, strategy, workers, ...")],
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Stay until it has ended; Ctrl-C detaches.")] = False,
-    changes: Annotated[list[str] | None, typer.Option(
-        "--set", metavar="KEY=VALUE", help="Change a field of the file, e.g. --set workers=4.")] = None,
-    server_group: Annotated[str | None, typer.Option(
-        "--server-group", metavar="NAME", help="Keep its parameters on this group (`rayps servers ls`).")] = None,
-    branch: Annotated[str | None, typer.Option(
-        metavar="SPACE", help="Begin with the parameters of another job there, by its id.")] = None,
-    resume: Annotated[str | None, typer.Option(
-        metavar="JOB", help="Go on from where another job ended, by its id (or a checkpoint's folder).")] = None,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change a field of the file, e.g. --set workers=4."),
+    ] = None,
+    server_group: Annotated[
+        str | None,
+        typer.Option("--server-group", metavar="NAME", help="Keep its parameters on this group (`rayps servers ls`)."),
+    ] = None,
+    branch: Annotated[
+        str | None, typer.Option(metavar="SPACE", help="Begin with the parameters of another job there, by its id.")
+    ] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(metavar="JOB", help="Go on from where another job ended, by its id (or a checkpoint's folder)."),
+    ] = None,
     output: Format = Output.table,
 ) -> None:
     """Give a job to the service."""
@@ -96,7 +103,8 @@ class _Where:
         if data["status"] == Status.RUNNING and progress.get("epochs"):
             epoch = (data["status"], progress.get("epoch", 0))
             if progress.get("loss") is None or (
-                    epoch == self._epoch and time.monotonic() - self._at < _PROGRESS_SECONDS):
+                epoch == self._epoch and time.monotonic() - self._at < _PROGRESS_SECONDS
+            ):
                 return
             self._epoch, self._at = epoch, time.monotonic()
             self._say(f"RUNNING epoch {epoch[1] + 1} of {progress['epochs']}  batch loss {progress['loss']:.3g}")
@@ -120,10 +128,17 @@ def ls(
     if output is Output.json:
         show.dump([job.data for job in jobs])
         return
-    rows = [[job.id, job.data["name"], show.status(job.data["status"]), show.age(job.data["created_at"]),
-             f"{job.data['spec']['workers']} x {show.learns(job.data)}",
-             ", ".join(filter(None, [show.result(job.data), _held_back(job.data)])) or _short(job.data["reason"])]
-            for job in jobs]
+    rows = [
+        [
+            job.id,
+            job.data["name"],
+            show.status(job.data["status"]),
+            show.age(job.data["created_at"]),
+            f"{job.data['spec']['workers']} x {show.learns(job.data)}",
+            ", ".join(filter(None, [show.result(job.data), _held_back(job.data)])) or _short(job.data["reason"]),
+        ]
+        for job in jobs
+    ]
     show.table(["id", "name", "status", "age", "workers", "result"], rows, cut=("name", "workers"))
 
 
@@ -135,17 +150,28 @@ def get(job_id: Id, output: Format = Output.table) -> None:
         show.dump(data)
         return
     spec, progress = data["spec"], data["progress"] or {}
-    show.facts([
-        ("id", data["id"]), ("name", data["name"]), ("status", data["status"]), ("reason", data["reason"]),
-        ("workload", spec["workload"]), ("strategy", show.learns(data)), ("workers", spec["workers"]),
-        ("operations/s", _operations(progress.get("server_group"))),
-        ("submitted", data["created_at"]), ("started", data["started_at"]),
-        ("finished", data["finished_at"]), ("attempt", data["attempt"]), ("failures", progress.get("failures")),
-        ("round", f"{progress['round']} of {progress.get('rounds') or '?'}" if "round" in progress else None),
-        ("batch loss", show.number(progress.get("loss"))),
-        ("evaluation", None if data["metrics"] else show.measures(progress.get("metrics"))),
-        ("metrics", show.measures(data["metrics"])),
-        ("checkpoint", data["checkpoint"])])
+    show.facts(
+        [
+            ("id", data["id"]),
+            ("name", data["name"]),
+            ("status", data["status"]),
+            ("reason", data["reason"]),
+            ("workload", spec["workload"]),
+            ("strategy", show.learns(data)),
+            ("workers", spec["workers"]),
+            ("operations/s", _operations(progress.get("server_group"))),
+            ("submitted", data["created_at"]),
+            ("started", data["started_at"]),
+            ("finished", data["finished_at"]),
+            ("attempt", data["attempt"]),
+            ("failures", progress.get("failures")),
+            ("round", f"{progress['round']} of {progress.get('rounds') or '?'}" if "round" in progress else None),
+            ("batch loss", show.number(progress.get("loss"))),
+            ("evaluation", None if data["metrics"] else show.measures(progress.get("metrics"))),
+            ("metrics", show.measures(data["metrics"])),
+            ("checkpoint", data["checkpoint"]),
+        ]
+    )
 
 
 def logs(
@@ -161,14 +187,17 @@ def logs(
                 said = True
                 show.say(f"{line['time']} {line['source']} {line['text']}".strip())
             if not said:
-                show.note(f"job {job.id} ({job.data['status']}) has said nothing: what a workload prints comes here, "
-                          f"and what happened to the job is in `rayps events {job.id}`")
+                show.note(
+                    f"job {job.id} ({job.data['status']}) has said nothing: what a workload prints comes here, "
+                    f"and what happened to the job is in `rayps events {job.id}`"
+                )
         except KeyboardInterrupt:
             raise typer.Exit(DETACHED) from None
 
 
 def metrics(
-    job_id: Id, points: Annotated[int, typer.Option(min=2, max=5000, help="At most so many rows.")] = 20,
+    job_id: Id,
+    points: Annotated[int, typer.Option(min=2, max=5000, help="At most so many rows.")] = 20,
     output: Format = Output.table,
 ) -> None:
     """Show a job's loss and speed; as JSON, every round on a line of its own."""
@@ -179,9 +208,14 @@ def metrics(
                 show.say(json.dumps(point))
             return
         found = client.call("GET", f"/api/v1/jobs/{job.id}/metrics", params={"max_points": points})
-    rows = [[f"{b['round']}-{b['round_end']}" if b["round_end"] > b["round"] else b["round"],
-             *[show.number((b["loss"] or {}).get(key)) for key in ("mean", "min", "max")],
-             show.number(b["samples_per_second"])] for b in found["series"]]
+    rows = [
+        [
+            f"{b['round']}-{b['round_end']}" if b["round_end"] > b["round"] else b["round"],
+            *[show.number((b["loss"] or {}).get(key)) for key in ("mean", "min", "max")],
+            show.number(b["samples_per_second"]),
+        ]
+        for b in found["series"]
+    ]
     show.table(["round", "loss", "min", "max", "samples/s"], rows)
     for evaluation in found["evaluations"][-5:]:
         show.say(f"after round {evaluation['round']}: {show.measures(evaluation['metrics'])}")
@@ -251,8 +285,11 @@ def _operations(group: dict[str, Any] | None) -> str | None:
 
 
 def _held_back(job: dict[str, Any]) -> str | None:
-    return ((job.get("progress") or {}).get("server_group") or {}).get("held_back") if (
-        job["status"] == "RUNNING") else None
+    return (
+        ((job.get("progress") or {}).get("server_group") or {}).get("held_back")
+        if (job["status"] == "RUNNING")
+        else None
+    )
 
 
 def _short(text: str | None) -> str:
@@ -262,7 +299,15 @@ def _short(text: str | None) -> str:
 
 def add(app: typer.Typer) -> None:
     """Add the commands to the command line."""
-    for name, command in (("submit", submit), ("ls", ls), ("get", get), ("logs", logs), ("metrics", metrics),
-                          ("events", events), ("stop", stop), ("delete", delete), ("open", open_page)):
+    for name, command in (
+        ("submit", submit),
+        ("ls", ls),
+        ("get", get),
+        ("logs", logs),
+        ("metrics", metrics),
+        ("events", events),
+        ("stop", stop),
+        ("delete", delete),
+        ("open", open_page),
+    ):
         app.command(name)(command)
-

@@ -20,11 +20,19 @@ from rayps.cli import show
 from rayps.cli.show import Output
 from rayps.errors import RaypsError
 
-_EPILOG = ("Exit codes: 0 ok, 1 the job or run failed, 2 bad input, 3 no such job, 4 service or cluster "
-           "unreachable, 5 conflict with the job's state, 130 interrupted or detached.")
+_EPILOG = (
+    "Exit codes: 0 ok, 1 the job or run failed, 2 bad input, 3 no such job, 4 service or cluster "
+    "unreachable, 5 conflict with the job's state, 130 interrupted or detached."
+)
 
-app = typer.Typer(name="rayps", add_completion=False, no_args_is_help=True, rich_markup_mode=None,
-                  pretty_exceptions_enable=False, epilog=_EPILOG)
+app = typer.Typer(
+    name="rayps",
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    epilog=_EPILOG,
+)
 
 
 def _version(asked: bool) -> None:
@@ -34,45 +42,77 @@ def _version(asked: bool) -> None:
 
 
 @app.callback(epilog=_EPILOG)
-def top(version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True,
-                                              help="Print the version.")] = False) -> None:
+def top(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
     """Distributed training on Ray in which how the workers learn together is one argument."""
 
 
 @app.command()
 def train(
     target: Annotated[str, typer.Argument(metavar="TARGET", help="file.py:Class or module:Class of a Workload.")],
-    strategy: Annotated[str, typer.Option(help="How they learn together: all_reduce, or parameter_server:"
-                                          "staleness=3,shards=2 (none = asynchronous); a model larger than a worker: "
-                                          "all_reduce:replica=pipeline(stages=4,micro_batches=8).")] = "all_reduce",
+    strategy: Annotated[
+        str,
+        typer.Option(
+            help="How they learn together: all_reduce, or parameter_server:"
+            "staleness=3,shards=2 (none = asynchronous); a model larger than a worker: "
+            "all_reduce:replica=pipeline(stages=4,micro_batches=8)."
+        ),
+    ] = "all_reduce",
     workers: Annotated[int, typer.Option(help="How many.")] = 1,
     epochs: Annotated[int | None, typer.Option(help="Times through the data (1 when neither is given).")] = None,
-    steps: Annotated[int | None, typer.Option(help="Batches for each worker, instead of epochs; under a "
-                                                     "federated strategy, whose epoch is a round, rounds.")] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            help="Batches for each worker, instead of epochs; under a "
+            "federated strategy, whose epoch is a round, rounds."
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of parameters and shuffling.")] = 0,
     checkpoint: Annotated[Path | None, typer.Option(metavar="DIR", help="Save states there.")] = None,
     checkpoint_every: Annotated[int | None, typer.Option(metavar="ROUNDS", help="Rounds between two.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in DIR.")] = False,
-    address: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Join this Ray cluster; auto: "
-                                                       "the one of RAY_ADDRESS or of this machine.")] = None,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT", help="Join this Ray cluster; auto: the one of RAY_ADDRESS or of this machine."
+        ),
+    ] = None,
     max_failures: Annotated[int, typer.Option(help="How often lost actors are replaced.")] = 3,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Silence after which a peer is dead.")] = 60.0,
     cpus_per_worker: Annotated[float, typer.Option(metavar="N", help="CPUs that each worker reserves.")] = 1.0,
     gpus_per_worker: Annotated[float, typer.Option(metavar="N", help="GPUs that each worker reserves.")] = 0.0,
-    server_group: Annotated[str | None, typer.Option(metavar="NAME", help="Keep the parameters on this group of the "
-                                                     "cluster at --address.")] = None,
-    branch: Annotated[str | None, typer.Option(metavar="SPACE", help="Begin with the parameters of another space of "
-                                               "that group.")] = None,
+    server_group: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Keep the parameters on this group of the cluster at --address.")
+    ] = None,
+    branch: Annotated[
+        str | None, typer.Option(metavar="SPACE", help="Begin with the parameters of another space of that group.")
+    ] = None,
     output: Annotated[Output, typer.Option("--output", "-o", help="table or json.")] = Output.table,
 ) -> None:
     """Train here and now, without a service; ends with the final metrics."""
     resources = {"cpu": cpus_per_worker, **({"gpu": gpus_per_worker} if gpus_per_worker else {})}
     try:
         result = rayps.train(
-            target, strategy=strategy, workers=workers, epochs=epochs, steps=steps, seed=seed, checkpoint=checkpoint,
-            checkpoint_every=checkpoint_every, resume=resume, resources=resources, address=address,
-            max_failures=max_failures, timeout=timeout, server_group=server_group, branch=branch,
-            progress=True)
+            target,
+            strategy=strategy,
+            workers=workers,
+            epochs=epochs,
+            steps=steps,
+            seed=seed,
+            checkpoint=checkpoint,
+            checkpoint_every=checkpoint_every,
+            resume=resume,
+            resources=resources,
+            address=address,
+            max_failures=max_failures,
+            timeout=timeout,
+            server_group=server_group,
+            branch=branch,
+            progress=True,
+        )
     except KeyboardInterrupt as error:  # typer would swallow what it says
         raise typer.Exit(_failed(str(error) or "interrupted before training began", 130)) from None
     if output is Output.json:
@@ -89,15 +129,24 @@ def train(
 def serve(
     host: Annotated[str | None, typer.Option(help="Where to listen (127.0.0.1).")] = None,
     port: Annotated[int | None, typer.Option(help="Where to listen (8420; 0 = any free one).")] = None,
-    address: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Join this Ray cluster instead of "
-                                                "running an own one.")] = None,
-    cpus: Annotated[int | None, typer.Option(help="CPUs that jobs of the own Ray may take in all; they share "
-                                            "the cores (16, or the cores where there are more).")] = None,
+    address: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Join this Ray cluster instead of running an own one.")
+    ] = None,
+    cpus: Annotated[
+        int | None,
+        typer.Option(
+            help="CPUs that jobs of the own Ray may take in all; they share "
+            "the cores (16, or the cores where there are more)."
+        ),
+    ] = None,
     state_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Jobs and store (~/.rayps).")] = None,
-    idle: Annotated[float | None, typer.Option(metavar="SECONDS", help="Without service and job, the own Ray "
-                                               "ends itself after this (600).")] = None,
-    allow_host: Annotated[list[str] | None, typer.Option(metavar="NAME", help="A Host name to answer, beside "
-                                                         "the loopback ones.")] = None,
+    idle: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", help="Without service and job, the own Ray ends itself after this (600)."),
+    ] = None,
+    allow_host: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="A Host name to answer, beside the loopback ones.")
+    ] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Leave jobs running at the end.")] = False,
 ) -> None:
     """Run the job service with its dashboard, on this machine only unless told otherwise."""
@@ -105,8 +154,12 @@ def serve(
     from rayps.service.settings import Settings
 
     allowed = ",".join(allow_host) if allow_host else None
-    run(Settings.read(host=host, port=port, address=address, cpus=cpus, state_dir=state_dir, idle=idle,
-                      allowed_hosts=allowed), keep=keep)
+    run(
+        Settings.read(
+            host=host, port=port, address=address, cpus=cpus, state_dir=state_dir, idle=idle, allowed_hosts=allowed
+        ),
+        keep=keep,
+    )
 
 
 @app.command()
@@ -116,11 +169,23 @@ def doctor(output: Annotated[Output, typer.Option("--output", "-o", help="table 
 
     found = findings()
     if output is Output.json:
-        show.dump([{"name": f.name, "found": f.found, "required": f.required, "needed_for": f.needed_for,
-                    "remedy": f.remedy} for f in found])
+        show.dump(
+            [
+                {
+                    "name": f.name,
+                    "found": f.found,
+                    "required": f.required,
+                    "needed_for": f.needed_for,
+                    "remedy": f.remedy,
+                }
+                for f in found
+            ]
+        )
     else:
-        rows = [[f.name, f.found or ("MISSING" if f.required else "not found"), f.needed_for,
-                 "" if f.found else f.remedy] for f in found]
+        rows = [
+            [f.name, f.found or ("MISSING" if f.required else "not found"), f.needed_for, "" if f.found else f.remedy]
+            for f in found
+        ]
         show.table(["", "found", "needed for", "how to get it"], rows)
     if any(f.failed for f in found):
         raise typer.Exit(1)

@@ -42,6 +42,4 @@ def whole(text: str, field: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise ConfigError(
-            f"{field} {text!r} cannot be read: write whole numbers such as 1,16", field=field
-        ) from None  # fmt: skip
+        raise ConfigError(f"{field} {text!r} cannot be read: write whole numbers such as 1,16", field=field) from None

@@ -30,23 +30,34 @@ _MEMORY = ("parameters", "gradients", "optimizer", "activations", "all")
 
 
 def plan(
-    target: Annotated[str | None, typer.Argument(metavar="[WORKLOAD]", help="file.py:Class or module:Class of a "
-                                                 "Workload; left out, only schedule and formulas.")] = None,
-    strategy: Annotated[str, typer.Option(help="As of `rayps train`, e.g. pipeline:stages=4,micro_batches=8 or "
-                                          "parameter_server:shards=2.")] = "all_reduce",
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[WORKLOAD]",
+            help="file.py:Class or module:Class of a Workload; left out, only schedule and formulas.",
+        ),
+    ] = None,
+    strategy: Annotated[
+        str,
+        typer.Option(help="As of `rayps train`, e.g. pipeline:stages=4,micro_batches=8 or parameter_server:shards=2."),
+    ] = "all_reduce",
     workers: Annotated[int | None, typer.Option(help="How many (as many as one replica has).")] = None,
     batch: Annotated[int | None, typer.Option(help="Rows of a replica's batch, instead of the workload's.")] = None,
-    memory: Annotated[str | None, typer.Option(metavar="SIZE", help="What a worker has, e.g. 2GB: says who needs "
-                                               "more.")] = None,
-    parameters: Annotated[float | None, typer.Option(metavar="N", help="Without a workload: of the model, e.g. 7e9 "
-                                                     "(of 4 bytes).")] = None,
+    memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="What a worker has, e.g. 2GB: says who needs more.")
+    ] = None,
+    parameters: Annotated[
+        float | None, typer.Option(metavar="N", help="Without a workload: of the model, e.g. 7e9 (of 4 bytes).")
+    ] = None,
     times: Annotated[bool, typer.Option("--times", help="Measure the layers here and draw their times.")] = False,
-    schedule: Annotated[Path | None, typer.Option("--table", metavar="FILE", help="A schedule of your own, JSON or "
-                                                  "CSV, to check and draw.")] = None,
+    schedule: Annotated[
+        Path | None,
+        typer.Option("--table", metavar="FILE", help="A schedule of your own, JSON or CSV, to check and draw."),
+    ] = None,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the schedule as a picture.")] = None,
     output: Annotated[Output, typer.Option("--output", "-o", help="table or json.")] = Output.table,
     as_json: Annotated[bool, typer.Option("--json", help="The same as --output json.")] = False,
-) -> None:  # fmt: skip
+) -> None:
     """Say how a strategy divides the model, when workers wait and what a step costs, before anything starts."""
     phases = parse(strategy)
     _must_fit_together(target, batch, parameters, times)
@@ -80,9 +91,16 @@ class _Plan:
     """One phase, planned."""
 
     def __init__(
-        self, phase: Phase, said: Costs, division: Division | None, line: Timeline | None, limit: float | None, *,
-        looked: bool, timed: bool,
-    ) -> None:  # fmt: skip
+        self,
+        phase: Phase,
+        said: Costs,
+        division: Division | None,
+        line: Timeline | None,
+        limit: float | None,
+        *,
+        looked: bool,
+        timed: bool,
+    ) -> None:
         self.strategy, self.costs, self.division, self.line = phase.strategy, said, division, line
         self.limit, self.looked, self.timed = limit, looked, timed
         self.known = any(each["parameters"] for each in said.memory)
@@ -143,8 +161,16 @@ class _Plan:
         for fact in division.facts():
             spans = ", ".join(f"{lo}-{hi - 1}" if hi - lo > 1 else f"{lo}" for lo, hi in fact["layers"])
             lent, share = fact["held"] - fact["owned"], fact["owned"] / whole
-            rows.append([_who(self.costs.grid, len(rows)), spans or "all, in parts", f"{fact['owned']:,}",
-                         f"{share:.1%}", f"{lent:,}" if lent else "", amount(fact["bytes"])])  # fmt: skip
+            rows.append(
+                [
+                    _who(self.costs.grid, len(rows)),
+                    spans or "all, in parts",
+                    f"{fact['owned']:,}",
+                    f"{share:.1%}",
+                    f"{lent:,}" if lent else "",
+                    amount(fact["bytes"]),
+                ]
+            )
         show.table(["worker", "layers", "parameters", "of all", "borrowed", "bytes"], rows)
 
     def _say_schedule(self, line: Timeline) -> None:
@@ -160,10 +186,15 @@ class _Plan:
 
     def _say_traffic(self) -> None:
         rows = [
-            [cost.what, _count(cost.messages), *([_bytes(cost.bytes), _bytes(cost.busiest)] if self.known else []),
-             cost.hidden if cost.bytes != 0 else "", cost.formula]
+            [
+                cost.what,
+                _count(cost.messages),
+                *([_bytes(cost.bytes), _bytes(cost.busiest)] if self.known else []),
+                cost.hidden if cost.bytes != 0 else "",
+                cost.formula,
+            ]
             for cost in self.costs.traffic
-        ]  # fmt: skip
+        ]
         if len(rows) > 1:
             whole = [_bytes(self.costs.bytes), ""] if self.known else []
             rows.append(["all workers together", _count(self.costs.messages), *whole, "", ""])
@@ -312,8 +343,14 @@ def _draw(found: list[_Plan], path: Path) -> None:
     each = drawn[0]
     assert each.line is not None
     try:
-        path.write_text(gantt.svg(each.line, f"{each.title}, {float(each.line.idle):.1%} of the time waiting",
-                                  unit=" s" if each.timed else ""), encoding="utf-8")  # fmt: skip
+        path.write_text(
+            gantt.svg(
+                each.line,
+                f"{each.title}, {float(each.line.idle):.1%} of the time waiting",
+                unit=" s" if each.timed else "",
+            ),
+            encoding="utf-8",
+        )
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror or error}", field="svg") from None
     show.note(f"drawn to {path}")

@@ -89,8 +89,10 @@ class _Site:
             code = await service.store.login_code()
             say(f"dashboard: {self._url}/#code={code}\n(opens once, within five minutes; `rayps open` gives another)")
         else:  # a log may have other readers
-            say(f"dashboard: {self._url}/\n(RAYPS_STATE_DIR={shlex.quote(str(self._settings.state_dir))} rayps open "
-                "prints, on a terminal, an address that opens it)")
+            say(
+                f"dashboard: {self._url}/\n(RAYPS_STATE_DIR={shlex.quote(str(self._settings.state_dir))} rayps open "
+                "prints, on a terminal, an address that opens it)"
+            )
 
     def leaving(self) -> None:
         if self._service is not None:
@@ -103,8 +105,10 @@ class _Site:
         if running and go_on:
             note(f"{running} running {_jobs(running)} on; the next `rayps serve` takes care of them again")
         elif running:
-            note(f"{running} running {'job was' if running == 1 else 'jobs were'} interrupted; the next `rayps serve` "
-                 f"starts {'it' if running == 1 else 'them'} again, from the newest checkpoint where there is one")
+            note(
+                f"{running} running {'job was' if running == 1 else 'jobs were'} interrupted; the next `rayps serve` "
+                f"starts {'it' if running == 1 else 'them'} again, from the newest checkpoint where there is one"
+            )
 
 
 def _jobs(count: int) -> str:
@@ -121,7 +125,8 @@ def run(settings: Settings, *, keep: bool = False) -> None:
         raise ConfigError(
             f"--host {settings.host} would answer other machines: name the host names by which they will call it\n"
             "with --allow-host NAME, and put TLS in front; or leave --host out to stay on this machine",
-            field="host")
+            field="host",
+        )
     settings.prepare()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     logging.getLogger("alembic").setLevel(logging.WARNING)
@@ -132,8 +137,16 @@ def run(settings: Settings, *, keep: bool = False) -> None:
         name = f"[{settings.host}]" if ":" in settings.host else settings.host
         site = _Site(settings, f"http://{name}:{port}")
         app = create_app(settings, keep=keep, started=site.began, ended=site.ended)
-        config = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=3,
-                                server_header=False, proxy_headers=False, lifespan="on", ws="none")
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=3,
+            server_header=False,
+            proxy_headers=False,
+            lifespan="on",
+            ws="none",
+        )
         server = _Server(config, site)
         asyncio.run(server.serve([door]))
         if not server.started:
@@ -149,7 +162,9 @@ def _alone(settings: Settings) -> Iterator[None]:
         except OSError as error:
             raise ConfigError(
                 f"another `rayps serve` uses {settings.state_dir}: use that one, stop it, or give another "
-                "directory with --state-dir", field="state_dir") from error
+                "directory with --state-dir",
+                field="state_dir",
+            ) from error
         yield
 
 
@@ -165,8 +180,10 @@ def _listening(settings: Settings) -> Iterator[Any]:
             if error.errno == errno.EADDRINUSE:
                 raise ConfigError(
                     f"port {settings.port} on {settings.host} is in use: give another with --port (0 = any free "
-                    "one), or stop what uses it", field="port") from error
+                    "one), or stop what uses it",
+                    field="port",
+                ) from error
             raise ConfigError(
-                f"cannot listen on {settings.host}:{settings.port}: {error.strerror or error}", field="host",
+                f"cannot listen on {settings.host}:{settings.port}: {error.strerror or error}", field="host"
             ) from error
         yield door

@@ -14,8 +14,12 @@ from rayps.client import Client
 from rayps.errors import ServiceError
 from rayps.service.remote_group import RemoteGroup, standing
 
-app = typer.Typer(name="servers", no_args_is_help=True, rich_markup_mode=None,
-                  help="Server groups: parameter servers that live as long as the cluster and that several jobs share.")
+app = typer.Typer(
+    name="servers",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Server groups: parameter servers that live as long as the cluster and that several jobs share.",
+)
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The group's name, as `rayps servers ls` shows it.")]
 Space = Annotated[str, typer.Argument(metavar="SPACE", help="The space's name, that of its job, or its beginning.")]
@@ -31,11 +35,20 @@ _EVENTS = 5
 def start(
     name: Name,
     servers: Annotated[int, typer.Option(min=1, help="How many servers.")] = 2,
-    replicas: Annotated[int, typer.Option(min=0, help="Copies of each segment on other servers: 1 survives the loss "
-                                          "of any one server.")] = 1,
-    silence: Annotated[float | None, typer.Option(metavar="SECONDS", help="A server that says nothing for so long is "
-                                                  "taken for dead (10); one that ends is seen at once.")] = None,
-    wait: Wait = False, timeout: Timeout = 300.0, output: Format = Output.table, as_json: Json = False,
+    replicas: Annotated[
+        int, typer.Option(min=0, help="Copies of each segment on other servers: 1 survives the loss of any one server.")
+    ] = 1,
+    silence: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="A server that says nothing for so long is taken for dead (10); one that ends is seen at once.",
+        ),
+    ] = None,
+    wait: Wait = False,
+    timeout: Timeout = 300.0,
+    output: Format = Output.table,
+    as_json: Json = False,
 ) -> None:
     """Start a server group; then `rayps submit job.yaml --server-group NAME`."""
     with Client() as client:
@@ -53,10 +66,24 @@ def ls(output: Format = Output.table, as_json: Json = False) -> None:
         return
     if not found:
         show.note("there is no server group yet: `rayps servers start NAME --servers 3 --replicas 1` starts one")
-    show.table(["name", "status", "servers", "replicas", "spaces", "bytes", "operations/s", "jobs", "age", ""],
-               [[g["name"], _state(g["status"]), f"{g['alive']} of {g['wanted']}", g["replicas"], g["spaces"],
-                 size(g["bytes"]), show.number(float(g["operations_s"])), g["jobs"], show.age(g["created_at"]),
-                 g["reason"] or ""] for g in found])
+    show.table(
+        ["name", "status", "servers", "replicas", "spaces", "bytes", "operations/s", "jobs", "age", ""],
+        [
+            [
+                g["name"],
+                _state(g["status"]),
+                f"{g['alive']} of {g['wanted']}",
+                g["replicas"],
+                g["spaces"],
+                size(g["bytes"]),
+                show.number(float(g["operations_s"])),
+                g["jobs"],
+                show.age(g["created_at"]),
+                g["reason"] or "",
+            ]
+            for g in found
+        ],
+    )
 
 
 @app.command("show")
@@ -72,8 +99,12 @@ def show_one(name: Name, output: Format = Output.table, as_json: Json = False) -
 
 @app.command()
 def resize(
-    name: Name, servers: Annotated[int, typer.Argument(metavar="N", min=1, help="How many servers it should have.")],
-    wait: Wait = False, timeout: Timeout = 300.0, output: Format = Output.table, as_json: Json = False,
+    name: Name,
+    servers: Annotated[int, typer.Argument(metavar="N", min=1, help="How many servers it should have.")],
+    wait: Wait = False,
+    timeout: Timeout = 300.0,
+    output: Format = Output.table,
+    as_json: Json = False,
 ) -> None:
     """Grow or shrink a group while its jobs go on."""
     with Client() as client:
@@ -82,8 +113,12 @@ def resize(
 
 @app.command()
 def drain(
-    name: Name, server: Annotated[str, typer.Argument(metavar="SERVER", help="As `rayps servers show` names it.")],
-    wait: Wait = False, timeout: Timeout = 300.0, output: Format = Output.table, as_json: Json = False,
+    name: Name,
+    server: Annotated[str, typer.Argument(metavar="SERVER", help="As `rayps servers show` names it.")],
+    wait: Wait = False,
+    timeout: Timeout = 300.0,
+    output: Format = Output.table,
+    as_json: Json = False,
 ) -> None:
     """Move everything off one server, which then leaves."""
     with Client() as client:
@@ -92,14 +127,28 @@ def drain(
 
 @app.command("quota")
 def set_quota(
-    name: Name, space: Space,
-    most: Annotated[int | None, typer.Option("--bytes", min=1, help="Of parameters, optimizer state and rows on all "
-                                             "servers, copies not counted. It bounds growth: beyond it pushes that "
-                                             "make rows are refused, and what is there stays.")] = None,
-    operations: Annotated[float | None, typer.Option(help="Operations a second, over all servers: a push, or a pull, "
-                                                     "is one at each server that holds part of what it touches. What "
-                                                     "is beyond waits.")] = None,
-    output: Format = Output.table, as_json: Json = False,
+    name: Name,
+    space: Space,
+    most: Annotated[
+        int | None,
+        typer.Option(
+            "--bytes",
+            min=1,
+            help="Of parameters, optimizer state and rows on all "
+            "servers, copies not counted. It bounds growth: beyond it pushes that "
+            "make rows are refused, and what is there stays.",
+        ),
+    ] = None,
+    operations: Annotated[
+        float | None,
+        typer.Option(
+            help="Operations a second, over all servers: a push, or a pull, "
+            "is one at each server that holds part of what it touches. What "
+            "is beyond waits."
+        ),
+    ] = None,
+    output: Format = Output.table,
+    as_json: Json = False,
 ) -> None:
     """Limit what a job may take of a group; what is left out has no limit."""
     with Client() as client:
@@ -111,8 +160,10 @@ def set_quota(
     full, held = _meant(before, space)
     show.say(f"{full} may take {quota({'bytes': most, 'operations': operations}).replace('-', 'what it wants')}")
     if most is not None and held > most:
-        show.note(f"it holds {size(held)} now, which stays; a push that would make rows fails the job from now on, and "
-                  "so does\nloading its parameters again after a loss: raise --bytes, or stop the job")
+        show.note(
+            f"it holds {size(held)} now, which stays; a push that would make rows fails the job from now on, and "
+            "so does\nloading its parameters again after a loss: raise --bytes, or stop the job"
+        )
 
 
 @app.command()
@@ -131,7 +182,10 @@ def drop(name: Name, space: Space, output: Format = Output.table, as_json: Json 
 def stop(
     name: Name,
     force: Annotated[bool, typer.Option("--force", help="Also when jobs use it: they will fail.")] = False,
-    wait: Wait = False, timeout: Timeout = 300.0, output: Format = Output.table, as_json: Json = False,
+    wait: Wait = False,
+    timeout: Timeout = 300.0,
+    output: Format = Output.table,
+    as_json: Json = False,
 ) -> None:
     """End a group and all parameters on it."""
     with Client() as client:
@@ -175,34 +229,86 @@ def _said(group: RemoteGroup, wait: bool, timeout: float, form: Output) -> None:
 
 
 def _tables(data: dict[str, Any]) -> None:
-    show.facts([
-        ("name", data["name"]), ("status", standing(data)), ("replicas", data["replicas"]),
-        ("started", data["created_at"]), ("counts", show.measures(data["counts"])),
-        ("jobs", ", ".join(f"{job['id']} ({job['name']})" for job in data["jobs"]))])
+    show.facts(
+        [
+            ("name", data["name"]),
+            ("status", standing(data)),
+            ("replicas", data["replicas"]),
+            ("started", data["created_at"]),
+            ("counts", show.measures(data["counts"])),
+            ("jobs", ", ".join(f"{job['id']} ({job['name']})" for job in data["jobs"])),
+        ]
+    )
     columns = ["server", "state", "host", "pid", "primaries", "copies", "bytes", "operations/s", "cpu"]
-    _section("servers", columns, data["servers"], lambda s: [
-                 s["name"], _state(s["state"]), s.get("host"), s.get("pid"), s.get("primaries"), s.get("copies"),
-                 *(["-"] * 3 if s["state"] == "dead" else
-                   [size(s.get("bytes")), show.number(s.get("operations_s")), _percent(s.get("cpu"))])])
-    columns = ["space", "workers", "segments", "tables", "bytes", "rows", "evicted", "operations/s", "held back",
-               "quota"]
-    _section("spaces", columns, data["spaces"], lambda s: [
-                 s["name"], s.get("workers"), _held(s["segments"]), ", ".join(s.get("tables") or []) or "-",
-                 size(s.get("bytes")), *([s.get("rows"), s.get("evicted")] if s.get("tables") else "--"),
-                 show.number(s.get("operations_s")),
-                 s.get("throttled", s.get("rejected")), quota(s.get("quota"))])
-    _section("moves", ["space", "segment", "from", "to", "phase", "seconds", "bytes"], data["moves"], lambda m: [
-        m.get("space"), m.get("segment"), m.get("from") or "-", m.get("to"), m.get("phase"),
-        show.number(m.get("seconds")), size(m.get("bytes"))])
+    _section(
+        "servers",
+        columns,
+        data["servers"],
+        lambda s: [
+            s["name"],
+            _state(s["state"]),
+            s.get("host"),
+            s.get("pid"),
+            s.get("primaries"),
+            s.get("copies"),
+            *(
+                ["-"] * 3
+                if s["state"] == "dead"
+                else [size(s.get("bytes")), show.number(s.get("operations_s")), _percent(s.get("cpu"))]
+            ),
+        ],
+    )
+    columns = [
+        "space",
+        "workers",
+        "segments",
+        "tables",
+        "bytes",
+        "rows",
+        "evicted",
+        "operations/s",
+        "held back",
+        "quota",
+    ]
+    _section(
+        "spaces",
+        columns,
+        data["spaces"],
+        lambda s: [
+            s["name"],
+            s.get("workers"),
+            _held(s["segments"]),
+            ", ".join(s.get("tables") or []) or "-",
+            size(s.get("bytes")),
+            *([s.get("rows"), s.get("evicted")] if s.get("tables") else "--"),
+            show.number(s.get("operations_s")),
+            s.get("throttled", s.get("rejected")),
+            quota(s.get("quota")),
+        ],
+    )
+    _section(
+        "moves",
+        ["space", "segment", "from", "to", "phase", "seconds", "bytes"],
+        data["moves"],
+        lambda m: [
+            m.get("space"),
+            m.get("segment"),
+            m.get("from") or "-",
+            m.get("to"),
+            m.get("phase"),
+            show.number(m.get("seconds")),
+            size(m.get("bytes")),
+        ],
+    )
     newest = data["events"][-_EVENTS:]
     rest = len(data["events"]) - len(newest)
     title = f"events (the last {_EVENTS} of {rest + _EVENTS}; --json has all)" if rest else "events"
-    _section(title, ["when", "what", ""], newest, lambda e: [
-        show.clock(e["time"]), e["kind"], e["message"]])
+    _section(title, ["when", "what", ""], newest, lambda e: [show.clock(e["time"]), e["kind"], e["message"]])
 
 
-def _section(title: str, columns: list[str], found: list[dict[str, Any]],
-             row: Callable[[dict[str, Any]], list[Any]]) -> None:
+def _section(
+    title: str, columns: list[str], found: list[dict[str, Any]], row: Callable[[dict[str, Any]], list[Any]]
+) -> None:
     if found:
         show.say(f"\n{title}")
         show.table(columns, [["" if cell is None else cell for cell in row(each)] for each in found])
@@ -216,8 +322,10 @@ def _held(segments: list[dict[str, Any]]) -> str:
 def quota(given: dict[str, Any] | None) -> str:
     """A quota in words; "-" where there is none."""
     found = given or {}
-    parts = [size(found["bytes"]) if found.get("bytes") is not None else "",
-             f"{found['operations']:g}/s" if found.get("operations") is not None else ""]
+    parts = [
+        size(found["bytes"]) if found.get("bytes") is not None else "",
+        f"{found['operations']:g}/s" if found.get("operations") is not None else "",
+    ]
     return ", ".join(part for part in parts if part) or "-"
 
 

@@ -22,8 +22,14 @@ from rayps.service.settings import private_write
 from rayps.strategies.text import written
 from rayps.strategy import catalogue
 
-_COLOURS = {"SUCCEEDED": "green", "FAILED": "red", "STOPPED": "yellow", "RUNNING": "cyan", "RECOVERING": "yellow",
-            "UNKNOWN": "yellow"}
+_COLOURS = {
+    "SUCCEEDED": "green",
+    "FAILED": "red",
+    "STOPPED": "yellow",
+    "RUNNING": "cyan",
+    "RECOVERING": "yellow",
+    "UNKNOWN": "yellow",
+}
 _LAST = 14  # letters that the last column of a table keeps before others are cut
 _UNKNOWN = object()
 _CUT = 6  # letters that are left of one that is cut
@@ -36,12 +42,19 @@ class Output(enum.StrEnum):
     json = "json"
 
 
-To = Annotated[str | None, typer.Option("--to", metavar="FILE", help="Write the secret there, for its owner only; - = "
-                                       "print it even where the output is no terminal.")]
+To = Annotated[
+    str | None,
+    typer.Option(
+        "--to",
+        metavar="FILE",
+        help="Write the secret there, for its owner only; - = print it even where the output is no terminal.",
+    ),
+]
 
 
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"} | {
-    code: f"\\u{code:04x}" for code in (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))}
+    code: f"\\u{code:04x}" for code in (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+}
 
 
 def plain(text: str) -> str:
@@ -65,8 +78,11 @@ def say(text: str) -> None:
 def refuse_secret(to: str | None) -> None:
     """Raises ConfigError: a secret would go to a file or a program though nothing said so."""
     if to is None and not sys.stdout.isatty():
-        raise ConfigError("this is a secret, and the output is no terminal: give --to FILE, which only you can read,\n"
-                          "or --to - to print it nevertheless", field="to")
+        raise ConfigError(
+            "this is a secret, and the output is no terminal: give --to FILE, which only you can read,\n"
+            "or --to - to print it nevertheless",
+            field="to",
+        )
 
 
 def refuse_existing(to: str | None) -> None:
@@ -77,8 +93,9 @@ def refuse_existing(to: str | None) -> None:
     if not os.access(path.parent, os.W_OK):
         raise ConfigError(f"{to} cannot be written: there is no folder {path.parent}, or it is not yours", field="to")
     if path.exists():
-        raise ConfigError(f"{to} exists, and is not overwritten: give --to another file, or remove it first",
-                          field="to")
+        raise ConfigError(
+            f"{to} exists, and is not overwritten: give --to another file, or remove it first", field="to"
+        )
 
 
 def secret(text: str, to: str | None) -> None:
@@ -120,8 +137,9 @@ def table(columns: list[str], rows: list[list[Any]], cut: tuple[str, ...] = ()) 
         found.add_column(column, no_wrap=True, overflow="ellipsis", width=width)
     found.add_column(columns[-1], no_wrap=not terminal, overflow="fold")
     for row in rows:
-        found.add_row(*[cell if isinstance(cell, Text) else Text(plain(str(cell)) if terminal else str(cell))
-                        for cell in row])
+        found.add_row(
+            *[cell if isinstance(cell, Text) else Text(plain(str(cell)) if terminal else str(cell)) for cell in row]
+        )
     console.print(found)
 
 
@@ -195,15 +213,20 @@ def learns(job: dict[str, Any]) -> str:
         return f"{said} on {name}"
     alive = sum(server.get("state") != "dead" for server in group["servers"])
     copies = group.get("replicas") or 0
-    return (f"{said} on {name} ({alive} {'server' if alive == 1 else 'servers'}, "
-            f"{copies} {'copy' if copies == 1 else 'copies'})")
+    return (
+        f"{said} on {name} ({alive} {'server' if alive == 1 else 'servers'}, "
+        f"{copies} {'copy' if copies == 1 else 'copies'})"
+    )
 
 
 def _without_servers(spec: Any) -> Any:
     if isinstance(spec, list):
         return [{**phase, "strategy": _without_servers(phase["strategy"])} for phase in spec]
-    return {key: value for key, value in spec.items() if key not in ("shards", "servers", "replicas")} if (
-        isinstance(spec, dict)) else spec
+    return (
+        {key: value for key, value in spec.items() if key not in ("shards", "servers", "replicas")}
+        if (isinstance(spec, dict))
+        else spec
+    )
 
 
 def result(job: dict[str, Any]) -> str:

@@ -7,6 +7,16 @@ from rayps.data.partition_rules import Rule, by_quantity, dirichlet, iid, rule, 
 from rayps.data.reader import parquet
 
 __all__ = [
-    "Batch", "Clients", "Data", "Rule", "by_quantity", "dataset", "dirichlet", "iid", "parquet", "rule", "shards",
+    "Batch",
+    "Clients",
+    "Data",
+    "Rule",
+    "by_quantity",
+    "dataset",
+    "dirichlet",
+    "iid",
+    "parquet",
+    "rule",
+    "shards",
     "tensors",
 ]

@@ -109,7 +109,9 @@ class Data(ABC):
             if self.client is None:
                 raise ConfigError(
                     "the data is not divided into clients: give client= to rayps.data.parquet, tensors or dataset: "
-                    'a column such as "writer", or a rule such as rayps.data.iid(20)', field="client")
+                    'a column such as "writer", or a rule such as rayps.data.iid(20)',
+                    field="client",
+                )
             self._clients = self._divide()
         return self._clients
 
@@ -123,8 +125,10 @@ class Data(ABC):
         self.client, self._clients = client, None
 
     def _divide(self) -> Clients:
-        raise ConfigError(f"{type(self).__name__} cannot be divided into clients: use rayps.data.parquet, tensors or "
-                          "dataset", field="client")
+        raise ConfigError(
+            f"{type(self).__name__} cannot be divided into clients: use rayps.data.parquet, tensors or dataset",
+            field="client",
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_clients": None}

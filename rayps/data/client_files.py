@@ -27,17 +27,29 @@ _BLOCK = 32 << 20  # bytes that are sorted at once
 class Sorted:
     """All rows, by client: `rows` as the layout says, and `place`, where each row of the data lies in them."""
 
-    def __init__(self, key: str, layout: Layout, count: int, read: Callable[[], Iterator[Rows]],
-                 divided: Callable[[Any, Ints | None], Clients], timeout: float = 600.0) -> None:
+    def __init__(
+        self,
+        key: str,
+        layout: Layout,
+        count: int,
+        read: Callable[[], Iterator[Rows]],
+        divided: Callable[[Any, Ints | None], Clients],
+        timeout: float = 600.0,
+    ) -> None:
         """`read` gives all rows in the order of the data; `divided(labels, usable)` says whose they are."""
+
         def fill(folder: Path) -> None:
             _room(folder, count, layout)
             _fill(folder, layout, count, read, divided)
 
         shared = Shared(key, fill, what="sorting rows by client", timeout=timeout)
         self._closed = weakref.finalize(self, shared.close)
-        self.rows = Rows(_open(shared.path / "x.npy"), None if layout.label is None else _open(shared.path / "y.npy"),
-                         _open(shared.path / "good.npy"), None)
+        self.rows = Rows(
+            _open(shared.path / "x.npy"),
+            None if layout.label is None else _open(shared.path / "y.npy"),
+            _open(shared.path / "good.npy"),
+            None,
+        )
         self.place, self.order = _open(shared.path / "place.npy"), _open(shared.path / "order.npy")
         self.sizes = np.load(shared.path / "sizes.npy")
         said = np.load(shared.path / "said.npz")
@@ -60,12 +72,21 @@ def _new(path: Path, shape: Any, dtype: Any) -> Any:
 def _room(folder: Path, count: int, layout: Layout) -> None:
     needed, free = count * (2 * layout.row_bytes + 17), shutil.disk_usage(folder).free
     if needed > free:
-        raise DataError(f"sorting {count} rows by client needs {needed / 1e9:.1f} GB in {folder.parent}, which has "
-                        f"{free / 1e9:.1f}: set TMPDIR to a larger disk", needed=needed, free=free)
+        raise DataError(
+            f"sorting {count} rows by client needs {needed / 1e9:.1f} GB in {folder.parent}, which has "
+            f"{free / 1e9:.1f}: set TMPDIR to a larger disk",
+            needed=needed,
+            free=free,
+        )
 
 
-def _fill(folder: Path, layout: Layout, count: int, read: Callable[[], Iterator[Rows]],
-          divided: Callable[[Any, Ints | None], Clients]) -> None:
+def _fill(
+    folder: Path,
+    layout: Layout,
+    count: int,
+    read: Callable[[], Iterator[Rows]],
+    divided: Callable[[Any, Ints | None], Clients],
+) -> None:
     """First the rows as they come, then by client, a block at a time."""
     columns: dict[str, Any] = {"x": ((count, layout.width), layout.store), "good": ((count,), np.bool_)}
     if layout.label is not None:
@@ -86,7 +107,7 @@ def _fill(folder: Path, layout: Layout, count: int, read: Callable[[], Iterator[
         into = _new(folder / f"{name}.npy", (len(order), *out.shape[1:]), out.dtype)
         block = max(1, _BLOCK // max(1, out.itemsize * int(np.prod(out.shape[1:], dtype=np.int64))))
         for first in range(0, len(order), block):
-            wanted = order[first:first + block]
+            wanted = order[first : first + block]
             by_row = np.argsort(wanted)  # read forwards
             into[first + by_row] = out[wanted[by_row]]
         (folder / f"{name}.raw.npy").unlink()

@@ -27,8 +27,12 @@ def picture(summary: dict[str, Any]) -> str:
         said += f"; {len(names)} clients are shown, the largest first"
     wide = max(_LEFT + len(names) * _CELL + _SIDE, max(9 * len(title), 7 * len(said)) + 2 * _SIDE)
     high = _TOP + _BARS + 8 + len(labels) * _CELL + 24
-    parts = [f'<text class="title" x="{_SIDE}" y="24">{escape(title)}</text>',
-             f'<text class="soft" x="{_SIDE}" y="44">{escape(said)}</text>', *_bars(summary), *_cells(summary)]
+    parts = [
+        f'<text class="title" x="{_SIDE}" y="24">{escape(title)}</text>',
+        f'<text class="soft" x="{_SIDE}" y="44">{escape(said)}</text>',
+        *_bars(summary),
+        *_cells(summary),
+    ]
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {high}" width="{wide}" height="{high}" '
         f'role="img" aria-label="{escape(title, quote=True)}">\n<style>{_STYLE}</style>\n'
@@ -42,8 +46,10 @@ def _bars(summary: dict[str, Any]) -> Iterator[str]:
     yield f'<text class="soft end" x="{_LEFT - 8}" y="{bottom}">rows</text>'
     for k, (name, size) in enumerate(zip(summary["names"], summary["sizes"], strict=True)):
         high = max(1.0, size / most * _BARS)
-        yield (f'<rect class="bar" x="{_LEFT + k * _CELL}" y="{bottom - high:.1f}" width="{_CELL - 2}" '
-               f'height="{high:.1f}"><title>client {escape(name)}: {size} rows</title></rect>')
+        yield (
+            f'<rect class="bar" x="{_LEFT + k * _CELL}" y="{bottom - high:.1f}" width="{_CELL - 2}" '
+            f'height="{high:.1f}"><title>client {escape(name)}: {size} rows</title></rect>'
+        )
 
 
 def _cells(summary: dict[str, Any]) -> Iterator[str]:
@@ -54,6 +60,8 @@ def _cells(summary: dict[str, Any]) -> Iterator[str]:
     for k, row in enumerate(summary["counts"]):
         for i, count in enumerate(row):
             kind = f'"cell" opacity="{0.15 + 0.85 * count / most:.2f}"' if count else '"empty"'
-            yield (f'<rect class={kind} x="{_LEFT + k * _CELL}" y="{top + i * _CELL}" width="{_CELL - 2}" '
-                   f'height="{_CELL - 2}"><title>client {escape(summary["names"][k])}, label '
-                   f'{escape(summary["labels"][i])}: {count}</title></rect>')
+            yield (
+                f'<rect class={kind} x="{_LEFT + k * _CELL}" y="{top + i * _CELL}" width="{_CELL - 2}" '
+                f'height="{_CELL - 2}"><title>client {escape(summary["names"][k])}, label '
+                f"{escape(summary['labels'][i])}: {count}</title></rect>"
+            )

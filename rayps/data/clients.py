@@ -30,8 +30,16 @@ class Clients:
     names of labels and how many rows of each a client has [clients, labels]; None where labels are not classes.
     """
 
-    def __init__(self, names: Sequence[str], order: Ints, sizes: Ints, take: Callable[[Ints], Batch], *, rule: str,
-                 labels: tuple[tuple[str, ...], Ints] | None = None) -> None:
+    def __init__(
+        self,
+        names: Sequence[str],
+        order: Ints,
+        sizes: Ints,
+        take: Callable[[Ints], Batch],
+        *,
+        rule: str,
+        labels: tuple[tuple[str, ...], Ints] | None = None,
+    ) -> None:
         """`order`: the rows of client 0, then of client 1, ...; `take` makes a batch of row numbers."""
         self.names = tuple(names)
         self.sizes = sizes
@@ -53,7 +61,7 @@ class Clients:
         """The row numbers of client `k`, ascending. Do not change them. Raises ConfigError: there is no such client."""
         if not 0 <= k < len(self.names):
             raise ConfigError(f"there is no client {k}: their numbers are 0 to {len(self.names) - 1}", field="client")
-        return self._order[self._ends[k]:self._ends[k + 1]]
+        return self._order[self._ends[k] : self._ends[k + 1]]
 
     def batch(self, rows: Ints) -> Batch:
         """These rows of the data, in this order."""
@@ -125,11 +133,17 @@ class Clients:
             shown = by_size[np.arange(_SHOWN) * (self.count - 1) // (_SHOWN - 1)]
         labels, counts = self._few_labels()
         return {
-            "clients": self.count, "rows": int(self.sizes.sum()), "rule": self.rule,
-            "names": [self.names[k] for k in shown.tolist()], "sizes": self.sizes[shown].tolist(),
-            "labels": labels, "counts": counts[shown].tolist() if labels else [],
-            "smallest": int(self.sizes.min()), "median": float(np.median(self.sizes)), "largest": int(self.sizes.max()),
-        }  # fmt: skip
+            "clients": self.count,
+            "rows": int(self.sizes.sum()),
+            "rule": self.rule,
+            "names": [self.names[k] for k in shown.tolist()],
+            "sizes": self.sizes[shown].tolist(),
+            "labels": labels,
+            "counts": counts[shown].tolist() if labels else [],
+            "smallest": int(self.sizes.min()),
+            "median": float(np.median(self.sizes)),
+            "largest": int(self.sizes.max()),
+        }
 
     def _few_labels(self) -> tuple[list[str], Ints]:
         if self.labels is None:
@@ -137,7 +151,7 @@ class Clients:
         names, counts = self.labels
         if len(names) <= _LABELS:
             return list(names), counts
-        most = np.sort(np.argsort(-counts.sum(axis=0), kind="stable")[:_LABELS - 1])
+        most = np.sort(np.argsort(-counts.sum(axis=0), kind="stable")[: _LABELS - 1])
         other = counts.sum(axis=1) - counts[:, most].sum(axis=1)
         return [*(names[i] for i in most.tolist()), "other"], np.column_stack([counts[:, most], other])
 
@@ -167,13 +181,22 @@ def given(client: Given, columns: bool = False) -> Given:
     if isinstance(client, (str, bytes)) or not hasattr(client, "__len__"):
         other = "the name of a column, " if columns else ""
         hint = "; these rows have no columns" if isinstance(client, str) and not columns else ""
-        raise ConfigError(f"client is {client!r}: give {other}a rule such as rayps.data.iid(20), or an id for each "
-                          f"row{hint}", field="client")
+        raise ConfigError(
+            f"client is {client!r}: give {other}a rule such as rayps.data.iid(20), or an id for each row{hint}",
+            field="client",
+        )
     return client
 
 
-def divide(client: Given, rows: int, labels: NDArray[Any] | None, take: Callable[[Ints], Batch], *,
-           usable: Ints | None = None, column: str | None = None) -> Clients:
+def divide(
+    client: Given,
+    rows: int,
+    labels: NDArray[Any] | None,
+    take: Callable[[Ints], Batch],
+    *,
+    usable: Ints | None = None,
+    column: str | None = None,
+) -> Clients:
     """Clients by a rule, or by an id for each of `rows` rows. `usable`: only these rows are dealt.
     `column`: where ids are from, for what is said of them.
 
@@ -225,8 +248,9 @@ def owners_by_id(ids: Any, rows: int, name: str = "client") -> tuple[tuple[str, 
     """
     column = ids if isinstance(ids, (pa.Array, pa.ChunkedArray)) else _as_arrow(ids)
     if len(column) != rows:
-        raise DataError(f"client has {len(column)} ids, and there are {rows} rows: give one for each row",
-                        column="client")
+        raise DataError(
+            f"client has {len(column)} ids, and there are {rows} rows: give one for each row", column="client"
+        )
     return _coded(column, name)
 
 
@@ -235,8 +259,11 @@ def _coded(column: Any, name: str) -> tuple[tuple[str, ...], Ints]:
     kind = column.type.value_type if pt.is_dictionary(column.type) else column.type
     if column.null_count:
         row = int(pc.index(pc.is_null(column), True).as_py())
-        raise DataError(f"{name} is null in row {row}: every row needs its client; {column.null_count} have none",
-                        column=name, row=row)
+        raise DataError(
+            f"{name} is null in row {row}: every row needs its client; {column.null_count} have none",
+            column=name,
+            row=row,
+        )
     if not (pt.is_integer(kind) or pt.is_boolean(kind) or pt.is_string(kind) or pt.is_large_string(kind)):
         raise DataError(f"{name} is {column.type}: ids of clients are whole numbers or text", column=name)
     if pt.is_dictionary(column.type):
@@ -261,5 +288,6 @@ def _as_arrow(ids: Any) -> Any:
     try:
         return pa.array(values, from_pandas=True)
     except (pa.ArrowException, TypeError, ValueError) as error:
-        raise DataError(f"client: these ids cannot be used: {error}; give whole numbers or text, one for each row",
-                        column="client") from None
+        raise DataError(
+            f"client: these ids cannot be used: {error}; give whole numbers or text, one for each row", column="client"
+        ) from None

@@ -70,7 +70,7 @@ class Layout:
         found: list[Bad] = []
         place = 0
         for name, width in zip(self.features, self.widths, strict=True):
-            found += _fill(x[:, place:place + (width or 0)], good, chunk.column(name), name)
+            found += _fill(x[:, place : place + (width or 0)], good, chunk.column(name), name)
             place += width or 0
         y = None
         if self.label is not None:
@@ -80,8 +80,15 @@ class Layout:
         return Rows(x, y, good, min(found, key=lambda bad: bad.row, default=None))
 
 
-def layout_of(schema: pa.Schema, features: Sequence[str], label: str | None, *, dtype: np.dtype[Any],
-              label_dtype: np.dtype[Any] | None, file: str) -> Layout:
+def layout_of(
+    schema: pa.Schema,
+    features: Sequence[str],
+    label: str | None,
+    *,
+    dtype: np.dtype[Any],
+    label_dtype: np.dtype[Any] | None,
+    file: str,
+) -> Layout:
     """Check that a file's columns can be used as asked.
 
     Raises:
@@ -94,8 +101,9 @@ def layout_of(schema: pa.Schema, features: Sequence[str], label: str | None, *, 
     for name, kind in zip(features, types, strict=True):
         _usable(kind, schema.field(name).type, name, file)
         if dtype.kind in "iu" and not (pt.is_integer(kind) or pt.is_boolean(kind)):
-            raise DataError(f"{file}: column {name!r} is {kind}, not whole numbers: leave dtype={dtype} out",
-                            file=file, column=name)
+            raise DataError(
+                f"{file}: column {name!r} is {kind}, not whole numbers: leave dtype={dtype} out", file=file, column=name
+            )
     widths = tuple(_width(schema.field(name).type) for name in features)
     small = dtype == np.float32 and all(pt.is_uint8(kind) or pt.is_boolean(kind) for kind in types)
     store = np.dtype(np.uint8) if small else dtype
@@ -116,8 +124,9 @@ def _label_dtype(schema: pa.Schema, label: str | None, file: str) -> np.dtype[An
         return np.dtype(np.int64)
     kind = schema.field(label).type
     if _is_list(kind):
-        raise DataError(f"{file}: label column {label!r} is {kind}: give a column with one number per row",
-                        file=file, column=label)
+        raise DataError(
+            f"{file}: label column {label!r} is {kind}: give a column with one number per row", file=file, column=label
+        )
     plain = _numbers(kind)
     _usable(plain, kind, label, file)
     return np.dtype(np.int64) if pt.is_integer(plain) or pt.is_boolean(plain) else np.dtype(np.float32)
@@ -144,9 +153,13 @@ def _usable(kind: pa.DataType, whole: pa.DataType, name: str, file: str) -> None
     if pt.is_integer(kind) or pt.is_floating(kind) or pt.is_boolean(kind) or pt.is_decimal(kind):
         return
     text = pt.is_string(kind) or pt.is_large_string(kind) or pt.is_binary(kind) or pt.is_large_binary(kind)
-    hint = ("text needs a number for each value first, e.g. pandas.factorize or one column per value" if text
-            else "convert it to a number first" if pt.is_temporal(kind) or pt.is_null(kind)
-            else "give columns of numbers, or of lists of numbers")
+    hint = (
+        "text needs a number for each value first, e.g. pandas.factorize or one column per value"
+        if text
+        else "convert it to a number first"
+        if pt.is_temporal(kind) or pt.is_null(kind)
+        else "give columns of numbers, or of lists of numbers"
+    )
     raise DataError(f"{file}: column {name!r} is {whole}: {hint}", file=file, column=name)
 
 

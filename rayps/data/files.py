@@ -100,8 +100,10 @@ class Files:
                 groups += _groups(number, name, file.metadata)
         rows = sum(group.rows for group in groups)
         if rows == 0 or schema is None:
-            raise DataError(f"{self._paths[0]}: no rows in its {len(files)} file(s): there is nothing "
-                            "to learn from", file=self._paths[0])
+            raise DataError(
+                f"{self._paths[0]}: no rows in its {len(files)} file(s): there is nothing to learn from",
+                file=self._paths[0],
+            )
         return Index(files, tuple(sizes), tuple(groups), rows, schema)
 
     def changed(self, files: Sequence[str]) -> list[str]:
@@ -139,12 +141,15 @@ class Files:
         with told(folder):
             infos = self._fs.get_file_info(pafs.FileSelector(folder, recursive=True))
         names = sorted(info.path for info in infos if info.type == pafs.FileType.File)
-        chosen = [name for name in names if name.endswith(SUFFIXES) and not _hidden(name[len(folder):])]
+        chosen = [name for name in names if name.endswith(SUFFIXES) and not _hidden(name[len(folder) :])]
         if not chosen:
             there = f"it has {names[0].rpartition('/')[2]}" if names else "it is empty"
             said = other_format(names[0]) if names else None
-            raise DataError(f"{folder}: the directory has no file that ends in .parquet ({there})"
-                            f"{f'{chr(10)}{said}' if said else ''}", file=folder)
+            raise DataError(
+                f"{folder}: the directory has no file that ends in .parquet ({there})"
+                f"{f'{chr(10)}{said}' if said else ''}",
+                file=folder,
+            )
         return chosen
 
     def _near(self, path: str) -> str:
@@ -173,8 +178,9 @@ class Files:
             footer = self._footers.get(name) if size is not None else None
             if footer is None:
                 _look(name, source)
-            file = pq.ParquetFile(source, metadata=footer, buffer_size=_BUFFER, pre_buffer=False,
-                                  page_checksum_verification=True)
+            file = pq.ParquetFile(
+                source, metadata=footer, buffer_size=_BUFFER, pre_buffer=False, page_checksum_verification=True
+            )
             self._keep(name, file.metadata)
             yield file
 
@@ -197,8 +203,12 @@ def told(name: str, group: int | None = None) -> Iterator[None]:
     except (OSError, ValueError, OverflowError, pa.ArrowException) as error:
         reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
         where = name if group is None else f"{name}, row group {group}"
-        raise DataError(f"{where}: cannot be read: {reason}\nwrite the file again, or leave it out",
-                        file=name, row_group=group, reason=reason) from error
+        raise DataError(
+            f"{where}: cannot be read: {reason}\nwrite the file again, or leave it out",
+            file=name,
+            row_group=group,
+            reason=reason,
+        ) from error
 
 
 def _resolve(paths: list[str], filesystem: Any) -> tuple[Any, list[str]]:
@@ -216,8 +226,11 @@ def _resolve(paths: list[str], filesystem: Any) -> tuple[Any, list[str]]:
 
 def _leaves(footer: pq.FileMetaData, used: Sequence[str]) -> list[int]:
     paths = [footer.schema.column(leaf).path for leaf in range(footer.num_columns)]
-    return [leaf for leaf, path in enumerate(paths)
-            if any(path == column or path.startswith(column + ".") for column in used)]
+    return [
+        leaf
+        for leaf, path in enumerate(paths)
+        if any(path == column or path.startswith(column + ".") for column in used)
+    ]
 
 
 def _groups(number: int, name: str, footer: pq.FileMetaData) -> list[Group]:
@@ -227,8 +240,9 @@ def _groups(number: int, name: str, footer: pq.FileMetaData) -> list[Group]:
         groups.append(Group(number, place, first, footer.row_group(place).num_rows))
         first += groups[-1].rows
     if first != footer.num_rows or any(group.rows < 0 for group in groups):
-        raise DataError(f"{name}: the footer is damaged: it says {footer.num_rows} rows, but {first} in its "
-                        "row groups", file=name)
+        raise DataError(
+            f"{name}: the footer is damaged: it says {footer.num_rows} rows, but {first} in its row groups", file=name
+        )
     return groups
 
 
@@ -240,16 +254,22 @@ def _inside_file(name: str, place: int, chunks: list[Any], size: int) -> None:
     for chunk in chunks:
         starts = [offset for offset in (chunk.dictionary_page_offset, chunk.data_page_offset) if offset]
         if min(starts, default=0) + chunk.total_compressed_size > size:
-            raise DataError(f"{name}: row group {place} is cut off, or the footer is damaged: write the file "
-                            "again", file=name, row_group=place)
+            raise DataError(
+                f"{name}: row group {place} is cut off, or the footer is damaged: write the file again",
+                file=name,
+                row_group=place,
+            )
 
 
 def _same_types(used: Sequence[str], schema: pa.Schema, other: pa.Schema, first: str, name: str) -> None:
     for column in used:
         ours, theirs = schema.field(column).type, other.field(column).type
         if ours != theirs:
-            raise DataError(f"{name}: column {column!r} is {theirs}, but it is {ours} in {first}\n"
-                            "write the files with one schema", file=name, column=column)
+            raise DataError(
+                f"{name}: column {column!r} is {theirs}, but it is {ours} in {first}\nwrite the files with one schema",
+                file=name,
+                column=column,
+            )
 
 
 # ------------------------------------------------------------------------ a look at the bytes, before pyarrow
@@ -265,8 +285,11 @@ def _look(name: str, source: Any) -> None:
     if extensions is None:
         raise DataError(f"{name}: the footer is damaged: its Arrow schema cannot be read", file=name)
     if extensions:
-        raise DataError(f"{name}: it has columns of Arrow extension types, which can carry code and are not "
-                        "read\nwrite them as plain columns or lists of numbers", file=name)
+        raise DataError(
+            f"{name}: it has columns of Arrow extension types, which can carry code and are not "
+            "read\nwrite them as plain columns or lists of numbers",
+            file=name,
+        )
 
 
 def _look_at_ends(name: str, source: Any) -> bytes:
@@ -305,13 +328,13 @@ def _extensions(footer: bytes) -> bool | None:
 
 def _thrift_text(data: bytes, place: int) -> bytes | None:
     """The text after a key in Thrift's compact form: a header byte, its length (7 bits a byte), bytes."""
-    if data[place:place + 1] != b"\x18":
+    if data[place : place + 1] != b"\x18":
         return None
     length = shift = 0
     for at in range(place + 1, min(place + 6, len(data))):
         length |= (data[at] & 0x7F) << shift
         shift += 7
         if data[at] < 0x80:
-            text = data[at + 1:at + 1 + length]
+            text = data[at + 1 : at + 1 + length]
             return text if len(text) == length else None
     return None

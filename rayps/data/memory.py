@@ -41,17 +41,21 @@ class InMemory(Data):
         """This rank's batches; step k of all ranks is [k*B*size, (k+1)*B*size) of the permutation."""
         check_place(rank, size, start)
         shuffled = seed if self.shuffle else None
-        mine = (kept(self, rank=rank, size=size, seed=shuffled, epoch=epoch) if self.keeps_rows
-                else dealt(self.rows(), rank=rank, size=size, seed=shuffled, epoch=epoch))
+        mine = (
+            kept(self, rank=rank, size=size, seed=shuffled, epoch=epoch)
+            if self.keeps_rows
+            else dealt(self.rows(), rank=rank, size=size, seed=shuffled, epoch=epoch)
+        )
         for step in range(start, self.steps(size)):
-            yield self._take(mine[step * self.batch_size:(step + 1) * self.batch_size])
+            yield self._take(mine[step * self.batch_size : (step + 1) * self.batch_size])
 
 
 class TensorData(InMemory):
     """Rows of one tensor, or of two of the same length; dtypes stay as given."""
 
-    def __init__(self, x: Any, y: Any = None, *, batch_size: int = 32, shuffle: bool = True,
-                 client: Any = None) -> None:
+    def __init__(
+        self, x: Any, y: Any = None, *, batch_size: int = 32, shuffle: bool = True, client: Any = None
+    ) -> None:
         self.client = given(client)
         self.x = _tensor("x", x)
         self.y = None if y is None else _tensor("y", y)
@@ -63,13 +67,15 @@ class TensorData(InMemory):
         if self.rows() == 0:
             raise DataError("tensors: x has no rows: there is nothing to learn from", column="x")
         if self.y is not None and len(self.y) != len(self.x):
-            raise DataError(f"tensors: x has {len(self.x)} rows, y has {len(self.y)}: give as many of each",
-                            column="y")
+            raise DataError(f"tensors: x has {len(self.x)} rows, y has {len(self.y)}: give as many of each", column="y")
         for name, values in (("x", self.x), ("y", self.y)):
             row = None if values is None else _not_finite(values)
             if row is not None:
-                raise DataError(f"tensors: {name} has NaN or infinity in row {row}: replace it, or leave "
-                                "the row out", column=name, row=row)
+                raise DataError(
+                    f"tensors: {name} has NaN or infinity in row {row}: replace it, or leave the row out",
+                    column=name,
+                    row=row,
+                )
 
     def rows(self) -> int:
         """The length of x."""
@@ -87,8 +93,10 @@ def _tensor(name: str, value: Any) -> torch.Tensor:
     if isinstance(value, np.ndarray):
         value = torch.from_numpy(value)
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
-        raise DataError(f"tensors: {name} is {type(value).__name__}: give a tensor or an array whose first "
-                        "dimension is the rows", column=name)
+        raise DataError(
+            f"tensors: {name} is {type(value).__name__}: give a tensor or an array whose first dimension is the rows",
+            column=name,
+        )
     return value.detach()
 
 
@@ -102,8 +110,15 @@ def _not_finite(values: torch.Tensor) -> int | None:
 class DatasetData(InMemory):
     """Items of a map-style torch Dataset: (x, y) pairs, or x alone."""
 
-    def __init__(self, source: Any, *, batch_size: int = 32, shuffle: bool = True,
-                 collate: Callable[[list[Any]], Any] | None = None, client: Any = None) -> None:
+    def __init__(
+        self,
+        source: Any,
+        *,
+        batch_size: int = 32,
+        shuffle: bool = True,
+        collate: Callable[[list[Any]], Any] | None = None,
+        client: Any = None,
+    ) -> None:
         self.client = given(client)
         self.source = source
         self.batch_size = batch_size_of(batch_size)
@@ -114,8 +129,10 @@ class DatasetData(InMemory):
     def check(self) -> None:
         """Raises DataError for a data set without length or rows, or whose first item cannot be read."""
         if isinstance(self.source, IterableDataset) or not isinstance(self.source, Sized):
-            raise DataError("dataset: it has no length, so its rows cannot be dealt to ranks: give a "
-                            "map-style Dataset (with __len__ and __getitem__)")
+            raise DataError(
+                "dataset: it has no length, so its rows cannot be dealt to ranks: give a "
+                "map-style Dataset (with __len__ and __getitem__)"
+            )
         if self.rows() == 0:
             raise DataError("dataset: it has no rows: there is nothing to learn from")
         self._take(np.zeros(1, dtype=np.int64))
@@ -149,15 +166,18 @@ class DatasetData(InMemory):
         except RaypsError:
             raise
         except Exception as error:
-            raise DataError(f"dataset: item {row} of {self.rows()} cannot be read: {type(error).__name__}: "
-                            f"{error}", row=row) from error
+            raise DataError(
+                f"dataset: item {row} of {self.rows()} cannot be read: {type(error).__name__}: {error}", row=row
+            ) from error
 
     def _collated(self, items: list[Any]) -> Batch:
         try:
             made = self.collate(items)
         except Exception as error:
-            raise DataError(f"dataset: {len(items)} items make no batch: {type(error).__name__}: {error}\n"
-                            "give items of one shape, or a collate function") from error
+            raise DataError(
+                f"dataset: {len(items)} items make no batch: {type(error).__name__}: {error}\n"
+                "give items of one shape, or a collate function"
+            ) from error
         if isinstance(made, Batch):
             return made
         if isinstance(made, (tuple, list)) and len(made) == 2:
@@ -183,8 +203,14 @@ def tensors(x: Any, y: Any = None, *, batch_size: int = 32, shuffle: bool = True
     return TensorData(x, y, batch_size=batch_size, shuffle=shuffle, client=client)
 
 
-def dataset(torch_dataset: Any, *, batch_size: int = 32, shuffle: bool = True,
-            collate: Callable[[list[Any]], Any] | None = None, client: Any = None) -> Data:
+def dataset(
+    torch_dataset: Any,
+    *,
+    batch_size: int = 32,
+    shuffle: bool = True,
+    collate: Callable[[list[Any]], Any] | None = None,
+    client: Any = None,
+) -> Data:
     """Items of any map-style `torch.utils.data.Dataset`, collated as torch's DataLoader does.
 
     Random changes inside the data set are its own: they follow torch's global seed, not the platform's. `client` as

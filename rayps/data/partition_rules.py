@@ -73,8 +73,10 @@ class Shards(Rule):
         assert labels is not None
         shards = self.clients * self.per_client
         if shards > rows:
-            raise ConfigError(f"{self}: {shards} shards cannot be cut from {rows} rows: give fewer clients, or fewer "
-                              "shards for each", field="client")
+            raise ConfigError(
+                f"{self}: {shards} shards cannot be cut from {rows} rows: give fewer clients, or fewer shards for each",
+                field="client",
+            )
         ends = _pure_ends(labels, shards, self) if self.pure else rows * np.arange(1, shards + 1) // shards
         dealt = random_of(self.seed, _SHARDS).permutation(shards) // self.per_client
         owners = np.empty(rows, dtype=np.int64)
@@ -168,8 +170,11 @@ class ByQuantity(Rule):
         else:
             _enough(rows, self.clients)
             k = self.clients
-            weights = (random.lognormal(0.0, self.spread, k) if self.law == "lognormal"
-                       else random.permutation(np.arange(1, k + 1, dtype=np.float64) ** -self.spread))
+            weights = (
+                random.lognormal(0.0, self.spread, k)
+                if self.law == "lognormal"
+                else random.permutation(np.arange(1, k + 1, dtype=np.float64) ** -self.spread)
+            )
             sizes = 1 + apportion(rows - k, weights / weights.sum())
         owners = np.empty(rows, dtype=np.int64)
         owners[random.permutation(rows)] = np.repeat(np.arange(len(sizes)), sizes)
@@ -189,7 +194,7 @@ def apportion(total: int, shares: NDArray[np.float64]) -> Ints:
     exact = total * shares
     found = np.floor(exact).astype(np.int64)
     most = np.argsort(-(exact - found), kind="stable")
-    found[most[:total - int(found.sum())]] += 1
+    found[most[: total - int(found.sum())]] += 1
     return found
 
 
@@ -207,21 +212,29 @@ def _pure_ends(labels: Ints, shards: int, rule: Shards) -> Ints:
     have = np.bincount(labels)
     have = have[have > 0]
     if len(have) > shards:
-        raise ConfigError(f"{rule}: {shards} shards of one label each cannot hold {len(have)} labels: give more "
-                          "clients or shards, or leave pure out", field="client")
+        raise ConfigError(
+            f"{rule}: {shards} shards of one label each cannot hold {len(have)} labels: give more "
+            "clients or shards, or leave pure out",
+            field="client",
+        )
     pieces = 1 + apportion(shards - len(have), have / have.sum())
     if (pieces > have).any():
         at = int((pieces > have).argmax())
-        raise ConfigError(f"{rule}: a label with {have[at]} rows cannot be cut into {pieces[at]} shards: give fewer "
-                          "clients, or leave pure out", field="client")
+        raise ConfigError(
+            f"{rule}: a label with {have[at]} rows cannot be cut into {pieces[at]} shards: give fewer "
+            "clients, or leave pure out",
+            field="client",
+        )
     first = np.concatenate(([0], np.cumsum(have)))
     return np.concatenate([first[i] + have[i] * np.arange(1, n + 1) // n for i, n in enumerate(pieces.tolist())])
 
 
 def _enough(rows: int, clients: int) -> None:
     if clients > rows:
-        raise ConfigError(f"{clients} clients cannot share {rows} rows: some would have no samples; give fewer clients",
-                          field="client")
+        raise ConfigError(
+            f"{clients} clients cannot share {rows} rows: some would have no samples; give fewer clients",
+            field="client",
+        )
 
 
 # ------------------------------------------------------------------------------------------------ as a user writes
@@ -271,8 +284,11 @@ def by_quantity(clients: int | Sequence[int], *, law: str = "lognormal", spread:
     sizes = tuple(int(size) if isinstance(size, np.integer) else size for size in clients)
     for k, size in enumerate(sizes):
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ConfigError(f"by_quantity: client {k} would have {size!r} rows: a client with no samples cannot "
-                              "learn; give whole numbers of at least 1", field="client")
+            raise ConfigError(
+                f"by_quantity: client {k} would have {size!r} rows: a client with no samples cannot "
+                "learn; give whole numbers of at least 1",
+                field="client",
+            )
     if not sizes:
         raise ConfigError("by_quantity: the list of sizes is empty: give one for each client", field="client")
     return ByQuantity(sizes, law, _positive("spread", spread), _seed(seed))
@@ -284,24 +300,31 @@ def rule(text: str) -> Rule:
     options = form(text)
     name = options.pop("name")
     if name not in known:
-        raise ConfigError(f"there is no rule {name!r}{near(name, known)}: give one of {', '.join(known)}",
-                          field="client")
+        raise ConfigError(
+            f"there is no rule {name!r}{near(name, known)}: give one of {', '.join(known)}", field="client"
+        )
     has = list(inspect.signature(known[name]).parameters)
     for free, value in (("per_client", 1), ("alpha", 1.0)):
         if free in has:
             options.setdefault(free, value)
     for key in options:
         if key not in has:
-            raise ConfigError(f"the rule {text!r}: {name} has no option {key!r}{near(key, has)}; it has "
-                              f"{', '.join(has)}", field="client")
+            raise ConfigError(
+                f"the rule {text!r}: {name} has no option {key!r}{near(key, has)}; it has {', '.join(has)}",
+                field="client",
+            )
     if "clients" not in options:
         raise ConfigError(f"the rule {text!r}: {name} has to know how many clients: {_EXAMPLES[name]}", field="client")
     made: Rule = known[name](options.pop(has[0]), **options)
     return made
 
 
-_EXAMPLES = {"iid": "iid(20)", "shards": "shards(2,clients=20)", "dirichlet": "dirichlet(0.5,clients=20)",
-             "by_quantity": "by_quantity(20)"}
+_EXAMPLES = {
+    "iid": "iid(20)",
+    "shards": "shards(2,clients=20)",
+    "dirichlet": "dirichlet(0.5,clients=20)",
+    "by_quantity": "by_quantity(20)",
+}
 
 
 def _count(name: str, value: Any) -> int:
@@ -334,7 +357,9 @@ def classes(values: NDArray[Any] | None, wanted: str) -> tuple[tuple[str, ...], 
         raise DataError(f"{wanted} deals rows by label, and this data has none: give y or label=, or the rule iid")
     if values.ndim != 1 or values.dtype.kind not in "iub":
         kind = "numbers with fractions" if values.dtype.kind == "f" and values.ndim == 1 else f"of shape {values.shape}"
-        raise DataError(f"{wanted} deals rows by label, and these labels are {kind}: it needs one whole number for "
-                        "each row; use the rule iid or by_quantity, or a column")
+        raise DataError(
+            f"{wanted} deals rows by label, and these labels are {kind}: it needs one whole number for "
+            "each row; use the rule iid or by_quantity, or a column"
+        )
     names, numbers = np.unique(values, return_inverse=True)
     return tuple(map(str, names.tolist())), numbers.astype(np.int64)

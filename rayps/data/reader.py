@@ -41,9 +41,21 @@ _LABELS = ("float32", "float64", "int64")
 class ParquetData(Data):
     """Rows of Parquet files. Pickles as paths and options."""
 
-    def __init__(self, files: Files, features: Sequence[str], label: str | None, *, batch_size: int,
-                 shuffle: bool, dtype: str, label_dtype: str | None, scale: float | None, on_invalid: str,
-                 window_mb: float, client: Any = None) -> None:
+    def __init__(
+        self,
+        files: Files,
+        features: Sequence[str],
+        label: str | None,
+        *,
+        batch_size: int,
+        shuffle: bool,
+        dtype: str,
+        label_dtype: str | None,
+        scale: float | None,
+        on_invalid: str,
+        window_mb: float,
+        client: Any = None,
+    ) -> None:
         self.client = given(client, columns=True)
         self.batch_size = batch_size_of(batch_size)
         self._files = files
@@ -111,8 +123,10 @@ class ParquetData(Data):
         if self._index is None or self._layout is None:
             index = self._files.index(self._used)
             layout = self._layout_of(index.schema, index.files[0])
-            widths = tuple(self._list_length(index, name) if width is None else width
-                           for name, width in zip(layout.features, layout.widths, strict=True))
+            widths = tuple(
+                self._list_length(index, name) if width is None else width
+                for name, width in zip(layout.features, layout.widths, strict=True)
+            )
             self._index, self._layout = index, replace(layout, widths=widths)
         return self._index, self._layout
 
@@ -121,13 +135,15 @@ class ParquetData(Data):
         if not isinstance(self.client, str):
             return columns
         if schema.get_field_index(self.client) < 0:
-            raise DataError(f"{name}: client: {missing(schema, self.client)}", file=name, column=self.client,
-                            columns=schema.names)
+            raise DataError(
+                f"{name}: client: {missing(schema, self.client)}", file=name, column=self.client, columns=schema.names
+            )
         return [*columns, self.client]
 
     def _layout_of(self, schema: pa.Schema, name: str) -> Layout:
-        return layout_of(schema, self._features, self._label, dtype=self._dtype,
-                         label_dtype=self._label_dtype, file=name)
+        return layout_of(
+            schema, self._features, self._label, dtype=self._dtype, label_dtype=self._label_dtype, file=name
+        )
 
     def _list_length(self, index: Index, column: str) -> int:
         """The length of the first list in a column of lists; all others must have it."""
@@ -136,8 +152,7 @@ class ParquetData(Data):
                 for value in chunk.column(0):
                     if value.is_valid:
                         return len(value)
-        raise DataError(f"{index.files[0]}: column {column!r} holds only nulls",
-                        file=index.files[0], column=column)
+        raise DataError(f"{index.files[0]}: column {column!r} holds only nulls", file=index.files[0], column=column)
 
     # ------------------------------------------------------------------------------------ reading
 
@@ -145,13 +160,16 @@ class ParquetData(Data):
         name = index.files[group.file]
         with self._files.open(name, index.sizes[group.file]) as file, told(name, group.number):
             done = 0
-            for chunk in file.iter_batches(rows, row_groups=[group.number], columns=columns,
-                                           use_threads=False):
+            for chunk in file.iter_batches(rows, row_groups=[group.number], columns=columns, use_threads=False):
                 done += chunk.num_rows
                 yield chunk
             if done != group.rows:
-                raise DataError(f"{name}: row group {group.number} has {done} rows where the footer says "
-                                f"{group.rows}: write the file again", file=name, row_group=group.number)
+                raise DataError(
+                    f"{name}: row group {group.number} has {done} rows where the footer says "
+                    f"{group.rows}: write the file again",
+                    file=name,
+                    row_group=group.number,
+                )
 
     def _read(self, group: Group, low: int, high: int) -> Iterator[Rows]:
         """Rows [low, high) of a row group, a chunk at a time."""
@@ -162,8 +180,7 @@ class ParquetData(Data):
             last = first + chunk.num_rows
             if last > low:
                 start, end = max(low - first, 0), min(high - first, chunk.num_rows)
-                yield self._rows(chunk.slice(start, end - start), index.files[group.file],
-                                 group.first + first + start)
+                yield self._rows(chunk.slice(start, end - start), index.files[group.file], group.first + first + start)
             first = last
             if first >= high and high < group.rows:
                 return
@@ -173,21 +190,30 @@ class ParquetData(Data):
         try:
             rows = layout.rows(chunk)
         except pa.ArrowInvalid as error:
-            raise DataError(f"{file}: a value from row {first} on does not fit: {error}",
-                            file=file) from error
+            raise DataError(f"{file}: a value from row {first} on does not fit: {error}", file=file) from error
         if rows.bad is not None:
             self._bad(rows.bad, file, first + rows.bad.row)
         return rows
 
     def _bad(self, bad: Bad, file: str, row: int) -> None:
         if not self._drop:
-            raise DataError(f"{file}: column {bad.column!r} {bad.reason} in row {row}\n"
-                            "correct the file, or give on_invalid=\"drop\" to leave such rows out",
-                            file=file, column=bad.column, row=row, reason=bad.reason)
+            raise DataError(
+                f"{file}: column {bad.column!r} {bad.reason} in row {row}\n"
+                'correct the file, or give on_invalid="drop" to leave such rows out',
+                file=file,
+                column=bad.column,
+                row=row,
+                reason=bad.reason,
+            )
         if file not in self._warned:
             self._warned.add(file)
-            _log.warning("%s: rows that cannot be used are left out; one is row %d: column %r %s", file, row,
-                         bad.column, bad.reason)
+            _log.warning(
+                "%s: rows that cannot be used are left out; one is row %d: column %r %s",
+                file,
+                row,
+                bad.column,
+                bad.reason,
+            )
 
     # ------------------------------------------------------------------------------------ batches
 
@@ -206,7 +232,7 @@ class ParquetData(Data):
         given = start
         for rows, order in self._windows(index, low, high, rank=rank, seed=seed, epoch=epoch, start=start):
             for place in range(0, len(order), self.batch_size):
-                yield self._batch(rows, order[place:place + self.batch_size])
+                yield self._batch(rows, order[place : place + self.batch_size])
                 given += 1
         for _ in range(given, self.steps(size)):
             yield self._batch(self._room(0), np.empty(0, dtype=np.int64))
@@ -219,7 +245,7 @@ class ParquetData(Data):
             mine = dealt(index.rows, rank=rank, size=size, seed=shuffled, epoch=epoch)
         held = None if self.keeps_rows and self.divided else self._hold(index)
         for step in range(start, self.steps(size)):
-            which = mine[step * self.batch_size:(step + 1) * self.batch_size]
+            which = mine[step * self.batch_size : (step + 1) * self.batch_size]
             yield self.clients.batch(which) if held is None else self._batch(held, which)
 
     # ------------------------------------------------------------------------------------ clients
@@ -260,8 +286,11 @@ class ParquetData(Data):
 
     def _key(self, index: Index, layout: Layout) -> str:
         """The same for the same rows divided in the same way."""
-        found = hashlib.sha256(repr((index.files, index.sizes, self._files.changed(index.files), layout, self._drop,
-                                     np.__version__)).encode())
+        found = hashlib.sha256(
+            repr(
+                (index.files, index.sizes, self._files.changed(index.files), layout, self._drop, np.__version__)
+            ).encode()
+        )
         if isinstance(self.client, (str, Rule)):
             found.update(repr(self.client).encode())
         else:
@@ -289,12 +318,16 @@ class ParquetData(Data):
 
     def _room(self, rows: int) -> Rows:
         layout = self._known()[1]
-        return Rows(np.empty((rows, layout.width), dtype=layout.store),
-                    None if layout.label is None else np.empty(rows, dtype=layout.label_dtype),
-                    np.empty(rows, dtype=np.bool_), None)
+        return Rows(
+            np.empty((rows, layout.width), dtype=layout.store),
+            None if layout.label is None else np.empty(rows, dtype=layout.label_dtype),
+            np.empty(rows, dtype=np.bool_),
+            None,
+        )
 
-    def _windows(self, index: Index, low: int, high: int, *, rank: int, seed: int, epoch: int,
-                 start: int) -> Iterator[tuple[Rows, NDArray[np.int64]]]:
+    def _windows(
+        self, index: Index, low: int, high: int, *, rank: int, seed: int, epoch: int, start: int
+    ) -> Iterator[tuple[Rows, NDArray[np.int64]]]:
         """Rows [low, high) of the shuffled row groups, a window at a time, each with the order of its rows.
 
         A window is a whole number of batches, so the windows before batch `start` are never decoded.
@@ -345,10 +378,10 @@ def _filled(stream: Iterator[Rows], window: Rows) -> Iterator[int]:
 
 
 def _copy(rows: Rows, begin: int, into: Rows, place: int, count: int) -> int:
-    into.x[place:place + count] = rows.x[begin:begin + count]
-    into.good[place:place + count] = rows.good[begin:begin + count]
+    into.x[place : place + count] = rows.x[begin : begin + count]
+    into.good[place : place + count] = rows.good[begin : begin + count]
     if into.y is not None and rows.y is not None:
-        into.y[place:place + count] = rows.y[begin:begin + count]
+        into.y[place : place + count] = rows.y[begin : begin + count]
     return place + count
 
 
@@ -360,15 +393,27 @@ def _dtype_of(field: str, name: str, known: tuple[str, ...]) -> np.dtype[Any]:
 
 def _policy(on_invalid: str) -> str:
     if on_invalid not in ("fail", "drop"):
-        raise ConfigError(f"on_invalid is {on_invalid!r}: give 'fail', or 'drop' to leave such rows out",
-                          field="on_invalid")
+        raise ConfigError(
+            f"on_invalid is {on_invalid!r}: give 'fail', or 'drop' to leave such rows out", field="on_invalid"
+        )
     return on_invalid
 
 
-def parquet(path: PathGiven | Sequence[PathGiven], *, features: str | Sequence[str], label: str | None = None,
-            batch_size: int = 32, filesystem: Any = None, shuffle: bool = True, dtype: str = "float32",
-            label_dtype: str | None = None, scale: float | None = None, on_invalid: str = "fail",
-            window_mb: float = 64, client: Any = None) -> Data:
+def parquet(
+    path: PathGiven | Sequence[PathGiven],
+    *,
+    features: str | Sequence[str],
+    label: str | None = None,
+    batch_size: int = 32,
+    filesystem: Any = None,
+    shuffle: bool = True,
+    dtype: str = "float32",
+    label_dtype: str | None = None,
+    scale: float | None = None,
+    on_invalid: str = "fail",
+    window_mb: float = 64,
+    client: Any = None,
+) -> Data:
     """Rows of a Parquet file, a directory of them, or a list of both, never loaded whole above `window_mb`.
 
     - `features`: one column of lists of numbers, or several columns of numbers: x is [rows, numbers], as
@@ -389,6 +434,16 @@ def parquet(path: PathGiven | Sequence[PathGiven], *, features: str | Sequence[s
     names = [features] if isinstance(features, str) else list(features)
     if not names:
         raise ConfigError("features is empty: name a column of lists, or of numbers each", field="features")
-    return ParquetData(Files(path, filesystem), names, label, batch_size=batch_size, shuffle=shuffle,
-                       dtype=dtype, label_dtype=label_dtype, scale=scale, on_invalid=on_invalid,
-                       window_mb=window_mb, client=client)
+    return ParquetData(
+        Files(path, filesystem),
+        names,
+        label,
+        batch_size=batch_size,
+        shuffle=shuffle,
+        dtype=dtype,
+        label_dtype=label_dtype,
+        scale=scale,
+        on_invalid=on_invalid,
+        window_mb=window_mb,
+        client=client,
+    )

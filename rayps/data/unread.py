@@ -30,8 +30,16 @@ _ARRAYS = {  # suffix: what it is, and what reads it as an array
     ".safetensors": ("safetensors", "safetensors.torch.load_file"),
 }
 _OTHERS = {
-    ".txt": "text", ".xlsx": "Excel", ".xls": "Excel", ".h5": "HDF5", ".hdf5": "HDF5", ".avro": "Avro",
-    ".tfrecord": "TFRecord", ".pkl": "pickle", ".pickle": "pickle", ".tar": "tar",
+    ".txt": "text",
+    ".xlsx": "Excel",
+    ".xls": "Excel",
+    ".h5": "HDF5",
+    ".hdf5": "HDF5",
+    ".avro": "Avro",
+    ".tfrecord": "TFRecord",
+    ".pkl": "pickle",
+    ".pickle": "pickle",
+    ".tar": "tar",
 }
 
 
@@ -82,8 +90,11 @@ def is_pattern(path: str) -> bool:
 def pattern(path: str, filesystem: Any) -> str:
     """Why a path with wildcards that is no file is refused, and the way out."""
     folder = path[: min(path.index(mark) for mark in "*?[" if mark in path)].rpartition("/")[0]
-    names = "sorted(str(p) for p in pathlib.Path(FOLDER).glob(PATTERN))" if isinstance(
-        filesystem, pafs.LocalFileSystem) else "a list of its files"
+    names = (
+        "sorted(str(p) for p in pathlib.Path(FOLDER).glob(PATTERN))"
+        if isinstance(filesystem, pafs.LocalFileSystem)
+        else "a list of its files"
+    )
     return (
         f"{path}: wildcards are not expanded: give the directory ({folder or '/'}), whose files that end in .parquet "
         f"are read\nwith those of its subdirectories, or a list of files: {names}"

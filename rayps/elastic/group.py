@@ -118,8 +118,9 @@ class Group:
                 raise PeerTimeout(
                     f"server group {self.name!r} is {facts['status']} after {timeout:g} s (the knob is `timeout`): "
                     f"{there} of {facts['wanted']} servers are there, {len(facts['moves'])} segments move",
-                    peer=actor_of(self.name), seconds=timeout,
-                )  # fmt: skip
+                    peer=actor_of(self.name),
+                    seconds=timeout,
+                )
             time.sleep(PAUSE_SECONDS)
 
     def stop(self) -> None:
@@ -143,8 +144,9 @@ class Group:
             except TimeoutError as error:
                 raise PeerTimeout(
                     f"the manager of server group {self.name!r} did not answer {method!r} within {timeout:g} s",
-                    peer=actor_of(self.name), seconds=timeout,
-                ) from error  # fmt: skip
+                    peer=actor_of(self.name),
+                    seconds=timeout,
+                ) from error
             time.sleep(PAUSE_SECONDS)
 
     def _find(self) -> Handle:
@@ -200,10 +202,19 @@ def start(
         )
     more: dict[str, Any] = {} if given is None else {"cluster": given}
     handle = home.spawn(
-        "rayps.elastic.actors:ManagerActor", name, servers, replicas, None if folder is None else str(folder),
-        name=actor_of(name), detached=detached, here=folder is not None, restarts=0 if folder is None else -1,
-        cpus=0.0, **more, **_manager_options(detached, cpus, silence, balance),
-    )  # fmt: skip
+        "rayps.elastic.actors:ManagerActor",
+        name,
+        servers,
+        replicas,
+        None if folder is None else str(folder),
+        name=actor_of(name),
+        detached=detached,
+        here=folder is not None,
+        restarts=0 if folder is None else -1,
+        cpus=0.0,
+        **more,
+        **_manager_options(detached, cpus, silence, balance),
+    )
     group = Group(name, handle, home)
     try:
         _await_servers(group, timeout)
@@ -260,8 +271,9 @@ def _await_servers(group: Group, timeout: float) -> None:
             raise PeerTimeout(
                 f"{len(facts['servers'])} of {facts['wanted']} servers of group {group.name!r} are there after "
                 f"{timeout:g} s (the knob is `timeout`){': ' + said[-1] if said else ''}",
-                peer=actor_of(group.name), seconds=timeout,
-            )  # fmt: skip
+                peer=actor_of(group.name),
+                seconds=timeout,
+            )
         time.sleep(PAUSE_SECONDS)
 
 

@@ -52,9 +52,18 @@ class JobSpace:
     """
 
     def __init__(
-        self, group: Group, name: str, workers: int, factory: bytes, *, tables: tuple[Table, ...] = (),
-        quota: Quota | None = None, own: bool = False, timeout: float = 60.0, scheduled: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        group: Group,
+        name: str,
+        workers: int,
+        factory: bytes,
+        *,
+        tables: tuple[Table, ...] = (),
+        quota: Quota | None = None,
+        own: bool = False,
+        timeout: float = 60.0,
+        scheduled: bool = False,
+    ) -> None:
         self.group, self.name, self.own = group, name, own
         self.space: Space | None = None
         self._workers, self._factory, self.tables = workers, factory, tables
@@ -310,9 +319,11 @@ class JobSpace:
         lost = [segment["index"] for segment in _mine(facts, space).get("segments", []) if segment["state"] == "lost"]
         if space is None or base is None or not lost or self._over.is_set():
             return
-        skips = {} if space.strategy.lockstep else {
-            rank: (since + position) // 2 for rank, (position, since) in self.reached.items() if since
-        }  # fmt: skip
+        skips = (
+            {}
+            if space.strategy.lockstep
+            else {rank: (since + position) // 2 for rank, (position, since) in self.reached.items() if since}
+        )
         # what nobody can say again is given up, with a margin, for more is forgotten while this is done
         folder, same = self._saved_tables or (None, True)
         found = job_tables.saved(space, folder, base.positions, same, lost) if folder else {}
@@ -323,11 +334,16 @@ class JobSpace:
         self._load(space, base, lost, found)
         self.group.restored(space.number, lost)
         rows = "" if folder or not space.tables else "; rows begin anew, for there is no checkpoint of tables"
-        self._news.append({
-            "kind": "restored", "time": time.time(), "segments": lost, "pushes": missing,
-            "message": f"{len(lost)} segments had no copy and were loaded again from round {base.round}{rows}: workers "
-                       f"say again what they have pushed since; {missing} pushes were kept no more, and are lost",
-        })  # fmt: skip
+        self._news.append(
+            {
+                "kind": "restored",
+                "time": time.time(),
+                "segments": lost,
+                "pushes": missing,
+                "message": f"{len(lost)} segments had no copy and were loaded again from round {base.round}{rows}: "
+                f"workers say again what they have pushed since; {missing} pushes were kept no more, and are lost",
+            }
+        )
 
     def news(self) -> list[dict[str, Any]]:
         """What happened to the group since this was asked last: events with a kind, a message and a time."""
@@ -341,15 +357,23 @@ class JobSpace:
         for segment in mine.get("segments", []):
             held[segment["primary"]] = held.get(segment["primary"], 0) + 1
         keys = ("name", "host", "state", "bytes", "operations_s", "cpu")
-        servers = [{key: server.get(key) for key in keys} | {"segments": held.get(server["name"], 0)}
-                   for server in facts.get("servers", [])]  # fmt: skip
+        servers = [
+            {key: server.get(key) for key in keys} | {"segments": held.get(server["name"], 0)}
+            for server in facts.get("servers", [])
+        ]
         numbers = ("bytes", "rows", "operations_s", "rejected", "throttled", "version", "quota", "branch_of")
         return {
-            "name": self.group.name, "own": self.own, "space": self.name, "status": facts.get("status"),
-            "replicas": facts.get("replicas"), "segments": space.segments if space else 0, "servers": servers,
-            "moves": len(facts.get("moves", [])), **{key: mine.get(key) for key in numbers},
+            "name": self.group.name,
+            "own": self.own,
+            "space": self.name,
+            "status": facts.get("status"),
+            "replicas": facts.get("replicas"),
+            "segments": space.segments if space else 0,
+            "servers": servers,
+            "moves": len(facts.get("moves", [])),
+            **{key: mine.get(key) for key in numbers},
             "held_back": self._held_back.now(time.monotonic()),
-        }  # fmt: skip
+        }
 
     def close(self) -> None:
         """Free the space; end the group, where it is the job's own. What fails is told, and hides nothing else."""
@@ -388,9 +412,13 @@ def _mine(facts: dict[str, Any], space: Space | None) -> dict[str, Any]:
 
 
 def _begun(
-    space: Space, index: int, snapshot: Snapshot, marks: list[int], table: Any = None,
+    space: Space,
+    index: int,
+    snapshot: Snapshot,
+    marks: list[int],
+    table: Any = None,
     skips: Mapping[int, int] | None = None,
-) -> tuple[Any, int]:  # fmt: skip
+) -> tuple[Any, int]:
     """What a segment begins with, without the steps below `skips` by rank; how many pushes it lacks by that.
 
     That of a table begins with the state `table`, or empty at the steps `marks`.

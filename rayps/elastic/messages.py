@@ -87,8 +87,12 @@ def pack_head(pieces: Sequence[Piece]) -> bytes:
 
 def pack(pieces: Sequence[Piece]) -> bytearray:
     """A request's payload: head, then the pieces one after the other."""
-    return bytearray().join([pack_head(pieces), *(memoryview(each.data).cast("B") if memoryview(each.data).nbytes
-                                                  else b"" for each in pieces)])  # fmt: skip
+    return bytearray().join(
+        [
+            pack_head(pieces),
+            *(memoryview(each.data).cast("B") if memoryview(each.data).nbytes else b"" for each in pieces),
+        ]
+    )
 
 
 def unpack(payload: Any) -> list[Piece]:

@@ -75,8 +75,15 @@ class OwnSpace:
         """Become worker `rank`; a former holder of the rank is fenced. Raises as `ElasticServer`."""
         incarnation = self.group.join(self.space.number, rank)
         keep = KEEP_BYTES if self._replicas else 0  # without copies nobody could be told them again
-        talk = Talk(self.group.door(), self.space, rank, incarnation=incarnation, timeout=self.timeout, keep=keep,
-                    lost=self.lost)  # fmt: skip
+        talk = Talk(
+            self.group.door(),
+            self.space,
+            rank,
+            incarnation=incarnation,
+            timeout=self.timeout,
+            keep=keep,
+            lost=self.lost,
+        )
         try:
             return ElasticServer(talk)
         except BaseException:

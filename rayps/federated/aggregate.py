@@ -68,10 +68,20 @@ class Aggregate:
     """The rounds of one worker's aggregation; all workers of a job make it alike and call it alike."""
 
     def __init__(
-        self, rule: Any, clip: float | None, attack: Any, size: int, dtype: torch.dtype, *,
-        seed: int, clients: int, extras: Mapping[str, tuple[int, torch.dtype]] | None = None, least: int = 1,
-        asynchronous: bool = False, statistics: Statistics | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        rule: Any,
+        clip: float | None,
+        attack: Any,
+        size: int,
+        dtype: torch.dtype,
+        *,
+        seed: int,
+        clients: int,
+        extras: Mapping[str, tuple[int, torch.dtype]] | None = None,
+        least: int = 1,
+        asynchronous: bool = False,
+        statistics: Statistics | None = None,
+    ) -> None:
         """For updates of `size` elements of `dtype`, from a job of so many `clients`.
 
         Args:
@@ -120,8 +130,9 @@ class Aggregate:
         rooms, told = [Exact.room(size, dtype) for size, dtype in kinds.values()], len(_REASONS) * places
         self._home = torch.zeros(sum(rooms) + told, dtype=torch.int64)
         parts = torch.split(self._home, [*rooms, told])
-        made = {name: Exact(size, dtype, home)
-                for (name, (size, dtype)), home in zip(kinds.items(), parts, strict=False)}  # fmt: skip
+        made = {
+            name: Exact(size, dtype, home) for (name, (size, dtype)), home in zip(kinds.items(), parts, strict=False)
+        }
         self._main = made.pop(_UPDATE)
         self._beside, self._told, self._places = made, parts[-1], places
 
@@ -132,9 +143,16 @@ class Aggregate:
     # ---- replies
 
     def take(
-        self, client: int, reply: Tensor, base: Tensor, weight: float, extra: Mapping[str, Tensor] | None = None, *,
-        buffers: Tensor | None = None, samples: float = 1.0,
-    ) -> str | None:  # fmt: skip
+        self,
+        client: int,
+        reply: Tensor,
+        base: Tensor,
+        weight: float,
+        extra: Mapping[str, Tensor] | None = None,
+        *,
+        buffers: Tensor | None = None,
+        samples: float = 1.0,
+    ) -> str | None:
         """Take in a client's reply w_k, which began from `base`: None, or the reason why it is left out.
 
         `buffers` are the client's, packed, of `samples` samples. All of this may change afterwards. Raises ConfigError:
@@ -150,8 +168,10 @@ class Aggregate:
             sent[_BUFFERS] = buffers
         if attack is not None:
             weight, samples = counted(attack, weight), counted(attack, samples)
-            sent = {name: false_buffers(attack, each) if name == _BUFFERS else false_sums(attack, each)
-                    for name, each in sent.items()}  # fmt: skip
+            sent = {
+                name: false_buffers(attack, each) if name == _BUFFERS else false_sums(attack, each)
+                for name, each in sent.items()
+            }
         why = self._refusal(sent, samples)
         if why is None:
             why = self._added(client, (reply.detach().cpu(), base.detach().cpu()), weight, sent)
@@ -179,7 +199,7 @@ class Aggregate:
 
     def _added(
         self, client: int, vectors: tuple[Tensor, Tensor], weight: float, sent: Mapping[str, Tensor]
-    ) -> str | None:  # fmt: skip
+    ) -> str | None:
         """Add or file the update of (w_k, base); the reason why it is left out."""
         reply, base = vectors
         attack = self.attack if client in self._attackers else None
@@ -234,8 +254,12 @@ class Aggregate:
 
     def _rejected(self) -> list[tuple[int, str]]:
         told = self._told.view(len(_REASONS), self._places).T.tolist()
-        return [(client, why) for client, times in zip(self._place, told, strict=False)
-                for why, count in zip(_REASONS, times, strict=True) for _ in range(count)]  # fmt: skip
+        return [
+            (client, why)
+            for client, times in zip(self._place, told, strict=False)
+            for why, count in zip(_REASONS, times, strict=True)
+            for _ in range(count)
+        ]
 
     def _take_beside(self, met: Met) -> None:
         """What clients sent beside, under the mean."""

@@ -93,8 +93,12 @@ class Rule:
     @property
     def least(self) -> int:
         """The fewest replies of a round that it can work with."""
-        rows = {"krum": 2 * self.f + 3, "multi_krum": max(2 * self.f + 3, self.f + (self.m or 1)),
-                "trimmed_mean": 2 * self.f + 1, "bulyan": 4 * self.f + 3}.get(self.name, 1)  # fmt: skip
+        rows = {
+            "krum": 2 * self.f + 3,
+            "multi_krum": max(2 * self.f + 3, self.f + (self.m or 1)),
+            "trimmed_mean": 2 * self.f + 1,
+            "bulyan": 4 * self.f + 3,
+        }.get(self.name, 1)
         return (rows - 1) * self.bucket + 1
 
     def bears(self, replies: int) -> int:
@@ -121,14 +125,18 @@ class Rule:
             raise ConfigError(
                 f"{self} needs a round of at least {self.least} replies ({self._guard()}), and a round asks {cohort}\n"
                 f"{'bear fewer attackers' if self.f else 'ask more clients'}, or raise fraction",
-                field="rule", needed=self.least, cohort=cohort,
-            )  # fmt: skip
+                field="rule",
+                needed=self.least,
+                cohort=cohort,
+            )
         if self.robust and attack is not None and min(attack.clients, cohort) > self.bears(cohort):
             raise ConfigError(
                 f"up to {min(attack.clients, cohort)} of a round's {cohort} replies come from attackers, and {self} "
                 f"bears {self.bears(cohort)}",
-                field="rule", attackers=attack.clients, bears=self.bears(cohort),
-            )  # fmt: skip
+                field="rule",
+                attackers=attack.clients,
+                bears=self.bears(cohort),
+            )
 
     def doubt(self, cohort: int, replies: float) -> str | None:
         """A warning where fewer replies are to be expected than the rule needs; None where enough come."""
@@ -160,8 +168,12 @@ class Rule:
         )
 
     def _guard(self) -> str:
-        guard = {"krum": "2f + 2 < n", "multi_krum": "2f + 2 < n and m <= n - f", "trimmed_mean": "2f < n",
-                 "bulyan": "n >= 4f + 3"}.get(self.name, "n >= 1")  # fmt: skip
+        guard = {
+            "krum": "2f + 2 < n",
+            "multi_krum": "2f + 2 < n and m <= n - f",
+            "trimmed_mean": "2f < n",
+            "bulyan": "n >= 4f + 3",
+        }.get(self.name, "n >= 1")
         return guard if self.bucket == 1 else f"{guard} with n = replies / {self.bucket}"
 
 
@@ -219,8 +231,9 @@ class Attack:
     def check(self, clients: int) -> None:
         """Raises ConfigError: so many clients leave no honest one."""
         if self.clients >= clients:
-            raise ConfigError(f"{self}: {self.clients} attackers of {clients} clients leave no honest one",
-                              field="attack")  # fmt: skip
+            raise ConfigError(
+                f"{self}: {self.clients} attackers of {clients} clients leave no honest one", field="attack"
+            )
 
     def attackers(self, seed: int, clients: int) -> frozenset[int]:
         """Which of the clients 0, 1, ... attack: a function of the seed alone."""
@@ -270,13 +283,17 @@ def _read(field: str, given: Any, known: dict[str, dict[str, Any]]) -> dict[str,
     name = spec.pop("name", None)
     if name not in known:
         shown = given if isinstance(given, str) else nested(dict(given))
-        raise ConfigError(f"{field} is {shown!r}{near(name, known)}: give one of {', '.join(known)}, as in "
-                          f"{_example(known)}", field=field)  # fmt: skip
+        raise ConfigError(
+            f"{field} is {shown!r}{near(name, known)}: give one of {', '.join(known)}, as in {_example(known)}",
+            field=field,
+        )
     options = known[name]
     for key, value in spec.items():
         if key not in options:
-            raise ConfigError(f"{field}: {name} has no option {key!r}{near(key, options)}; it has "
-                              f"{', '.join(options) or 'none'}", field=field)  # fmt: skip
+            raise ConfigError(
+                f"{field}: {name} has no option {key!r}{near(key, options)}; it has {', '.join(options) or 'none'}",
+                field=field,
+            )
         _check(field, f"{name}'s {key}", key, value, options[key] is None)
     missing = [key for key, value in options.items() if value is _REQUIRED and key not in spec]
     if missing:
@@ -302,8 +319,13 @@ def _is_number(value: Any) -> bool:
 
 def inside(option: str) -> str | None:
     """How an option of a rule or an attack is written where it belongs; None: it is none of theirs."""
-    rules = {"f": "krum(f=1)", "bucket": "trimmed_mean(f=1,bucket=2)", "m": "multi_krum(f=1,m=3)",
-             "tau": "centered_clipping(tau=1)", "iterations": "geometric_median(iterations=100)"}  # fmt: skip
+    rules = {
+        "f": "krum(f=1)",
+        "bucket": "trimmed_mean(f=1,bucket=2)",
+        "m": "multi_krum(f=1,m=3)",
+        "tau": "centered_clipping(tau=1)",
+        "iterations": "geometric_median(iterations=100)",
+    }
     if option in rules:
         return f"rule={rules[option]}"
     found = next((name for name, options in _ATTACKS.items() if option in options), None)

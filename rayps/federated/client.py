@@ -142,9 +142,15 @@ class Turn:
         task, rows, strategy = self._task, self._rows, self._strategy
         size = rows.batch_size if strategy.batch_size is None else strategy.batch_size or self.n
         stream = parts(
-            task.seed, task.client, self.n, size, round=task.round, epochs=epochs or strategy.epochs,
-            steps=None if epochs else strategy.local_steps, shuffle=rows.shuffle,
-        )  # fmt: skip
+            task.seed,
+            task.client,
+            self.n,
+            size,
+            round=task.round,
+            epochs=epochs or strategy.epochs,
+            steps=None if epochs else strategy.local_steps,
+            shuffle=rows.shuffle,
+        )
         for positions in stream:
             yield from self._cut(positions, size)
 
@@ -196,8 +202,12 @@ class Turn:
     def collected(self) -> Tensor:
         """The gradients of all parameters as a new vector."""
         found = self._trainer.parameters
-        return torch.cat([torch.zeros(p.numel(), dtype=p.dtype, device=p.device) if p.grad is None
-                          else dense(p.grad).reshape(-1) for p in found])  # fmt: skip
+        return torch.cat(
+            [
+                torch.zeros(p.numel(), dtype=p.dtype, device=p.device) if p.grad is None else dense(p.grad).reshape(-1)
+                for p in found
+            ]
+        )
 
     def step(self, grad: Grad | Tensor) -> None:
         """Let the client's optimizer apply a gradient."""
@@ -244,8 +254,10 @@ class Trainer:
         where = {id(p): i for i, p in enumerate(self.parameters)}
         self._plain: list[tuple[list[int], float]] | None = None  # of each group: its parameters, minus its rate
         if is_plain(self._optimizer) and self.workload.clip_norm is None:
-            self._plain = [([where[id(p)] for p in group["params"]], group["lr"] if group["maximize"] else -group["lr"])
-                           for group in self._optimizer.param_groups]  # fmt: skip
+            self._plain = [
+                ([where[id(p)] for p in group["params"]], group["lr"] if group["maximize"] else -group["lr"])
+                for group in self._optimizer.param_groups
+            ]
         whole = self._plain is not None and len(self._plain) == 1 and len(self._plain[0][0]) == len(self.parameters)
         self._rate = self._plain[0][1] if self._plain is not None and whole else None  # of all parameters
 
@@ -360,8 +372,11 @@ def seeded(seed: int) -> None:
 def is_plain(optimizer: Any) -> bool:
     """Whether an optimizer's step is p <- p - lr g for each parameter, and nothing else."""
     hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or _GLOBAL_HOOKS
-    return type(optimizer) is SGD and "step" not in vars(optimizer) and not hooks and all(
-        optim._is_plain(group) for group in optimizer.param_groups
+    return (
+        type(optimizer) is SGD
+        and "step" not in vars(optimizer)
+        and not hooks
+        and all(optim._is_plain(group) for group in optimizer.param_groups)
     )
 
 

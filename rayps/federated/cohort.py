@@ -65,8 +65,9 @@ def cohort(seed: int, round: int, clients: int, fraction: float) -> Ints:
         ConfigError: there is no client, or the fraction is outside (0, 1].
     """
     if clients < 1:
-        raise ConfigError("there are no clients to draw a cohort from: give the data clients with client=...",
-                          field="clients")  # fmt: skip
+        raise ConfigError(
+            "there are no clients to draw a cohort from: give the data clients with client=...", field="clients"
+        )
     if not 0 < fraction <= 1:
         raise ConfigError(f"fraction is {fraction!r}: give a share above 0 and up to 1", field="fraction")
     return first(seed, round, np.arange(clients, dtype=np.int64), cohort_size(clients, fraction))

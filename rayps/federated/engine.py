@@ -59,9 +59,18 @@ class Engine:
         self._statistics = statistics if statistics.size and strategy.buffers == "mean" else None
         rule, attack = choices.rule_of(strategy.rule), choices.attack_of(strategy.attack)
         self._aggregate = Aggregate(
-            rule, choices.clip_of(strategy.clip), attack, size, dtype, seed=w.plan.seed, clients=self.source.count,
-            extras=extras, least=strategy.min_replies, asynchronous=strategy.asynchronous, statistics=self._statistics,
-        )  # fmt: skip
+            rule,
+            choices.clip_of(strategy.clip),
+            attack,
+            size,
+            dtype,
+            seed=w.plan.seed,
+            clients=self.source.count,
+            extras=extras,
+            least=strategy.min_replies,
+            asynchronous=strategy.asynchronous,
+            statistics=self._statistics,
+        )
 
     def at(self, position: int) -> int:
         """The number of the round within its phase."""
@@ -110,9 +119,14 @@ class Engine:
         w, strategy = self.w, self.strategy
         weight = strategy.weight(reply.n, errand.staleness)
         why = self._aggregate.take(
-            errand.client, reply.w, self.base(errand.version), weight, reply.sums,
-            buffers=self._packed(reply.buffers), samples=reply.n,
-        )  # fmt: skip
+            errand.client,
+            reply.w,
+            self.base(errand.version),
+            weight,
+            reply.sums,
+            buffers=self._packed(reply.buffers),
+            samples=reply.n,
+        )
         if why is not None:
             return
         self._losses.append((errand.client, reply.loss, reply.samples))
@@ -132,10 +146,12 @@ class Engine:
         self._spoilt.add(client)
         who = self.source.names([client])[0]
         self.w.event(
-            "warning", f"round {self.w.position}: the new state of client {who!r} holds values that are not finite and "
+            "warning",
+            f"round {self.w.position}: the new state of client {who!r} holds values that are not finite and "
             "is not kept; its state from before stays. Lower the learning rate, or the strategy's pull (ditto: lam)",
-            round=self.w.position, client=who,
-        )  # fmt: skip
+            round=self.w.position,
+            client=who,
+        )
 
     def _serve(self, t: int, met: Met) -> str:
         """The server's half, the same on every worker; why the model stays as it was, if it does."""
@@ -171,10 +187,17 @@ class Engine:
         counts = {"dropped": len(known.dropped), "rejected": len(rejected)}
         message += "".join(f"; {n} {key}: {said(away[key], n)}" for key, n in counts.items() if n)
         w.event(
-            "cohort", f"{message}: the model stays as it was, because {why}" if why else message, round=w.position,
-            sampled=asked, replied=met.count, trained=names(cohort[:SHOWN]), seconds=known.end - known.begin,
-            skipped=bool(why), **away, **ages,
-        )  # fmt: skip
+            "cohort",
+            f"{message}: the model stays as it was, because {why}" if why else message,
+            round=w.position,
+            sampled=asked,
+            replied=met.count,
+            trained=names(cohort[:SHOWN]),
+            seconds=known.end - known.begin,
+            skipped=bool(why),
+            **away,
+            **ages,
+        )
 
     def _warn(self, why: str, rejected: list[tuple[int, str]]) -> None:
         """Say at the end that nothing was learnt."""

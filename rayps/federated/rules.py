@@ -43,8 +43,8 @@ _AT = 1e-12  # of the median distance: a row that is nearer than this is at the 
 
 
 def aggregate(
-    rule: Rule, x: Matrix, before: Vector | None = None, seed: int = 0, *, chosen: Picks | None = None,
-) -> Vector:  # fmt: skip
+    rule: Rule, x: Matrix, before: Vector | None = None, seed: int = 0, *, chosen: Picks | None = None
+) -> Vector:
     """What a robust rule makes of the rows of x, [P] in float64.
 
     `before` is the last round's result (centered_clipping begins there; none: zeros). `seed` draws the buckets: give
@@ -73,8 +73,8 @@ def aggregate(
 
 
 def beside(
-    rule: Rule, x: Matrix, before: Vector | None = None, seed: int = 0, *, chosen: Picks | None = None,
-) -> Vector:  # fmt: skip
+    rule: Rule, x: Matrix, before: Vector | None = None, seed: int = 0, *, chosen: Picks | None = None
+) -> Vector:
     """What a robust rule makes of the rows of x, which clients sent beside their updates; otherwise as `aggregate`.
 
     `chosen` is what `picks` found for the updates, where the rule chooses clients.

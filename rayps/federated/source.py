@@ -87,9 +87,13 @@ class Simulated:
         self._mine = [trainings[at] for at in dealt[self._engine.w.rank].tolist()]
         self._w_t, self._buffers = w_t, buffers
         return Round(
-            plan.sampled, plan.dropped, plan.begin, plan.end, [each.client for each in trainings],
+            plan.sampled,
+            plan.dropped,
+            plan.begin,
+            plan.end,
+            [each.client for each in trainings],
             plan.staleness if self._engine.strategy.asynchronous else None,
-        )  # fmt: skip
+        )
 
     def _dealt(self, who: Ints) -> list[Ints]:
         """Which of a round's trainings each worker makes: states stay where they are, else the load is even."""
@@ -105,9 +109,15 @@ class Simulated:
             state, own = engine.state_of(each.client)
             base = engine.base(each.version)
             task = Task(
-                w.plan.seed + _AGAIN * each.again, each.version, each.client, base, w.shared, state,
-                self._buffers | own, engine.tick(each.version),
-            )  # fmt: skip
+                w.plan.seed + _AGAIN * each.again,
+                each.version,
+                each.client,
+                base,
+                w.shared,
+                state,
+                self._buffers | own,
+                engine.tick(each.version),
+            )
             reply = engine.trainer.train(engine.strategy, task, self.rows(each.client))
             yield Errand(each.client, each.version, each.staleness), reply
 

@@ -35,8 +35,14 @@ class States:
         try:
             with tempfile.TemporaryDirectory(prefix="rayps-clients-", dir=folder) as place:
                 self._db = sqlite3.connect(Path(place) / "states", isolation_level=None, check_same_thread=False)
-                for said in ("locking_mode = exclusive", "journal_mode = memory", "synchronous = off",
-                             "page_size = 8192", f"cache_size = -{_CACHE}", "temp_store = memory"):  # fmt: skip
+                for said in (
+                    "locking_mode = exclusive",
+                    "journal_mode = memory",
+                    "synchronous = off",
+                    "page_size = 8192",
+                    f"cache_size = -{_CACHE}",
+                    "temp_store = memory",
+                ):
                     self._db.execute(f"pragma {said}")
                 self._db.execute(
                     "create table states (client integer, round integer, state blob not null, "
@@ -83,8 +89,9 @@ class States:
                 self._db.execute("insert or replace into states values (?, ?, ?)", (client, round, state))
                 self._db.execute(
                     "delete from states where client = ?1 and round < "
-                    "(select max(round) from states where client = ?1 and round <= ?2)", (client, self.saved),
-                )  # fmt: skip
+                    "(select max(round) from states where client = ?1 and round <= ?2)",
+                    (client, self.saved),
+                )
 
     def end(self, *, keep: bool = True) -> None:
         """Keep what was filed since the last end, or undo it."""

@@ -24,8 +24,10 @@ class Statistics:
         self._like = real | {name: value for name, value in buffers.items() if name not in real}
         self.floats = sum(value.numel() for value in real.values())
         self.size = sum(value.numel() for value in self._like.values())
-        bounded = [torch.full((value.numel(),), name.rpartition(".")[2] in _NOT_BELOW_ZERO)
-                   for name, value in self._like.items()]  # fmt: skip
+        bounded = [
+            torch.full((value.numel(),), name.rpartition(".")[2] in _NOT_BELOW_ZERO)
+            for name, value in self._like.items()
+        ]
         self._bounded = torch.cat(bounded) if bounded else torch.empty(0, dtype=torch.bool)
 
     def packed(self, buffers: Mapping[str, Tensor]) -> Tensor:

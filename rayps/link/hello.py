@@ -80,6 +80,8 @@ def listener(name: str, secret: bytes, generation: Callable[[], int]) -> Steps:
     if theirs != current:
         raise StaleGeneration(
             f"{peer!r} came with generation {theirs}, the group is at {current}",
-            peer=peer, generation=theirs, expected=current,
-        )  # fmt: skip
+            peer=peer,
+            generation=theirs,
+            expected=current,
+        )
     return Greeted(peer, theirs, True, bool(shared))

@@ -96,9 +96,7 @@ class _Guest:
 class Listener:
     """Where an actor can be called. Only peers that know the secret get in. `port` 0 is any that is free."""
 
-    def __init__(
-        self, name: str, secret: bytes, generation: int = 0, host: str = "127.0.0.1", port: int = 0
-    ) -> None:
+    def __init__(self, name: str, secret: bytes, generation: int = 0, host: str = "127.0.0.1", port: int = 0) -> None:
         self.name = name
         self.generation = generation
         self._secret = secret
@@ -123,9 +121,7 @@ class Listener:
         except OSError as error:
             door.close()
             self.close()
-            raise LinkError(
-                f"{self.name!r} cannot listen on {where!r}: {error.strerror}", peer=self.name
-            ) from error
+            raise LinkError(f"{self.name!r} cannot listen on {where!r}: {error.strerror}", peer=self.name) from error
         door.listen(512)
         door.setblocking(False)
         self._doors.append(door)
@@ -150,8 +146,9 @@ class Listener:
             if not left:
                 raise PeerTimeout(
                     f"nobody connected to {self.name!r} within {timeout:g} s (the knob is `timeout`)",
-                    peer="anyone", seconds=timeout,
-                )  # fmt: skip
+                    peer="anyone",
+                    seconds=timeout,
+                )
             self._selector.select(min(left, 1.0))
 
     def accept_ready(self, want: Callable[[str], bool] | None = None) -> Link | None:
@@ -287,8 +284,9 @@ def connect(
                     raise PeerLost(
                         f"nobody answers for {door.name!r} at {door.host}:{door.port} "
                         f"({error.strerror or error}); tried for {timeout:g} s (the knob is `timeout`)",
-                        peer=door.name, seconds=timeout,
-                    ) from error  # fmt: skip
+                        peer=door.name,
+                        seconds=timeout,
+                    ) from error
         time.sleep(min(pause, deadline_left(deadline)))
         pause = min(2 * pause, _RETRY[1])
 
@@ -300,17 +298,18 @@ def _ways(door: Door, prefer: Prefer) -> list[str]:
     if not ways:
         raise ConfigError(
             f"no way to {door.name!r} with prefer={prefer!r}; use auto, tcp, or on one Linux host shm, unix",
-            prefer=prefer, peer=door.name,
-        )  # fmt: skip
+            prefer=prefer,
+            peer=door.name,
+        )
     return ways
 
 
 def _silent(door: Door, timeout: float) -> PeerTimeout:
     return PeerTimeout(
-        f"{door.name!r} at {door.host}:{door.port} did not answer within {timeout:g} s "
-        "(the knob is `timeout`)",
-        peer=door.name, seconds=timeout,
-    )  # fmt: skip
+        f"{door.name!r} at {door.host}:{door.port} did not answer within {timeout:g} s (the knob is `timeout`)",
+        peer=door.name,
+        seconds=timeout,
+    )
 
 
 def _call(door: Door, transport: str, who: tuple[str, bytes, int], deadline: float) -> Link:
@@ -322,8 +321,10 @@ def _call(door: Door, transport: str, who: tuple[str, bytes, int], deadline: flo
         if not greeted.welcome:
             raise StaleGeneration(
                 f"{greeted.peer!r} is at generation {greeted.generation} and refused generation {generation}",
-                peer=greeted.peer, generation=generation, expected=greeted.generation,
-            )  # fmt: skip
+                peer=greeted.peer,
+                generation=generation,
+                expected=greeted.generation,
+            )
         return _make_link(sock, greeted.peer, generation, transport)
     except BaseException:
         sock.close()

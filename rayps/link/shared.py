@@ -123,9 +123,9 @@ class SharedLink(Link):
     def _put(self, message: Message, size: int = 0, flags: int = 0) -> None:
         m = message
         self._told = self._taken
-        self._out.append(memoryview(
-            HEADER.pack(m.kind, flags, self.generation, m.tag, m.a, m.b, m.weight, size, self._taken, 0)
-        ))  # fmt: skip
+        self._out.append(
+            memoryview(HEADER.pack(m.kind, flags, self.generation, m.tag, m.a, m.b, m.weight, size, self._taken, 0))
+        )
 
     def _fill_lane(self, view: memoryview, done: int) -> int:
         lane = self._lane
@@ -250,8 +250,10 @@ class SharedLink(Link):
         if len(view) != item.size:
             raise LinkError(
                 f"{self.peer!r} sent {item.size} bytes where {len(view)} were expected",
-                peer=self.peer, given=item.size, expected=len(view),
-            )  # fmt: skip
+                peer=self.peer,
+                given=item.size,
+                expected=len(view),
+            )
         item.target, item.into = view, into
 
     def _copy_out(self, item: _Incoming) -> None:

@@ -124,8 +124,10 @@ class Link:
             raise PeerTimeout(
                 f"{self.peer!r} leaves {waiting} bytes unread; the queue holds {self.queue_limit} "
                 "(the knob is `queue_limit`)",
-                peer=self.peer, queued=waiting, limit=self.queue_limit,
-            )  # fmt: skip
+                peer=self.peer,
+                queued=waiting,
+                limit=self.queue_limit,
+            )
         self._append(message, payload)
         self.flush()
         if copy and self.queued:
@@ -255,8 +257,10 @@ class Link:
         if len(view) != self._size:
             raise LinkError(
                 f"{self.peer!r} sent {self._size} bytes where {len(view)} were expected",
-                peer=self.peer, given=self._size, expected=len(view),
-            )  # fmt: skip
+                peer=self.peer,
+                given=self._size,
+                expected=len(view),
+            )
         self._target, self._into = view, into
 
     def _read_payload(self) -> bool:
@@ -285,14 +289,19 @@ class Link:
         return StaleGeneration(
             f"a message of {self.peer!r} carried generation {generation}, the group is at {self.generation}; "
             "it had no effect",
-            peer=self.peer, generation=generation, expected=self.generation,
-        )  # fmt: skip
+            peer=self.peer,
+            generation=generation,
+            expected=self.generation,
+        )
 
     def _refused(self, generation: int, current: int) -> StaleGeneration:
         return StaleGeneration(
             f"{self.peer!r} refused generation {generation}: its group is at {current}",
-            peer=self.peer, generation=generation, expected=current, refused=True,
-        )  # fmt: skip
+            peer=self.peer,
+            generation=generation,
+            expected=current,
+            refused=True,
+        )
 
     # The socket
 
@@ -317,8 +326,9 @@ class Link:
         if not self._poll.poll(max(0, math.ceil(timeout * 1000))):
             raise PeerTimeout(
                 f"{self.peer!r} did not {doing} within {timeout:g} s (the knob is `timeout`)",
-                peer=self.peer, seconds=timeout,
-            )  # fmt: skip
+                peer=self.peer,
+                seconds=timeout,
+            )
 
     def _lost(self, error: OSError | None) -> PeerLost:
         if self.closed:

@@ -75,8 +75,12 @@ def _listed(model: nn.Module, method: Any) -> list[Layer]:
 def _flat(module: nn.Module, name: str) -> list[Layer]:
     if not _is_plain(module):
         return [Layer(name, module)]
-    return [part for key, child in module._modules.items() if child is not None
-            for part in _flat(child, f"{name}.{key}" if name else key)]
+    return [
+        part
+        for key, child in module._modules.items()
+        if child is not None
+        for part in _flat(child, f"{name}.{key}" if name else key)
+    ]
 
 
 def _is_plain(module: nn.Module) -> bool:
@@ -115,8 +119,10 @@ def shares(costs: Sequence[float], parts: int) -> tuple[int, ...]:
         raise ConfigError(
             f"the model has {n} layer{'s' if n != 1 else ''} and cannot be cut into {parts} parts (stages x chunks): "
             f"give at most {n}, or a model of more layers",
-            field="stages", layers=n, parts=parts,
-        )  # fmt: skip
+            field="stages",
+            layers=n,
+            parts=parts,
+        )
     sums = list(accumulate(costs, initial=0.0))
     # best[k]: of the first k layers in j parts, (largest part, sum of squares) and where the last part begins
     best: list[tuple[float, float]] = [(sums[k], sums[k] ** 2) for k in range(n + 1)]
@@ -249,10 +255,11 @@ def _broken(name: str, why: str) -> WorkloadError:
 def _same(a: Any, b: Any) -> bool:
     one, two = _tensors(a), _tensors(b)
     return len(one) == len(two) and all(
-        s.shape == t.shape and s.dtype == t.dtype
+        s.shape == t.shape
+        and s.dtype == t.dtype
         and (torch.allclose(s, t, rtol=1e-4, atol=1e-6, equal_nan=True) if s.is_floating_point() else torch.equal(s, t))
         for s, t in zip(one, two, strict=True)
-    )  # fmt: skip
+    )
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -31,7 +31,7 @@ from rayps.pipeline.segment import (
     parcel_of,
     split,
     weight_half,
-)  # fmt: skip
+)
 from rayps.pipeline.skip import Route
 from rayps.ring import Ring
 from rayps.ring.parcels import Parcel
@@ -57,9 +57,17 @@ class Engine:
     """The chunks of one worker, and its part in a step. It belongs to one thread."""
 
     def __init__(
-        self, layers: Sequence[Layer], boundaries: Sequence[int], actions: Sequence[Action], ring: Ring | None,
-        routes: Sequence[Route] = (), *, seed: int = 0, data: int = 0, device: str | torch.device = "cpu",
-    ) -> None:  # fmt: skip
+        self,
+        layers: Sequence[Layer],
+        boundaries: Sequence[int],
+        actions: Sequence[Action],
+        ring: Ring | None,
+        routes: Sequence[Route] = (),
+        *,
+        seed: int = 0,
+        data: int = 0,
+        device: str | torch.device = "cpu",
+    ) -> None:
         """`layers` are the whole model's, of which this worker's must be there; `actions` are its row of the table.
 
         `boundaries` cut the layers into chunks; chunk c is on rank c % stages of `ring` (none for one stage). `routes`
@@ -87,9 +95,11 @@ class Engine:
         self._segments = {
             chunk: self._cut({n: layers[n] for n in range(*at[chunk])}, chunk, whole=not self._halves) for chunk in mine
         }
-        self._whole = {
-            chunk: self._cut({n: layers[n] for n in range(*at[chunk])}, chunk, whole=True) for chunk in mine
-        } if self._halves else self._segments  # fmt: skip
+        self._whole = (
+            {chunk: self._cut({n: layers[n] for n in range(*at[chunk])}, chunk, whole=True) for chunk in mine}
+            if self._halves
+            else self._segments
+        )
         self._live: dict[tuple[int, int], _Live] = {}
         self.bytes = self.messages = self.peak = 0  # of the latest call: sent; the most activations held at once
         self.idle = self.busy = 0.0  # of the latest call: seconds spent waiting for other stages, and all others
@@ -157,9 +167,12 @@ class Engine:
     # One action
 
     def _do(
-        self, action: Action, weights: Sequence[float], inputs: Callable[[int], Call],
+        self,
+        action: Action,
+        weights: Sequence[float],
+        inputs: Callable[[int], Call],
         loss: Callable[[int, Any], Tensor],
-    ) -> None:  # fmt: skip
+    ) -> None:
         kind, chunk, micro = action
         if kind == "W":
             start = time.perf_counter()
@@ -187,10 +200,15 @@ class Engine:
             call = inputs(micro)
         else:
             given = self._near(self._post.take(chunk - 1, Sort.OUTPUT, chunk - 1, micro))
-        extra = {
-            route.name: self._near(self._post.take(route.source, Sort.STASH, index, micro))
-            for index, route in enumerate(self._routes) if route.target == chunk
-        } if self._routes else {}  # fmt: skip
+        extra = (
+            {
+                route.name: self._near(self._post.take(route.source, Sort.STASH, index, micro))
+                for index, route in enumerate(self._routes)
+                if route.target == chunk
+            }
+            if self._routes
+            else {}
+        )
         start = time.perf_counter()
         live = _Live([], [], [])
         shipped: dict[str, Parcel] = {}
@@ -249,13 +267,15 @@ class Engine:
         if not any(segment.ships for segment in self._segments[chunk]):
             return out, {}
         edges = {
-            name: port for segment, tape in zip(self._segments[chunk], live.tapes, strict=True)
+            name: port
+            for segment, tape in zip(self._segments[chunk], live.tapes, strict=True)
             for name, port in zip(segment.ships, tape.edges[1:], strict=True)
-        }  # fmt: skip
+        }
         stashes = {
             route.name: self._take_grads(route.target, Sort.STASH_GRADIENT, index, micro, edges[route.name])
-            for index, route in enumerate(self._routes) if route.source == chunk
-        }  # fmt: skip
+            for index, route in enumerate(self._routes)
+            if route.source == chunk
+        }
         return out, stashes
 
     def _give_grads(
@@ -266,9 +286,7 @@ class Engine:
         if wanted:
             self._post.give_grads(chunk, sort, index, micro, wanted)
 
-    def _take_grads(
-        self, chunk: int, sort: Sort, index: int, micro: int, edges: Sequence[Any]
-    ) -> Grads:
+    def _take_grads(self, chunk: int, sort: Sort, index: int, micro: int, edges: Sequence[Any]) -> Grads:
         """As given, with none for what wants none."""
         if all(edge is None for edge in edges):
             return [None] * len(edges)

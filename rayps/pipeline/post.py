@@ -26,8 +26,12 @@ class Sort(enum.IntEnum):
     @property
     def words(self) -> str:
         """For an error."""
-        return {0: "the output", 1: "the gradient of the output", 2: "a skip connection",
-                3: "the gradient of a skip connection"}[int(self)]  # fmt: skip
+        return {
+            0: "the output",
+            1: "the gradient of the output",
+            2: "a skip connection",
+            3: "the gradient of a skip connection",
+        }[int(self)]
 
 
 class Post:
@@ -58,8 +62,9 @@ class Post:
         except LinkError as error:
             raise type(error)(
                 f"{error.message}\nstage {self.rank} waited for {sort.words} of micro-batch {micro} of chunk {chunk} "
-                f"from stage {frm}", **error.data,
-            ) from error  # fmt: skip
+                f"from stage {frm}",
+                **error.data,
+            ) from error
         return found
 
     def give_grads(self, chunk: int, sort: Sort, index: int, micro: int, grads: list[Tensor | None]) -> None:
@@ -88,9 +93,11 @@ class Post:
     @property
     def counts(self) -> tuple[int, int, float]:
         """Bytes and messages that have been sent, and seconds spent waiting, ever."""
-        return (0, 0, 0.0) if self._parcels is None else (
-            self._parcels.bytes, self._parcels.messages, self._parcels.seconds
-        )  # fmt: skip
+        return (
+            (0, 0, 0.0)
+            if self._parcels is None
+            else (self._parcels.bytes, self._parcels.messages, self._parcels.seconds)
+        )
 
 
 def _tag(sort: Sort, index: int, micro: int) -> int:

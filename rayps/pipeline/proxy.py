@@ -37,8 +37,9 @@ def parts(batch: Batch, micro_batches: int) -> list[Batch]:
         WorkloadError: something in the batch is not one entry per row.
     """
     cuts = list(slices(batch.size, micro_batches))
-    return [Batch(_rows(batch.x, batch.size, cut), _rows(batch.y, batch.size, cut), cut.stop - cut.start)
-            for cut in cuts]
+    return [
+        Batch(_rows(batch.x, batch.size, cut), _rows(batch.y, batch.size, cut), cut.stop - cut.start) for cut in cuts
+    ]
 
 
 def weights(batches: list[Batch]) -> list[float]:
@@ -118,8 +119,10 @@ class _Returns(_Model):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.__dict__["calls"] += 1
         if self.__dict__["calls"] > 1:
-            raise WorkloadError("loss() calls the model more than once, and a pipeline runs it once per micro-batch: "
-                                "join the inputs into one, e.g. with torch.cat, and split what it returns")
+            raise WorkloadError(
+                "loss() calls the model more than once, and a pipeline runs it once per micro-batch: "
+                "join the inputs into one, e.g. with torch.cat, and split what it returns"
+            )
         return self.__dict__["output"]
 
 
@@ -131,8 +134,10 @@ def inputs(workload: Losses, batch: Batch, *, training: bool = True) -> Call:
     if not training:
         other = _listen("evaluate", workload, batch, training)
         if other is not None and not _alike(call, other):
-            raise WorkloadError("evaluate() calls the model with something else than loss() does, and a pipeline runs "
-                                "it once for both: give both the same input")
+            raise WorkloadError(
+                "evaluate() calls the model with something else than loss() does, and a pipeline runs "
+                "it once for both: give both the same input"
+            )
     return call
 
 
@@ -161,9 +166,7 @@ def loss(workload: Losses, batch: Batch, output: Any, *, training: bool = True) 
         found: Any = workload.loss(_Returns(output).train(training), batch)
     if not isinstance(found, Tensor) or found.numel() != 1:
         shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
-        raise WorkloadError(
-            f"loss(model, batch) gave {shape}: return one number as a tensor, the mean over the batch"
-        )
+        raise WorkloadError(f"loss(model, batch) gave {shape}: return one number as a tensor, the mean over the batch")
     return found
 
 

@@ -79,10 +79,9 @@ def idle(schedule: str, stages: int, micro_batches: int, chunks: int = 1) -> Fra
 
 def idle_words(schedule: str) -> str:
     """The formula of `idle`, to print."""
-    return {
-        "interleaved": "(p-1)/(vm+p-1)",
-        "zero_bubble": "1 - 3m/max(3m+p-1, 2m+2p-1)",
-    }.get(schedule, "(p-1)/(m+p-1)")
+    return {"interleaved": "(p-1)/(vm+p-1)", "zero_bubble": "1 - 3m/max(3m+p-1, 2m+2p-1)"}.get(
+        schedule, "(p-1)/(m+p-1)"
+    )
 
 
 def peak(schedule: str, stages: int, micro_batches: int, rank: int, chunks: int = 1) -> int:

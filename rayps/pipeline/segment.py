@@ -46,9 +46,8 @@ class Segment:
     """Layers `numbers` of the model, which take the stashed values `takes` and put aside `ships` for elsewhere."""
 
     def __init__(
-        self, layers: Mapping[int, Layer], takes: Sequence[str], ships: Sequence[str],
-        seed: Callable[[int, int], None],
-    ) -> None:  # fmt: skip
+        self, layers: Mapping[int, Layer], takes: Sequence[str], ships: Sequence[str], seed: Callable[[int, int], None]
+    ) -> None:
         self.layers = dict(layers)
         self.takes, self.ships = list(takes), list(ships)
         self._skips = any(_skip(part) for layer in layers.values() for part in layer.module.modules())
@@ -61,8 +60,12 @@ class Segment:
         cls, layers: Mapping[int, Layer], takes: set[str], ships: set[str], seed: Callable[[int, int], None]
     ) -> Segment:
         """Of the skip connections that cross the chunk's border, those that begin or end in `layers`."""
-        ends = {(type(part), part.name) for layer in layers.values() for part in layer.module.modules()
-                if isinstance(part, (Stash, Unstash))}
+        ends = {
+            (type(part), part.name)
+            for layer in layers.values()
+            for part in layer.module.modules()
+            if isinstance(part, (Stash, Unstash))
+        }
         return cls(
             layers,
             sorted(name for name in takes if (Unstash, name) in ends),

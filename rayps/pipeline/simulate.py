@@ -38,9 +38,7 @@ class Timeline:
 
 
 def simulate(
-    table: Table,
-    seconds: Callable[[Action], Seconds] | dict[str, Seconds] | None = None,
-    transfer: Seconds = 0,
+    table: Table, seconds: Callable[[Action], Seconds] | dict[str, Seconds] | None = None, transfer: Seconds = 0
 ) -> Timeline:
     """Run a table on a clock: each worker does its actions in order, each as soon as what it needs is there.
 

@@ -114,6 +114,7 @@ def places(modules: Sequence[nn.Module]) -> dict[str, tuple[int, int]]:
 
 def routes(modules: Sequence[nn.Module], boundaries: Sequence[int]) -> tuple[Route, ...]:
     """The skip connections that a cut at `boundaries` sends from chunk to chunk. Raises as `places`."""
+
     def chunk(layer: int) -> int:
         return sum(layer >= boundary for boundary in boundaries)
 

@@ -142,9 +142,13 @@ def _spans(replica: Replica, boundaries: Sequence[int], count: int, stage: int) 
 
 
 def _column(
-    model: nn.Module, layout: Layout, slices: Sequence[Mapping[str, Ranges]], users: Mapping[str, list[int]],
-    place: tuple[int, int], spans: tuple[tuple[int, int], ...],
-) -> Column:  # fmt: skip
+    model: nn.Module,
+    layout: Layout,
+    slices: Sequence[Mapping[str, Ranges]],
+    users: Mapping[str, list[int]],
+    place: tuple[int, int],
+    spans: tuple[tuple[int, int], ...],
+) -> Column:
     """What the worker at (stage, tensor rank) owns and borrows."""
     (stage, rank), tensor = place, len(slices)
     owned, borrowed = [], []
@@ -161,9 +165,7 @@ def _column(
         else:
             borrowed.append(Borrowed(piece, stage * tensor, False))
     here = [
-        _piece(name, tuple(value.shape), slices[rank])
-        for name, value in beside(model).items()
-        if stage in users[name]
+        _piece(name, tuple(value.shape), slices[rank]) for name, value in beside(model).items() if stage in users[name]
     ]
     return Column(tuple(owned), tuple(borrowed), tuple(here), spans, layout.dtype)
 

@@ -154,17 +154,23 @@ class Division:
         return Snapshot(
             mine.layout,
             torch.cat([snapshot.params[:0], *params]),
-            {piece.name: _cut(snapshot.moments[piece.name], piece) for piece in mine.owned
-             if piece.name in snapshot.moments},
-            {piece.name: piece.take(snapshot.buffers[piece.name]) for piece in mine.beside
-             if piece.name in snapshot.buffers},
+            {
+                piece.name: _cut(snapshot.moments[piece.name], piece)
+                for piece in mine.owned
+                if piece.name in snapshot.moments
+            },
+            {
+                piece.name: piece.take(snapshot.buffers[piece.name])
+                for piece in mine.beside
+                if piece.name in snapshot.buffers
+            },
             snapshot.rng,
             list(snapshot.positions),
             snapshot.steps_per_epoch,
             snapshot.ring,
             ledgers,
             columns=len(self.columns),
-        )  # fmt: skip
+        )
 
     def join(self, parts: Sequence[Snapshot], base: Snapshot) -> Snapshot:
         """The whole state from all columns' parts; `base` is a whole state, for what no column has."""

@@ -230,9 +230,15 @@ class Mirror:
     """A worker's line to the keeper of its mirror."""
 
     def __init__(
-        self, keeper: Keeper, address: str, secret: bytes, *, timeout: float, twin: bool = False,
+        self,
+        keeper: Keeper,
+        address: str,
+        secret: bytes,
+        *,
+        timeout: float,
+        twin: bool = False,
         prefer: Prefer = "auto",
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`keeper` is this worker's own, `address` that of the one that keeps its mirror.
 
         `twin`: only what a twin lacks need travel to another host. Raises PeerTimeout, PeerLost, LinkError.

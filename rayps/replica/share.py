@@ -39,8 +39,13 @@ class Share:
                     names.setdefault((owner[0], there[0]), []).append(lent.piece.name)
         # one order for all, so that no two wait for each other
         self._pairs = [(pair, [parameters[name] for name in names[pair]]) for pair in sorted(names)]
-        whole = {lent.piece.name for i, each in enumerate(division.columns) if division.place(i)[0] == stage
-                 for lent in each.borrowed if not lent.tied}  # fmt: skip
+        whole = {
+            lent.piece.name
+            for i, each in enumerate(division.columns)
+            if division.place(i)[0] == stage
+            for lent in each.borrowed
+            if not lent.tied
+        }
         self.whole = [(entry.name, parameters[entry.name]) for entry in division.layout.entries if entry.name in whole]
         self._whole = [p for _, p in self.whole]  # what each tensor rank of this stage holds all of
         self._stage, self._rank = stage, rank

@@ -74,9 +74,15 @@ class Slice(Whole):
             self._micro = replica.micro_batches
             rows = table(replica.schedule, replica.stages, replica.micro_batches, replica.chunks)
             self._engine = Engine(
-                layers(model), division.boundaries, rows[stage], rings["stage"],
-                routes=division.routes, seed=seed, data=data, device=device,
-            )  # fmt: skip
+                layers(model),
+                division.boundaries,
+                rows[stage],
+                rings["stage"],
+                routes=division.routes,
+                seed=seed,
+                data=data,
+                device=device,
+            )
 
     @property
     def beside(self) -> dict[str, Tensor]:
@@ -133,9 +139,12 @@ class Slice(Whole):
         if engine is None:
             return {}
         found: dict[str, Any] = {
-            "activations": engine.peak, "idle": engine.idle, "busy": engine.busy, "messages": engine.messages,
+            "activations": engine.peak,
+            "idle": engine.idle,
+            "busy": engine.busy,
+            "messages": engine.messages,
             "stage_bytes": engine.bytes,
-        }  # fmt: skip
+        }
         self._asked += 1
         if self._asked == _DRAWN:
             found["spans"] = [(str(span.action), span.start, span.end) for span in engine.spans]

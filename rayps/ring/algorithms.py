@@ -188,8 +188,12 @@ def two_shot(mesh: Mesh | Part, x: Tensor, fold: Fold) -> None:
 
 
 ALGORITHMS: dict[str, Callable[[Mesh | Part, Tensor, Fold], None]] = {
-    "ring": ring, "tree": tree, "one_shot": one_shot, "two_shot": two_shot, "star": star,
-}  # fmt: skip
+    "ring": ring,
+    "tree": tree,
+    "one_shot": one_shot,
+    "two_shot": two_shot,
+    "star": star,
+}
 
 
 def reduce_scatter(mesh: Mesh | Part, x: Tensor, fold: Fold) -> Tensor:

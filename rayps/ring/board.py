@@ -31,8 +31,10 @@ _BLOCK = 1 << 15  # elements added at a time: they stay in the nearest cache
 _SLOTS, _TABLE, _BELLS = 1, 2, 3  # keys of what ranks offer to each other; buffers have 10 and above
 _ROW = struct.Struct("<5q")  # what each rank is about to do: collective, kind, bytes, buffer, offset
 
-_KINDS = {dtype: torch.empty(0, dtype=dtype).numpy().dtype for dtype in (
-    torch.float32, torch.float64, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)}  # fmt: skip
+_KINDS = {
+    dtype: torch.empty(0, dtype=dtype).numpy().dtype
+    for dtype in (torch.float32, torch.float64, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+}
 
 Bytes = Any  # np.ndarray of uint8
 Fold = Callable[..., Any]  # as a ufunc: (a, b, out=)
@@ -83,9 +85,7 @@ class Board:
             self._link(peer).offer(key, mine)
         self._meet()
         mine.close_descriptor()
-        return [
-            _bytes(mine if rank == self._mesh.rank else self._link(rank).memories.pop(key)) for rank in self._group
-        ]
+        return [_bytes(mine if rank == self._mesh.rank else self._link(rank).memories.pop(key)) for rank in self._group]
 
     def _share_one(self, key: int, size: int) -> Bytes:
         """Memory that the first rank of the group makes for all."""
@@ -111,9 +111,7 @@ class Board:
             for bell in mine:
                 os.close(bell)
             raise
-        return mine, [
-            [self._link(peer).descriptors.pop(_BELLS + parity) for peer in self._others] for parity in (0, 1)
-        ]
+        return mine, [[self._link(peer).descriptors.pop(_BELLS + parity) for peer in self._others] for parity in (0, 1)]
 
     def _meet(self) -> None:
         nothing = [(peer, memoryview(b"")) for peer in self._others]

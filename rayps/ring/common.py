@@ -65,7 +65,8 @@ class Progress:
                 raise PeerTimeout(
                     f"rank {slowest} has made {int(seen[slowest])} of {rounds} rounds, and none in "
                     f"{self._mesh.timeout:g} s (the knob is `timeout`)",
-                    peer=f"worker:{slowest}", seconds=self._mesh.timeout,
-                )  # fmt: skip
+                    peer=f"worker:{slowest}",
+                    seconds=self._mesh.timeout,
+                )
         self._mesh.check()
         self._mesh.seconds_waiting += time.monotonic() - began

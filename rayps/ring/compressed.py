@@ -168,6 +168,5 @@ def _swapped(mesh: Any, shares: list[Tensor], sizes: list[int]) -> list[Tensor]:
     """Give rank i shares[i]; what came from each rank, one's own included."""
     heard = [shares[i] if i == mesh.rank else torch.empty(size, dtype=torch.uint8) for i, size in enumerate(sizes)]
     others = [peer for peer in range(mesh.size) if peer != mesh.rank]
-    mesh.exchange([(peer, raw(shares[peer])) for peer in others],
-                  [(peer, raw(heard[peer])) for peer in others])  # fmt: skip
+    mesh.exchange([(peer, raw(shares[peer])) for peer in others], [(peer, raw(heard[peer])) for peer in others])
     return heard

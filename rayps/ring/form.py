@@ -16,9 +16,17 @@ TRIED_STREAMS = 4  # opened where their number is to be measured
 
 
 def link_up(
-    rank: int, addresses: list[str], listener: Listener, *, secret: bytes, generation: int, timeout: float,
-    label: str, prefer: Prefer, streams: int,
-) -> Mesh:  # fmt: skip
+    rank: int,
+    addresses: list[str],
+    listener: Listener,
+    *,
+    secret: bytes,
+    generation: int,
+    timeout: float,
+    label: str,
+    prefer: Prefer,
+    streams: int,
+) -> Mesh:
     """A link to everyone, and `streams` of them where they are TCP (0: as many as may be worth a trial).
 
     Raises PeerTimeout (which names the missing), PeerLost, StaleGeneration, ConfigError.
@@ -35,9 +43,13 @@ def link_up(
 
     def call(peer: int, stream: int) -> Link:
         return connect(
-            addresses[peer], name=_name(label, rank, stream), secret=secret, generation=generation,
-            timeout=deadline_left(deadline), prefer="tcp" if stream else prefer,
-        )  # fmt: skip
+            addresses[peer],
+            name=_name(label, rank, stream),
+            secret=secret,
+            generation=generation,
+            timeout=deadline_left(deadline),
+            prefer="tcp" if stream else prefer,
+        )
 
     try:
         for peer in range(rank):
@@ -68,8 +80,10 @@ def _accept_above(
         except PeerTimeout as error:
             raise PeerTimeout(
                 f"ring {label!r}: {ranks(missing)} did not join within {timeout:g} s (the knob is `timeout`)",
-                peer=ranks(missing), seconds=timeout, missing=missing,
-            ) from error  # fmt: skip
+                peer=ranks(missing),
+                seconds=timeout,
+                missing=missing,
+            ) from error
         peer, stream = names[link.peer]
         if (peer, stream) in links:
             link.close()

@@ -128,6 +128,7 @@ def _call(rank: int, door: tuple[str, bytes, int], host: str, deadline: float) -
 def _missing(name: str, missing: list[int], timeout: float) -> PeerTimeout:
     return PeerTimeout(
         f"ring {name!r}: {ranks(missing)} did not join within {timeout:g} s (the knob is `timeout`)",
-        peer=ranks(missing), seconds=timeout, missing=missing,
-    )  # fmt: skip
-
+        peer=ranks(missing),
+        seconds=timeout,
+        missing=missing,
+    )

@@ -247,8 +247,9 @@ class Mesh:
             if head.kind == Kind.DATA:
                 raise LinkError(
                     f"{link.peer} is in a collective while this rank waits for its message {tag}: "
-                    "all ranks must make the same calls", peer=link.peer,
-                )  # fmt: skip
+                    "all ranks must make the same calls",
+                    peer=link.peer,
+                )
             message = link.try_recv()
             if message is None:
                 return False
@@ -326,9 +327,8 @@ class Mesh:
         blamed = asked - self._heard - self._left or self._left & awaited or awaited
         who = ranks(sorted({key % self.size for key in blamed}))
         return PeerTimeout(
-            f"{who} did not take part within {self.timeout:g} s (the knob is `timeout`)",
-            peer=who, seconds=self.timeout,
-        )  # fmt: skip
+            f"{who} did not take part within {self.timeout:g} s (the knob is `timeout`)", peer=who, seconds=self.timeout
+        )
 
     # Ending
 

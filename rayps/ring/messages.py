@@ -86,16 +86,14 @@ def must_match(head: Message, size: int, peer: str, want: Want) -> None:
             f"step {step} of {number} with {expected}: "
             "all ranks must make the same calls with the same sizes",
             peer=peer,
-        )  # fmt: skip
+        )
 
 
 def fill(into: Any, payload: Any, peer: int) -> None:
     """Copy what rank `peer` sent into a buffer of the same size. Raises LinkError."""
     target = memoryview(into).cast("B") if memoryview(into).nbytes else memoryview(b"")
     if len(target) != len(payload):
-        raise LinkError(
-            f"rank {peer} sent {len(payload)} bytes where {len(target)} were expected", peer=f"rank {peer}"
-        )
+        raise LinkError(f"rank {peer} sent {len(payload)} bytes where {len(target)} were expected", peer=f"rank {peer}")
     if len(target):
         target[:] = payload
 

@@ -44,9 +44,12 @@ class Own:
         mesh.begin()
         self.algorithm = algorithm
         self.choices: dict[str, Any] = {
-            "algorithm": algorithm, "transport": "shm" if self.board else _transport(mesh), "ranks": mesh.size,
-            "hosts": self._hosts, "streams": streams or 1,
-        }  # fmt: skip
+            "algorithm": algorithm,
+            "transport": "shm" if self.board else _transport(mesh),
+            "ranks": mesh.size,
+            "hosts": self._hosts,
+            "streams": streams or 1,
+        }
         if most_streams > 1 and not streams:
             self.choices["streams"], self.choices["streams_seconds"] = self._count_streams()
         if algorithm != "auto" or mesh.size == 1:

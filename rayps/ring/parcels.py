@@ -33,9 +33,19 @@ _ALIGN = 64  # where each tensor of a parcel begins
 _PUMP_SECONDS = 0.05  # the longest nap of the thread that sends, while something is there to be sent
 
 _DTYPES: tuple[torch.dtype, ...] = (
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
-    torch.uint8, torch.bool, torch.complex64, torch.complex128,
-)  # fmt: skip
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+)
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 
 
@@ -106,9 +116,10 @@ class Parcels:
             raise LinkError(f"rank {frm} sent {len(body)} bytes where {note.size} were said", peer=f"rank {frm}")
         tensors = [
             torch.frombuffer(body, dtype=dtype, count=count, offset=offset).view(shape)
-            if (count := math.prod(shape)) else torch.empty(shape, dtype=dtype)
+            if (count := math.prod(shape))
+            else torch.empty(shape, dtype=dtype)
             for dtype, shape, _, offset in note.parts
-        ]  # fmt: skip
+        ]
         return Parcel(tensors, [wants for _, _, wants, _ in note.parts], note.form)
 
     def settle(self) -> None:

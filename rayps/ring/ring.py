@@ -31,9 +31,7 @@ from rayps.ring.torch_groups import Delegate
 from rayps.ring.words import in_words
 
 _HALF = (torch.float16, torch.bfloat16)
-_NUMBERS = (
-    torch.float32, torch.float64, *_HALF, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
-)  # fmt: skip
+_NUMBERS = (torch.float32, torch.float64, *_HALF, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 Backend = Literal["own", "gloo", "nccl"]
 Tensors = TypeVar("Tensors", Tensor, list[Tensor])
@@ -54,10 +52,21 @@ class Ring:
 
     @classmethod
     def form(
-        cls, rank: int, addresses: list[str], listener: Listener, *, secret: bytes, generation: int,
-        timeout: float, label: str = "ring", prefer: Prefer = "auto", backend: Backend = "own",
-        algorithm: str = "auto", table: dict[str, Any] | None = None, streams: int = 0,
-    ) -> Ring:  # fmt: skip
+        cls,
+        rank: int,
+        addresses: list[str],
+        listener: Listener,
+        *,
+        secret: bytes,
+        generation: int,
+        timeout: float,
+        label: str = "ring",
+        prefer: Prefer = "auto",
+        backend: Backend = "own",
+        algorithm: str = "auto",
+        table: dict[str, Any] | None = None,
+        streams: int = 0,
+    ) -> Ring:
         """Link up with everyone whose listener's address is in `addresses`, in the order of ranks.
 
         `timeout` bounds the forming, and later every silence, in seconds. `prefer` forces shm or tcp. `algorithm`
@@ -67,9 +76,16 @@ class Ring:
         """
         streams = (streams or (table or {}).get("streams", 0)) if backend == "own" else 1
         mesh = link_up(
-            rank, addresses, listener, secret=secret, generation=generation, timeout=timeout, label=label,
-            prefer=prefer, streams=streams,
-        )  # fmt: skip
+            rank,
+            addresses,
+            listener,
+            secret=secret,
+            generation=generation,
+            timeout=timeout,
+            label=label,
+            prefer=prefer,
+            streams=streams,
+        )
         try:
             folder = Own(mesh, algorithm, table, streams) if backend == "own" else Delegate(mesh, backend, addresses[0])
         except BaseException:

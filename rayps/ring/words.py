@@ -15,8 +15,10 @@ def in_words(choices: dict[str, Any]) -> str:
     if not table:
         return f"{head}{choices['algorithm']}, as {choices.get('why', 'given')}"
     last = [row for i, row in enumerate(table) if i + 1 == len(table) or table[i + 1]["algorithm"] != row["algorithm"]]
-    named = [f"{row['algorithm']} up to {_size(row['up_to'])}" if row["up_to"] else f"{row['algorithm']} above"
-             for row in last]
+    named = [
+        f"{row['algorithm']} up to {_size(row['up_to'])}" if row["up_to"] else f"{row['algorithm']} above"
+        for row in last
+    ]
     if len(named) == 1:
         named = [f"{last[0]['algorithm']} for every size"]
     seen = ", ".join(f"{name} {1000 * seconds:.2g} ms" for name, seconds in table[-1]["seconds"].items())

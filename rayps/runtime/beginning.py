@@ -66,8 +66,11 @@ class Beginning:
             ticks, was = Ticks(saved.origin, saved.steps_per_epoch), state.meta.get("schedule")
             now = self.schedule.facts(saved.layout, saved.round, ticks).get("schedule")
             if was != now:
-                journal.event("warning", f"{path} was made with the schedule at {was}, and this run's is at {now}: the "
-                                         "run goes on with its own")  # fmt: skip
+                journal.event(
+                    "warning",
+                    f"{path} was made with the schedule at {was}, and this run's is at {now}: the "
+                    "run goes on with its own",
+                )
         before = len(saved.positions)
         saved.resume(self.calendar)
         same = before == len(saved.positions)
@@ -102,9 +105,13 @@ def of_another(meta: dict[str, Any], spec: JobSpec) -> list[str]:
 
 
 def space_of(
-    cluster: Cluster, spec: JobSpec, strategies: list[Strategy], name: str, factory: Callable[[], Factory],
+    cluster: Cluster,
+    spec: JobSpec,
+    strategies: list[Strategy],
+    name: str,
+    factory: Callable[[], Factory],
     tables: tuple[Table, ...],
-) -> JobSpace | None:  # fmt: skip
+) -> JobSpace | None:
     """The space that a job is to have: on the group that it names, or on one of its own; None = it needs none.
 
     Raises:
@@ -123,9 +130,16 @@ def space_of(
         group, own = start(cluster, private, max(count, replicas + 1), replicas, detached=False), True
     recipe = factory()
     return JobSpace(
-        group, name, spec.workers, pack(recipe), tables=tables, quota=quota, own=own, timeout=spec.timeout,
+        group,
+        name,
+        spec.workers,
+        pack(recipe),
+        tables=tables,
+        quota=quota,
+        own=own,
+        timeout=spec.timeout,
         scheduled=isinstance(recipe, Recipe),
-    )  # fmt: skip
+    )
 
 
 def _whole(quota: dict[str, float]) -> dict[str, Any]:

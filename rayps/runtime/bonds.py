@@ -25,12 +25,18 @@ def tied(grid: Grid, workers: list[Member], line: int, mended: Mending | None) -
     hosts = [worker.place.host if worker.place else "" for worker in workers]
     addresses = tuple(str(doors[rank]) for rank in range(len(workers)))
     return [
-        None if keeper is None else Bond(
-            line, addresses, keeper, grid.data > 1, mended is not None,
+        None
+        if keeper is None
+        else Bond(
+            line,
+            addresses,
+            keeper,
+            grid.data > 1,
+            mended is not None,
             None if mended is None else mended.sources.get(rank),
         )
         for rank, keeper in enumerate(keepers(grid, hosts))
-    ]  # fmt: skip
+    ]
 
 
 def halted(grid: Grid, workers: list[Member], line: int) -> Mending | None:

@@ -209,9 +209,7 @@ class Driver:
     def _space(self, cluster: Cluster) -> JobSpace | None:
         """This job's place on a server group, if it needs one."""
         strategies = [phase.strategy for phase in self.phases]
-        space = space_of(
-            cluster, self.spec, strategies, self._name, lambda: recipe_of(self.workload), self._tables
-        )
+        space = space_of(cluster, self.spec, strategies, self._name, lambda: recipe_of(self.workload), self._tables)
         if space is not None and self._again and not space.own:
             space.take_over()
         return space

@@ -100,10 +100,16 @@ class DriverActor:
                 journal.event("began_again", f"attempt {self._attempt} has no checkpoint to go on from: from round 0")
             workload, cluster = load(spec.workload, spec.working_dir), surrounding()
             self._driver = Driver(
-                workload, spec, journal, checkpoints=checkpoints, resume=resume, failures=self._failures,
-                name=self._folder.name, again=self._attempt > 1,
+                workload,
+                spec,
+                journal,
+                checkpoints=checkpoints,
+                resume=resume,
+                failures=self._failures,
+                name=self._folder.name,
+                again=self._attempt > 1,
                 tries=not isinstance(cluster, LocalCluster),  # threads are there at once
-            )  # fmt: skip
+            )
             if self._stopped.is_set():
                 self._driver.stop()
             return self._driver.run(cluster).status

@@ -29,9 +29,14 @@ _SMALL = 3  # elements along each dimension of the stand-ins on which an optimiz
 
 
 def expected(
-    workload: Workload, strategy: Strategy, workers: int, division: Division | None = None, batch: int | None = None,
-    *, activations: bool = False,
-) -> Costs:  # fmt: skip
+    workload: Workload,
+    strategy: Strategy,
+    workers: int,
+    division: Division | None = None,
+    batch: int | None = None,
+    *,
+    activations: bool = False,
+) -> Costs:
     """The costs of a step. `batch` are a replica's rows; left out, as many as the workload's data gives.
 
     `activations` also of a model that is on one worker, which takes a forward pass. What the user's code does not show

@@ -72,15 +72,16 @@ class Group:
     @property
     def holds_tables(self) -> bool:
         """Whether the parameters are in one space with tables, which are too large to go back to a snapshot."""
-        return self._orders is not None and self._orders.strategy.shards > 0 and self._spaced and bool(
-            self.space is not None and self.space.tables
-        )  # fmt: skip
+        return (
+            self._orders is not None
+            and self._orders.strategy.shards > 0
+            and self._spaced
+            and bool(self.space is not None and self.space.tables)
+        )
 
     # ---- starting and ending
 
-    def start(
-        self, timeout: float, grid: Grid | None = None, check: Callable[[], None] = lambda: None
-    ) -> str | None:
+    def start(self, timeout: float, grid: Grid | None = None, check: Callable[[], None] = lambda: None) -> str | None:
         """Reserve the workers' resources together and start them, or leave nothing behind; says where replicas are.
 
         `check` is called while they start; what it raises ends the start.

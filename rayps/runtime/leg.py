@@ -74,6 +74,15 @@ class Leg:
         else:
             boundary = Boundary(every, self.end)
         return Orders(
-            generation, self.phase.strategy, spec.seed, self.end, boundary, evaluated, spec.timeout, self.span.origin,
-            self.division, mailbox, Ticks(self.span.origin, self.span.steps),
-        )  # fmt: skip
+            generation,
+            self.phase.strategy,
+            spec.seed,
+            self.end,
+            boundary,
+            evaluated,
+            spec.timeout,
+            self.span.origin,
+            self.division,
+            mailbox,
+            Ticks(self.span.origin, self.span.steps),
+        )

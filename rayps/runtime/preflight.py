@@ -64,8 +64,7 @@ def preflight(workload: Workload, phases: list[Phase], spec: JobSpec) -> Finding
         _check_clipping(phase.strategy, workload, tables)
         if group and phase.strategy.fixed_servers:
             raise ConfigError(
-                f"{_name(phase.strategy)} needs servers of its own: leave out server_group, and other phases' "
-                "replicas",
+                f"{_name(phase.strategy)} needs servers of its own: leave out server_group, and other phases' replicas",
                 field="strategy",
             )
     if spec.server_group is not None and not tables and not any(phase.strategy.shards for phase in phases):
@@ -103,9 +102,7 @@ def _steps(data: Data, strategy: Strategy, grid: Grid) -> int:
     return 1 if strategy.federated else data.steps(grid.data)
 
 
-def _division(
-    workload: Workload, strategy: Strategy, grid: Grid, model: nn.Module, data: Data
-) -> Division | None:
+def _division(workload: Workload, strategy: Strategy, grid: Grid, model: nn.Module, data: Data) -> Division | None:
     """How the model is divided under a strategy. Raises ConfigError, WorkloadError."""
     replica = strategy.replica
     if replica is None or grid.columns == 1:
@@ -176,8 +173,11 @@ def _data(workload: Workload, remote: bool) -> Data:
 
 def _refuse_closure(optimizer: Optimizer) -> None:
     # a step may evaluate a closure as often as it likes; a round of several workers gives it one gradient
-    needed = [p.name for p in inspect.signature(optimizer.step).parameters.values()
-              if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    needed = [
+        p.name
+        for p in inspect.signature(optimizer.step).parameters.values()
+        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    ]
     if needed:
         name = type(optimizer).__name__
         raise WorkloadError(

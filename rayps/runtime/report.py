@@ -109,8 +109,10 @@ def _in_replicas(workers: list[dict[str, Any]], grid: Grid) -> list[dict[str, An
     """With what each worker's part is: samples are counted by one worker of a replica, and are everyone's of it."""
     if grid.columns == 1 or grid.size != len(workers):
         return workers
-    rates = [max((workers[rank].get("samples_per_second", 0.0) for rank in grid.replica(data)), default=0.0)
-             for data in range(grid.data)]  # fmt: skip
+    rates = [
+        max((workers[rank].get("samples_per_second", 0.0) for rank in grid.replica(data)), default=0.0)
+        for data in range(grid.data)
+    ]
     found = []
     for rank, line in enumerate(workers):
         known = {"samples_per_second": rates[grid.at(rank).data]} if "wait" in line else {}
@@ -125,9 +127,7 @@ def _shard(index: int, member: Member) -> dict[str, Any]:
         return line
     # pushes by how many versions old the parameters were on which they were computed
     ages = {str(age): count for age, count in sorted(facts.ages.items())}
-    return line | {
-        "lo": facts.lo, "hi": facts.hi, "version": facts.version, "bytes": facts.bytes, "ages": ages,
-    }  # fmt: skip
+    return line | {"lo": facts.lo, "hi": facts.hi, "version": facts.version, "bytes": facts.bytes, "ages": ages}
 
 
 def _place(member: Member) -> dict[str, Any]:

@@ -142,9 +142,13 @@ class Shards:
 
     def _spawn(self, index: int) -> Member:
         handle = self._cluster.spawn(
-            "rayps.runtime.actors:ShardActor", index, self._secret, self._packed,
-            working_dir=self._working_dir, threads=1,
-        )  # fmt: skip
+            "rayps.runtime.actors:ShardActor",
+            index,
+            self._secret,
+            self._packed,
+            working_dir=self._working_dir,
+            threads=1,
+        )
         return Member(f"shard-{index}", handle)
 
     def _plan(self, index: int) -> ShardPlan:

@@ -121,4 +121,3 @@ class Standby:
         self.part()
         if self._keeper is not None:
             self._keeper.close()
-

@@ -109,8 +109,12 @@ def measured(points: dict[int, list[Point]], grid: Grid) -> dict[str, Any]:
             stages[grid.at(rank).stage].append((idle or 0.0, busy or 0.0))
         found["idle"] = _share([pair for stage in stages.values() for pair in stage])
         found["idles"] = [_share(stages[stage]) for stage in sorted(stages)]
-    held = [(grid.at(rank).stage, point["activations"]) for rank in ranks for point in points[rank]
-            if "activations" in point]  # fmt: skip
+    held = [
+        (grid.at(rank).stage, point["activations"])
+        for rank in ranks
+        for point in points[rank]
+        if "activations" in point
+    ]
     if held:
         found["activations"] = [max(n for at, n in held if at == s) for s in sorted({at for at, _ in held})]
     every = [point for rank in ranks for point in points[rank] if "talk" in point]

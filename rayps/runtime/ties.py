@@ -47,9 +47,14 @@ class Ties:
             # in step a round that is open must be kept whole, whatever its size: nobody goes back for a server's death
             keep = max(strategy.group_bytes, 4 * _bytes(snapshot.layout) if seat.space.strategy.lockstep else 0)
             self.talk = Talk(
-                seat.door, seat.space, plan.rank, incarnation=seat.incarnation, timeout=plan.timeout,
-                name=f"worker-{plan.rank}", keep=keep,
-            )  # fmt: skip
+                seat.door,
+                seat.space,
+                plan.rank,
+                incarnation=seat.incarnation,
+                timeout=plan.timeout,
+                name=f"worker-{plan.rank}",
+                keep=keep,
+            )
         if strategy.shards == 0:
             self.ring = self._ring(plan, "data", plan.ring, listener, snapshot)
         elif self.talk is not None:
@@ -61,9 +66,7 @@ class Ties:
         for axis, addresses in plan.axes.items():
             self.rings[axis] = self._ring(plan, axis, addresses, listener, snapshot)
 
-    def _ring(
-        self, plan: WorkerPlan, axis: str, addresses: list[str], listener: Listener, snapshot: Snapshot
-    ) -> Ring:
+    def _ring(self, plan: WorkerPlan, axis: str, addresses: list[str], listener: Listener, snapshot: Snapshot) -> Ring:
         """A ring of all ranks that differ from this one along an axis only."""
         place = plan.strategy.grid(plan.size).at(plan.rank)
         label, table = "worker", snapshot.ring
@@ -73,9 +76,17 @@ class Ties:
             label += f"#{plan.attempt}"  # who calls for an earlier attempt is not let in
         pairs = axis == "stage"  # they speak in pairs, so there is nothing to measure
         return Ring.form(
-            getattr(place, axis), addresses, listener, secret=plan.secret, generation=plan.generation,
-            timeout=plan.timeout, label=label, table=table, algorithm="ring" if pairs else "auto", streams=int(pairs),
-        )  # fmt: skip
+            getattr(place, axis),
+            addresses,
+            listener,
+            secret=plan.secret,
+            generation=plan.generation,
+            timeout=plan.timeout,
+            label=label,
+            table=table,
+            algorithm="ring" if pairs else "auto",
+            streams=int(pairs),
+        )
 
     def rewire(self, shard: int, address: str) -> None:
         """A fixed shard has been replaced and is there now; what it lacks of this worker is said again. Any thread."""

@@ -82,8 +82,12 @@ class Trial:
             self.verdict = Verdict(skipped=reason)
             return
         options: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        more = {"PYTHONPATH": os.pathsep.join(request.path), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
-                "RAY_ENABLE_AUTO_CONNECT": "0"}  # the process is in no Ray, and the user's code must not start one
+        more = {
+            "PYTHONPATH": os.pathsep.join(request.path),
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "RAY_ENABLE_AUTO_CONNECT": "0",
+        }  # the process is in no Ray, and the user's code must not start one
         cwd = request.working_dir if request.working_dir and Path(request.working_dir).is_dir() else None
         try:
             self._process = subprocess.Popen(
@@ -134,9 +138,7 @@ class Trial:
         self.verdict = _answer(process, given, taken, request)
 
 
-def _answer(
-    process: subprocess.Popen[bytes], given: IO[bytes], taken: IO[bytes], request: Request
-) -> Verdict:
+def _answer(process: subprocess.Popen[bytes], given: IO[bytes], taken: IO[bytes], request: Request) -> Verdict:
     """Give the request, which stays open until there is an answer: the process ends with its parent."""
     with contextlib.suppress(OSError), given, taken:
         try:

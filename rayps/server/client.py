@@ -189,8 +189,9 @@ class Server:
                 raise errors.PeerTimeout(
                     f"worker-{rank} has pushed {reached} of the {rounds} rounds that the others wait for, and none in "
                     f"{self.timeout:g} s (the knob is `timeout`)",
-                    peer=f"worker-{rank}", seconds=self.timeout,
-                )  # fmt: skip
+                    peer=f"worker-{rank}",
+                    seconds=self.timeout,
+                )
             else:
                 time.sleep(_LOOK_SECONDS)
 

@@ -52,12 +52,21 @@ class ShardLoop:
         if self._bell >= 0:
             self._poll.register(self._bell, select.POLLIN)
         self._answers: dict[int, Callable[[Request], None]] = {
-            Kind.JOIN: self._join, Kind.PUSH: self._push, Kind.PULL: self._pull,
-            Kind.PUSH_PULL: self._push_pull, Kind.PUSH_PULL_CODED: self._push_pull, Kind.PUSH_CODED: self._push,
-            Kind.READ: self._read, Kind.IDS: self._ids, Kind.PUSH_ROWS: self._push, Kind.PULL_ROWS: self._pull,
-            Kind.HOLD: self._hold, Kind.AIM: self._readers.aim, Kind.RELEASE: self._readers.release,
+            Kind.JOIN: self._join,
+            Kind.PUSH: self._push,
+            Kind.PULL: self._pull,
+            Kind.PUSH_PULL: self._push_pull,
+            Kind.PUSH_PULL_CODED: self._push_pull,
+            Kind.PUSH_CODED: self._push,
+            Kind.READ: self._read,
+            Kind.IDS: self._ids,
+            Kind.PUSH_ROWS: self._push,
+            Kind.PULL_ROWS: self._pull,
+            Kind.HOLD: self._hold,
+            Kind.AIM: self._readers.aim,
+            Kind.RELEASE: self._readers.release,
             Kind.REACHED: self._reached,
-        }  # fmt: skip
+        }
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"shard-{shard.index}", daemon=True)
         self._thread.start()

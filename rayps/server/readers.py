@@ -62,8 +62,10 @@ class Readers:
             raise PeerTimeout(
                 f"worker-{request.guest.rank} does not hold shard-{self._shard.index}: it was held for longer than "
                 f"{request.guest.patience:g} s (the knob is `timeout`) and let go, or is a replacement of the one held",
-                peer=request.guest.link.peer, seconds=request.guest.patience, behind=True,
-            )  # fmt: skip
+                peer=request.guest.link.peer,
+                seconds=request.guest.patience,
+                behind=True,
+            )
         self._cut.aim(request.numbers().tolist())
         self._aimed = request
         self._cut.deadline = min(self._cut.deadline, time.monotonic() + BEHIND_SECONDS)
@@ -130,8 +132,10 @@ class Readers:
             f"worker-{aimed.guest.rank} waited for a push of rank {', '.join(map(str, missing))} that another shard "
             f"has and shard-{self._shard.index} has not: did it die between two shards?\n"
             "raise timeout if it may take longer, or pull with consistent=False",
-            peer=f"worker-{missing[0]}", seconds=aimed.guest.patience, behind=True,
-        )  # fmt: skip
+            peer=f"worker-{missing[0]}",
+            seconds=aimed.guest.patience,
+            behind=True,
+        )
 
 
 def too_late(shard: Shard, request: Request, behind: bool = False) -> PeerTimeout:

@@ -250,8 +250,9 @@ class Turns:
                 raise PeerTimeout(
                     f"the shards could not be held and read within {self._timeout:g} s: raise timeout, or pull with "
                     "consistent=False",
-                    peer="shard-0", seconds=self._timeout,
-                )  # fmt: skip
+                    peer="shard-0",
+                    seconds=self._timeout,
+                )
 
     @contextlib.contextmanager
     def _held(self) -> Iterator[None]:

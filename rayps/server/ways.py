@@ -46,9 +46,7 @@ Place = Any  # np.ndarray of uint8: where the bytes of a pull go
 
 
 # what is said by message also to a shard of this host: rare, or with a payload that lies nowhere else
-ALWAYS_BY_MESSAGE = frozenset(CODED.values()) | {
-    Kind.JOIN, Kind.IDS, Kind.HOLD, Kind.AIM, Kind.RELEASE, Kind.REACHED,
-}  # fmt: skip
+ALWAYS_BY_MESSAGE = frozenset(CODED.values()) | {Kind.JOIN, Kind.IDS, Kind.HOLD, Kind.AIM, Kind.RELEASE, Kind.REACHED}
 
 
 class Ask(NamedTuple):
@@ -315,8 +313,9 @@ class ByMemory:
             if time.monotonic() > deadline:
                 raise PeerTimeout(
                     f"{self.link.peer!r} did not answer within {patience:g} s (the knob is `timeout`)",
-                    peer=self.link.peer, seconds=patience,
-                )  # fmt: skip
+                    peer=self.link.peer,
+                    seconds=patience,
+                )
 
     def _hush(self) -> None:
         with contextlib.suppress(BlockingIOError):  # rung for a shard that was heard meanwhile

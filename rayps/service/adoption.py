@@ -65,8 +65,12 @@ def trace(folder: Path) -> Trace:
     begun = any((folder / name).exists() for name in ("events.jsonl", "progress.json", "outcome.json"))
     attempt = max([each for each in attempts if isinstance(each, int)], default=int(begun))
     failures = (job_folders.read_json(folder / "progress.json") or {}).get("failures", 0)
-    return Trace(job_folders.read(folder), attempt, failures if isinstance(failures, int) else 0,
-                 job_folders.read_json(folder / "outcome.json"))
+    return Trace(
+        job_folders.read(folder),
+        attempt,
+        failures if isinstance(failures, int) else 0,
+        job_folders.read_json(folder / "outcome.json"),
+    )
 
 
 def find(jobs_dir: Path, rows: Mapping[str, Standing]) -> tuple[Findings, dict[str, Trace]]:
@@ -86,7 +90,8 @@ def compare(rows: Mapping[str, Standing], traces: Mapping[str, Trace]) -> Findin
         tuple(job_id for job_id in without if _usable(traces[job_id].row)),
         tuple(job_id for job_id in live if job_id in traces and traces[job_id].attempt > rows[job_id].attempt),
         tuple(job_id for job_id in without if not _usable(traces[job_id].row)),
-        tuple(job_id for job_id in live if job_id not in traces or traces[job_id].row is None))
+        tuple(job_id for job_id in live if job_id not in traces or traces[job_id].row is None),
+    )
 
 
 def filed(found: Trace) -> dict[str, Any]:
@@ -94,8 +99,13 @@ def filed(found: Trace) -> dict[str, Any]:
     if found.outcome is not None:
         end = plan([Facts("", status=Status.UNKNOWN, outcome=found.outcome)], None, None, None)[0]
         assert isinstance(end, Seal)
-        facts: dict[str, Any] = {"status": end.status, "reason": end.message or None, "metrics": end.metrics,
-                                 "checkpoint": end.checkpoint, "finished_at": end.finished_at}
+        facts: dict[str, Any] = {
+            "status": end.status,
+            "reason": end.message or None,
+            "metrics": end.metrics,
+            "checkpoint": end.checkpoint,
+            "finished_at": end.finished_at,
+        }
     elif found.attempt == 0:
         facts = {"status": Status.QUEUED, "reason": None}
     else:  # the loss of its driver, if it was lost too, is no failure of the job
@@ -114,13 +124,21 @@ async def adopt(store: Store, jobs_dir: Path) -> Findings:
     refiled += [({"id": job_id} | filed(traces[job_id]), BEHIND) for job_id in findings.behind]
     if refiled:
         await store.refile(refiled)
-        log.warning("%d jobs have a folder and were lost by the store, or are newer than it: filed again: %s",
-                    len(refiled), named([*findings.lost, *findings.behind]))
+        log.warning(
+            "%d jobs have a folder and were lost by the store, or are newer than it: filed again: %s",
+            len(refiled),
+            named([*findings.lost, *findings.behind]),
+        )
     for job_id in findings.nameless:
         await asyncio.to_thread(_end_driver, jobs_dir / job_id)
     if findings.nameless:
-        log.warning("%d job folders in %s have no row in the store and no %s: they are left alone: %s",
-                    len(findings.nameless), jobs_dir, job_folders.SPEC, named(findings.nameless))
+        log.warning(
+            "%d job folders in %s have no row in the store and no %s: they are left alone: %s",
+            len(findings.nameless),
+            jobs_dir,
+            job_folders.SPEC,
+            named(findings.nameless),
+        )
     return findings
 
 
@@ -135,8 +153,12 @@ def _end_driver(folder: Path) -> None:
     begun = job_folders.read_json(folder / "driver.json") or {}
     pid, since = begun.get("pid"), begun.get("started")
     if isinstance(pid, int) and isinstance(since, int) and processes.alive(pid, since):
-        log.warning("the driver of job %s (process %d) is killed: the store does not know the job, and its folder has "
-                    "no %s", folder.name, pid, job_folders.SPEC)
+        log.warning(
+            "the driver of job %s (process %d) is killed: the store does not know the job, and its folder has no %s",
+            folder.name,
+            pid,
+            job_folders.SPEC,
+        )
         processes.end_all([pid])
 
 

@@ -51,11 +51,14 @@ def backup(settings: Settings, target: Path, *, checkpoints: bool = True) -> Bac
     """
     source, target = settings.state_dir.resolve(), target.expanduser().absolute()
     if not settings.database.exists():
-        raise ConfigError(f"there is no store {settings.database}: name the service's state directory with --state-dir",
-                          field="state_dir")
+        raise ConfigError(
+            f"there is no store {settings.database}: name the service's state directory with --state-dir",
+            field="state_dir",
+        )
     if target.resolve() == source or source in target.resolve().parents:
-        raise ConfigError(f"the backup's folder {target} is inside of the state directory {source}: give one outside",
-                          field="target")
+        raise ConfigError(
+            f"the backup's folder {target} is inside of the state directory {source}: give one outside", field="target"
+        )
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} is not empty: give a new folder for each backup", field="target")
     target.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -79,8 +82,9 @@ def _copy_store(database: Path, target: Path) -> int:
         source.backup(copy)
         verdict = copy.execute("PRAGMA integrity_check").fetchone()[0]
         if verdict != "ok":
-            raise ConfigError(f"the store {database} is damaged, and its copy {target} too: {verdict}",
-                              field="state_dir")
+            raise ConfigError(
+                f"the store {database} is damaged, and its copy {target} too: {verdict}", field="state_dir"
+            )
         jobs: int = copy.execute("SELECT count(*) FROM jobs").fetchone()[0]
     except sqlite3.DatabaseError as error:
         raise ConfigError(f"the store {database} cannot be copied: {error}", field="state_dir") from error
@@ -97,10 +101,14 @@ def _files(source: Path, checkpoints: bool) -> Iterator[Path]:
         if here == source:
             folders[:] = [name for name in folders if not _APART.fullmatch(name)]
             names = [name for name in names if not _APART.fullmatch(name)]
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and ".tmp-" not in name
-                            and (checkpoints or name != _CHECKPOINTS))
-        yield from (here / name for name in sorted(names)
-                    if not name.startswith(".") and not (here / name).is_symlink())
+        folders[:] = sorted(
+            name
+            for name in folders
+            if not name.startswith(".") and ".tmp-" not in name and (checkpoints or name != _CHECKPOINTS)
+        )
+        yield from (
+            here / name for name in sorted(names) if not name.startswith(".") and not (here / name).is_symlink()
+        )
 
 
 def _copy(path: Path, target: Path) -> int | None:

@@ -14,9 +14,22 @@ from rayps.errors import ConfigError, NotFound
 from rayps.federated.real.signed import ClientToken, Key
 from rayps.service.store import Store
 
-_table = sa.Table("client_tokens", sa.MetaData(), *[sa.Column(name, kind) for name, kind in {
-    "id": sa.String, "hash": sa.String, "job_id": sa.String, "name": sa.String, "created_at": sa.Float,
-    "expires_at": sa.Float, "revoked_at": sa.Float}.items()])
+_table = sa.Table(
+    "client_tokens",
+    sa.MetaData(),
+    *[
+        sa.Column(name, kind)
+        for name, kind in {
+            "id": sa.String,
+            "hash": sa.String,
+            "job_id": sa.String,
+            "name": sa.String,
+            "created_at": sa.Float,
+            "expires_at": sa.Float,
+            "revoked_at": sa.Float,
+        }.items()
+    ],
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +65,16 @@ class ClientTokens:
         token, now = ClientToken.made(job, self.key, name), time.time()
         grant = Grant(secrets.token_hex(4), job, name, now, None if seconds is None else now + seconds, None)
         async with self._store.writing() as tx:
-            await tx.execute(_table.insert().values(
-                id=grant.id, hash=_sha256(token.secret), job_id=job, name=name, created_at=now,
-                expires_at=grant.expires_at))
+            await tx.execute(
+                _table.insert().values(
+                    id=grant.id,
+                    hash=_sha256(token.secret),
+                    job_id=job,
+                    name=name,
+                    created_at=now,
+                    expires_at=grant.expires_at,
+                )
+            )
         return grant, str(token)
 
     async def grant(self, text: str) -> Grant | None:
@@ -64,8 +84,11 @@ class ClientTokens:
         except ConfigError:
             return None
         now = time.time()
-        found = await self._find(_table.c.hash == _sha256(secret), _table.c.revoked_at.is_(None),
-                                 sa.or_(_table.c.expires_at.is_(None), _table.c.expires_at > now))
+        found = await self._find(
+            _table.c.hash == _sha256(secret),
+            _table.c.revoked_at.is_(None),
+            sa.or_(_table.c.expires_at.is_(None), _table.c.expires_at > now),
+        )
         return found[0] if found else None
 
     async def all(self, job: str | None = None) -> list[Grant]:
@@ -80,8 +103,11 @@ class ClientTokens:
             NotFound: there is none of that id.
         """
         async with self._store.writing() as tx:
-            await tx.execute(_table.update().where(
-                _table.c.id == token_id, _table.c.revoked_at.is_(None)).values(revoked_at=time.time()))
+            await tx.execute(
+                _table.update()
+                .where(_table.c.id == token_id, _table.c.revoked_at.is_(None))
+                .values(revoked_at=time.time())
+            )
         return await self.get(token_id)
 
     async def get(self, token_id: str) -> Grant:
@@ -94,8 +120,10 @@ class ClientTokens:
     async def _find(self, *where: Any) -> list[Grant]:
         query = _table.select().where(*where).order_by(_table.c.created_at.desc())
         async with self._store.reading() as tx:
-            return [Grant(row.id, row.job_id, row.name, row.created_at, row.expires_at, row.revoked_at)
-                    for row in await tx.execute(query)]
+            return [
+                Grant(row.id, row.job_id, row.name, row.created_at, row.expires_at, row.revoked_at)
+                for row in await tx.execute(query)
+            ]
 
 
 def _sha256(text: str) -> str:

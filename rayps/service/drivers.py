@@ -106,8 +106,16 @@ class Drivers:
         end_process(folder)
         try:
             self._handles[job.id] = self._there().spawn(
-                DRIVER, job.spec.to_dict(), str(folder), start.attempt, start.failures, name=_name(job.id),
-                detached=True, here=True, cpus=0.0)
+                DRIVER,
+                job.spec.to_dict(),
+                str(folder),
+                start.attempt,
+                start.failures,
+                name=_name(job.id),
+                detached=True,
+                here=True,
+                cpus=0.0,
+            )
             passing("launch: started, not noted")
         finally:
             private_write(folder / LAUNCHED, json.dumps({"attempt": start.attempt}))

@@ -125,14 +125,24 @@ class Groups:
         status = str(facts.get("status", "ready")) if fresh else "unreachable" if sight.facts else "starting"
         if not fresh and wanted.launched and sight.facts is None and sight.reason is None:
             status = "unreachable"  # it was started by a service that was here before, and may be well
-        reason = None if fresh else sight.reason or self._scheduler.view.reason or (
-            "the service has just started and looks for it" if wanted.launched else "its manager is starting")
+        reason = (
+            None
+            if fresh
+            else sight.reason
+            or self._scheduler.view.reason
+            or ("the service has just started and looks for it" if wanted.launched else "its manager is starting")
+        )
         return {
-            "name": name, "status": "stopping" if wanted.stopping else status, "reason": reason,
-            "wanted": facts.get("wanted", wanted.servers) if fresh else wanted.servers, "replicas": wanted.replicas,
-            "created_at": wanted.created_at, "settled": fresh and not wanted.stopping and _settled(facts),
+            "name": name,
+            "status": "stopping" if wanted.stopping else status,
+            "reason": reason,
+            "wanted": facts.get("wanted", wanted.servers) if fresh else wanted.servers,
+            "replicas": wanted.replicas,
+            "created_at": wanted.created_at,
+            "settled": fresh and not wanted.stopping and _settled(facts),
             **{key: facts.get(key, []) for key in ("servers", "spaces", "moves", "events")},
-            "counts": facts.get("counts", {})}
+            "counts": facts.get("counts", {}),
+        }
 
     def spaces(self, name: str) -> list[str] | None:
         """The spaces on a group; None while its manager is not heard. Raises NotFound."""
@@ -147,11 +157,17 @@ class Groups:
         Raises NotFound, ConfigError (there are several).
         """
         there = self.spaces(name)
-        found = [text] if there is None or text in there else [
-            each for each in there if len(text) >= FEWEST_LETTERS and each.upper().startswith(text.upper())]
+        found = (
+            [text]
+            if there is None or text in there
+            else [each for each in there if len(text) >= FEWEST_LETTERS and each.upper().startswith(text.upper())]
+        )
         if len(found) > 1:
-            raise ConfigError(f"several spaces begin with {text!r}: {', '.join(found)}: give more of the name",
-                              field="space", code="ambiguous")
+            raise ConfigError(
+                f"several spaces begin with {text!r}: {', '.join(found)}: give more of the name",
+                field="space",
+                code="ambiguous",
+            )
         if not found:
             known = ", ".join(there or []) or "none"
             raise NotFound(f"server group {name!r} has no space {text[:100]!r}: it has {known}", status=404)
@@ -164,8 +180,9 @@ class Groups:
             ConfigError: naming those that exist.
         """
         if name not in self.names:
-            raise ConfigError(f"there is no server group {name!r}: {self._known()}", field="server_group",
-                              code="no_such_group")
+            raise ConfigError(
+                f"there is no server group {name!r}: {self._known()}", field="server_group", code="no_such_group"
+            )
 
     def ended(self, spec: JobSpec) -> str | None:
         """Why a job can never go on: its server group was stopped under it. None otherwise."""
@@ -198,8 +215,11 @@ class Groups:
             raise ConfigError(f"name {name[:100]!r} should be letters, digits, - and _, at most 40", field="name")
         _check_size(servers, replicas)
         if name in self._held:
-            raise Conflict(f"there is a server group {name!r} already: give another name, `rayps servers resize "
-                           f"{name} {servers}`, or `rayps servers stop {name}` first", status=409)
+            raise Conflict(
+                f"there is a server group {name!r} already: give another name, `rayps servers resize "
+                f"{name} {servers}`, or `rayps servers stop {name}` first",
+                status=409,
+            )
         if self._scheduler.place.owned:
             self._refuse_too_large(name, servers)
         wanted = Wanted(name, servers, replicas, time.time(), silence=silence)
@@ -235,8 +255,9 @@ class Groups:
         held = self._find(name)
         there = [str(each.get("name")) for each in (held.sight.facts or {}).get("servers", [])]
         if held.sight.facts is not None and server not in there:
-            raise NotFound(f"server group {name!r} has no server {server[:100]!r}: it has {', '.join(there) or 'none'}",
-                           status=404)
+            raise NotFound(
+                f"server group {name!r} has no server {server[:100]!r}: it has {', '.join(there) or 'none'}", status=404
+            )
         await self._ask(held, "drain", server)
 
     async def limit(self, name: str, space: str, quota: dict[str, float | None]) -> None:
@@ -301,8 +322,11 @@ class Groups:
         if too_many is not None:
             owned = self._scheduler.place.owned
             knob = "start `rayps serve` with more --cpus" if owned else "try again when the cluster has grown"
-            raise ConfigError(f"servers is {servers}: {too_many}:\nask for fewer servers, stop another group, or "
-                              f"{knob}", field="servers", code="too_large")
+            raise ConfigError(
+                f"servers is {servers}: {too_many}:\nask for fewer servers, stop another group, or {knob}",
+                field="servers",
+                code="too_large",
+            )
 
     def _too_many(self, name: str, servers: int) -> str | None:
         """Why the cluster has no room for so many servers of a group; None where it has, or nothing is known of it."""
@@ -349,8 +373,17 @@ class Groups:
             held.wanted.write(self._folder / wanted.name)
             sight.reason = "its manager is starting"
             sight.handle = cluster.spawn(
-                self._manager, wanted.name, wanted.servers, wanted.replicas, str(self._folder / wanted.name),
-                options={"silence": wanted.silence}, name=actor(wanted.name), detached=True, here=True, cpus=0.0)
+                self._manager,
+                wanted.name,
+                wanted.servers,
+                wanted.replicas,
+                str(self._folder / wanted.name),
+                options={"silence": wanted.silence},
+                name=actor(wanted.name),
+                detached=True,
+                here=True,
+                cpus=0.0,
+            )
         try:
             asked = sight.asked
             facts = sight.handle.call("facts").result(timeout=_ANSWER_SECONDS)
@@ -382,8 +415,11 @@ class Groups:
         name, handle = held.wanted.name, held.sight.handle
         if held.wanted.stopping or handle is None:
             why = "it is stopping" if held.wanted.stopping else self.get(name)["reason"]
-            raise Conflict(f"server group {name!r} cannot {method} now: {why};\n`rayps servers show {name}` says when "
-                           "it is ready", status=409)
+            raise Conflict(
+                f"server group {name!r} cannot {method} now: {why};\n`rayps servers show {name}` says when it is ready",
+                status=409,
+            )
+
         def ask() -> None:
             handle.call(method, *args).result(timeout=_ANSWER_SECONDS)
             held.sight.asked += 1
@@ -394,8 +430,11 @@ class Groups:
         try:
             await asyncio.get_running_loop().run_in_executor(held.threads, ask)
         except (ActorDied, ClusterError, TimeoutError) as error:
-            raise Conflict(f"server group {name!r} cannot {method} now: {str(error).splitlines()[0]}\nits manager is "
-                           "started again; try once more in some seconds", status=409) from error
+            raise Conflict(
+                f"server group {name!r} cannot {method} now: {str(error).splitlines()[0]}\nits manager is "
+                "started again; try once more in some seconds",
+                status=409,
+            ) from error
 
     def _find(self, name: str) -> _Held:
         if name not in self._held:
@@ -418,7 +457,8 @@ def _check_size(servers: int, replicas: int) -> None:
             f"servers is {servers} and replicas is {replicas}: a segment's primary and its "
             f"{'copy' if replicas == 1 else 'copies'} are on servers of their own, so give at least {replicas + 1} "
             "servers, or start a group with fewer --replicas",
-            field="servers")
+            field="servers",
+        )
 
 
 def _settled(facts: dict[str, Any]) -> bool:

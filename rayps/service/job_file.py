@@ -17,14 +17,23 @@ from rayps.errors import ConfigError
 from rayps.job import JobSpec, misnamed
 
 MOST_BYTES = 1_000_000
-_KINDS = ((stat.S_ISDIR, "a directory"), (stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"),
-          (stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device"))
+_KINDS = (
+    (stat.S_ISDIR, "a directory"),
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
 _SEXAGESIMAL = re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
 _OCTAL = re.compile(r"[-+]?0[0-9_]+")
 _WORDS = re.compile(r"(yes|no|on|off)", re.IGNORECASE)
 _DATE = re.compile(r"[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}([Tt \t].*)?")
-_UNCLEAR = ((_SEXAGESIMAL, "a number in base 60"), (_OCTAL, "a number in base 8"), (_WORDS, "true or false"),
-            (_DATE, "a date"))
+_UNCLEAR = (
+    (_SEXAGESIMAL, "a number in base 60"),
+    (_OCTAL, "a number in base 8"),
+    (_WORDS, "true or false"),
+    (_DATE, "a date"),
+)
 
 
 def read(path: Path, changes: Sequence[str] = ()) -> dict[str, Any]:
@@ -119,8 +128,12 @@ class _Loader(yaml.SafeLoader):
             for pattern, reading in _UNCLEAR:
                 if pattern.fullmatch(node.value):
                     raise yaml.constructor.ConstructorError(
-                        None, None, f"{node.value} is {reading} to some readers of YAML: write a plain number, true or "
-                        f"false, or a text in quotes ({node.value!r})", node.start_mark)
+                        None,
+                        None,
+                        f"{node.value} is {reading} to some readers of YAML: write a plain number, true or "
+                        f"false, or a text in quotes ({node.value!r})",
+                        node.start_mark,
+                    )
         return node
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
@@ -128,11 +141,11 @@ class _Loader(yaml.SafeLoader):
         for key_node, _ in node.value:
             key = key_node.value if isinstance(key_node, yaml.ScalarNode) else None
             if key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"{key!r} is there twice", key_node.start_mark)
+                raise yaml.constructor.ConstructorError(None, None, f"{key!r} is there twice", key_node.start_mark)
             seen.add(key)
         return super().construct_mapping(node, deep)
 
 
 _Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789"))
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)

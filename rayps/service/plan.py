@@ -107,8 +107,15 @@ def needs(spec: JobSpec) -> Bundle:
     return {kind: spec.workers * spec.resources.get(kind, 0.0) for kind in ("cpu", "gpu")}
 
 
-def plan(jobs: Sequence[Facts], drivers: Collection[str] | None, free: Bundle | None, total: Bundle | None,
-         *, blind: float = 0.0, why: str = "Ray is starting") -> list[Action]:
+def plan(
+    jobs: Sequence[Facts],
+    drivers: Collection[str] | None,
+    free: Bundle | None,
+    total: Bundle | None,
+    *,
+    blind: float = 0.0,
+    why: str = "Ray is starting",
+) -> list[Action]:
     """What to do now.
 
     `jobs` have not ended and come oldest first. `drivers` are the jobs whose driver lives; None = the look
@@ -142,15 +149,26 @@ def _running(job: Facts, drivers: Collection[str] | None, blind: float, why: str
     if job.stopping is not None:
         return _stopping(job, job.stopping)
     if job.status in (Status.STARTING, Status.RECOVERING) and job.silent > job.deadline:
-        return [Kill(job.id, f"no sign of progress for {job.deadline:g} s while {job.status}: its timeout and "
-                             "RAYPS_STALL set how long it may take")]
+        return [
+            Kill(
+                job.id,
+                f"no sign of progress for {job.deadline:g} s while {job.status}: its timeout and "
+                "RAYPS_STALL set how long it may take",
+            )
+        ]
     return _mirrored(job)
 
 
 def _unseen(job: Facts, blind: float, why: str) -> list[Action]:
     if job.stopping is not None and min(blind, job.stopping) > job.deadline:
-        return [Seal(job.id, Status.STOPPED, f"stopped: its driver could not be seen for {job.deadline:g} s ({why}), "
-                                             "and is ended if it is found again")]
+        return [
+            Seal(
+                job.id,
+                Status.STOPPED,
+                f"stopped: its driver could not be seen for {job.deadline:g} s ({why}), "
+                "and is ended if it is found again",
+            )
+        ]
     if blind < PATIENCE or job.status is Status.UNKNOWN:
         return []
     return [Show(job.id, Status.UNKNOWN, f"its driver cannot be seen: {why}")]
@@ -163,8 +181,15 @@ def _sealed(job: Facts, outcome: dict[str, Any]) -> Seal:
         status = Status.FAILED
     if not status.terminal:
         status = Status.FAILED
-    return Seal(job.id, status, str(outcome.get("message", "")), outcome.get("metrics"),
-                outcome.get("checkpoint"), outcome.get("finished_at"), told=True)
+    return Seal(
+        job.id,
+        status,
+        str(outcome.get("message", "")),
+        outcome.get("metrics"),
+        outcome.get("checkpoint"),
+        outcome.get("finished_at"),
+        told=True,
+    )
 
 
 def _lost(job: Facts) -> Action:
@@ -175,15 +200,23 @@ def _lost(job: Facts) -> Action:
     if job.interrupted:
         return Start(job.id, job.attempt + 1, failures, "the service had ended its Ray: started again")
     if not job.launched:
-        return Start(job.id, job.attempt + 1, failures, "the service was killed before it had started the driver: "
-                                                        "started again")
+        return Start(
+            job.id, job.attempt + 1, failures, "the service was killed before it had started the driver: started again"
+        )
     failures += 1
     cause = f" ({job.crash})" if job.crash else ""
     if failures <= job.max_failures:
-        return Start(job.id, job.attempt + 1, failures,
-                     f"its driver was lost{cause}: started again (failure {failures} of {job.max_failures})")
-    return Seal(job.id, Status.FAILED,
-                f"its driver was lost{cause}: that was failure {failures}, and max_failures is {job.max_failures}")
+        return Start(
+            job.id,
+            job.attempt + 1,
+            failures,
+            f"its driver was lost{cause}: started again (failure {failures} of {job.max_failures})",
+        )
+    return Seal(
+        job.id,
+        Status.FAILED,
+        f"its driver was lost{cause}: that was failure {failures}, and max_failures is {job.max_failures}",
+    )
 
 
 def _stopping(job: Facts, seconds: float) -> list[Action]:
@@ -209,8 +242,9 @@ def _mirrored(job: Facts) -> list[Action]:
     return [Wait(job.id, reason)] if reason != job.reason else []
 
 
-def _queue(jobs: Sequence[Facts], drivers: Collection[str] | None, free: Bundle | None, total: Bundle | None,
-           why: str) -> list[Action]:
+def _queue(
+    jobs: Sequence[Facts], drivers: Collection[str] | None, free: Bundle | None, total: Bundle | None, why: str
+) -> list[Action]:
     actions: list[Action] = []
     room = _room(jobs, free or {}, total or {})
     head: Facts | None = None

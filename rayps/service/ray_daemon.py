@@ -142,13 +142,30 @@ class Daemon:
         make_token(self._state_dir)
         env = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
         command = [
-            sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--port=0",
-            "--node-ip-address=127.0.0.1", f"--temp-dir={self._ray_temp}", "--include-dashboard=false",
-            "--disable-usage-stats", f"--num-cpus={self.record.cpus}", "--no-monitor",
-            "--include-log-monitor=false", f"--object-store-memory={_object_store_bytes()}"]
+            sys.executable,
+            "-m",
+            "ray.scripts.scripts",
+            "start",
+            "--head",
+            "--block",
+            "--port=0",
+            "--node-ip-address=127.0.0.1",
+            f"--temp-dir={self._ray_temp}",
+            "--include-dashboard=false",
+            "--disable-usage-stats",
+            f"--num-cpus={self.record.cpus}",
+            "--no-monitor",
+            "--include-log-monitor=false",
+            f"--object-store-memory={_object_store_bytes()}",
+        ]
         return subprocess.Popen(
-            command, env=env | environment(self._state_dir), stdin=subprocess.DEVNULL, cwd=self._state_dir,
-            start_new_session=True, preexec_fn=processes.die_with_parent)
+            command,
+            env=env | environment(self._state_dir),
+            stdin=subprocess.DEVNULL,
+            cwd=self._state_dir,
+            start_new_session=True,
+            preexec_fn=processes.die_with_parent,
+        )
 
     @property
     def _ray_temp(self) -> Path:
@@ -164,8 +181,11 @@ class Daemon:
                 self._write("ready", address=address)
                 return None
             time.sleep(0.1)
-        return None if self._told_to_stop else (
-            f"Ray did not start within {_START_SECONDS:g} s: see {self._state_dir / LOG}")
+        return (
+            None
+            if self._told_to_stop
+            else (f"Ray did not start within {_START_SECONDS:g} s: see {self._state_dir / LOG}")
+        )
 
     def _watch(self, failure: str | None) -> str | None:
         lease = Lease(self._state_dir, self._idle)
@@ -216,8 +236,14 @@ class Lease:
     job, counted by this process's own clock (see `Silence`); the system's wall clock plays no part.
     """
 
-    def __init__(self, state_dir: Path, idle: float, *, clock: Callable[[], float] = time.monotonic,
-                 drivers: Callable[[], bool] | None = None) -> None:
+    def __init__(
+        self,
+        state_dir: Path,
+        idle: float,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        drivers: Callable[[], bool] | None = None,
+    ) -> None:
         """`idle` in seconds; `drivers` tells whether a driver's process lives."""
         self._state_dir = state_dir
         self._idle = idle

@@ -82,8 +82,10 @@ class OwnRay:
                 return self._cluster
             self._forget(goodbye=False)
             if self._mute.over():
-                log.error("Ray has answered nothing for %g s and no job got on: it is ended and started again",
-                          self._mute.seconds)
+                log.error(
+                    "Ray has answered nothing for %g s and no job got on: it is ended and started again",
+                    self._mute.seconds,
+                )
                 self._end()
                 self._mute.reset()
             self._record = self._ensure()
@@ -146,21 +148,41 @@ class OwnRay:
             if record is None or not record.alive or record.state in ("stopping", "failed"):
                 self._spawn()
             time.sleep(0.1)
-        raise ClusterError(_LEAVING if self._leaving.is_set() else
-                           f"Ray did not come up within {_START_SECONDS:g} s: see {self._dir / LOG}")
+        raise ClusterError(
+            _LEAVING
+            if self._leaving.is_set()
+            else f"Ray did not come up within {_START_SECONDS:g} s: see {self._dir / LOG}"
+        )
 
     def _spawn(self) -> None:
         if self._daemon is not None and self._daemon.poll() is None:
             return  # it is on its way, or waits for the one before to end
         make_token(self._dir)
-        log.info("starting Ray: jobs may take %d CPUs in all, which share this machine's %d cores",
-                 self._settings.cpus, os.cpu_count() or 1)
+        log.info(
+            "starting Ray: jobs may take %d CPUs in all, which share this machine's %d cores",
+            self._settings.cpus,
+            os.cpu_count() or 1,
+        )
         with (self._dir / LOG).open("ab") as out:
             self._daemon = subprocess.Popen(
-                [sys.executable, "-m", "rayps.service.ray_daemon", "--state-dir", str(self._dir),
-                 "--cpus", str(self._settings.cpus), "--idle", str(self._settings.idle)],
-                stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True, cwd=self._dir,
-                env={**os.environ, "PYTHONPATH": python_path()})
+                [
+                    sys.executable,
+                    "-m",
+                    "rayps.service.ray_daemon",
+                    "--state-dir",
+                    str(self._dir),
+                    "--cpus",
+                    str(self._settings.cpus),
+                    "--idle",
+                    str(self._settings.idle),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+                cwd=self._dir,
+                env={**os.environ, "PYTHONPATH": python_path()},
+            )
 
     def _end(self) -> None:
         deadline = time.monotonic() + _END_SECONDS

@@ -59,9 +59,16 @@ class ClusterProcess:
         ClusterError: the cluster cannot be joined, or not within `join_seconds`.
     """
 
-    def __init__(self, address: str, env: Mapping[str, str] | None = None, *, cluster: str = RAY,
-                 hopeless: Callable[[], str | None] = lambda: None, join_seconds: float = JOIN_SECONDS,
-                 answer_seconds: float = ANSWER_SECONDS) -> None:
+    def __init__(
+        self,
+        address: str,
+        env: Mapping[str, str] | None = None,
+        *,
+        cluster: str = RAY,
+        hopeless: Callable[[], str | None] = lambda: None,
+        join_seconds: float = JOIN_SECONDS,
+        answer_seconds: float = ANSWER_SECONDS,
+    ) -> None:
         self.totals = 0  # how often Ray has told its resources, the last thing that a look asks: grows while it is well
         self._hopeless = hopeless
         self._answer_seconds = answer_seconds
@@ -75,10 +82,25 @@ class ClusterProcess:
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", max(1, round(answer_seconds)), 0))
         with theirs:
             self._child = subprocess.Popen(
-                [sys.executable, "-P", "-m", "rayps.service.ray_child", "--pipe", str(theirs.fileno()),
-                 "--cluster", cluster, "--address", address],
-                stdin=subprocess.DEVNULL, stdout=self._words, stderr=self._words, pass_fds=[theirs.fileno()],
-                start_new_session=True, env=_environment(env or {}))
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "rayps.service.ray_child",
+                    "--pipe",
+                    str(theirs.fileno()),
+                    "--cluster",
+                    cluster,
+                    "--address",
+                    address,
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=self._words,
+                stderr=self._words,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                env=_environment(env or {}),
+            )
         self._pipe = Connection(ours.detach())
         joined: Future[Any] = Future()
         self._waiting[0] = joined
@@ -99,13 +121,34 @@ class ClusterProcess:
         """Whether the child may still answer."""
         return self._fault is None
 
-    def spawn(self, target: str, *args: Any, name: str | None = None, cpus: float = 0.0, gpus: float = 0.0,
-              detached: bool = False, here: bool = False, gang: Gang | None = None, index: int | None = None,
-              restarts: int = 0, **kwargs: Any) -> NamedActor:
+    def spawn(
+        self,
+        target: str,
+        *args: Any,
+        name: str | None = None,
+        cpus: float = 0.0,
+        gpus: float = 0.0,
+        detached: bool = False,
+        here: bool = False,
+        gang: Gang | None = None,
+        index: int | None = None,
+        restarts: int = 0,
+        **kwargs: Any,
+    ) -> NamedActor:
         """See Cluster; the actor needs a name, is detached, and in no gang."""
         assert name is not None and detached and gang is None, "it must outlive the child"
-        self._do("spawn", target, *args, name=name, cpus=cpus, gpus=gpus, detached=True, here=here, restarts=restarts,
-                 **kwargs)
+        self._do(
+            "spawn",
+            target,
+            *args,
+            name=name,
+            cpus=cpus,
+            gpus=gpus,
+            detached=True,
+            here=here,
+            restarts=restarts,
+            **kwargs,
+        )
         return NamedActor(name, self)
 
     def find(self, name: str) -> NamedActor | None:

@@ -92,8 +92,10 @@ class RemoteGroup:
                 return self
             if time.monotonic() >= deadline:
                 what = "is still there" if ending else f"is {standing(self.data)}"
-                raise TimeoutError(f"server group {self.name!r} {what} after {timeout:g} s: wait longer with timeout=, "
-                                   "and look at its events")
+                raise TimeoutError(
+                    f"server group {self.name!r} {what} after {timeout:g} s: wait longer with timeout=, "
+                    "and look at its events"
+                )
             time.sleep(pause)
 
 

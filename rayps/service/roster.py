@@ -46,7 +46,15 @@ class Roster:
 
     def _take(self, record: Record) -> None:
         if record.status is Status.QUEUED:
-            self.waiting.put(Waiting(record.id, record.name, needs(record.spec), record.attempt,
-                                     record.spec.server_group, record.stop_requested_at is not None))
+            self.waiting.put(
+                Waiting(
+                    record.id,
+                    record.name,
+                    needs(record.spec),
+                    record.attempt,
+                    record.spec.server_group,
+                    record.stop_requested_at is not None,
+                )
+            )
         else:
             self.started[record.id] = record

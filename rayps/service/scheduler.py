@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 _SIGNS = ("progress.json", "events.jsonl", "metrics.jsonl", "log.txt", BEGUN)  # files that change while a job gets on
 _TIMEOUTS = 5.0  # times its own `timeout` that a job may show no progress, where that is more than the service's limit
 
+
 @dataclass(frozen=True, slots=True)
 class View:
     """The cluster as last seen."""
@@ -48,8 +49,16 @@ class View:
 class Scheduler:
     """Starts, watches and stops drivers until every job of the store has ended."""
 
-    def __init__(self, store: Store, place: Place, jobs_dir: Path, *, interval: float = 0.5,
-                 look_seconds: float = 10.0, stall: float = SIGN_SECONDS) -> None:
+    def __init__(
+        self,
+        store: Store,
+        place: Place,
+        jobs_dir: Path,
+        *,
+        interval: float = 0.5,
+        look_seconds: float = 10.0,
+        stall: float = SIGN_SECONDS,
+    ) -> None:
         self.place = place
         self.view = View()
         self.group_hinders: Callable[[JobSpec], str | None] = lambda _: None  # why a job's server group is not ready
@@ -128,7 +137,9 @@ class Scheduler:
                     f"the job needs {amount:g} {kind.upper()}s ({spec.workers} workers x "
                     f"{spec.resources[kind]:g}) and this service's Ray has {total[kind]:g}:\n"
                     f"ask for fewer workers, give each less in resources, or {knob}",
-                    field="workers", code="too_large")
+                    field="workers",
+                    code="too_large",
+                )
 
     async def tick(self) -> list[Action]:
         """Look, decide, act; once. Gives what was done."""
@@ -144,16 +155,20 @@ class Scheduler:
         elif self._blind_since is None:
             self._blind_since = now
         actions: list[Action] = plan(
-            facts, None if sight is None else sight.drivers, None if sight is None else sight.free,
+            facts,
+            None if sight is None else sight.drivers,
+            None if sight is None else sight.free,
             None if sight is None else sight.total,
             blind=0.0 if self._blind_since is None else now - self._blind_since,
-            why=self.view.reason or "Ray is starting")
+            why=self.view.reason or "Ray is starting",
+        )
         running = {fact.id: (fact.status, fact.needs) for fact in facts if fact.doomed is None}
         room = None if sight is None else room_beside(running, sight.free, sight.total)
         await self._roster.refresh()  # what was asked for during the look
         actions += self._roster.waiting.stopped()
-        actions += self._roster.waiting.decide(room, None if sight is None else sight.total, self._groups(),
-                                               self.view.reason or "Ray is starting")
+        actions += self._roster.waiting.decide(
+            room, None if sight is None else sight.total, self._groups(), self.view.reason or "Ray is starting"
+        )
         return done + await self._act(actions, {record.id: record for record in records})
 
     async def _act(self, actions: list[Action], jobs: dict[str, Record]) -> list[Action]:
@@ -175,8 +190,10 @@ class Scheduler:
         return (self._roster.waiting.reason(job.id) or job.reason) if waits else job.reason
 
     def _groups(self) -> GroupQuestions:
-        return GroupQuestions(lambda name: self.group_hinders(JobSpec("", server_group=name)),
-                              lambda name: self.group_ended(JobSpec("", server_group=name)))
+        return GroupQuestions(
+            lambda name: self.group_hinders(JobSpec("", server_group=name)),
+            lambda name: self.group_ended(JobSpec("", server_group=name)),
+        )
 
     async def _look(self, watched: list[str]) -> Sight | None:
         loop = asyncio.get_running_loop()
@@ -217,12 +234,24 @@ class Scheduler:
         folder = self._jobs_dir / record.id
         begun = read_json(folder / BEGUN) or {}
         return Facts(
-            record.id, record.name, record.status, record.reason, needs(record.spec), record.attempt,
-            record.failures, record.spec.max_failures, record.interrupted,
+            record.id,
+            record.name,
+            record.status,
+            record.reason,
+            needs(record.spec),
+            record.attempt,
+            record.failures,
+            record.spec.max_failures,
+            record.interrupted,
             None if record.stop_requested_at is None else self._silences.observe((record.id, "stop"), "asked"),
-            read_json(folder / "outcome.json"), self._progress(record, begun), self._drivers.crash(record, begun),
-            launched=self._launched(record, begun), silent=self._silent(record),
-            deadline=max(self._stall, _TIMEOUTS * record.spec.timeout), doomed=self.group_ended(record.spec))
+            read_json(folder / "outcome.json"),
+            self._progress(record, begun),
+            self._drivers.crash(record, begun),
+            launched=self._launched(record, begun),
+            silent=self._silent(record),
+            deadline=max(self._stall, _TIMEOUTS * record.spec.timeout),
+            doomed=self.group_ended(record.spec),
+        )
 
     def _progress(self, record: Record, begun: dict[str, Any]) -> dict[str, Any] | None:
         folder = self._jobs_dir / record.id
@@ -255,8 +284,13 @@ class Scheduler:
                 log.warning("job %s attempt %d: driver is killed: %s", job.id, job.attempt, action.reason)
                 await self._in_thread(self._drivers.kill, job, action.reason)
             case Show():
-                await self._store.move(job.id, action.status, old=job.status, reason=action.reason,
-                                       message=None if action.told else action.reason or action.status.value.lower())
+                await self._store.move(
+                    job.id,
+                    action.status,
+                    old=job.status,
+                    reason=action.reason,
+                    message=None if action.told else action.reason or action.status.value.lower(),
+                )
             case Wait():
                 await self._store.explain(job.id, action.reason)
             case Seal():
@@ -267,13 +301,26 @@ class Scheduler:
         passing("launch: chosen, not stored")
         if job.status is Status.QUEUED:
             await self._store.move(
-                job.id, Status.STARTING, old=Status.QUEUED, message="its driver is started", reason=None,
-                attempt=action.attempt, attempt_at=now, started_at=now)
+                job.id,
+                Status.STARTING,
+                old=Status.QUEUED,
+                message="its driver is started",
+                reason=None,
+                attempt=action.attempt,
+                attempt_at=now,
+                started_at=now,
+            )
         else:
             reason = action.reason or "started again"
             await self._store.begin(
-                job.id, attempt=action.attempt, failures=action.failures, interrupted=False, reason=reason,
-                message=reason, kind="driver_restarted")
+                job.id,
+                attempt=action.attempt,
+                failures=action.failures,
+                interrupted=False,
+                reason=reason,
+                message=reason,
+                kind="driver_restarted",
+            )
             passing("restart: attempt stored, status not")
             if may_move(job.status, Status.RECOVERING):
                 await self._store.move(job.id, Status.RECOVERING, message=None, reason=reason)
@@ -288,8 +335,14 @@ class Scheduler:
         passing("seal: decided, not stored")
         facts: dict[str, Any] = {} if action.finished_at is None else {"finished_at": action.finished_at}
         await self._store.move(
-            job.id, action.status, message=None if action.told else action.message, reason=action.message or None,
-            metrics=action.metrics, checkpoint=action.checkpoint, **facts)
+            job.id,
+            action.status,
+            message=None if action.told else action.message,
+            reason=action.message or None,
+            metrics=action.metrics,
+            checkpoint=action.checkpoint,
+            **facts,
+        )
         log.info("job %s ended: %s %s", job.id, action.status, action.message)
         passing("seal: stored, driver not dismissed")
         self._drivers.ended(job.id)

@@ -111,8 +111,10 @@ class Settings:
     def _refuse_foreign(self) -> None:
         for folder in (self.state_dir, self.jobs_dir):
             if folder.exists() and (owner := folder.stat().st_uid) != os.geteuid():
-                raise self._unusable(f"cannot be used: {folder} belongs to user {_user(owner)}, and this process runs "
-                                     f"as {_user(os.geteuid())}")
+                raise self._unusable(
+                    f"cannot be used: {folder} belongs to user {_user(owner)}, and this process runs "
+                    f"as {_user(os.geteuid())}"
+                )
         if not self.state_dir.exists() or any((self.state_dir / name).exists() for name in _PROOFS):
             return
         foreign = sorted(path.name for path in self.state_dir.iterdir() if not _OURS.fullmatch(path.name))
@@ -121,8 +123,10 @@ class Settings:
             raise self._unusable(f"is not empty and holds no rayps service: it has {', '.join(foreign[:3])}{more}")
 
     def _unusable(self, why: str) -> ConfigError:
-        return ConfigError(f"the state directory {self.state_dir} {why}\n"
-                           "Give another with --state-dir or RAYPS_STATE_DIR.", field="state_dir")
+        return ConfigError(
+            f"the state directory {self.state_dir} {why}\nGive another with --state-dir or RAYPS_STATE_DIR.",
+            field="state_dir",
+        )
 
 
 def _user(uid: int) -> str:
@@ -186,8 +190,7 @@ def _word(name: str, text: str) -> str:
 def _cluster(name: str, text: str) -> str:
     host, _, port = _word(name, text).rpartition(":")
     if text == "auto" or not host or not port.isdigit():
-        raise ConfigError(
-            f"{name} is {text!r}: give host:port of a Ray cluster's head, e.g. 10.0.0.5:6379", field=name)
+        raise ConfigError(f"{name} is {text!r}: give host:port of a Ray cluster's head, e.g. 10.0.0.5:6379", field=name)
     return text
 
 
@@ -202,6 +205,14 @@ def _names(name: str, text: str) -> tuple[str, ...]:
 
 
 _READERS: dict[str, Any] = {
-    "state_dir": _folder, "host": _word, "port": _port, "address": _cluster, "cpus": _count,
-    "idle": _seconds, "stall": _seconds, "allowed_hosts": _names, "url": _url, "token": _word,
+    "state_dir": _folder,
+    "host": _word,
+    "port": _port,
+    "address": _cluster,
+    "cpus": _count,
+    "idle": _seconds,
+    "stall": _seconds,
+    "allowed_hosts": _names,
+    "url": _url,
+    "token": _word,
 }

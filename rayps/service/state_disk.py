@@ -65,5 +65,7 @@ class StateDisk:
     def full(self, free: int | None = None) -> str:
         """What a full disk is answered with."""
         left = "" if free is None else f" ({free / (1 << 20):.1f} MiB free)"
-        return (f"the disk of the state directory {self._folder} is full{left}: make room there, or delete ended jobs "
-                "(`rayps delete ID`)")
+        return (
+            f"the disk of the state directory {self._folder} is full{left}: make room there, or delete ended jobs "
+            "(`rayps delete ID`)"
+        )

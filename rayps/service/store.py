@@ -36,18 +36,61 @@ _MOST_IDS = 500  # in one statement
 _SESSION_SECONDS = 30 * 86400.0
 
 _meta = sa.MetaData()
-_jobs = sa.Table("jobs", _meta, *[sa.Column(name, kind) for name, kind in {
-    "id": sa.String, "name": sa.String, "status": sa.String, "reason": sa.Text, "spec": sa.Text,
-    "attempt": sa.Integer, "failures": sa.Integer, "interrupted": sa.Boolean, "stop_requested_at": sa.Float,
-    "created_at": sa.Float, "started_at": sa.Float, "attempt_at": sa.Float, "finished_at": sa.Float,
-    "metrics": sa.Text, "checkpoint": sa.Text, "idempotency_key": sa.String, "idempotency_hash": sa.String,
-}.items()])
-_events = sa.Table("events", _meta, *[sa.Column(name, kind) for name, kind in {
-    "id": sa.Integer, "job_id": sa.String, "time": sa.Float, "kind": sa.String, "message": sa.Text,
-    "attempt": sa.Integer}.items()])
-_tokens = sa.Table("tokens", _meta, *[sa.Column(name, kind) for name, kind in {
-    "hash": sa.String, "kind": sa.String, "created_at": sa.Float, "expires_at": sa.Float,
-    "revoked_at": sa.Float}.items()])
+_jobs = sa.Table(
+    "jobs",
+    _meta,
+    *[
+        sa.Column(name, kind)
+        for name, kind in {
+            "id": sa.String,
+            "name": sa.String,
+            "status": sa.String,
+            "reason": sa.Text,
+            "spec": sa.Text,
+            "attempt": sa.Integer,
+            "failures": sa.Integer,
+            "interrupted": sa.Boolean,
+            "stop_requested_at": sa.Float,
+            "created_at": sa.Float,
+            "started_at": sa.Float,
+            "attempt_at": sa.Float,
+            "finished_at": sa.Float,
+            "metrics": sa.Text,
+            "checkpoint": sa.Text,
+            "idempotency_key": sa.String,
+            "idempotency_hash": sa.String,
+        }.items()
+    ],
+)
+_events = sa.Table(
+    "events",
+    _meta,
+    *[
+        sa.Column(name, kind)
+        for name, kind in {
+            "id": sa.Integer,
+            "job_id": sa.String,
+            "time": sa.Float,
+            "kind": sa.String,
+            "message": sa.Text,
+            "attempt": sa.Integer,
+        }.items()
+    ],
+)
+_tokens = sa.Table(
+    "tokens",
+    _meta,
+    *[
+        sa.Column(name, kind)
+        for name, kind in {
+            "hash": sa.String,
+            "kind": sa.String,
+            "created_at": sa.Float,
+            "expires_at": sa.Float,
+            "revoked_at": sa.Float,
+        }.items()
+    ],
+)
 _codes = sa.Table("login_codes", _meta, sa.Column("hash", sa.String), sa.Column("expires_at", sa.Float))
 
 
@@ -102,7 +145,8 @@ class Store:
                 raise ConfigError(f"the store {path} cannot be opened: {disk.full()}", field="state_dir") from error
             raise ConfigError(
                 f"the store {path} cannot be opened: {str(error).splitlines()[0]}\n"
-                "Move it away, or give another directory with --state-dir or RAYPS_STATE_DIR.") from error
+                "Move it away, or give another directory with --state-dir or RAYPS_STATE_DIR."
+            ) from error
         return store
 
     async def close(self) -> None:
@@ -135,8 +179,9 @@ class Store:
 
     # jobs
 
-    async def add(self, spec: JobSpec, *, name: str, key: str | None = None,
-                  now: float | None = None) -> tuple[Record, bool]:
+    async def add(
+        self, spec: JobSpec, *, name: str, key: str | None = None, now: float | None = None
+    ) -> tuple[Record, bool]:
         """File a job as QUEUED; with an idempotency key, a second time gives the first one and False.
 
         Raises:
@@ -152,13 +197,26 @@ class Store:
                     if row.idempotency_hash != digest:
                         raise ConfigError(
                             f"the Idempotency-Key {key!r} was used for another job, {row.id}: make a new one",
-                            field="Idempotency-Key", job=row.id)
+                            field="Idempotency-Key",
+                            job=row.id,
+                        )
                     return _record(row), False
             last = (await tx.execute(sa.select(sa.func.max(_jobs.c.id)))).scalar()
             job_id = _new_id(now, last)
-            await tx.execute(_jobs.insert().values(
-                id=job_id, name=name, status=Status.QUEUED.value, spec=text, attempt=0, failures=0,
-                interrupted=False, created_at=now, idempotency_key=key, idempotency_hash=digest))
+            await tx.execute(
+                _jobs.insert().values(
+                    id=job_id,
+                    name=name,
+                    status=Status.QUEUED.value,
+                    spec=text,
+                    attempt=0,
+                    failures=0,
+                    interrupted=False,
+                    created_at=now,
+                    idempotency_key=key,
+                    idempotency_hash=digest,
+                )
+            )
             await _note(tx, job_id, "queued", f"{name} was submitted", 0, now)
             passing("submit: written, not committed")
         self._touched.add(job_id)
@@ -192,12 +250,12 @@ class Store:
             raise NotFound(f"there is no job {text[:100]!r}: `rayps ls` lists them{short}", job=text[:100], status=404)
         if len(found) > 1:
             names = " and ".join(f"{job.id} ({job.name})" for job in found[:2]) + (", ..." if len(found) > 2 else "")
-            raise ConfigError(f"several jobs begin with {text!r}: {names}\ngive more of the id", field="job_id",
-                              code="ambiguous")
+            raise ConfigError(
+                f"several jobs begin with {text!r}: {names}\ngive more of the id", field="job_id", code="ambiguous"
+            )
         return found[0]
 
-    async def page(self, *, status: Sequence[Status] = (), limit: int = 50,
-                   before: str | None = None) -> list[Record]:
+    async def page(self, *, status: Sequence[Status] = (), limit: int = 50, before: str | None = None) -> list[Record]:
         """Jobs newest first; `before` is the id of the last one of the page before."""
         query = _jobs.select().order_by(_jobs.c.id.desc()).limit(limit)
         if status:
@@ -218,7 +276,7 @@ class Store:
         chosen, found = sorted(ids), list[Record]()
         async with self.reading() as tx:
             for first in range(0, len(chosen), _MOST_IDS):
-                query = _jobs.select().where(_jobs.c.id.in_(chosen[first:first + _MOST_IDS])).order_by(_jobs.c.id)
+                query = _jobs.select().where(_jobs.c.id.in_(chosen[first : first + _MOST_IDS])).order_by(_jobs.c.id)
                 found += [_record(row) for row in await tx.execute(query)]
         return found
 
@@ -228,8 +286,17 @@ class Store:
         async with self.reading() as tx:
             return {row[0]: row[1] for row in await tx.execute(query)}
 
-    async def move(self, job_id: str, new: Status, *, message: str | None, old: Status | None = None,
-                   kind: str | None = None, now: float | None = None, **facts: Any) -> Record:
+    async def move(
+        self,
+        job_id: str,
+        new: Status,
+        *,
+        message: str | None,
+        old: Status | None = None,
+        kind: str | None = None,
+        now: float | None = None,
+        **facts: Any,
+    ) -> Record:
         """Move a job's status and write its event, or change nothing. Without a message there is no event.
 
         `old` is what the caller believes the status to be; `facts` are columns that change with it.
@@ -242,8 +309,12 @@ class Store:
         async with self.writing(job_id) as tx:
             found = await _get(tx, job_id)
             if (old is not None and found.status is not old) or not may_move(found.status, new):
-                raise Conflict(f"job {job_id} is {found.status}: it cannot become {new}",
-                               job=job_id, status=409, current=found.status.value)
+                raise Conflict(
+                    f"job {job_id} is {found.status}: it cannot become {new}",
+                    job=job_id,
+                    status=409,
+                    current=found.status.value,
+                )
             if new.terminal:
                 facts.setdefault("finished_at", now)
             if isinstance(facts.get("metrics"), dict):
@@ -254,8 +325,9 @@ class Store:
                 await _note(tx, job_id, kind or new.value.lower(), message, attempt, now)
             return await _get(tx, job_id)
 
-    async def begin(self, job_id: str, *, attempt: int, message: str, kind: str, now: float | None = None,
-                    **facts: Any) -> Record:
+    async def begin(
+        self, job_id: str, *, attempt: int, message: str, kind: str, now: float | None = None, **facts: Any
+    ) -> Record:
         """Write that an attempt begins again in the status that the job has: its driver was lost.
 
         Raises:
@@ -265,19 +337,25 @@ class Store:
         async with self.writing(job_id) as tx:
             found = await _get(tx, job_id)
             if found.status.terminal or found.attempt >= attempt:
-                raise Conflict(f"job {job_id} is {found.status} in attempt {found.attempt}: "
-                               f"attempt {attempt} cannot begin", job=job_id, status=409)
-            await tx.execute(_jobs.update().where(_jobs.c.id == job_id).values(
-                attempt=attempt, attempt_at=now, **facts))
+                raise Conflict(
+                    f"job {job_id} is {found.status} in attempt {found.attempt}: attempt {attempt} cannot begin",
+                    job=job_id,
+                    status=409,
+                )
+            await tx.execute(
+                _jobs.update().where(_jobs.c.id == job_id).values(attempt=attempt, attempt_at=now, **facts)
+            )
             await _note(tx, job_id, kind, message, attempt, now)
             return await _get(tx, job_id)
 
     async def explain(self, job_id: str, reason: str | None) -> None:
         """Say why a living job stands where it stands; an ended one keeps its last word."""
         async with self.writing(job_id) as tx:
-            await tx.execute(_jobs.update().where(
-                _jobs.c.id == job_id, _jobs.c.status.in_(_LIVE), _jobs.c.reason.is_distinct_from(reason),
-            ).values(reason=reason))
+            await tx.execute(
+                _jobs.update()
+                .where(_jobs.c.id == job_id, _jobs.c.status.in_(_LIVE), _jobs.c.reason.is_distinct_from(reason))
+                .values(reason=reason)
+            )
 
     async def ask_stop(self, job_id: str, now: float | None = None) -> Record:
         """Write down the wish that a job stops; the scheduler carries it out. A second wish changes nothing.
@@ -290,8 +368,12 @@ class Store:
         async with self.writing(job_id) as tx:
             found = await _get(tx, job_id)
             if found.status.terminal:
-                raise Conflict(f"job {job_id} has ended already: {found.status}", job=job_id, status=409,
-                               current=found.status.value)
+                raise Conflict(
+                    f"job {job_id} has ended already: {found.status}",
+                    job=job_id,
+                    status=409,
+                    current=found.status.value,
+                )
             if found.stop_requested_at is None:
                 await tx.execute(_jobs.update().where(_jobs.c.id == job_id).values(stop_requested_at=now))
                 await _note(tx, job_id, "stop_requested", "a stop was asked for", found.attempt, now)
@@ -307,15 +389,20 @@ class Store:
         async with self.writing(job_id) as tx:
             found = await _get(tx, job_id)
             if not found.status.terminal:
-                raise Conflict(f"job {job_id} is {found.status}: stop it first (`rayps stop {job_id}`)", job=job_id,
-                               status=409, current=found.status.value)
+                raise Conflict(
+                    f"job {job_id} is {found.status}: stop it first (`rayps stop {job_id}`)",
+                    job=job_id,
+                    status=409,
+                    current=found.status.value,
+                )
             await tx.execute(_jobs.delete().where(_jobs.c.id == job_id))
 
     async def resuming(self, folder: Path) -> list[Record]:
         """The jobs that have not ended and begin from a checkpoint below `folder`."""
         text = json.dumps(str(folder))[:-1] + "/"  # as the spec's JSON has it; no closing quote
-        query = _jobs.select().where(_jobs.c.status.in_(_LIVE), _jobs.c.spec.contains(f'"resume": {text}',
-                                                                                      autoescape=True))
+        query = _jobs.select().where(
+            _jobs.c.status.in_(_LIVE), _jobs.c.spec.contains(f'"resume": {text}', autoescape=True)
+        )
         async with self.reading() as tx:
             return [_record(row) for row in await tx.execute(query)]
 
@@ -339,8 +426,11 @@ class Store:
         async with self.writing(*(row["id"] for row, _ in rows)) as tx:
             for row, message in rows:
                 facts = {key: value for key, value in row.items() if key in _jobs.c}
-                facts |= {name: json.dumps(facts[name], sort_keys=True) for name in ("spec", "metrics")
-                          if facts.get(name) is not None}
+                facts |= {
+                    name: json.dumps(facts[name], sort_keys=True)
+                    for name in ("spec", "metrics")
+                    if facts.get(name) is not None
+                }
                 key = facts.get("idempotency_key")
                 if key is not None and (await tx.execute(_jobs.select().where(_jobs.c.idempotency_key == key))).first():
                     facts["idempotency_key"] = None  # it was used again for a job that was filed since
@@ -362,11 +452,14 @@ class Store:
 
     async def events(self, job_id: str, *, after: int = 0, limit: int = 1000) -> list[dict[str, Any]]:
         """What the scheduler noted about a job, oldest first, after the given id."""
-        query = _events.select().where(_events.c.job_id == job_id, _events.c.id > after).order_by(
-            _events.c.id).limit(limit)
+        query = (
+            _events.select().where(_events.c.job_id == job_id, _events.c.id > after).order_by(_events.c.id).limit(limit)
+        )
         async with self.reading() as tx:
-            return [{"seq": r.id, "time": r.time, "kind": r.kind, "message": r.message, "attempt": r.attempt}
-                    for r in await tx.execute(query)]
+            return [
+                {"seq": r.id, "time": r.time, "kind": r.kind, "message": r.message, "attempt": r.attempt}
+                for r in await tx.execute(query)
+            ]
 
     # who may ask
 
@@ -374,16 +467,17 @@ class Store:
         """Whether a token or a session is known, not revoked and not past its time."""
         now = time.time() if now is None else now
         query = sa.select(_tokens.c.hash).where(
-            _tokens.c.hash == _sha256(secret), _tokens.c.revoked_at.is_(None),
-            sa.or_(_tokens.c.expires_at.is_(None), _tokens.c.expires_at > now))
+            _tokens.c.hash == _sha256(secret),
+            _tokens.c.revoked_at.is_(None),
+            sa.or_(_tokens.c.expires_at.is_(None), _tokens.c.expires_at > now),
+        )
         async with self.reading() as tx:
             return (await tx.execute(query)).first() is not None
 
     async def revoke(self, secret: str) -> None:
         """Make a token or a session unknown from now on."""
         async with self.writing() as tx:
-            await tx.execute(_tokens.update().where(_tokens.c.hash == _sha256(secret)).values(
-                revoked_at=time.time()))
+            await tx.execute(_tokens.update().where(_tokens.c.hash == _sha256(secret)).values(revoked_at=time.time()))
 
     async def login_code(self, now: float | None = None) -> str:
         """A code that one browser may exchange for a session within five minutes, once."""
@@ -398,8 +492,7 @@ class Store:
         """The session for a code, or None when the code is unknown, used or past its time."""
         now = time.time() if now is None else now
         async with self.writing() as tx:
-            used = await tx.execute(_codes.delete().where(
-                _codes.c.hash == _sha256(code), _codes.c.expires_at > now))
+            used = await tx.execute(_codes.delete().where(_codes.c.hash == _sha256(code), _codes.c.expires_at > now))
             if cast("sa.CursorResult[Any]", used).rowcount != 1:
                 return None
         return await self._mint("session", now + _SESSION_SECONDS)
@@ -407,8 +500,9 @@ class Store:
     async def _mint(self, kind: str, expires_at: float | None) -> str:
         secret = f"rps_{secrets.token_urlsafe(32)}"
         async with self.writing() as tx:
-            await tx.execute(_tokens.insert().values(
-                hash=_sha256(secret), kind=kind, created_at=time.time(), expires_at=expires_at))
+            await tx.execute(
+                _tokens.insert().values(hash=_sha256(secret), kind=kind, created_at=time.time(), expires_at=expires_at)
+            )
         return secret
 
 
@@ -446,8 +540,7 @@ async def _get(tx: AsyncConnection, job_id: str) -> Record:
 
 
 async def _note(tx: AsyncConnection, job_id: str, kind: str, message: str, attempt: int, now: float) -> None:
-    await tx.execute(_events.insert().values(
-        job_id=job_id, time=now, kind=kind, message=message, attempt=attempt))
+    await tx.execute(_events.insert().values(job_id=job_id, time=now, kind=kind, message=message, attempt=attempt))
 
 
 def _record(row: Any) -> Record:

@@ -24,9 +24,21 @@ from rayps.service.store import Store
 LOCAL = "local"  # what the service's own token is called where an id is expected
 _ID = 12
 _OWN, _USER, _SESSION = "bearer", "user", "session"  # kinds, as the store has them
-_table = sa.Table("tokens", sa.MetaData(), *[sa.Column(name, kind) for name, kind in {
-    "hash": sa.String, "kind": sa.String, "created_at": sa.Float, "expires_at": sa.Float, "revoked_at": sa.Float,
-    "name": sa.String}.items()])
+_table = sa.Table(
+    "tokens",
+    sa.MetaData(),
+    *[
+        sa.Column(name, kind)
+        for name, kind in {
+            "hash": sa.String,
+            "kind": sa.String,
+            "created_at": sa.Float,
+            "expires_at": sa.Float,
+            "revoked_at": sa.Float,
+            "name": sa.String,
+        }.items()
+    ],
+)
 _codes = sa.Table("login_codes", sa.MetaData(), sa.Column("hash", sa.String))
 
 
@@ -128,8 +140,11 @@ class UserTokens:
         """
         row, found = await self._find(token_id)
         if row.kind == _OWN and found.revoked_at is None:
-            raise Conflict(f"token {found.id} is the service's own, which its command line uses: replace it with "
-                           f"`rayps token rotate {LOCAL}`", status=409)
+            raise Conflict(
+                f"token {found.id} is the service's own, which its command line uses: replace it with "
+                f"`rayps token rotate {LOCAL}`",
+                status=409,
+            )
         async with self._store.writing() as tx:
             await _revoke(tx, row.hash, found)
         return await self.find(found.id)
@@ -144,29 +159,51 @@ class UserTokens:
     async def _rows(self) -> list[tuple[Any, UserToken]]:
         query = _table.select().where(_table.c.kind != _SESSION).order_by(_table.c.created_at.desc())
         async with self._store.reading() as tx:
-            return [(row, UserToken(row.hash[:_ID], LOCAL if row.kind == _OWN else row.name or "", row.created_at,
-                                    row.expires_at, row.revoked_at)) for row in await tx.execute(query)]
+            return [
+                (
+                    row,
+                    UserToken(
+                        row.hash[:_ID],
+                        LOCAL if row.kind == _OWN else row.name or "",
+                        row.created_at,
+                        row.expires_at,
+                        row.revoked_at,
+                    ),
+                )
+                for row in await tx.execute(query)
+            ]
 
 
 async def _add(tx: AsyncConnection, text: str, kind: str, name: str, expires_at: float | None) -> None:
-    await tx.execute(_table.insert().values(
-        hash=_sha256(text), kind=kind, name=name, created_at=time.time(), expires_at=expires_at))
+    await tx.execute(
+        _table.insert().values(hash=_sha256(text), kind=kind, name=name, created_at=time.time(), expires_at=expires_at)
+    )
 
 
 async def _revoke(tx: AsyncConnection, hashed: str, found: UserToken) -> None:
     now = time.time()
-    done = await tx.execute(_table.update().where(
-        _table.c.hash == hashed, _table.c.revoked_at.is_(None),
-        sa.or_(_table.c.expires_at.is_(None), _table.c.expires_at > now)).values(revoked_at=now))
+    done = await tx.execute(
+        _table.update()
+        .where(
+            _table.c.hash == hashed,
+            _table.c.revoked_at.is_(None),
+            sa.or_(_table.c.expires_at.is_(None), _table.c.expires_at > now),
+        )
+        .values(revoked_at=now)
+    )
     if done.rowcount != 1:
-        raise Conflict(f"token {found.id} ({found.name}) was revoked, or is past its time: make another with "
-                       "`rayps token create --user NAME`", status=409)
+        raise Conflict(
+            f"token {found.id} ({found.name}) was revoked, or is past its time: make another with "
+            "`rayps token create --user NAME`",
+            status=409,
+        )
     await _end_sessions(tx)
 
 
 async def _end_sessions(tx: AsyncConnection) -> None:
-    await tx.execute(_table.update().where(_table.c.kind == _SESSION, _table.c.revoked_at.is_(None)).values(
-        revoked_at=time.time()))
+    await tx.execute(
+        _table.update().where(_table.c.kind == _SESSION, _table.c.revoked_at.is_(None)).values(revoked_at=time.time())
+    )
     await tx.execute(_codes.delete())
 
 

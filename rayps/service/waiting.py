@@ -101,8 +101,12 @@ class WaitingJobs:
         """
         names = {group for _, group in self._counts if group is not None}
         ended = {name: text for name in names if (text := groups.ended(name)) is not None}
-        over = [Seal(job_id, Status.FAILED, ended[shape[1]]) for shape in self._counts if shape[1] in ended
-                for job_id in self._of(shape)]
+        over = [
+            Seal(job_id, Status.FAILED, ended[shape[1]])
+            for shape in self._counts
+            if shape[1] in ended
+            for job_id in self._of(shape)
+        ]
         self.looked_at += len(names) + len(over)
         self._head, self._lacks, self._barred = None, None, {}
         self._all = why if room is None or total is None else None
@@ -133,8 +137,11 @@ class WaitingJobs:
 
     def _starts(self, room: Bundle) -> list[Start]:
         left, starts, taken = dict(room), list[Start](), list[Waiting]()
-        queue = [(first, shape) for shape in self._counts if shape not in self._barred
-                 and (first := self._first(shape)) is not None]
+        queue = [
+            (first, shape)
+            for shape in self._counts
+            if shape not in self._barred and (first := self._first(shape)) is not None
+        ]
         heapq.heapify(queue)
         while queue and self._head is None:
             job_id, shape = heapq.heappop(queue)
@@ -165,8 +172,13 @@ class WaitingJobs:
         return None
 
     def _of(self, shape: Shape) -> list[str]:
-        return sorted({job_id for job_id in self._oldest[shape] if (job := self._jobs.get(job_id)) is not None
-                       and job.shape == shape and not job.stopping})
+        return sorted(
+            {
+                job_id
+                for job_id in self._oldest[shape]
+                if (job := self._jobs.get(job_id)) is not None and job.shape == shape and not job.stopping
+            }
+        )
 
 
 def room_beside(running: Mapping[str, tuple[Status, Bundle]], free: Bundle, total: Bundle) -> Bundle:

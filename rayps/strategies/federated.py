@@ -65,10 +65,15 @@ class Federated(Strategy):
 
     def __post_init__(self) -> None:
         forms.check(
-            fraction=self.fraction, speed=self.speed, available=self.available, dropout=self.dropout,
-            deadline=self.deadline, min_replies=self.min_replies, enough=self.enough,
+            fraction=self.fraction,
+            speed=self.speed,
+            available=self.available,
+            dropout=self.dropout,
+            deadline=self.deadline,
+            min_replies=self.min_replies,
+            enough=self.enough,
             over_selection=self.over_selection,
-        )  # fmt: skip
+        )
         if self.local_epochs is not None and self.local_steps is not None:
             raise ConfigError(
                 f"local_epochs is {self.local_epochs!r} and local_steps is {self.local_steps!r}: give one of them",

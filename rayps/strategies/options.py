@@ -19,9 +19,16 @@ def whole(strategy: Any, field: str, least: int = 1, *, none: bool = False, said
 
 
 def number(
-    strategy: Any, field: str, *, least: float | None = None, above: float | None = None, below: float | None = None,
-    most: float | None = None, expected: str = "", none: bool = False,
-) -> None:  # fmt: skip
+    strategy: Any,
+    field: str,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    most: float | None = None,
+    expected: str = "",
+    none: bool = False,
+) -> None:
     """A finite number within these bounds; `expected` says which they are in other words."""
     given = getattr(strategy, field)
     if given is None and none:

@@ -13,13 +13,28 @@ from rayps.spelling import near
 
 DEEPEST = 20  # parentheses in one another; a strategy needs three
 FIRST = {
-    "iid": "clients", "by_quantity": "clients", "shards": "per_client", "dirichlet": "alpha",
-    "krum": "f", "multi_krum": "f", "trimmed_mean": "f", "bulyan": "f", "centered_clipping": "tau",
-    "geometric_median": "iterations", "l1": "weight", "l2": "weight",
-    "sign_flip": "clients", "gaussian": "clients", "label_flip": "clients", "alie": "clients",
-    "inner_product": "clients", "nan": "clients", "inflated_counts": "clients",
-    "false_buffers": "clients", "false_c": "clients",
-}  # fmt: skip
+    "iid": "clients",
+    "by_quantity": "clients",
+    "shards": "per_client",
+    "dirichlet": "alpha",
+    "krum": "f",
+    "multi_krum": "f",
+    "trimmed_mean": "f",
+    "bulyan": "f",
+    "centered_clipping": "tau",
+    "geometric_median": "iterations",
+    "l1": "weight",
+    "l2": "weight",
+    "sign_flip": "clients",
+    "gaussian": "clients",
+    "label_flip": "clients",
+    "alie": "clients",
+    "inner_product": "clients",
+    "nan": "clients",
+    "inflated_counts": "clients",
+    "false_buffers": "clients",
+    "false_c": "clients",
+}
 _WORDS = {"none": None, "null": None, "true": True, "false": False}
 
 

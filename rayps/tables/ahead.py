@@ -68,11 +68,7 @@ class Ahead:
     """What was told of coming batches, by their place in the run. `begin`, `tell` and `rows` are for one thread."""
 
     def __init__(
-        self,
-        clients: Mapping[str, TableClient],
-        talk: Any,
-        lookups: Callable[[Any], Mapping[str, Any]],
-        pulls: bool,
+        self, clients: Mapping[str, TableClient], talk: Any, lookups: Callable[[Any], Mapping[str, Any]], pulls: bool
     ) -> None:
         """`pulls`: rows too, not only the sorting of ids, is done ahead."""
         self._clients, self._talk, self._lookups, self._pulls = clients, talk, lookups, pulls

@@ -39,8 +39,9 @@ class Delta:
 def schema(table: Table) -> pa.Schema:
     """The columns of a table's deltas."""
     number = pa.from_numpy_dtype(np.dtype(table.dtype))
-    return pa.schema([("id", pa.int64()), ("row", pa.list_(number, table.dim)), ("version", pa.int64()),
-                      ("gone", pa.bool_())])  # fmt: skip
+    return pa.schema(
+        [("id", pa.int64()), ("row", pa.list_(number, table.dim)), ("version", pa.int64()), ("gone", pa.bool_())]
+    )
 
 
 def delta(segment: TableSegment, since: int) -> bytes:
@@ -55,19 +56,36 @@ def delta(segment: TableSegment, since: int) -> bytes:
             lost = np.setdiff1d(gone, ids)
         version = segment.version
     table = segment.table
-    said = {"table": table.name, "segment": segment.index, "segments": table.segments, "since": since,
-            "version": version, "whole": whole}  # fmt: skip
+    said = {
+        "table": table.name,
+        "segment": segment.index,
+        "segments": table.segments,
+        "since": since,
+        "version": version,
+        "whole": whole,
+    }
     kind = schema(table).with_metadata({_KEY: json.dumps(said)})
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, kind) as writer:
         kept = pa.FixedSizeListArray.from_arrays(pa.array(columns.rows.reshape(-1)), type=kind.field("row").type)
-        writer.write_batch(pa.record_batch(
-            [pa.array(columns.ids), kept, pa.array(columns.life[:, USED].copy()), _all(False, len(columns.ids))],
-            schema=kind))  # fmt: skip
+        writer.write_batch(
+            pa.record_batch(
+                [pa.array(columns.ids), kept, pa.array(columns.life[:, USED].copy()), _all(False, len(columns.ids))],
+                schema=kind,
+            )
+        )
         if len(lost):
-            writer.write_batch(pa.record_batch(
-                [pa.array(lost), pa.nulls(len(lost), kind.field("row").type),
-                 pa.array(np.full(len(lost), version)), _all(True, len(lost))], schema=kind))  # fmt: skip
+            writer.write_batch(
+                pa.record_batch(
+                    [
+                        pa.array(lost),
+                        pa.nulls(len(lost), kind.field("row").type),
+                        pa.array(np.full(len(lost), version)),
+                        _all(True, len(lost)),
+                    ],
+                    schema=kind,
+                )
+            )
     return bytes(sink.getvalue())
 
 
@@ -88,8 +106,16 @@ def read_delta(data: Any) -> Delta:
         rows = whole["row"].combine_chunks().flatten().to_numpy().reshape(-1, width)
     except (pa.ArrowInvalid, KeyError, TypeError, ValueError, OSError) as error:
         raise DataError(f"a table's delta cannot be read: {error}") from error
-    return Delta(said["segment"], said["since"], said["version"], said["whole"], whole["id"].to_numpy(), rows,
-                 whole["version"].to_numpy(), np.concatenate(lost) if lost else np.empty(0, np.int64))  # fmt: skip
+    return Delta(
+        said["segment"],
+        said["since"],
+        said["version"],
+        said["whole"],
+        whole["id"].to_numpy(),
+        rows,
+        whole["version"].to_numpy(),
+        np.concatenate(lost) if lost else np.empty(0, np.int64),
+    )
 
 
 class Served:
@@ -107,8 +133,10 @@ class Served:
         """Take in a delta that was read. Raises DataError: it begins after what is known here."""
         known = self.versions.get(found.segment, 0)
         if not found.whole and found.since > known:
-            raise DataError(f"a delta of segment {found.segment} from version {found.since} came: version {known} is "
-                            "known here; ask from there")  # fmt: skip
+            raise DataError(
+                f"a delta of segment {found.segment} from version {found.since} came: version {known} is "
+                "known here; ask from there"
+            )
         rows = {} if found.whole else self.rows.get(found.segment, {})
         rows.update(zip(found.ids.tolist(), found.rows, strict=True))
         for each in found.gone.tolist():

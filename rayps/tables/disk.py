@@ -40,14 +40,22 @@ class Disk:
         try:
             with tempfile.TemporaryDirectory(prefix="rayps-rows-", dir=folder) as place:
                 self._db = sqlite3.connect(Path(place) / "rows", isolation_level=None, check_same_thread=False)
-                for said in ("locking_mode = exclusive", "journal_mode = off", "synchronous = off", "page_size = 8192",
-                             f"cache_size = -{_CACHE}"):  # fmt: skip
+                for said in (
+                    "locking_mode = exclusive",
+                    "journal_mode = off",
+                    "synchronous = off",
+                    "page_size = 8192",
+                    f"cache_size = -{_CACHE}",
+                ):
                     self._db.execute(f"pragma {said}")
                 self._db.execute("create table rows (id integer primary key, record blob not null)")
         except (OSError, sqlite3.Error) as error:
             place = folder or tempfile.gettempdir()
-            raise ConfigError(f"rows cannot be put on disk in {place}: {error}; give another folder in the table's "
-                              "policy, or no memory", field="policy") from error  # fmt: skip
+            raise ConfigError(
+                f"rows cannot be put on disk in {place}: {error}; give another folder in the table's "
+                "policy, or no memory",
+                field="policy",
+            ) from error
 
     def __len__(self) -> int:
         return self._count
@@ -66,9 +74,13 @@ class Disk:
         size = self._size
         with self._db:
             self._db.execute("begin")
-            self._db.executemany("insert into rows values (?, ?)", (
-                (key, records[at : at + size]) for key, at in zip(ids[order].tolist(), range(0, len(raw) * size, size),
-                                                                 strict=True)))  # fmt: skip
+            self._db.executemany(
+                "insert into rows values (?, ?)",
+                (
+                    (key, records[at : at + size])
+                    for key, at in zip(ids[order].tolist(), range(0, len(raw) * size, size), strict=True)
+                ),
+            )
         self._count += len(ids)
         if self._count * _BITS > len(self._filter) * 8:
             self._filter = np.zeros(1 << (self._count * _BITS * 2 // 8).bit_length(), np.uint8)

@@ -35,9 +35,12 @@ def _read(table: Table) -> tuple[str, float]:
     value = given.pop(knob, 0.01 if knob == "scale" else 0.0) if knob else 0.0
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < float("inf")
     if name not in KINDS or given or not number or (knob == "scale" and value < 0):
-        raise ConfigError(f'table {table.name!r}: init is {table.init!r}: give {{"name": "normal" or "uniform", '
-                          '"scale": 0 or more}, {"name": "zeros"} or {"name": "constant", "value": a number}',
-                          field="init", table=table.name)  # fmt: skip
+        raise ConfigError(
+            f'table {table.name!r}: init is {table.init!r}: give {{"name": "normal" or "uniform", '
+            '"scale": 0 or more}, {"name": "zeros"} or {"name": "constant", "value": a number}',
+            field="init",
+            table=table.name,
+        )
     return str(name), float(value)
 
 
@@ -55,8 +58,9 @@ def initial(table: Table, ids: Ids) -> Any:
     for lo in range(0, count, _BLOCK):
         part = found[lo : lo + _BLOCK]
         if name == "normal":
-            np.multiply(_normals(dtype.name).take(_bits(table, ids[lo : lo + _BLOCK], np.uint16)), dtype.type(value),
-                        out=part)  # fmt: skip
+            np.multiply(
+                _normals(dtype.name).take(_bits(table, ids[lo : lo + _BLOCK], np.uint16)), dtype.type(value), out=part
+            )
         else:
             spread = _bits(table, ids[lo : lo + _BLOCK], np.uint32).astype(np.float64)
             np.multiply(spread + 0.5, 2.0**-31, out=spread)

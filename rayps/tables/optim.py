@@ -135,17 +135,26 @@ def rule_of(table: Table) -> Rule:
     given = dict(table.optimizer)
     name = given.pop("name", None)
     if name not in _KINDS:
-        raise ConfigError(f"table {table.name!r}: there is no optimizer of rows {name!r}: there are sgd, adagrad and "
-                          "adam", field="optimizer", table=table.name)  # fmt: skip
+        raise ConfigError(
+            f"table {table.name!r}: there is no optimizer of rows {name!r}: there are sgd, adagrad and adam",
+            field="optimizer",
+            table=table.name,
+        )
     knobs = _KNOBS[name]
     for key, value in given.items():
         if key not in knobs:
-            raise ConfigError(f"table {table.name!r}: {name} has no {key!r}: it has {', '.join(knobs)}",
-                              field="optimizer", table=table.name)  # fmt: skip
+            raise ConfigError(
+                f"table {table.name!r}: {name} has no {key!r}: it has {', '.join(knobs)}",
+                field="optimizer",
+                table=table.name,
+            )
         if not _fits(key, value):
-            raise ConfigError(f"table {table.name!r}: {key} of {name} is {value!r}: give "
-                              f"{'two numbers from 0 to below 1' if key == 'betas' else 'a number of at least 0'}",
-                              field="optimizer", table=table.name)  # fmt: skip
+            raise ConfigError(
+                f"table {table.name!r}: {key} of {name} is {value!r}: give "
+                f"{'two numbers from 0 to below 1' if key == 'betas' else 'a number of at least 0'}",
+                field="optimizer",
+                table=table.name,
+            )
     found: Rule = _KINDS[name](table, **{**knobs, **given})
     return found
 
@@ -178,8 +187,9 @@ class TablePace:
         if now.get("momentum") and not knobs["momentum"]:
             raise WorkloadError(
                 f"schedule moves the momentum of table {self._table.name!r}, which was made without: give its "
-                "optimizer a momentum, or leave it as it is (cycle_momentum=False)", table=self._table.name,
-            )  # fmt: skip
+                "optimizer a momentum, or leave it as it is (cycle_momentum=False)",
+                table=self._table.name,
+            )
         return now
 
 

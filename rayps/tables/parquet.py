@@ -52,8 +52,15 @@ def write(folder: str | Path, table: Table, states: Iterable[Any]) -> list[Path]
             pq.write_table(counted, place / f"counted-{index:05d}.parquet")
         path = place / f"rows-{index:05d}.parquet"
         whole = as_arrow(table, fields, columns).replace_schema_metadata({_KEY: json.dumps(said)})
-        pq.write_table(whole, path, row_group_size=_GROUP, use_dictionary=False, compression="none",
-                       column_encoding={"id": "DELTA_BINARY_PACKED"}, write_statistics=["id"])  # fmt: skip
+        pq.write_table(
+            whole,
+            path,
+            row_group_size=_GROUP,
+            use_dictionary=False,
+            compression="none",
+            column_encoding={"id": "DELTA_BINARY_PACKED"},
+            write_statistics=["id"],
+        )
         written.append(path)
     return written
 
@@ -78,8 +85,10 @@ def as_columns(table: Table, fields: Sequence[Field], given: pa.Table) -> Column
         return Columns(given["id"].to_numpy(), rows, values, life)
     except (KeyError, ValueError, AttributeError, pa.ArrowInvalid) as error:
         needed = ", ".join(["id", f"row [{table.dim}]", *(f"{f.name} [{f.width}]" for f in fields), *_LIFE])
-        raise CheckpointError(f"table {table.name!r}: the files hold {given.schema.names}: {needed} were expected "
-                              f"({error})", table=table.name) from error  # fmt: skip
+        raise CheckpointError(
+            f"table {table.name!r}: the files hold {given.schema.names}: {needed} were expected ({error})",
+            table=table.name,
+        ) from error
 
 
 def _lists(values: Any, width: int) -> Any:
@@ -94,8 +103,13 @@ def _array(column: Any, width: int, dtype: str) -> Any:
     return flat.to_numpy(zero_copy_only=False).astype(dtype, copy=False).reshape(len(column), width)
 
 
-def read(folder: str | Path, table: Table, workers: int, only: Iterable[int] | None = None,
-         marks: Sequence[int] | None = None) -> Iterator[tuple[int, bytes]]:  # fmt: skip
+def read(
+    folder: str | Path,
+    table: Table,
+    workers: int,
+    only: Iterable[int] | None = None,
+    marks: Sequence[int] | None = None,
+) -> Iterator[tuple[int, bytes]]:
     """The table's segments from what `write` saved, however many there were: index and state for `TableSegment.load`.
 
     Segments `only`, or all. Clocks begin at `marks`, by rank; where the cut and the number of workers are those that
@@ -109,8 +123,10 @@ def read(folder: str | Path, table: Table, workers: int, only: Iterable[int] | N
         raise CheckpointError(f"table {table.name!r}: there are no files rows-*.parquet in {folder}", table=table.name)
     heads = [_said(path, table) for path in files]
     if heads[0]["segments"] != len(files):
-        raise CheckpointError(f"table {table.name!r}: {len(files)} files are in {folder}: "
-                              f"{heads[0]['segments']} were saved", table=table.name)  # fmt: skip
+        raise CheckpointError(
+            f"table {table.name!r}: {len(files)} files are in {folder}: {heads[0]['segments']} were saved",
+            table=table.name,
+        )
     wanted = list(range(table.segments)) if only is None else list(only)
     fields, same = rule_of(table).fields, len(files) == table.segments
     version = max(head["version"] for head in heads)
@@ -125,8 +141,9 @@ def read(folder: str | Path, table: Table, workers: int, only: Iterable[int] | N
         yield index, _state(columns, head, _counted(path))
 
 
-def _cut_anew(table: Table, fields: Sequence[Field], files: list[Path], wanted: list[int],
-              clock: tuple[int, Ledger]) -> Iterator[tuple[int, bytes]]:  # fmt: skip
+def _cut_anew(
+    table: Table, fields: Sequence[Field], files: list[Path], wanted: list[int], clock: tuple[int, Ledger]
+) -> Iterator[tuple[int, bytes]]:
     parts: dict[int, list[tuple[Columns, Columns]]] = {index: [] for index in wanted}
     none = {field.name: np.empty((0, field.width), field.dtype) for field in fields}
     for path in files:
@@ -142,8 +159,15 @@ def _cut_anew(table: Table, fields: Sequence[Field], files: list[Path], wanted: 
         rows = _joined([each for each, _ in parts[index]], none)
         counted = _joined([each for _, each in parts.pop(index)], {})
         life = {"evicted": 0, "known_from": clock[0], "log": []}
-        head = {"table": table.name, "index": index, "segments": table.segments, "seq": 0, "version": clock[0],
-                "ledger": clock[1].to_json(), "life": life}  # fmt: skip
+        head = {
+            "table": table.name,
+            "index": index,
+            "segments": table.segments,
+            "seq": 0,
+            "version": clock[0],
+            "ledger": clock[1].to_json(),
+            "life": life,
+        }
         yield index, _state(rows, head, (counted.ids, counted.life))
 
 
@@ -159,8 +183,10 @@ def _state(columns: Columns, head: dict[str, Any], counted: tuple[Any, Any]) -> 
     if life["log"]:  # which rows were evicted is not saved: a delta from before this is a whole
         life |= {"known_from": head["version"], "log": []}
     none = np.empty(0, np.int64)
-    return state.pack({**head, "life": life}, {**state.as_arrays(columns), "life.candidates": counted[0],
-                                               "life.seen": counted[1], "life.evicted": none})  # fmt: skip
+    return state.pack(
+        {**head, "life": life},
+        {**state.as_arrays(columns), "life.candidates": counted[0], "life.seen": counted[1], "life.evicted": none},
+    )
 
 
 def _said(path: Path, table: Table) -> dict[str, Any]:
@@ -171,9 +197,11 @@ def _said(path: Path, table: Table) -> dict[str, Any]:
         raise CheckpointError(f"table {table.name!r}: {path} cannot be read: {error}", table=table.name) from error
     name = table.optimizer.get("name")
     if said["dim"] != table.dim or said["optimizer"].get("name") != name:
-        raise CheckpointError(f"table {table.name!r}: {path} holds rows of {said['dim']} elements with the state of "
-                              f"{said['optimizer'].get('name')}: {table.dim} and {name} were expected",
-                              table=table.name)  # fmt: skip
+        raise CheckpointError(
+            f"table {table.name!r}: {path} holds rows of {said['dim']} elements with the state of "
+            f"{said['optimizer'].get('name')}: {table.dim} and {name} were expected",
+            table=table.name,
+        )
     return head
 
 

@@ -49,29 +49,46 @@ class Policy:
         known = [field.name for field in dataclasses.fields(cls)]
         for key in table.policy:
             if key not in known:
-                raise ConfigError(f"table {table.name!r}: the policy has no {key!r}: it has {', '.join(known)}",
-                                  field="policy", table=table.name)  # fmt: skip
+                raise ConfigError(
+                    f"table {table.name!r}: the policy has no {key!r}: it has {', '.join(known)}",
+                    field="policy",
+                    table=table.name,
+                )
         found = cls(**table.policy)
         whole = {"admit": (found.admit, 1), "floor": (found.floor, 0)}
-        whole |= {name: (getattr(found, name), 1) for name in ("ttl", "capacity", "memory")
-                  if getattr(found, name) is not None}  # fmt: skip
+        whole |= {
+            name: (getattr(found, name), 1)
+            for name in ("ttl", "capacity", "memory")
+            if getattr(found, name) is not None
+        }
         for name, (value, least) in whole.items():
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigError(f"table {table.name!r}: {name} is {value!r}: give a whole number of at least {least}",
-                                  field="policy", table=table.name)  # fmt: skip
+                raise ConfigError(
+                    f"table {table.name!r}: {name} is {value!r}: give a whole number of at least {least}",
+                    field="policy",
+                    table=table.name,
+                )
         p = found.probability
         if isinstance(p, bool) or not isinstance(p, (int, float)) or not 0 < p <= 1:
-            raise ConfigError(f"table {table.name!r}: probability is {p!r}: give a share above 0 and up to 1",
-                              field="policy", table=table.name)  # fmt: skip
+            raise ConfigError(
+                f"table {table.name!r}: probability is {p!r}: give a share above 0 and up to 1",
+                field="policy",
+                table=table.name,
+            )
         if found.folder is not None and not isinstance(found.folder, str):
-            raise ConfigError(f"table {table.name!r}: folder is {found.folder!r}: give a path",
-                              field="policy", table=table.name)  # fmt: skip
+            raise ConfigError(
+                f"table {table.name!r}: folder is {found.folder!r}: give a path", field="policy", table=table.name
+            )
         if found.evict not in (None, "lru", "lfu"):
-            raise ConfigError(f"table {table.name!r}: evict is {found.evict!r}: give lru or lfu",
-                              field="policy", table=table.name)  # fmt: skip
+            raise ConfigError(
+                f"table {table.name!r}: evict is {found.evict!r}: give lru or lfu", field="policy", table=table.name
+            )
         if found.evict and found.capacity is None:
-            raise ConfigError(f"table {table.name!r}: evict is {found.evict!r} and there is no limit: give capacity "
-                              "(bytes)", field="policy", table=table.name)  # fmt: skip
+            raise ConfigError(
+                f"table {table.name!r}: evict is {found.evict!r} and there is no limit: give capacity (bytes)",
+                field="policy",
+                table=table.name,
+            )
         return found
 
 
@@ -90,9 +107,12 @@ class Life:
         self.limit = None if policy.capacity is None else policy.capacity // table.segments // row_bytes
         if self.limit is not None and self.limit < max(1, self._floor):
             least = max(1, self._floor) * table.segments * row_bytes
-            raise ConfigError(f"table {table.name!r}: capacity is {policy.capacity} bytes: a row takes {row_bytes}, "
-                              f"and {table.segments} segments with a floor of {policy.floor} rows need {least}",
-                              field="policy", table=table.name)  # fmt: skip
+            raise ConfigError(
+                f"table {table.name!r}: capacity is {policy.capacity} bytes: a row takes {row_bytes}, "
+                f"and {table.segments} segments with a floor of {policy.floor} rows need {least}",
+                field="policy",
+                table=table.name,
+            )
         self._key = np.int64(key_of(table.seed ^ 0x7A11))
         self._luck = np.uint64(min(int(policy.probability * 2.0**64), 2**64 - 1))
         self._most = max(64, CANDIDATES // table.segments)
@@ -204,9 +224,12 @@ class Life:
         logged = [ids for _, ids in self.log]
         return (
             {"evicted": self.evicted, "known_from": self.known_from, "log": [[v, len(i)] for v, i in self.log]},
-            {"candidates": ids[order], "seen": seen[order],
-             "evicted": np.concatenate(logged) if logged else np.empty(0, np.int64)},
-        )  # fmt: skip
+            {
+                "candidates": ids[order],
+                "seen": seen[order],
+                "evicted": np.concatenate(logged) if logged else np.empty(0, np.int64),
+            },
+        )
 
     def load(self, head: dict[str, Any], arrays: dict[str, Any]) -> None:
         """Become what `dump` gave."""

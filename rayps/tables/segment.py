@@ -30,17 +30,7 @@ from rayps.tables.optim import Knobs, Scheduled, rule_of
 from rayps.tables.policy import Life, Policy
 from rayps.tables.rounds import union
 from rayps.tables.store import RowStore
-from rayps.tables.wire import (
-    DTYPES,
-    Counts,
-    Ids,
-    Push,
-    decode_pull,
-    decode_push,
-    encode_pull,
-    encode_push,
-    encode_rows,
-)
+from rayps.tables.wire import DTYPES, Counts, Ids, Push, decode_pull, decode_push, encode_pull, encode_push, encode_rows
 
 _PUSH, _ROUND, _USE = 1, 2, 3  # kinds of changes
 _HEAD = 32  # kind, rank, step: int64; weight: float64
@@ -55,11 +45,17 @@ def check_table(table: Table) -> None:
     """
     for name, value in (("dim", table.dim), ("segments", table.segments)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"table {table.name!r}: {name} is {value!r}: give a whole number of at least 1",
-                              field=name, table=table.name)  # fmt: skip
+            raise ConfigError(
+                f"table {table.name!r}: {name} is {value!r}: give a whole number of at least 1",
+                field=name,
+                table=table.name,
+            )
     if table.dtype not in DTYPES:
-        raise ConfigError(f"table {table.name!r}: dtype is {table.dtype!r}: give {' or '.join(DTYPES)}",
-                          field="dtype", table=table.name)  # fmt: skip
+        raise ConfigError(
+            f"table {table.name!r}: dtype is {table.dtype!r}: give {' or '.join(DTYPES)}",
+            field="dtype",
+            table=table.name,
+        )
     initial.check(table)
     store = RowStore(table, rule_of(table))
     Life(table, store.row_bytes, 1)
@@ -69,9 +65,15 @@ class TableSegment:
     """Segment `index` of a table: its rows, its clock and its ledger."""
 
     def __init__(
-        self, table: Table, index: int, strategy: Strategy, workers: int, start_marks: Sequence[int] | None = None,
-        *, scheduled: Scheduled | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        table: Table,
+        index: int,
+        strategy: Strategy,
+        workers: int,
+        start_marks: Sequence[int] | None = None,
+        *,
+        scheduled: Scheduled | None = None,
+    ) -> None:
         """`start_marks`: by rank, its next step; 0 for all unless said otherwise. `scheduled`: the job's schedule.
 
         Raises:
@@ -147,8 +149,10 @@ class TableSegment:
         if not self.ledger.seen(rank, step):
             mark = self.ledger.marks[rank]
             if step - mark >= WINDOW:
-                raise ValueError(f"rank {rank} pushed step {step} of table {self.table.name!r} before step {mark}: "
-                                 f"at most {WINDOW - 1} may be skipped")  # fmt: skip
+                raise ValueError(
+                    f"rank {rank} pushed step {step} of table {self.table.name!r} before step {mark}: "
+                    f"at most {WINDOW - 1} may be skipped"
+                )
             self._checked = (data, decode_push(data, self.table))
 
     def push(self, rank: int, step: int, weight: float, data: Any) -> list[bytes]:
@@ -186,8 +190,11 @@ class TableSegment:
             self._fault = TrainingError(
                 f"table {self.table.name!r}: the row of id {self._overflown}, or its optimizer state, is not finite "
                 f"(NaN or infinite) since round {step}{who}, although the gradient is:\nlower the table's rate",
-                parameter=self.table.name, id=self._overflown, round=step, **({} if rank is None else {"rank": rank}),
-            )  # fmt: skip
+                parameter=self.table.name,
+                id=self._overflown,
+                round=step,
+                **({} if rank is None else {"rank": rank}),
+            )
         if self._fault is not None:
             raise self._fault
 
@@ -394,8 +401,15 @@ class TableSegment:
         if self._gathers:
             ledger = Ledger(min(mark, self._closed) for mark in ledger.marks.values())
         head, arrays = self.life.dump()
-        said = {"table": self.table.name, "index": self.index, "segments": self.table.segments, "seq": self.seq,
-                "version": self.version, "ledger": ledger.to_json(), "life": head}  # fmt: skip
+        said = {
+            "table": self.table.name,
+            "index": self.index,
+            "segments": self.table.segments,
+            "seq": self.seq,
+            "version": self.version,
+            "ledger": ledger.to_json(),
+            "life": head,
+        }
         return said, {f"life.{name}": value for name, value in arrays.items()}
 
     def load(self, data: Any) -> None:
@@ -406,15 +420,19 @@ class TableSegment:
         """
         head, arrays = state.unpack(data)
         if [head.get("index"), head.get("segments")] != [self.index, self.table.segments]:
-            raise CheckpointError(f"table {self.table.name!r}: segment {head.get('index')} of {head.get('segments')} "
-                                  f"came: {self.index} of {self.table.segments} was expected",
-                                  table=self.table.name)  # fmt: skip
+            raise CheckpointError(
+                f"table {self.table.name!r}: segment {head.get('index')} of {head.get('segments')} "
+                f"came: {self.index} of {self.table.segments} was expected",
+                table=self.table.name,
+            )
         store = self._store()
         columns = state.as_columns(self.table, self.store.rule.fields, arrays)
         ledger = Ledger.from_json(head["ledger"])
         if len(ledger.marks) != self.size:
-            raise CheckpointError(f"table {self.table.name!r}: a state of {len(ledger.marks)} workers came: "
-                                  f"{self.size} were expected", table=self.table.name)  # fmt: skip
+            raise CheckpointError(
+                f"table {self.table.name!r}: a state of {len(ledger.marks)} workers came: {self.size} were expected",
+                table=self.table.name,
+            )
         store.load(columns)
         self.store = store
         self._begin(ledger)

@@ -67,11 +67,17 @@ def as_columns(table: Table, fields: tuple[Field, ...], arrays: Mapping[str, Any
     """
     wanted = {"rows": (table.dim, table.dtype), **{f"state.{f.name}": (f.width, f.dtype) for f in fields}}
     count = len(arrays.get("ids", ()))
-    found = {name: (value.shape, str(value.dtype)) for name, value in arrays.items() if name in wanted or
-             name.startswith("state.")}  # fmt: skip
+    found = {
+        name: (value.shape, str(value.dtype))
+        for name, value in arrays.items()
+        if name in wanted or name.startswith("state.")
+    }
     needed = {name: ((count, width), dtype) for name, (width, dtype) in wanted.items()}
     if found != needed or "life" not in arrays:
-        raise CheckpointError(f"table {table.name!r}: the state holds {found}: {needed} were expected "
-                              f"(dim, dtype and optimizer of the table)", table=table.name)  # fmt: skip
+        raise CheckpointError(
+            f"table {table.name!r}: the state holds {found}: {needed} were expected "
+            f"(dim, dtype and optimizer of the table)",
+            table=table.name,
+        )
     state = {f.name: arrays[f"state.{f.name}"] for f in fields}
     return Columns(arrays["ids"], arrays["rows"], state, arrays["life"])

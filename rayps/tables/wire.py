@@ -145,12 +145,18 @@ def _ids(raw: Any, n: int, flags: int, name: str) -> tuple[Ids, Counts | None, i
     if not ids.flags.aligned:  # every sum over them would copy them
         ids = ids.copy()
     if int(ids[0]) < 0:
-        raise ConfigError(f"table {name!r}: id {int(ids[0])} is negative: ids are whole numbers from 0 to 2**63 - 1",
-                          table=name, id=int(ids[0]))  # fmt: skip
+        raise ConfigError(
+            f"table {name!r}: id {int(ids[0])} is negative: ids are whole numbers from 0 to 2**63 - 1",
+            table=name,
+            id=int(ids[0]),
+        )
     if n > 1 and not (ids[1:] > ids[:-1]).all():
         at = int(np.argmin(ids[1:] > ids[:-1]))
-        raise ConfigError(f"table {name!r}: id {int(ids[at + 1])} comes after {int(ids[at])}: ids must be ascending, "
-                          "and none twice (sum the gradients of one id first)", table=name)  # fmt: skip
+        raise ConfigError(
+            f"table {name!r}: id {int(ids[at + 1])} comes after {int(ids[at])}: ids must be ascending, "
+            "and none twice (sum the gradients of one id first)",
+            table=name,
+        )
     if not flags & COUNTS:
         return ids, None, end
     return ids, raw[end : end + 4 * n].view(np.uint32), end + (4 * n + 7) // 8 * 8
@@ -179,12 +185,18 @@ def decode_push(data: Any, table: Table) -> Push:
     if not n:
         return Push(ids, np.empty(0, np.uint32), torch.empty(0, table.dim, dtype=dtype))
     if dim != table.dim:
-        raise ConfigError(f"table {table.name!r}: rows of {dim} elements came: it has {table.dim} (dim)",
-                          table=table.name, dim=table.dim)  # fmt: skip
+        raise ConfigError(
+            f"table {table.name!r}: rows of {dim} elements came: it has {table.dim} (dim)",
+            table=table.name,
+            dim=table.dim,
+        )
     size = n * dim * (2 if flags & HALF else dtype.itemsize)
     if at + size > len(raw):
-        raise ConfigError(f"table {table.name!r}: {len(raw) - at} bytes of rows came for {n} ids: {size} were expected "
-                          f"({table.dtype} [{n}, {dim}])", table=table.name)  # fmt: skip
+        raise ConfigError(
+            f"table {table.name!r}: {len(raw) - at} bytes of rows came for {n} ids: {size} were expected "
+            f"({table.dtype} [{n}, {dim}])",
+            table=table.name,
+        )
     if counts is None:
         counts = np.ones(n, np.uint32)
     held = raw[at : at + size]
@@ -196,8 +208,12 @@ def decode_push(data: Any, table: Table) -> Push:
         wrong = torch.isfinite(rows).all(1).logical_not().nonzero().view(-1)
         if len(wrong):
             first = int(ids[int(wrong[0])])
-            raise ConfigError(f"table {table.name!r}: the gradient of id {first} is not finite, and {len(wrong) - 1} "
-                              "more: nothing was applied", table=table.name, id=first)  # fmt: skip
+            raise ConfigError(
+                f"table {table.name!r}: the gradient of id {first} is not finite, and {len(wrong) - 1} "
+                "more: nothing was applied",
+                table=table.name,
+                id=first,
+            )
     return Push(ids, counts, rows)
 
 
@@ -232,8 +248,9 @@ def decode_rows(data: Any, n: int, table: Table, half: bool = False) -> Tensor:
     dtype = DTYPES[table.dtype]
     size = n * table.dim * (2 if half else dtype.itemsize)
     if len(data) != size:
-        raise ConfigError(f"table {table.name!r}: {len(data)} bytes came for {n} rows: {size} were expected",
-                          table=table.name)  # fmt: skip
+        raise ConfigError(
+            f"table {table.name!r}: {len(data)} bytes came for {n} rows: {size} were expected", table=table.name
+        )
     if not n:
         return torch.empty(0, table.dim, dtype=dtype)
     raw = np.frombuffer(data, np.uint8)

@@ -53,10 +53,16 @@ class SplitAttention(nn.Module):
         self._qkv_same_embed_dim = False  # nn.TransformerEncoderLayer asks before it takes a path around this forward
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None,
-        need_weights: bool = True, attn_mask: Tensor | None = None, average_attn_weights: bool = True,
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
         is_causal: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor | None]:
         """See nn.MultiheadAttention. `is_causal` is a hint beside `attn_mask`, which is what counts."""
         if is_causal and attn_mask is None:
             raise WorkloadError("is_causal is a hint: give attention the causal mask too, as attn_mask")

@@ -81,8 +81,13 @@ def splits(layer: nn.Module) -> tuple[str, ...]:
     if isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward:
         return ("out", "in")
     if isinstance(layer, nn.Embedding) and type(layer).forward is nn.Embedding.forward:
-        return () if layer.max_norm is not None else ("out",) if layer.scale_grad_by_freq or layer.sparse else (
-            "rows", "out")  # fmt: skip
+        return (
+            ()
+            if layer.max_norm is not None
+            else ("out",)
+            if layer.scale_grad_by_freq or layer.sparse
+            else ("rows", "out")
+        )
     if isinstance(layer, nn.MultiheadAttention) and type(layer).forward is nn.MultiheadAttention.forward:
         return ("heads",)
     return ()
@@ -103,8 +108,9 @@ def _unable(name: str, layer: nn.Module, wish: Wish, exact: bool) -> ConfigError
     kind = type(layer).__name__
     can = splits(layer)
     if not exact:
-        return ConfigError(f"plan[{name!r}] is {wish.split!r}, and no layer of that name can be split so: {_CAN}",
-                           field="plan")  # fmt: skip
+        return ConfigError(
+            f"plan[{name!r}] is {wish.split!r}, and no layer of that name can be split so: {_CAN}", field="plan"
+        )
     if can:
         return ConfigError(
             f"plan[{name!r}] is {wish.split!r}, and {kind} can be split by {' or '.join(can)}", field="plan"

@@ -73,10 +73,15 @@ def cuts(layer: nn.Module, way: Way, size: int, index: int) -> dict[str, Cut]:
 def _head_cuts(layer: nn.Module, width: int, mine: tuple[Range, ...]) -> dict[str, Cut]:
     thrice = tuple((lo + i * width, hi + i * width) for i in range(3) for lo, hi in mine)
     found: dict[str, Cut] = {
-        "in_proj_weight": (0, thrice), "in_proj_bias": (0, thrice), "out_proj.weight": (1, mine),
-        "q_proj_weight": (0, mine), "k_proj_weight": (0, mine), "v_proj_weight": (0, mine),
-        "bias_k": (2, mine), "bias_v": (2, mine),
-    }  # fmt: skip
+        "in_proj_weight": (0, thrice),
+        "in_proj_bias": (0, thrice),
+        "out_proj.weight": (1, mine),
+        "q_proj_weight": (0, mine),
+        "k_proj_weight": (0, mine),
+        "v_proj_weight": (0, mine),
+        "bias_k": (2, mine),
+        "bias_v": (2, mine),
+    }
     present = {name for name, _ in layer.named_parameters()}
     return {name: cut for name, cut in found.items() if name in present}
 

@@ -23,9 +23,26 @@ from rayps.tensor.ways import Plan, Way
 BIG = 1 << 20  # elements from which on an embedding is split by itself: below, an exchange costs more than it saves
 _DROPOUTS = (nn.Dropout,)
 _ELEMENTWISE = (
-    nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid, nn.ELU, nn.CELU, nn.SELU, nn.LeakyReLU,
-    nn.Softplus, nn.Softsign, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.LogSigmoid, nn.Identity, nn.Dropout,
-)  # fmt: skip
+    nn.ReLU,
+    nn.ReLU6,
+    nn.GELU,
+    nn.SiLU,
+    nn.Mish,
+    nn.Tanh,
+    nn.Sigmoid,
+    nn.ELU,
+    nn.CELU,
+    nn.SELU,
+    nn.LeakyReLU,
+    nn.Softplus,
+    nn.Softsign,
+    nn.Hardtanh,
+    nn.Hardswish,
+    nn.Hardsigmoid,
+    nn.LogSigmoid,
+    nn.Identity,
+    nn.Dropout,
+)
 _BLOCKS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 Named = list[tuple[str, nn.Module]]
 
@@ -88,10 +105,7 @@ def _automatic(model: nn.Module, size: int) -> dict[str, Wish]:
     holders = _holders(model)
     shared = {name.rpartition(".")[0] for names in holders.values() if len(names) > 1 for name in names}
     seen = Counter(id(each) for _, each in model.named_modules(remove_duplicate=False))
-    free = {
-        name for name, each in model.named_modules()
-        if splits(each) and seen[id(each)] == 1 and name not in shared
-    }  # fmt: skip
+    free = {name for name, each in model.named_modules() if splits(each) and seen[id(each)] == 1 and name not in shared}
     wishes: dict[str, Wish] = {}
     for chain in chains(model):
         _pair_up(chain, free, size, wishes)

@@ -68,8 +68,9 @@ class ElasticServer:
         if consistent and not self.talk.space.strategy.lockstep:
             raise ConfigError(
                 "the servers of an elastic group are read as of one moment in step only: give staleness=0, or pull "
-                "with consistent=False", field="consistent",
-            )  # fmt: skip
+                "with consistent=False",
+                field="consistent",
+            )
         return self._fetch(Kind.PULL, lo, self.size if hi is None else hi, out)
 
     def read(self, lo: int = 0, hi: int | None = None) -> Tensor:

@@ -157,8 +157,11 @@ class Lines:
         return self._troubles.setdefault(server, _Trouble())
 
     def _late(self, unsaid: list[int]) -> PeerTimeout:
-        silent = {line.server: sorted({index for flight in line.flights.values() for index in flight.segments})
-                  for line in self.open.values() if line.flights}  # fmt: skip
+        silent = {
+            line.server: sorted({index for flight in line.flights.values() for index in flight.segments})
+            for line in self.open.values()
+            if line.flights
+        }
         said = [f"server {name!r} did not answer for {named(which)}" for name, which in silent.items()]
         segments = sorted({*unsaid, *(index for which in silent.values() for index in which)})
         if unsaid:
@@ -167,8 +170,10 @@ class Lines:
             said.append(f"{named(sorted(set(unsaid)))} could not be asked for (held by {holders}{lost})")
         return PeerTimeout(
             f"space {self.space.name!r}: {'; '.join(said)} within {self.timeout:g} s (the knob is `timeout`)",
-            peer=next(iter(silent), "manager"), seconds=self.timeout, segments=segments,
-        )  # fmt: skip
+            peer=next(iter(silent), "manager"),
+            seconds=self.timeout,
+            segments=segments,
+        )
 
 
 def named(segments: list[int]) -> str:

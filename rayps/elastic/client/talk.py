@@ -87,9 +87,15 @@ class Talk:
         """Another talk of the same rank, with links of its own, for another thread. It is not to push; a `hang_up` of
         this one reaches it."""
         made = Talk(
-            self._door, self.space, self.rank, incarnation=self._incarnation, timeout=self.timeout,
-            name=self._lines.name, keep=0, lost=self._lost,
-        )  # fmt: skip
+            self._door,
+            self.space,
+            self.rank,
+            incarnation=self._incarnation,
+            timeout=self.timeout,
+            name=self._lines.name,
+            keep=0,
+            lost=self._lost,
+        )
         self._readers.add(made)
         if self._lines.ended:  # while it was made
             made.hang_up()
@@ -143,8 +149,10 @@ class Talk:
         dense, lands = len(self.space.cuts), None if landing is None else dict(landing)
         parts = [(kind, dict(pieces))]
         if kind is Kind.PUSH_PULL and dense < self.space.segments:
-            parts = [(Kind.PUSH, {i: piece for i, piece in pieces.items() if i >= dense}),
-                     (kind, {i: piece for i, piece in pieces.items() if i < dense})]  # fmt: skip
+            parts = [
+                (Kind.PUSH, {i: piece for i, piece in pieces.items() if i >= dense}),
+                (kind, {i: piece for i, piece in pieces.items() if i < dense}),
+            ]
         asks = [Ask(each, step, weight, those, lands) for each, those in parts if those]
         self._run(asks)
         found: dict[int, Any] = {}
@@ -352,8 +360,10 @@ class Talk:
             if len(view) != len(data):
                 raise LinkError(
                     f"{line.server!r} sent {len(data)} bytes of segment {index} where {len(view)} were expected",
-                    peer=line.server, given=len(data), expected=len(view),
-                )  # fmt: skip
+                    peer=line.server,
+                    given=len(data),
+                    expected=len(view),
+                )
             view[:] = data
             ask.answers[index] = EMPTY
 
@@ -384,5 +394,7 @@ class Talk:
         if gone:
             raise PeerLost(
                 f"{named(gone)} of {self.space.name!r} had no copy when their server died: their parameters, and all "
-                "that was pushed to them, are lost (the knob is `replicas`)", peer="server", segments=gone,
-            )  # fmt: skip
+                "that was pushed to them, are lost (the knob is `replicas`)",
+                peer="server",
+                segments=gone,
+            )

@@ -47,8 +47,10 @@ class Watch:
         if found is None:
             raise PeerTimeout(
                 f"the manager of the server group sent no map of space {space} within {timeout:g} s (the knob is "
-                "`timeout`)", peer="manager", seconds=timeout,
-            )  # fmt: skip
+                "`timeout`)",
+                peer="manager",
+                seconds=timeout,
+            )
         self.map = found
 
     def look(self) -> SpaceMap | None:

@@ -50,12 +50,7 @@ class Balance:
             )
 
     def shed(
-        self,
-        loads: Mapping[SeatId, float],
-        at: Mapping[SeatId, str],
-        servers: Sequence[str],
-        heat: Heat,
-        now: float,
+        self, loads: Mapping[SeatId, float], at: Mapping[SeatId, str], servers: Sequence[str], heat: Heat, now: float
     ) -> dict[SeatId, str]:
         """The segments that move now, and to whom. `loads` are by segment, `at` says who serves it; `now`: seconds."""
         of = {server: sum(load for seat, load in loads.items() if at.get(seat) == server) for server in servers}

@@ -31,7 +31,7 @@ from rayps.elastic.manager.decide import (
     apply,
     decide,
     settled,
-)  # fmt: skip
+)
 from rayps.elastic.manager.members import Member
 from rayps.elastic.manager.record import Book, Record, Told
 from rayps.elastic.manager.seats import Seat, SeatId, State, hear
@@ -363,8 +363,9 @@ class Keeper:
                     f"segment {seat.index} of space {space!r} is lost: {seat.primary} died and nobody had a copy; it "
                     f"begins empty on {server} and must be loaded from a checkpoint. A group that is started with "
                     "replicas=1 loses nothing when one server dies",
-                    space=space, segment=seat.index,
-                )  # fmt: skip
+                    space=space,
+                    segment=seat.index,
+                )
             case Promote(_, _, _, "died"):
                 self.count("promotions")
             case Promote(_, server, _, "moved"):

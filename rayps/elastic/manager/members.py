@@ -102,8 +102,9 @@ class Member:
     def sizes(self) -> list[tuple[SeatId, int]]:
         """Bytes of all segments that it is primary of."""
         spaces = self.load.get("spaces", {}).items()
-        return [((number, index), int(values[0])) for number, facts in spaces
-                for index, values in facts["segments"].items()]  # fmt: skip
+        return [
+            ((number, index), int(values[0])) for number, facts in spaces for index, values in facts["segments"].items()
+        ]
 
     def rows(self, seat: SeatId) -> int:
         """Its rows."""

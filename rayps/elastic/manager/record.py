@@ -152,13 +152,37 @@ def _plain(record: Record) -> dict[str, Any]:
 
 
 def _plain_seat(seat: Seat) -> list[Any]:
-    return [seat.space, seat.index, seat.key, seat.primary, seat.generation, seat.copies, sorted(seat.synced),
-            seat.born, seat.ready, seat.heir, seat.handed, seat.lost, seat.parent]  # fmt: skip
+    return [
+        seat.space,
+        seat.index,
+        seat.key,
+        seat.primary,
+        seat.generation,
+        seat.copies,
+        sorted(seat.synced),
+        seat.born,
+        seat.ready,
+        seat.heir,
+        seat.handed,
+        seat.lost,
+        seat.parent,
+    ]
 
 
 def _seat(item: list[Any]) -> Seat:
     space, index, key, primary, generation, copies, synced, born, ready, heir, handed, lost, parent = item
     return Seat(
-        space, index, key, primary, generation, tuple(copies), frozenset(synced),
-        born, ready, heir, handed, lost, None if parent is None else (parent[0], parent[1]),
-    )  # fmt: skip
+        space,
+        index,
+        key,
+        primary,
+        generation,
+        tuple(copies),
+        frozenset(synced),
+        born,
+        ready,
+        heir,
+        handed,
+        lost,
+        None if parent is None else (parent[0], parent[1]),
+    )

@@ -21,8 +21,9 @@ def find(keeper: Keeper, name: str) -> Space:
     known = ", ".join(sorted(repr(space.name) for space in keeper.record.spaces.values())) or "none"
     raise NotFound(
         f"there is no space {name!r} on server group {keeper.record.name!r}; the open ones are: {known}",
-        status=404, space=name,
-    )  # fmt: skip
+        status=404,
+        space=name,
+    )
 
 
 def opened(keeper: Keeper, space: Space) -> Space:
@@ -146,13 +147,20 @@ def _refuse_if_open(keeper: Keeper, space: Space) -> None:
             raise Conflict(
                 f"space {space.name!r} is open on server group {keeper.record.name!r} already{how}: drop it first, "
                 "give another name, or join it as it is",
-                status=409, space=space.name, differs=differs,
-            )  # fmt: skip
+                status=409,
+                space=space.name,
+                differs=differs,
+            )
 
 
 def _differences(one: Space, other: Space) -> list[str]:
-    shown = {"workers": "number of workers", "strategy": "strategy", "layout": "shape", "cuts": "cut into segments",
-             "tables": "set of tables"}  # fmt: skip
+    shown = {
+        "workers": "number of workers",
+        "strategy": "strategy",
+        "layout": "shape",
+        "cuts": "cut into segments",
+        "tables": "set of tables",
+    }
     return [text for name, text in shown.items() if getattr(one, name) != getattr(other, name)]
 
 

@@ -62,9 +62,7 @@ class Tongue:
                         news[id_] = (Role.NONE, seats[id_].generation, (), False)
                 self._order(member, record, seats, news)
 
-    def _order(
-        self, member: Member, record: Record, seats: Mapping[SeatId, Seat], news: dict[SeatId, Order]
-    ) -> None:
+    def _order(self, member: Member, record: Record, seats: Mapping[SeatId, Seat], news: dict[SeatId, Order]) -> None:
         assert member.caller is not None
         for number, space in record.spaces.items():
             if number in member.spaces and member.spaces[number] is not space:  # e.g. another quota

@@ -50,10 +50,18 @@ class DenseSegment:
         """Stand on memory of its own."""
         self._base = None
         self._shard = HeldShard(
-            self.index, self.layout, self.lo, self.hi, params=params, factory=self.factory,
-            strategy=self.space.strategy, start=ledger, boundary=NEVER, private=True,
+            self.index,
+            self.layout,
+            self.lo,
+            self.hi,
+            params=params,
+            factory=self.factory,
+            strategy=self.space.strategy,
+            start=ledger,
+            boundary=NEVER,
+            private=True,
             ticks=self.space.ticks,
-        )  # fmt: skip
+        )
         self._buffer = flat_bytes(self._shard.params).data if self.rows else memoryview(b"")
 
     # ---- what is the same in both lives
@@ -253,8 +261,16 @@ class DenseSegment:
 def _state(params: Tensor, moments: Moments, groups: list[dict[str, Any]], ledger: Ledger, version: int = 0) -> bytes:
     tensors = [params.detach().reshape(-1)]
     plain = plain_moments(moments, tensors)
-    head = {"seq": 0, "version": version, "ledger": ledger.to_json(), "moments": plain, "groups": groups,
-            "inbox": [], "kept": {}, "wanted": []}  # fmt: skip
+    head = {
+        "seq": 0,
+        "version": version,
+        "ledger": ledger.to_json(),
+        "moments": plain,
+        "groups": groups,
+        "inbox": [],
+        "kept": {},
+        "wanted": [],
+    }
     return pack_state(head, tensors)
 
 

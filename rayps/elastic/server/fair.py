@@ -126,8 +126,11 @@ class Fair(Generic[T]):
 
     def wake_at(self, now: float) -> float | None:
         """When something that waits for its quota may be served; None where nothing does."""
-        times = [line.bucket.ready_at() for line in self._busy.values()
-                 if line.bucket is not None and not line.blocked and not self._ready(line, now)]  # fmt: skip
+        times = [
+            line.bucket.ready_at()
+            for line in self._busy.values()
+            if line.bucket is not None and not line.blocked and not self._ready(line, now)
+        ]
         return min(times, default=None)
 
     def limit_rate(self, space: int, rate: float | None, now: float) -> None:

@@ -119,10 +119,15 @@ class HeldShard(Shard):
             kept[str(rounds)] = len(tensors)
             tensors.append(tensor_of(self.kept[rounds], torch.uint8))
         head = {
-            "seq": self.seq, "version": self.version, "ledger": self.ledger.to_json(), "moments": moments,
-            "groups": plain_groups(self._optimizer.optimizer.param_groups), "inbox": inbox,
-            "kept": kept, "wanted": sorted(self.wanted),
-        }  # fmt: skip
+            "seq": self.seq,
+            "version": self.version,
+            "ledger": self.ledger.to_json(),
+            "moments": moments,
+            "groups": plain_groups(self._optimizer.optimizer.param_groups),
+            "inbox": inbox,
+            "kept": kept,
+            "wanted": sorted(self.wanted),
+        }
         return pack_state(head, tensors)
 
     def restore(self, head: dict[str, Any], tensors: list[Tensor]) -> None:
@@ -156,5 +161,6 @@ class HeldShard(Shard):
 def plain_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The numbers of an optimizer's groups, JSON-ready."""
     plain = (int, float, str, bool, type(None), tuple)
-    return [{key: value for key, value in group.items() if key != "params" and isinstance(value, plain)}
-            for group in groups]  # fmt: skip
+    return [
+        {key: value for key, value in group.items() if key != "params" and isinstance(value, plain)} for group in groups
+    ]

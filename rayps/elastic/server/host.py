@@ -46,14 +46,7 @@ class Host:
     """Serves until it is closed."""
 
     def __init__(
-        self,
-        name: str,
-        listener: Listener,
-        manager: Address,
-        secret: bytes,
-        *,
-        host: str = "",
-        heartbeat: float = 0.1,
+        self, name: str, listener: Listener, manager: Address, secret: bytes, *, host: str = "", heartbeat: float = 0.1
     ) -> None:
         """`manager` is the address of the manager's listener, or gives the one where it is now."""
         warm_up()

@@ -45,8 +45,13 @@ def _of_space(held: Held, throttled: int, queued: int) -> dict[str, Any]:
             segments[str(holding.index)] = [segment.nbytes, segment.rows, segment.operations, segment.seq]
     tables = [holding.segment for holding in held.primaries() if isinstance(holding.segment, TableSegment)]
     return {
-        "bytes": sum(row[0] for row in segments.values()), "rows": sum(row[1] for row in segments.values()),
+        "bytes": sum(row[0] for row in segments.values()),
+        "rows": sum(row[1] for row in segments.values()),
         "evicted": sum(table.life.evicted for table in tables),
-        "operations": held.operations, "rejected": held.rejected, "throttled": throttled, "queued": queued,
-        "seconds": round(held.seconds, 6), "segments": segments,
-    }  # fmt: skip
+        "operations": held.operations,
+        "rejected": held.rejected,
+        "throttled": throttled,
+        "queued": queued,
+        "seconds": round(held.seconds, 6),
+        "segments": segments,
+    }

@@ -30,9 +30,15 @@ class Reach:
     """Outgoing links of one server. All but the calls in threads belongs to its loop."""
 
     def __init__(
-        self, name: str, secret: bytes, manager: Address, poll: select.poll, later: Later, copies: Copies,
+        self,
+        name: str,
+        secret: bytes,
+        manager: Address,
+        poll: select.poll,
+        later: Later,
+        copies: Copies,
         command: Command,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`later(work)` lets the loop do something; `poll` is the loop's."""
         self._name, self._secret, self._manager = name, secret, manager
         self._poll, self._later, self._copies, self._command = poll, later, copies, command

@@ -35,10 +35,16 @@ class Serving(Answers):
     def __init__(self, copies: Copies, mouth: Mouth, name: str) -> None:
         super().__init__(copies, mouth, name)
         self._answers: dict[int, Callable[[Held, Request], None]] = {
-            Kind.PUSH: self._push, Kind.PULL: self._wait, Kind.PUSH_PULL: self._push_pull, Kind.READ: self._read,
-            Kind.LOAD: self._load, Kind.PART: self._part, Kind.SAVED: self._saved, Kind.FLUSH: self._wait,
+            Kind.PUSH: self._push,
+            Kind.PULL: self._wait,
+            Kind.PUSH_PULL: self._push_pull,
+            Kind.READ: self._read,
+            Kind.LOAD: self._load,
+            Kind.PART: self._part,
+            Kind.SAVED: self._saved,
+            Kind.FLUSH: self._wait,
             Kind.CHANGES: self._changes,
-        }  # fmt: skip
+        }
 
     def answer(self, held: Held, request: Request) -> None:
         """Serve one request, or park it."""
@@ -72,8 +78,10 @@ class Serving(Answers):
             if incarnation < seen:
                 raise StaleGeneration(
                     f"{guest.link.peer} is incarnation {incarnation} of rank {rank}, and {seen} has joined",
-                    peer=guest.link.peer, generation=incarnation, expected=seen,
-                )  # fmt: skip
+                    peer=guest.link.peer,
+                    generation=incarnation,
+                    expected=seen,
+                )
             held.incarnations[rank] = incarnation
             self._fence(held, rank, incarnation)
         guest.space, guest.rank, guest.incarnation = held.number, rank, incarnation
@@ -214,8 +222,10 @@ class Serving(Answers):
 
     def _say(self, held: Held, request: Request, look: Callable[[Segment, memoryview], Any]) -> None:
         touched = [held.holdings[piece.segment] for piece in request.pieces]
-        pieces = [Piece(p.segment, p.generation, look(segment_of(h), p.data))
-                  for h, p in zip(touched, request.pieces, strict=True)]  # fmt: skip
+        pieces = [
+            Piece(p.segment, p.generation, look(segment_of(h), p.data))
+            for h, p in zip(touched, request.pieces, strict=True)
+        ]
         self.reply(request, Kind.VALUE, touched, payload=pack(pieces))
 
     def wake(self, held: Held) -> None:
@@ -266,8 +276,10 @@ class Serving(Answers):
                 closed = min(segment.marks().values(), default=0)
                 if segment.part(rounds) is None and closed != rounds:
                     if closed > rounds:
-                        raise RaypsError(f"the state after round {rounds} is not kept any more, or was not asked for "
-                                         f"in time (segment {holding.index} of {held.space.name!r})")
+                        raise RaypsError(
+                            f"the state after round {rounds} is not kept any more, or was not asked for "
+                            f"in time (segment {holding.index} of {held.space.name!r})"
+                        )
                     segment.keep([rounds])
         self._wait(held, request)
 
@@ -302,5 +314,7 @@ def _over(held: Held, total: int, here: int, most: int) -> ConfigError:
     return ConfigError(
         f"space {held.space.name!r} has about {total} bytes on all servers ({here} on this one) and may have {most}: "
         "raise its `quota.bytes` (`rayps servers quota`), or let rows be evicted",
-        field="quota.bytes", used=total, limit=most,
-    )  # fmt: skip
+        field="quota.bytes",
+        used=total,
+        limit=most,
+    )

@@ -111,20 +111,37 @@ class Answers:
         """Refuse what has waited too long, naming whom it waited for."""
         for request in [waiting for waiting in held.parked if waiting.deadline < now]:
             remove(held.parked, request)
-            behind = sorted({rank for p in request.pieces if p.segment in held.holdings
-                             for rank in segment_of(held.holdings[p.segment]).laggards()})  # fmt: skip
+            behind = sorted(
+                {
+                    rank
+                    for p in request.pieces
+                    if p.segment in held.holdings
+                    for rank in segment_of(held.holdings[p.segment]).laggards()
+                }
+            )
             names = ", ".join(f"rank {rank}" for rank in behind) or "nobody"
-            self.fail(held, request, PeerTimeout(
-                f"{request.guest.link.peer} waited too long on {self._name} for {names} (the knob is `timeout`)",
-                peer=names, ranks=behind, server=self._name,
-            ))  # fmt: skip
+            self.fail(
+                held,
+                request,
+                PeerTimeout(
+                    f"{request.guest.link.peer} waited too long on {self._name} for {names} (the knob is `timeout`)",
+                    peer=names,
+                    ranks=behind,
+                    server=self._name,
+                ),
+            )
         for answer in [waiting for waiting in held.withheld if waiting.deadline < now]:
             remove(held.withheld, answer)
             names = ", ".join(stuck_on(answer.needs))
-            self.fail(held, answer.request, PeerTimeout(
-                f"the copies on {names} have not acknowledged what {answer.request.guest.link.peer} pushed or read "
-                "(the knob is `timeout`)", peer=names,
-            ))  # fmt: skip
+            self.fail(
+                held,
+                answer.request,
+                PeerTimeout(
+                    f"the copies on {names} have not acknowledged what {answer.request.guest.link.peer} pushed or read "
+                    "(the knob is `timeout`)",
+                    peer=names,
+                ),
+            )
 
 
 def segment_of(holding: Holding) -> Segment:

@@ -20,8 +20,15 @@ from rayps.strategies.text import form
 
 DEADLINE = 600.0  # seconds of a round, unless the strategy says otherwise
 REMOTE = "remote"
-_OF_SIMULATED = {"speed": None, "available": None, "dropout": 0.0, "attack": None, "enough": None,
-                 "over_selection": 0.0, "finetune": None}  # fmt: skip
+_OF_SIMULATED = {
+    "speed": None,
+    "available": None,
+    "dropout": 0.0,
+    "attack": None,
+    "enough": None,
+    "over_selection": 0.0,
+    "finetune": None,
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -251,8 +251,9 @@ class Mailbox:
         if before is not None:
             self.close(before.serial)
         serial = max(self._serials(), default=0) + 1
-        order = Order(serial, int(facts["round"]), sampled, time.time(), deadline, most_bytes,
-                      {**facts, "serial": serial})  # fmt: skip
+        order = Order(
+            serial, int(facts["round"]), sampled, time.time(), deadline, most_bytes, {**facts, "serial": serial}
+        )
         making = self._rounds / f".{serial}-{secrets.token_hex(4)}"
         (making / "inbox").mkdir(parents=True, mode=0o700)
         (making / PARAMETERS).write_bytes(parameters)
@@ -307,8 +308,10 @@ class Mailbox:
 
 def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether two rounds ask the same, bit for bit."""
-    plain = [json.loads(json.dumps({k: v for k, v in each.items() if k not in ("serial", "starts")}))
-             for each in (one, other)]  # fmt: skip
+    plain = [
+        json.loads(json.dumps({k: v for k, v in each.items() if k not in ("serial", "starts")}))
+        for each in (one, other)
+    ]
     return bool(plain[0] == plain[1])
 
 

@@ -59,12 +59,22 @@ class Ended:
 class Line:
     """The client's calls, repeated while nobody answers, until `patience` seconds of silence have passed."""
 
-    def __init__(self, url: str, token: str, patience: float, say: Callable[[str], None],
-                 transport: httpx2.BaseTransport | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        token: str,
+        patience: float,
+        say: Callable[[str], None],
+        transport: httpx2.BaseTransport | None = None,
+    ) -> None:
         self.url, self.patience, self._say = url, patience, say
         self._http = httpx2.Client(
-            base_url=url, timeout=httpx2.Timeout(_SECONDS, connect=10.0), trust_env=True, transport=transport,
-            headers={"Authorization": f"Bearer {token}", "User-Agent": "rayps-client"})
+            base_url=url,
+            timeout=httpx2.Timeout(_SECONDS, connect=10.0),
+            trust_env=True,
+            transport=transport,
+            headers={"Authorization": f"Bearer {token}", "User-Agent": "rayps-client"},
+        )
 
     def call(self, method: str, path: str, **options: Any) -> httpx2.Response:
         """Raises Unreachable, Unauthorized, NotFound, Conflict, ConfigError, ServiceError."""
@@ -86,7 +96,9 @@ class Line:
             if silent > self.patience:
                 raise Unreachable(
                     f"no rayps service has answered at {self.url} for {silent:.0f} s ({cause}): start this again later "
-                    "(it goes on where it was),\nor wait longer with --patience SECONDS", url=self.url)
+                    "(it goes on where it was),\nor wait longer with --patience SECONDS",
+                    url=self.url,
+                )
             if not told and attempt > 1:
                 self._say(f"nobody answers at {self.url} ({cause}): trying again for up to {self.patience:.0f} s")
                 told = True
@@ -106,8 +118,18 @@ class Line:
 class Outside:
     """One client in one job, from joining to the job's end."""
 
-    def __init__(self, workload: Workload, data: Data, token: ClientToken, job: str, line: Line, kept: Kept,
-                 name: str | None = None, say: Callable[[str], None] = log.info, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        data: Data,
+        token: ClientToken,
+        job: str,
+        line: Line,
+        kept: Kept,
+        name: str | None = None,
+        say: Callable[[str], None] = log.info,
+        device: str = "cpu",
+    ) -> None:
         self.workload, self.token, self.job, self.name = workload, token, job, name
         self._line, self._kept, self._say = line, kept, say
         _usable(device)
@@ -180,8 +202,9 @@ class Outside:
 
     def _ask(self) -> dict[str, Any]:
         params = {"after": self._kept.settled, "wait": LONG_POLL}
-        found: dict[str, Any] = self._line.call("GET", "/api/v1/client/work", params=params,
-                                                headers=self._headers()).json()
+        found: dict[str, Any] = self._line.call(
+            "GET", "/api/v1/client/work", params=params, headers=self._headers()
+        ).json()
         return found
 
     def trusted(self, work: dict[str, Any]) -> dict[str, Any]:
@@ -234,8 +257,9 @@ class Outside:
 
     def _send(self, order: dict[str, Any], reply: Reply) -> bool:
         raw = parcel.update(reply)
-        headers = self._headers(**{"Rayps-Sha256": hashlib.sha256(raw).hexdigest(),
-                                   "Content-Type": "application/octet-stream"})
+        headers = self._headers(
+            **{"Rayps-Sha256": hashlib.sha256(raw).hexdigest(), "Content-Type": "application/octet-stream"}
+        )
         try:
             self._line.call("PUT", f"/api/v1/client/rounds/{order['serial']}/update", content=raw, headers=headers)
         except (Conflict, NotFound) as error:
@@ -252,9 +276,11 @@ class Outside:
             return
         strategy: Any = parse(order["strategy"])[0].strategy
         deadline = DEADLINE if strategy.deadline is None else strategy.deadline
-        self._say(f"round {order['round']}: too late, and not counted: training took {order['trained']:.1f} s, and "
-                  f"{order['seconds']:.1f} s were left of the round's deadline of {deadline:g} s. Ask for a longer "
-                  "deadline=, or fewer local_epochs or local_steps, in the job's strategy")
+        self._say(
+            f"round {order['round']}: too late, and not counted: training took {order['trained']:.1f} s, and "
+            f"{order['seconds']:.1f} s were left of the round's deadline of {deadline:g} s. Ask for a longer "
+            "deadline=, or fewer local_epochs or local_steps, in the job's strategy"
+        )
 
     def _refused(self, verdict: str) -> None:
         """The job has not used the newest update: it goes on, and this client with the state from before."""
@@ -297,8 +323,9 @@ def _usable(device: str) -> None:
         torch.zeros(1, device=device)
     except Exception as error:  # each kind of device fails in its own way
         said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"device is {device!r}, and cannot be used here: {said}; give --device cpu",
-                          field="device") from error
+        raise ConfigError(
+            f"device is {device!r}, and cannot be used here: {said}; give --device cpu", field="device"
+        ) from error
 
 
 def _not_done(why: str) -> Unauthorized:
@@ -307,4 +334,3 @@ def _not_done(why: str) -> Unauthorized:
 
 def _pause(attempt: int) -> float:
     return float(np.random.uniform(0.5, 1.0)) * min(MOST_PAUSE, 0.1 * 2.0 ** min(attempt, 20))
-

@@ -27,8 +27,9 @@ MOST_STEPS = 2**53
 def packed(w: Tensor, layout: Layout, shared: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> bytes:
     """Parameters as a client gets them."""
     tensors = {"w": w, **_named("shared", shared), **_named("buffers", buffers)}
-    return safetensors.torch.save({name: _plain(value) for name, value in tensors.items()},
-                                  {"layout": json.dumps(_said(layout))})  # fmt: skip
+    return safetensors.torch.save(
+        {name: _plain(value) for name, value in tensors.items()}, {"layout": json.dumps(_said(layout))}
+    )
 
 
 def opened(raw: bytes, layout: Layout) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
@@ -54,8 +55,9 @@ def update(reply: Reply) -> bytes:
     """What a client sends: its w_k, counts and loss."""
     tensors = {"w": reply.w, **_named("sums", reply.sums), **_named("buffers", reply.buffers)}
     counts = {"n": reply.n, "steps": reply.steps, "samples": reply.samples, "loss": reply.loss}
-    return safetensors.torch.save({name: _plain(value) for name, value in tensors.items()},
-                                  {"counts": json.dumps(counts)})  # fmt: skip
+    return safetensors.torch.save(
+        {name: _plain(value) for name, value in tensors.items()}, {"counts": json.dumps(counts)}
+    )
 
 
 def most_bytes(w: Tensor, sums: Collection[str], buffers: Mapping[str, Tensor]) -> int:
@@ -81,7 +83,7 @@ def received(
         return f"its update {'lacks' if odd in wanted else 'has an unknown'} {odd!r}"
     for name, like in wanted.items():
         if tensors[name].shape != like.shape or tensors[name].dtype != like.dtype:
-            return (f"its {name!r} is {_kind(tensors[name])}, and {_kind(like)} is wanted")
+            return f"its {name!r} is {_kind(tensors[name])}, and {_kind(like)} is wanted"
     whole = all(isinstance(value, int) and not isinstance(value, bool) for value in (n, steps, samples))
     if not whole or not 1 <= n <= most_samples or not 0 <= steps < MOST_STEPS or not 0 <= samples < MOST_STEPS:
         return f"it says {n!r} samples, and joined with {most_samples}"

@@ -72,10 +72,17 @@ class Remote:
         sizes = np.asarray([member.samples for member in self._members], dtype=np.int64)
         names = [member.name for member in self._members[:_LISTED]]
         return {
-            "clients": self.count, "rows": int(sizes.sum()), "rule": self.rule, "names": names,
-            "sizes": sizes[:_LISTED].tolist(), "labels": [], "counts": [], "smallest": int(sizes.min()),
-            "median": float(np.median(sizes)), "largest": int(sizes.max()),
-        }  # fmt: skip
+            "clients": self.count,
+            "rows": int(sizes.sum()),
+            "rule": self.rule,
+            "names": names,
+            "sizes": sizes[:_LISTED].tolist(),
+            "labels": [],
+            "counts": [],
+            "smallest": int(sizes.min()),
+            "median": float(np.median(sizes)),
+            "largest": int(sizes.max()),
+        }
 
     # ---- a round
 
@@ -91,10 +98,14 @@ class Remote:
         given = {name: value for name, value in shared.items() if name in strategy.sums}
         raw = parcel.packed(w_t, w.flat.layout, given, buffers)
         facts = {
-            "kind": "round", "round": t, "phase": w.plan.origin[0], "seed": w.plan.seed,
-            "strategy": wire([Phase(None, strategy)]), "since": self._since(w.position),
+            "kind": "round",
+            "round": t,
+            "phase": w.plan.origin[0],
+            "seed": w.plan.seed,
+            "strategy": wire([Phase(None, strategy)]),
+            "since": self._since(w.position),
             "starts": self._mailbox.starts(w.position, self._first),
-        }  # fmt: skip
+        }
         if self._engine.trainer.scheduled:
             facts["tick"] = self._engine.tick(t)
         self._first = False
@@ -166,8 +177,9 @@ class Remote:
             if time.monotonic() - began > self._joining.wait:
                 raise TrainingError(
                     f"{said}, and has waited {self._joining.wait:g} s: let clients join with `rayps client`, or raise "
-                    "wait in\nclients=remote(least=...,wait=...), or lower least", waited=self._joining.wait,
-                )  # fmt: skip
+                    "wait in\nclients=remote(least=...,wait=...), or lower least",
+                    waited=self._joining.wait,
+                )
             self._mailbox.say(f"{said}; it gives up {_seconds(self._joining.wait)} after it began to wait")
             self._rest()
 
@@ -180,8 +192,10 @@ class Remote:
             if not missing or left <= 0:
                 return
             names = _listed([order.sampled[n] for n in sorted(missing)])
-            self._mailbox.say(f"round {order.round} waits for {names}: {len(arrived)} of {len(order.sampled)} have "
-                              f"replied; its deadline is {_seconds(order.deadline)} after it began")  # fmt: skip
+            self._mailbox.say(
+                f"round {order.round} waits for {names}: {len(arrived)} of {len(order.sampled)} have "
+                f"replied; its deadline is {_seconds(order.deadline)} after it began"
+            )
             self._rest()
 
     def _rest(self) -> None:

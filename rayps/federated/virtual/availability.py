@@ -123,8 +123,9 @@ class Trace:
         bases = np.arange(self._traces, dtype=np.int64) * self._stride
         at = np.searchsorted(self._on, bases)
         found = np.minimum(at, len(self._on) - 1)
-        self._first = np.where((at < len(self._on)) & (self._on[found] < bases + self._stride),
-                               self._on[found] - bases, -1)  # fmt: skip
+        self._first = np.where(
+            (at < len(self._on)) & (self._on[found] < bases + self._stride), self._on[found] - bases, -1
+        )
         #: how long a trace that is on when its period ends stays on in the next one
         self._over = np.where(self._first == 0, self._off[found] - bases, 0)
 

@@ -73,11 +73,16 @@ class Buffer:
         here = _Round(self, t, now, serial, flight)
         here.run()
         plan = Plan(
-            round=t, sampled=np.asarray(sorted(here.started), dtype=np.int64),
-            trains=np.asarray(sorted({each.client for each in here.trainings}), dtype=np.int64), dropped=here.dropped,
-            begin=now / 1e6, end=here.now / 1e6, waited=here.waited / 1e6, trainings=tuple(here.trainings),
+            round=t,
+            sampled=np.asarray(sorted(here.started), dtype=np.int64),
+            trains=np.asarray(sorted({each.client for each in here.trainings}), dtype=np.int64),
+            dropped=here.dropped,
+            begin=now / 1e6,
+            end=here.now / 1e6,
+            waited=here.waited / 1e6,
+            trainings=tuple(here.trainings),
             needed=tuple(sorted({each.version for each in flight})),
-        )  # fmt: skip
+        )
         head = _Trip(here.now, here.serial, 0, 0, 0, 0, 0)
         return plan, np.asarray([head, *sorted(flight)], dtype=np.int64)
 
@@ -108,8 +113,9 @@ class _Round:
         most = self._buffer.max_staleness
         reason = REASONS[trip.reason] or (STALE if most is not None and staleness > most else "")
         if not reason:
-            self.trainings.append(Training(trip.client, trip.version, staleness, trip.again, trip.begin / 1e6,
-                                           trip.end / 1e6))  # fmt: skip
+            self.trainings.append(
+                Training(trip.client, trip.version, staleness, trip.again, trip.begin / 1e6, trip.end / 1e6)
+            )
             return
         self.dropped.append((trip.client, reason))
         if len(self.dropped) >= LOOKS + 100 * self._buffer.size:
@@ -145,8 +151,9 @@ class _Round:
         while at < len(self._order) and found < count:
             some = self._order[at : at + 4 * count + 60]  # a look at all would be long where there are many
             at += len(some)
-            some = np.asarray([client for client in some.tolist() if client not in busy and not self.started[client]],
-                              dtype=np.int64)  # fmt: skip
+            some = np.asarray(
+                [client for client in some.tolist() if client not in busy and not self.started[client]], dtype=np.int64
+            )
             for client in some[self._world.there(some, self.now, self._t)].tolist():
                 if found < count:
                     found += 1
@@ -157,7 +164,8 @@ class _Round:
             return
         sent = self._world.send(clients, self.now, self._t, again)
         for client, end, reason in zip(clients.tolist(), sent.ends.tolist(), sent.reasons, strict=True):
-            heapq.heappush(self._flight, _Trip(end, self.serial, client, self._t, again, self.now,
-                                               REASONS.index(reason)))  # fmt: skip
+            heapq.heappush(
+                self._flight, _Trip(end, self.serial, client, self._t, again, self.now, REASONS.index(reason))
+            )
             self.serial += 1
             self.started[client] += 1

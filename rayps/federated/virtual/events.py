@@ -53,7 +53,14 @@ def events_of(strategy: Any, sizes: Any, seed: int, batch_size: int) -> Events:
     batch = n if s.batch_size == 0 else np.full(len(n), s.batch_size or batch_size)
     work = n * s.epochs if s.local_steps is None else s.local_steps * np.minimum(batch, n)
     world = World(
-        seed, work, fraction=s.fraction, speed=s.speed, available=s.available, dropout=s.dropout, deadline=s.deadline,
-        enough=s.enough, over_selection=s.over_selection,
-    )  # fmt: skip
+        seed,
+        work,
+        fraction=s.fraction,
+        speed=s.speed,
+        available=s.available,
+        dropout=s.dropout,
+        deadline=s.deadline,
+        enough=s.enough,
+        over_selection=s.over_selection,
+    )
     return Buffer(world, s.buffer, s.concurrency, s.max_staleness) if s.asynchronous else InStep(world)

@@ -97,15 +97,23 @@ def intervals(given: Any, period: float | None) -> list[list[tuple[float, float]
             end = off
         checked.append(pairs)
     if not any(checked):
-        raise ConfigError("available: no client of the trace is ever there: give at least one interval",
-                          field="available")  # fmt: skip
+        raise ConfigError(
+            "available: no client of the trace is ever there: give at least one interval", field="available"
+        )
     return checked
 
 
 def check(
-    *, fraction: Any = 1.0, speed: Any = None, available: Any = None, dropout: Any = 0.0, deadline: Any = None,
-    min_replies: Any = 1, enough: Any = None, over_selection: Any = 0.0,
-) -> None:  # fmt: skip
+    *,
+    fraction: Any = 1.0,
+    speed: Any = None,
+    available: Any = None,
+    dropout: Any = 0.0,
+    deadline: Any = None,
+    min_replies: Any = 1,
+    enough: Any = None,
+    over_selection: Any = 0.0,
+) -> None:
     """Look at what a strategy was given, before anything starts.
 
     Raises:
@@ -135,8 +143,10 @@ def check(
         if value is None and free:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ConfigError(f"{field} is {value!r}: give a whole number of at least {least}"
-                              + (", or none" if free else ""), field=field)  # fmt: skip
+            raise ConfigError(
+                f"{field} is {value!r}: give a whole number of at least {least}" + (", or none" if free else ""),
+                field=field,
+            )
     if enough is not None and enough < min_replies:
         raise ConfigError(
             f"a round ends with {enough} replies (enough) and counts from {min_replies} on (min_replies): no round "
@@ -165,8 +175,14 @@ def _read(field: str, given: Any, known: dict[str, dict[str, Any]]) -> dict[str,
             )
         if key in ("file", "intervals") or (name, key) == ("trace", "seconds") or (key == "period" and value is None):
             continue
-        spec[key] = _number(field, key, value, least=0.0, positive=key in _POSITIVE | _SHARES,
-                            most=1.0 if key in _SHARES | _SPREAD else _LONGEST)  # fmt: skip
+        spec[key] = _number(
+            field,
+            key,
+            value,
+            least=0.0,
+            positive=key in _POSITIVE | _SHARES,
+            most=1.0 if key in _SHARES | _SPREAD else _LONGEST,
+        )
     return {"name": name, **options, **spec}
 
 
@@ -181,13 +197,12 @@ def _one_of(field: str, found: dict[str, Any], first: str, second: str) -> None:
     if found[first] is not None and not isinstance(found[first], str):
         raise ConfigError(f"{field}: {first} is {found[first]!r}: give the name of a CSV file", field=field)
     if found[second] is not None and not (isinstance(found[second], (list, tuple)) and found[second]):
-        raise ConfigError(f"{field}: {second} is {found[second]!r}: give a list with an entry for each client",
-                          field=field)  # fmt: skip
+        raise ConfigError(
+            f"{field}: {second} is {found[second]!r}: give a list with an entry for each client", field=field
+        )
 
 
-def _number(
-    field: str, key: str, value: Any, *, least: float, most: float = _LONGEST, positive: bool = False
-) -> float:
+def _number(field: str, key: str, value: Any, *, least: float, most: float = _LONGEST, positive: bool = False) -> float:
     if not _is_number(value) or not least <= value <= most or (positive and not value):
         raise ConfigError(
             f"{field}: {key} is {value!r}: give a number {'above' if positive else 'of at least'} {least:g} "

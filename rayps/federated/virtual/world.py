@@ -83,11 +83,28 @@ class World:
     """
 
     def __init__(
-        self, seed: int, work: Any, *, fraction: float = 1.0, speed: Any = None, available: Any = None,
-        dropout: float = 0.0, deadline: float | None = None, enough: int | None = None, over_selection: float = 0.0,
-    ) -> None:  # fmt: skip
-        forms.check(fraction=fraction, speed=speed, available=available, dropout=dropout, deadline=deadline,
-                    enough=enough, min_replies=0, over_selection=over_selection)  # fmt: skip
+        self,
+        seed: int,
+        work: Any,
+        *,
+        fraction: float = 1.0,
+        speed: Any = None,
+        available: Any = None,
+        dropout: float = 0.0,
+        deadline: float | None = None,
+        enough: int | None = None,
+        over_selection: float = 0.0,
+    ) -> None:
+        forms.check(
+            fraction=fraction,
+            speed=speed,
+            available=available,
+            dropout=dropout,
+            deadline=deadline,
+            enough=enough,
+            min_replies=0,
+            over_selection=over_selection,
+        )
         self.seed, self.work = seed, np.asarray(work, dtype=np.float64)
         self.clients = len(self.work)
         if not self.clients:
@@ -127,13 +144,18 @@ class World:
         trains = sampled[sorted(kept)]
         begin = moment / 1e6
         return Plan(
-            round=t, sampled=sampled, trains=trains, trainings=tuple(
+            round=t,
+            sampled=sampled,
+            trains=trains,
+            trainings=tuple(
                 Training(client, t, 0, 0, begin, sent.ends[at] / 1e6)
                 for client, at in zip(trains.tolist(), sorted(kept), strict=True)
             ),
             dropped=[(int(client), sent.reasons[at] or "late") for at, client in enumerate(sampled) if at not in kept],
-            begin=begin, end=end / 1e6, waited=(moment - micros(now)) / 1e6,
-        )  # fmt: skip
+            begin=begin,
+            end=end / 1e6,
+            waited=(moment - micros(now)) / 1e6,
+        )
 
     def someone(self, t: int, now: int, among: Ints) -> tuple[int, Ints]:
         """The first moment from `now` on at which some of the clients `among` are there, and who they are.
