@@ -30,10 +30,12 @@ durations: $(VENV)/ready  ## all tests, and the table of durations by which they
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
 
 fmt: $(VENV)/ready
 	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
 
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
