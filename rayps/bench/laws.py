@@ -161,8 +161,13 @@ class _Bench:
         """Push and pull of everything by the first `workers`, asynchronously."""
         ranks, where = self._workers[:workers], _OnHosts(self._shards)
         with ServerGroup(
-            torch.zeros(self._size // 4), shards=shards, optimizer=_sgd, staleness=None, workers=workers, cluster=where
-        ) as group:  # type: ignore[arg-type]
+            torch.zeros(self._size // 4),
+            shards=shards,
+            optimizer=_sgd,
+            staleness=None,
+            workers=workers,
+            cluster=where,  # type: ignore[arg-type]
+        ) as group:
             every(ranks, "worker", "join", group, timeout=_TURN_SECONDS)
             before = self._sent()
             turns = [every(ranks, "worker", "turn", timeout=_TURN_SECONDS) for _ in range(self._repeats)]

@@ -151,8 +151,13 @@ def _with_shards(count: int, rate: str, size: int, workers: int, repeats: int, w
     with Hosts(1 + count, rate, slow={0: worker_rate}) as hosts:
         where = _OnHosts(hosts)
         with ServerGroup(
-            torch.zeros(size // 4), shards=count, optimizer=_sgd, staleness=None, workers=workers, cluster=where
-        ) as group:  # type: ignore[arg-type]
+            torch.zeros(size // 4),
+            shards=count,
+            optimizer=_sgd,
+            staleness=None,
+            workers=workers,
+            cluster=where,  # type: ignore[arg-type]
+        ) as group:
             actors = [hosts.spawn(0, "rayps.bench.shards:HostWorker", rank) for rank in range(workers)]
             for actor in actors:
                 actor.started.result(_START_SECONDS)
