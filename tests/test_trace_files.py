@@ -56,7 +56,8 @@ def test_what_counts_as_a_function(tmp_path, monkeypatch):
     (package / "code.py").write_text(
         "import threading\nfrom traced_package.values import Point\n"
         "def inside():\n    pass\n"
-        "def run():\n    Point(1)\n    thread = threading.Thread(target=inside)\n    thread.start()\n    thread.join()\n"
+        "def run():\n    Point(1)\n"
+        "    thread = threading.Thread(target=inside)\n    thread.start()\n    thread.join()\n"
     )
     (package / "values2.py").write_text("from traced_package.names import decorator\n@decorator\ndef unused(): pass\n")
     monkeypatch.syspath_prepend(str(tmp_path))
