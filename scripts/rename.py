@@ -1,4 +1,6 @@
-"""Rename modules and classes everywhere, by the tables of `renames.toml`: `python scripts/rename.py [--classes | --modules]`.
+"""Rename modules, tests and classes everywhere, by the tables of `renames.toml`.
+
+Use: `python scripts/rename.py [--classes | --modules]`.
 
 Modules move with `git mv`; imports, dotted names, paths and "module:Class" strings follow. A class is renamed where
 its old module defines it and where a file imports it from there, so that two classes of one name stay apart.
@@ -19,6 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TABLES = tomllib.loads((ROOT / "scripts" / "renames.toml").read_text(encoding="utf-8"))
 TEXTS = {".py", ".md", ".toml", ".yaml", ".yml", ".ts", ".tsx", ".sh", ".json", ".html", ".mako", ".cfg", ""}
+FUNCTIONS = {"rayps.tensor.agree", "rayps.tensor.pieces", "rayps.tensor.plan"}  # what the package gives under that name
 KEPT = ("scripts/rename", "tests/fixtures/", "CHANGELOG.md", "dashboards/package", "tests/durations.json")
 
 
@@ -74,7 +77,8 @@ def rename_tests(tests: dict[str, str]) -> None:
 def rename_modules(modules: dict[str, str]) -> None:
     """Rewrite every mention of a moved module."""
     olds = sorted(modules, key=len, reverse=True)
-    dotted = re.compile(r"(?<![\w.])(" + "|".join(dotted_pattern(old, modules) for old in olds) + r")(?!\w)(?!\.(?:py|md)\b)")
+    patterns = "|".join(dotted_pattern(old, modules) for old in olds)
+    dotted = re.compile(rf"(?<![\w.])({patterns})(?!\w)(?!\.(?:py|md)\b)")
     paths = re.compile(
         r"(?<![\w])(" + "|".join(re.escape(old.replace(".", "/")) for old in olds) + r")(?=\.py\b|/(?![a-z_]+\.py\b))"
     )
@@ -105,7 +109,8 @@ def from_imports(text: str, modules: dict[str, str]) -> str:
     for node in ast.walk(ast.parse(text)):
         if not isinstance(node, ast.ImportFrom) or not node.module or node.module.partition(".")[0] != "rayps":
             continue
-        moved = [alias for alias in node.names if f"{node.module}.{alias.name}" in modules]
+        names = [alias for alias in node.names if f"{node.module}.{alias.name}" not in FUNCTIONS]
+        moved = [alias for alias in names if f"{node.module}.{alias.name}" in modules]
         if not moved:
             continue
         parts = []
@@ -125,11 +130,9 @@ def from_imports(text: str, modules: dict[str, str]) -> str:
     for first, last, new in sorted(edits, reverse=True):
         indent = re.match(r"\s*", lines[first - 1])
         lines[first - 1 : last] = [(indent[0] if indent else "") + new]
-    text = "".join(lines)
-    for old, new in renamed.items():
-        if old != new:
-            text = re.sub(rf"(?<![\w.\"'/]){old}(?=\.[A-Za-z_])(?!\.py\b)", new, text)
-    return text.replace("\0", "")
+    text = "".join(lines).replace("\0", "")
+    changed = {old: new for old, new in renamed.items() if old != new}
+    return tokens_renamed(text, changed, {}) if changed else text
 
 
 def spelled(alias: ast.alias) -> str:
@@ -175,7 +178,7 @@ def rename_classes(classes: dict[str, str], modules: dict[str, str]) -> None:
 
 
 def tokens_renamed(text: str, here: dict[str, str], through: dict[str, dict[str, str]]) -> str:
-    """`text` with the names of `here` exchanged, and those of modules in `through` where they are attributes of these."""
+    """`text` with the names of `here` exchanged, and those of `through` where they are attributes of its modules."""
     if not here and not through:
         return text
     lines = text.splitlines(keepends=True)
