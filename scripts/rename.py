@@ -88,6 +88,7 @@ def rename_modules(modules: dict[str, str]) -> None:
         if path.suffix == ".py":
             new = from_imports(new, modules)
         new = dotted.sub(lambda m: modules[m[1]], new)
+        new = new.replace("from NEW_rayps.", "from rayps.")
         new = paths.sub(lambda m: modules[m[1].replace("/", ".")].replace(".", "/"), new)
         if new != text:
             path.write_text(new, encoding="utf-8")
@@ -120,17 +121,17 @@ def from_imports(text: str, modules: dict[str, str]) -> str:
         for alias in moved:
             package, _, name = modules[f"{node.module}.{alias.name}"].rpartition(".")
             if alias.asname and alias.asname != alias.name:
-                parts.append(f"from \0{package} import {name} as {alias.asname}")
+                parts.append(f"from NEW_{package} import {name} as {alias.asname}")
             else:
                 local = name if name == alias.name or not re.search(rf"\b{name}\b(?!\.py)", text) else f"{name}_module"
-                parts.append(f"from \0{package} import {name}" + ("" if local == name else f" as {local}"))
+                parts.append(f"from NEW_{package} import {name}" + ("" if local == name else f" as {local}"))
                 renamed[alias.name] = local
         assert node.end_lineno is not None
         edits.append((node.lineno, node.end_lineno, ("\n" + " " * node.col_offset).join(parts) + "\n"))
     for first, last, new in sorted(edits, reverse=True):
         indent = re.match(r"\s*", lines[first - 1])
         lines[first - 1 : last] = [(indent[0] if indent else "") + new]
-    text = "".join(lines).replace("\0", "")
+    text = "".join(lines)
     changed = {old: new for old, new in renamed.items() if old != new}
     return tokens_renamed(text, changed, {}) if changed else text
 
