@@ -6,7 +6,7 @@ BIN = $(VENV)/bin
 JOBS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 
-.PHONY: demo stop test quick soak durations lint fmt clean
+.PHONY: demo stop test quick soak durations docs lint fmt clean
 
 demo: $(VENV)/ready  ## train the digits through the job service, and leave the dashboard running
 	$(BIN)/python examples/demo.py
@@ -27,6 +27,10 @@ soak: $(VENV)/ready  ## many random kills of the service and of Ray's processes,
 
 durations: $(VENV)/ready  ## all tests, and the table of durations by which they are divided among processes
 	$(PYTEST) --store-durations $(ARGS)
+
+docs: $(VENV)/ready  ## the documentation site, in build/docs; a broken link is an error
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs
+	@echo "open build/docs/index.html"
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
