@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tokenize
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -159,18 +160,29 @@ def rename_classes(classes: dict[str, str], modules: dict[str, str]) -> None:
             defined = {n.name for n in ast.walk(tree) if isinstance(n, ast.ClassDef)}
             here = {old: to for old, to in here.items() if old in defined}
             through: dict[str, dict[str, str]] = {}
+            aliased: list[tuple[int, int, int, str]] = []
             for node in ast.walk(tree):
                 if isinstance(node, ast.ImportFrom) and node.module:
                     for alias in node.names:
                         if (to := wanted.get(node.module, {}).get(alias.name)) is not None:
-                            here[alias.name] = to
+                            if alias.asname in (None, alias.name):
+                                here[alias.name] = to
+                            else:
+                                aliased.append((alias.lineno, alias.col_offset, len(alias.name), to))
                         elif (inner := wanted.get(f"{node.module}.{alias.name}")) is not None:
                             through[alias.asname or alias.name] = inner
                         elif node.module in reexports:
                             for module, names in wanted.items():
                                 if module.startswith(node.module + ".") and alias.name in names:
                                     here[alias.name] = names[alias.name]
-            new = tokens_renamed(text, here, through)
+            for node in tree.body:
+                if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
+                    aliased += [
+                        (item.lineno, item.col_offset + 1, len(item.value), here[item.value])
+                        for item in ast.walk(node.value)
+                        if isinstance(item, ast.Constant) and item.value in here
+                    ]
+            new = tokens_renamed(text, here, through, aliased)
         for module, names in wanted.items():
             for old, to in names.items():
                 new = re.sub(rf"({re.escape(module)}[:.]){old}\b", rf"\g<1>{to}", new)
@@ -178,12 +190,14 @@ def rename_classes(classes: dict[str, str], modules: dict[str, str]) -> None:
             path.write_text(new, encoding="utf-8")
 
 
-def tokens_renamed(text: str, here: dict[str, str], through: dict[str, dict[str, str]]) -> str:
+def tokens_renamed(
+    text: str, here: dict[str, str], through: dict[str, dict[str, str]], more: Sequence[tuple[int, int, int, str]] = ()
+) -> str:
     """`text` with the names of `here` exchanged, and those of `through` where they are attributes of its modules."""
-    if not here and not through:
+    if not here and not through and not more:
         return text
     lines = text.splitlines(keepends=True)
-    edits: list[tuple[int, int, int, str]] = []
+    edits: list[tuple[int, int, int, str]] = list(more)
     found = list(tokenize.generate_tokens(io.StringIO(text).readline))
     for number, token in enumerate(found):
         before = found[number - 1].string if number else ""
@@ -196,7 +210,7 @@ def tokens_renamed(text: str, here: dict[str, str], through: dict[str, dict[str,
                 edits.append((token.start[0], token.start[1], len(token.string), here[token.string]))
         elif token.type in (tokenize.STRING, tokenize.COMMENT):
             edits += quoted(token, here, through)
-    for row, column, length, new in sorted(edits, reverse=True):
+    for row, column, length, new in sorted(set(edits), reverse=True):
         line = lines[row - 1]
         lines[row - 1] = line[:column] + new + line[column + length :]
     return "".join(lines)
