@@ -148,7 +148,7 @@ def rename_classes(classes: dict[str, str], modules: dict[str, str]) -> None:
     for key, new in classes.items():
         module, _, old = key.partition(":")
         wanted.setdefault(modules.get(module, module), {})[old] = new
-    reexports = {"rayps.comm.ring", "rayps.comm.link", "rayps.ps.fixed", "rayps.data"}
+    reexports = {"rayps.comm.ring", "rayps.comm.link", "rayps.ps.fixed", "rayps.data", "rayps.parallel.tensor"}
     for path in tracked():
         text = path.read_text(encoding="utf-8")
         new = text
