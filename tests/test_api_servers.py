@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,11 @@ from rayps.cli import main as cli
 from rayps.client import Client
 from rayps.cluster import surrounding
 from rayps.errors import ClusterError, ConfigError, Conflict, NotFound
-from rayps.job import JobSpec
+from rayps.job import JobSpec, Status
 from rayps.service import drivers as drivers_module
 from rayps.service import groups as groups_module
 from rayps.service.groups import actor
-from rayps.service.plan import Facts, Start, Wait, plan
+from rayps.service.plan import Facts, Seal, Start, Wait, plan
 from rayps.service.remote_group import standing
 
 GROUPS = "/api/v1/server-groups"
@@ -367,6 +368,17 @@ def test_a_job_waits_for_its_group_and_holds_up_no_other() -> None:
     waits = Facts("1", group="waits for server group 'g': its manager is starting")
     actions = plan([waits, Facts("2")], [], {"cpu": 4.0}, {"cpu": 4.0})
     assert actions == [Wait("1", "waits for server group 'g': its manager is starting"), Start("2", 1)]
+
+
+def test_a_job_whose_driver_is_lost_is_started_again_once_its_group_is_there() -> None:
+    total, why = {"cpu": 4.0}, "waits for server group 'g': its manager is starting"
+    for status in (Status.STARTING, Status.RUNNING, Status.RECOVERING, Status.UNKNOWN):
+        lost = Facts("1", status=status, attempt=1, interrupted=True, group=why)
+        assert plan([lost], [], total, total) == [Wait("1", why)]
+        assert plan([replace(lost, reason=why)], [], total, total) == []
+        there = plan([replace(lost, group=None)], [], total, total)
+        assert [(type(action), getattr(action, "attempt", 0)) for action in there] == [(Start, 2)]
+        assert [type(action) for action in plan([replace(lost, stopping=1.0)], [], total, total)] == [Seal]
 
 
 def test_a_real_manager_on_threads(tmp_path: Path, place: ThreadPlace, monkeypatch: pytest.MonkeyPatch) -> None:

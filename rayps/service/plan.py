@@ -143,7 +143,8 @@ def _running(job: Facts, drivers: Collection[str] | None, blind: float, why: str
     if drivers is None:
         return _unseen(job, blind, why)
     if job.id not in drivers:
-        return [_lost(job)]
+        # a new driver would fail for want of its server group, whose manager may be starting again too
+        return [_lost(job)] if job.group is None or job.stopping is not None else _wait(job, job.group)
     if job.crash is not None:
         return [Kill(job.id, job.crash)]
     if job.stopping is not None:

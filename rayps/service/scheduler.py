@@ -147,7 +147,7 @@ class Scheduler:
         done = await self._act([*self._roster.waiting.stopped()], {})  # whether Ray answers or not
         records = list(self._roster.started.values())
         sight = await self._look([r.id for r in records])
-        facts = await asyncio.to_thread(lambda: [self._facts(r) for r in records])
+        facts = await asyncio.to_thread(lambda: [self._facts(r, sight) for r in records])
         self._silences.keep({key for r in records for key in (r.id, (r.id, "stop"))})
         now = time.monotonic()
         if sight is not None:
@@ -230,7 +230,8 @@ class Scheduler:
                 await self._act([*self._roster.waiting.stopped()], {})
             woken.cancel()
 
-    def _facts(self, record: Record) -> Facts:
+    def _facts(self, record: Record, sight: Sight | None) -> Facts:
+        lost = sight is not None and record.id not in sight.drivers
         folder = self._jobs_dir / record.id
         begun = read_json(folder / BEGUN) or {}
         return Facts(
@@ -250,6 +251,7 @@ class Scheduler:
             launched=self._launched(record, begun),
             silent=self._silent(record),
             deadline=max(self._stall, _TIMEOUTS * record.spec.timeout),
+            group=self.group_hinders(record.spec) if lost else None,
             doomed=self.group_ended(record.spec),
         )
 
