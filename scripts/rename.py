@@ -68,7 +68,7 @@ def rename_tests(tests: dict[str, str]) -> None:
     for old, new in tests.items():
         if (ROOT / "tests" / f"{old}.py").exists():
             subprocess.check_call(["git", "mv", f"tests/{old}.py", f"tests/{new}.py"], cwd=ROOT)
-    names = re.compile(r"(?<![\w.])(" + "|".join(sorted(tests, key=len, reverse=True)) + r")(?!\w)")
+    names = re.compile(r"(?<!\w)(" + "|".join(sorted(tests, key=len, reverse=True)) + r")(?!\w)")
     for path in [*tracked(), ROOT / "tests" / "durations.json"]:
         text = path.read_text(encoding="utf-8")
         if (new := names.sub(lambda m: tests[m[1]], text)) != text:

@@ -6,6 +6,7 @@ hold layouts and packed factories and are written once each, beside it.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
@@ -14,10 +15,34 @@ from pathlib import Path
 from typing import Any
 
 from rayps.elastic.manager.seats import Seat
-from rayps.elastic.space import Space
+from rayps.elastic.space import Quota, Space, Table
 from rayps.errors import ConfigError
+from rayps.flat import Entry, Layout
+from rayps.rates import Ticks
 
 FORMAT = 1
+_MOVED = {  # where version 0.1 had them, below its package: where they are now
+    ("elastic.space", "Space"): Space,
+    ("elastic.space", "Table"): Table,
+    ("elastic.space", "Quota"): Quota,
+    ("flat", "Layout"): Layout,
+    ("flat", "Entry"): Entry,
+    ("rates", "Ticks"): Ticks,
+}
+
+
+class _Opener(pickle.Unpickler):
+    """Finds classes where they are now."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        known = _MOVED.get((module.removeprefix("rayps."), name))
+        return super().find_class(module, name) if known is None else known
+
+
+def open_space(content: bytes) -> Space:
+    """A space as this version or version 0.1 wrote it."""
+    found: Space = _Opener(io.BytesIO(content)).load()
+    return found
 
 
 @dataclass(slots=True)
@@ -102,7 +127,7 @@ class Book:
         if found["format"] != FORMAT:
             raise ValueError(f"its format is {found['format']}, and {FORMAT} is expected")
         numbers = [int(number) for number in found["seats"]]
-        self._written = {number: pickle.loads(self._space(number).read_bytes()) for number in numbers}
+        self._written = {number: open_space(self._space(number).read_bytes()) for number in numbers}
         return Record(
             name=found["name"],
             secret=bytes.fromhex(found["secret"]),
