@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 import sqlite3
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import elastic_fakes
 import httpx2
+import numpy as np
 import pytest
 import torch
 from fake_manager import ThreadPlace
@@ -23,10 +27,15 @@ from rayps.client import Client
 from rayps.cluster import LocalCluster, surrounding, until
 from rayps.elastic.manager import crew
 from rayps.elastic.manager.manager import Manager
+from rayps.elastic.manager.record import Book
 from rayps.elastic.map import SpaceMap
 from rayps.elastic.space import Quota, Space, Table
+from rayps.errors import ConfigError
+from rayps.flat import Entry, Layout
+from rayps.rates import Recipe, Ticks
+from rayps.strategies.downpour import Downpour
 from rayps.strategies.parameter_server import ParameterServer
-from rayps.workload import load
+from rayps.workload import Workload, load
 
 OLD = Path(__file__).parent / "fixtures" / "state_0_1"
 MADE = json.loads((OLD / "made.json").read_text())
@@ -40,6 +49,10 @@ STATUS = {
     "branched": "RUNNING",
     "queued": "QUEUED",
 }
+SAME_PYTHON = pytest.mark.skipif(
+    not sys.version.startswith(MADE["python"].rpartition(".")[0]),
+    reason="the optimizer of an open space is packed as byte code of one Python",
+)
 WORDS = Table(  # of the old jobs
     "words", 3, 4, dtype="float64", optimizer={"name": "adagrad", "lr": 0.1}, init={"name": "normal", "scale": 0.01}
 )
@@ -124,10 +137,7 @@ def test_the_old_tokens_are_good(site: Site, state: Path) -> None:
     assert "laptop" in [each["name"] for each in get(site, "/tokens")["tokens"]]
 
 
-@pytest.mark.skipif(
-    not sys.version.startswith(MADE["python"].rpartition(".")[0]),
-    reason="the optimizer of an open space is packed as byte code of one Python",
-)
+@SAME_PYTHON
 def test_a_service_takes_the_unfinished_jobs_to_their_end(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(state.parent / "work")  # a driver in a thread goes to its job's directory
     place = ThreadPlace()
@@ -202,6 +212,12 @@ def test_a_manager_goes_on_from_an_old_record(state: Path, monkeypatch: pytest.M
         made = manager.open(Space("new", 0, 1, ParameterServer(), tables=(Table("t", 2, 3),)))
         assert made.number == old["next_space"]
         manager.close()
+        assert {path.name for path in folder.iterdir()} == {
+            "record.json",
+            "space-2.json",
+            "space-3.json",
+            "wanted.json",
+        }
         manager = Manager("main", 5, 0, folder, cluster=cluster)  # from what the first one wrote
         assert sorted(space["name"] for space in manager.facts()["spaces"]) == sorted([branched, "new"])
         assert (manager.space(branched), manager.space("new")) == (second, made)
@@ -209,3 +225,166 @@ def test_a_manager_goes_on_from_an_old_record(state: Path, monkeypatch: pytest.M
         manager.stop()
         cluster.close()
         elastic_fakes.HOSTS.clear()
+
+
+# ---------------------------------------------------------------------------------------- a group's record
+
+
+def test_an_old_record_is_read_and_replaced_by_json(state: Path) -> None:
+    folder = state / "servers" / "main"
+    record = Book(folder).read()
+    assert record is not None and record.spaces.keys() == {1, 2}
+    assert {path.name for path in folder.iterdir()} >= {"space-1.pickle", "space-2.pickle"}  # reading changes nothing
+    book = Book(folder)
+    assert book.read() == record
+    book.write(record)
+    assert {path.name for path in folder.iterdir()} == {"record.json", "space-1.json", "space-2.json", "wanted.json"}
+    assert Book(folder).read() == record
+    for name in ("record.json", "space-1.json", "space-2.json"):
+        text = (folder / name).read_text()
+        assert "rayps." not in text and json.loads(text)
+        assert (folder / name).stat().st_mode & 0o777 == 0o600  # the group's secret is in it
+    assert json.loads((folder / "record.json").read_text())["format"] == 2
+
+
+@SAME_PYTHON
+def test_an_old_optimizer_factory_makes_its_optimizer(state: Path) -> None:
+    record = Book(state / "servers" / "main").read()
+    assert record is not None
+    recipe = record.spaces[1].unpack_factory()
+    optimizer = recipe([torch.nn.Parameter(torch.zeros(2))])
+    assert isinstance(optimizer, torch.optim.Adam) and optimizer.param_groups[0]["lr"] == 0.02
+    assert isinstance(recipe.make(optimizer), torch.optim.lr_scheduler.StepLR)
+
+
+class Touch:
+    """Creates a file where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("what", ["code", "another class", "cut off", "not a space", "a format to come"])
+def test_a_damaged_or_foreign_record_is_refused_and_left(state: Path, tmp_path: Path, what: str) -> None:
+    folder, touched = state / "servers" / "main", tmp_path / "touched"
+    space = folder / "space-1.pickle"
+    if what == "a format to come":
+        record = json.loads((folder / "record.json").read_text())
+        (folder / "record.json").write_text(json.dumps(record | {"format": 3}))
+    else:
+        data = {
+            "code": pickle.dumps(Touch(touched)),
+            "another class": pickle.dumps(Fraction(1, 2)),
+            "cut off": space.read_bytes()[:-100],
+            "not a space": pickle.dumps({"name": "x"}),
+        }
+        space.write_bytes(data[what])
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(ConfigError, match=r"record.json is not the record of a server group") as caught:
+        Book(folder).read()
+    assert caught.value.data["field"] == "folder" and not touched.exists()
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
+@pytest.mark.parametrize("format", [1, 2])
+def test_a_write_that_is_cut_off_leaves_the_old_record_or_the_new_one(
+    state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: int
+) -> None:
+    source = state / "servers" / "main"
+    old = Book(source).read()
+    assert old is not None
+    if format == 2:
+        book = Book(source)
+        book.read()
+        book.write(old)
+    new = replace(old, spaces={2: replace(old.spaces[2], quota=Quota(5)), 3: replace(old.spaces[1], number=3)})
+    new.seats, new.wanted = {2: old.seats[2], 3: []}, 4
+    outcomes = []
+    for steps in range(20):
+        folder = tmp_path / f"cut-{steps}"
+        shutil.copytree(source, folder)
+        book = Book(folder)
+        assert book.read() == old
+        left = [steps]
+
+        def cut(work: Any, left: list[int] = left) -> Any:
+            def passing(*args: Any, **options: Any) -> Any:
+                left[0] -= 1
+                if left[0] < 0:
+                    raise KeyboardInterrupt
+                return work(*args, **options)
+
+            return passing
+
+        with monkeypatch.context() as patch:
+            for name in ("rename", "unlink"):
+                patch.setattr(Path, name, cut(getattr(Path, name)))
+            try:
+                book.write(new)
+            except KeyboardInterrupt:
+                pass
+            else:
+                break
+        found = Book(folder).read()
+        assert found is not None
+        if found.wanted == new.wanted:
+            assert found == new
+        else:  # the quota is of a file of its own, which was replaced first
+            found.spaces[2] = old.spaces[2]
+            assert found == old
+        outcomes.append(found.wanted == new.wanted)
+    assert len(outcomes) >= 4 and False in outcomes and True in outcomes and outcomes == sorted(outcomes)
+
+
+class OwnRule(ParameterServer):
+    """A strategy that is not of the catalogue."""
+
+
+SPACES = [
+    Space("plain", 1, 1, ParameterServer()),
+    Space(
+        "dense",
+        7,
+        3,
+        ParameterServer(shards=3, staleness=None, replay_mb=1.5, replicas=1),
+        Layout((Entry("a.weight", 0, 6, (2, 3)), Entry("a.scale", 6, 7, ())), torch.bfloat16),
+        ((0, 3), (3, 7)),
+        bytes(range(256)),
+        (Table("t", 2, policy={"admit": 3, "evict": "lfu"}),),
+        Quota(10, 0.5),
+        "plain",
+        Ticks((12, 3), 4),
+    ),
+    Space("own", 2, 2, OwnRule(staleness=4)),
+    Space("downpour", 2, 2, Downpour(n_push=2)),
+]
+
+
+@pytest.mark.parametrize("space", SPACES, ids=lambda space: space.name)
+def test_a_space_survives_json(space: Space) -> None:
+    again = Space.from_json(json.loads(json.dumps(space.to_json())))
+    assert again == space and type(again.strategy) is type(space.strategy)
+    assert ("pickle" in space.to_json()["strategy"]) is (space.name == "own")
+
+
+def test_an_option_that_is_not_plain_data_is_refused() -> None:
+    table = Table("t", 2, policy={"folder": Path("/x"), "admit": np.int64(3)})
+    assert Space("s", 1, 1, ParameterServer(), tables=(table,)).to_json()["tables"][0]["policy"] == {
+        "folder": "/x",
+        "admit": 3,
+    }
+    with pytest.raises(ConfigError, match="table 't' has the option <object"):
+        Space("s", 1, 1, ParameterServer(), tables=(Table("t", 2, policy={"admit": object()}),)).to_json()
+
+
+@pytest.mark.parametrize(
+    ("name", "found"), [("Workload", Workload), ("Recipe", Recipe), ("ParameterServer", ParameterServer)]
+)
+def test_a_factory_finds_classes_that_were_moved(name: str, found: type) -> None:
+    packed = f"crayps.a_module_that_is_gone\n{name}\n.".encode()
+    assert Space("s", 1, 1, ParameterServer(), factory=packed).unpack_factory() is found
+    with pytest.raises(ImportError):
+        Space("s", 1, 1, ParameterServer(), factory=b"crayps.gone\nNothing\n.").unpack_factory()

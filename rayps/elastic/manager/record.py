@@ -1,12 +1,14 @@
-"""What a manager writes down, so that another one can go on in its place: one small file, replaced as a whole.
+"""The record of a server group on disk, from which a new manager continues: JSON files, each replaced as a whole.
 
-The record is written before the servers are told: a generation that anybody has heard of is never given twice. Spaces
-hold layouts and packed factories and are written once each, beside it.
+    record.json      the group: {"format": 2, "name": ..., "servers": ..., "seats": ...}
+    space-N.json     space number N (`Space.to_json`): layout and packed optimizer factory, written once
+
+The record is written before servers get orders, so that no generation number is given twice. No file names a class of
+rayps. A record of format 1 (rayps 0.1.0), in which spaces are pickles, is read, and replaced by the first write.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import pickle
@@ -14,35 +16,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rayps.elastic.manager.record_v1 import read_space
 from rayps.elastic.manager.seats import Seat
-from rayps.elastic.space import Quota, Space, Table
+from rayps.elastic.space import Space
 from rayps.errors import ConfigError
-from rayps.flat import Entry, Layout
-from rayps.rates import Ticks
 
-FORMAT = 1
-_MOVED = {  # where version 0.1 had them, below its package: where they are now
-    ("elastic.space", "Space"): Space,
-    ("elastic.space", "Table"): Table,
-    ("elastic.space", "Quota"): Quota,
-    ("flat", "Layout"): Layout,
-    ("flat", "Entry"): Entry,
-    ("rates", "Ticks"): Ticks,
-}
-
-
-class _Opener(pickle.Unpickler):
-    """Finds classes where they are now."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        known = _MOVED.get((module.removeprefix("rayps."), name))
-        return super().find_class(module, name) if known is None else known
-
-
-def open_space(content: bytes) -> Space:
-    """A space as this version or version 0.1 wrote it."""
-    found: Space = _Opener(io.BytesIO(content)).load()
-    return found
+FORMAT = 2
+_PICKLED = 1  # the format of rayps 0.1.0
+_UNREADABLE = (
+    ValueError,
+    KeyError,
+    IndexError,
+    TypeError,
+    AttributeError,
+    OSError,
+    pickle.UnpicklingError,
+    EOFError,
+    ConfigError,
+)
 
 
 @dataclass(slots=True)
@@ -83,6 +74,7 @@ class Book:
     def __init__(self, folder: str | Path | None) -> None:
         self._folder = None if folder is None else Path(folder)
         self._written: dict[int, Space] = {}
+        self._pickled = False  # the record was read in format 1, and not written yet
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
@@ -93,7 +85,7 @@ class Book:
             return None
         try:
             return self._read(json.loads(path.read_text(encoding="utf-8")))
-        except (ValueError, KeyError, TypeError, OSError, pickle.UnpicklingError, EOFError) as error:
+        except _UNREADABLE as error:
             raise ConfigError(
                 f"{path} is not the record of a server group ({type(error).__name__}: {error}): give another folder, "
                 "or remove it to begin anew, without what its servers held",
@@ -106,28 +98,37 @@ class Book:
             return
         for number, space in record.spaces.items():
             if self._written.get(number) is not space:
-                self._replace(self._space(number), pickle.dumps(space))
+                self._replace(self._space(number), json.dumps(space.to_json()).encode())
                 self._written[number] = space
-        for number in self._written.keys() - record.spaces.keys():
+        self._replace(self._folder / "record.json", json.dumps(_plain(record)).encode())
+        for number in self._written.keys() - record.spaces.keys():  # last: a record must find all its spaces
             self._space(number).unlink(missing_ok=True)
             del self._written[number]
-        self._replace(self._folder / "record.json", json.dumps(_plain(record)).encode())
+        if self._pickled:
+            self._pickled = False
+            for path in self._folder.glob("space-*.pickle"):
+                path.unlink(missing_ok=True)
 
     def erase(self) -> None:
         """The group has ended."""
         if self._folder is not None:
-            for path in [self._folder / "record.json", *self._folder.glob("space-*.pickle")]:
+            for path in [self._folder / "record.json", *self._folder.glob("space-*.*")]:
                 path.unlink(missing_ok=True)
 
-    def _space(self, number: int) -> Path:
+    def _space(self, number: int, kind: str = "json") -> Path:
         assert self._folder is not None
-        return self._folder / f"space-{number}.pickle"
+        return self._folder / f"space-{number}.{kind}"
 
     def _read(self, found: dict[str, Any]) -> Record:
-        if found["format"] != FORMAT:
-            raise ValueError(f"its format is {found['format']}, and {FORMAT} is expected")
+        if found["format"] not in (_PICKLED, FORMAT):
+            raise ValueError(f"its format is {found['format']}, and this rayps reads {_PICKLED} and {FORMAT}")
         numbers = [int(number) for number in found["seats"]]
-        self._written = {number: open_space(self._space(number).read_bytes()) for number in numbers}
+        self._pickled = found["format"] == _PICKLED
+        if self._pickled:
+            spaces = {number: self._read_pickled(number) for number in numbers}
+        else:
+            spaces = {number: Space.from_json(json.loads(self._space(number).read_bytes())) for number in numbers}
+            self._written = dict(spaces)
         return Record(
             name=found["name"],
             secret=bytes.fromhex(found["secret"]),
@@ -139,13 +140,16 @@ class Book:
             next_space=found["next_space"],
             resizing=None if found["resizing"] is None else (found["resizing"][0], found["resizing"][1]),
             servers={name: Told(*told) for name, told in found["servers"].items()},
-            spaces=dict(self._written),
+            spaces=spaces,
             seats={int(number): [_seat(item) for item in seats] for number, seats in found["seats"].items()},
             versions={int(number): version for number, version in found["versions"].items()},
             incarnations={int(n): {int(r): count for r, count in by.items()} for n, by in found["ranks"].items()},
             placed_by_load={(space, index): name for space, index, name in found["placed_by_load"]},
             counts=found["counts"],
         )
+
+    def _read_pickled(self, number: int) -> Space:
+        return Space.from_json(read_space(self._space(number, "pickle").read_bytes()))
 
     def _replace(self, path: Path, data: bytes) -> None:
         temporary = path.with_suffix(".tmp")

@@ -165,6 +165,7 @@ def _differences(one: Space, other: Space) -> list[str]:
 
 
 def _add(keeper: Keeper, space: Space, parent: Space | None) -> Space:
+    space.to_json()  # refuses what the record cannot keep, before anything has changed
     record = keeper.record
     number = record.next_space
     record.next_space += 1

@@ -6,7 +6,6 @@ repeated change nothing.
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -115,7 +114,7 @@ class Held:
         """The optimizer of the dense vector. Raises WorkloadError."""
         if self._factory is None:
             try:
-                self._factory = pickle.loads(self.space.factory)
+                self._factory = self.space.unpack_factory()
             except Exception as error:
                 raise WorkloadError(
                     f"the optimizer of {self.space.name!r} cannot be unpacked on a server: {type(error).__name__}: "
