@@ -23,19 +23,19 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 
-import torch  # noqa: E402
+import torch
 
-import rayps  # noqa: E402
-from rayps.clock import Clock  # noqa: E402
-from rayps.costs import Sizes, amount, costs  # noqa: E402
-from rayps.federated.cohort import cohort, pack  # noqa: E402
-from rayps.grid import Grid  # noqa: E402
-from rayps.job import MOVES, Status  # noqa: E402
-from rayps.partition import place, slices, spots  # noqa: E402
-from rayps.pipeline.schedule import idle, table  # noqa: E402
-from rayps.pipeline.simulate import simulate  # noqa: E402
-from rayps.ring import algorithms  # noqa: E402
-from rayps.tensor.plan import plan  # noqa: E402
+import rayps
+from rayps.clock import Clock
+from rayps.costs import Sizes, amount, costs
+from rayps.federated.cohort import cohort, pack
+from rayps.grid import Grid
+from rayps.job import MOVES, Status
+from rayps.partition import place, slices, spots
+from rayps.pipeline.schedule import idle, table
+from rayps.pipeline.simulate import simulate
+from rayps.ring import algorithms
+from rayps.tensor.plan import plan
 
 FOLDER = ROOT / "docs" / "pictures"
 WIDTH = 760
