@@ -1,0 +1,311 @@
+"""Every code block of the README and of docs/: Python is run, commands are parsed, job files are read.
+
+A page's Python blocks run in order, in one namespace, in a temporary folder that has `examples/` with fewer rows.
+`rayps.train` and `rayps.run` use the threads cluster there; a page with `rayps.Client()` gets a real service with a
+real Ray. A command is parsed by the command line's own parser, its files and strategies are looked up; what is cheap
+(`rayps plan`, `rayps clients`) runs. A block that cannot be checked is preceded by `<!-- not run: REASON -->`.
+"""
+
+import ast
+import io
+import json
+import re
+import shlex
+import subprocess
+import sys
+import time
+from contextlib import redirect_stdout
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import pyarrow.parquet as pq
+import pytest
+import typer.main
+import yaml
+
+import rayps
+from rayps.cli.main import app
+from rayps.cluster import LocalCluster
+from rayps.job import JobSpec
+from rayps.strategy import CATALOGUE, parse
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
+ROWS = 400  # of each example's data set, so that an epoch takes a moment
+NOT_RUN = {
+    (
+        "docs/embeddings.md",
+        "needs a server group on which a job trains; tests/test_elastic_follow.py runs such a reader",
+    )
+}  # (page, reason) of the blocks that are not checked
+
+
+class Block(NamedTuple):
+    """A fenced block of a page."""
+
+    page: Path
+    line: int  # of its first line of code
+    language: str
+    text: str
+    reason: str  # why it is not run; "" = it is
+
+    def __str__(self):
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def blocks(page):
+    """The fenced blocks of a page, in order."""
+    found, lines, reason, number = [], page.read_text(encoding="utf-8").splitlines(), "", 0
+    while number < len(lines):
+        fence = re.match(r"( *)(`{3,}|:{3,})(\S*)", lines[number])
+        if fence:
+            end = next(n for n in range(number + 1, len(lines)) if lines[n].strip() == fence[2])
+            body = [line[len(fence[1]) :] for line in lines[number + 1 : end]]
+            found.append(Block(page, number + 2, fence[3], "\n".join(body), reason))
+            number = end
+        comment = re.fullmatch(r" *<!-- not run: (.+) -->", lines[number])
+        reason = comment[1] if comment else ""
+        number += 1
+    return found
+
+
+BLOCKS = [block for page in PAGES for block in blocks(page)]
+RUN = [block for block in BLOCKS if not block.reason]
+
+
+def in_language(*languages):
+    return [block for block in RUN if block.language in languages]
+
+
+def test_blocks_are_found_and_only_these_are_not_run():
+    assert len(in_language("python")) > 15 and len(in_language("console")) > 8 and in_language("yaml")
+    assert {(str(block.page.relative_to(ROOT)), block.reason) for block in BLOCKS if block.reason} == NOT_RUN
+
+
+def test_every_block_has_a_language_that_is_checked():
+    known = {"python", "console", "yaml", "text"}
+    others = [f"{block}: {block.language or 'none'}" for block in BLOCKS if block.language not in known]
+    assert [each for each in others if not re.search(r": \{(toctree|eval-rst)\}$", each)] == []
+
+
+# Python
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The working folder of a page: the examples with little data, and the digits beside them."""
+    examples = tmp_path / "examples"
+    (examples / "data").mkdir(parents=True)
+    for source in [*ROOT.glob("examples/*.py"), *ROOT.glob("examples/*.yaml")]:
+        (examples / source.name).write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
+    for source in ROOT.glob("examples/data/*.parquet"):
+        pq.write_table(pq.read_table(source).slice(0, ROWS), examples / "data" / source.name)
+    (examples / "data" / "hamlet.txt").write_text((ROOT / "examples/data/hamlet.txt").read_text()[:4000])
+    pq.write_table(pq.read_table(examples / "data" / "digits.parquet"), tmp_path / "digits.parquet")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(examples))
+    yield tmp_path
+    for name in [name for name, module in sys.modules.items() if str(examples) in str(getattr(module, "__file__", ""))]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def threads(monkeypatch):
+    """`rayps.train` and `rayps.run` on the threads cluster, without progress."""
+
+    def on_threads(function, **more):
+        def call(*args, **options):
+            cluster = LocalCluster()
+            try:
+                return function(*args, **{"cluster": cluster, **more, **options})
+            finally:
+                cluster.close()
+
+        return call
+
+    monkeypatch.setattr(rayps, "train", on_threads(rayps.train, progress=False))
+    monkeypatch.setattr(rayps, "run", on_threads(rayps.run))
+
+
+def execute(page, skip=()):
+    """Run a page's Python blocks in order; an error's traceback shows the page's own line."""
+    space = {"__name__": "__main__"}  # classes of __main__ travel by value
+    for block in in_language("python"):
+        if block.page == page:
+            code = compile("\n" * (block.line - 1) + block.text, str(page), "exec")
+            with redirect_stdout(io.StringIO()):
+                exec(code, space)
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.reason and block.language == "python"], ids=str)
+def test_what_is_not_run_imports_names_that_exist(block):
+    imports = [node for node in ast.parse(block.text).body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    exec(compile(ast.Module(imports, []), str(block), "exec"), {})
+
+
+PYTHON = sorted({block.page for block in in_language("python")})
+SERVICE = [page for page in PYTHON if "rayps.Client()" in page.read_text(encoding="utf-8")]
+
+
+def name_of(page):
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", [page for page in PYTHON if page not in SERVICE], ids=name_of)
+def test_python_runs(page, folder, threads):
+    execute(page)
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory):
+    """`rayps serve` with a Ray of its own; its state directory."""
+    state = tmp_path_factory.mktemp("service") / "state"
+    log = state.parent / "service.log"
+    command = [sys.executable, "-m", "rayps.cli", "serve", "--state-dir", str(state), "--port", "0", "--cpus", "8"]
+    with log.open("w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, stdin=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 240
+        while not (state / "service.json").exists():
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+        yield state
+    finally:
+        process.terminate()
+        process.wait(timeout=240)
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("page", SERVICE, ids=name_of)
+def test_python_runs_with_a_service(page, service, folder, monkeypatch):
+    monkeypatch.setenv("RAYPS_STATE_DIR", str(service))
+    execute(page)
+
+
+# Commands
+
+
+class Command(NamedTuple):
+    """A line of a console block, with its continuations."""
+
+    block: Block
+    line: str
+
+    def __str__(self):
+        return f"{self.block}: {self.line.split('  ')[0]}"
+
+
+def commands(block):
+    """The commands of a block: all lines, or, where some begin with `$`, those."""
+    lines = block.text.replace("\\\n", " ").splitlines()
+    if any(line.startswith("$ ") for line in lines):
+        lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+    return [Command(block, line) for line in lines if line.strip() and not line.startswith("#")]
+
+
+COMMANDS = [command for block in in_language("console") for command in commands(block)]
+RUN_TOO = {"plan", "clients"}  # cheap ones
+PROGRAMS = {"cat", "export", "source", "pip", "kill", "cp"}  # of others
+
+
+def words_of(line):
+    lexer = shlex.shlex(line, posix=True, punctuation_chars="|&;")
+    lexer.whitespace_split = True
+    return list(lexer)
+
+
+def looked_up(words):
+    """Check the arguments that name files, classes or strategies; `words` are those after `rayps`."""
+    for option, value in pairwise(words):
+        if option == "--strategy":
+            parse(value)
+    for word in words:
+        if re.fullmatch(r"examples/\S+\.py(:\w+)?", word):
+            path, _, name = word.partition(":")
+            tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+            assert not name or name in {node.name for node in tree.body if isinstance(node, ast.ClassDef)}, word
+        elif re.fullmatch(r"examples/\S+\.yaml", word):
+            assert (ROOT / word).is_file(), word
+
+
+def parsed(words):
+    """Parse the words after `rayps` as the command line does, without running anything; the command's path."""
+    command, path, rest = typer.main.get_command(app), [], list(words)
+    while hasattr(command, "commands"):
+        assert rest and rest[0] in command.commands, f"rayps {' '.join(path)} has {sorted(command.commands)}"
+        path.append(rest.pop(0))
+        command = command.commands[path[-1]]
+    command.make_context(path[-1], rest)  # raises for an option or a value that does not exist
+    return path
+
+
+def check_make(words):
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
+    assert {word for word in words if re.fullmatch(r"[a-z]+", word)} <= set(targets), words
+
+
+def check_curl(words):
+    """The address is a route of the service, and the body a job."""
+    from rayps_api.app import create_app
+    from service_site import NoPlace
+
+    from rayps.service.settings import Settings
+
+    address = next(word for word in words if word.startswith("http"))
+    path = re.sub(r"^https?://[^/]+", "", address)
+    routes = create_app(Settings(), place=NoPlace()).openapi()["paths"]
+    shapes = [re.sub(r"\{\w+\}", r"[^/]+", route) for route in routes]
+    assert any(re.fullmatch(shape, path) for shape in shapes), path
+    if "-d" in words:
+        spec = json.loads(words[words.index("-d") + 1])
+        parse(JobSpec.from_dict(spec).check().strategy)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=str)
+def test_a_command_is_one(command, folder, capfd):
+    line = re.split(r"\s#\s", command.line)[0].strip().removesuffix("&").strip()
+    words = words_of(re.sub(r"^\w+=\$\(.*\)$", "export", line.split(" | ")[0]))
+    program, rest = words[0], words[1:]
+    if program == "rayps":
+        looked_up(rest)
+        path = parsed(rest)
+        if path[0] in RUN_TOO:
+            run = [sys.executable, "-m", "rayps.cli", *rest]
+            done = subprocess.run(run, capture_output=True, text=True, cwd=folder, timeout=300)
+            assert done.returncode == 0, done.stderr
+    elif program == "make":
+        check_make(rest)
+    elif program == "curl":
+        check_curl(rest)
+    elif program == "python":
+        assert (ROOT / rest[0]).is_file(), rest
+        looked_up(rest)
+    else:
+        assert program in PROGRAMS, f"{program}: say in this test how to check it"
+
+
+# Job files, strategies in text
+
+
+@pytest.mark.parametrize("block", in_language("yaml"), ids=str)
+def test_a_job_file_is_one(block):
+    spec = JobSpec.from_dict(yaml.safe_load(block.text)).check()
+    assert parse(spec.strategy)
+
+
+def strategies():
+    """Inline code, and lines of text blocks, that read as a strategy with options."""
+    name = "|".join(sorted(CATALOGUE, key=len, reverse=True))
+    shape = re.compile(rf"(?:\d+\*)?(?:{name}):[a-z_]+=[^`\s]*\S*(?: > [^`]*)?")
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        spans = [*re.findall(r"`([^`\n]+)`", text), *(line.split("  ")[0] for line in text.splitlines())]
+        for span in spans:
+            if shape.fullmatch(span.strip('"')) and "..." not in span:
+                yield pytest.param(span.strip('"'), id=f"{name_of(page)}: {span}")
+
+
+@pytest.mark.parametrize("text", list(strategies()))
+def test_a_strategy_in_text_is_one(text):
+    assert parse(text)
