@@ -17,6 +17,8 @@ from typing import Any, Protocol
 from rayps.errors import ActorDied, ConfigError, NoResources
 
 Bundle = dict[str, float]
+PROTOCOL = 1  # how a service and the actors that outlive it call each other: raise it with each change of their methods
+FIRST_PROTOCOL = 1  # of rayps 0.1.0, which writes none
 WORKER_NICENESS = "0"  # on a Ray of our own, unless the user says: at Ray's 15 one busy program all but stops them
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rayps import checkpoint
-from rayps.cluster import LocalCluster, surrounding
+from rayps.cluster import PROTOCOL, LocalCluster, surrounding
 from rayps.errors import RaypsError
 from rayps.failpoint import passing
 from rayps.job import JobSpec, Status
@@ -26,7 +26,8 @@ from rayps.workload import load
 
 log = logging.getLogger(__name__)
 
-BEGUN = "driver.json"  # {"attempt", "pid", "started" (ticks since boot), "crash" (an error that no outcome tells)}
+# {"attempt", "pid", "started" (ticks since boot), "protocol", "crash" (an error that no outcome tells)}
+BEGUN = "driver.json"
 
 
 class DriverActor:
@@ -80,7 +81,8 @@ class DriverActor:
 
     def _note(self, **facts: Any) -> None:
         pid = os.getpid()
-        text = json.dumps({"attempt": self._attempt, "pid": pid, "started": _started(), **facts})
+        known = {"attempt": self._attempt, "pid": pid, "started": _started(), "protocol": PROTOCOL}
+        text = json.dumps(known | facts)
         part = self._folder / f".{BEGUN}.{pid}"
         part.write_text(text, encoding="utf-8")
         part.replace(self._folder / BEGUN)

@@ -3,6 +3,9 @@
 A driver is a detached actor named after its job, so that there is at most one of a job and a later service finds it. It
 begins by itself. Two small files in the job's folder tell how far a start has come: `driver.json`, by the driver when
 it begins, and `launch.json`, by the service when the call that starts it has returned.
+
+Both files have the protocol of the driver. A driver of another protocol was started by another version of rayps: no
+method of it is called. It finishes its job, or it is killed when a stop is requested.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from rayps.cluster import Actors, Bundle, Handle
+from rayps.cluster import FIRST_PROTOCOL, PROTOCOL, Actors, Bundle, Handle
 from rayps.errors import ClusterError
 from rayps.failpoint import passing
 from rayps.service import processes
@@ -118,7 +121,7 @@ class Drivers:
             )
             passing("launch: started, not noted")
         finally:
-            private_write(folder / LAUNCHED, json.dumps({"attempt": start.attempt}))
+            private_write(folder / LAUNCHED, json.dumps({"attempt": start.attempt, "protocol": PROTOCOL}))
 
     def ask(self, job_id: str) -> None:
         """Ask a driver to stop, every few seconds at most; its answer is its outcome."""
@@ -172,6 +175,23 @@ class Drivers:
 
 def _name(job_id: str) -> str:
     return f"driver-{job_id}"
+
+
+def foreign(attempt: int, begun: dict[str, Any], launched: dict[str, Any]) -> str | None:
+    """Why no method of the driver of this attempt may be called; None: its methods are known, or no file is of it yet.
+
+    `begun` is `driver.json`, `launched` is `launch.json`.
+    """
+    for found in (begun, launched):
+        if found.get("attempt") == attempt:
+            protocol = found.get("protocol", FIRST_PROTOCOL)
+            if protocol == PROTOCOL:
+                return None
+            return (
+                f"another version of rayps started its driver, which has protocol {protocol!r:.20}: this service has "
+                f"{PROTOCOL} and cannot ask it to stop"
+            )
+    return None
 
 
 def end_process(folder: Path) -> None:

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rayps.cluster import Actors, Handle
+from rayps.cluster import FIRST_PROTOCOL, PROTOCOL, Actors, Handle
 from rayps.errors import ActorDied, ClusterError, ConfigError, Conflict, NotFound, RaypsError
 from rayps.job import JobSpec
 from rayps.service.job_folders import read_json
@@ -58,6 +58,17 @@ class Wanted:
     stopping: bool = False
     launched: bool = False  # its manager was started at least once
     silence: float = SILENCE  # seconds after which a server that says nothing is taken for dead
+    protocol: int = FIRST_PROTOCOL  # of its manager, once that was started
+
+    @property
+    def foreign(self) -> str | None:
+        """Why no method of its manager may be called; None: its methods are known."""
+        if not self.launched or self.protocol == PROTOCOL:
+            return None
+        return (
+            f"another version of rayps started its manager, which has protocol {self.protocol!r:.20}: this service has "
+            f"{PROTOCOL}. Jobs that run on it go on; when they have ended, stop the group and start it again"
+        )
 
     def write(self, folder: Path) -> None:
         """Keep it."""
@@ -123,8 +134,10 @@ class Groups:
         facts = dict(sight.facts or {})
         fresh = sight.facts is not None and time.monotonic() - sight.at < _FRESH_SECONDS
         status = str(facts.get("status", "ready")) if fresh else "unreachable" if sight.facts else "starting"
-        if not fresh and wanted.launched and sight.facts is None and sight.reason is None:
-            status = "unreachable"  # it was started by a service that was here before, and may be well
+        if not fresh and wanted.launched and sight.facts is None and sight.reason in (None, wanted.foreign):
+            status = (
+                "unreachable"  # it was started by an earlier service, or by another version of rayps, and may be well
+            )
         reason = (
             None
             if fresh
@@ -358,6 +371,9 @@ class Groups:
         """Find the manager, or start it; hear what it says."""
         wanted, sight = held.wanted, held.sight
         sight.handle = cluster.find(actor(wanted.name))
+        if sight.handle is not None and wanted.foreign is not None:
+            sight.handle = sight.facts = None
+            raise ClusterError(wanted.foreign)
         if sight.handle is None:
             if time.monotonic() < sight.retry_at:
                 return
@@ -369,7 +385,7 @@ class Groups:
             sight.failures += 1
             if sight.facts is not None:
                 log.warning("server group %s: its manager is gone, and is started again from its record", wanted.name)
-            held.wanted = replace(wanted, launched=True)
+            held.wanted = replace(wanted, launched=True, protocol=PROTOCOL)
             held.wanted.write(self._folder / wanted.name)
             sight.reason = "its manager is starting"
             sight.handle = cluster.spawn(
@@ -401,6 +417,8 @@ class Groups:
         handle = None if cluster is None else cluster.find(actor(name))
         if handle is not None and cluster is not None:
             try:
+                if held.wanted.foreign is not None:  # its servers end when they have had no manager for a while
+                    raise ClusterError(held.wanted.foreign)
                 handle.call("stop").result(timeout=_END_SECONDS)
             except (RaypsError, TimeoutError) as error:
                 log.warning("server group %s did not stop by itself and is killed: %s", name, error)

@@ -40,6 +40,7 @@ class Facts:
     silent: float = 0.0  # seconds in which its folder showed no progress, while it is STARTING or RECOVERING
     deadline: float = SIGN_SECONDS  # seconds of such silence after which its driver is given up
     group: str | None = None  # why the server group that it names cannot serve it yet
+    foreign: str | None = None  # why no method of its driver may be called: that is of another version of rayps
     doomed: str | None = None  # why it can never go on: its server group was stopped under it
 
 
@@ -221,12 +222,14 @@ def _lost(job: Facts) -> Action:
 
 
 def _stopping(job: Facts, seconds: float) -> list[Action]:
+    if job.foreign is not None:
+        return [Kill(job.id, job.foreign)]
     if seconds > STOP_SECONDS:
         return [Kill(job.id, f"it did not stop within {STOP_SECONDS:g} s")]
     shown: list[Action] = []
     if may_move(job.status, Status.STOPPING):
         shown = [Show(job.id, Status.STOPPING, "a stop was asked for", told=True)]
-    return [*shown, Ask(job.id)]
+    return [*shown, Ask(job.id)] if job.launched else shown  # before that its version is not known
 
 
 def _mirrored(job: Facts) -> list[Action]:

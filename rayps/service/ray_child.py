@@ -19,7 +19,7 @@ import threading
 from multiprocessing.connection import Connection
 from typing import Any
 
-from rayps.cluster import Actors, resolve
+from rayps.cluster import FIRST_PROTOCOL, PROTOCOL, Actors, resolve
 from rayps.errors import ClusterError, RaypsError
 
 CALL_SECONDS = 60.0  # that an actor's method may take; the service waits for less
@@ -105,8 +105,14 @@ def main() -> None:
     parser.add_argument("--pipe", type=int, required=True)
     parser.add_argument("--cluster", required=True)
     parser.add_argument("--address", required=True)
+    parser.add_argument("--protocol", type=int, default=FIRST_PROTOCOL)
     parser.add_argument("--dead-man", type=float, default=_DEAD_MAN)
     given = parser.parse_args()
+    if given.protocol != PROTOCOL:  # nothing is sent: the service might not be able to read it
+        parser.error(
+            f"the running service has protocol {given.protocol}, and the rayps that is installed now has {PROTOCOL}: "
+            "start `rayps serve` again"
+        )
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
     faulthandler.dump_traceback_later(given.dead_man, exit=True)

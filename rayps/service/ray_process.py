@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import rayps
-from rayps.cluster import Bundle, Gang, Handle
+from rayps.cluster import PROTOCOL, Bundle, Gang, Handle
 from rayps.errors import ClusterError, RaypsError
 
 log = logging.getLogger(__name__)
@@ -35,6 +35,7 @@ JOIN_SECONDS = 120.0  # to import ray and join, on a slow machine
 ANSWER_SECONDS = 30.0  # for an operation that takes Ray milliseconds
 _POLL_SECONDS = 0.25
 _GOODBYE_SECONDS = 5.0
+_REFUSED = 2  # exit code
 _TAIL = 2000  # bytes of the child's last words
 
 
@@ -93,6 +94,8 @@ class ClusterProcess:
                     cluster,
                     "--address",
                     address,
+                    "--protocol",
+                    str(PROTOCOL),
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=self._words,
@@ -243,6 +246,8 @@ class ClusterProcess:
         if first:
             self._child.kill()
             code = self._child.wait()
+            if code == _REFUSED:  # its arguments are of another version of rayps
+                why = f"{why}: {self._last_words().rpartition(': error: ')[2]}"
             if tell and code not in (0, 1):
                 log.warning("the process that asks Ray ended with code %d (%s)%s", code, why, self._last_words())
         for reply in waiting.values():

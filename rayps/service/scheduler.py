@@ -21,7 +21,7 @@ from rayps.errors import ClusterError, ConfigError, Conflict, NotFound, RaypsErr
 from rayps.failpoint import passing
 from rayps.federated.real.mailbox import FOLDER, Mailbox
 from rayps.job import JobSpec, Status, may_move
-from rayps.service.drivers import BEGUN, LAUNCHED, Drivers, Place, Sight
+from rayps.service.drivers import BEGUN, LAUNCHED, Drivers, Place, Sight, foreign
 from rayps.service.job_folders import read_json
 from rayps.service.plan import SIGN_SECONDS, Action, Ask, Facts, Kill, Seal, Show, Start, Wait, needs, plan
 from rayps.service.roster import Roster
@@ -233,7 +233,7 @@ class Scheduler:
     def _facts(self, record: Record, sight: Sight | None) -> Facts:
         lost = sight is not None and record.id not in sight.drivers
         folder = self._jobs_dir / record.id
-        begun = read_json(folder / BEGUN) or {}
+        begun, started = read_json(folder / BEGUN) or {}, read_json(folder / LAUNCHED) or {}
         return Facts(
             record.id,
             record.name,
@@ -248,7 +248,8 @@ class Scheduler:
             read_json(folder / "outcome.json"),
             self._progress(record, begun),
             self._drivers.crash(record, begun),
-            launched=self._launched(record, begun),
+            launched=record.attempt in (begun.get("attempt"), started.get("attempt")),
+            foreign=foreign(record.attempt, begun, started),
             silent=self._silent(record),
             deadline=max(self._stall, _TIMEOUTS * record.spec.timeout),
             group=self.group_hinders(record.spec) if lost else None,
@@ -264,10 +265,6 @@ class Scheduler:
         if progress is not None:
             progress["waits"] = Mailbox(folder / FOLDER).standing()  # of a job whose clients are real
         return progress
-
-    def _launched(self, record: Record, begun: dict[str, Any]) -> bool:
-        started = read_json(self._jobs_dir / record.id / LAUNCHED) or {}
-        return record.attempt in (begun.get("attempt"), started.get("attempt"))
 
     def _silent(self, record: Record) -> float:
         """Seconds in which the folder of a job that is starting or recovering has not changed."""
