@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "api")]
 
+from pygments.lexer import Lexer  # noqa: E402
+from pygments.lexers.shell import BashLexer, BashSessionLexer  # noqa: E402
+from sphinx.highlighting import lexers  # noqa: E402
+
 import rayps  # noqa: E402
 
 project = "rayps"
@@ -61,6 +65,20 @@ html_theme_options = {
 }
 
 MADE_BY_RAYPS = {"Ring", "Result", "Job"}  # classes whose constructors are not for users
+
+
+class Console(Lexer):
+    """Commands: with prompts and their output, or without prompts."""
+
+    name = "console"
+
+    def get_tokens(self, text: str, unfiltered: bool = False) -> Any:
+        """The tokens of a session where a line begins with `$`, else those of bash."""
+        kind = BashSessionLexer if re.search(r"^\$ ", text, re.M) else BashLexer
+        return kind(stripall=True).get_tokens(text)
+
+
+lexers["console"] = Console()
 SECTIONS = {"Args", "Arguments", "Attributes", "Raises", "Returns", "Yields", "Example", "Examples", "Note"}
 
 
