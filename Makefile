@@ -29,7 +29,7 @@ durations: $(VENV)/ready  ## all tests, and the table of durations by which they
 	$(PYTEST) --store-durations $(ARGS)
 
 docs: $(VENV)/ready  ## the documentation site, in build/docs; a broken link is an error
-	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs
+	$(BIN)/python -m sphinx -q -W --keep-going -E -a -b html docs build/docs
 	@echo "open build/docs/index.html"
 
 lint: $(VENV)/ready
