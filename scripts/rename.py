@@ -76,10 +76,10 @@ def rename_tests(tests: dict[str, str]) -> None:
 
 
 def rename_modules(modules: dict[str, str]) -> None:
-    """Rewrite every mention of a moved module."""
+    """Rewrite every mention of a moved module; not in bytes, which are keys of files."""
     olds = sorted(modules, key=len, reverse=True)
     patterns = "|".join(dotted_pattern(old, modules) for old in olds)
-    dotted = re.compile(rf"(?<![\w.])({patterns})(?!\w)(?!\.(?:py|md)\b)")
+    dotted = re.compile(rf"(?<![\w.])(?<!b\")({patterns})(?!\w)(?!\.(?:py|md)\b)")
     paths = re.compile(
         r"(?<![\w])(" + "|".join(re.escape(old.replace(".", "/")) for old in olds) + r")(?=\.py\b|/(?![a-z_]+\.py\b))"
     )
