@@ -16,7 +16,7 @@ from small_work import SEEN, Small, Watched, distance, kinds, plain, train
 
 import rayps
 from rayps import AllReduce, ParameterServer
-from rayps.cluster import LocalCluster, surrounding, until
+from rayps.cluster import PROTOCOL, LocalCluster, surrounding, until
 from rayps.errors import CheckpointError, ConfigError, DataError, TrainingError, WorkloadError
 from rayps.job import JobSpec, Status
 from rayps.runtime.driver import Driver
@@ -609,7 +609,8 @@ def test_the_actor_begins_by_itself_and_ends_itself(folder):
     assert json.loads((folder / "job" / "outcome.json").read_text())["status"] == "SUCCEEDED"
     assert until(lambda: cluster.find("driver-job") is None, 60)
     begun = json.loads((folder / "job" / "driver.json").read_text())
-    assert begun == {"attempt": 1, "pid": os.getpid(), "started": processes.started(os.getpid())}
+    started = processes.started(os.getpid())
+    assert begun == {"attempt": 1, "pid": os.getpid(), "started": started, "protocol": PROTOCOL}
 
 
 def test_a_crash_of_the_actor_is_told_in_its_folder(folder, monkeypatch):
