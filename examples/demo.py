@@ -16,8 +16,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from rayps.client import Client
-from rayps.errors import RaypsError
+from rayps.core.errors import RaypsError
+from rayps.service.client import Client
 from rayps.service.settings import Settings
 
 HERE = Path(__file__).resolve().parent

@@ -19,12 +19,12 @@ __version__ = "0.1.0"
 _HOMES = {
     "ADMM": "rayps.strategies.admm",
     "AllReduce": "rayps.strategies.all_reduce",
-    "Client": "rayps.client",
+    "Client": "rayps.service.client",
     "DiLoCo": "rayps.strategies.diloco",
     "Ditto": "rayps.strategies.ditto",
     "Downpour": "rayps.strategies.downpour",
-    "Embedding": "rayps.embedding",
-    "EmbeddingBag": "rayps.embedding",
+    "Embedding": "rayps.ps.tables.embedding",
+    "EmbeddingBag": "rayps.ps.tables.embedding",
     "FedAdagrad": "rayps.strategies.fedopt",
     "FedAdam": "rayps.strategies.fedopt",
     "FedAvg": "rayps.strategies.fedavg",
@@ -38,35 +38,38 @@ _HOMES = {
     "ParallelSGD": "rayps.strategies.parallel_sgd",
     "ParameterServer": "rayps.strategies.parameter_server",
     "Pipeline": "rayps.strategies.pipeline",
-    "RaypsError": "rayps.errors",
-    "Result": "rayps.training",
-    "Ring": "rayps.ring",
+    "RaypsError": "rayps.core.errors",
+    "Result": "rayps.runtime.training",
+    "Ring": "rayps.comm.ring",
     "Scaffold": "rayps.strategies.scaffold",
-    "ServerGroup": "rayps.server_group",
+    "ServerGroup": "rayps.ps.server_group",
     "Strategy": "rayps.strategies.base",
     "TensorParallel": "rayps.strategies.tensor_parallel",
-    "Workload": "rayps.workload",
+    "Workload": "rayps.workload.base",
     "data": "rayps.data",
-    "hash_ids": "rayps.tables.ids",
-    "run": "rayps.loop",
-    "train": "rayps.training",
-    "world": "rayps.loop",
-    "wrap": "rayps.loop",
+    "hash_ids": "rayps.ps.tables.ids",
+    "run": "rayps.runtime.loop",
+    "train": "rayps.runtime.training",
+    "world": "rayps.runtime.loop",
+    "wrap": "rayps.runtime.loop",
 }
 
 __all__ = sorted([*_HOMES, "__version__"])
 
 if TYPE_CHECKING:
     from rayps import data as data
-    from rayps.client import Client as Client
-    from rayps.embedding import Embedding as Embedding
-    from rayps.embedding import EmbeddingBag as EmbeddingBag
-    from rayps.errors import RaypsError as RaypsError
-    from rayps.loop import run as run
-    from rayps.loop import world as world
-    from rayps.loop import wrap as wrap
-    from rayps.ring import Ring as Ring
-    from rayps.server_group import ServerGroup as ServerGroup
+    from rayps.comm.ring import Ring as Ring
+    from rayps.core.errors import RaypsError as RaypsError
+    from rayps.ps.server_group import ServerGroup as ServerGroup
+    from rayps.ps.tables.embedding import Embedding as Embedding
+    from rayps.ps.tables.embedding import EmbeddingBag as EmbeddingBag
+    from rayps.ps.tables.ids import hash_ids as hash_ids
+    from rayps.runtime.loop import run as run
+    from rayps.runtime.loop import world as world
+    from rayps.runtime.loop import wrap as wrap
+    from rayps.runtime.training import Result as Result
+    from rayps.runtime.training import train as train
+    from rayps.service.client import Client as Client
     from rayps.strategies.admm import ADMM as ADMM
     from rayps.strategies.all_reduce import AllReduce as AllReduce
     from rayps.strategies.base import Strategy as Strategy
@@ -88,10 +91,7 @@ if TYPE_CHECKING:
     from rayps.strategies.pipeline import Pipeline as Pipeline
     from rayps.strategies.scaffold import Scaffold as Scaffold
     from rayps.strategies.tensor_parallel import TensorParallel as TensorParallel
-    from rayps.tables.ids import hash_ids as hash_ids
-    from rayps.training import Result as Result
-    from rayps.training import train as train
-    from rayps.workload import Workload as Workload
+    from rayps.workload.base import Workload as Workload
 
 
 def __getattr__(name: str) -> Any:

@@ -26,16 +26,16 @@ sys.path.insert(0, str(ROOT))
 import torch
 
 import rayps
-from rayps.clock import Clock
-from rayps.costs import Sizes, amount, costs
+from rayps.comm.ring import algorithms
+from rayps.core.clock import Clock
+from rayps.core.grid import Grid
+from rayps.core.partition import place, slices, spots
+from rayps.core.pipeline.schedule import idle, table
+from rayps.core.pipeline.simulate import simulate
 from rayps.federated.cohort import cohort, pack
-from rayps.grid import Grid
-from rayps.job import MOVES, Status
-from rayps.partition import place, slices, spots
-from rayps.pipeline.schedule import idle, table
-from rayps.pipeline.simulate import simulate
-from rayps.ring import algorithms
-from rayps.tensor.plan import plan
+from rayps.parallel.tensor.plan import plan
+from rayps.strategies.costs import Sizes, amount, costs
+from rayps.strategies.job import MOVES, Status
 
 FOLDER = ROOT / "docs" / "pictures"
 WIDTH = 760

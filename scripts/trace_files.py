@@ -98,7 +98,7 @@ def train(strategy: str, workers: int, clients: int) -> None:
     import torch
 
     import rayps
-    from rayps.cluster import LocalCluster
+    from rayps.cluster.local import LocalCluster
 
     class Line(rayps.Workload):
         """Linear regression: 24 rows of three features."""

@@ -20,13 +20,13 @@ from fake_manager import ThreadPlace
 from service_site import Site
 
 import rayps
-from rayps import checkpoint
-from rayps.client import Client, Job
-from rayps.cluster import surrounding
-from rayps.federated.real.kept import Kept
-from rayps.federated.real.outside import Line, Outside
-from rayps.federated.real.signed import ClientToken
-from rayps.snapshot import Snapshot
+from rayps.clients.client_folder import Kept
+from rayps.clients.client_process import Line, Outside
+from rayps.cluster.local import surrounding
+from rayps.federated.remote.signed_orders import ClientToken
+from rayps.service.client import Client, Job
+from rayps.tensors import checkpoint
+from rayps.worker.snapshot import Snapshot
 
 SIZES = (20, 25, 30)
 WORK = """

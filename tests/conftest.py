@@ -99,7 +99,7 @@ class SharedRay:
     def get(self):
         if self.cluster is None:
             try:
-                from rayps.ray_cluster import RayCluster  # loads ray, which most tests do without
+                from rayps.cluster.ray_cluster import RayCluster  # loads ray, which most tests do without
             except ImportError:
                 missing("ray")
             self.traces = Traces()

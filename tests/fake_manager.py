@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rayps.cluster import LocalCluster
-from rayps.errors import ConfigError, Conflict
+from rayps.cluster.local import LocalCluster
+from rayps.core.errors import ConfigError, Conflict
 
 MANAGER = "fake_manager:FakeManager"
 DRIVER = "fake_manager:FakeDriver"

@@ -8,10 +8,10 @@ import torch
 from test_ring import errors, every, form
 from torch import nn
 
-from rayps.partition import slices
-from rayps.pipeline import cut, skip
-from rayps.pipeline.engine import Engine
-from rayps.pipeline.schedule import table
+from rayps.core.partition import slices
+from rayps.core.pipeline.schedule import table
+from rayps.parallel.pipeline import cut, skip
+from rayps.parallel.pipeline.engine import Engine
 
 SCHEDULES = ["gpipe", "1f1b", "zero_bubble", "interleaved"]
 

@@ -1,6 +1,6 @@
 """A cluster of plain processes of this host, for tests that kill: no Ray, and a start takes milliseconds.
 
-`arm` names deadly places (see `rayps.failpoint`) for the n-th actor of a class: {("ShardActor", 1): "place=3"}.
+`arm` names deadly places (see `rayps.core.failpoint`) for the n-th actor of a class: {("ShardActor", 1): "place=3"}.
 """
 
 import contextlib
@@ -13,16 +13,16 @@ import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from rayps import failpoint
-from rayps.cluster import resolve
-from rayps.errors import ActorDied
+from rayps.cluster.local import resolve
+from rayps.core import failpoint
+from rayps.core.errors import ActorDied
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["rayps.runtime.driver", "small_work"])
 
 
 class ProcessCluster:
-    """Actors as processes; see rayps.cluster.Cluster."""
+    """Actors as processes; see rayps.cluster.local.Cluster."""
 
     def __init__(self, arm=None):
         self.arm = dict(arm or {})

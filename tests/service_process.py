@@ -69,7 +69,7 @@ class ProcessPlace:
     total = free
 
     def spawn(self, target: str, *args: Any, name: str, **options: Any) -> Handle:
-        from rayps.errors import ClusterError
+        from rayps.core.errors import ClusterError
 
         if self.find(name) is not None:
             raise ClusterError(f"there is an actor {name} already")

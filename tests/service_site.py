@@ -15,9 +15,9 @@ from rayps_api.app import create_app
 from rayps_api.connections import Limits, Server
 from rayps_api.service import Service
 
-from rayps.errors import ClusterError
-from rayps.job import Status
+from rayps.core.errors import ClusterError
 from rayps.service.settings import Settings
+from rayps.strategies.job import Status
 
 
 class NoPlace:

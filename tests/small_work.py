@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import rayps
-from rayps.cluster import LocalCluster
+from rayps.cluster.local import LocalCluster
 
 SEEN: Counter = Counter()  # calls of loss, by tag
 GATES: dict[str, threading.Event] = {}

@@ -9,11 +9,11 @@ from torch import nn
 
 import rayps
 from rayps import ADMM
-from rayps.attendance import attends
-from rayps.errors import ConfigError
-from rayps.prox import canonical, prox, shrink, soft_threshold
-from rayps.strategies.text import written
-from rayps.strategy import parse, wire
+from rayps.core.attendance import attends
+from rayps.core.errors import ConfigError
+from rayps.core.proximal import canonical, prox, shrink, soft_threshold
+from rayps.core.text import written
+from rayps.strategies.catalogue import parse, wire
 
 F64 = torch.float64
 RIDGE = 5.0  # on 8 workers' sums of squares; /8 where the mean over the workers is minimised

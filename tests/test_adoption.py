@@ -19,11 +19,11 @@ import pytest
 from service_site import Site
 
 from rayps.cli import doctor
-from rayps.errors import NotFound
-from rayps.job import JobSpec, Status
+from rayps.core.errors import NotFound
 from rayps.service import adoption, job_folders, processes
 from rayps.service.adoption import Standing, Trace, compare, filed
 from rayps.service.store import Store
+from rayps.strategies.job import JobSpec, Status
 
 S = Status
 END = {"status": "SUCCEEDED", "message": "done", "metrics": {"accuracy": 0.9}, "checkpoint": "/c", "finished_at": 9.0}

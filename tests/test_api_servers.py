@@ -15,15 +15,15 @@ from fake_manager import DRIVER, MANAGER, ThreadPlace
 from service_site import Site
 
 from rayps.cli import main as cli
-from rayps.client import Client
-from rayps.cluster import surrounding
-from rayps.errors import ClusterError, ConfigError, Conflict, NotFound
-from rayps.job import JobSpec, Status
+from rayps.cluster.local import surrounding
+from rayps.core.errors import ClusterError, ConfigError, Conflict, NotFound
 from rayps.service import drivers as drivers_module
 from rayps.service import groups as groups_module
+from rayps.service.client import Client
 from rayps.service.groups import actor
 from rayps.service.plan import Facts, Seal, Start, Wait, plan
 from rayps.service.remote_group import standing
+from rayps.strategies.job import JobSpec, Status
 
 GROUPS = "/api/v1/server-groups"
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from test_ring import every, form
 
-from rayps.errors import ConfigError
+from rayps.core.errors import ConfigError
 from rayps.federated.aggregate import BEFORE, Aggregate
 from rayps.federated.attacks import agreed, counted, spoilt, usual_z
-from rayps.federated.choices import attack_of, rule_of
-from rayps.federated.exact import NOT_FINITE, TOO_LARGE
+from rayps.federated.exact_sum import NOT_FINITE, TOO_LARGE
+from rayps.federated.rule_spec import attack_of, rule_of
 from rayps.federated.rules import aggregate
 
 CLIENTS, SIZE = 20, 37

@@ -13,11 +13,11 @@ import pytest
 from service_site import Site
 
 from rayps.cli import main as cli
-from rayps.errors import ConfigError
-from rayps.job import Status
+from rayps.core.errors import ConfigError
 from rayps.service import backup as backup_module
 from rayps.service.backup import backup
 from rayps.service.settings import Settings
+from rayps.strategies.job import Status
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from rayps.bench.laws import ALGORITHMS, LawRow, bench_laws, picture, textbook
 from rayps.bench.netns import Hosts, bits
 from rayps.bench.picture import Chart, Line, page
 from rayps.bench.ring import bench_ring
-from rayps.cluster import LocalCluster
-from rayps.errors import ClusterError, ConfigError
+from rayps.cluster.local import LocalCluster
+from rayps.core.errors import ClusterError, ConfigError
 
 
 def test_rows_name_size_contender_and_transport():

@@ -4,8 +4,8 @@ import pytest
 
 from rayps.bench.admm import Sorted, bench_admm, contenders
 from rayps.bench.robust import FOLDER
-from rayps.errors import ConfigError
-from rayps.strategy import parse
+from rayps.core.errors import ConfigError
+from rayps.strategies.catalogue import parse
 
 
 def test_each_worker_that_keeps_its_rows_has_few_labels():

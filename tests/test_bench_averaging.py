@@ -5,8 +5,8 @@ from typer.testing import CliRunner
 
 from rayps.bench.averaging import bench_averaging, picture
 from rayps.cli.main import app
-from rayps.cluster import LocalCluster
-from rayps.errors import ConfigError
+from rayps.cluster.local import LocalCluster
+from rayps.core.errors import ConfigError
 
 TEXT = "to be or not to be, that is the question. " * 64
 

@@ -2,7 +2,7 @@ import pytest
 from conftest import missing
 
 from rayps.bench.compression import bench_compression
-from rayps.errors import ClusterError, ConfigError
+from rayps.core.errors import ClusterError, ConfigError
 
 
 @pytest.mark.parametrize("hosts", [1, 2])

@@ -13,7 +13,7 @@ from rayps.bench.federated import SCENES, bench_federated, run_of
 from rayps.bench.federated_flower import model, plain_client, rows
 from rayps.bench.federated_own import Images, Nothing, Watched, WatchedStates, bare, on_disk, told
 from rayps.bench.peers import _install, run_script
-from rayps.errors import ClusterError, ConfigError
+from rayps.core.errors import ClusterError, ConfigError
 
 SMALL = SCENES["train"] | {"clients": 3, "rows": 4, "epochs": 1, "hidden": 5, "workers": 1, "rounds": 7}
 

@@ -13,7 +13,7 @@ from rayps import data
 from rayps.bench import learning
 from rayps.bench.learning import Digits, Images, bench_learning, held_out, load
 from rayps.cli import main as cli
-from rayps.errors import ConfigError
+from rayps.core.errors import ConfigError
 
 LOCAL = "fraction=0.5,local_epochs=5,batch_size=10"
 

@@ -3,8 +3,8 @@ import pytest
 from rayps.bench.device import bench_device
 from rayps.bench.pipeline import bench_pipeline
 from rayps.bench.tensor import bench_tensor
-from rayps.cluster import LocalCluster
-from rayps.errors import ConfigError
+from rayps.cluster.local import LocalCluster
+from rayps.core.errors import ConfigError
 
 
 @pytest.fixture

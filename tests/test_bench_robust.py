@@ -3,8 +3,8 @@ import gzip
 import pytest
 
 from rayps.bench.robust import bench_robust, digits
-from rayps.cluster import LocalCluster
-from rayps.errors import ConfigError
+from rayps.cluster.local import LocalCluster
+from rayps.core.errors import ConfigError
 
 
 def run(**options):

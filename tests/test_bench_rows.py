@@ -4,8 +4,8 @@ import pytest
 
 from rayps.bench.reads import bench_reads
 from rayps.bench.rows import bench_rows
-from rayps.cluster import LocalCluster
-from rayps.errors import ConfigError
+from rayps.cluster.local import LocalCluster
+from rayps.core.errors import ConfigError
 
 
 def test_each_contender_gives_a_row():

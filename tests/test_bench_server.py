@@ -4,8 +4,8 @@ import pytest
 
 from rayps.bench.server import CONTENDERS, bench_server
 from rayps.cli.main import main
-from rayps.cluster import LocalCluster
-from rayps.errors import ConfigError
+from rayps.cluster.local import LocalCluster
+from rayps.core.errors import ConfigError
 
 
 def test_each_contender_gives_a_row_for_each_size():

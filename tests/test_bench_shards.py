@@ -2,7 +2,7 @@ import pytest
 from conftest import missing
 
 from rayps.bench.shards import bench_shards
-from rayps.errors import ClusterError, ConfigError
+from rayps.core.errors import ClusterError, ConfigError
 
 
 def test_a_row_for_each_number_of_shards():

@@ -4,8 +4,8 @@ from rayps.bench.gpt import Gpt
 from rayps.bench.memory import bench_memory, resident
 from rayps.bench.mlp import Mlp
 from rayps.bench.step import bench_step
-from rayps.cluster import LocalCluster
-from rayps.errors import ConfigError
+from rayps.cluster.local import LocalCluster
+from rayps.core.errors import ConfigError
 
 
 def test_rows_tell_rates_and_ratios():

@@ -1,8 +1,8 @@
 import pytest
 
 from rayps.bench.stragglers import SCENES, bench_stragglers, factors
-from rayps.cluster import LocalCluster
-from rayps.errors import ConfigError
+from rayps.cluster.local import LocalCluster
+from rayps.core.errors import ConfigError
 
 
 def test_a_random_tenth_of_the_rounds_is_slow():

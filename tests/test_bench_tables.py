@@ -12,10 +12,10 @@ from rayps.bench.calls import RayRows, _cut, bench_calls
 from rayps.bench.hot import bench_hot
 from rayps.bench.tables import Dense, bench_files, bench_tables, filled, skew
 from rayps.cli.main import app
-from rayps.cluster import LocalCluster
-from rayps.elastic.manager.balance import Balance
-from rayps.elastic.space import Table
-from rayps.errors import ConfigError
+from rayps.cluster.local import LocalCluster
+from rayps.core.errors import ConfigError
+from rayps.ps.manager.balance import Balance
+from rayps.ps.protocol.space import Table
 
 
 def test_rows_are_measured_beside_torch():

@@ -6,11 +6,11 @@ import json
 import numpy as np
 import pytest
 
-from rayps.errors import ConfigError, TrainingError
+from rayps.core.errors import ConfigError, TrainingError
 from rayps.federated.cohort import hashes
-from rayps.federated.virtual.buffer import Buffer
-from rayps.federated.virtual.events import clock_at, events_of
-from rayps.federated.virtual.world import World
+from rayps.federated.population.async_events import Buffer
+from rayps.federated.population.events import clock_at, events_of
+from rayps.federated.population.population import World
 from rayps.strategies.fedavg import FedAvg
 from rayps.strategies.fedbuff import FedBuff
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from rayps import checkpoint
-from rayps.checkpoint import State
-from rayps.errors import CheckpointError
+from rayps.core.errors import CheckpointError
+from rayps.tensors import checkpoint
+from rayps.tensors.checkpoint import State
 
 
 def a_state(value: float = 1.0) -> State:

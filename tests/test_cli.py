@@ -20,11 +20,11 @@ from service_site import Site
 import rayps
 from rayps.cli import doctor, jobs, show
 from rayps.cli import main as cli
-from rayps.client import Client
-from rayps.errors import ConfigError, NoResources, TrainingError, Unauthorized
-from rayps.job import Status
+from rayps.core.errors import ConfigError, NoResources, TrainingError, Unauthorized
+from rayps.service.client import Client
 from rayps.service.job_file import load, read
 from rayps.service.settings import Settings
+from rayps.strategies.job import Status
 
 
 @pytest.fixture(scope="module")

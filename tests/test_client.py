@@ -15,10 +15,10 @@ import httpx2
 import pytest
 from service_site import Site
 
-from rayps import client as client_module
-from rayps.client import Client
-from rayps.errors import ConfigError, Conflict, NotFound, Unauthorized, Unreachable
-from rayps.job import Status
+from rayps.core.errors import ConfigError, Conflict, NotFound, Unauthorized, Unreachable
+from rayps.service import client as client_module
+from rayps.service.client import Client
+from rayps.strategies.job import Status
 
 
 @pytest.fixture(scope="module")

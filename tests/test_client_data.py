@@ -22,11 +22,11 @@ from hypothesis import strategies as st
 
 from rayps import data
 from rayps.cli import main as cli
+from rayps.cluster.scratch import Shared, sweep
+from rayps.core.errors import ConfigError, DataError, UserError
 from rayps.data import Clients, Data
 from rayps.data.clients import entropy
 from rayps.data.partition_rules import apportion
-from rayps.errors import ConfigError, DataError, UserError
-from rayps.scratch import Shared, sweep
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import rayps
 from rayps import ADMM, AllReduce, DiLoCo, Downpour, FedAvg, Hogwild, Hybrid, LocalSGD, ParallelSGD, ParameterServer
-from rayps.errors import ConfigError
+from rayps.core.errors import ConfigError
 
 EXACT = 1e-12
 MOST = 0.05
@@ -290,7 +290,7 @@ def test_what_is_no_norm_is_refused_where_a_workload_is_loaded_by_name(tmp_path)
         "    def data(self): pass\n    def loss(self, model, batch): pass\n"
     )
     with pytest.raises(ConfigError, match=r"clip_norm of Bad is '1'"):
-        rayps.workload.load("bad.py:Bad", str(tmp_path))
+        rayps.workload.base.load("bad.py:Bad", str(tmp_path))
 
 
 @pytest.mark.parametrize("value", [1, 0.5, None])

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from rayps import cluster as clusters
-from rayps.cluster import LocalCluster, resolve, until
-from rayps.errors import ActorDied, ClusterError, ConfigError, DataError, NoResources, RaypsError
+from rayps.cluster import local as clusters
+from rayps.cluster.local import LocalCluster, resolve, until
+from rayps.core.errors import ActorDied, ClusterError, ConfigError, DataError, NoResources, RaypsError
 
 
 class Echo:
@@ -186,7 +186,12 @@ def test_outside_ray_the_surroundings_are_threads(monkeypatch):
 
 @pytest.mark.parametrize(
     ("target", "words"),
-    [("nowhere:X", "nowhere"), ("rayps.cluster:Nobody", "Nobody"), ("rayps.cluster:until", "not a class"), ("x", "x")],
+    [
+        ("nowhere:X", "nowhere"),
+        ("rayps.cluster.local:Nobody", "Nobody"),
+        ("rayps.cluster.local:until", "not a class"),
+        ("x", "x"),
+    ],
 )
 def test_actor_classes_that_are_none(target, words):
     with pytest.raises(ConfigError, match=words):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from small_work import train
 
-from rayps.workload import load
+from rayps.workload.base import load
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 BANDS = [  # strategy, by how much its accuracy on images not learned from may be below all_reduce's

@@ -8,9 +8,9 @@ import torch
 from test_server import START, N, every, house  # noqa: F401  (a fixture)
 from torch.optim import SGD
 
-from rayps.errors import PeerLost, PeerTimeout
-from rayps.server import Server
-from rayps.server.messages import Kind
+from rayps.core.errors import PeerLost, PeerTimeout
+from rayps.ps.fixed import Server
+from rayps.ps.fixed.messages import Kind
 
 ONES = torch.ones(N, dtype=torch.float64)
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
+from rayps.core.errors import ConfigError, WorkloadError
 from rayps.data.base import Batch
-from rayps.errors import ConfigError, WorkloadError
-from rayps.pipeline import cut, proxy
-from rayps.pipeline.skip import Route, Stash, Unstash, routes
+from rayps.parallel.pipeline import cut, loss_proxy
+from rayps.parallel.pipeline.skip import Route, Stash, Unstash, routes
 
 
 def names(model):
@@ -262,24 +262,24 @@ def batch(n=5):
 def test_a_batch_in_parts_is_the_batch():
     whole = batch(7)
     for m in (1, 2, 7, 9):
-        found = proxy.parts(whole, m)
+        found = loss_proxy.parts(whole, m)
         assert len(found) == m and sum(part.size for part in found) == 7
         assert max(part.size for part in found) - min(part.size for part in found) <= 1
         assert torch.equal(torch.cat([part.x[0] for part in found]), whole.x[0])
         assert torch.equal(torch.cat([part.x[1]["k"] for part in found]), whole.x[1]["k"])
         assert torch.equal(torch.cat([part.y for part in found]), whole.y)
-        assert sum(proxy.weights(found)) == pytest.approx(1)
+        assert sum(loss_proxy.weights(found)) == pytest.approx(1)
     with pytest.raises(WorkloadError, match=r"shape \(3,\).*rows"):
-        proxy.parts(Batch(torch.zeros(3), None, 4), 2)
+        loss_proxy.parts(Batch(torch.zeros(3), None, 4), 2)
 
 
 def test_what_the_loss_calls_the_model_with_and_what_it_makes_of_the_output():
     one = batch()
-    (x,), kwargs = proxy.inputs(Work(), one)
+    (x,), kwargs = loss_proxy.inputs(Work(), one)
     assert x is one.x[0] and kwargs == {"scale": 2}
-    assert proxy.inputs(Work(), one, training=False)[0][0] is x
-    assert proxy.loss(Work(), one, torch.ones(5, 2)).item() == 1
-    assert proxy.metrics(Work(), one, torch.ones(5, 2))["mean"].item() == 1
+    assert loss_proxy.inputs(Work(), one, training=False)[0][0] is x
+    assert loss_proxy.loss(Work(), one, torch.ones(5, 2)).item() == 1
+    assert loss_proxy.metrics(Work(), one, torch.ones(5, 2))["mean"].item() == 1
 
 
 @pytest.mark.parametrize(
@@ -295,18 +295,18 @@ def test_what_the_loss_calls_the_model_with_and_what_it_makes_of_the_output():
 def test_a_loss_that_a_pipeline_cannot_run(loss, why):
     work = type("Other", (Work,), {"loss": loss})()
     with pytest.raises(WorkloadError, match=why):
-        proxy.loss(work, batch(), torch.ones(5, 2))
+        loss_proxy.loss(work, batch(), torch.ones(5, 2))
 
 
 def test_inputs_that_a_pipeline_cannot_find():
     never = type("Never", (Work,), {"loss": lambda s, model, b: b.y.mean()})()
     with pytest.raises(WorkloadError, match="did not call the model"):
-        proxy.inputs(never, batch())
+        loss_proxy.inputs(never, batch())
     other = type("Differs", (Work,), {"evaluate": lambda s, model, b: {"m": model(b.x[0] + 1, scale=2).mean()}})()
     with pytest.raises(WorkloadError, match="the same input"):
-        proxy.inputs(other, batch(), training=False)
+        loss_proxy.inputs(other, batch(), training=False)
     plain = type("Plain", (Work,), {"evaluate": lambda s, model, b: {}})()
-    proxy.inputs(plain, batch(), training=False)
+    loss_proxy.inputs(plain, batch(), training=False)
     broken = type("Broken", (Work,), {"loss": lambda s, model, b: model(b.x[0][9])})()
     with pytest.raises(WorkloadError, match=r"loss\(\) raised IndexError"):
-        proxy.inputs(broken, batch())
+        loss_proxy.inputs(broken, batch())

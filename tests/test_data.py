@@ -20,8 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayps import data
+from rayps.core.errors import ConfigError, DataError
 from rayps.data import Batch, Data
-from rayps.errors import ConfigError, DataError
 
 
 def epoch(source: Data, size: int, *, seed: int = 0, number: int = 0) -> list[list[Batch]]:

@@ -7,12 +7,13 @@ from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 
 import rayps
-from rayps import AllReduce, Downpour, ParameterServer, optim
-from rayps.cluster import LocalCluster
-from rayps.elastic.space import Table
-from rayps.flat import Layout
-from rayps.tables.segment import TableSegment
-from rayps.tables.wire import encode_push
+from rayps import AllReduce, Downpour, ParameterServer
+from rayps.cluster.local import LocalCluster
+from rayps.ps.protocol.space import Table
+from rayps.ps.tables.table_segment import TableSegment
+from rayps.ps.tables.wire_format import encode_push
+from rayps.tensors import optim
+from rayps.tensors.flat import Layout
 
 DECAY = 0.5
 WORKERS = 4

@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from rayps.errors import (
+from rayps.core.errors import (
     ClusterError,
     LinkError,
     PeerLost,

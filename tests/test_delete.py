@@ -13,10 +13,10 @@ import pytest
 from service_site import Site
 
 from rayps.cli import main as cli
-from rayps.client import Client
-from rayps.errors import Conflict, NotFound
-from rayps.job import Status
+from rayps.core.errors import Conflict, NotFound
 from rayps.service import job_folders
+from rayps.service.client import Client
+from rayps.strategies.job import Status
 
 
 @pytest.fixture(scope="module")

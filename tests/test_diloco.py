@@ -2,15 +2,15 @@
 
 import pytest
 import torch
-from apart_work import Halves, Loop, Normed
+from local_work import Halves, Loop, Normed
 from small_work import Small, distance, train, vector
 from torch import nn
 
-from rayps.errors import ConfigError
+from rayps.core.errors import ConfigError
 from rayps.strategies.all_reduce import AllReduce
+from rayps.strategies.catalogue import parse, wire
 from rayps.strategies.diloco import DiLoCo
 from rayps.strategies.local_sgd import LocalSGD
-from rayps.strategy import parse, wire
 
 EXACT = 1e-12
 

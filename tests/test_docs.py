@@ -26,18 +26,15 @@ import yaml
 
 import rayps
 from rayps.cli.main import app
-from rayps.cluster import LocalCluster
-from rayps.job import JobSpec
-from rayps.strategy import CATALOGUE, parse
+from rayps.cluster.local import LocalCluster
+from rayps.strategies.catalogue import CATALOGUE, parse
+from rayps.strategies.job import JobSpec
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
 ROWS = 400  # of each example's data set, so that an epoch takes a moment
 NOT_RUN = {
-    (
-        "docs/embeddings.md",
-        "needs a server group on which a job trains; tests/test_elastic_follow.py runs such a reader",
-    )
+    ("docs/embeddings.md", "needs a server group on which a job trains; tests/test_ps_follow.py runs such a reader")
 }  # (page, reason) of the blocks that are not checked
 
 

@@ -14,16 +14,16 @@ from torch import nn
 
 import rayps
 from rayps import AllReduce, Downpour, ParameterServer, Pipeline, TensorParallel
-from rayps.errors import ConfigError, PeerTimeout
-from rayps.job import JobSpec
-from rayps.link import Listener, connect
-from rayps.metrics import Rounds
+from rayps.comm.link import Listener, connect
+from rayps.core.errors import ConfigError, PeerTimeout
+from rayps.core.ledger import Ledger
+from rayps.core.metrics import Rounds
+from rayps.ps.fixed import Server
+from rayps.ps.fixed.loop import ShardLoop
+from rayps.ps.fixed.shard import Boundary, Shard
 from rayps.runtime.preflight import preflight
-from rayps.server import Server
-from rayps.server.ledger import Ledger
-from rayps.server.loop import ShardLoop
-from rayps.server.shard import Boundary, Shard
-from rayps.strategy import Phase, parse
+from rayps.strategies.catalogue import Phase, parse
+from rayps.strategies.job import JobSpec
 
 EXACT = 1e-12
 ORDER: list[int] = []  # rows in the order in which they were learnt, by `Ordered`
@@ -336,7 +336,7 @@ def test_a_warm_start_whose_replica_dies_goes_on():
 
 
 def test_who_waits_for_a_silent_replica_says_whom():
-    layout = rayps.flat.Layout.of([("w", torch.empty(6, dtype=torch.float64))])
+    layout = rayps.tensors.flat.Layout.of([("w", torch.empty(6, dtype=torch.float64))])
     with Listener("shard-0", b"s" * 32, 1) as listener:
         loop = ShardLoop(
             Shard(

@@ -16,14 +16,14 @@ from small_work import SEEN, Small, Watched, distance, kinds, plain, train
 
 import rayps
 from rayps import AllReduce, ParameterServer
-from rayps.cluster import PROTOCOL, LocalCluster, surrounding, until
-from rayps.errors import CheckpointError, ConfigError, DataError, TrainingError, WorkloadError
-from rayps.job import JobSpec, Status
+from rayps.cluster.local import PROTOCOL, LocalCluster, surrounding, until
+from rayps.core.errors import CheckpointError, ConfigError, DataError, TrainingError, WorkloadError
 from rayps.runtime.driver import Driver
 from rayps.runtime.driver_actor import DriverActor
 from rayps.runtime.journal import Journal
 from rayps.service import processes
-from rayps.strategy import parse, wire
+from rayps.strategies.catalogue import parse, wire
+from rayps.strategies.job import JobSpec, Status
 
 EXACT = 1e-12
 IN_STEP = [AllReduce(), ParameterServer(shards=2)]
@@ -233,7 +233,7 @@ class Slow(Small):
 
 @pytest.mark.parametrize("strategy", IN_STEP, ids=str)
 def test_a_thread_that_ends_late_does_not_end_the_next_generation(tag, strategy, monkeypatch):
-    monkeypatch.setattr("rayps.runtime.actors.JOIN_SECONDS", 0.1)
+    monkeypatch.setattr("rayps.runtime.worker_actor.JOIN_SECONDS", 0.1)
     cluster = Watched()
     cluster.kill_when("mine", 5, ("WorkerActor", 1))
     result = train(Slow(pause=0.1, n=60, tag=tag), strategy, cluster, workers=2, steps=20, max_failures=1)

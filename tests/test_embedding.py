@@ -11,13 +11,13 @@ from torch import nn
 from torch.nn import functional
 
 import rayps
-from rayps import embedding
-from rayps.embedding import Embedding, EmbeddingBag, hash_ids, ids_of, tables_of
-from rayps.errors import CheckpointError, ConfigError, DataError, WorkloadError
+from rayps.core.errors import CheckpointError, ConfigError, DataError, WorkloadError
+from rayps.ps.tables import embedding
+from rayps.ps.tables.embedding import Embedding, EmbeddingBag, hash_ids, ids_of, tables_of
+from rayps.ps.tables.row_lifecycle import Policy
+from rayps.ps.tables.table_segment import TableSegment
+from rayps.ps.tables.wire_format import bucket
 from rayps.strategies.parameter_server import ParameterServer
-from rayps.tables.policy import Policy
-from rayps.tables.segment import TableSegment
-from rayps.tables.wire import bucket
 
 ROWS, DIM = 40, 6
 RULES = {

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from rayps import errors
-from rayps.errors import ActorDied, ConfigError, LinkError, NotFound, RaypsError, UserError
+from rayps.core import errors
+from rayps.core.errors import ActorDied, ConfigError, LinkError, NotFound, RaypsError, UserError
 
 
 def tree(kind=RaypsError):

@@ -8,8 +8,8 @@ import pytest
 import torch
 from test_ring import every, form
 
-from rayps.errors import ConfigError
-from rayps.federated.exact import DIGIT, FIRST, LIMBS, NOT_FINITE, TOO_LARGE, Exact
+from rayps.core.errors import ConfigError
+from rayps.federated.exact_sum import DIGIT, FIRST, LIMBS, NOT_FINITE, TOO_LARGE, Exact
 
 DTYPES = list(LIMBS)
 

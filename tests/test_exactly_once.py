@@ -14,7 +14,7 @@ from torch import nn
 
 import rayps
 from rayps import ParameterServer
-from rayps.cluster import LocalCluster
+from rayps.cluster.local import LocalCluster
 
 WORKERS, SHARDS, ROWS = 3, 2, 36
 

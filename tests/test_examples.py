@@ -13,10 +13,10 @@ import torch
 import yaml
 
 import rayps
-from rayps.cluster import LocalCluster
-from rayps.job import JobSpec
-from rayps.strategy import parse
-from rayps.workload import Workload, load, pack
+from rayps.cluster.local import LocalCluster
+from rayps.strategies.catalogue import parse
+from rayps.strategies.job import JobSpec
+from rayps.workload.base import Workload, load, pack
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 WORKLOADS = {

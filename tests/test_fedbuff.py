@@ -12,8 +12,8 @@ from federated_work import Fed, cohorts, drawn, trained
 from small_work import distance, train, vector
 
 from rayps import FedAvg, FedBuff
-from rayps.errors import ConfigError
-from rayps.strategy import parse, wire
+from rayps.core.errors import ConfigError
+from rayps.strategies.catalogue import parse, wire
 
 EXACT = 1e-12
 HARD = FedBuff(buffer=4, concurrency=6, speed="lognormal(sigma=1)", dropout=0.2, deadline=0.03, max_staleness=5)

@@ -11,9 +11,9 @@ from torch import nn
 
 import rayps
 from rayps import AllReduce, Ditto, FedAdam, FedAvg, FedAvgM, FedBuff, FedProx, Scaffold
-from rayps.errors import ConfigError, DataError, WorkloadError
-from rayps.federated.source import Simulated
-from rayps.strategy import parse, wire
+from rayps.core.errors import ConfigError, DataError, WorkloadError
+from rayps.federated.reply_source import Simulated
+from rayps.strategies.catalogue import parse, wire
 
 EXACT = 1e-12
 TINY = 1e-300

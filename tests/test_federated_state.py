@@ -14,10 +14,10 @@ from torch import nn
 
 import rayps
 from rayps import Ditto, FedAdam, FedAvg, FedAvgM, FedBuff, FedYogi, Scaffold
-from rayps.errors import CheckpointError
-from rayps.federated import states as states_module
-from rayps.federated.states import States
-from rayps.federated.vault import Vault
+from rayps.core.errors import CheckpointError
+from rayps.federated import client_states as states_module
+from rayps.federated.client_states import States
+from rayps.recovery.client_states_backup import Vault
 
 # ------------------------------------------------------------------------------------- resuming in the middle
 

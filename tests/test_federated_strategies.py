@@ -12,9 +12,9 @@ from torch import nn
 
 import rayps
 from rayps import Ditto, FedAdagrad, FedAdam, FedAvg, FedAvgM, FedProx, FedYogi, Scaffold
-from rayps.errors import ConfigError
+from rayps.core.errors import ConfigError
 from rayps.federated.client import Rows, Task, Trainer
-from rayps.flat import FlatModel
+from rayps.tensors.flat import FlatModel
 
 EXACT = 1e-12
 

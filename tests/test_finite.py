@@ -14,12 +14,13 @@ from test_hybrid import Films
 from torch import nn
 
 import rayps
-from rayps import ADMM, AllReduce, DiLoCo, Downpour, Hogwild, Hybrid, LocalSGD, ParallelSGD, ParameterServer, checkpoint
-from rayps.errors import CheckpointError, TrainingError
-from rayps.finite import is_finite
+from rayps import ADMM, AllReduce, DiLoCo, Downpour, Hogwild, Hybrid, LocalSGD, ParallelSGD, ParameterServer
+from rayps.core.errors import CheckpointError, TrainingError
+from rayps.strategies.catalogue import CATALOGUE
 from rayps.strategies.pipeline import Pipeline
 from rayps.strategies.tensor_parallel import TensorParallel
-from rayps.strategy import CATALOGUE
+from rayps.tensors import checkpoint
+from rayps.tensors.finite import is_finite
 
 EXACT = 1e-12
 SERVERS = [

@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from rayps.errors import WorkloadError
-from rayps.flat import FlatModel, Gradient, Layout, beside
+from rayps.core.errors import WorkloadError
+from rayps.tensors.flat import FlatModel, Gradient, Layout, beside
 
 
 def net():

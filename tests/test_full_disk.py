@@ -20,11 +20,11 @@ import sqlalchemy as sa
 from service_site import Site
 
 from rayps.cli import main as cli
-from rayps.client import Client
-from rayps.errors import ConfigError, ServiceError
-from rayps.job import Status
+from rayps.core.errors import ConfigError, ServiceError
+from rayps.service.client import Client
 from rayps.service.state_disk import LEAST_FREE, StateDisk, is_full
 from rayps.service.store import Store
+from rayps.strategies.job import Status
 
 
 def full_sqlite() -> sqlite3.Error:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import rayps
-from rayps.ray_cluster import RayCluster
+from rayps.cluster.ray_cluster import RayCluster
 
 pytestmark = [pytest.mark.gpu, pytest.mark.ray]
 

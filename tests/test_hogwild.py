@@ -12,9 +12,9 @@ from torch import nn
 
 import rayps
 from rayps import AllReduce, Hogwild
-from rayps.errors import ConfigError, PeerTimeout, RaypsError
-from rayps.flat import FlatModel
-from rayps.strategy import parse
+from rayps.core.errors import ConfigError, PeerTimeout, RaypsError
+from rayps.strategies.catalogue import parse
+from rayps.tensors.flat import FlatModel
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -10,18 +10,18 @@ from small_work import SEEN, Watched, kinds
 from torch import nn
 
 import rayps
-from rayps import embedding
-from rayps.cluster import LocalCluster
-from rayps.elastic.client.talk import Answers
-from rayps.elastic.messages import Kind
-from rayps.elastic.space import Space
-from rayps.embedding import Embedding, EmbeddingBag
-from rayps.errors import ConfigError, LinkError
-from rayps.link.wire import as_bytes
+from rayps.cluster.local import LocalCluster
+from rayps.comm.link.socket_link import as_bytes
+from rayps.core.errors import ConfigError, LinkError
+from rayps.ps.client.session import Answers
+from rayps.ps.protocol.messages import Kind
+from rayps.ps.protocol.space import Space
+from rayps.ps.tables import embedding
+from rayps.ps.tables.embedding import Embedding, EmbeddingBag
+from rayps.ps.tables.table_segment import TableSegment
+from rayps.strategies.catalogue import parse, wire
 from rayps.strategies.hybrid import Hybrid
 from rayps.strategies.parameter_server import ParameterServer
-from rayps.strategy import parse, wire
-from rayps.tables.segment import TableSegment
 
 ROWS = 60
 

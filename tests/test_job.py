@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from rayps.errors import ConfigError
-from rayps.job import MOVES, JobSpec, Status, may_move
+from rayps.core.errors import ConfigError
+from rayps.strategies.job import MOVES, JobSpec, Status, may_move
 
 BAD = [
     ({"workers": 0}, "workers", ["0", "at least 1"]),

@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.optim import SGD
 
-from rayps.errors import CheckpointError
-from rayps.failpoint import VARIABLE, parse
-from rayps.flat import Layout
-from rayps.server.kept import Kept
-from rayps.server.ledger import WINDOW, Ledger, anywhere
-from rayps.server.messages import Kind
-from rayps.server.shard import Boundary, Shard
-from rayps.server.ways import Ask
+from rayps.core.errors import CheckpointError
+from rayps.core.failpoint import VARIABLE, parse
+from rayps.core.ledger import WINDOW, Ledger, anywhere
+from rayps.ps.fixed.messages import Kind
+from rayps.ps.fixed.replay_buffer import Kept
+from rayps.ps.fixed.shard import Boundary, Shard
+from rayps.ps.fixed.transport import Ask
 from rayps.strategies.parameter_server import ParameterServer
+from rayps.tensors.flat import Layout
 
 PUSHES = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 12)), max_size=60)
 
@@ -136,7 +136,9 @@ def test_a_failpoint_is_read_from_one_variable():
 
 
 def test_a_failpoint_kills_at_its_visit_and_not_before():
-    code = "from rayps.failpoint import passing\nfor i in range(9): print(i, flush=True); passing('x'); passing('y')"
+    code = (
+        "from rayps.core.failpoint import passing\nfor i in range(9): print(i, flush=True); passing('x'); passing('y')"
+    )
     ended = subprocess.run(
         [sys.executable, "-c", code], env=os.environ | {VARIABLE: "x=3"}, capture_output=True, timeout=60, check=False
     )

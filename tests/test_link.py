@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rayps.errors import ConfigError, LinkError, PeerLost, PeerTimeout, StaleGeneration
-from rayps.link import Listener, Message, connect, parse_address
-from rayps.link.memory import Memory
+from rayps.comm.link import Listener, Message, connect, parse_address
+from rayps.comm.link.memory import Memory
+from rayps.core.errors import ConfigError, LinkError, PeerLost, PeerTimeout, StaleGeneration
 
 SECRET = b"s" * 32
 TRANSPORTS = ["shm", "unix", "tcp"]
@@ -350,7 +350,7 @@ def test_a_frozen_process_is_a_timeout_and_a_killed_one_is_lost():
 
 CROWDED = """
 import os, resource, select, socket, sys
-from rayps.link import Listener, connect, parse_address
+from rayps.comm.link import Listener, connect, parse_address
 
 door = Listener("shard", b"s" * 32)
 where = parse_address(door.address)

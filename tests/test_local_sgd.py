@@ -2,19 +2,19 @@
 
 import pytest
 import torch
-from apart_work import Halves, Loop, Normed
+from local_work import Halves, Loop, Normed
 from small_work import Small, distance, plain, train, vector
 from torch import nn
 
-from rayps.compress import Blocks, ErrorFeedback
-from rayps.costs import Sizes, costs
-from rayps.errors import ConfigError
-from rayps.partition import slices
+from rayps.comm.compress import Blocks, ErrorFeedback
+from rayps.core.errors import ConfigError
+from rayps.core.partition import slices
 from rayps.strategies.all_reduce import AllReduce
+from rayps.strategies.catalogue import parse, wire
+from rayps.strategies.costs import Sizes, costs
 from rayps.strategies.diloco import DiLoCo
 from rayps.strategies.local_sgd import LocalSGD
 from rayps.strategies.parallel_sgd import ParallelSGD
-from rayps.strategy import parse, wire
 
 EXACT = 1e-12
 

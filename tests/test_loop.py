@@ -6,8 +6,8 @@ from small_work import OPTIMIZERS, Small, distance, plain, vector
 
 import rayps
 from rayps import AllReduce, ParameterServer
-from rayps.cluster import LocalCluster
-from rayps.errors import ConfigError, WorkloadError
+from rayps.cluster.local import LocalCluster
+from rayps.core.errors import ConfigError, WorkloadError
 
 EXACT = 1e-12
 IN_STEP = [AllReduce(), ParameterServer(), ParameterServer(shards=3)]

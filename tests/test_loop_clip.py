@@ -9,7 +9,7 @@ from torch import nn
 
 import rayps
 from rayps import AllReduce, Hybrid, ParameterServer
-from rayps.errors import ConfigError
+from rayps.core.errors import ConfigError
 
 MOST = 0.3
 RINGS = [AllReduce(), Hybrid()]

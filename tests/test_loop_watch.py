@@ -12,8 +12,8 @@ from process_cluster import ProcessCluster
 from torch import nn
 
 import rayps
-from rayps.cluster import LocalCluster
-from rayps.errors import ActorDied, WorkloadError
+from rayps.cluster.local import LocalCluster
+from rayps.core.errors import ActorDied, WorkloadError
 
 
 @pytest.fixture

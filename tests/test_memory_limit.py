@@ -15,8 +15,8 @@ from small_work import plain, train
 from torch import nn
 
 import rayps
-from rayps.errors import WorkloadError
-from rayps.user_code import lacks_memory, user_code
+from rayps.core.errors import WorkloadError
+from rayps.core.user_code import lacks_memory, user_code
 
 MB = 10**6
 LIMIT = 400 * MB  # a whole model of 100 MB takes its parameters, gradients, a snapshot, a part of a checkpoint, ...

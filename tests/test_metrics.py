@@ -1,6 +1,6 @@
 import pytest
 
-from rayps.metrics import KEPT_ROUNDS, Rounds, Throughput, history
+from rayps.core.metrics import KEPT_ROUNDS, Rounds, Throughput, history
 
 
 def point(rank, number, loss=1.0, samples=2, lead=0, **more):

@@ -13,29 +13,29 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import elastic_fakes
 import httpx2
 import numpy as np
+import ps_fakes
 import pytest
 import torch
 from fake_manager import ThreadPlace
 from service_site import Site
 from small_work import train
 
-from rayps import checkpoint
-from rayps.client import Client
-from rayps.cluster import LocalCluster, surrounding, until
-from rayps.elastic.manager import crew
-from rayps.elastic.manager.manager import Manager
-from rayps.elastic.manager.record import Book
-from rayps.elastic.map import SpaceMap
-from rayps.elastic.space import Quota, Space, Table
-from rayps.errors import ConfigError
-from rayps.flat import Entry, Layout
-from rayps.rates import Recipe, Ticks
+from rayps.cluster.local import LocalCluster, surrounding, until
+from rayps.core.errors import ConfigError
+from rayps.ps.manager import launcher
+from rayps.ps.manager.manager import Manager
+from rayps.ps.manager.record import Book
+from rayps.ps.protocol.segment_map import SpaceMap
+from rayps.ps.protocol.space import Quota, Space, Table
+from rayps.service.client import Client
 from rayps.strategies.downpour import Downpour
 from rayps.strategies.parameter_server import ParameterServer
-from rayps.workload import Workload, load
+from rayps.tensors import checkpoint
+from rayps.tensors.flat import Entry, Layout
+from rayps.tensors.learning_rate import Recipe, Ticks
+from rayps.workload.base import Workload, load
 
 OLD = Path(__file__).parent / "fixtures" / "state_0_1"
 MADE = json.loads((OLD / "made.json").read_text())
@@ -180,9 +180,9 @@ def doubles(numbers: list[float]) -> torch.Tensor:
 
 
 def test_a_manager_goes_on_from_an_old_record(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crew, "HOST", "elastic_fakes:FakeHost")
-    monkeypatch.setattr(elastic_fakes.FakeHost, "hold", set())
-    monkeypatch.setattr(elastic_fakes.FakeHost, "machines", {})
+    monkeypatch.setattr(launcher, "HOST", "ps_fakes:FakeHost")
+    monkeypatch.setattr(ps_fakes.FakeHost, "hold", set())
+    monkeypatch.setattr(ps_fakes.FakeHost, "machines", {})
     folder, cluster = state / "servers" / "main", LocalCluster()
     old = json.loads((folder / "record.json").read_text())
     running, branched = JOBS["running"], JOBS["branched"]
@@ -224,7 +224,7 @@ def test_a_manager_goes_on_from_an_old_record(state: Path, monkeypatch: pytest.M
     finally:
         manager.stop()
         cluster.close()
-        elastic_fakes.HOSTS.clear()
+        ps_fakes.HOSTS.clear()
 
 
 # ---------------------------------------------------------------------------------------- a group's record

@@ -6,9 +6,9 @@ from small_work import OPTIMIZERS
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 
-from rayps import optim
-from rayps.errors import WorkloadError
-from rayps.flat import Layout
+from rayps.core.errors import WorkloadError
+from rayps.tensors import optim
+from rayps.tensors.flat import Layout
 
 SHAPES = {"a.weight": (4, 3), "a.bias": (4,), "scale": (), "b.weight": (2, 2, 2), "b.bias": (1,)}
 LAYOUT = Layout.of((name, torch.empty(shape, dtype=torch.float64)) for name, shape in SHAPES.items())

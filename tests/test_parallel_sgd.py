@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from apart_work import Halves, Loop, Normed
+from local_work import Halves, Loop, Normed
 from small_work import Small, distance, rows, train
 
 import rayps
-from rayps.errors import ConfigError
+from rayps.core.errors import ConfigError
+from rayps.strategies.catalogue import parse, wire
 from rayps.strategies.parallel_sgd import ParallelSGD
-from rayps.strategy import parse, wire
 
 EXACT = 1e-12
 

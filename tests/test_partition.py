@@ -2,8 +2,8 @@ import math
 
 import pytest
 
-from rayps.errors import ConfigError
-from rayps.partition import part, place, slices, spots
+from rayps.core.errors import ConfigError
+from rayps.core.partition import part, place, slices, spots
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 3, 7, 8, 9, 1001])

@@ -8,14 +8,14 @@ from pipeline_site import SCHEDULES, Site, alone, apart, deep, mse, one_at_a_tim
 from test_ring import errors
 from torch import nn
 
-from rayps.errors import ConfigError, LinkError, PeerLost, PeerTimeout, WorkloadError
-from rayps.pipeline import cut, noise
-from rayps.pipeline.engine import Engine
-from rayps.pipeline.noise import Noise
-from rayps.pipeline.schedule import peak, table
-from rayps.pipeline.segment import Segment
-from rayps.pipeline.simulate import simulate
-from rayps.pipeline.skip import Stash, Unstash
+from rayps.core.errors import ConfigError, LinkError, PeerLost, PeerTimeout, WorkloadError
+from rayps.core.pipeline.schedule import peak, table
+from rayps.core.pipeline.simulate import simulate
+from rayps.parallel.pipeline import cut, random_numbers
+from rayps.parallel.pipeline.engine import Engine
+from rayps.parallel.pipeline.layer_segment import Segment
+from rayps.parallel.pipeline.random_numbers import Noise
+from rayps.parallel.pipeline.skip import Stash, Unstash
 
 
 @pytest.fixture(scope="module", params=[2, 3, 4], ids=lambda p: f"p{p}")
@@ -387,10 +387,10 @@ def serial(monkeypatch):
         with one_at_a_time:
             put_back(generator, state)
 
-    at, put_back = Noise.at, noise.put_back
+    at, put_back = Noise.at, random_numbers.put_back
     monkeypatch.setattr(Segment, "_forward", held)
     monkeypatch.setattr(Noise, "at", seed)
-    monkeypatch.setattr(noise, "put_back", restore)
+    monkeypatch.setattr(random_numbers, "put_back", restore)
 
 
 def noisy():

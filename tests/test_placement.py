@@ -9,11 +9,11 @@ import pytest
 from small_work import Small, train
 
 from rayps import AllReduce, Pipeline
-from rayps.cluster import LocalCluster
-from rayps.errors import NoResources
-from rayps.grid import Grid
-from rayps.placement import Seating, bundles, seat, slots, together, words
-from rayps.runtime.berths import reserve
+from rayps.cluster.local import LocalCluster
+from rayps.cluster.placement import Seating, bundles, seat, slots, together, words
+from rayps.core.errors import NoResources
+from rayps.core.grid import Grid
+from rayps.runtime.reservation import reserve
 
 ONE = {"cpu": 1.0}
 
@@ -159,9 +159,9 @@ def test_a_run_says_where_its_replicas_are():
 NODES = """
     import ray
     from ray.cluster_utils import Cluster
-    from rayps.grid import Grid
-    from rayps.ray_cluster import RayCluster
-    from rayps.runtime.berths import reserve
+    from rayps.core.grid import Grid
+    from rayps.cluster.ray_cluster import RayCluster
+    from rayps.runtime.reservation import reserve
 
     nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
     nodes.add_node(num_cpus=2)
@@ -175,7 +175,7 @@ NODES = """
             held = berths.gang.hosts()
             print([len({held[berths.index[rank]] for rank in grid.replica(data)}) for data in range(grid.data)])
             if grid == Grid(2, 4):
-                actors = [cluster.spawn("rayps.cluster:LocalCluster", cpus=1.0, gang=berths.gang, index=i)
+                actors = [cluster.spawn("rayps.cluster.local:LocalCluster", cpus=1.0, gang=berths.gang, index=i)
                           for i in berths.index]
                 print([actor.call("total").result(60)["cpu"] for actor in actors])
                 for actor in actors:

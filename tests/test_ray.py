@@ -15,7 +15,7 @@ from traces import Traces
 
 import rayps
 from rayps import AllReduce, ParameterServer, Ring, ServerGroup
-from rayps.elastic.group import start
+from rayps.ps.group import start
 
 pytestmark = pytest.mark.ray
 EXACT = 1e-12

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from rayps.errors import ClusterError
+from rayps.core.errors import ClusterError
 from rayps.service import processes, ray_daemon
 from rayps.service.drivers import DRIVER
 from rayps.service.ray_daemon import (

@@ -22,10 +22,10 @@ from torch import nn
 
 import rayps
 from rayps import AllReduce, FedAvg
-from rayps.federated.choices import RULES
+from rayps.federated.rule_spec import RULES
 from rayps.strategies.base import COMPRESSIONS
+from rayps.strategies.catalogue import CATALOGUE, REPLICAS, parse
 from rayps.strategies.pipeline import SCHEDULES
-from rayps.strategy import CATALOGUE, REPLICAS, parse
 
 pytestmark = pytest.mark.ray
 EXACT = 1e-12
@@ -210,7 +210,7 @@ def test_strategy(ray_cluster, name, law):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULED)
-def test_schedule(ray_cluster, schedule):
+def test_pipeline_schedule(ray_cluster, schedule):
     options = "".join(f",{key}={value}" for key, value in SCHEDULED[schedule].items())
     Union(f"pipeline:stages=2,micro_batches=4,schedule={schedule}{options}", replicas=1).holds(ray_cluster)
 

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 from service_site import Site
 
-from rayps.errors import ActorDied, ClusterError
+from rayps.core.errors import ActorDied, ClusterError
 from rayps.service import processes
 from rayps.service.ray_place import OwnRay
 from rayps.service.ray_process import ClusterProcess
 from rayps.service.settings import Settings
 
-HURT = "hurt_cluster:Hurt"
+HURT = "faulty_cluster:Hurt"
 HANGS = ["hang", "hang with the interpreter's lock"]
 DEATHS = ["abort", "exit"]
 

@@ -25,13 +25,13 @@ from small_work import train
 
 import rayps
 from rayps.cli.main import main
-from rayps.cluster import surrounding
-from rayps.errors import ConfigError, Conflict, DataError, Unauthorized, WorkloadError
-from rayps.federated.real import remote
-from rayps.federated.real.mailbox import Mailbox
-from rayps.federated.real.outside import Outside, own_data, rows_of
-from rayps.federated.real.signed import ClientToken, Key, order_text, verified
-from rayps.logs import LogBuffer
+from rayps.clients.client_process import Outside, own_data, rows_of
+from rayps.cluster.local import surrounding
+from rayps.core.errors import ConfigError, Conflict, DataError, Unauthorized, WorkloadError
+from rayps.core.logs import LogBuffer
+from rayps.federated.remote import remote_replies
+from rayps.federated.remote.mailbox import Mailbox
+from rayps.federated.remote.signed_orders import ClientToken, Key, order_text, verified
 
 FEDAVG = "fedavg:local_epochs=2,clients=remote(least={least},wait=100)"
 
@@ -690,7 +690,7 @@ def test_a_token_needs_a_job_that_has_real_clients(clinic: Clinic) -> None:
 
 def test_a_worker_that_does_not_have_the_folder_says_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="file system that all machines share"):
-        remote.mailbox_of(str(tmp_path / "elsewhere"))
+        remote_replies.mailbox_of(str(tmp_path / "elsewhere"))
 
 
 def test_a_client_with_another_model_is_told(clinic: Clinic) -> None:

@@ -8,10 +8,10 @@ import torch
 from test_consistent import joined
 from test_server import START, N, every, house  # noqa: F401  (a fixture)
 
-from rayps.flat import Layout
-from rayps.server.messages import Kind
-from rayps.server.resident import flat_bytes
-from rayps.server.ways import Ask
+from rayps.ps.fixed.messages import Kind
+from rayps.ps.fixed.shared_memory import flat_bytes
+from rayps.ps.fixed.transport import Ask
+from rayps.tensors.flat import Layout
 
 ONES = torch.ones(N, dtype=torch.float64)
 TABLE = Layout.of([("w", torch.empty(N, 1, dtype=torch.float64))])

@@ -10,20 +10,21 @@ from small_work import Small, distance, kinds, rows, train
 from torch import nn
 
 import rayps
-from rayps import AllReduce, ParameterServer, optim
-from rayps.cluster import LocalCluster
-from rayps.errors import ConfigError, RaypsError, TrainingError, WorkloadError
-from rayps.flat import FlatModel, beside
-from rayps.grid import Grid
-from rayps.replica.build import blank, drawn, drawn_apart, keep_only
-from rayps.replica.divide import divide, words
-from rayps.replica.division import Piece, shares
-from rayps.replica.optimizer import of_some
+from rayps import AllReduce, ParameterServer
+from rayps.cluster.local import LocalCluster
+from rayps.core.errors import ConfigError, RaypsError, TrainingError, WorkloadError
+from rayps.core.grid import Grid
+from rayps.core.ledger import Ledger
+from rayps.parallel.division.build import blank, drawn, drawn_apart, keep_only
+from rayps.parallel.division.divide import divide, words
+from rayps.parallel.division.division import Piece, shares
+from rayps.parallel.division.optimizer import of_some
 from rayps.runtime.report import _in_replicas
-from rayps.server.ledger import Ledger
-from rayps.snapshot import Snapshot
 from rayps.strategies.pipeline import Pipeline
 from rayps.strategies.tensor_parallel import TensorParallel
+from rayps.tensors import optim
+from rayps.tensors.flat import FlatModel, beside
+from rayps.worker.snapshot import Snapshot
 
 
 class Deep(Small):

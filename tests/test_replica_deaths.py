@@ -22,12 +22,12 @@ pytestmark = pytest.mark.chaos
 class _Places(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
-        importlib.import_module("rayps.failpoint").passing("forward")
+        importlib.import_module("rayps.core.failpoint").passing("forward")
         return x.clone()
 
     @staticmethod
     def backward(ctx, grad):
-        importlib.import_module("rayps.failpoint").passing("backward")
+        importlib.import_module("rayps.core.failpoint").passing("backward")
         return grad
 
 
@@ -42,7 +42,7 @@ class Deadly(torch.optim.Adam):
     """Where a process may die in a step: before it, and with half of it done."""
 
     def step(self, closure=None):
-        failpoint = importlib.import_module("rayps.failpoint")
+        failpoint = importlib.import_module("rayps.core.failpoint")
         failpoint.passing("step")
         whole, groups = self.param_groups, [dict(group) for group in self.param_groups]
         self.param_groups = [{**group, "params": group["params"][:1]} for group in groups]

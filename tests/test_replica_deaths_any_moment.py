@@ -10,14 +10,15 @@ from small_work import SEEN, Small, Watched, distance, kinds, plain, train
 from torch import nn
 
 from rayps import AllReduce, Pipeline, TensorParallel
-from rayps.errors import PeerLost, TrainingError
-from rayps.replica.keepers import Bond, Source
-from rayps.replica.mirror import Mirror
-from rayps.runtime import actors, standby
-from rayps.runtime.plans import WorkerPlan
-from rayps.runtime.ties import Ties
-from rayps.server.shard import Boundary
-from rayps.workload import pack
+from rayps.core.errors import PeerLost, TrainingError
+from rayps.ps.fixed.shard import Boundary
+from rayps.recovery import worker_backup
+from rayps.recovery.backup_assignment import Bond, Source
+from rayps.recovery.peer_replication import Mirror
+from rayps.runtime import worker_actor
+from rayps.worker.connections import Ties
+from rayps.worker.plan import WorkerPlan
+from rayps.workload.base import pack
 
 pytestmark = pytest.mark.chaos
 
@@ -76,7 +77,7 @@ def test_a_death_at_any_moment(tag, replica, workers, seed):
 
 @pytest.mark.parametrize("workers", [2, 4])
 def test_the_state_comes_from_another_host(tag, monkeypatch, workers):
-    monkeypatch.setattr(standby, "Mirror", functools.partial(Mirror, prefer="tcp"))
+    monkeypatch.setattr(worker_backup, "Mirror", functools.partial(Mirror, prefer="tcp"))
     work = Deeper(n=96, batch=6, optimizer="adam", pause=0.002, tag=tag)
     result = lives(work, PIPE, workers, (20, ("WorkerActor", 1)))
     [event] = [event for event in result.events if event["kind"] == "mended"]
@@ -134,11 +135,11 @@ def test_what_a_dead_worker_had_said_is_heard_however_long_the_others_are_waited
             over.wait(30)
             raise PeerLost("the others began anew", peer="worker-0")
 
-    monkeypatch.setattr(standby, "fetch", lambda *_: state)
-    monkeypatch.setattr(standby, "overlaid", lambda snapshot, *_: snapshot)
-    monkeypatch.setattr(actors, "Ties", Waiting)
+    monkeypatch.setattr(worker_backup, "fetch", lambda *_: state)
+    monkeypatch.setattr(worker_backup, "overlaid", lambda snapshot, *_: snapshot)
+    monkeypatch.setattr(worker_actor, "Ties", Waiting)
     work = Deeper(n=96, batch=6)
-    actor = actors.WorkerActor(1, b"secret" * 6, pack(work))
+    actor = worker_actor.WorkerActor(1, b"secret" * 6, pack(work))
     bond = Bond(1, ("", ""), 0, False, recalls=True, source=Source(0, 1))
     plan = WorkerPlan(2, 1, 2, AllReduce(), ["", ""], [], b"secret" * 6, 0, 5, 16, Boundary(16, 16), 0, 30.0, bond=bond)
     heard = []

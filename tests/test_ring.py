@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from rayps.cluster import rendezvous
-from rayps.errors import ConfigError, LinkError, PeerLost, PeerTimeout
-from rayps.link import Listener, parse_address
-from rayps.ring import Ring
-from rayps.ring.join import meet
-from rayps.ring.mesh import Mesh
+from rayps.cluster.local import rendezvous
+from rayps.comm.link import Listener, parse_address
+from rayps.comm.ring import Ring
+from rayps.comm.ring.mesh import Mesh
+from rayps.comm.ring.rendezvous import meet
+from rayps.core.errors import ConfigError, LinkError, PeerLost, PeerTimeout
 
 SECRET = b"r" * 32
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -258,7 +258,7 @@ def test_several_streams_share_what_is_large():
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_a_relay_ends_with_its_last_bytes_whatever_may_be_queued(transport, monkeypatch):
-    monkeypatch.setattr("rayps.ring.mesh._AHEAD_BYTES", 1)
+    monkeypatch.setattr("rayps.comm.ring.mesh._AHEAD_BYTES", 1)
     rings = form(2, prefer=transport, algorithm="ring", timeout=60.0)
     pieces = [torch.full((size,), 7, dtype=torch.uint8) for size in (20_000_000, 20_000_000, 10)]
     taken = [torch.zeros_like(piece) for piece in pieces]
@@ -665,7 +665,7 @@ def test_a_closed_ring_says_so():
 
 
 def test_where_writes_may_be_seen_out_of_order_bells_do_it_all(monkeypatch):
-    monkeypatch.setattr("rayps.ring.barrier.ORDERED", False)
+    monkeypatch.setattr("rayps.comm.ring.barrier.ORDERED", False)
     rings = form(4, prefer="shm")
     for n in (1, 1000, 400_000):
         x = [values(rank, n, torch.int64) for rank in range(4)]
@@ -747,7 +747,7 @@ def _process(rank, addresses, name, out, prefer):  # `out` is its own: a frozen 
 @pytest.mark.parametrize(("sign", "kind"), [(signal.SIGKILL, "PeerLost"), (signal.SIGSTOP, "PeerTimeout")])
 def test_a_killed_or_frozen_process_is_named_by_everyone(sign, kind, prefer):
     context = get_context("forkserver")
-    context.set_forkserver_preload(["torch", "rayps.ring", __name__])  # imported once, not by each child
+    context.set_forkserver_preload(["torch", "rayps.comm.ring", __name__])  # imported once, not by each child
     n = 3
     outs, tables = ([context.Queue() for _ in range(n)] for _ in range(2))
     children = [
@@ -784,12 +784,12 @@ def test_join_meets_by_name_and_leaves_no_key():
         assert every(rings, lambda ring: ring.sum(torch.ones(1)).item()) == [n] * n
         for ring in rings:
             ring.close()
-    assert rendezvous().get("rayps/ring/meet") is None
+    assert rendezvous().get("rayps/comm/ring/meet") is None
 
 
 def test_join_survives_the_key_of_a_dead_group():
     with Listener("rank 0", SECRET) as dead:
-        rendezvous().put("rayps/ring/stale", f"{dead.address}\n0\n{SECRET.hex()}".encode())
+        rendezvous().put("rayps/comm/ring/stale", f"{dead.address}\n0\n{SECRET.hex()}".encode())
     with ThreadPoolExecutor(2) as pool:
         late = pool.submit(Ring.join, "stale", 1, 2, timeout=60)
         time.sleep(0.2)
@@ -811,7 +811,7 @@ def test_join_names_who_is_missing():
 
 
 def test_a_ring_that_meets_by_name_listens_at_the_clusters_address(monkeypatch):
-    monkeypatch.setattr("rayps.ring.join.host_address", lambda: "127.0.0.2")
+    monkeypatch.setattr("rayps.comm.ring.rendezvous.host_address", lambda: "127.0.0.2")
     with ThreadPoolExecutor(2) as pool:
         met = [call.result() for call in [pool.submit(meet, "where", r, 2, 20.0, None) for r in range(2)]]
     for listener, _, _, addresses in met:

@@ -5,7 +5,7 @@ import json
 import pytest
 from small_work import Small, train
 
-from rayps.ring.words import in_words
+from rayps.comm.ring.describe import in_words
 
 TABLE = [
     {"up_to": 2048, "algorithm": "tree", "seconds": {"ring": 1e-3, "tree": 1e-4}},

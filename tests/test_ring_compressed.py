@@ -9,10 +9,10 @@ from test_ring import every, form
 
 import rayps
 from rayps import AllReduce
-from rayps.compress import ErrorFeedback, codec
-from rayps.flat import Gradient
-from rayps.partition import slices
-from rayps.ring.compressed import CompressedRing, compressed
+from rayps.comm.compress import ErrorFeedback, codec
+from rayps.comm.ring.compressed_mean import CompressedRing, compressed
+from rayps.core.partition import slices
+from rayps.tensors.flat import Gradient
 
 NAMES = ["fp16", "bf16", "int8", "top_k:0.1"]
 

@@ -7,8 +7,8 @@ from torch import nn
 from torch.nn import functional
 
 import rayps
-from rayps.errors import ConfigError
-from rayps.federated.choices import attack_of
+from rayps.core.errors import ConfigError
+from rayps.federated.rule_spec import attack_of
 
 RULES = [
     "krum(f=4)",

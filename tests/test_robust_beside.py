@@ -10,9 +10,9 @@ from torch import nn
 
 import rayps
 from rayps.federated.aggregate import Aggregate
-from rayps.federated.choices import attack_of, rule_of
+from rayps.federated.buffer_statistics import NEGATIVE, Statistics
+from rayps.federated.rule_spec import attack_of, rule_of
 from rayps.federated.rules import aggregate, geometric_median
-from rayps.federated.statistics import NEGATIVE, Statistics
 
 CLIENTS, SIZE, LIARS = 12, 23, (0, 5)
 SELECTING = ["krum(f=2)", "multi_krum(f=2)", "multi_krum(f=2,m=3)", "bulyan(f=2)", "krum(f=1,bucket=2)"]

@@ -8,11 +8,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.optim import SGD, Adagrad, Adam
 
-from rayps.errors import ConfigError
-from rayps.flat import Layout
-from rayps.optim import SlicedOptimizer
-from rayps.partition import slices
-from rayps.server.rows import KEPT_LISTS, IdLists, Ids, Rows, Table, cuts, piece, rows_here, step_rows, table_of, union
+from rayps.core.errors import ConfigError
+from rayps.core.partition import slices
+from rayps.ps.fixed.rows import (
+    KEPT_LISTS,
+    IdLists,
+    Ids,
+    Rows,
+    Table,
+    cuts,
+    piece,
+    rows_here,
+    step_rows,
+    table_of,
+    union,
+)
+from rayps.tensors.flat import Layout
+from rayps.tensors.optim import SlicedOptimizer
 
 F64 = torch.float64
 LAYOUT = Layout.of(

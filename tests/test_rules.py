@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from rayps.errors import ConfigError
-from rayps.federated.choices import Rule, attack_of, clip_of, rule_of, skew
+from rayps.core.errors import ConfigError
+from rayps.federated.rule_spec import Rule, attack_of, clip_of, rule_of, skew
 from rayps.federated.rules import aggregate, centered_clipping, clip_factor, distances, geometric_median, median, scores
 
 ROBUST = [

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from rayps.errors import ClusterError, ConfigError
-from rayps.job import JobSpec, Status, may_move
+from rayps.core.errors import ClusterError, ConfigError
 from rayps.service import drivers, processes
+from rayps.service.liveness import MOST_STEP, Silence, Silences
 from rayps.service.plan import PATIENCE, STOP_SECONDS, Ask, Facts, Kill, Seal, Show, Start, Wait, needs, plan
 from rayps.service.scheduler import Scheduler
-from rayps.service.silence import MOST_STEP, Silence, Silences
 from rayps.service.store import Store
+from rayps.strategies.job import JobSpec, Status, may_move
 
 S = Status
 ROOM = {"cpu": 8.0, "gpu": 0.0}

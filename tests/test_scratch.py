@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from rayps.cluster import until
-from rayps.scratch import Scratch, sweep
+from rayps.cluster.local import until
+from rayps.cluster.scratch import Scratch, sweep
 from rayps.service import processes
 
 CHILD = """
 import sys, time
 from pathlib import Path
-from rayps.scratch import Scratch
+from rayps.cluster.scratch import Scratch
 scratch = Scratch(Path(sys.argv[1]))
 print(scratch.path, flush=True)
 time.sleep(60)
@@ -24,7 +24,7 @@ RAY = """
 import time
 from pathlib import Path
 import ray
-from rayps.ray_cluster import RayCluster
+from rayps.cluster.ray_cluster import RayCluster
 cluster = RayCluster.local(cpus=1)
 session = Path(ray._private.worker._global_node.get_session_dir_path())
 print(next(path for path in session.parents if path.name.startswith("rayps-")), flush=True)

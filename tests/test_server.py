@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch.optim import SGD
 
-from rayps.cluster import until
-from rayps.errors import ConfigError, LinkError, PeerLost, PeerTimeout, StaleGeneration, WorkloadError
-from rayps.flat import Gradient, Layout
-from rayps.link import Listener, connect
-from rayps.partition import slices
-from rayps.server import Server
-from rayps.server.ledger import WINDOW
-from rayps.server.loop import ShardLoop
-from rayps.server.shard import Boundary, Shard
+from rayps.cluster.local import until
+from rayps.comm.link import Listener, connect
+from rayps.core.errors import ConfigError, LinkError, PeerLost, PeerTimeout, StaleGeneration, WorkloadError
+from rayps.core.ledger import WINDOW
+from rayps.core.partition import slices
+from rayps.ps.fixed import Server
+from rayps.ps.fixed.loop import ShardLoop
+from rayps.ps.fixed.shard import Boundary, Shard
 from rayps.strategies.parameter_server import ParameterServer
+from rayps.tensors.flat import Gradient, Layout
 
 SECRET = b"s" * 32
 N = 11

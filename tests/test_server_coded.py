@@ -10,18 +10,18 @@ from test_server import SECRET, every
 from torch.optim import SGD
 
 from rayps import AllReduce, ParameterServer
-from rayps.cluster import LocalCluster
-from rayps.compress import ErrorFeedback, codec
-from rayps.errors import ConfigError, PeerLost
-from rayps.flat import Gradient, Layout
-from rayps.link import Listener, Message, connect
-from rayps.partition import slices
-from rayps.server import Server, ShardLoop
-from rayps.server.coded import coded, value_of
-from rayps.server.compressed import compress
-from rayps.server.messages import Kind
-from rayps.server.shard import Boundary, Shard
-from rayps.server_group import ServerGroup
+from rayps.cluster.local import LocalCluster
+from rayps.comm.compress import ErrorFeedback, codec
+from rayps.comm.link import Listener, Message, connect
+from rayps.core.errors import ConfigError, PeerLost
+from rayps.core.partition import slices
+from rayps.ps.fixed import Server, ShardLoop
+from rayps.ps.fixed.coded import coded, value_of
+from rayps.ps.fixed.compressed import compress
+from rayps.ps.fixed.messages import Kind
+from rayps.ps.fixed.shard import Boundary, Shard
+from rayps.ps.server_group import ServerGroup
+from rayps.tensors.flat import Gradient, Layout
 
 N = 3001
 NAMES = ["fp16", "bf16", "int8", "top_k:0.05"]

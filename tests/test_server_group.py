@@ -10,8 +10,8 @@ import torch
 from torch.optim import SGD, Adafactor, Adam
 
 import rayps
-from rayps.cluster import LocalCluster, surrounding
-from rayps.errors import ConfigError, PeerTimeout, RaypsError, StaleGeneration, WorkloadError
+from rayps.cluster.local import LocalCluster, surrounding
+from rayps.core.errors import ConfigError, PeerTimeout, RaypsError, StaleGeneration, WorkloadError
 
 
 def group(params, **options):

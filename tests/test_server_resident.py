@@ -16,21 +16,21 @@ import pytest
 import torch
 from torch.optim import SGD, Adam
 
-from rayps.cluster import until
-from rayps.errors import LinkError, PeerLost, PeerTimeout, StaleGeneration
-from rayps.flat import Layout
-from rayps.link import Listener, connect
-from rayps.link.memory import Memory
-from rayps.partition import slices
-from rayps.server import Server, resident
-from rayps.server.loop import ShardLoop
-from rayps.server.messages import Kind
-from rayps.server.shard import Boundary, Shard
-from rayps.server.ways import ByMemory, ByMessage
+from rayps.cluster.local import until
+from rayps.comm.link import Listener, connect
+from rayps.comm.link.memory import Memory
+from rayps.core.errors import LinkError, PeerLost, PeerTimeout, StaleGeneration
+from rayps.core.partition import slices
+from rayps.ps.fixed import Server, shared_memory
+from rayps.ps.fixed.loop import ShardLoop
+from rayps.ps.fixed.messages import Kind
+from rayps.ps.fixed.shard import Boundary, Shard
+from rayps.ps.fixed.transport import ByMemory, ByMessage
 from rayps.strategies.parameter_server import ParameterServer
+from rayps.tensors.flat import Layout
 
 SECRET = b"s" * 32
-pytestmark = pytest.mark.skipif(not resident.AVAILABLE, reason="memory is shared on Linux on x86 only")
+pytestmark = pytest.mark.skipif(not shared_memory.AVAILABLE, reason="memory is shared on Linux on x86 only")
 
 
 class House:
@@ -76,7 +76,7 @@ class House:
             links,
             timeout=timeout,
             defer=defer,
-            resident=resident,
+            shared_memory=shared_memory,
             consistent=consistent,
             relink=(lambda i: self.link(i, rank, prefer)) if relink else None,
         )
@@ -496,8 +496,8 @@ def test_a_lost_shard_is_found_again_and_memory_is_shared_again(house):
 WORKER = """
 import os, sys, torch
 sys.path.insert(0, {root!r})
-from rayps.link import connect
-from rayps.server import Server
+from rayps.comm.link import connect
+from rayps.ps.fixed import Server
 links = [connect({address!r}, name="worker-1", secret=b"s" * 32, generation=1, timeout=60.0)]
 server = Server(1, torch.float32, [(0, {n})], links, timeout=60.0, defer=True, consistent=False)
 mine = server.buffer({n}, torch.float32)
@@ -581,13 +581,13 @@ def test_a_link_that_is_closed_on_this_side_is_an_error_at_once(house):
 
 def test_numbers_of_requests_survive_the_box():
     """The words of a box are where both sides look for them."""
-    view = memoryview(bytearray(resident.PAGE))
-    resident.REQUEST.pack_into(view, resident.REQUEST_AT, 8, 2**40, 7, 9, 0.25)
+    view = memoryview(bytearray(shared_memory.PAGE))
+    shared_memory.REQUEST.pack_into(view, shared_memory.REQUEST_AT, 8, 2**40, 7, 9, 0.25)
     words = view.cast("q")
-    assert words[resident.ASKED] == 0
-    assert words[resident.ASKED + 1 : resident.ASKED + 5].tolist() == [8, 2**40, 7, 9]
-    assert np.frombuffer(view, np.float64)[resident.ASKED + 5] == 0.25
-    resident.ANSWER.pack_into(view, resident.ANSWER_AT, 1, 2, 3, resident.BY_MESSAGE)
-    assert words[resident.ANSWERED] == 0
-    assert [words[at] for at in (resident.LEAD, resident.VERSION)] == [1, 2]
-    assert {words[at] for at in (resident.DURABLE, resident.SAYS)} == {3, resident.BY_MESSAGE}
+    assert words[shared_memory.ASKED] == 0
+    assert words[shared_memory.ASKED + 1 : shared_memory.ASKED + 5].tolist() == [8, 2**40, 7, 9]
+    assert np.frombuffer(view, np.float64)[shared_memory.ASKED + 5] == 0.25
+    shared_memory.ANSWER.pack_into(view, shared_memory.ANSWER_AT, 1, 2, 3, shared_memory.BY_MESSAGE)
+    assert words[shared_memory.ANSWERED] == 0
+    assert [words[at] for at in (shared_memory.LEAD, shared_memory.VERSION)] == [1, 2]
+    assert {words[at] for at in (shared_memory.DURABLE, shared_memory.SAYS)} == {3, shared_memory.BY_MESSAGE}

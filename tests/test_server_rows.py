@@ -8,9 +8,9 @@ import torch
 from torch.optim import SGD, Adagrad
 
 import rayps
-from rayps.cluster import LocalCluster
-from rayps.errors import ConfigError
-from rayps.server.loop import ShardLoop
+from rayps.cluster.local import LocalCluster
+from rayps.core.errors import ConfigError
+from rayps.ps.fixed.loop import ShardLoop
 
 ROWS, WIDTH = 64, 3
 F64 = torch.float64

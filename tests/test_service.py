@@ -18,9 +18,9 @@ from typing import Any
 import httpx2
 import pytest
 
-from rayps.client import Client
-from rayps.failpoint import VARIABLE
+from rayps.core.failpoint import VARIABLE
 from rayps.service import processes
+from rayps.service.client import Client
 from rayps.service.ray_daemon import read_record
 
 pytestmark = pytest.mark.ray

@@ -19,7 +19,7 @@ import httpx2
 import pytest
 import service_process
 
-from rayps.failpoint import VARIABLE
+from rayps.core.failpoint import VARIABLE
 
 pytestmark = pytest.mark.chaos
 ROOT = Path(__file__).resolve().parent.parent

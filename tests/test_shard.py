@@ -4,10 +4,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.optim import SGD, Adam
 
-from rayps.flat import Layout
-from rayps.server.ledger import WINDOW
-from rayps.server.shard import Boundary, Shard
+from rayps.core.ledger import WINDOW
+from rayps.ps.fixed.shard import Boundary, Shard
 from rayps.strategies.parameter_server import ParameterServer
+from rayps.tensors.flat import Layout
 
 N = 10
 LAYOUT = Layout.of([("a", torch.empty(2, 3, dtype=torch.float64)), ("b", torch.empty(N - 6, dtype=torch.float64))])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rayps.cli import main as cli
-from rayps.errors import ConfigError
+from rayps.core.errors import ConfigError
 from rayps.service.settings import Settings
 
 

@@ -10,10 +10,10 @@ from typing import TypeVar
 
 import pytest
 
-from rayps.errors import ConfigError, Conflict, NotFound
-from rayps.job import MOVES, JobSpec, Status
+from rayps.core.errors import ConfigError, Conflict, NotFound
 from rayps.service.store import Store
 from rayps.service.user_tokens import UserTokens
+from rayps.strategies.job import MOVES, JobSpec, Status
 
 T = TypeVar("T")
 SPEC = JobSpec(workload="digits:Digits", epochs=1)

@@ -6,15 +6,15 @@ import pytest
 import torch
 import yaml
 
-from rayps.errors import ConfigError
-from rayps.job import JobSpec
+from rayps.core.errors import ConfigError
+from rayps.core.text import written
 from rayps.strategies.all_reduce import AllReduce
 from rayps.strategies.base import Strategy, weighted_mean
+from rayps.strategies.catalogue import CATALOGUE, REPLICAS, Phase, catalogue, parse, phase_ends, wire
+from rayps.strategies.job import JobSpec
 from rayps.strategies.parameter_server import ParameterServer
 from rayps.strategies.pipeline import Pipeline
 from rayps.strategies.tensor_parallel import TensorParallel
-from rayps.strategies.text import written
-from rayps.strategy import CATALOGUE, REPLICAS, Phase, catalogue, parse, phase_ends, wire
 
 GOOD = [
     ("all_reduce", AllReduce()),

@@ -13,15 +13,15 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from rayps.elastic.space import Table
-from rayps.errors import CheckpointError, ConfigError, DataError
+from rayps.core.errors import CheckpointError, ConfigError, DataError
+from rayps.ps.protocol.space import Table
+from rayps.ps.tables import parquet, wire_format
+from rayps.ps.tables.delta import Served, delta, read_delta
+from rayps.ps.tables.hash_index import ABSENT, FIRST, HashIndex
+from rayps.ps.tables.initial_rows import initial, quantile
+from rayps.ps.tables.pages import ROWS
+from rayps.ps.tables.table_segment import TableSegment, check_table
 from rayps.strategies.parameter_server import ParameterServer
-from rayps.tables import parquet, wire
-from rayps.tables.delta import Served, delta, read_delta
-from rayps.tables.index import ABSENT, FIRST, HashIndex
-from rayps.tables.initial import initial, quantile
-from rayps.tables.pages import ROWS
-from rayps.tables.segment import TableSegment, check_table
 
 TABLE = Table("users", 4, 3, optimizer={"name": "adagrad", "lr": 0.1})
 ASYNC = ParameterServer(staleness=None)
@@ -40,7 +40,7 @@ def say(segment, step, batch, rank=0):
     keys = sorted(batch)
     rows = torch.ones(len(keys), segment.table.dim)
     counts = np.array([batch[k] for k in keys], np.uint32)
-    return segment.push(rank, step, 1.0, wire.encode_push(ids(*keys), rows, counts))
+    return segment.push(rank, step, 1.0, wire_format.encode_push(ids(*keys), rows, counts))
 
 
 def rows_of(segment, keys):
@@ -60,30 +60,30 @@ def stored(segment):
 def test_pieces_come_back(half, n, read_only):
     keys, rows = np.arange(n) * 3, torch.randn(n, 4)
     counts = np.arange(n, dtype=np.uint32) + 1
-    piece = wire.encode_push(keys, rows, counts, half=half)
+    piece = wire_format.encode_push(keys, rows, counts, half=half)
     assert len(piece) % 8 == 0
     sent = bytes(piece) if read_only else memoryview(piece)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        push = wire.decode_push(sent, TABLE)
+        push = wire_format.decode_push(sent, TABLE)
     assert push.ids.tolist() == keys.tolist() and push.counts.tolist() == counts.tolist()
     assert torch.equal(push.rows, rows.to(torch.bfloat16).float() if half else rows)
-    asked = wire.decode_pull(bytes(wire.encode_pull(keys, counts, half=half)), TABLE)
+    asked = wire_format.decode_pull(bytes(wire_format.encode_pull(keys, counts, half=half)), TABLE)
     assert asked.ids.tolist() == keys.tolist() and asked.half == half
-    answer = wire.encode_rows(rows.numpy(), half)
-    assert torch.equal(wire.decode_rows(bytes(answer), n, TABLE, half), push.rows)
-    assert all(wire.decode_push(each, TABLE).ids.tolist() == [] for each in (b"", wire.empty_push(TABLE)))
+    answer = wire_format.encode_rows(rows.numpy(), half)
+    assert torch.equal(wire_format.decode_rows(bytes(answer), n, TABLE, half), push.rows)
+    assert all(wire_format.decode_push(each, TABLE).ids.tolist() == [] for each in (b"", wire_format.empty_push(TABLE)))
 
 
 def test_a_push_is_cut_by_segments_and_nothing_is_lost():
     keys = np.unique(np.random.default_rng(3).integers(0, 2**63 - 1, 5000))
     rows = torch.randn(len(keys), 4)
-    order, bounds = wire.split(keys, 3)
+    order, bounds = wire_format.split(keys, 3)
     found = {}
     for index in range(3):
         part = order[bounds[index] : bounds[index + 1]]
-        push = wire.decode_push(wire.encode_push(keys[part], rows, order=part), TABLE)
-        assert (wire.bucket(push.ids, 3) == index).all()
+        push = wire_format.decode_push(wire_format.encode_push(keys[part], rows, order=part), TABLE)
+        assert (wire_format.bucket(push.ids, 3) == index).all()
         found |= zip(push.ids.tolist(), push.rows, strict=True)
     assert sorted(found) == keys.tolist()
     assert all(torch.equal(found[key], row) for key, row in zip(keys.tolist(), rows, strict=True))
@@ -91,23 +91,23 @@ def test_a_push_is_cut_by_segments_and_nothing_is_lost():
 
 def test_buckets_are_even_whatever_the_ids():
     for keys in (np.arange(40_000), np.arange(40_000) * 4096, np.arange(40_000) + 2**62):
-        held = np.bincount(wire.bucket(keys, 16), minlength=16)
+        held = np.bincount(wire_format.bucket(keys, 16), minlength=16)
         assert held.min() > 2500 * 0.88 and held.max() < 2500 * 1.12
 
 
 def pieces_that_cannot_be():
-    good = wire.encode_push(ids(1, 2), torch.ones(2, 4))
+    good = wire_format.encode_push(ids(1, 2), torch.ones(2, 4))
     nan = torch.ones(2, 4)
     nan[1, 2] = float("nan")
-    yield "negative", wire.encode_push(ids(-5, 2), torch.ones(2, 4)), "id -5 is negative"
-    yield "unsorted", wire.encode_push(ids(9, 2), torch.ones(2, 4)), "id 2 comes after 9"
-    yield "twice", wire.encode_push(ids(2, 2), torch.ones(2, 4)), "none twice"
-    yield "dim", wire.encode_push(ids(1, 2), torch.ones(2, 5)), "rows of 5 elements came: it has 4"
-    yield "nan", wire.encode_push(ids(1, 2), nan), "the gradient of id 2 is not finite"
+    yield "negative", wire_format.encode_push(ids(-5, 2), torch.ones(2, 4)), "id -5 is negative"
+    yield "unsorted", wire_format.encode_push(ids(9, 2), torch.ones(2, 4)), "id 2 comes after 9"
+    yield "twice", wire_format.encode_push(ids(2, 2), torch.ones(2, 4)), "none twice"
+    yield "dim", wire_format.encode_push(ids(1, 2), torch.ones(2, 5)), "rows of 5 elements came: it has 4"
+    yield "nan", wire_format.encode_push(ids(1, 2), nan), "the gradient of id 2 is not finite"
     yield "torn", good[:40], "cannot hold|were expected"
     yield "short", good[:10], "at least 24"
-    yield "pull", wire.encode_pull(ids(1, 2)), "a push with rows was expected"
-    yield "half", wire.encode_push(ids(1, 2), nan, half=True), "not finite"
+    yield "pull", wire_format.encode_pull(ids(1, 2)), "a push with rows was expected"
+    yield "half", wire_format.encode_push(ids(1, 2), nan, half=True), "not finite"
 
 
 @pytest.mark.parametrize("name, piece, said", [pytest.param(*each, id=each[0]) for each in pieces_that_cannot_be()])
@@ -121,7 +121,7 @@ def test_bad_pieces_are_refused_and_change_nothing(name, piece, said):
         assert "'users'" in str(found.value)
     assert segment.dump() == before
     with pytest.raises(ConfigError, match="id -1 is negative"):
-        segment.pull(0, wire.encode_pull(ids(-1)))
+        segment.pull(0, wire_format.encode_pull(ids(-1)))
     assert segment.dump() == before
 
 
@@ -271,8 +271,8 @@ def test_the_row_used_longest_ago_goes():
     say(segment, 2, {3: 1})
     assert stored(segment) == [2, 3]
     say(segment, 3, {})
-    segment.pull(0, wire.encode_pull(ids(2), np.ones(1, np.uint32)))  # with counts: a use
-    segment.pull(0, wire.encode_pull(ids(3)))
+    segment.pull(0, wire_format.encode_pull(ids(2), np.ones(1, np.uint32)))  # with counts: a use
+    segment.pull(0, wire_format.encode_pull(ids(3)))
     say(segment, 4, {4: 1})
     assert stored(segment) == [2, 4]
 
@@ -314,10 +314,10 @@ def test_copies_decide_the_same(policy, memory):
         for _ in range(151)
     ]
     for step, batch in enumerate(batches[:-1]):
-        segment.pull(0, wire.encode_pull(ids(*sorted(batches[step + 1]))))  # ahead: what it finds may be evicted
+        segment.pull(0, wire_format.encode_pull(ids(*sorted(batches[step + 1]))))  # ahead: what it finds may be evicted
         changes = say(segment, step, batch)
         if step % 3 == 0:
-            changes += segment.pull(0, wire.encode_pull(ids(*sorted(batch)), np.ones(len(batch), np.uint32)))[2]
+            changes += segment.pull(0, wire_format.encode_pull(ids(*sorted(batch)), np.ones(len(batch), np.uint32)))[2]
         if step == 70:
             copy = limited(150, **policy, memory=memory)
             copy.load(segment.dump())
@@ -369,7 +369,7 @@ def test_rows_on_disk_come_back_and_branches_have_their_own():
             say(each, step, batch)
     assert segment.store.cold > segment.rows * 0.8
     assert segment.dump() == plain.dump()
-    everyone = wire.encode_pull(np.arange(1000))
+    everyone = wire_format.encode_pull(np.arange(1000))
     assert bytes(segment.pull(0, everyone)[0]) == bytes(plain.pull(0, everyone)[0]) == bytes(segment.read(everyone))
     branch = segment.branch()
     say(branch, 0, dict.fromkeys(range(1000), 1))
@@ -384,10 +384,10 @@ def test_rows_on_disk_come_back_and_branches_have_their_own():
 LARGE = """
 import resource, sys
 import numpy as np, torch
-from rayps.elastic.space import Table
+from rayps.ps.protocol.space import Table
 from rayps.strategies.parameter_server import ParameterServer
-from rayps.tables import wire
-from rayps.tables.segment import TableSegment
+from rayps.ps.tables import wire
+from rayps.ps.tables.table_segment import TableSegment
 table = Table("large", 256, 1, policy={"memory": 8 << 20} if sys.argv[1] == "disk" else {})
 segment = TableSegment(table, 0, ParameterServer(staleness=None), 1)
 said = dict(line.split(":", 1) for line in open("/proc/self/status"))
@@ -431,7 +431,7 @@ def test_branches_are_served_by_threads_of_their_own():
         chance = np.random.default_rng(seed)
         for step in range(60):
             batch = {int(k): 1 for k in chance.integers(0, 6000, 200)}
-            segment.pull(0, wire.encode_pull(ids(*sorted(batch))))
+            segment.pull(0, wire_format.encode_pull(ids(*sorted(batch))))
             say(segment, step, batch)
 
     threads = [threading.Thread(target=work, args=(each, seed)) for seed, each in enumerate(several)]
@@ -461,7 +461,7 @@ def test_parquet_loads_on_any_number_of_segments(tmp_path, optimizer, segments):
     held = [one(table, workers=2, index=index) for index in range(3)]
     counts = {k: 1 + k % 3 for k in range(500)}
     for index, segment in enumerate(held):
-        say(segment, 0, {k: c for k, c in counts.items() if wire.bucket(ids(k), 3)[0] == index})
+        say(segment, 0, {k: c for k, c in counts.items() if wire_format.bucket(ids(k), 3)[0] == index})
     parquet.write(tmp_path, table, (segment.dump() for segment in held))
     again = dataclasses.replace(table, segments=segments)
     loaded = {index: TableSegment(again, index, ASYNC, 2) for index in range(segments)}
@@ -469,7 +469,7 @@ def test_parquet_loads_on_any_number_of_segments(tmp_path, optimizer, segments):
         loaded[index].load(state)
     everyone = np.arange(500)
     for old, new in ((held, 3), (list(loaded.values()), segments)):
-        where = wire.bucket(everyone, new)
+        where = wire_format.bucket(everyone, new)
         for index, segment in enumerate(old):
             say(segment, 1, dict.fromkeys(everyone[where == index].tolist(), 1))
     rows = [

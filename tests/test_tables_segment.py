@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from rayps.elastic.space import Table
+from rayps.ps.protocol.space import Table
+from rayps.ps.tables.initial_rows import initial
+from rayps.ps.tables.table_segment import TableSegment
+from rayps.ps.tables.wire_format import bucket, decode_rows, empty_push, encode_pull, encode_push
 from rayps.strategies.parameter_server import ParameterServer
-from rayps.tables.initial import initial
-from rayps.tables.segment import TableSegment
-from rayps.tables.wire import bucket, decode_rows, empty_push, encode_pull, encode_push
 
 OPTIMIZERS = {
     "sgd": ({"name": "sgd", "lr": 0.1}, lambda p: torch.optim.SGD(p, lr=0.1)),

@@ -10,9 +10,9 @@ from test_ring import errors, every, form
 from torch import nn
 from torch.nn import functional as F
 
-from rayps.errors import ConfigError, RaypsError, WorkloadError
-from rayps.partition import part
-from rayps.tensor import Talk, Volume, Way, agree, functions, pieces, plan, split, volume
+from rayps.core.errors import ConfigError, RaypsError, WorkloadError
+from rayps.core.partition import part
+from rayps.parallel.tensor import Talk, Volume, Way, agree, functions, pieces, plan, split, volume
 
 DTYPES = [(torch.float64, 1e-12), (torch.float32, 1e-6)]
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from rayps.link import Listener
-from rayps.ring import Ring
-from rayps.tensor import plan, split
+from rayps.comm.link import Listener
+from rayps.comm.ring import Ring
+from rayps.parallel.tensor import plan, split
 
 SECRET = b"t" * 32
 SEED = 11

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import rayps
 from rayps import AllReduce, ParameterServer
-from rayps.errors import ConfigError, WorkloadError
+from rayps.core.errors import ConfigError, WorkloadError
 from rayps.strategies.pipeline import Pipeline
 from rayps.strategies.tensor_parallel import TensorParallel
 

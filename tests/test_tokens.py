@@ -19,7 +19,7 @@ import pytest
 from service_site import Site
 
 from rayps.cli.main import main
-from rayps.job import Status
+from rayps.strategies.job import Status
 
 SECRET = re.compile(r"rps_[\w-]{20,}|#code=[\w-]+")
 

@@ -16,13 +16,13 @@ from torch import nn
 
 import rayps
 from rayps import AllReduce, ParameterServer
-from rayps.cluster import LocalCluster
-from rayps.errors import CheckpointError, ConfigError, DataError, NoResources, RaypsError, WorkloadError
-from rayps.job import JobSpec
-from rayps.ray_cluster import RayCluster
+from rayps.cluster.local import LocalCluster
+from rayps.cluster.ray_cluster import RayCluster
+from rayps.core.errors import CheckpointError, ConfigError, DataError, NoResources, RaypsError, WorkloadError
 from rayps.runtime.driver import Driver
 from rayps.runtime.journal import Journal
 from rayps.runtime.progress import Display
+from rayps.strategies.job import JobSpec
 
 
 def test_a_result_has_everything():
@@ -257,7 +257,7 @@ def test_the_given_cluster_is_left_open():
     cluster = LocalCluster()
     train(Small(), cluster=cluster, workers=2)
     assert cluster._handles == {}
-    assert cluster.spawn("rayps.cluster:LocalCluster").call("total").result(60)["cpu"] == 64
+    assert cluster.spawn("rayps.cluster.local:LocalCluster").call("total").result(60)["cpu"] == 64
     cluster.close()
 
 

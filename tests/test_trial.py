@@ -16,13 +16,13 @@ from torch import nn
 from torch.nn import functional
 
 import rayps
-from rayps.cluster import LocalCluster, until
-from rayps.errors import WorkloadError
-from rayps.job import JobSpec, Status
+from rayps.cluster.local import LocalCluster, until
+from rayps.core.errors import WorkloadError
 from rayps.runtime.driver import Driver
 from rayps.runtime.journal import Journal
 from rayps.runtime.trial import MOST_BYTES, Facts, bytes_of, untried
-from rayps.strategy import parse, wire
+from rayps.strategies.catalogue import parse, wire
+from rayps.strategies.job import JobSpec, Status
 
 PATIENCE = 240.0  # for a process to start on a machine however busy
 HERE = Path(__file__).name
@@ -292,8 +292,8 @@ def test_it_ends_with_its_driver(tmp_path):
 import os, sys, time
 sys.path[:] = {sys.path!r}
 from rayps.runtime.trial import Facts, Trial
-from rayps.runtime.try_batch import Request
-from rayps.workload import pack
+from rayps.runtime.trial_process import Request
+from rayps.workload.base import pack
 from test_trial import OnlyThere
 trial = Trial()
 trial.begin(Facts(), Request(pack(OnlyThere(lambda: time.sleep(3600))), 1, 0, path=tuple(sys.path)))

@@ -15,11 +15,10 @@ from fake_manager import FakeManager, ThreadPlace
 from service_process import ProcessPlace, held
 from service_site import Site
 
-from rayps import ray_cluster
-from rayps.cluster import FIRST_PROTOCOL, PROTOCOL, surrounding
-from rayps.elastic.actors import ManagerActor
-from rayps.errors import ClusterError
-from rayps.job import Status
+from rayps.cluster import ray_cluster
+from rayps.cluster.local import FIRST_PROTOCOL, PROTOCOL, surrounding
+from rayps.core.errors import ClusterError
+from rayps.ps.manager.manager_actor import ManagerActor
 from rayps.runtime import driver_actor
 from rayps.runtime.driver_actor import DriverActor
 from rayps.service import groups as groups_module
@@ -27,6 +26,7 @@ from rayps.service import ray_process
 from rayps.service.drivers import foreign
 from rayps.service.plan import Ask, Facts, Kill, Seal, plan
 from rayps.service.ray_process import ClusterProcess
+from rayps.strategies.job import Status
 
 OTHER = PROTOCOL + 1
 METHODS = {  # what a service calls, by protocol. A change of a name or an argument is another protocol: add a row
@@ -252,4 +252,4 @@ def told(site: Site, name: str) -> Any:
 def test_a_service_whose_rayps_was_replaced_is_told_to_start_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_process, "PROTOCOL", OTHER)
     with pytest.raises(ClusterError, match=rf"protocol {OTHER}, and .* {PROTOCOL}: start `rayps serve` again"):
-        ClusterProcess("here:1", cluster="hurt_cluster:HurtCluster")
+        ClusterProcess("here:1", cluster="faulty_cluster:HurtCluster")

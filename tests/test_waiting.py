@@ -12,12 +12,12 @@ import pytest
 import sqlalchemy as sa
 from test_scheduler import FakeCluster, FakePlace
 
-from rayps.job import JobSpec, Status
 from rayps.service import store as store_module
 from rayps.service.plan import Action, Facts, Seal, Start, Wait, needs, plan
 from rayps.service.scheduler import Scheduler
 from rayps.service.store import Store
 from rayps.service.waiting import GroupQuestions, Waiting, WaitingJobs, room_beside
+from rayps.strategies.job import JobSpec, Status
 
 S = Status
 WHY = "Ray does not answer"

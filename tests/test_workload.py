@@ -11,19 +11,19 @@ import pytest
 import torch
 
 import rayps
-from rayps import workload
-from rayps.cluster import LocalCluster
+from rayps.cluster.local import LocalCluster
+from rayps.core.errors import DataError, WorkloadError
 from rayps.data import Batch, Data, tensors
-from rayps.errors import DataError, WorkloadError
-from rayps.workload import Workload, load, pack, unpack
+from rayps.workload import base
+from rayps.workload.base import Workload, load, pack, unpack
 
 GOOD = """
 import torch
-import rayps.workload, rayps.data
+import rayps.workload.base, rayps.data
 import helper
 from helper import Scale, twice
 
-class Line(rayps.workload.Workload):
+class Line(rayps.workload.base.Workload):
     def __init__(self, width=3):
         self.width = twice(width)
     def model(self):
@@ -37,7 +37,7 @@ class Wide(Line):
     def __init__(self, width):
         super().__init__(width)
 
-class Half(rayps.workload.Workload):
+class Half(rayps.workload.base.Workload):
     def model(self): ...
 
 class Angry(Line):
@@ -46,7 +46,7 @@ class Angry(Line):
 
 class Careful(Line):
     def __init__(self):
-        from rayps.errors import DataError
+        from rayps.core.errors import DataError
         raise DataError("rows.parquet: gone", file="rows.parquet")
 
 class Other: ...
@@ -69,7 +69,7 @@ def twice(x):
 @pytest.fixture(autouse=True)
 def forget() -> Iterator[None]:
     yield
-    workload._forget()
+    base._forget()
 
 
 @pytest.fixture
@@ -195,7 +195,7 @@ def test_a_working_directory_that_is_not_there(tmp_path: Path) -> None:
 
 CHILD = """
 import sys
-from rayps.workload import unpack
+from rayps.workload.base import unpack
 found = unpack(sys.stdin.buffer.read())
 model = found.model()
 batch = next(found.data().batches(rank=0, size=1, seed=0, epoch=0))
@@ -221,7 +221,7 @@ def test_a_fresh_process_needs_no_file(folder: Path) -> None:
 def test_a_function_travels_too(folder: Path) -> None:
     load("line:Line", str(folder))
     content = pack(sys.modules["helper"].twice)
-    workload._forget()
+    base._forget()
     assert unpack(content)(4) == 8
 
 
@@ -269,10 +269,10 @@ class Derived(Plain):
 
 
 def test_a_misspelt_method_is_warned_of():
-    assert workload.misspelt(Plain()) == []
-    names = [text.split("'")[1] for text in workload.misspelt(Derived())]
+    assert base.misspelt(Plain()) == []
+    names = [text.split("'")[1] for text in base.misspelt(Derived())]
     assert names == ["evaluates", "models"]
-    said = workload.misspelt(Nearly())
+    said = base.misspelt(Nearly())
     assert [text.split("'")[1::2] for text in said] == [["evalute", "evaluate"], ["optimiser", "optimizer"]]
     result = rayps.train(Nearly(), workers=1, steps=1, progress=False, cluster=LocalCluster())
     warned = [event["message"] for event in result.events if event["kind"] == "warning"]

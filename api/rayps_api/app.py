@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 from fastapi import FastAPI
 
-from rayps.federated.real.signed import Key
+from rayps.federated.remote.signed_orders import Key
 from rayps.service import adoption
 from rayps.service.client_tokens import ClientTokens
 from rayps.service.drivers import Place

@@ -18,7 +18,7 @@ from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rayps.federated.real.signed import is_client_token
+from rayps.federated.remote.signed_orders import is_client_token
 from rayps.service.settings import LOOPBACK, Settings
 from rayps_api.connections import STATE, Held
 from rayps_api.problems import problem

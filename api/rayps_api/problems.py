@@ -15,7 +15,7 @@ from sqlalchemy.exc import DBAPIError
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
-from rayps.errors import ConfigError, Conflict, NotFound, RaypsError, Unauthorized, UserError
+from rayps.core.errors import ConfigError, Conflict, NotFound, RaypsError, Unauthorized, UserError
 from rayps.service.state_disk import StateDisk, is_full
 
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")

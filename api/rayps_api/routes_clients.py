@@ -1,7 +1,7 @@
 """The routes of real federated clients, and those by which a user lets them in.
 
 A client may do what stands under /api/v1/client and nothing else; it sees its own orders, never those of others. All
-of it is files in the job's folder (`rayps.federated.real.mailbox`): the service may be started again at any moment.
+of it is files in the job's folder (`rayps.federated.remote.mailbox`): the service may be started again at any moment.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from fastapi import Path as InPath
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.requests import ClientDisconnect
 
-from rayps.errors import ConfigError, Conflict
-from rayps.federated.real.mailbox import Mailbox, Member, Order
-from rayps.federated.real.signed import order_text
+from rayps.core.errors import ConfigError, Conflict
+from rayps.federated.remote.mailbox import Mailbox, Member, Order
+from rayps.federated.remote.signed_orders import order_text
 from rayps.service.client_tokens import Grant
 from rayps.service.store import Record
-from rayps.strategy import parse
+from rayps.strategies.catalogue import parse
 from rayps_api.schemas import problems
 from rayps_api.schemas_clients import (
     ClientsOut,

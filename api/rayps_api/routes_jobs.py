@@ -13,18 +13,18 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Query
 from fastapi.responses import JSONResponse
 
-from rayps.errors import ConfigError, Conflict, NotFound
-from rayps.failpoint import passing
-from rayps.job import JobSpec, Status, misnamed
+from rayps.core.errors import ConfigError, Conflict, NotFound
+from rayps.core.failpoint import passing
 from rayps.service import job_folders
-from rayps.strategy import parse, wire
+from rayps.strategies.catalogue import parse, wire
+from rayps.strategies.job import JobSpec, Status, misnamed
 from rayps_api import folder
 from rayps_api.schemas import Events, JobIn, JobOut, JobsOut, Lines, Points, Series, problems
 from rayps_api.service import Known, Service
 
 log = logging.getLogger(__name__)
 
-_MANIFEST = "manifest.json"  # of a checkpoint; `rayps.checkpoint`, which writes it, loads torch
+_MANIFEST = "manifest.json"  # of a checkpoint; `rayps.tensors.checkpoint`, which writes it, loads torch
 router = APIRouter(prefix="/api/v1/jobs", tags=["jobs"], responses=problems(400, 401, 403, 404, 409, 413, 422, 507))
 
 Cursor = Annotated[int, Query(ge=0, lt=2**53)]

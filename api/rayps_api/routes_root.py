@@ -11,9 +11,9 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-import rayps.strategy
-from rayps.errors import ConfigError
-from rayps.job import Status
+import rayps.strategies.catalogue
+from rayps.core.errors import ConfigError
+from rayps.strategies.job import Status
 from rayps_api.guard import Guard
 from rayps_api.openapi import interface
 from rayps_api.schemas import ClusterOut, Login, Ready, StrategyOut, problems
@@ -91,7 +91,7 @@ async def cluster(known: Known) -> Any:
 @router.get("/api/v1/strategies", response_model=list[StrategyOut], tags=["strategies"])
 async def strategies(known: Known) -> Any:
     """The strategies that a job may name, with their options."""
-    return JSONResponse(rayps.strategy.catalogue())
+    return JSONResponse(rayps.strategies.catalogue.catalogue())
 
 
 @router.head("/healthz", include_in_schema=False)

@@ -1,4 +1,4 @@
-"""The JSON forms of the REST interface. pydantic lives here only; inside, a job is `rayps.job.JobSpec`."""
+"""The JSON forms of the REST interface. pydantic lives here only; inside, a job is `rayps.strategies.job.JobSpec`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from rayps.job import JobSpec, Status
 from rayps.service.groups import LEAST_SILENCE, MOST_REPLICAS, MOST_SERVERS, MOST_SILENCE, SILENCE
 from rayps.service.groups import NAME as GROUP_NAME
 from rayps.service.store import Record
+from rayps.strategies.job import JobSpec, Status
 
 NAME = r"^[A-Za-z0-9]([A-Za-z0-9 _.-]{0,62}[A-Za-z0-9])?$"
 

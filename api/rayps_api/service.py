@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 from fastapi import Depends, Request
 
-from rayps.errors import Unauthorized
-from rayps.federated.real.mailbox import FOLDER, Mailbox
+from rayps.core.errors import Unauthorized
+from rayps.federated.remote.mailbox import FOLDER, Mailbox
 from rayps.service.client_tokens import ClientTokens
 from rayps.service.groups import Groups
 from rayps.service.job_folders import read_json

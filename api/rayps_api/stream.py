@@ -20,7 +20,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Header, HTTPException, Query, Request
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 
-from rayps.errors import ConfigError, NotFound
+from rayps.core.errors import ConfigError, NotFound
 from rayps_api import folder
 from rayps_api.routes_servers import list_groups, show_group
 from rayps_api.schemas import problems

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from rayps.costs import Crossing, Sizes, costs
-from rayps.pipeline.schedule import Action, table
-from rayps.pipeline.simulate import Timeline, simulate
-from rayps.strategy import parse
+from rayps.strategies.costs import Crossing, Sizes, costs
+from rayps.core.pipeline.schedule import Action, table
+from rayps.core.pipeline.simulate import Timeline, simulate
+from rayps.strategies.catalogue import parse
 
 
 def facts(spec: dict[str, Any], workers: int) -> tuple[dict[str, Any], dict[str, Any]]:

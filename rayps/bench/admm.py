@@ -21,11 +21,11 @@ from torch import nn
 
 import rayps
 from rayps.bench.robust import FOLDER, Digits, digits
-from rayps.cluster import LocalCluster
+from rayps.cluster.local import LocalCluster
+from rayps.core.errors import ConfigError
 from rayps.data import Data
-from rayps.errors import ConfigError
-from rayps.strategy import parse, wire
-from rayps.training import train
+from rayps.runtime.training import train
+from rayps.strategies.catalogue import parse, wire
 
 ROW_BYTES = 785  # as MNIST's files have them
 

@@ -17,12 +17,12 @@ from torch.nn import functional
 
 from rayps import data
 from rayps.bench.picture import Chart, Line, page
-from rayps.cluster import Cluster
+from rayps.cluster.local import Cluster
+from rayps.core.errors import ConfigError
 from rayps.data import Batch, Data
-from rayps.errors import ConfigError
-from rayps.strategy import parse
-from rayps.training import Result, train
-from rayps.workload import Workload
+from rayps.runtime.training import Result, train
+from rayps.strategies.catalogue import parse
+from rayps.workload.base import Workload
 
 STRATEGIES = (
     "all_reduce",

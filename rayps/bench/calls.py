@@ -18,14 +18,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from rayps.cluster import Cluster, Handle
-from rayps.elastic import group as elastic
-from rayps.elastic.client.talk import Talk
-from rayps.elastic.group import Group
-from rayps.elastic.space import Space, Table
-from rayps.errors import ConfigError
+from rayps.cluster.local import Cluster, Handle
+from rayps.core.errors import ConfigError
+from rayps.ps import group as elastic
+from rayps.ps.client.session import Talk
+from rayps.ps.group import Group
+from rayps.ps.protocol.space import Space, Table
+from rayps.ps.tables.client import Tables
 from rayps.strategies.parameter_server import ParameterServer
-from rayps.tables.client import Tables
 
 WAIT_SECONDS = 300.0
 TABLE = "bench"

@@ -17,10 +17,10 @@ import torch
 
 from rayps.bench.hosts import HostRank, every
 from rayps.bench.netns import Hosts
-from rayps.errors import ConfigError
-from rayps.flat import Gradient
-from rayps.ring.compressed import compressed
+from rayps.comm.ring.compressed_mean import compressed
+from rayps.core.errors import ConfigError
 from rayps.strategies.base import compression_of
+from rayps.tensors.flat import Gradient
 
 OFF = "off"
 _START_SECONDS = 60.0

@@ -9,9 +9,9 @@ from torch import nn
 
 from rayps.bench.gpt import Gpt
 from rayps.bench.mlp import Mlp
+from rayps.core.errors import ConfigError
 from rayps.data import Batch
-from rayps.errors import ConfigError
-from rayps.workload import Workload
+from rayps.workload.base import Workload
 
 MODELS = {"mlp": (Mlp, 2048), "lm": (Gpt, 256)}  # workload, and the width where none is given
 

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from rayps.errors import ConfigError
+from rayps.core.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rayps.cluster import Cluster, Handle
-from rayps.server_group import ServerGroup
+from rayps.cluster.local import Cluster, Handle
+from rayps.ps.server_group import ServerGroup
 
 SEGMENTS = 32
 KINDS = 2  # slots of a rank in a segment: how many pushes, and the sum of their numbers

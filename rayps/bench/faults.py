@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 import torch
 
 from rayps.bench.elastic import SEGMENTS, Crowd, exact, longest_gap, median, rate
-from rayps.cluster import Cluster, until
-from rayps.errors import ConfigError
-from rayps.server_group import ServerGroup
+from rayps.cluster.local import Cluster, until
+from rayps.core.errors import ConfigError
+from rayps.ps.server_group import ServerGroup
 
 CALM_SECONDS = 2.0  # of pushes before the first kill, and after the last
 AROUND_SECONDS = 5.0  # how long after a kill a gap counts as its own

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from rayps.bench.peers import environment, run_script
-from rayps.errors import ConfigError
+from rayps.core.errors import ConfigError
 
 CONTENDERS = ("own", "flower", "pfl", "bare")
 FIRST = 5  # rounds that count as the start; the others are steady

@@ -24,7 +24,7 @@ from rayps.data import Batch, Data
 from rayps.strategies.fedavg import FedAvg
 from rayps.strategies.federated import Federated
 from rayps.strategies.scaffold import Scaffold
-from rayps.workload import Workload
+from rayps.workload.base import Workload
 
 NEVER = 1_000_000  # rounds between evaluations and checkpoints: the peers make none
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rayps import data
 from rayps.data import Batch, Data
-from rayps.workload import Workload
+from rayps.workload.base import Workload
 
 _WORDS, _LENGTH, _LAYERS, _HEADS = 6000, 64, 4, 4
 _BATCH, _ROUNDS = 4, 64  # sequences a step; steps an epoch

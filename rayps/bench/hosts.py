@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from rayps.bench.netns import HostActor, Hosts, bits
-from rayps.errors import ConfigError
-from rayps.link import Listener
-from rayps.ring import Ring
-from rayps.ring.own import NAMES
+from rayps.comm.link import Listener
+from rayps.comm.ring import Ring
+from rayps.comm.ring.autotune import NAMES
+from rayps.core.errors import ConfigError
 
 _MAX_PACING_RATE = 47  # Linux's SO_MAX_PACING_RATE, in bytes a second; what a door accepts inherits it
 _START_SECONDS = 60.0

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from rayps.bench.calls import WAIT_SECONDS, a_space
-from rayps.cluster import Cluster, Handle
-from rayps.elastic import group as elastic
-from rayps.elastic.group import Group
-from rayps.elastic.manager.balance import Balance, skew
-from rayps.elastic.manager.crew import actor_name
-from rayps.errors import ConfigError
+from rayps.cluster.local import Cluster, Handle
+from rayps.core.errors import ConfigError
+from rayps.ps import group as elastic
+from rayps.ps.group import Group
+from rayps.ps.manager.balance import Balance, skew
+from rayps.ps.manager.launcher import actor_name
 
 WARM_SECONDS = 3.0
 SETTLE_SECONDS = 40.0  # for the policy to move what it will

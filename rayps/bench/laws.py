@@ -21,8 +21,8 @@ from rayps.bench.hosts import HostRank, every
 from rayps.bench.netns import HostActor, Hosts, bits
 from rayps.bench.picture import Chart, Line, page
 from rayps.bench.shards import HostShard, HostWorker
-from rayps.errors import ConfigError
-from rayps.server_group import ServerGroup
+from rayps.core.errors import ConfigError
+from rayps.ps.server_group import ServerGroup
 
 ALGORITHMS = ("ring", "two_shot", "tree", "star", "one_shot")
 _START_SECONDS = 120.0

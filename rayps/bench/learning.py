@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rayps.cluster import LocalCluster
+from rayps.cluster.local import LocalCluster
+from rayps.core.errors import ConfigError
 from rayps.data import Batch, Data, iid, parquet, shards, tensors
-from rayps.errors import ConfigError
-from rayps.training import Result, train
-from rayps.workload import Workload
+from rayps.runtime.training import Result, train
+from rayps.workload.base import Workload
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "data"
 SCENES = ("shards", "iid", "one_label", "writers")

@@ -17,8 +17,8 @@ from pathlib import Path
 from rayps.bench.contender import plain_steps
 from rayps.bench.mlp import Mlp
 from rayps.bench.step import CONTENDERS, StepBench, together
-from rayps.cluster import Cluster, Handle
-from rayps.errors import ClusterError, ConfigError
+from rayps.cluster.local import Cluster, Handle
+from rayps.core.errors import ClusterError, ConfigError
 
 _ROLLUP = Path("/proc/self/smaps_rollup")
 _LOOK_SECONDS = 0.002

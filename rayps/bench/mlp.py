@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from rayps import data
 from rayps.data import Batch, Data
-from rayps.workload import Workload
+from rayps.workload.base import Workload
 
 _BATCH, _ROUNDS = 32, 64  # samples a step; steps an epoch
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rayps.bench import mpich_rank
-from rayps.errors import ClusterError, ConfigError
+from rayps.core.errors import ClusterError, ConfigError
 
 _START_SECONDS = 60.0
 

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from rayps.bench.elastic import SEGMENTS, WAIT_SECONDS, Crowd, median
-from rayps.cluster import Cluster, Handle
-from rayps.elastic import group as elastic
-from rayps.elastic.group import Group
-from rayps.errors import ConfigError
-from rayps.server_group import ServerGroup
+from rayps.cluster.local import Cluster, Handle
+from rayps.core.errors import ConfigError
+from rayps.ps import group as elastic
+from rayps.ps.group import Group
+from rayps.ps.server_group import ServerGroup
 
 PAUSE_SECONDS = 0.005  # a round's computing, slept
 

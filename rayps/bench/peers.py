@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from rayps.errors import ClusterError, ConfigError
+from rayps.core.errors import ClusterError, ConfigError
 from rayps.service.processes import die_with_parent
 
 INSTALL_SECONDS = 900.0

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 
 from rayps.bench.step import together
-from rayps.cluster import Cluster
-from rayps.errors import ConfigError
-from rayps.pipeline import cut
-from rayps.pipeline.engine import Engine
-from rayps.pipeline.schedule import table
-from rayps.ring import Ring
+from rayps.cluster.local import Cluster
+from rayps.comm.ring import Ring
+from rayps.core.errors import ConfigError
+from rayps.core.pipeline.schedule import table
+from rayps.parallel.pipeline import cut
+from rayps.parallel.pipeline.engine import Engine
 
 CONTENDERS = ("own", "torch")
 _TORCH = {

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from rayps.bench.contender import plain_steps, workload
-from rayps.cluster import until
-from rayps.errors import ClusterError, ConfigError
+from rayps.cluster.local import until
+from rayps.core.errors import ClusterError, ConfigError
 
 _LOOK_SECONDS = 0.005
 _START_SECONDS = 180.0

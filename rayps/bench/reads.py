@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from rayps.cluster import Cluster, Handle
-from rayps.server_group import ServerGroup
+from rayps.cluster.local import Cluster, Handle
+from rayps.ps.server_group import ServerGroup
 
 STALENESS = 8
 CONTENDERS = ("independent", "consistent")

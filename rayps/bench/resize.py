@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from rayps.bench.elastic import SEGMENTS
-from rayps.cluster import Cluster, Handle
-from rayps.elastic.map import SpaceMap
-from rayps.errors import ConfigError
-from rayps.server_group import ServerGroup
+from rayps.cluster.local import Cluster, Handle
+from rayps.core.errors import ConfigError
+from rayps.ps.protocol.segment_map import SpaceMap
+from rayps.ps.server_group import ServerGroup
 
 CALM_SECONDS = 3.0
 BIN_SECONDS = 0.25

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 
 from rayps.bench.mpich import Mpich
-from rayps.cluster import Cluster, Handle
-from rayps.errors import ConfigError
-from rayps.ring import Ring
-from rayps.ring.own import NAMES
+from rayps.cluster.local import Cluster, Handle
+from rayps.comm.ring import Ring
+from rayps.comm.ring.autotune import NAMES
+from rayps.core.errors import ConfigError
 
 RESIDENT = "resident"  # the vector lies in shared memory and its sum is read where it lies
 MPICH = "mpich"

@@ -28,15 +28,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import rayps
-from rayps.cluster import Cluster
+from rayps.cluster.local import Cluster
+from rayps.core.errors import ConfigError
 from rayps.data import Batch, Data
-from rayps.errors import ConfigError
-from rayps.federated.choices import attack_of, rule_of
+from rayps.federated.rule_spec import attack_of, rule_of
+from rayps.runtime.training import train
 from rayps.strategies.fedavg import FedAvg
 from rayps.strategies.federated import Federated
 from rayps.strategies.scaffold import Scaffold
-from rayps.training import train
-from rayps.workload import Workload
+from rayps.workload.base import Workload
 
 SCENES = ("iid", "attack", "shards")
 RULES = (

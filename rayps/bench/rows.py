@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from rayps.cluster import Cluster, Handle
-from rayps.errors import ConfigError
-from rayps.partition import slices
-from rayps.server_group import ServerGroup
+from rayps.cluster.local import Cluster, Handle
+from rayps.core.errors import ConfigError
+from rayps.core.partition import slices
+from rayps.ps.server_group import ServerGroup
 
 CONTENDERS = ("own", "fresh", "ray")
 SPARSITY = 4  # rows of the table for each row that is asked for

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from rayps.cluster import Cluster, Handle
-from rayps.errors import ConfigError
-from rayps.partition import slices
-from rayps.server_group import ServerGroup
+from rayps.cluster.local import Cluster, Handle
+from rayps.core.errors import ConfigError
+from rayps.core.partition import slices
+from rayps.ps.server_group import ServerGroup
 
 CONTENDERS = ("own", "resident", "message", "ray")
 START_SECONDS = 0.3  # until all workers have joined

@@ -18,12 +18,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rayps.client import Client
-from rayps.errors import RaypsError, TrainingError
-from rayps.job import JobSpec, Status
+from rayps.core.errors import RaypsError, TrainingError
 from rayps.service import job_folders
+from rayps.service.client import Client
 from rayps.service.settings import Settings
 from rayps.service.store import Store
+from rayps.strategies.job import JobSpec, Status
 
 _START_SECONDS = 600.0
 _CREATED_AT = 1.7e9

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 
 from rayps.bench.netns import HostActor, Hosts, bits
-from rayps.errors import ConfigError
-from rayps.link import Listener
-from rayps.runtime.actors import ShardActor, ShardPlan
-from rayps.server_group import ServerGroup, SharedParameters
+from rayps.comm.link import Listener
+from rayps.core.errors import ConfigError
+from rayps.ps.server_group import ServerGroup, SharedParameters
+from rayps.runtime.worker_actor import ShardActor, ShardPlan
 
 _START_SECONDS = 60.0
 _TURN_SECONDS = 600.0

@@ -23,15 +23,15 @@ from torch import nn
 from rayps.bench.contender import plain_steps, workload
 from rayps.bench.plain_processes import PlainActor
 from rayps.bench.ray_train import RayTrain
-from rayps.cluster import Cluster
-from rayps.errors import ConfigError
-from rayps.flat import FlatModel
-from rayps.ring import Ring
-from rayps.runtime.plans import WorkerPlan
-from rayps.server.shard import Boundary
-from rayps.snapshot import Snapshot
+from rayps.cluster.local import Cluster
+from rayps.comm.ring import Ring
+from rayps.core.errors import ConfigError
+from rayps.ps.fixed.shard import Boundary
 from rayps.strategies.all_reduce import AllReduce
-from rayps.worker import Worker
+from rayps.tensors.flat import FlatModel
+from rayps.worker.core import Worker
+from rayps.worker.plan import WorkerPlan
+from rayps.worker.snapshot import Snapshot
 
 CONTENDERS = ("own", "one_bucket", "alone", "ddp", "ddp_plain", "ray_train")
 DEFAULT = "own,one_bucket,alone,ddp"

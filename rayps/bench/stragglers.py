@@ -22,18 +22,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import rayps
-from rayps.cluster import Cluster
+from rayps.cluster.local import Cluster
+from rayps.comm.link import Link, Message, connect
+from rayps.core.errors import ConfigError, TrainingError
 from rayps.data import Batch, Data, parquet
 from rayps.data.base import random_of
-from rayps.errors import ConfigError, TrainingError
-from rayps.flat import FlatModel
-from rayps.link import Link, Message, connect
-from rayps.runtime.group import Group
-from rayps.runtime.plans import Orders
-from rayps.server.messages import Kind
-from rayps.server.shard import Boundary
-from rayps.strategy import parse
-from rayps.workload import Workload, pack
+from rayps.ps.fixed.messages import Kind
+from rayps.ps.fixed.shard import Boundary
+from rayps.runtime.worker_group import Group
+from rayps.strategies.catalogue import parse
+from rayps.tensors.flat import FlatModel
+from rayps.worker.plan import Orders
+from rayps.workload.base import Workload, pack
 
 SCENES = ("come_and_go", "one_slow")
 STALENESS: tuple[int | None, ...] = (0, 8, None)

@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from rayps.elastic.space import Table
-from rayps.errors import ConfigError
+from rayps.core.errors import ConfigError
+from rayps.ps.protocol.space import Table
+from rayps.ps.tables import parquet
+from rayps.ps.tables.table_segment import TableSegment, check_table
+from rayps.ps.tables.wire_format import bucket, encode_pull, encode_push, split
 from rayps.strategies.parameter_server import ParameterServer
-from rayps.tables import parquet
-from rayps.tables.segment import TableSegment, check_table
-from rayps.tables.wire import bucket, encode_pull, encode_push, split
 
 OPTIMIZERS = ("sgd", "adagrad", "adam")
 _CHUNK = 1 << 16

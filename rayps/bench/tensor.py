@@ -21,10 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from rayps.bench.step import together
-from rayps.cluster import Cluster
-from rayps.errors import ConfigError
-from rayps.ring import Ring
-from rayps.tensor import Talk, plan, split
+from rayps.cluster.local import Cluster
+from rayps.comm.ring import Ring
+from rayps.core.errors import ConfigError
+from rayps.parallel.tensor import Talk, plan, split
 
 CONTENDERS = ("own", "dtensor", "alone")
 

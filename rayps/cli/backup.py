@@ -11,7 +11,7 @@ import typer
 from rayps.cli import show
 from rayps.cli.servers import size
 from rayps.cli.show import Output
-from rayps.errors import ServiceError
+from rayps.core.errors import ServiceError
 from rayps.service.settings import Settings
 
 

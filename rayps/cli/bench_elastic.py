@@ -10,7 +10,7 @@ import typer
 from rayps.cli import show
 from rayps.cli.measure import Address, Format, Json, run, show_rows
 from rayps.cli.show import Output
-from rayps.errors import ConfigError
+from rayps.core.errors import ConfigError
 
 Servers = Annotated[int, typer.Option(help="Servers of the group.")]
 Workers = Annotated[int, typer.Option(help="Workers.")]

@@ -11,7 +11,7 @@ from rayps.cli.measure import Address, Format, Json, run, show_rows, whole
 from rayps.cli.show import Output
 
 if TYPE_CHECKING:
-    from rayps.cluster import Cluster
+    from rayps.cluster.local import Cluster
 
 _CALLS = {
     "optimizer": "optimizer",

@@ -11,11 +11,11 @@ import typer
 
 from rayps.cli import show
 from rayps.cli.show import Output
-from rayps.client import Client
-from rayps.errors import ConfigError
-from rayps.federated.real.signed import NAME, ClientToken
-from rayps.job import Status
+from rayps.core.errors import ConfigError
+from rayps.federated.remote.signed_orders import NAME, ClientToken
+from rayps.service.client import Client
 from rayps.service.settings import Settings
+from rayps.strategies.job import Status
 
 Format = Annotated[Output, typer.Option("--output", "-o", help="For a person (table) or a program (json).")]
 TokenId = Annotated[str, typer.Argument(metavar="ID", help="As `rayps token ls` shows it; local: the service's own.")]
@@ -60,9 +60,9 @@ def client(
     Ends with the job: 0 when it succeeded, 1 when it failed or was stopped, 4 when the token was revoked, an order was
     not signed by the service, or nobody answered for too long; 130 by Ctrl-C. Start it again to go on.
     """
-    from rayps.federated.real.kept import Kept
-    from rayps.federated.real.outside import Line, Outside, own_data
-    from rayps.workload import load
+    from rayps.clients.client_folder import Kept
+    from rayps.clients.client_process import Line, Outside, own_data
+    from rayps.workload.base import load
 
     found = ClientToken.read(_token(token))
     settings = Settings.read(url=url)

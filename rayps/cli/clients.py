@@ -9,7 +9,7 @@ import typer
 
 from rayps.cli import show
 from rayps.cli.show import Output
-from rayps.errors import ConfigError
+from rayps.core.errors import ConfigError
 
 _SHADES = " ░▒▓█"
 
@@ -32,7 +32,7 @@ def clients(
 ) -> None:
     """Say who has which rows: each client's rows and labels, and their entropy in bits."""
     from rayps.data import rule
-    from rayps.workload import load
+    from rayps.workload.base import load
 
     workload = load(target, str(Path.cwd()))
     data = workload.evaluation_data() if evaluation else workload.data()

@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rayps.errors import ConfigError
-from rayps.job import Status
+from rayps.core.errors import ConfigError
 from rayps.service import adoption
 from rayps.service.settings import Settings
+from rayps.strategies.job import Status
 
 GIB = 1 << 30
 

@@ -18,7 +18,7 @@ from rayps.cli import plan as cli_plan
 from rayps.cli import servers as cli_servers
 from rayps.cli import show
 from rayps.cli.show import Output
-from rayps.errors import RaypsError
+from rayps.core.errors import RaypsError
 
 _EPILOG = (
     "Exit codes: 0 ok, 1 the job or run failed, 2 bad input, 3 no such job, 4 service or cluster "

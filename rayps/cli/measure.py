@@ -9,7 +9,7 @@ import typer
 
 from rayps.cli import show
 from rayps.cli.show import Output
-from rayps.errors import ConfigError
+from rayps.core.errors import ConfigError
 
 Address = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Measure on this Ray cluster.")]
 Format = Annotated[Output, typer.Option("--output", "-o", help="table or json.")]
@@ -20,7 +20,7 @@ def run(address: str | None, workers: int, measure: Any) -> Any:
     """What `measure(cluster)` gives, on the cluster at `address` or on one of its own. Raises ConfigError."""
     if workers < 1:
         raise ConfigError(f"workers is {workers}: give at least 1", field="workers")
-    from rayps.ray_cluster import RayCluster
+    from rayps.cluster.ray_cluster import RayCluster
 
     cluster = RayCluster.join(address) if address else RayCluster.local(cpus=workers)
     try:

@@ -12,18 +12,18 @@ import typer
 from rayps.cli import show
 from rayps.cli.show import Output
 from rayps.cli.sizes import size
-from rayps.costs import Costs, Sizes, amount, costs
-from rayps.errors import ConfigError
-from rayps.grid import Grid
-from rayps.pipeline import gantt
-from rayps.pipeline.schedule import Table, splits, table
-from rayps.pipeline.simulate import Timeline, simulate
-from rayps.pipeline.validate import read
+from rayps.core.errors import ConfigError
+from rayps.core.grid import Grid
+from rayps.core.pipeline import gantt
+from rayps.core.pipeline.schedule import Table, splits, table
+from rayps.core.pipeline.simulate import Timeline, simulate
+from rayps.core.pipeline.validate import read
+from rayps.strategies.catalogue import Phase, Strategy, parse, wire
+from rayps.strategies.costs import Costs, Sizes, amount, costs
 from rayps.strategies.pipeline import Pipeline
-from rayps.strategy import Phase, Strategy, parse, wire
 
 if TYPE_CHECKING:
-    from rayps.replica.division import Division
+    from rayps.parallel.division.division import Division
 
 _WIDTH = 100
 _MEMORY = ("parameters", "gradients", "optimizer", "activations", "all")
@@ -71,7 +71,7 @@ def plan(
         if workload is None:
             said = costs(phase.strategy, count, Sizes(int(parameters or 0), batch=batch or 0), own)
         else:
-            from rayps.runtime.expected import expected
+            from rayps.runtime.expected_cost import expected
 
             said = expected(workload, phase.strategy, count, division, batch, activations=True)
         line = _timeline(phase.strategy, own, workload if times else None, division, count)
@@ -279,7 +279,7 @@ def _own(path: Path | None, phases: list[Phase]) -> Table | None:
 
 
 def _workload(target: str, batch: int | None) -> Any:
-    from rayps.workload import load
+    from rayps.workload.base import load
 
     workload = load(target)
     if batch is not None:
@@ -296,8 +296,8 @@ def _workload(target: str, batch: int | None) -> Any:
 
 def _divisions(workload: Any, target: str | None, phases: list[Phase], workers: int | None) -> list[Any]:
     """Of each phase. Raises what a run would, before anything starts."""
-    from rayps.job import JobSpec
     from rayps.runtime.preflight import preflight
+    from rayps.strategies.job import JobSpec
 
     found = []
     for phase in phases:  # one by one: phases may have replicas of different sizes where no workers are given
@@ -327,7 +327,7 @@ def _timeline(strategy: Strategy, own: Table | None, workload: Any, division: An
         rows = table(replica.schedule, replica.stages, replica.micro_batches, replica.chunks)
     if workload is None or division is None:
         return simulate(rows)
-    from rayps.runtime.expected import seconds
+    from rayps.runtime.expected_cost import seconds
 
     chunks = seconds(workload, division, strategy.grid(workers).data, replica.micro_batches)
     share = {"F": 1 / 3, "B": 1 / 3, "W": 1 / 3} if splits(rows) else {"F": 1 / 3, "B": 2 / 3}

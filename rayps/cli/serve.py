@@ -24,7 +24,7 @@ from rayps_api.log_limit import LogLimit
 from rayps_api.service import Service
 
 from rayps.cli.show import note, say
-from rayps.errors import ConfigError
+from rayps.core.errors import ConfigError
 from rayps.service.settings import SERVICE_LOCK, Settings, private_write
 from rayps.service.state_disk import is_full
 

@@ -10,8 +10,8 @@ from rich.text import Text
 
 from rayps.cli import show
 from rayps.cli.show import Output
-from rayps.client import Client
-from rayps.errors import ServiceError
+from rayps.core.errors import ServiceError
+from rayps.service.client import Client
 from rayps.service.remote_group import RemoteGroup, standing
 
 app = typer.Typer(

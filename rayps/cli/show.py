@@ -17,10 +17,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rayps.errors import ConfigError
+from rayps.core.errors import ConfigError
+from rayps.core.text import written
 from rayps.service.settings import private_write
-from rayps.strategies.text import written
-from rayps.strategy import catalogue
+from rayps.strategies.catalogue import catalogue
 
 _COLOURS = {
     "SUCCEEDED": "green",

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rayps.errors import ConfigError
+from rayps.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from rayps.data.clients import Clients

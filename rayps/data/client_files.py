@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from rayps.cluster.scratch import Shared
+from rayps.core.errors import DataError
 from rayps.data.clients import Clients
 from rayps.data.columns import Layout, Rows
 from rayps.data.partition_rules import Ints
-from rayps.errors import DataError
-from rayps.scratch import Shared
 
 _BLOCK = 32 << 20  # bytes that are sorted at once
 

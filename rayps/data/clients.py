@@ -13,10 +13,10 @@ import pyarrow.compute as pc
 import pyarrow.types as pt
 from numpy.typing import NDArray
 
+from rayps.core.errors import ConfigError, DataError
 from rayps.data.base import Batch, random_of
 from rayps.data.client_picture import picture
 from rayps.data.partition_rules import Ints, Rule, apportion, classes
-from rayps.errors import ConfigError, DataError
 
 _COLUMNS = 100  # labels that have a column each in statistics()
 _SHOWN, _LABELS = 60, 20  # clients and labels in summary()

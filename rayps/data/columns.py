@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 import pyarrow.types as pt
 from numpy.typing import NDArray
 
-from rayps.errors import DataError
+from rayps.core.errors import DataError
 
 Array = NDArray[Any]
 

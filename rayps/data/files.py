@@ -22,8 +22,8 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
-from rayps.data.unread import OTHERWISE, is_pattern, other_format, pattern, refuse_ray_data
-from rayps.errors import DataError
+from rayps.core.errors import DataError
+from rayps.data.unsupported import OTHERWISE, is_pattern, other_format, pattern, refuse_ray_data
 
 SUFFIXES = (".parquet", ".parq", ".pq")
 _BUFFER = 1 << 20  # bytes read ahead per column, instead of a whole column of a row group

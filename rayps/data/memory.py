@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, default_collate
 
+from rayps.core.errors import DataError, RaypsError
 from rayps.data.base import Batch, Data, batch_size_of, check_place, dealt, kept, map_tensors
 from rayps.data.clients import Clients, divide, given
 from rayps.data.partition_rules import Ints, Rule
-from rayps.data.unread import refuse_ray_data
-from rayps.errors import DataError, RaypsError
+from rayps.data.unsupported import refuse_ray_data
 
 
 class InMemory(Data):

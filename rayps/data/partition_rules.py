@@ -16,10 +16,10 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from rayps.core.errors import ConfigError, DataError
+from rayps.core.spelling import near
+from rayps.core.text import form
 from rayps.data.base import random_of
-from rayps.errors import ConfigError, DataError
-from rayps.spelling import near
-from rayps.strategies.text import form
 
 Ints = NDArray[np.int64]
 

@@ -25,13 +25,13 @@ import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
+from rayps.core.errors import ConfigError, DataError
 from rayps.data.base import Batch, Data, batch_size_of, check_place, dealt, kept, random_of
 from rayps.data.client_files import Sorted
 from rayps.data.clients import Clients, divide, given, owners_by_id
 from rayps.data.columns import Bad, Layout, Rows, layout_of, missing
 from rayps.data.files import Files, Group, Index, PathGiven, told
 from rayps.data.partition_rules import Rule
-from rayps.errors import ConfigError, DataError
 
 _log = logging.getLogger(__name__)
 _CHUNK = 2 << 20  # bytes decoded at once, about

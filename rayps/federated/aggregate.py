@@ -36,13 +36,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rayps.errors import ConfigError
+from rayps.core.errors import ConfigError
 from rayps.federated.attacks import OWN, agreed, counted, false_buffers, false_sums, spoilt
-from rayps.federated.choices import Attack, Rule, attack_of, rule_of
-from rayps.federated.exact import NOT_FINITE, TOO_LARGE, Exact, refusal
-from rayps.federated.gathering import Gathering, Replies
+from rayps.federated.buffer_statistics import NEGATIVE, Statistics
+from rayps.federated.exact_sum import NOT_FINITE, TOO_LARGE, Exact, refusal
+from rayps.federated.gather_replies import Gathering, Replies
+from rayps.federated.rule_spec import Attack, Rule, attack_of, rule_of
 from rayps.federated.rules import Matrix, Picks, Vector, aggregate, beside, clip_factor, median, members, picks
-from rayps.federated.statistics import NEGATIVE, Statistics
 
 BEFORE = "rule.before"  # in the server's memory: the last round's result, where a rule begins with it
 _REASONS = (NOT_FINITE, TOO_LARGE, NEGATIVE)  # why a reply is rejected; workers add up how often, for each client

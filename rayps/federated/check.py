@@ -7,17 +7,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from rayps import optim
+from rayps.core.errors import ConfigError
+from rayps.core.user_code import user_code
 from rayps.data import Data
-from rayps.errors import ConfigError
-from rayps.federated import choices
+from rayps.federated import rule_spec
 from rayps.federated.client import is_plain
 from rayps.federated.cohort import cohort_size
-from rayps.federated.real.joining import joining_of
-from rayps.federated.virtual.events import events_of
-from rayps.job import JobSpec
-from rayps.user_code import user_code
-from rayps.workload import Workload
+from rayps.federated.population.events import events_of
+from rayps.federated.remote.join_options import joining_of
+from rayps.strategies.job import JobSpec
+from rayps.tensors import optim
+from rayps.workload.base import Workload
 
 _LABELS = 1000  # with more of them, how far clients' labels lie apart is not told
 
@@ -45,7 +45,7 @@ def federated(strategy: Any, workload: Workload, data: Data, spec: JobSpec) -> l
         return []
     clients = data.clients  # says how to give clients, where there are none
     events_of(strategy, clients.sizes, spec.seed, data.batch_size)
-    rule, attack = choices.rule_of(strategy.rule), choices.attack_of(strategy.attack)
+    rule, attack = rule_spec.rule_of(strategy.rule), rule_spec.attack_of(strategy.attack)
     cohort = cohort_size(clients.count, strategy.fraction)
     if not strategy.asynchronous:
         asked = min(clients.count, int(cohort * (1 + strategy.over_selection) + 0.5))
@@ -78,7 +78,7 @@ def _of_the_least(strategy: Any) -> None:
             f"asks {asked}: raise least\nin clients=remote(least=...), or lower min_replies",
             field="min_replies",
         )
-    choices.rule_of(strategy.rule).check(asked)
+    rule_spec.rule_of(strategy.rule).check(asked)
 
 
 def _unmeasured(strategy: Any, workload: Workload) -> str | None:
@@ -101,4 +101,4 @@ def _skew(clients: Any) -> float | None:
     """How far the clients' labels lie apart; None where labels are not classes."""
     if clients.labels is None or len(clients.labels[0]) > _LABELS:
         return None
-    return choices.skew(clients.labels[1].tolist())
+    return rule_spec.skew(clients.labels[1].tolist())

@@ -17,18 +17,18 @@ from torch import Tensor
 from torch.optim import SGD
 from torch.optim.optimizer import _global_optimizer_pre_hooks as _GLOBAL_HOOKS
 
-from rayps import optim
+from rayps.core.errors import ConfigError, WorkloadError
+from rayps.core.user_code import user_code
 from rayps.data import Batch
 from rayps.data.base import map_tensors
-from rayps.errors import ConfigError, WorkloadError
 from rayps.federated.cohort import number
-from rayps.federated.order import Ints, parts
-from rayps.flat import FlatModel, dense
-from rayps.rates import rates_of, recipe_of
-from rayps.stepping import clipped
+from rayps.federated.row_order import Ints, parts
 from rayps.strategies.direction import direction
-from rayps.user_code import user_code
-from rayps.workload import Workload
+from rayps.tensors import optim
+from rayps.tensors.flat import FlatModel, dense
+from rayps.tensors.learning_rate import rates_of, recipe_of
+from rayps.worker.optimizer_step import clipped
+from rayps.workload.base import Workload
 
 Tensors = dict[str, Tensor]
 _BESIDE = "beside/"  # how the names of the buffers of a client's own model begin in its state

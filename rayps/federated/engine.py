@@ -16,20 +16,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rayps.federated import choices
+from rayps.federated import rule_spec
 from rayps.federated.aggregate import Aggregate, Met
+from rayps.federated.buffer_statistics import Statistics
 from rayps.federated.client import Reply, Tensors, Trainer
+from rayps.federated.client_states import States
 from rayps.federated.cohort import homes
-from rayps.federated.personal import personal
-from rayps.federated.real.remote import Remote
-from rayps.federated.source import Errand, Round, Simulated, old
-from rayps.federated.states import States
-from rayps.federated.statistics import Statistics
-from rayps.finite import is_finite
-from rayps.rates import Ticks
+from rayps.federated.personal_metrics import personal
+from rayps.federated.remote.remote_replies import Remote
+from rayps.federated.reply_source import Errand, Round, Simulated, old
+from rayps.tensors.finite import is_finite
+from rayps.tensors.learning_rate import Ticks
 
 if TYPE_CHECKING:
-    from rayps.worker import Worker
+    from rayps.worker.core import Worker
 
 SHOWN = 50  # names in an event
 SAID = 3  # names in its message
@@ -57,10 +57,10 @@ class Engine:
         extras = dict.fromkeys(strategy.sums, (size, dtype))
         statistics = Statistics(self.trainer.buffers)
         self._statistics = statistics if statistics.size and strategy.buffers == "mean" else None
-        rule, attack = choices.rule_of(strategy.rule), choices.attack_of(strategy.attack)
+        rule, attack = rule_spec.rule_of(strategy.rule), rule_spec.attack_of(strategy.attack)
         self._aggregate = Aggregate(
             rule,
-            choices.clip_of(strategy.clip),
+            rule_spec.clip_of(strategy.clip),
             attack,
             size,
             dtype,

@@ -31,8 +31,8 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from rayps.errors import ConfigError
-from rayps.federated.choices import Rule
+from rayps.core.errors import ConfigError
+from rayps.federated.rule_spec import Rule
 
 Matrix = NDArray[np.float64] | NDArray[np.float32]
 Vector = NDArray[np.float64]

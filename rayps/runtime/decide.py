@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from rayps.errors import LinkError, PeerTimeout
+from rayps.core.errors import LinkError, PeerTimeout
 
 MOST_LETTERS = 400  # of a reason, in an event
 GRACE_SECONDS = 3.0  # after the first lost connection, for the death behind it to be seen

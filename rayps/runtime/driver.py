@@ -16,37 +16,37 @@ from itertools import starmap
 from pathlib import Path
 from typing import Any
 
-from rayps import checkpoint
-from rayps.cluster import Cluster
-from rayps.elastic.job import JobSpace
-from rayps.elastic.space import Table
-from rayps.epochs import Calendar
-from rayps.errors import RaypsError, TrainingError
-from rayps.federated.real.remote import prepared
-from rayps.job import JobSpec, Status
-from rayps.metrics import Point, Rounds
-from rayps.rates import ScheduleRecord, Ticks, recipe_of
-from rayps.replica.build import drawn_apart
-from rayps.runtime.actors import WorkerFacts
-from rayps.runtime.beginning import Beginning, maker, space_of
+from rayps.cluster.local import Cluster
+from rayps.core.errors import RaypsError, TrainingError
+from rayps.core.metrics import Point, Rounds
+from rayps.federated.remote.remote_replies import prepared
+from rayps.parallel.division.build import drawn_apart
+from rayps.ps.job_space import JobSpace
+from rayps.ps.protocol.space import Table
 from rayps.runtime.decide import Continue, Fail, Finish, Mend, Replace, Restart, Stop, decide
 from rayps.runtime.decide import Facts as RunFacts
-from rayps.runtime.group import Group
+from rayps.runtime.initial_state import Beginning, maker, space_of
 from rayps.runtime.journal import Journal
-from rayps.runtime.leg import Leg
-from rayps.runtime.mend import Mender
-from rayps.runtime.news import News
+from rayps.runtime.mending import Mender
 from rayps.runtime.outcome import Outcome
-from rayps.runtime.patience import awaited
+from rayps.runtime.phase import Leg
 from rayps.runtime.preflight import Findings, preflight
 from rayps.runtime.report import Report
-from rayps.runtime.standing import Standing
+from rayps.runtime.server_events import News
+from rayps.runtime.status import Standing
+from rayps.runtime.time_limit import awaited
 from rayps.runtime.trial import Facts as TrialFacts
 from rayps.runtime.trial import Trial
-from rayps.runtime.try_batch import Request
-from rayps.snapshot import Snapshot
-from rayps.strategy import Phase, parse
-from rayps.workload import Workload, pack
+from rayps.runtime.trial_process import Request
+from rayps.runtime.worker_actor import WorkerFacts
+from rayps.runtime.worker_group import Group
+from rayps.strategies.calendar import Calendar
+from rayps.strategies.catalogue import Phase, parse
+from rayps.strategies.job import JobSpec, Status
+from rayps.tensors import checkpoint
+from rayps.tensors.learning_rate import ScheduleRecord, Ticks, recipe_of
+from rayps.worker.snapshot import Snapshot
+from rayps.workload.base import Workload, pack
 
 log = logging.getLogger(__name__)
 

@@ -14,15 +14,15 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from rayps import checkpoint
-from rayps.cluster import PROTOCOL, LocalCluster, surrounding
-from rayps.errors import RaypsError
-from rayps.failpoint import passing
-from rayps.job import JobSpec, Status
+from rayps.cluster.local import PROTOCOL, LocalCluster, surrounding
+from rayps.core.errors import RaypsError
+from rayps.core.failpoint import passing
 from rayps.runtime.driver import Driver
 from rayps.runtime.journal import Journal
 from rayps.runtime.outcome import Outcome
-from rayps.workload import load
+from rayps.strategies.job import JobSpec, Status
+from rayps.tensors import checkpoint
+from rayps.workload.base import load
 
 log = logging.getLogger(__name__)
 

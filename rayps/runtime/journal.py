@@ -15,8 +15,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
-from rayps.metrics import Point
-from rayps.runtime.tally import Tally
+from rayps.core.metrics import Point
+from rayps.runtime.cost_report import Tally
 
 Progress = dict[str, Any]
 PROGRESS_SECONDS = 0.5

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rayps.cluster import Handle, Reply, until
-from rayps.errors import ActorDied, ClusterError, LinkError
-from rayps.metrics import means
-from rayps.runtime.actors import Place
-from rayps.runtime.patience import START_SECONDS, overdue
+from rayps.cluster.local import Handle, Reply, until
+from rayps.core.errors import ActorDied, ClusterError, LinkError
+from rayps.core.metrics import means
+from rayps.runtime.time_limit import START_SECONDS, overdue
+from rayps.runtime.worker_actor import Place
 
 
 @dataclass(slots=True)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rayps.job import Status
-from rayps.snapshot import Snapshot
+from rayps.strategies.job import Status
+from rayps.worker.snapshot import Snapshot
 
 
 @dataclass(slots=True)

@@ -8,28 +8,28 @@ from typing import NamedTuple
 from torch import nn
 from torch.optim import Optimizer
 
-from rayps import optim
+from rayps.core.errors import ConfigError, WorkloadError
+from rayps.core.grid import Grid
+from rayps.core.user_code import user_code
 from rayps.data import Data
-from rayps.data.unread import is_ray_data, ray_data_way
-from rayps.elastic.space import Table
-from rayps.embedding import tables_of, try_out
-from rayps.errors import ConfigError, WorkloadError
+from rayps.data.unsupported import is_ray_data, ray_data_way
 from rayps.federated.check import federated
-from rayps.flat import Layout
-from rayps.grid import Grid
-from rayps.job import JobSpec
-from rayps.rates import Recipe, Ticks, rates_of, recipe_of
-from rayps.replica.build import apart, model_of
-from rayps.replica.divide import divide, sample_of
-from rayps.replica.division import Division
+from rayps.parallel.division.build import apart, model_of
+from rayps.parallel.division.divide import divide, sample_of
+from rayps.parallel.division.division import Division
+from rayps.ps.fixed.shard_optimizer import chosen
+from rayps.ps.protocol.space import Table
+from rayps.ps.tables.embedding import tables_of, try_out
+from rayps.ps.tables.row_optimizers import Scheduled
+from rayps.ps.tables.row_optimizers import rule_of as table_rule
 from rayps.runtime.trial import bytes_of
-from rayps.server.rule import chosen
+from rayps.strategies.catalogue import Phase, Strategy
+from rayps.strategies.job import JobSpec
 from rayps.strategies.pipeline import Pipeline
-from rayps.strategy import Phase, Strategy
-from rayps.tables.optim import Scheduled
-from rayps.tables.optim import rule_of as table_rule
-from rayps.user_code import user_code
-from rayps.workload import Workload, check_clip_norm, misspelt
+from rayps.tensors import optim
+from rayps.tensors.flat import Layout
+from rayps.tensors.learning_rate import Recipe, Ticks, rates_of, recipe_of
+from rayps.workload.base import Workload, check_clip_norm, misspelt
 
 
 class Findings(NamedTuple):

@@ -6,13 +6,13 @@ import time
 from collections import deque
 from typing import Any
 
-from rayps.epochs import Calendar
-from rayps.grid import Grid
-from rayps.metrics import Point, Throughput
-from rayps.runtime.actors import WorkerFacts
-from rayps.runtime.group import Group
+from rayps.core.grid import Grid
+from rayps.core.metrics import Point, Throughput
+from rayps.ps.fixed.shard import ShardFacts
 from rayps.runtime.members import Member
-from rayps.server.shard import ShardFacts
+from rayps.runtime.worker_actor import WorkerFacts
+from rayps.runtime.worker_group import Group
+from rayps.strategies.calendar import Calendar
 
 KEPT_POINTS = 50  # of each rank, for its rates
 

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from rayps.data.base import Data, map_tensors
 from rayps.runtime.journal import Journal
-from rayps.runtime.try_batch import Request, Verdict
+from rayps.runtime.trial_process import Request, Verdict
 
 MOST_BYTES = 256 << 20  # of parameters, of a packed workload, and of data in memory, which the process has once more
-_MAIN = "from rayps.runtime.try_batch import main; main()"
+_MAIN = "from rayps.runtime.trial_process import main; main()"
 
 
 class Facts(NamedTuple):

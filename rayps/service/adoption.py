@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rayps.errors import ConfigError
-from rayps.job import JobSpec, Status
+from rayps.core.errors import ConfigError
 from rayps.service import job_folders, processes
 from rayps.service.plan import Facts, Seal, plan
+from rayps.strategies.job import JobSpec, Status
 
 if TYPE_CHECKING:  # `rayps doctor` compares without the store's packages
     from rayps.service.store import Store

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import rayps
-from rayps.errors import ConfigError
+from rayps.core.errors import ConfigError
 from rayps.service.settings import Settings, private_write
 
 MANIFEST = "backup.json"

@@ -10,8 +10,8 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from rayps.errors import ConfigError, NotFound
-from rayps.federated.real.signed import ClientToken, Key
+from rayps.core.errors import ConfigError, NotFound
+from rayps.federated.remote.signed_orders import ClientToken, Key
 from rayps.service.store import Store
 
 _table = sa.Table(

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from rayps.cluster import FIRST_PROTOCOL, PROTOCOL, Actors, Bundle, Handle
-from rayps.errors import ClusterError
-from rayps.failpoint import passing
+from rayps.cluster.local import FIRST_PROTOCOL, PROTOCOL, Actors, Bundle, Handle
+from rayps.core.errors import ClusterError
+from rayps.core.failpoint import passing
 from rayps.service import processes
 from rayps.service.job_folders import read_json
 from rayps.service.plan import Start

@@ -19,17 +19,17 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rayps.cluster import FIRST_PROTOCOL, PROTOCOL, Actors, Handle
-from rayps.errors import ActorDied, ClusterError, ConfigError, Conflict, NotFound, RaypsError
-from rayps.job import JobSpec
+from rayps.cluster.local import FIRST_PROTOCOL, PROTOCOL, Actors, Handle
+from rayps.core.errors import ActorDied, ClusterError, ConfigError, Conflict, NotFound, RaypsError
 from rayps.service.job_folders import read_json
 from rayps.service.scheduler import Scheduler
 from rayps.service.settings import private_write
 from rayps.service.store import FEWEST_LETTERS
+from rayps.strategies.job import JobSpec
 
 log = logging.getLogger(__name__)
 
-MANAGER = "rayps.elastic.actors:ManagerActor"
+MANAGER = "rayps.ps.manager.manager_actor:ManagerActor"
 NAME = r"^[A-Za-z0-9]([A-Za-z0-9_-]{0,38}[A-Za-z0-9])?$"
 MOST_SERVERS, MOST_REPLICAS = 1000, 8
 SILENCE, LEAST_SILENCE, MOST_SILENCE = 10.0, 0.5, 3600.0  # seconds; a dead process is seen at once, by its connection

@@ -13,8 +13,8 @@ from typing import Any
 
 import yaml
 
-from rayps.errors import ConfigError
-from rayps.job import JobSpec, misnamed
+from rayps.core.errors import ConfigError
+from rayps.strategies.job import JobSpec, misnamed
 
 MOST_BYTES = 1_000_000
 _KINDS = (

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rayps.job import JobSpec, Status, may_move
+from rayps.strategies.job import JobSpec, Status, may_move
 
 Bundle = dict[str, float]
 

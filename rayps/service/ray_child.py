@@ -19,8 +19,8 @@ import threading
 from multiprocessing.connection import Connection
 from typing import Any
 
-from rayps.cluster import FIRST_PROTOCOL, PROTOCOL, Actors, resolve
-from rayps.errors import ClusterError, RaypsError
+from rayps.cluster.local import FIRST_PROTOCOL, PROTOCOL, Actors, resolve
+from rayps.core.errors import ClusterError, RaypsError
 
 CALL_SECONDS = 60.0  # that an actor's method may take; the service waits for less
 _DEAD_MAN = 600.0  # seconds without a request after which this process ends itself

@@ -28,10 +28,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rayps.cluster import WORKER_NICENESS
+from rayps.cluster.local import WORKER_NICENESS
 from rayps.service import processes
+from rayps.service.liveness import Silence
 from rayps.service.settings import SERVICE_LOCK, private_write
-from rayps.service.silence import Silence
 
 log = logging.getLogger("rayps.service.ray_daemon")
 

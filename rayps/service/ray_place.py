@@ -17,14 +17,14 @@ import threading
 import time
 from pathlib import Path
 
-from rayps.cluster import Actors
-from rayps.errors import ClusterError
+from rayps.cluster.local import Actors
+from rayps.core.errors import ClusterError
 from rayps.service import processes
+from rayps.service.liveness import Silence
 from rayps.service.plan import Bundle
 from rayps.service.ray_daemon import HEARTBEAT, LOG, RayRecord, environment, make_token, read_record, sweep
 from rayps.service.ray_process import ClusterProcess, python_path
 from rayps.service.settings import Settings
-from rayps.service.silence import Silence
 
 log = logging.getLogger(__name__)
 

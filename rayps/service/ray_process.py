@@ -25,12 +25,12 @@ from pathlib import Path
 from typing import Any
 
 import rayps
-from rayps.cluster import PROTOCOL, Bundle, Gang, Handle
-from rayps.errors import ClusterError, RaypsError
+from rayps.cluster.local import PROTOCOL, Bundle, Gang, Handle
+from rayps.core.errors import ClusterError, RaypsError
 
 log = logging.getLogger(__name__)
 
-RAY = "rayps.ray_cluster:RayCluster"
+RAY = "rayps.cluster.ray_cluster:RayCluster"
 JOIN_SECONDS = 120.0  # to import ray and join, on a slow machine
 ANSWER_SECONDS = 30.0  # for an operation that takes Ray milliseconds
 _POLL_SECONDS = 0.25

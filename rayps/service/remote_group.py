@@ -7,7 +7,7 @@ import urllib.parse
 from collections.abc import Callable
 from typing import Any, Self
 
-from rayps.errors import Conflict, NotFound, Unreachable
+from rayps.core.errors import Conflict, NotFound, Unreachable
 
 
 class RemoteGroup:

@@ -16,19 +16,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rayps.cluster import Actors, Bundle
-from rayps.errors import ClusterError, ConfigError, Conflict, NotFound, RaypsError
-from rayps.failpoint import passing
-from rayps.federated.real.mailbox import FOLDER, Mailbox
-from rayps.job import JobSpec, Status, may_move
+from rayps.cluster.local import Actors, Bundle
+from rayps.core.errors import ClusterError, ConfigError, Conflict, NotFound, RaypsError
+from rayps.core.failpoint import passing
+from rayps.federated.remote.mailbox import FOLDER, Mailbox
 from rayps.service.drivers import BEGUN, LAUNCHED, Drivers, Place, Sight, foreign
 from rayps.service.job_folders import read_json
+from rayps.service.liveness import Silences
+from rayps.service.open_jobs import Roster
 from rayps.service.plan import SIGN_SECONDS, Action, Ask, Facts, Kill, Seal, Show, Start, Wait, needs, plan
-from rayps.service.roster import Roster
-from rayps.service.silence import Silences
 from rayps.service.state_disk import is_full
 from rayps.service.store import Record, Store
 from rayps.service.waiting import GroupQuestions, room_beside
+from rayps.strategies.job import JobSpec, Status, may_move
 
 log = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
-from rayps.errors import ConfigError
-from rayps.job import LOCAL_CPUS
+from rayps.core.errors import ConfigError
 from rayps.service.plan import SIGN_SECONDS
+from rayps.strategies.job import LOCAL_CPUS
 
 SERVICE_LOCK = "service.lock"  # held by the one service of a state directory
 _PROOFS = ("rayps.db", SERVICE_LOCK)  # a directory with one of these was used by a rayps service

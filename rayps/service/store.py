@@ -1,7 +1,7 @@
 """Remembers jobs, what happened to their status, and who may ask. Metrics and logs stay in the job folders.
 
 One SQLite file (WAL, synchronous=FULL): one writer, whose transactions begin IMMEDIATE, and readers.
-A status move is checked against `rayps.job.MOVES` in the transaction that writes it, so that a lost race
+A status move is checked against `rayps.strategies.job.MOVES` in the transaction that writes it, so that a lost race
 changes nothing.
 """
 
@@ -22,10 +22,10 @@ from alembic import command
 from alembic.config import Config
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
-from rayps.errors import ConfigError, Conflict, NotFound
-from rayps.failpoint import passing
-from rayps.job import JobSpec, Status, may_move
+from rayps.core.errors import ConfigError, Conflict, NotFound
+from rayps.core.failpoint import passing
 from rayps.service.state_disk import StateDisk, is_full
+from rayps.strategies.job import JobSpec, Status, may_move
 
 ID_LETTERS = 26
 FEWEST_LETTERS = 4  # of the beginning of an id

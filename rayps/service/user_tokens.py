@@ -17,7 +17,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from rayps.errors import ConfigError, Conflict, NotFound
+from rayps.core.errors import ConfigError, Conflict, NotFound
 from rayps.service.settings import private_write
 from rayps.service.store import Store
 

@@ -33,9 +33,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rayps.attendance import attends
-from rayps.prox import canonical, prox
-from rayps.strategies import options
+from rayps.core import options
+from rayps.core.attendance import attends
+from rayps.core.proximal import canonical, prox
 from rayps.strategies.averaging import check_meetings
 from rayps.strategies.base import Strategy, WorkerView
 from rayps.strategies.direction import direction

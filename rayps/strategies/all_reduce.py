@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rayps.errors import ConfigError
+from rayps.core.errors import ConfigError
 from rayps.strategies.base import Replica, Strategy, WorkerView, compression_of, must_go_with
 
 

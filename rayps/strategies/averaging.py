@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rayps.strategies import options
+from rayps.core import options
 from rayps.strategies.base import WorkerView, compression_of
 
 

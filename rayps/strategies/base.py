@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Protocol
 
-from rayps.errors import ConfigError
-from rayps.grid import Grid
+from rayps.core.errors import ConfigError
+from rayps.core.grid import Grid
 
 COMPRESSIONS = ("fp16", "bf16", "int8", "top_k", "auto")
 REPLAY_MB = 256.0
@@ -101,7 +101,7 @@ class ShardView(Protocol):
 
 
 class Replica:
-    """How one copy of the model is spread over several workers: plain data, see `rayps.grid`."""
+    """How one copy of the model is spread over several workers: plain data, see `rayps.core.grid`."""
 
     name: ClassVar[str] = ""
     stages: int = 1  # parts of the model one behind another

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar
 
-from rayps.errors import ConfigError
-from rayps.strategies import options
+from rayps.core import options
+from rayps.core.errors import ConfigError
 from rayps.strategies.averaging import check_meetings, done, have_met, local_step, rounds, samples
 from rayps.strategies.base import Strategy, WorkerView
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from rayps.errors import ConfigError
+from rayps.core.errors import ConfigError
 
 
 def direction(groups: Iterable[Mapping[str, Any]]) -> int:

@@ -14,8 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rayps.errors import ConfigError
-from rayps.strategies import options
+from rayps.core import options
+from rayps.core.errors import ConfigError
 from rayps.strategies.fedavg import FedAvg
 
 

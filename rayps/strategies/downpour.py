@@ -24,7 +24,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rayps.strategies import options
+from rayps.core import options
 from rayps.strategies.base import REPLAY, Replica, ShardView, Strategy, WorkerView, must_go_with
 
 

@@ -7,7 +7,8 @@ come,
     server:   w <- w + server_lr * (sum of s(tau) D) / K
 and that is one round. An update of more than `max_staleness` versions is dropped and counted.
 Training is real and time is virtual: who ends when is drawn from speed and availability
-(`rayps.federated.virtual.buffer`), so that a run has the same bits whatever the load, and any number of workers. Old
+(`rayps.federated.population.async_events`), so that a run has the same bits whatever the load, and any number of
+workers. Old
 parameters are kept as long as somebody trains from them. `decay` is the exponent 1/2 of s; 0 makes all updates alike.
 With K = M = all clients it is FedAvg on updates that are worth the same, however many samples they come from.
 """
@@ -17,8 +18,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rayps.errors import ConfigError
-from rayps.strategies import options
+from rayps.core import options
+from rayps.core.errors import ConfigError
 from rayps.strategies.federated import Federated
 
 _LEAST = 2.0**-1000  # a reply's weight is above 0, whatever the decay

@@ -10,7 +10,7 @@ A client is no process: each worker holds one model, trains its share of the coh
 round. Sums are exact, so a run has the same bits for any number of workers and any order of replies; a single reply is
 taken over as it is. Fewer than `min_replies` leave the model as it was. An epoch of such a job is one round.
 The workload's optimizer is the client's; each client begins a round with a fresh one, at the rate of the workload.
-Of speed, availability, `deadline` and the rest of the clients' world see `rayps.federated.virtual.forms`: time is
+Of speed, availability, `deadline` and the rest of the clients' world see `rayps.federated.population.options`: time is
 virtual.
 A workload's `clip_norm` clips the gradient of each step of a client; option `clip` clips its update.
 `buffers`: BatchNorm statistics are averaged like parameters ("mean"; a robust `rule` is applied to them too, see
@@ -25,12 +25,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rayps.errors import ConfigError
-from rayps.federated import choices
-from rayps.federated.real import joining
-from rayps.federated.virtual import forms
-from rayps.grid import Grid
-from rayps.strategies import options
+from rayps.core import options
+from rayps.core.errors import ConfigError
+from rayps.core.grid import Grid
+from rayps.federated import rule_spec
+from rayps.federated.population import options as options_module
+from rayps.federated.remote import join_options
 from rayps.strategies.base import Strategy, WorkerView
 
 
@@ -64,7 +64,7 @@ class Federated(Strategy):
     plain: ClassVar[bool] = False  # the client's optimizer must be SGD without momentum or weight decay
 
     def __post_init__(self) -> None:
-        forms.check(
+        options_module.check(
             fraction=self.fraction,
             speed=self.speed,
             available=self.available,
@@ -83,13 +83,13 @@ class Federated(Strategy):
             options.whole(self, field, none=True)
         options.whole(self, "batch_size", 0, none=True, said="; 0 takes all rows of a client at once")
         options.whole(self, "evaluate_every")
-        choices.rule_of(self.rule), choices.attack_of(self.attack), choices.clip_of(self.clip)
+        rule_spec.rule_of(self.rule), rule_spec.attack_of(self.attack), rule_spec.clip_of(self.clip)
         if self.buffers not in ("mean", "keep"):
             raise ConfigError(
                 f"buffers is {self.buffers!r}: give mean (averaged by samples) or keep (they stay with each client)",
                 field="buffers",
             )
-        joining.check(self)
+        join_options.check(self)
 
     @property
     def remote(self) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rayps.strategies import options
+from rayps.core import options
 from rayps.strategies.fedavg import FedAvg
 
 

@@ -17,8 +17,8 @@ from __future__ import annotations
 from dataclasses import InitVar, dataclass
 from typing import ClassVar
 
-from rayps.errors import ConfigError
-from rayps.strategies import options
+from rayps.core import options
+from rayps.core.errors import ConfigError
 from rayps.strategies.all_reduce import AllReduce
 from rayps.strategies.base import Strategy, WorkerView
 from rayps.strategies.parameter_server import ParameterServer

@@ -26,8 +26,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rayps.errors import ConfigError
-from rayps.strategies import options
+from rayps.core import options
+from rayps.core.errors import ConfigError
 from rayps.strategies.base import REPLAY, Replica, ShardView, Strategy, WorkerView, compression_of, must_go_with
 
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rayps.errors import ConfigError
-from rayps.strategies import options
+from rayps.core import options
+from rayps.core.errors import ConfigError
 from rayps.strategies.base import Replica
 from rayps.strategies.tensor_parallel import TensorParallel
 

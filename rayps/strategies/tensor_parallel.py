@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rayps.errors import ConfigError
+from rayps.core.errors import ConfigError
 from rayps.strategies.base import Replica
 
 SPLITS = ("out", "in", "heads", "rows", "none")

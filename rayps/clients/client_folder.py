@@ -1,0 +1,123 @@
+"""What a real client keeps on its own disk, so that it may be killed at any moment and come back as the same one.
+
+    identity.json              its key (made here, mode 0600), and its number once it has joined
+    progress.json              the newest order that it has begun, and the newest that is settled
+    state-ROUND.safetensors    what the strategy keeps of this client (SCAFFOLD's c_i, Ditto's own model), after a round
+
+A state never leaves. Several rounds of it are kept, as far back as the job may go: a round that is drawn again begins
+with the state from before it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import safetensors
+import safetensors.torch
+from torch import Tensor
+
+from rayps.core.errors import Conflict
+from rayps.service.settings import private_write
+
+Starts = Sequence[tuple[int, int]]  # at which rounds the job began, and began again, and its first order then
+
+
+class Kept:
+    """The folder of one client in one job."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises Conflict: another process of this machine is this client now."""
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.folder = folder
+        self._lock: IO[str] = (folder / "lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._lock.close()
+            raise Conflict(
+                f"another `rayps client` runs with {folder}: it is the same client of the same job: use that one, "
+                "or give this one another --name or --state"
+            ) from error
+        identity = self._read("identity.json")
+        self.key = str(identity.get("key") or "")
+        if not self.key:
+            self.key = secrets.token_urlsafe(32)
+            private_write(folder / "identity.json", json.dumps({"key": self.key}))
+        progress = self._read("progress.json")
+        self.begun, self.settled = int(progress.get("begun", 0)), int(progress.get("settled", 0))
+        self.last: int | None = progress.get("round")  # of the newest order that was sent
+
+    def begin(self, serial: int) -> None:
+        """An order is begun: no older one will ever be done."""
+        self.begun = serial
+        self._note()
+
+    def settle(self, serial: int, round: int | None) -> None:
+        """An order is over for this client; with its round where the update was taken."""
+        self.settled, self.last = serial, round
+        self._note()
+
+    def state(self, round: int, strategy: str, starts: Starts) -> dict[str, Tensor]:
+        """What the strategy kept of this client before round `round`."""
+        self._forget_void(starts)
+        for at in reversed(self._rounds()):
+            if at < round:
+                facts, tensors = _load(self._state(at))
+                return tensors if facts.get("strategy") == strategy else {}
+        return {}
+
+    def keep(self, round: int, serial: int, strategy: str, state: dict[str, Tensor], since: int) -> None:
+        """Keep a state after a round. Of those from before `since`, to which the job never goes back, one is enough."""
+        plain = {name: value.detach().cpu().contiguous().clone() for name, value in state.items()}
+        part = self.folder / f".state-{secrets.token_hex(4)}"
+        with part.open("wb") as file:
+            file.write(safetensors.torch.save(plain, {"strategy": strategy, "serial": str(serial)}))
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(self._state(round))
+        for at in [at for at in self._rounds() if at < since][:-1]:
+            self._state(at).unlink()
+
+    def _forget_void(self, starts: Starts) -> None:
+        """States of rounds that were drawn again since: the job began at a round before, with a newer order."""
+        for at in self._rounds():
+            serial = int(_load(self._state(at), tensors=False)[0].get("serial", 0))
+            if any(began <= at and serial < first for began, first in starts):
+                self._state(at).unlink()
+
+    def drop(self, round: int) -> None:
+        """The update of this round did not count: its state is void."""
+        self._state(round).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Let another process be this client."""
+        self._lock.close()
+
+    def _note(self) -> None:
+        facts = {"begun": self.begun, "settled": self.settled, "round": self.last}
+        private_write(self.folder / "progress.json", json.dumps(facts))
+
+    def _rounds(self) -> list[int]:
+        return sorted(int(path.stem.partition("-")[2]) for path in self.folder.glob("state-*.safetensors"))
+
+    def _state(self, round: int) -> Path:
+        return self.folder / f"state-{round}.safetensors"
+
+    def _read(self, name: str) -> dict[str, Any]:
+        try:
+            found = json.loads((self.folder / name).read_bytes())
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+
+def _load(path: Path, tensors: bool = True) -> tuple[dict[str, str], dict[str, Tensor]]:
+    with safetensors.safe_open(path, framework="pt") as file:
+        found = {name: file.get_tensor(name) for name in file.keys()} if tensors else {}  # noqa: SIM118  no dict
+        return file.metadata() or {}, found

@@ -1,0 +1,336 @@
+"""A real client: a process outside of the cluster, with its own data, that speaks outgoing HTTP only.
+
+It joins a job, asks for work (and waits at the service's side for it), checks that an order is signed by the service
+that made its token, is of its job, is for it and is newer than all before, trains, and sends parameters, counts and
+loss. Rows and labels never leave, nor does what a strategy keeps of it. Where nobody answers it tries again after
+exponential pauses; it may be killed at any moment and started again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import httpx2
+import numpy as np
+import torch
+
+from rayps.clients.client_folder import Kept
+from rayps.core.errors import ConfigError, Conflict, NotFound, RaypsError, Unauthorized, Unreachable, WorkloadError
+from rayps.core.user_code import user_code
+from rayps.data.base import Data
+from rayps.data.other_files import elsewhere
+from rayps.federated.client import Reply, Rows, Task, Trainer
+from rayps.federated.remote import codec
+from rayps.federated.remote.join_options import DEADLINE
+from rayps.federated.remote.signed_orders import ClientToken, verified
+from rayps.parallel.division.build import apart, model_of
+from rayps.service.client import checked
+from rayps.strategies.catalogue import parse
+from rayps.strategies.fedavg import FedAvg
+from rayps.strategies.job import Status
+from rayps.tensors.flat import FlatModel
+from rayps.workload.base import Workload
+
+log = logging.getLogger(__name__)
+
+LONG_POLL = 20.0
+MOST_PAUSE = 30.0
+_SECONDS = 60.0  # of silence in one call
+_TRAVEL = 0.5  # seconds that an order may have been under way
+_LEAVING = 3.0  # seconds that the last word may take
+_OWN = "buffers/"  # how a client's own buffers are called in its state
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a job ended, seen from a client."""
+
+    status: Status
+    reason: str
+    rounds: int  # in which this client's update was taken
+
+
+class Line:
+    """The client's calls, repeated while nobody answers, until `patience` seconds of silence have passed."""
+
+    def __init__(
+        self,
+        url: str,
+        token: str,
+        patience: float,
+        say: Callable[[str], None],
+        transport: httpx2.BaseTransport | None = None,
+    ) -> None:
+        self.url, self.patience, self._say = url, patience, say
+        self._http = httpx2.Client(
+            base_url=url,
+            timeout=httpx2.Timeout(_SECONDS, connect=10.0),
+            trust_env=True,
+            transport=transport,
+            headers={"Authorization": f"Bearer {token}", "User-Agent": "rayps-client"},
+        )
+
+    def call(self, method: str, path: str, **options: Any) -> httpx2.Response:
+        """Raises Unreachable, Unauthorized, NotFound, Conflict, ConfigError, ServiceError."""
+        since, attempt, told = time.monotonic(), 0, False
+        while True:
+            cause = ""
+            try:
+                answer = self._http.request(method, path, **options)
+                if answer.status_code < 500 and answer.status_code != 429:
+                    if told:
+                        self._say("the service answers again")
+                    if not answer.is_success:
+                        checked(answer)
+                    return answer
+                cause = f"it answers {answer.status_code}"
+            except httpx2.TransportError as error:
+                cause = str(error) or type(error).__name__
+            silent = time.monotonic() - since
+            if silent > self.patience:
+                raise Unreachable(
+                    f"no rayps service has answered at {self.url} for {silent:.0f} s ({cause}): start this again later "
+                    "(it goes on where it was),\nor wait longer with --patience SECONDS",
+                    url=self.url,
+                )
+            if not told and attempt > 1:
+                self._say(f"nobody answers at {self.url} ({cause}): trying again for up to {self.patience:.0f} s")
+                told = True
+            attempt += 1
+            time.sleep(_pause(attempt))
+
+    def try_once(self, method: str, path: str, seconds: float, **options: Any) -> None:
+        """A call whose fate does not matter."""
+        with contextlib.suppress(Exception):
+            self._http.request(method, path, timeout=seconds, **options)
+
+    def close(self) -> None:
+        """Let go of the connection."""
+        self._http.close()
+
+
+class Outside:
+    """One client in one job, from joining to the job's end."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        data: Data,
+        token: ClientToken,
+        job: str,
+        line: Line,
+        kept: Kept,
+        name: str | None = None,
+        say: Callable[[str], None] = log.info,
+        device: str = "cpu",
+    ) -> None:
+        self.workload, self.token, self.job, self.name = workload, token, job, name
+        self._line, self._kept, self._say = line, kept, say
+        _usable(device)
+        self._rows = rows_of(data)
+        with apart():
+            model = model_of(workload).to(device)
+        model.train()
+        self._trainer = Trainer(FlatModel(model), workload, device)
+        self._number, self._public_key, self._rounds = -1, "", 0
+        self._waited = ""
+
+    def run(self) -> Ended:
+        """Take part until the job has ended. Who ends before, by an error or Ctrl-C, says that it leaves, so that no
+        round waits for it.
+
+        Raises:
+            Unauthorized: the token is revoked, or an order is not signed, replayed or of another job.
+            Unreachable: nobody answered for too long. WorkloadError, DataError: it cannot be trained here.
+        """
+        self.try_out()
+        self.token.check(self._line.call("GET", "/api/v1/client/key").json()["public_key"])
+        try:
+            self.join()
+            return self._until_the_end()
+        except BaseException:  # Ctrl-C too
+            if self._number >= 0:
+                self._line.try_once("POST", "/api/v1/client/leave", _LEAVING, headers=self._headers())
+            raise
+
+    def try_out(self) -> None:
+        """One batch of this client's rows through model and loss, before anybody counts on it.
+
+        Raises:
+            WorkloadError, DataError: the user's code or data failed.
+        """
+        rows, trainer = self._rows, self._trainer
+        few = Rows(rows.numbers[: rows.batch_size], rows.take, rows.batch_size, False)
+        w, buffers = trainer.flat.vector.clone(), trainer.kept()
+        with apart():
+            trainer.train(FedAvg(local_steps=1), Task(0, 0, 0, w, {}), few)
+        trainer.put(w, buffers)
+        for parameter in trainer.parameters:
+            parameter.grad = None
+
+    def _until_the_end(self) -> Ended:
+        while True:
+            work = self._ask()
+            if work.get("verdict"):
+                self._refused(str(work["verdict"]))
+            if work["kind"] == "end":
+                return Ended(Status(work["status"]), str(work.get("reason") or ""), self._rounds)
+            if work["kind"] == "round":
+                self._waited = ""
+                self.take_part(self.trusted(work))
+            elif (why := str(work.get("reason") or "waits")) != self._waited:
+                self._waited = why
+                self._say(f"job {self.job} ({work.get('status')}): {why}")
+
+    def join(self) -> None:
+        """Say that this client takes part; a second time gives the same number."""
+        body = {"name": self.name, "key": self._kept.key, "samples": len(self._rows.numbers), "job": self.job}
+        found = self._line.call("POST", "/api/v1/client/join", json=body).json()
+        self._number, self._public_key, self.name = int(found["number"]), found["public_key"], found["name"]
+        self.token.check(self._public_key)
+        samples = len(self._rows.numbers)
+        self._say(f"joined job {self.job} as {self.name}, client {self._number}, with {samples} samples")
+
+    def _headers(self, **more: str) -> dict[str, str]:
+        return {"Rayps-Client": f"{self.job}:{self._number}:{self._kept.key}", **more}
+
+    def _ask(self) -> dict[str, Any]:
+        params = {"after": self._kept.settled, "wait": LONG_POLL}
+        found: dict[str, Any] = self._line.call(
+            "GET", "/api/v1/client/work", params=params, headers=self._headers()
+        ).json()
+        return found
+
+    def trusted(self, work: dict[str, Any]) -> dict[str, Any]:
+        """The order, if it is signed by the token's service, for this client and job, and not one from before.
+
+        Raises:
+            Unauthorized: it is not, and nothing of it is done.
+        """
+        order = verified(str(work.get("order")), str(work.get("signature")), self._public_key, self.token.fingerprint)
+        mine = {"kind": "round", "job": self.job, "client": self._number, "name": self.name}
+        for key, value in mine.items():
+            if order.get(key) != value:
+                raise _not_done(f"its {key} is {order.get(key)!r}, and here it is {value!r}")
+        serial = order["serial"]
+        if serial <= self._kept.settled or serial < self._kept.begun:
+            newest = max(self._kept.settled, self._kept.begun)
+            raise _not_done(f"it is order {serial}, and order {newest} came before: somebody plays it again")
+        return order
+
+    def take_part(self, order: dict[str, Any]) -> None:
+        """Train as the order says, and send what was learnt."""
+        serial, round, asked = order["serial"], order["round"], time.monotonic()
+        strategy: Any = parse(order["strategy"])[0].strategy
+        self._kept.begin(serial)
+        try:
+            raw = self._line.call("GET", f"/api/v1/client/rounds/{serial}/parameters", headers=self._headers()).content
+        except (Conflict, NotFound) as error:
+            self._too_late(order, error)
+            return
+        if hashlib.sha256(raw).hexdigest() != order["parameters"]["sha256"]:
+            raise _not_done("the parameters that came with it are not those that were signed")
+        w, shared, buffers = codec.opened(raw, self._trainer.flat.layout)
+        at = order["phase"] + round
+        state = self._kept.state(at, strategy.name, order["starts"])
+        began = time.monotonic()
+        own = {key.removeprefix(_OWN): value for key, value in state.items() if key.startswith(_OWN)}
+        task = Task(order["seed"], round, self._number, w, shared, state, buffers | own, order.get("tick", at))
+        reply = self._trainer.train(strategy, task, self._rows)
+        if strategy.buffers != "mean":  # they stay here
+            reply.state |= {f"{_OWN}{key}": value for key, value in reply.buffers.items()}
+            reply.buffers = {}
+        seconds = time.monotonic() - began
+        order |= {"trained": seconds, "ends": asked + float(order["seconds"]) - _TRAVEL}
+        if self._send(order, reply):
+            if reply.state:
+                self._kept.keep(at, serial, strategy.name, reply.state, order["since"])
+            self._kept.settle(serial, at)
+            self._rounds += 1
+            self._say(f"round {round}: {reply.n} samples, loss {reply.loss:.4g}, {seconds:.1f} s; sent")
+
+    def _send(self, order: dict[str, Any], reply: Reply) -> bool:
+        raw = codec.update(reply)
+        headers = self._headers(
+            **{"Rayps-Sha256": hashlib.sha256(raw).hexdigest(), "Content-Type": "application/octet-stream"}
+        )
+        try:
+            self._line.call("PUT", f"/api/v1/client/rounds/{order['serial']}/update", content=raw, headers=headers)
+        except (Conflict, NotFound) as error:
+            self._too_late(order, error)
+            return False
+        return True
+
+    def _too_late(self, order: dict[str, Any], error: RaypsError) -> None:
+        if error.data.get("code") not in ("late", "no_order", "not_asked"):
+            raise error
+        self._kept.settle(order["serial"], None)
+        if "trained" not in order or time.monotonic() < order["ends"]:  # the job went back to a checkpoint
+            self._say(f"round {order['round']}: {error}")
+            return
+        strategy: Any = parse(order["strategy"])[0].strategy
+        deadline = DEADLINE if strategy.deadline is None else strategy.deadline
+        self._say(
+            f"round {order['round']}: too late, and not counted: training took {order['trained']:.1f} s, and "
+            f"{order['seconds']:.1f} s were left of the round's deadline of {deadline:g} s. Ask for a longer "
+            "deadline=, or fewer local_epochs or local_steps, in the job's strategy"
+        )
+
+    def _refused(self, verdict: str) -> None:
+        """The job has not used the newest update: it goes on, and this client with the state from before."""
+        if self._kept.last is not None:
+            self._say(f"round {self._kept.last}: the update was rejected: {verdict}")
+            self._kept.drop(self._kept.last)
+            self._kept.settle(self._kept.settled, None)
+            self._rounds -= 1
+
+
+def rows_of(data: Data) -> Rows:
+    """All rows of a data set, as one client's.
+
+    Raises:
+        DataError: there are none, or a value cannot be used.
+    """
+    with user_code("data"):
+        data.check()
+        count = data.rows()
+        mine = data.with_clients(np.zeros(count, dtype=np.int64)).clients
+    return Rows(mine.rows(0), mine.batch, data.batch_size, getattr(data, "shuffle", True))
+
+
+def own_data(workload: Workload, path: str | None) -> Data:
+    """The workload's data; with a path the same columns of another Parquet file or folder.
+
+    Raises:
+        DataError: the workload's data is not of Parquet files.
+    """
+    with user_code("data"):
+        data = workload.data()
+    if not isinstance(data, Data):
+        raise WorkloadError(f"data() gave {type(data).__name__}: return one of rayps.data, such as parquet(...)")
+    return data if path is None else elsewhere(data, path)
+
+
+def _usable(device: str) -> None:
+    """Raises ConfigError: this machine has no such device."""
+    try:
+        torch.zeros(1, device=device)
+    except Exception as error:  # each kind of device fails in its own way
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(
+            f"device is {device!r}, and cannot be used here: {said}; give --device cpu", field="device"
+        ) from error
+
+
+def _not_done(why: str) -> Unauthorized:
+    return Unauthorized(f"an order is refused: {why}. Nothing of it was done", code="refused")
+
+
+def _pause(attempt: int) -> float:
+    return float(np.random.uniform(0.5, 1.0)) * min(MOST_PAUSE, 0.1 * 2.0 ** min(attempt, 20))

@@ -1,0 +1,348 @@
+"""Where actors live: the protocol, and a cluster of threads for tests. Ray's half is `ray_cluster`.
+
+An actor is an instance of a plain class, named by its dotted path `module:Class`; its methods may be
+called from several threads at once. An actor with a method `close()` has it called when it is killed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
+
+from rayps.core.errors import ActorDied, ConfigError, NoResources
+
+Bundle = dict[str, float]
+PROTOCOL = 1  # how a service and the actors that outlive it call each other: raise it with each change of their methods
+FIRST_PROTOCOL = 1  # of rayps 0.1.0, which writes none
+WORKER_NICENESS = "0"  # on a Ray of our own, unless the user says: at Ray's 15 one busy program all but stops them
+
+
+class Reply(Protocol):
+    """What a call will answer."""
+
+    def done(self) -> bool:
+        """Whether the answer is here."""
+
+    def result(self, timeout: float | None = None) -> Any:
+        """The answer. Raises TimeoutError, ActorDied, or what the method raised."""
+
+
+class Handle(Protocol):
+    """A running actor."""
+
+    name: str
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Reply:
+        """Call a method; at most once, never retried."""
+
+
+class Gang(Protocol):
+    """Resources that were reserved together."""
+
+    def hosts(self) -> list[str]:
+        """The host of each bundle."""
+
+    def release(self) -> None:
+        """Give them back."""
+
+
+class Actors(Protocol):
+    """The part of a cluster that needs no reference of this process: actors are known by name."""
+
+    def spawn(
+        self,
+        target: str,
+        *args: Any,
+        name: str | None = None,
+        cpus: float = 0.0,
+        gpus: float = 0.0,
+        detached: bool = False,
+        here: bool = False,
+        gang: Gang | None = None,
+        index: int | None = None,
+        restarts: int = 0,
+        **kwargs: Any,
+    ) -> Handle:
+        """Start an actor; `here` keeps it on this host, `gang` and `index` put it into a reserved bundle.
+
+        `restarts`: how often it is made anew, with the same arguments, after its process died (-1: always); an actor of
+        threads never is.
+        """
+
+    def find(self, name: str) -> Handle | None:
+        """The living actor of that name."""
+
+    def free(self) -> Bundle:
+        """What is not in use: {"cpu": ..., "gpu": ...}."""
+
+    def total(self) -> Bundle:
+        """All that there is."""
+
+    def hosts(self, free: bool = True) -> dict[str, Bundle]:
+        """The same of each host: what is not in use, or all."""
+
+    def kill(self, handle: Handle) -> None:
+        """End an actor now."""
+
+    def close(self) -> None:
+        """Let go of the cluster; ends it when it was started here."""
+
+
+class Cluster(Actors, Protocol):
+    """Where actors live."""
+
+    def share(self, value: Any) -> Any:
+        """A value that several calls will take, handed over once."""
+
+    def reserve(self, bundles: list[Bundle], timeout: float) -> Gang | None:
+        """Reserve all bundles or none; None where they are empty. Raises NoResources."""
+
+
+class KeyValues(Protocol):
+    """A small map that all actors of a cluster share, for finding each other."""
+
+    def put(self, key: str, value: bytes) -> None:
+        """Write or overwrite."""
+
+    def get(self, key: str) -> bytes | None:
+        """Read; None when there is no such key."""
+
+    def delete(self, key: str) -> None:
+        """Forget the key."""
+
+
+def resolve(target: str) -> type:
+    """The class at `module:Class`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    module, _, name = target.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"no actor class {target!r}: {error}") from error
+    if not isinstance(found, type):
+        raise ConfigError(f"{target!r} is not a class")
+    return found
+
+
+class _LocalKeyValues:
+    def __init__(self) -> None:
+        self._map: dict[str, bytes] = {}
+
+    def put(self, key: str, value: bytes) -> None:
+        self._map[key] = value
+
+    def get(self, key: str) -> bytes | None:
+        return self._map.get(key)
+
+    def delete(self, key: str) -> None:
+        self._map.pop(key, None)
+
+
+_local_values = _LocalKeyValues()
+Surroundings = tuple[KeyValues, "Cluster", str]  # the shared map, the cluster, this host's address in it
+_providers: list[Callable[[], Surroundings | None]] = []
+
+
+def provide(provider: Callable[[], Surroundings | None]) -> None:
+    """Register who knows the surrounding cluster; `ray_cluster` does so when it is loaded."""
+    _providers.append(provider)
+
+
+def rendezvous() -> KeyValues:
+    """The map shared with the surrounding cluster: Ray's inside Ray, this process's elsewhere."""
+    return _surroundings()[0]
+
+
+def surrounding() -> Cluster:
+    """The cluster that this code runs in: Ray's inside Ray, threads elsewhere."""
+    return _surroundings()[1]
+
+
+def host_address() -> str:
+    """The address at which the cluster's other hosts reach this one; loopback where there are none."""
+    return _surroundings()[2]
+
+
+def _surroundings() -> Surroundings:
+    if not _providers and "ray" in sys.modules:
+        importlib.import_module("rayps.cluster.ray_cluster")  # inside an actor nothing else may have loaded it yet
+    for provider in _providers:
+        found = provider()
+        if found is not None:
+            return found
+    return _local_values, _local_cluster(), "127.0.0.1"
+
+
+class _LocalHandle:
+    def __init__(self, name: str, actor: Any) -> None:
+        self.name = name
+        self.actor = actor
+        self.dead = threading.Event()
+        self._ending = threading.Lock()
+        self._calls = ThreadPoolExecutor(16, thread_name_prefix=name)
+        self._waiting: set[Future[Any]] = set()
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
+        reply: Future[Any] = Future()
+        if self.dead.is_set():
+            reply.set_exception(ActorDied(f"actor {self.name} is dead", actor=self.name))
+            return reply
+        self._waiting.add(reply)
+        self._calls.submit(self._answer, reply, method, args, kwargs)
+        return reply
+
+    def _answer(self, reply: Future[Any], method: str, args: Any, kwargs: Any) -> None:
+        try:
+            value, error = getattr(self.actor, method)(*args, **kwargs), None
+        except Exception as raised:  # the caller gets whatever the method raised
+            value, error = None, raised
+        except BaseException as raised:  # as on Ray, where it ends the actor's process
+            reason = f"{method}() ended it by {type(raised).__name__}: {raised}"
+            value, error = None, ActorDied(f"actor {self.name} died: {reason}", actor=self.name, reason=reason)
+        self._waiting.discard(reply)
+        if not reply.done():
+            reply.set_exception(error) if error else reply.set_result(value)
+
+    def kill(self) -> None:
+        with self._ending:
+            if self.dead.is_set():
+                return
+            self.dead.set()
+            for reply in list(self._waiting):
+                if not reply.done():
+                    reply.set_exception(ActorDied(f"actor {self.name} was killed", actor=self.name))
+            if hasattr(self.actor, "close"):
+                self.actor.close()
+            self._calls.shutdown(wait=False)
+
+
+class LocalCluster:
+    """Actors as objects in this process, each call in a thread: for tests, in milliseconds."""
+
+    def __init__(self, cpus: float = 64.0, gpus: float = 0.0) -> None:
+        self._total = {"cpu": cpus, "gpu": gpus}
+        self._handles: dict[str, _LocalHandle] = {}
+        self._count = 0
+
+    def spawn(
+        self,
+        target: str,
+        *args: Any,
+        name: str | None = None,
+        cpus: float = 0.0,
+        gpus: float = 0.0,
+        detached: bool = False,
+        here: bool = False,
+        gang: Gang | None = None,
+        index: int | None = None,
+        restarts: int = 0,
+        **kwargs: Any,
+    ) -> _LocalHandle:
+        """See Cluster."""
+        self._count += 1
+        name = name or f"{target.rpartition(':')[2]}-{self._count}"
+        handle = _LocalHandle(name, resolve(target)(*args, **kwargs))
+        self._handles[name] = handle
+        return handle
+
+    def find(self, name: str) -> _LocalHandle | None:
+        """See Cluster."""
+        handle = self._handles.get(name)
+        return None if handle is None or handle.dead.is_set() else handle
+
+    def share(self, value: Any) -> Any:
+        """See Cluster."""
+        return value
+
+    def free(self) -> Bundle:
+        """See Cluster."""
+        return dict(self._total)
+
+    def total(self) -> Bundle:
+        """See Cluster."""
+        return dict(self._total)
+
+    def hosts(self, free: bool = True) -> dict[str, Bundle]:
+        """See Cluster."""
+        return {"here": dict(self._total)}
+
+    def reserve(self, bundles: list[Bundle], timeout: float) -> Gang:
+        """See Cluster."""
+        refuse_if_too_large(bundles, self._total)
+        return _LocalGang(len(bundles))
+
+    def kill(self, handle: Handle) -> None:
+        """See Cluster."""
+        assert isinstance(handle, _LocalHandle)
+        handle.kill()
+        self._handles.pop(handle.name, None)
+
+    def close(self) -> None:
+        """See Cluster."""
+        for handle in list(self._handles.values()):
+            self.kill(handle)
+
+
+class _LocalGang:
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def hosts(self) -> list[str]:
+        """One host."""
+        return ["here"] * self._count
+
+    def release(self) -> None:
+        """Nothing was held."""
+
+
+def _local_cluster(cluster: list[LocalCluster] = []) -> LocalCluster:  # noqa: B006  one per process, made late
+    if not cluster:
+        cluster.append(LocalCluster())
+    return cluster[0]
+
+
+def refuse_if_too_large(bundles: list[Bundle], total: Bundle) -> None:
+    """Refuse what the whole cluster could never hold.
+
+    Raises:
+        NoResources: carries `needed` and `total`.
+    """
+    for kind in ("cpu", "gpu"):
+        needed = sum(bundle.get(kind, 0.0) for bundle in bundles)
+        if needed > total.get(kind, 0.0):
+            raise NoResources(
+                f"the job needs {needed:g} {kind.upper()}s and the cluster has {total.get(kind, 0.0):g} in all:\n"
+                "ask for fewer workers, give each less (--cpus-per-worker, resources), or join a larger cluster",
+                needed=needed,
+                total=total,
+                kind=kind,
+            )
+
+
+def not_free(bundles: list[Bundle], free: Bundle, timeout: float) -> NoResources:
+    """The error of who waited in vain for resources that others hold."""
+    return NoResources(
+        f"the job needs {sum(b.get('cpu', 0) for b in bundles):g} CPUs together, {free['cpu']:g} are free "
+        f"after {timeout:g} s:\nwait for other jobs, ask for fewer workers, or raise timeout",
+        needed=bundles,
+        free=free,
+    )
+
+
+def until(ready: Callable[[], bool], timeout: float, pause: float = 0.01) -> bool:
+    """Wait until `ready()` or the deadline, with pauses that grow to 0.2 s; whether it became ready."""
+    deadline = time.monotonic() + timeout
+    while not ready():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(pause)
+        pause = min(pause * 1.5, 0.2)
+    return True

@@ -1,0 +1,122 @@
+"""Which workers share a host: a replica inside one host where it fits, and the reason where it does not. Pure.
+
+Within a replica activations travel several times a step, between replicas a gradient once; so first as many replicas as
+possible are put inside one host each, and the others are spread over as few hosts as possible, neighbours together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rayps.core.grid import Grid
+
+Bundle = Mapping[str, float]
+_WORDS = {"cpu": "CPU", "gpu": "GPU", "memory": "bytes of memory"}
+_EPSILON = 1e-6  # amounts are sums of floats; Ray counts to 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Seating:
+    """The host of each rank, and of each replica that is on several hosts why."""
+
+    hosts: list[str]
+    reasons: dict[int, str] = field(default_factory=dict)
+
+
+def slots(free: Bundle, bundle: Bundle) -> int:
+    """How many workers with such a bundle have room in what is free on a host; of what they do not need, any number."""
+    rooms = [_room(kind, free.get(kind, 0.0), amount) for kind, amount in bundle.items() if amount]
+    return min(rooms, default=2**31)
+
+
+def _room(kind: str, free: float, amount: float) -> int:
+    if kind == "gpu" and amount < 1:  # a worker's share is of one device
+        whole = math.floor(free + _EPSILON)
+        return whole * math.floor(1 / amount + _EPSILON) + math.floor((free - whole + _EPSILON) / amount)
+    return math.floor((free + _EPSILON) / amount)
+
+
+def together(bundle: Bundle, count: int) -> dict[str, float]:
+    """What so many workers need on one host. GPUs above one are whole ones, of which no worker gets parts of two."""
+    found = {kind: round(amount * count, 4) for kind, amount in bundle.items()}
+    gpu = bundle.get("gpu", 0.0)
+    if 0 < gpu < 1:
+        each = math.floor(1 / gpu + _EPSILON)
+        found["gpu"] = found["gpu"] if count <= each else float(math.ceil(count / each))
+    return found
+
+
+def seat(hosts: Mapping[str, Bundle], grid: Grid, bundle: Bundle) -> Seating | None:
+    """Put the ranks of a grid on hosts, of which is known what is free; None where they have no room for all.
+
+    No other way has more replicas inside one host.
+    """
+    size, room = grid.columns, {name: slots(free, bundle) for name, free in hosts.items()}
+    if sum(room.values()) < grid.size:
+        return None
+    seated: list[str] = []
+    reasons: dict[int, str] = {}
+    for replica in range(grid.data):
+        fits = [name for name in room if room[name] >= size]
+        if fits:
+            chosen = [min(fits, key=lambda name: (room[name], name))] * size  # the fullest, so that others stay whole
+        else:
+            reasons[replica] = _why(hosts, bundle, size, taken=bool(replica))
+            chosen = []
+            while len(chosen) < size:
+                most = max((name for name in room), key=lambda name: (room[name] - chosen.count(name), name))
+                chosen += [most] * min(room[most], size - len(chosen))
+        for name in chosen:
+            room[name] -= 1
+        seated += chosen
+    return Seating(seated, reasons)
+
+
+def _why(hosts: Mapping[str, Bundle], bundle: Bundle, size: int, taken: bool) -> str:
+    """What no host has enough of."""
+    needed = together(bundle, size)
+    lacking = [kind for kind, amount in bundle.items() if amount and not _one_has(hosts, kind, amount, size)]
+    kinds = lacking or [kind for kind, amount in bundle.items() if amount]
+    many = {kind: "s" * (kind != "memory" and needed[kind] != 1) for kind in kinds}
+    amounts = [f"{needed[kind]:g} free {_WORDS[kind]}{many[kind]}" for kind in kinds]
+    return f"no host has {' and '.join(amounts)}{' left' if taken and not lacking else ''}"
+
+
+def _one_has(hosts: Mapping[str, Bundle], kind: str, amount: float, size: int) -> bool:
+    return any(_room(kind, free.get(kind, 0.0), amount) >= size for free in hosts.values())
+
+
+def bundles(hosts: Sequence[str], grid: Grid, bundle: Bundle) -> tuple[list[dict[str, float]], list[int]]:
+    """What to reserve so that workers share hosts as said: a bundle for each run of ranks of one replica on one host,
+    since a bundle is always inside one host; and the index of each rank's bundle.
+    """
+    runs: list[tuple[tuple[str, int], int]] = []
+    index = []
+    for rank, host in enumerate(hosts):
+        key = host, grid.at(rank).data
+        if runs and runs[-1][0] == key:
+            runs[-1] = key, runs[-1][1] + 1
+        else:
+            runs.append((key, 1))
+        index.append(len(runs) - 1)
+    return [together(bundle, count) for _, count in runs], index
+
+
+def words(hosts: Sequence[str], grid: Grid, reasons: Mapping[int, str]) -> str:
+    """Where the replicas are, and why where one is on several hosts."""
+    counts = [len({hosts[rank] for rank in grid.replica(data)}) for data in range(grid.data)]
+    spread = [data for data, count in enumerate(counts) if count > 1]
+    inside, size = grid.data - len(spread), f"{grid.columns} workers"
+    said = []
+    if inside:
+        some = f"{inside} of {grid.data} replicas" if spread else f"each of {grid.data} replicas"
+        which = "the replica" if grid.data == 1 else some
+        said.append(f"{which} of {size} {'are' if spread and inside > 1 else 'is'} inside one host")
+    for data in spread[:3]:
+        why = reasons.get(data, "the cluster placed it so")
+        said.append(f"replica {data} is spread over {counts[data]} hosts: {why}")
+    if len(spread) > 3:
+        said.append(f"so are {len(spread) - 3} more")
+    return "; ".join(said)

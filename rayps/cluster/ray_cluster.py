@@ -1,0 +1,563 @@
+"""Actors on Ray: the only module that imports ray, and the one place for Ray's quirks.
+
+Always a named address or a private local cluster, never Ray's own guess from an earlier run.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+from ray._private import services
+from ray._private.state import available_resources_per_node as _available_resources_per_node
+from ray.experimental import internal_kv
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from rayps.cluster.local import (
+    WORKER_NICENESS,
+    Bundle,
+    Gang,
+    Handle,
+    Surroundings,
+    not_free,
+    provide,
+    refuse_if_too_large,
+    resolve,
+)
+from rayps.cluster.scratch import Scratch
+from rayps.cluster.which_ray import AUTO, RAY_ADDRESS, Move, Owner, busy, foreign, head, move, token_refused
+from rayps.core.errors import ActorDied, ClusterError, RaypsError
+
+log = logging.getLogger(__name__)
+_raylet: Any = ray._raylet  # what Ray keeps of tokens, and who a head is, has no public name
+
+NAMESPACE = "rayps"
+_ANSWER_SECONDS = 5.0  # for a head to take a connection
+_MOVE_SECONDS = 180.0  # for another thread to start, join or leave a Ray
+_QUIET: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
+
+
+class RayReply:
+    """An answer that Ray will bring."""
+
+    def __init__(self, ref: Any, actor: str) -> None:
+        self.ref = ref
+        self._actor = actor
+
+    def done(self) -> bool:
+        """Whether the answer is here."""
+        return bool(ray.wait([self.ref], timeout=0)[0])
+
+    def result(self, timeout: float | None = None) -> Any:
+        """The answer. Raises TimeoutError, ActorDied, or what the method raised."""
+        try:
+            return ray.get(self.ref, timeout=timeout)
+        except ray.exceptions.GetTimeoutError as error:
+            raise TimeoutError(f"actor {self._actor} did not answer within {timeout} s") from error
+        except ray.exceptions.RayTaskError as error:
+            raise _cause(error) from None
+        except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError) as error:
+            reason = _first_line(error)
+            raise ActorDied(f"actor {self._actor} died: {reason}", actor=self._actor, reason=reason) from error
+        except ray.exceptions.RayError as error:
+            raise ClusterError(f"Ray lost the answer of {self._actor}: {_first_line(error)}") from error
+
+
+def _cause(error: ray.exceptions.RayTaskError) -> Exception:
+    cause = error.cause if isinstance(error.cause, Exception) else error
+    return (
+        cause
+        if isinstance(cause, RaypsError)
+        else ClusterError(f"{type(cause).__name__}: {cause}", traceback=str(error))
+    )
+
+
+def _must_answer(address: str) -> None:
+    # Ray itself would try for two minutes, and say so in lines of its own
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_SECONDS).close()
+    except OSError as error:
+        raise ClusterError(
+            f"no Ray cluster answers at {address!r}: {error}\n"
+            "give the head's host:port as `ray start --head` printed it, or leave the address out",
+            address=address,
+        ) from error
+
+
+def _hush() -> None:
+    # Ray prints a paragraph on stderr for every process that dies; the run's own event says it in one line
+    worker: Any = getattr(getattr(ray, "_private", None), "worker", None)
+    if hasattr(worker, "print_to_stdstream"):
+        worker.print_to_stdstream = lambda data, ignore_prefix: log.debug("%s", data.get("lines"))
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+class RayHandle:
+    """A running Ray actor."""
+
+    def __init__(self, name: str, actor: Any) -> None:
+        self.name = name
+        self.actor = actor
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> RayReply:
+        """Call a method; at most once, never retried."""
+        return RayReply(self.actor.call.remote(method, *args, **kwargs), self.name)
+
+
+class _Shell:
+    """An actor's process: the class at a dotted name is imported here, and not by who starts the actor."""
+
+    def __init__(self, target: str, *args: Any, **kwargs: Any) -> None:
+        self._actor = resolve(target)(*args, **kwargs)
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """What the actor's method gives."""
+        return getattr(self._actor, method)(*args, **kwargs)
+
+
+def _shell(target: str) -> type:
+    return type(target.rpartition(":")[2], (_Shell,), {})  # Ray shows the class's name as the process's title
+
+
+class RayGang:
+    """A placement group, whose bundles are inside one host each."""
+
+    def __init__(self, group: PlacementGroup, gangs: set[RayGang]) -> None:
+        self.group = group
+        self._gangs = gangs
+        gangs.add(self)
+
+    def hosts(self) -> list[str]:
+        """See Gang."""
+        found: dict[int, str] = placement_group_table(self.group)["bundles_to_node_id"]
+        return [found[index] for index in sorted(found)]
+
+    def release(self) -> None:
+        """Give the bundles back."""
+        self._gangs.discard(self)
+        remove_placement_group(self.group)
+
+
+_AUTHENTICATION = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+
+
+class _Environment:
+    """The variables that Ray and rayps set for one Ray, to be taken back when the process leaves it.
+
+    The token of a private Ray would otherwise be sent to the next one that the process joins.
+    """
+
+    _NAMES = (*_AUTHENTICATION, "RAY_worker_niceness")
+
+    def __init__(self) -> None:
+        self._before = self._now()
+        self._set: dict[str, str | None] = {}
+
+    def note(self) -> None:
+        """The Ray is up: what differs from before was set for it."""
+        self._set = {name: value for name, value in self._now().items() if value != self._before[name]}
+
+    def restore(self) -> None:
+        """Put back what was before; what was changed once more in the meantime stays."""
+        now = self._now()
+        for name, value in self._set.items():
+            before = self._before[name]
+            if now[name] != value:
+                continue
+            if before is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = before
+        _read_authentication()
+
+    def _now(self) -> dict[str, str | None]:
+        return {name: os.environ.get(name) for name in self._NAMES}
+
+
+class _Session:
+    """The Ray that rayps has brought this process into."""
+
+    def __init__(self, owner: Owner, address: str, environment: _Environment, temp: Scratch | None) -> None:
+        self.owner, self.address = owner, address
+        self.holders = 0  # clusters that were opened and not closed
+        self.gangs: set[RayGang] = set()  # of the runs on it
+        self.left = False
+        self._environment, self._temp = environment, temp
+
+    def leave(self) -> None:
+        """End the private Ray, or disconnect from the joined one."""
+        self.left = True
+        try:
+            if _current() == self.address:
+                ray.shutdown()
+        finally:
+            if self._temp is not None:
+                self._temp.close()
+            self._environment.restore()
+
+
+class _Process:
+    """In which Ray this process is, and the one place where it changes."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._session: _Session | None = None
+
+    @contextmanager
+    def moving(self) -> Iterator[None]:
+        """Nobody else starts, joins or leaves a Ray meanwhile. Raises ClusterError where one does not end."""
+        if not self._lock.acquire(timeout=_MOVE_SECONDS):
+            raise ClusterError(f"another thread has been starting, joining or leaving a Ray for {_MOVE_SECONDS:g} s")
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def session(self) -> _Session | None:
+        """The Ray that rayps has brought this process into, unless somebody else has ended it or joined another."""
+        if self._session is not None and (self._session.left or _current() != self._session.address):
+            self._session.left, self._session = True, None
+        return self._session
+
+    def owner(self) -> Owner:
+        """Who brought this process into the Ray in which it is."""
+        session = self.session()
+        return session.owner if session is not None else Owner.FOREIGN if ray.is_initialized() else Owner.NONE
+
+    def enter(self, owner: Owner, environment: _Environment, temp: Scratch | None = None) -> _Session:
+        """Remember the Ray that was just started or joined."""
+        environment.note()
+        self._session = _Session(owner, str(_current()), environment, temp)
+        return self._session
+
+    def leave(self) -> None:
+        """Leave the Ray that rayps has brought this process into."""
+        session, self._session = self._session, None
+        if session is not None:
+            session.leave()
+
+
+_process = _Process()
+
+
+def _current() -> str | None:
+    """The address of the head of the Ray in which this process is."""
+    if not ray.is_initialized():
+        return None
+    if ray.util.client.ray.is_connected():
+        return "a Ray Client connection"
+    return str(ray.get_runtime_context().gcs_address)
+
+
+def _read_authentication(read: list[dict[str, str | None]] = []) -> None:  # noqa: B006  one per process
+    # Ray keeps what it read of the environment: without this a variable that was set or taken back has no effect
+    now = {name: os.environ.get(name) for name in _AUTHENTICATION}
+    if read != [now]:  # only then: threads of Ray may read its configuration meanwhile
+        _raylet.Config.initialize("")
+        read[:] = [now]
+    _raylet.AuthenticationTokenLoader.instance().reset_cache()
+
+
+def _identity(address: str) -> str:
+    """The id of the cluster at an address.
+
+    Raises:
+        ClusterError: the token is refused, or no head of Ray answers. Ray itself would try for 20 s, and not say why.
+    """
+    _must_answer(address)
+    try:
+        return str(_raylet.GcsClient(address=services.canonicalize_bootstrap_address(address)).cluster_id.hex())
+    except ray.exceptions.AuthenticationError as error:
+        sent = _raylet.get_authentication_mode() == _raylet.AuthenticationMode.TOKEN
+        raise token_refused(address, sent=sent) from error
+    except ray.exceptions.RayError as error:
+        raise _no_cluster(address, error) from error
+
+
+def _same(address: str, current: str) -> bool:
+    """Whether the cluster at an address is the current one; by its id, since a head has many names."""
+    if address == current:
+        return True
+    try:
+        return _identity(address) == _identity(current)
+    except ClusterError:
+        return False  # the token of this process is that of the current one
+
+
+def _head(address: str) -> str:
+    if address != AUTO:
+        return head(address)
+    private = _current() if _process.owner() is Owner.STARTED else None
+    found = {each for each in services.find_gcs_addresses() if each != private}
+    services.find_gcs_addresses.cache_clear()
+    return head(
+        address,
+        inside=None if private is not None else _current(),
+        environment=os.environ.get(RAY_ADDRESS),
+        last=services.find_bootstrap_address(None),
+        found=found,
+    )
+
+
+def _no_cluster(address: str, error: BaseException) -> ClusterError:
+    return ClusterError(
+        f"no Ray cluster can be joined at {address!r}: {_first_line(error)}\n"
+        "give the head's host:port as `ray start --head` printed it, or leave the address out",
+        address=address,
+    )
+
+
+class RayCluster:
+    """A Ray cluster that this process has joined, or started and will end.
+
+    Of several that were opened in one Ray, the last one that is closed leaves it.
+    """
+
+    def __init__(self, session: _Session | None = None, *, holds: bool = True) -> None:
+        self._session = session
+        self._gangs: set[RayGang] = set() if session is None else session.gangs
+        self._holds = holds and session is not None
+        if self._holds and session is not None:
+            session.holders += 1
+
+    @classmethod
+    def join(cls, address: str, namespace: str = NAMESPACE) -> RayCluster:
+        """Join the cluster at `host:port`, or with "auto" the one that RAY_ADDRESS names or that runs on this machine.
+
+        A process can be in one Ray. One that rayps started is ended first, and one that rayps joined is left, unless a
+        run uses it. Where the process is in the cluster already, nothing is done.
+
+        Raises:
+            ClusterError: nothing answers there, the token is refused, or the process is in another Ray that rayps does
+                not own.
+        """
+        with _process.moving():
+            wanted, owner, current = _head(address), _process.owner(), _current()
+            if owner is not Owner.FOREIGN:
+                _must_answer(wanted)  # before another Ray is left for it
+            same = current is not None and _same(wanted, current)
+            session = _process.session()
+            what = move(owner, named=True, same=same, busy=session is not None and bool(session.gangs))
+            if what is Move.REFUSE_FOREIGN:
+                raise foreign(address, str(current))
+            if what is Move.REFUSE_BUSY:
+                raise busy(address, str(current))
+            if what is Move.STAY:
+                return cls(session)
+            _process.leave()
+            return cls(_joined(wanted, namespace, auto=address == AUTO))
+
+    @classmethod
+    def local(cls, cpus: int, gpus: int | None = None) -> RayCluster:
+        """Start a private Ray on this machine with so many logical CPUs; `close()` ends it without a trace.
+
+        Where the process is in a Ray already, that one is used.
+        """
+        with _process.moving():
+            if move(_process.owner(), named=False, same=False, busy=False) is Move.STAY:
+                return cls(_process.session())
+            return cls(_started(cpus, gpus))
+
+    def _check(self) -> None:
+        if self._session is not None and self._session.left:
+            raise ClusterError(
+                f"this process has left the Ray at {self._session.address}: open the cluster anew",
+                address=self._session.address,
+            )
+
+    def spawn(
+        self,
+        target: str,
+        *args: Any,
+        name: str | None = None,
+        cpus: float = 0.0,
+        gpus: float = 0.0,
+        detached: bool = False,
+        here: bool = False,
+        gang: Gang | None = None,
+        index: int | None = None,
+        restarts: int = 0,
+        **kwargs: Any,
+    ) -> RayHandle:
+        """See Cluster."""
+        self._check()
+        options: dict[str, Any] = {
+            "num_cpus": cpus,
+            "num_gpus": gpus,
+            "max_concurrency": 16,
+            "max_restarts": restarts,
+            "max_task_retries": 0,
+            "namespace": NAMESPACE,
+        }
+        if name is not None:
+            options["name"] = name
+        if detached:
+            options["lifetime"] = "detached"
+        if isinstance(gang, RayGang):
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+                gang.group, placement_group_bundle_index=-1 if index is None else index
+            )
+        elif here:
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(
+                ray.get_runtime_context().get_node_id(), soft=False
+            )
+        try:
+            actor = ray.remote(_shell(target)).options(**options).remote(target, *args, **kwargs)
+        except ValueError as error:
+            raise ClusterError(f"cannot start actor {name!r}: {_first_line(error)}") from error
+        return RayHandle(name or target, actor)
+
+    def find(self, name: str) -> RayHandle | None:
+        """See Cluster."""
+        self._check()
+        try:
+            return RayHandle(name, ray.get_actor(name, namespace=NAMESPACE))
+        except ValueError:
+            return None
+
+    def share(self, value: Any) -> Any:
+        """See Cluster."""
+        self._check()
+        return ray.put(value)
+
+    def free(self) -> Bundle:
+        """See Cluster."""
+        self._check()
+        return _bundle(ray.available_resources())
+
+    def total(self) -> Bundle:
+        """See Cluster."""
+        self._check()
+        return _bundle(ray.cluster_resources())
+
+    def hosts(self, free: bool = True) -> dict[str, Bundle]:
+        """See Cluster."""
+        self._check()
+        alive = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+        if free:
+            now = _available_resources_per_node()
+            alive = {name: now.get(name, {}) for name in alive}
+        return {name: _bundle(has) | {"memory": has.get("memory", 0.0)} for name, has in alive.items()}
+
+    def reserve(self, bundles: list[Bundle], timeout: float) -> RayGang | None:
+        """See Cluster."""
+        refuse_if_too_large(bundles, self.total())
+        wanted = [_ray_bundle(bundle) for bundle in bundles]
+        if not any(wanted):
+            return None  # nothing to hold, and Ray takes no empty bundle
+        group = placement_group(wanted, strategy="PACK")
+        if not group.wait(timeout):
+            remove_placement_group(group)
+            raise not_free(bundles, self.free(), timeout)
+        return RayGang(group, self._gangs)
+
+    def kill(self, handle: Handle) -> None:
+        """See Cluster."""
+        assert isinstance(handle, RayHandle)
+        if self._session is not None and self._session.left:
+            return  # a private Ray has ended with its actors
+        ray.kill(handle.actor, no_restart=True)
+
+    def close(self) -> None:
+        """See Cluster."""
+        session = self._session
+        if session is None or not self._holds:
+            return
+        with _process.moving():
+            self._holds = False
+            session.holders -= 1
+            if session.holders == 0 and _process.session() is session:
+                _process.leave()
+
+
+def _started(cpus: int, gpus: int | None) -> _Session:
+    """Start a private Ray."""
+    temp, environment = Scratch(), _Environment()
+    _private_token()
+    os.environ.setdefault("RAY_worker_niceness", WORKER_NICENESS)
+    _read_authentication()
+    _hush()
+    try:
+        below = str(temp.path / "r")  # Ray opens its folder to everyone; the one above is ours alone
+        ray.init(address="local", num_cpus=cpus, num_gpus=gpus, namespace=NAMESPACE, _temp_dir=below, **_QUIET)
+    except BaseException:
+        temp.close()
+        environment.note()
+        environment.restore()
+        raise
+    return _process.enter(Owner.STARTED, environment, temp)
+
+
+def _joined(address: str, namespace: str, *, auto: bool) -> _Session:
+    """Join the cluster at `host:port`."""
+    environment = _Environment()
+    _read_authentication()
+    has_token = _raylet.AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True)
+    if auto and "RAY_AUTH_MODE" not in os.environ and has_token:
+        os.environ["RAY_AUTH_MODE"] = "token"  # as ray.init(address="auto") does
+        _read_authentication()
+    _hush()
+    try:
+        _identity(address)
+        ray.init(address=address, namespace=namespace, **_QUIET)
+    except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+        environment.note()
+        environment.restore()
+        raise _no_cluster(address, error) from error
+    except BaseException:
+        environment.note()
+        environment.restore()
+        raise
+    return _process.enter(Owner.JOINED, environment)
+
+
+def _bundle(resources: dict[str, float]) -> Bundle:
+    return {"cpu": resources.get("CPU", 0.0), "gpu": resources.get("GPU", 0.0)}
+
+
+def _ray_bundle(bundle: Bundle) -> dict[str, float]:
+    names = {"cpu": "CPU", "gpu": "GPU", "memory": "memory"}
+    return {names[key]: amount for key, amount in bundle.items() if amount}
+
+
+def _private_token() -> None:
+    # with a token in the environment, which only we can read, a local ray.init() turns token authentication
+    # on with it; without one it would write a world-readable token file into the home directory
+    if "RAY_AUTH_MODE" not in os.environ and "RAY_AUTH_TOKEN_PATH" not in os.environ:
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
+
+
+class _RayKeyValues:
+    def put(self, key: str, value: bytes) -> None:
+        internal_kv._internal_kv_put(key.encode(), value, overwrite=True, namespace=NAMESPACE)
+
+    def get(self, key: str) -> bytes | None:
+        value: bytes | None = internal_kv._internal_kv_get(key.encode(), namespace=NAMESPACE)
+        return value
+
+    def delete(self, key: str) -> None:
+        internal_kv._internal_kv_del(key.encode(), namespace=NAMESPACE)
+
+
+def _inside_ray() -> Surroundings | None:
+    if not ray.is_initialized():
+        return None
+    alone = sum(node["Alive"] for node in ray.nodes()) == 1
+    cluster = RayCluster(_process.session(), holds=False)
+    return _RayKeyValues(), cluster, "127.0.0.1" if alone else ray.util.get_node_ip_address()
+
+
+provide(_inside_ray)

@@ -1,0 +1,137 @@
+"""A temporary folder of one process, or of several that share what is in it; a later process removes those left.
+
+An owner holds a lock on a file in it, which the system lets go of with the owner, however that ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from rayps.core.errors import DataError
+
+PREFIX = "rayps-"
+_LOCK = "owner.lock"
+
+
+class Scratch:
+    """A folder below the system's temporary one, whose path is short; `close` removes it."""
+
+    def __init__(self, parent: Path | None = None) -> None:
+        parent = parent or _short_temp()
+        sweep(parent)
+        self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+        # locked before it has its name: a sweep never finds it open
+        part = self.path / f"{_LOCK}.part"
+        self._lock = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        part.rename(self.path / _LOCK)
+
+    def close(self) -> None:
+        """Remove the folder."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+class Shared:
+    """A folder that all processes of a user on this host share under one key: the first to come fills it.
+
+    It stays while one of them has it open; the last to `close` removes it.
+    """
+
+    def __init__(
+        self, key: str, fill: Callable[[Path], None], *, what: str, timeout: float = 600.0, parent: Path | None = None
+    ) -> None:
+        """Return when it is full. `what` says what `fill` does, for those who wait.
+
+        Raises:
+            DataError: another process has not filled it within `timeout` seconds, or the folder is another user's.
+        """
+        parent = parent or _short_temp()
+        sweep(parent)
+        self.path = parent / f"{PREFIX}{key}"
+        deadline = time.monotonic() + timeout
+        self._lock = self._enter(deadline, what)
+        try:
+            self._filled(fill, deadline, what)
+        except BaseException:
+            self.close()
+            raise
+
+    def _enter(self, deadline: float, what: str) -> int:
+        """A share of the owners' lock of a folder that is still there."""
+        while True:
+            self.path.mkdir(mode=0o700, exist_ok=True)
+            if self.path.stat().st_uid != os.getuid() or self.path.is_symlink():
+                raise DataError(f"{self.path} belongs to another user: remove it, or set TMPDIR", file=str(self.path))
+            with contextlib.suppress(FileNotFoundError):  # swept in between
+                lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                with contextlib.suppress(BlockingIOError, FileNotFoundError):
+                    fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                    if (self.path / _LOCK).stat().st_ino == os.fstat(lock).st_ino:
+                        return lock
+                os.close(lock)
+            self._patience(deadline, what)
+
+    def _filled(self, fill: Callable[[Path], None], deadline: float, what: str) -> None:
+        full, turn = self.path / "full", self.path / "turn.lock"
+        while not full.exists():
+            with turn.open("a+") as mine:
+                try:
+                    fcntl.flock(mine, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    self._patience(deadline, what)
+                    continue
+                if not full.exists():
+                    (self.path / "by").write_text(str(os.getpid()))
+                    fill(self.path)
+                    full.touch()
+
+    def _patience(self, deadline: float, what: str) -> None:
+        if time.monotonic() > deadline:
+            by = self.path / "by"
+            who = f"process {by.read_text()}" if by.exists() else "another process"
+            raise DataError(f"{self.path}: {who} is still {what}: end it, or wait and start again", file=str(self.path))
+        time.sleep(0.02)
+
+    def close(self) -> None:
+        """Let go of the folder, and remove it if nobody else has it open."""
+        if self._lock >= 0:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = -1
+
+
+def sweep(parent: Path) -> list[Path]:
+    """Remove the folders in `parent` whose owners, processes of this user, are gone; gives those that were."""
+    gone = []
+    for lock in parent.glob(f"{PREFIX}*/{_LOCK}"):
+        with contextlib.suppress(OSError):  # another user's, or removed meanwhile, or its owner lives
+            if lock.parent.stat().st_uid == os.getuid() and _free(lock):
+                shutil.rmtree(lock.parent, ignore_errors=True)
+                gone.append(lock.parent)
+    return gone
+
+
+def _free(lock: Path) -> bool:
+    with lock.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+
+def _short_temp() -> Path:
+    # Ray puts unix sockets below its folder, and their paths may have 107 bytes at most
+    return Path(tempfile.gettempdir() if len(tempfile.gettempdir()) <= 20 else "/tmp")

@@ -1,0 +1,132 @@
+"""Which Ray a process is to be in: decisions from facts, without Ray and without a connection.
+
+A process can be in one Ray at a time. `head` says which address is meant, `move` what to do with the Ray in which the
+process is already.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection
+
+from rayps.core.errors import ClusterError
+
+AUTO = "auto"
+RAY_ADDRESS = "RAY_ADDRESS"
+
+
+class Owner(enum.StrEnum):
+    """Who brought this process into the Ray in which it is."""
+
+    NONE = "none"  # the process is in no Ray
+    STARTED = "started"  # rayps started a private Ray
+    JOINED = "joined"  # rayps joined it at an address
+    FOREIGN = "foreign"  # the user's own ray.init(), or the process is an actor or task of it
+
+
+class Move(enum.StrEnum):
+    """What to do to be in the Ray that is wanted."""
+
+    START = "start"  # a private Ray
+    JOIN = "join"  # the address
+    STAY = "stay"
+    LEAVE_AND_JOIN = "leave and join"  # end the private Ray, or disconnect from the joined one, and join the address
+    REFUSE_FOREIGN = "refuse: a foreign Ray"
+    REFUSE_BUSY = "refuse: a run uses it"
+
+
+def move(owner: Owner, *, named: bool, same: bool, busy: bool) -> Move:
+    """What to do. `named`: an address is given; `same`: it is the Ray in which the process is; `busy`: a run uses that.
+
+    Without an address the Ray of the process is used, whoever brought it there. With one, a Ray that rayps started or
+    joined gives way to it, unless a run uses it; one that rayps does not own is never left.
+    """
+    if owner is Owner.NONE:
+        return Move.JOIN if named else Move.START
+    if same or not named:
+        return Move.STAY
+    if owner is Owner.FOREIGN:
+        return Move.REFUSE_FOREIGN
+    return Move.REFUSE_BUSY if busy else Move.LEAVE_AND_JOIN
+
+
+def head(
+    given: str,
+    *,
+    inside: str | None = None,
+    environment: str | None = None,
+    last: str | None = None,
+    found: Collection[str] = (),
+) -> str:
+    """The `host:port` that an address means.
+
+    For "auto" that is, in this order: `inside`, the Ray that the process has joined; `environment`, the value of
+    RAY_ADDRESS; `last`, the Ray that `ray start` started last on this machine, if it still runs; the only one of
+    `found`, the heads that run on this machine.
+
+    Raises:
+        ClusterError: the address is no host:port; or "auto" finds no Ray, or several.
+    """
+    if given != AUTO:
+        return _checked(given, "address")
+    if inside is not None:
+        return inside
+    if environment:
+        return _checked(environment, RAY_ADDRESS)
+    if last is not None and last in found:
+        return last
+    if len(found) == 1:
+        return next(iter(found))
+    seen = f"several Rays run on this machine ({', '.join(sorted(found))})" if found else "no Ray runs on this machine"
+    raise ClusterError(
+        f"address is 'auto', and {seen}:\n"
+        f"give the head's host:port as `ray start --head` printed it, or set {RAY_ADDRESS} to it",
+        address=given,
+    )
+
+
+def _checked(given: str, name: str) -> str:
+    host, _, port = given.rpartition(":")
+    if "://" in given:
+        reason = "only the head itself can be joined, neither through Ray Client nor through its dashboard"
+    elif not host or not (port.isascii() and port.isdigit()) or not 0 < int(port) < 65536:
+        reason = "that is no host:port"
+    else:
+        return given
+    raise ClusterError(
+        f"{name} is {given!r}: {reason}\n"
+        "give the head's host:port as `ray start --head` printed it, such as 10.0.0.5:6379, or 'auto'",
+        address=given,
+    )
+
+
+def foreign(address: str, current: str) -> ClusterError:
+    """The error of a process that others brought into another Ray."""
+    return ClusterError(
+        f"address is {address!r}, and this process is in the Ray at {current}, which rayps did not start; a process "
+        "can be in one:\nleave address out to use that Ray, call ray.shutdown() before, or start from another process",
+        address=address,
+        current=current,
+    )
+
+
+def busy(address: str, current: str) -> ClusterError:
+    """The error of a process in which another run uses the Ray that would be left."""
+    return ClusterError(
+        f"address is {address!r}, and a run of this process uses the Ray at {current}; a process can be in one:\n"
+        "wait until that run has ended, or start this one from another process",
+        address=address,
+        current=current,
+    )
+
+
+def token_refused(address: str, *, sent: bool) -> ClusterError:
+    """The error of a process whose token is missing or is not the cluster's."""
+    which = "refused the token of this process" if sent else "wants a token, and this process sends none"
+    return ClusterError(
+        f"the Ray cluster at {address!r} {which}:\n"
+        "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN to the cluster's token or RAY_AUTH_TOKEN_PATH to the file that "
+        "holds it\n(for the Ray of a `rayps serve`: the file ray_token in its state directory, by default ~/.rayps)",
+        address=address,
+        reason="token",
+    )

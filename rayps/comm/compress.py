@@ -1,0 +1,211 @@
+"""Gradients in fewer bytes: a vector as a uint8 tensor and back, and the memory of what was left out. Pure.
+
+| name   | bytes for n elements    | what is lost                                                     |
+|--------|-------------------------|------------------------------------------------------------------|
+| fp16   | 2 n                     | digits after the third, and what lies beyond +-65504             |
+| bf16   | 2 n                     | digits after the second                                          |
+| int8   | n + 4 ceil(n / 1024)    | at most 1/254 of the largest magnitude in a block of 1024        |
+| top_k  | 8 fraction x n          | all but the largest magnitudes                                   |
+
+Nothing is lost for good: `ErrorFeedback` adds what one encoding left out to the next vector.
+
+Seide et al., "1-bit stochastic gradient descent and its application to data-parallel distributed training of speech
+DNNs", Interspeech 2014; Karimireddy et al., "Error feedback fixes SignSGD and other gradient compression schemes",
+ICML 2019; Lin et al., "Deep gradient compression", ICLR 2018 (top_k; without its momentum correction and warm-up).
+
+What is not finite stays so: NaN and infinity decode to NaN or infinity (for int8, as NaN in all of their block).
+Finite values beyond an encoding's range are cut to it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rayps.core.errors import ConfigError
+from rayps.strategies.base import compression_of
+
+BLOCK = 1024  # elements that share one scale under int8
+CANDIDATES = ("fp16", "int8")  # of `auto`: top_k takes another course of learning, so it is only taken when asked for
+MARGIN = 0.9  # with `auto`, what is encoded has to take less than this share of the plain time
+
+
+class Codec(Protocol):
+    """One way to write a vector in fewer bytes."""
+
+    code: int  # its number in a message; above 0
+
+    def size(self, n: int) -> int:
+        """Bytes of n encoded elements."""
+
+    def encode(self, x: Tensor) -> Tensor:
+        """A floating vector as uint8 [size(n)]; `x` is left as it was."""
+
+    def decode(self, data: Tensor, n: int, dtype: torch.dtype) -> Tensor:
+        """The n elements that `data` holds, as a new vector. Raises ConfigError where the lengths do not fit."""
+
+
+class Half:
+    """16 bits an element."""
+
+    def __init__(self, code: int, dtype: torch.dtype) -> None:
+        self.code, self._dtype = code, dtype
+
+    def size(self, n: int) -> int:
+        """See Codec."""
+        return 2 * n
+
+    def encode(self, x: Tensor) -> Tensor:
+        """See Codec."""
+        return _within(x, self._dtype).view(torch.uint8)
+
+    def decode(self, data: Tensor, n: int, dtype: torch.dtype) -> Tensor:
+        """See Codec."""
+        _must_be(data, self.size(n), n)
+        return data.view(self._dtype).to(dtype, copy=True)
+
+
+class Blocks:
+    """8 bits an element, and a scale (float32) for each block of 1024."""
+
+    code = 3
+
+    def size(self, n: int) -> int:
+        """See Codec."""
+        return n + 4 * _blocks(n)
+
+    def encode(self, x: Tensor) -> Tensor:
+        """See Codec."""
+        n = x.numel()
+        rows = torch.zeros(_blocks(n), BLOCK, dtype=torch.float32, device=x.device)
+        rows.view(-1)[:n] = _within(x, torch.float32)
+        if n == 0:
+            return rows.view(torch.uint8).view(-1)
+        scales = torch.maximum(rows.amax(1), rows.amin(1).neg_()).div_(127)
+        steps = torch.where(scales == 0, 1.0, scales)  # nothing but zeros
+        rows.div_(steps[:, None]).round_().clamp_(-127, 127).nan_to_num_(0.0)  # the scale tells what is not finite
+        return torch.cat([scales.view(torch.uint8), rows.view(-1)[:n].to(torch.int8).view(torch.uint8)])
+
+    def decode(self, data: Tensor, n: int, dtype: torch.dtype) -> Tensor:
+        """See Codec."""
+        _must_be(data, self.size(n), n)
+        head = 4 * _blocks(n)
+        wide, whole = torch.promote_types(dtype, torch.float32), n // BLOCK * BLOCK
+        scales, x = data[:head].view(torch.float32).to(wide), data[head:].view(torch.int8).to(wide)
+        x[:whole].view(-1, BLOCK).mul_(scales[: n // BLOCK, None])
+        if whole < n:
+            x[whole:].mul_(scales[-1])
+        return x.to(dtype)
+
+
+class Largest:
+    """The largest magnitudes alone, each with its place: int32 [k], then float32 [k], in the order of places."""
+
+    code = 4
+
+    def __init__(self, fraction: float) -> None:
+        self._fraction = fraction
+
+    def size(self, n: int) -> int:
+        """See Codec."""
+        return 8 * min(n, max(1, int(self._fraction * n)))
+
+    def encode(self, x: Tensor) -> Tensor:
+        """See Codec."""
+        k = self.size(x.numel()) // 8
+        if x.numel() > torch.iinfo(torch.int32).max:
+            raise ConfigError(f"top_k counts to 2^31 elements and the vector has {x.numel()}: use more shards, or int8")
+        places = _largest(x.abs(), k).sort().values
+        values = _within(x[places], torch.float32)
+        return torch.cat([places.to(torch.int32).view(torch.uint8), values.view(torch.uint8)])
+
+    def decode(self, data: Tensor, n: int, dtype: torch.dtype) -> Tensor:
+        """See Codec; how many there are is told by the length of `data`."""
+        k = data.numel() // 8
+        _must_be(data, 8 * min(k, n), n)
+        x = torch.zeros(n, dtype=dtype, device=data.device)
+        places = data[: 4 * k].view(torch.int32).long()
+        if k and not 0 <= int(places.min()) <= int(places.max()) < n:
+            raise ConfigError(f"an encoded vector has places outside its {n} elements")
+        x[places] = data[4 * k :].view(torch.float32).to(dtype)
+        return x
+
+
+_PLAIN: dict[str, Codec] = {"fp16": Half(1, torch.float16), "bf16": Half(2, torch.bfloat16), "int8": Blocks()}
+_BY_CODE: dict[int, Codec] = {codec.code: codec for codec in (*_PLAIN.values(), Largest(1.0))}
+
+
+def codec(text: str) -> Codec:
+    """The codec that `compression` names: fp16, bf16, int8, top_k or top_k:FRACTION. Raises ConfigError."""
+    name, fraction = compression_of(text)
+    return Largest(fraction) if name == "top_k" else _PLAIN[name]
+
+
+def decoded(code: int, data: Tensor, n: int, dtype: torch.dtype) -> Tensor:
+    """What came with a codec's number, as n elements of `dtype`. Raises ConfigError."""
+    if code not in _BY_CODE:
+        raise ConfigError(f"an encoded vector has the unknown code {code}: is the peer of another version?")
+    return _BY_CODE[code].decode(data, n, dtype)
+
+
+def choice(where: str, picked: str, what: str, seconds: dict[str, float] | None = None) -> dict[str, Any]:
+    """How gradients to a ring or a server travel, as an event; `seconds` of `what` by name, "off" for as they are."""
+    why = what
+    if seconds is not None:
+        best = min(CANDIDATES, key=lambda name: seconds[name])
+        why = f"{what} took {1e3 * seconds['off']:.2f} ms as they are and {1e3 * seconds[best]:.2f} ms in {best}"
+    message = f"gradients to the {where} travel {'as they are' if picked == 'off' else 'in ' + picked}: {why}"
+    return {"kind": "choice", "message": message, "compression": picked} | ({"seconds": seconds} if seconds else {})
+
+
+class ErrorFeedback:
+    """What a codec has left out of one sender's vectors so far, and sends with the next.
+
+    The sum of all that was decoded is the sum of all vectors less `residual`, up to rounding in its dtype (float32,
+    or float64 for float64). What is not finite is sent and not remembered.
+    """
+
+    def __init__(self, codec: Codec, n: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
+        self.codec = codec
+        self.residual = torch.zeros(n, dtype=torch.promote_types(dtype, torch.float32), device=device)
+
+    def encode(self, x: Tensor, lo: int = 0) -> Tensor:
+        """The elements from `lo` of the sender's next vector, with what was left out there before, as uint8."""
+        rest = self.residual[lo : lo + x.numel()]
+        rest += x
+        data = self.codec.encode(rest)
+        rest -= self.codec.decode(data, rest.numel(), rest.dtype)
+        rest.nan_to_num_(0.0, 0.0, 0.0)
+        return data
+
+
+def _within(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` in a dtype of smaller range; finite values stay finite."""
+    limit = torch.finfo(dtype).max
+    if torch.finfo(x.dtype).max <= limit or x.numel() == 0:
+        return x.to(dtype)
+    least, most = torch.aminmax(x)
+    if -limit <= least and most <= limit:  # as good as always; not where there is a NaN
+        return x.to(dtype)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))  # bfloat16 has not the digits of the limit
+    return torch.where(wide.isinf(), wide, wide.clamp(-limit, limit)).to(dtype)
+
+
+def _largest(x: Tensor, k: int) -> Tensor:
+    """Where the k largest are, in any order; NaN counts as large."""
+    if x.device.type != "cpu" or k == 0:
+        return x.topk(k, sorted=False).indices
+    wide = x.to(torch.promote_types(x.dtype, torch.float32)).numpy()
+    return torch.from_numpy(np.argpartition(wide, len(wide) - k)[len(wide) - k :])  # ten times as fast as topk
+
+
+def _blocks(n: int) -> int:
+    return -(-n // BLOCK)
+
+
+def _must_be(data: Tensor, size: int, n: int) -> None:
+    if data.numel() != size:
+        raise ConfigError(f"{data.numel()} bytes do not hold {n} encoded elements; {size} would")

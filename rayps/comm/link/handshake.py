@@ -1,0 +1,87 @@
+"""The handshake of a link: both sides prove that they know the job's secret, then agree on a generation.
+
+The two halves are generators that do no I/O: they yield bytes to send or the number of bytes they need next,
+so that a listener can greet many strangers at once without threads. Nothing here encrypts what follows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import struct
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+
+from rayps.core.errors import LinkError, StaleGeneration
+
+MAGIC = b"rayps-1\n"
+NAME_BYTES = 128
+_NONCE = 32
+_HELLO = struct.Struct(f"<8s{_NONCE}sIB{NAME_BYTES}s")  # magic, nonce, generation, shared, name
+_ANSWER = struct.Struct(f"<8s{_NONCE}s32s{NAME_BYTES}s")  # magic, nonce, proof, name
+_PROOF = struct.Struct("<32s")
+_VERDICT = struct.Struct("<BI")  # welcome or not, the listener's generation
+
+Steps = Generator["bytes | int", bytes, "Greeted"]
+
+
+@dataclass(frozen=True, slots=True)
+class Greeted:
+    """What a handshake found out about the other side."""
+
+    peer: str
+    generation: int
+    welcome: bool
+    shared: bool
+
+
+def pack_name(name: str) -> bytes:
+    """A peer's name as it travels; longer ones are cut at 128 bytes."""
+    return name.encode()[:NAME_BYTES]
+
+
+def _unpack_name(raw: bytes) -> str:
+    return raw.rstrip(b"\0").decode(errors="replace")
+
+
+def _proof(secret: bytes, role: bytes, *parts: bytes) -> bytes:
+    return hmac.new(secret, b"|".join((MAGIC, role, *parts)), hashlib.sha256).digest()
+
+
+def caller(name: str, secret: bytes, generation: int, shared: bool) -> Steps:
+    """The side that connects; `shared` asks for shared memory. Raises LinkError for a listener without the secret."""
+    nonce, mine = os.urandom(_NONCE), pack_name(name)
+    hello = _HELLO.pack(MAGIC, nonce, generation, shared, mine)
+    yield hello
+    magic, other, proof, raw = _ANSWER.unpack((yield _ANSWER.size))
+    peer = _unpack_name(raw)
+    if magic != MAGIC or not hmac.compare_digest(proof, _proof(secret, b"listener", hello, other, raw)):
+        raise LinkError(f"{peer!r} does not know this job's secret: it belongs to another job", peer=peer)
+    yield _proof(secret, b"caller", other, hello)
+    welcome, theirs = _VERDICT.unpack((yield _VERDICT.size))
+    return Greeted(peer, theirs, bool(welcome), shared)
+
+
+def listener(name: str, secret: bytes, generation: Callable[[], int]) -> Steps:
+    """The side that was called. Raises LinkError for a stranger and for an outdated caller alike."""
+    hello = yield _HELLO.size
+    magic, _, theirs, shared, raw = _HELLO.unpack(hello)
+    peer = _unpack_name(raw)
+    if magic != MAGIC:
+        raise LinkError("a stranger that does not speak this protocol was refused", peer=peer)
+    nonce, mine = os.urandom(_NONCE), pack_name(name).ljust(NAME_BYTES, b"\0")
+    yield _ANSWER.pack(MAGIC, nonce, _proof(secret, b"listener", hello, nonce, mine), mine)
+    proof = yield _PROOF.size
+    if not hmac.compare_digest(proof, _proof(secret, b"caller", nonce, hello)):
+        raise LinkError(f"{peer!r} does not know this job's secret and was refused", peer=peer)
+    current = generation()
+    yield _VERDICT.pack(theirs == current, current)
+    if theirs != current:
+        raise StaleGeneration(
+            f"{peer!r} came with generation {theirs}, the group is at {current}",
+            peer=peer,
+            generation=theirs,
+            expected=current,
+        )
+    return Greeted(peer, theirs, True, bool(shared))

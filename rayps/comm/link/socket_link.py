@@ -1,0 +1,389 @@
+"""One end of a connection between two peers: framed messages with deadlines, a generation and back-pressure.
+
+A message is a fixed 64-byte header and a payload of raw bytes; nothing is pickled. A link belongs to one
+thread at a time. It does not connect or accept (see `rayps.comm.link`) and does not know what its messages mean.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import select
+import socket
+import struct
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rayps.core.errors import LinkError, PeerLost, PeerTimeout, StaleGeneration
+
+EMPTY = memoryview(b"")
+QUEUE_LIMIT = 256 << 20
+REFUSED = -1  # internal kind: "your message carried another generation", answered by the receiver
+# kind, flags, generation, tag, a, b, weight, payload bytes, bytes taken out of the peer's lane, nothing
+HEADER = struct.Struct("<hHIqqqdQQQ")
+
+
+@dataclass(slots=True)
+class Message:
+    """A header's fields and a payload of raw bytes (empty when there is none). `kind` is 0 or more."""
+
+    kind: int
+    tag: int = 0
+    a: int = 0
+    b: int = 0
+    weight: float = 0.0
+    payload: memoryview | bytearray = EMPTY
+
+
+def as_bytes(buffer: Any) -> memoryview:
+    """Any contiguous buffer as flat bytes, without a copy."""
+    view = memoryview(buffer)
+    if view.nbytes == 0:
+        return EMPTY
+    return view if view.format == "B" and view.ndim == 1 else view.cast("B")
+
+
+def new_payload(size: int) -> memoryview:
+    """Room for a payload, not cleared."""
+    return memoryview(np.empty(size, dtype=np.uint8)) if size else EMPTY  # type: ignore[arg-type]
+
+
+class Link:
+    """One end of a connection to `peer`. Not safe for two threads at once."""
+
+    def __init__(self, sock: socket.socket, peer: str, generation: int, transport: str) -> None:
+        sock.setblocking(False)
+        self.peer = peer
+        self.generation = generation
+        self.transport = transport
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        self.queue_limit = QUEUE_LIMIT
+        self._sock = sock
+        self._poll = select.poll()
+        self._out: deque[memoryview] = deque()
+        self._queued = 0
+        self._header = memoryview(bytearray(HEADER.size))
+        self._got = 0
+        self._next: Message | None = None  # a message whose header has been read
+        self._refuse = -1  # the generation of `_next` where it is not ours
+        self._target: memoryview | None = None  # where the payload of `_next` goes
+        self._into: object | None = None
+        self._filled = 0
+
+    def fileno(self) -> int:
+        """The socket, for a selector; -1 once closed."""
+        return self._sock.fileno()
+
+    @property
+    def closed(self) -> bool:
+        """Whether this side has closed the link."""
+        return self._sock.fileno() < 0
+
+    @property
+    def queued(self) -> int:
+        """Bytes that wait to leave."""
+        return self._queued
+
+    @property
+    def interest(self) -> int:
+        """What to wait for while something is queued, as `poll` events."""
+        return select.POLLOUT
+
+    @property
+    def ended(self) -> bool:
+        """Whether the peer is known to be gone although messages of it can still be read."""
+        return False
+
+    def absorb(self) -> None:
+        """Take note of what the peer says about room; a plain socket knows by itself."""
+
+    # Sending
+
+    def send(self, message: Message, payload: Any = None, *, timeout: float) -> None:
+        """Send, and wait up to `timeout` seconds of silence. Raises PeerTimeout, PeerLost."""
+        self._append(message, payload)
+        self.flush()
+        while left := self.queued:
+            self.wait(self.interest, timeout, f"take a message of {left} more bytes")
+            self.absorb()
+            self.flush()
+
+    def queue(self, message: Message, payload: Any = None, *, copy: bool = True) -> None:
+        """Send what leaves at once and keep the rest for `flush`. Raises PeerTimeout when the queue is full.
+
+        With `copy=False` the payload must not change before `flush` has returned True.
+        """
+        size = memoryview(payload if payload is not None else message.payload).nbytes
+        waiting = self.queued
+        if waiting and waiting + size > self.queue_limit:
+            raise PeerTimeout(
+                f"{self.peer!r} leaves {waiting} bytes unread; the queue holds {self.queue_limit} "
+                "(the knob is `queue_limit`)",
+                peer=self.peer,
+                queued=waiting,
+                limit=self.queue_limit,
+            )
+        self._append(message, payload)
+        self.flush()
+        if copy and self.queued:
+            self._own_queue()
+
+    def flush(self) -> bool:
+        """Send what the peer takes without waiting; True when nothing is left. Raises PeerLost."""
+        out = self._out
+        while out:
+            try:
+                sent = self._sock.sendmsg([out[i] for i in range(min(len(out), 16))])
+            except BlockingIOError:
+                return False
+            except OSError as error:
+                raise self._lost(error) from error
+            self.bytes_sent += sent
+            self._queued -= sent
+            while out and sent >= len(out[0]):
+                sent -= len(out.popleft())
+            if sent:
+                out[0] = out[0][sent:]
+        return True
+
+    def _own_queue(self) -> None:
+        self._out[-1] = memoryview(bytes(self._out[-1]))
+
+    def _append(self, message: Message, payload: Any) -> None:
+        view = as_bytes(message.payload if payload is None else payload)
+        head = HEADER.pack(
+            message.kind, 0, self.generation, message.tag, message.a, message.b, message.weight, len(view), 0, 0
+        )
+        self._out.append(memoryview(head))
+        if len(view):
+            self._out.append(view)
+        self._queued += len(head) + len(view)
+
+    # Receiving
+
+    def recv(self, timeout: float, into: Any = None) -> Message:
+        """The next message, within `timeout` seconds of silence; its payload lands in `into` where given.
+
+        Raises PeerTimeout, PeerLost, StaleGeneration, and LinkError when the payload is not of `into`'s size.
+        """
+        while True:
+            message = self.try_recv(into)
+            if message is not None:
+                return message
+            self.wait(select.POLLIN | (select.POLLOUT if self._out else 0), timeout, "send a message")
+            if self._out:
+                with contextlib.suppress(PeerLost):  # found again when what it sent has been read
+                    self.flush()
+
+    def try_recv(self, into: Any = None) -> Message | None:
+        """As `recv`, without waiting: None while the message is not complete."""
+        message = self.peek()
+        if message is None:
+            return None
+        stale = self._refuse
+        if stale < 0:
+            self._aim(into)
+        if not self._read_payload():
+            return None
+        self._finish(message, into if stale < 0 else None)
+        if stale >= 0:
+            raise self._stale(stale)
+        return message
+
+    def feed(self) -> list[Message]:
+        """Read what is there and return the complete messages, each with a payload of its own.
+
+        A message of another generation is dropped, and its sender is told. Raises PeerLost, StaleGeneration
+        (the peer refused one of ours).
+        """
+        messages: list[Message] = []
+        while True:
+            try:
+                message = self.try_recv()
+            except StaleGeneration as error:
+                if error.data.get("refused"):
+                    raise
+                continue
+            except PeerLost:
+                if messages:
+                    return messages  # the loss is found again by the next call
+                raise
+            if message is None:
+                return messages
+            messages.append(message)
+
+    def peek(self) -> Message | None:
+        """The header of the next message, without its payload; None when it has not arrived."""
+        if self._next is None and self._read_header():
+            kind, _, generation, tag, a, b, weight, size, _, _ = HEADER.unpack(self._header)
+            if kind == REFUSED:
+                raise self._refused(a, b)
+            self._next = Message(kind, tag, a, b, weight)
+            self._size = size
+            self._refuse = generation if generation != self.generation else -1
+        return self._next
+
+    @property
+    def head(self) -> Message | None:
+        """The header that `peek` found and whose message has not been taken yet."""
+        return self._next
+
+    @property
+    def pending_bytes(self) -> int:
+        """The payload size of the message that `peek` returned."""
+        return int(self._size)
+
+    def _read_header(self) -> bool:
+        while self._got < HEADER.size:
+            count = self._read(self._header[self._got :])
+            if count < 0:
+                return False
+            self._got += count
+        self._got = 0
+        return True
+
+    def _aim(self, into: Any) -> None:
+        if self._target is not None:
+            return
+        if into is None:
+            self._target = new_payload(self._size)
+            return
+        view = as_bytes(into)
+        if len(view) != self._size:
+            raise LinkError(
+                f"{self.peer!r} sent {self._size} bytes where {len(view)} were expected",
+                peer=self.peer,
+                given=self._size,
+                expected=len(view),
+            )
+        self._target, self._into = view, into
+
+    def _read_payload(self) -> bool:
+        if self._refuse >= 0 and self._target is None:
+            self._target = new_payload(self._size)
+        assert self._target is not None
+        while self._filled < self._size:
+            count = self._read(self._target[self._filled :])
+            if count < 0:
+                return False
+            self._filled += count
+        return True
+
+    def _finish(self, message: Message, into: Any) -> None:
+        target = self._target
+        assert target is not None
+        if into is not None and into is not self._into and len(target):
+            as_bytes(into)[:] = target
+        message.payload = target
+        self._next, self._target, self._into, self._filled = None, None, None, 0
+
+    def _stale(self, generation: int) -> StaleGeneration:
+        self._refuse = -1
+        self._append(Message(REFUSED, a=generation, b=self.generation), None)
+        self.flush()
+        return StaleGeneration(
+            f"a message of {self.peer!r} carried generation {generation}, the group is at {self.generation}; "
+            "it had no effect",
+            peer=self.peer,
+            generation=generation,
+            expected=self.generation,
+        )
+
+    def _refused(self, generation: int, current: int) -> StaleGeneration:
+        return StaleGeneration(
+            f"{self.peer!r} refused generation {generation}: its group is at {current}",
+            peer=self.peer,
+            generation=generation,
+            expected=current,
+            refused=True,
+        )
+
+    # The socket
+
+    def _read(self, view: memoryview) -> int:
+        """Bytes read, or -1 when nothing is there."""
+        try:
+            count = self._sock.recv_into(view)
+        except BlockingIOError:
+            return -1
+        except OSError as error:
+            raise self._lost(error) from error
+        if count == 0:
+            raise self._lost(None)
+        self.bytes_received += count
+        return count
+
+    def wait(self, events: int, timeout: float, doing: str = "answer") -> None:
+        """Sleep until the socket is ready for `events`. Raises PeerTimeout after `timeout` seconds."""
+        if self.closed:
+            raise self._lost(None)
+        self._poll.register(self._sock, events)
+        if not self._poll.poll(max(0, math.ceil(timeout * 1000))):
+            raise PeerTimeout(
+                f"{self.peer!r} did not {doing} within {timeout:g} s (the knob is `timeout`)",
+                peer=self.peer,
+                seconds=timeout,
+            )
+
+    def _lost(self, error: OSError | None) -> PeerLost:
+        if self.closed:
+            return PeerLost(f"the link to {self.peer!r} has been closed on this side", peer=self.peer)
+        why = f" ({error.strerror})" if error is not None and error.strerror else ""
+        return PeerLost(f"{self.peer!r} closed the connection or died{why}", peer=self.peer)
+
+    def hang_up(self, *, last_words: bool = False) -> None:
+        """Make whoever waits on this link, on either side, see it as lost. Any thread may call it; only the link's own
+        may close it. With `last_words` this side may still say something.
+        """
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RD if last_words else socket.SHUT_RDWR)
+
+    def say_last(self, end: float, read: bool) -> None:
+        """Get what is queued to the peer before this end closes, until the `time.monotonic` deadline `end`.
+
+        TCP cuts off what the peer has not read when the closing side has unread data itself, so where there may be
+        some (`read`) this waits for the peer to hang up, reading. Raises PeerTimeout, PeerLost.
+        """
+        self.flush()
+        self.drain()
+        while self.queued and (left := end - time.monotonic()) > 0:
+            self.wait(self.interest, left)
+            self.drain()
+            self.flush()
+        if self.transport == "tcp" and read:
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_WR)
+            while not self.drain() and (left := end - time.monotonic()) > 0:
+                self.wait(select.POLLIN, left)
+
+    def drain(self) -> bool:
+        """Read and forget what is there; True when the peer has hung up."""
+        scrap = memoryview(bytearray(1 << 16))
+        try:
+            while self._read(scrap) > 0:
+                pass
+        except PeerLost:
+            return True
+        return False
+
+    def close(self) -> None:
+        """Close this end; what is queued is dropped. Safe to call twice."""
+        self._sock.close()
+        self._out.clear()
+        self._queued = 0
+
+    def __enter__(self) -> Link:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def deadline_left(deadline: float) -> float:
+    """Seconds until a `time.monotonic` deadline, not below zero."""
+    return max(0.0, deadline - time.monotonic())

@@ -1,0 +1,5 @@
+"""Talk among equals: sums, means and moves over tensors between the ranks of one generation."""
+
+from rayps.comm.ring.ring import Ring
+
+__all__ = ["Ring"]

@@ -1,0 +1,231 @@
+"""How ranks fold what they hold: one function an algorithm, over a mesh and a flat vector.
+
+Every algorithm leaves the same bits on all ranks, and repeats bit for bit: the order of additions depends on the
+sizes alone. `star`, `one_shot` and `two_shot` fold in the order of ranks and agree to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rayps.comm.ring.mesh import Mesh
+from rayps.comm.ring.messages import Arrival, Piece
+from rayps.core.partition import slices
+
+SEGMENT_BYTES = 512 << 10  # of a chunk that goes around a ring: the next one travels while this one is added
+Fold = Callable[[Tensor, Tensor], Tensor]  # into the first, in place
+
+
+class Part:
+    """Some ranks of a mesh, numbered among themselves."""
+
+    def __init__(self, mesh: Mesh, members: list[int]) -> None:
+        self._mesh = mesh
+        self._members = members
+        self.rank = members.index(mesh.rank)
+        self.size = len(members)
+
+    def exchange(self, sends: Sequence[Piece], receives: Sequence[Piece]) -> None:
+        """As the mesh's, among the members."""
+        self._mesh.exchange(
+            [(self._members[peer], buffer) for peer, buffer in sends],
+            [(self._members[peer], buffer) for peer, buffer in receives],
+        )
+
+    def relay(self, right: int, left: int, first: Iterable[Any], arrivals: Iterable[Arrival]) -> None:
+        """As the mesh's, among the members."""
+        self._mesh.relay(self._members[right], self._members[left], first, arrivals)
+
+
+def add(into: Tensor, other: Tensor) -> Tensor:
+    """A sum."""
+    return into.add_(other)
+
+
+def largest(into: Tensor, other: Tensor) -> Tensor:
+    """A maximum; NaN wins."""
+    return torch.maximum(into, other, out=into)
+
+
+def raw(flat: Tensor) -> memoryview:
+    """The bytes of a contiguous one-dimensional CPU tensor, without a copy."""
+    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")  # type: ignore[arg-type]
+
+
+def _others(mesh: Mesh | Part) -> list[int]:
+    return [peer for peer in range(mesh.size) if peer != mesh.rank]
+
+
+def ring(mesh: Mesh | Part, x: Tensor, fold: Fold) -> None:
+    """Reduce-scatter then all-gather around a ring: 2(N-1) steps of 1/N of the data, a segment after the other.
+
+    Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, 2009.
+    """
+    around(mesh, x, fold, lambda segment: None, lambda segment: None)
+
+
+Work = Callable[[Tensor], None]  # on a segment of the vector, in place
+
+
+def around(mesh: Mesh | Part | Idle, x: Tensor, fold: Fold, before: Work, after: Work) -> None:
+    """As `ring`; `before` each segment of this rank's is first used, and `after` it holds the sum, some work is done.
+
+    The order of this work depends on the sizes alone.
+    """
+    n, me = mesh.size, mesh.rank
+    cuts = slices(x.numel(), n)
+    scratch = torch.empty(min(SEGMENT_BYTES // x.element_size(), -(-x.numel() // n)), dtype=x.dtype)
+
+    def give() -> Iterator[Any]:
+        for segment in _segments(x[cuts[me]]):
+            before(segment)
+            yield raw(segment)
+
+    def adding(segment: Tensor, arrived: Tensor, last: bool) -> Callable[[], Any]:
+        def work() -> Any:
+            before(segment)
+            fold(segment, arrived)
+            if last:
+                after(segment)
+            return raw(segment)
+
+        return work
+
+    def sharing(segment: Tensor, last: bool) -> Callable[[], Any]:
+        def work() -> Any:
+            after(segment)
+            return None if last else raw(segment)
+
+        return work
+
+    def take() -> Iterator[Arrival]:
+        for step in range(n - 1):
+            for segment in _segments(x[cuts[(me - step - 1) % n]]):
+                arrived = scratch[: segment.numel()]
+                yield raw(arrived), adding(segment, arrived, step == n - 2)
+        for step in range(n - 1):
+            for segment in _segments(x[cuts[(me - step) % n]]):
+                yield raw(segment), sharing(segment, step == n - 2)
+
+    mesh.relay((me + 1) % n, (me - 1) % n, give(), take())
+
+
+def _segments(chunk: Tensor) -> list[Tensor]:
+    """A chunk in parts of at most `SEGMENT_BYTES`; an empty chunk is one part."""
+    return list(torch.split(chunk, SEGMENT_BYTES // chunk.element_size())) if chunk.numel() else [chunk]
+
+
+class Idle:
+    """The place of one member of a group for a rank that only does the work beside its collectives."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def relay(self, right: int, left: int, first: Iterable[Any], arrivals: Iterable[Arrival]) -> None:
+        """Do the work; nothing travels."""
+        for _ in first:
+            pass
+        for _, work in arrivals:
+            work()
+
+
+def keep(into: Tensor, other: Tensor) -> Tensor:
+    """Folds nothing."""
+    return into
+
+
+def star(mesh: Mesh | Part, x: Tensor, fold: Fold) -> None:
+    """One master folds everything in the order of ranks and gives it back: the naive one, kept as the law."""
+    others = list(range(1, mesh.size))
+    if mesh.rank != 0:
+        mesh.exchange([(0, raw(x))], [])
+        mesh.exchange([], [(0, raw(x))])
+        return
+    parts = torch.empty(len(others), x.numel(), dtype=x.dtype)
+    mesh.exchange([], [(peer, raw(parts[peer - 1])) for peer in others])
+    for part in parts:
+        fold(x, part)
+    mesh.exchange([(peer, raw(x)) for peer in others], [])
+
+
+def tree(mesh: Mesh | Part, x: Tensor, fold: Fold) -> None:
+    """Up a binomial tree to rank 0 and down again: 2 log2(N) steps of all the data."""
+    n, me = mesh.size, mesh.rank
+    scratch = torch.empty_like(x)
+    span = 1
+    while span < n:
+        if me % (2 * span) == span:
+            mesh.exchange([(me - span, raw(x))], [])
+        elif me % (2 * span) == 0 and me + span < n:
+            mesh.exchange([], [(me + span, raw(scratch))])
+            fold(x, scratch)
+        else:
+            mesh.exchange([], [])
+        span *= 2
+    broadcast(mesh, x, 0)
+
+
+def one_shot(mesh: Mesh | Part, x: Tensor, fold: Fold) -> None:
+    """Everyone sends everything to everyone and folds in the order of ranks: one step."""
+    parts = torch.empty(mesh.size, x.numel(), dtype=x.dtype)
+    all_gather(mesh, x, parts)
+    x.copy_(parts[0])
+    for part in parts[1:]:
+        fold(x, part)
+
+
+def two_shot(mesh: Mesh | Part, x: Tensor, fold: Fold) -> None:
+    """Everyone sends 1/N to everyone, twice: two steps."""
+    cuts = slices(x.numel(), mesh.size)
+    mine = raw(reduce_scatter(mesh, x, fold))
+    x[cuts[mesh.rank]].view(torch.uint8).numpy()[:] = mine
+    others = _others(mesh)
+    mesh.exchange([(peer, mine) for peer in others], [(peer, raw(x[cuts[peer]])) for peer in others])
+
+
+ALGORITHMS: dict[str, Callable[[Mesh | Part, Tensor, Fold], None]] = {
+    "ring": ring,
+    "tree": tree,
+    "one_shot": one_shot,
+    "two_shot": two_shot,
+    "star": star,
+}
+
+
+def reduce_scatter(mesh: Mesh | Part, x: Tensor, fold: Fold) -> Tensor:
+    """Everyone sends 1/N to everyone, who folds in the order of ranks. `x` is left as it was."""
+    cuts = slices(x.numel(), mesh.size)
+    mine = x[cuts[mesh.rank]]
+    others = _others(mesh)
+    parts = torch.empty(mesh.size, mine.numel(), dtype=x.dtype)
+    parts[mesh.rank] = mine
+    mesh.exchange([(peer, raw(x[cuts[peer]])) for peer in others], [(peer, raw(parts[peer])) for peer in others])
+    for part in parts[1:]:
+        fold(parts[0], part)
+    return parts[0]
+
+
+def all_gather(mesh: Mesh | Part, x: Tensor, out: Tensor) -> None:
+    """Everyone sends everything to everyone; `out` is [N, n]."""
+    others = _others(mesh)
+    out[mesh.rank] = x
+    mesh.exchange([(peer, raw(x)) for peer in others], [(peer, raw(out[peer])) for peer in others])
+
+
+def broadcast(mesh: Mesh | Part, x: Tensor, root: int) -> None:
+    """Down a binomial tree: log2(N) steps."""
+    n = mesh.size
+    place = (mesh.rank - root) % n
+    span = 1
+    while span < n:
+        if place < span and place + span < n:
+            mesh.exchange([((mesh.rank + span) % n, raw(x))], [])
+        elif span <= place < 2 * span:
+            mesh.exchange([], [((mesh.rank - span) % n, raw(x))])
+        else:
+            mesh.exchange([], [])
+        span *= 2

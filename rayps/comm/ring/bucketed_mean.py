@@ -1,0 +1,298 @@
+"""A mean over samples that begins while its vector is still being made: piece after piece, in any order.
+
+`Ring.mean` over the whole vector is its law. Between ranks of one host a piece is added as soon as everyone has given
+it, by whoever looks first, in the calls of `give`: no thread, and the same bits. Elsewhere the pieces leave one after
+another by the ring's background thread, in an order that all ranks share; with a ring's algorithms of three and more
+ranks the order of additions, so the last digit, follows the cuts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rayps.comm.link.memory import ORDERED
+from rayps.comm.ring.background import Handle
+from rayps.comm.ring.ring import _HALF, Ring
+from rayps.comm.ring.shared_memory import Board, _fold, tensor_of
+from rayps.core.partition import part
+from rayps.tensors.finite import first_not_finite, is_finite
+
+_KIND = 6  # of this collective in the board's table
+
+
+class Pieces(Protocol):
+    """One vector's mean, again and again. Every rank must make it, begin it and finish it alike."""
+
+    seconds: float  # that the caller has spent in these calls
+    checks: bool  # whether `fault` is found; else each rank must look at its own vector
+    # of the last mean: a rank whose vector is not finite (-1 = their sum alone is not), and the element
+    fault: tuple[int, int] | None
+
+    def begin(self, samples: int) -> None:
+        """A new mean, of which this rank's part is the mean over `samples` samples."""
+
+    def mine(self, i: int) -> slice:
+        """The elements of piece `i` that no other rank reads in the vector: they may be held elsewhere."""
+
+    def hold(self, i: int, lo: int, data: Tensor) -> None:
+        """Elements of piece `i` from `lo` on, all of them `mine`, lie in `data` (flat) until they are added."""
+
+    def let_go(self, i: int) -> None:
+        """Copy into the vector what is held of piece `i`, which has not been given."""
+
+    def give(self, i: int) -> None:
+        """Piece `i` of this rank's vector is there, and stays as it is."""
+
+    def finish(self, marks: Tensor) -> Tensor:
+        """The mean once all pieces are given, to be read where it lies until the next `begin`.
+
+        `marks` (uint8, as many as agreed) become the maximum over ranks. Raises LinkError.
+        """
+
+    def reorder(self, order: Sequence[int]) -> None:
+        """Send the pieces in this order from now on; all ranks must say the same, between two means."""
+
+
+def pieces(ring: Ring, vector: Tensor, cuts: Sequence[slice], marks: int) -> Pieces:
+    """The mean of `vector` over a ring in the pieces `cuts`, with `marks` bytes of which all learn the maximum.
+
+    All ranks must call it alike.
+    """
+    if ring.size == 1:
+        return Single(vector)
+    board = ring._folder.board
+    where = board.find(vector) if board is not None and board.has_buffers else None
+    if board is None or where is None:
+        return Sent(ring, vector, cuts)
+    return Read(ring, board, vector, where, cuts, marks)
+
+
+class _Whole:
+    """Nothing is held elsewhere."""
+
+    checks = False
+    fault: tuple[int, int] | None = None
+
+    def mine(self, i: int) -> slice:
+        """See Pieces."""
+        return slice(0, 0)
+
+    def hold(self, i: int, lo: int, data: Tensor) -> None:
+        """See Pieces."""
+        raise AssertionError("there is nothing that no other rank reads")
+
+    def let_go(self, i: int) -> None:
+        """See Pieces."""
+
+
+class Single(_Whole):
+    """The mean over one rank: its own vector, to the bit."""
+
+    def __init__(self, vector: Tensor) -> None:
+        self.seconds = 0.0
+        self._vector, self._samples = vector, 0
+
+    def begin(self, samples: int) -> None:
+        """See Pieces."""
+        self._samples = samples
+
+    def give(self, i: int) -> None:
+        """See Pieces."""
+
+    def finish(self, marks: Tensor) -> Tensor:
+        """See Pieces."""
+        return self._vector if self._samples else self._vector.zero_()
+
+    def reorder(self, order: Sequence[int]) -> None:
+        """See Pieces."""
+
+
+class Read:
+    """Pieces that ranks of one host read where they lie; each rank adds its part of every piece.
+
+    Each rank also looks whether its part of the sum is finite: one read of 1/N of the vector, which is in the cache. If
+    it is not, the summands say whose vector is at fault, and all ranks learn it at the barrier that ends the mean.
+    """
+
+    checks = True
+
+    def __init__(
+        self, ring: Ring, board: Board, vector: Tensor, where: tuple[int, int], cuts: Sequence[slice], marks: int
+    ) -> None:
+        self.seconds = 0.0
+        self._ring, self._board, self._where = ring, board, where
+        self._dtype, self._size, self._cuts = vector.dtype, vector.nbytes, cuts
+        number, offset = where
+        self._resident = board._residents[number]
+        self._mean = tensor_of(self._resident.out[offset : offset + self._size], vector.dtype)
+        width = vector.element_size()
+        own = [self.mine(i) for i in range(len(cuts))]
+        self._own = [slice(offset + each.start * width, offset + each.stop * width) for each in own]
+        head = 8 * (1 + len(cuts))
+        with ring._collective():
+            board.buffer(head + 16 + marks)  # what each rank says of itself, for all to read
+        notes = board._residents[-1].parts
+        self._samples = [note[:8].view(np.float64) for note in notes]
+        self._given = [note[8:head].view(np.int64) for note in notes]
+        self._faults = [note[head : head + 16].view(np.int64) for note in notes]  # 1 + element (0 = none), rank
+        self._marks = [note[head + 16 :] for note in notes]
+        self.fault: tuple[int, int] | None = None
+        self._turn = 0
+        self._open: list[int] = []
+        self._held: dict[int, list[tuple[int, Any]]] = {}  # piece -> where in the resident vector, and the bytes
+
+    def begin(self, samples: int) -> None:
+        """See Pieces."""
+        self._turn += 1
+        self.fault = None
+        self._samples[self._ring.rank][0] = samples
+        self._open = list(range(len(self._cuts)))
+        self._held.clear()
+
+    def mine(self, i: int) -> slice:
+        """See Pieces."""
+        cut = self._cuts[i]
+        lo, hi = part(cut.stop - cut.start, self._ring.size, self._ring.rank)
+        return slice(cut.start + lo, cut.start + hi)
+
+    def hold(self, i: int, lo: int, data: Tensor) -> None:
+        """See Pieces."""
+        at = self._where[1] + lo * self._dtype.itemsize
+        self._held.setdefault(i, []).append((at, data.view(torch.uint8).numpy()))
+
+    def let_go(self, i: int) -> None:
+        """See Pieces."""
+        for at, data in self._held.pop(i, []):
+            self._resident.parts[self._ring.rank][at : at + len(data)] = data
+
+    def give(self, i: int) -> None:
+        """See Pieces. Adds what everyone has given."""
+        start = time.perf_counter()
+        self._given[self._ring.rank][i] = self._turn
+        if ORDERED:  # elsewhere nothing is read before the barrier
+            for piece in [p for p in self._open if all(given[p] == self._turn for given in self._given)]:
+                self._add(piece)
+        self._count(start)
+
+    def finish(self, marks: Tensor) -> Tensor:
+        """See Pieces."""
+        start, rank = time.perf_counter(), self._ring.rank
+        self._marks[rank][:] = marks.numpy()
+        board = self._board
+        with self._ring._collective():
+            parity = board.parity
+            board._announce(_KIND, self._size, self._where)
+            board.barrier()
+            board._agree(parity)
+            for piece in list(self._open):
+                self._add(piece)
+            self._faults[rank][:] = (0, 0) if self.fault is None else (1 + self.fault[1], self.fault[0])
+            np.maximum.reduce(self._marks, out=marks.numpy())
+            board.bytes_shared += board._shared_by_two_shot(self._size)
+            board.barrier()
+        found = [(int(at) - 1, int(blamed)) for at, blamed in self._faults if at]
+        self.fault = min(found)[::-1] if found else None  # the same on all ranks
+        self.seconds += time.perf_counter() - start
+        return self._mean
+
+    def reorder(self, order: Sequence[int]) -> None:
+        """See Pieces. Whoever comes first is added first."""
+
+    def _add(self, piece: int) -> None:
+        """Add this rank's part of a piece, what is held elsewhere and what lies in the vector by turns."""
+        at, own = self._own[piece].start, self._own[piece]
+        weights = np.concatenate(self._samples)
+        held = sorted(self._held.pop(piece, []), key=lambda held: held[0])
+        for lo, data in held:
+            self._fold(slice(at, lo), weights)
+            self._fold(slice(lo, lo + len(data)), weights, data)
+            at = lo + len(data)
+        self._fold(slice(at, own.stop), weights)
+        self._open.remove(piece)
+        if self.fault is None and own.start < own.stop:
+            total = tensor_of(self._resident.out[own], self._dtype)
+            if not is_finite(total):
+                self._blame(own.start + first_not_finite(total) * self._dtype.itemsize, held)
+
+    def _blame(self, at: int, held: list[tuple[int, Any]]) -> None:
+        """Note whose summand at byte `at` of the resident vector is not finite; -1 = only the sum is not."""
+        width, blamed = self._dtype.itemsize, -1
+        for rank, vector in enumerate(self._resident.parts):
+            data = vector[at : at + width]
+            if rank == self._ring.rank:
+                data = next((own[at - lo : at - lo + width] for lo, own in held if lo <= at < lo + len(own)), data)
+            if self._samples[rank][0] and blamed < 0 and not is_finite(tensor_of(data.copy(), self._dtype)):
+                blamed = rank
+        self.fault = blamed, (at - self._where[1]) // width
+
+    def _fold(self, where: slice, weights: Any, own: Any = None) -> None:
+        if where.start == where.stop:
+            return
+        sources = [each[where] for each in self._resident.parts]
+        if own is not None:
+            sources[self._ring.rank] = own
+        _fold(sources, self._resident.out[where], self._dtype, "add", weights)
+
+    def _count(self, start: float) -> None:
+        spent = time.perf_counter() - start
+        self.seconds += spent
+        self._ring._seconds += spent
+
+
+class Sent(_Whole):
+    """Pieces that leave by the ring's background thread, in the order agreed."""
+
+    def __init__(self, ring: Ring, vector: Tensor, cuts: Sequence[slice]) -> None:
+        self.seconds = 0.0
+        self._ring, self._vector, self._cuts = ring, vector, cuts
+        self._order: Sequence[int] = range(len(cuts))
+        self._ready: set[int] = set()
+        self._under_way: list[Handle[Any]] = []
+        self._samples, self._total = 0, torch.zeros(1, dtype=torch.float64)
+
+    def begin(self, samples: int) -> None:
+        """See Pieces. The number of samples travels first, while nothing else does."""
+        self._samples, self._total = samples, torch.tensor([float(samples)], dtype=torch.float64)
+        self._ready.clear()
+        total = self._total
+        self._under_way = [self._ring._later.start(lambda: self._ring._fold_now(total, "add", None))]
+
+    def give(self, i: int) -> None:
+        """See Pieces."""
+        self._ready.add(i)
+        while (at := len(self._under_way) - 1) < len(self._order) and self._order[at] in self._ready:
+            part = self._vector[self._cuts[self._order[at]]]
+            self._under_way.append(self._ring._later.start(lambda part=part: self._mean(part)))  # type: ignore[misc]
+
+    def finish(self, marks: Tensor) -> Tensor:
+        """See Pieces."""
+        start = time.perf_counter()
+        for handle in self._under_way:
+            handle.wait()
+        self._ring.max(marks)
+        self.seconds += time.perf_counter() - start
+        return self._vector
+
+    def reorder(self, order: Sequence[int]) -> None:
+        """See Pieces."""
+        self._order = list(order)
+
+    def _mean(self, part: Tensor) -> None:
+        """Sum(n_i g_i) / sum(n_i), by the same operations as one mean over the whole."""
+        wide = part.float() if part.dtype in _HALF else part
+        if self._samples:
+            wide.mul_(self._samples)
+        else:
+            wide.zero_()  # the mean over nothing may be NaN
+        self._ring._fold_now(wide, "add", None)
+        total = self._total.item()
+        if total:
+            wide.div_(total)
+        if wide is not part:
+            part.copy_(wide)

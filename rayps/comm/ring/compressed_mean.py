@@ -1,0 +1,172 @@
+"""The mean of gradients in fewer bytes: each rank's encoded slices to their folders, the encoded mean back to everyone.
+
+Rank j folds slice j (`partition.slices`) of everyone's vectors, in the order of ranks, in float32 or wider. Both ways
+carry error feedback: what a rank's encoding left out of its gradient, and what the folder's left out of the mean, is
+added to the next one. A rank sends 2(N-1)/N of an encoded vector, whatever N is, and all ranks decode the same
+bytes, their own included, so that all hold the same bits.
+
+Tang et al., "DoubleSqueeze: parallel stochastic gradient descent with double-pass error-compensated compression",
+ICML 2019.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rayps.comm.compress import CANDIDATES, MARGIN, Codec, ErrorFeedback, choice, codec
+from rayps.comm.ring.algorithms import raw
+from rayps.comm.ring.ring import Ring
+from rayps.core.partition import slices
+from rayps.tensors.flat import Gradient
+
+PROBE_ELEMENTS = 1 << 20
+_TRIES = 3
+_COUNT = 8  # bytes in front of a slice: the sender's samples as float64
+
+
+class CompressedRing:
+    """A ring whose means of gradients travel encoded. Everything else, means of plain tensors too, is the ring's own.
+
+    The memory of what was left out begins empty; it lies where the gradients do.
+    """
+
+    def __init__(self, ring: Ring, codec: Codec) -> None:
+        self._ring, self._codec = ring, codec
+        self._sent: ErrorFeedback | None = None  # of this rank's gradients
+        self._folded: ErrorFeedback | None = None  # of this rank's slice of the means
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ring, name)
+
+    def mean(self, x: Any, *, in_place: bool = True) -> Tensor:
+        """As `Ring.mean`, always in place; a gradient's error feedback is in its own units, weighted as it is sent.
+
+        A rank with no samples sends nothing of what it remembers, and where nobody has any the mean is zero.
+        """
+        if isinstance(x, Tensor):
+            return self._ring.mean(x, in_place=in_place)
+        vector: Tensor = x.vector
+        if self._ring.size > 1:
+            self._ring._later.settle()
+            with self._ring._collective():
+                self._fold(self._ring._mesh, vector, x.samples)
+        return vector
+
+    def mean_async(self, x: Gradient) -> None:
+        """As `mean`, in the background, of a gradient whose spare element becomes 1, or 0 where nobody had a sample.
+
+        `settle` of the ring waits for it; until then `x` must not be touched.
+        """
+        self._ring._mesh.check()
+
+        def work() -> None:
+            x.packed[-1] = 1
+            if self._ring.size > 1:
+                with self._ring._collective():
+                    self._fold(self._ring._mesh, x.vector, x.samples)
+
+        self._ring._later.start(work)
+
+    def another(self) -> CompressedRing:
+        """The same for another vector, with a memory of its own."""
+        return CompressedRing(self._ring, self._codec)
+
+    def feedback(self) -> dict[str, Tensor]:
+        """What was left out so far, by name, as copies; nothing before the first mean."""
+        held = {"sent": self._sent, "folded": self._folded}
+        return {name: memory.residual.cpu().clone() for name, memory in held.items() if memory is not None}
+
+    def restore(self, held: dict[str, Tensor]) -> None:
+        """Go on from what `feedback` gave, on a ring of as many ranks."""
+        self._sent, self._folded = (self._memory(held[name]) for name in ("sent", "folded"))
+
+    def _memory(self, residual: Tensor) -> ErrorFeedback:
+        memory = ErrorFeedback(self._codec, residual.numel(), residual.dtype, residual.device)
+        memory.residual.copy_(residual)
+        return memory
+
+    def _fold(self, mesh: Any, vector: Tensor, samples: int) -> None:
+        cuts, me = slices(vector.numel(), mesh.size), mesh.rank
+        if self._sent is None or self._folded is None or self._sent.residual.numel() != vector.numel():
+            self._sent = ErrorFeedback(self._codec, vector.numel(), vector.dtype, vector.device)
+            self._folded = ErrorFeedback(self._codec, cuts[me].stop - cuts[me].start, vector.dtype, vector.device)
+        shares = [_share(samples, self._encoded(self._sent, vector[cut], cut.start, samples)) for cut in cuts]
+        heard = _swapped(mesh, shares, [shares[me].numel()] * mesh.size)
+        total = sum(_samples(share) for share in heard)
+        mean = torch.zeros_like(self._folded.residual)
+        for share in heard:
+            if weight := _samples(share):
+                mean += self._decoded(share, mean) * (weight / total)
+        mine = _share(total, self._encoded(self._folded, mean, 0, total))
+        sizes = [_COUNT + self._codec.size(cut.stop - cut.start) for cut in cuts]
+        for share, cut in zip(_swapped(mesh, [mine] * mesh.size, sizes), cuts, strict=True):
+            vector[cut] = self._decoded(share, vector[cut]) if total else 0
+
+    def _encoded(self, memory: ErrorFeedback, x: Tensor, lo: int, samples: float) -> Tensor:
+        if not samples:
+            return torch.zeros(self._codec.size(x.numel()), dtype=torch.uint8)
+        return memory.encode(x, lo).cpu()
+
+    def _decoded(self, share: Tensor, like: Tensor) -> Tensor:
+        return self._codec.decode(share[_COUNT:].to(like.device), like.numel(), like.dtype)
+
+
+def compressed(ring: Ring, compression: str, gradient: Gradient) -> tuple[Any, dict[str, Any]]:
+    """The ring that `compression` asks for, and the choice as an event. All ranks must call it alike.
+
+    `auto` measures a mean of up to 2^20 elements of `gradient`, whose content is lost, plain and encoded.
+    """
+    if compression != "auto":
+        return CompressedRing(ring, codec(compression)), choice("ring", compression, "given")
+    seconds = _measured(ring, gradient.packed[: PROBE_ELEMENTS + 1])
+    best = min(CANDIDATES, key=lambda name: seconds[name])
+    pays = seconds[best] < MARGIN * seconds["off"]
+    found: Any = CompressedRing(ring, codec(best)) if pays else ring
+    what = f"means of {min(PROBE_ELEMENTS, gradient.vector.numel())} elements"
+    return found, choice("ring", best if pays else "off", what, seconds)
+
+
+def _measured(ring: Ring, packed: Tensor) -> dict[str, float]:
+    """Seconds of a mean, plain ("off") and for each candidate: medians, and of the ranks the slowest."""
+    gradient = Gradient(packed, samples=1)
+    ways: dict[str, Callable[[], Any]] = {"off": lambda: ring.mean(gradient)}
+    for name in CANDIDATES:
+        trial = CompressedRing(ring, codec(name))
+        ways[name] = lambda trial=trial: trial.mean(gradient)  # type: ignore[misc]
+    times = torch.tensor([_seconds(ring, packed, way) for way in ways.values()], dtype=torch.float64)
+    ring.max(times)
+    packed.zero_()
+    return dict(zip(ways, times.tolist(), strict=True))
+
+
+def _seconds(ring: Ring, packed: Tensor, way: Callable[[], Any]) -> float:
+    found = []
+    for _ in range(_TRIES + 1):
+        packed.fill_(1.0)
+        ring.barrier()
+        began = time.perf_counter()
+        way()
+        found.append(time.perf_counter() - began)
+    return statistics.median(found[1:])  # the first one touches new pages
+
+
+def _share(samples: float, data: Tensor) -> Tensor:
+    return torch.cat([torch.tensor([samples], dtype=torch.float64).view(torch.uint8), data])
+
+
+def _samples(share: Tensor) -> float:
+    return float(share[:_COUNT].view(torch.float64))
+
+
+def _swapped(mesh: Any, shares: list[Tensor], sizes: list[int]) -> list[Tensor]:
+    """Give rank i shares[i]; what came from each rank, one's own included."""
+    heard = [shares[i] if i == mesh.rank else torch.empty(size, dtype=torch.uint8) for i, size in enumerate(sizes)]
+    others = [peer for peer in range(mesh.size) if peer != mesh.rank]
+    mesh.exchange([(peer, raw(shares[peer])) for peer in others], [(peer, raw(heard[peer])) for peer in others])
+    return heard

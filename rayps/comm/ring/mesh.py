@@ -1,0 +1,398 @@
+"""The links between the ranks of a ring, and the one move that every algorithm is made of: `exchange`.
+
+All links move at once from one thread, and every link is watched, so that the death of any rank is seen
+by all of them at once. A mesh that failed is dead for good. It adds no numbers; see `rayps.comm.ring.algorithms`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import select
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from rayps.comm.link import Link, Message
+from rayps.comm.ring.closing import Hold
+from rayps.comm.ring.connections import Place, Wires
+from rayps.comm.ring.messages import Arrival, Kind, Mail, Piece, Want, heard, must_match, ranks, told
+from rayps.core.errors import LinkError, PeerLost, PeerTimeout
+
+LINGER_SECONDS = 0.25  # how long a rank that leaves tries to get its last words out
+GRACE_SECONDS = 0.5  # how long an inquest waits for signs of life, a part of the time-out
+_AHEAD_BYTES = 1 << 20  # that a relay keeps queued: the line must not run dry while numbers are added
+_IN = select.POLLIN
+
+
+class Mesh:
+    """The links of one rank to all the others."""
+
+    def __init__(self, rank: int, size: int, links: Mapping[Place, Link], timeout: float) -> None:
+        self.rank = rank
+        self.size = size
+        self.timeout = timeout
+        self.seconds_waiting = 0.0
+        self.dead: LinkError | None = None
+        self._links = Wires(size, links)
+        self.mail = Mail()
+        self._heard: set[int] = set()
+        self._left: set[int] = set()  # ranks that have said goodbye
+        self.number = 0  # of the collective that is under way
+        self._step = 0
+        self._sent = 0
+        self._quiet = 0.0  # seconds since what we wait for has moved
+        self._inside = False  # a thread waits in here
+        self._parted = False
+        self.hold = Hold(lambda: self.dead is not None and not self._parted, self._tell_and_part)
+        self._at_end: list[Callable[[], None]] = []
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that have left this rank."""
+        return self._sent + sum(link.bytes_sent for link in list(self._links.values()))
+
+    @property
+    def transports(self) -> dict[int, str]:
+        """How each other rank is reached."""
+        return self._links.transports
+
+    @property
+    def streams(self) -> int:
+        """How many links there are to each rank that is reached by TCP."""
+        return self._links.streams
+
+    def use_streams(self, count: int, *, for_good: bool = False) -> None:
+        """Use `count` streams from now on, and with `for_good` close the others; all ranks must call it alike."""
+        self.begin()
+        self._links.streams = count
+        if for_good:
+            spare = [self._links.drop(number) for number in list(self._links) if number >= count * self.size]
+            try:
+                self.meet()  # after it nobody watches them any more: that they end is no loss
+            finally:
+                for link in spare:
+                    link.close()
+
+    # Moving
+
+    def begin(self) -> None:
+        """A new collective: what is still under way from the one before is not taken for it."""
+        self.check()
+        self.number += 1
+        self._step = 0
+
+    def exchange(self, sends: Sequence[Piece], receives: Sequence[Piece]) -> None:
+        """Send to and fill from other ranks, all at once. Every rank must make the matching call.
+
+        Raises PeerLost and PeerTimeout, which name the rank that is to blame; the mesh is dead after that.
+        """
+        step = self._step
+        self._step += 1
+        message = Message(Kind.DATA, tag=self.number, a=step)
+        wants: dict[int, Want] = {
+            key: (Kind.DATA, self.number, step, into) for key, into in self._links.stripes(receives)
+        }
+        self._run(message, self._links.stripes(sends), wants)
+
+    def relay(self, right: int, left: int, first: Iterable[Any], arrivals: Iterable[Arrival]) -> None:
+        """Send what `first` gives to rank `right`; fill each arrival from rank `left`, in order, and send on.
+
+        What leaves does so while arrivals are worked on. Every rank must make the matching call. Raises as `exchange`.
+        """
+        todo: deque[Any] = deque()
+        gone = taken = self._step
+        sending: set[int] = set()
+
+        def push() -> None:
+            nonlocal gone
+            while todo and self._links[key := self._links.stream(right, gone)].queued < _AHEAD_BYTES:
+                self._links[key].queue(Message(Kind.DATA, tag=self.number, a=gone), todo.popleft(), copy=False)
+                gone += 1
+                sending.add(key)
+
+        with self.guarded():
+            for buffer in first:
+                todo.append(buffer)
+                push()
+            for into, then in arrivals:
+                want = (Kind.DATA, self.number, taken, into)
+                self.finish(sending, {self._links.stream(left, taken): want}, push, drain=False)
+                taken += 1
+                if (onward := then()) is not None:
+                    todo.append(onward)
+                    push()
+            while todo or sending:
+                self.finish(sending, {}, push)
+        self._step = max(gone, taken)
+
+    def meet(self) -> None:
+        """Return once every rank has come here."""
+        nothing = [(peer, memoryview(b"")) for peer in self._links.ranks]
+        self.exchange(nothing, nothing)
+
+    def blame(self, words: str) -> LinkError:
+        """The error for a failure that was seen elsewhere: the lost or silent rank if one can be found."""
+        with self.hold:
+            self.check()
+            try:
+                for peer in self._links:
+                    self.listen(peer)
+            except LinkError as error:
+                return self._last_words(error)
+            found = self._inquest(set(self._links.ranks))
+        return type(found)(f"{found.message}\n{words}", **found.data)
+
+    def send(self, to: int, tag: int, buffer: Any) -> None:
+        """Give `buffer` to rank `to`; returns once it has left."""
+        self.check()
+        self._run(Message(Kind.POINT, tag=tag), [(to, buffer)], {})
+
+    def recv(self, source: int, tag: int, into: Any) -> None:
+        """Fill `into` with what rank `source` sent under `tag`, in the order of sending."""
+        self.check()
+        self._run(Message(Kind.POINT), [], {source: (Kind.POINT, tag, 0, into)})
+
+    def link(self, peer: int) -> Link:
+        """The link to rank `peer`."""
+        return self._links[peer]
+
+    def await_bell(self, bell: int, absent: Callable[[], set[int]]) -> None:
+        """Wait until `bell` is readable, which the ranks that are `absent` have yet to ring. Raises as `exchange`."""
+        alone, start = not self._inside, time.perf_counter()
+        with self.guarded():
+            # within a relay the line must go on; otherwise, mostly, the bell is all that stirs
+            rang = alone and self._links.only_hears(bell, self._patience())
+            self._quiet = time.perf_counter() - start
+            self.seconds_waiting += self._quiet
+            if rang:
+                return
+            with self._links.hearing(bell):
+                while not (gone := self._left and self._left & absent()):  # who rings and leaves was here
+                    if not self._pause(set(), {}, bell):
+                        return
+                raise self._gone(min(gone))
+
+    def check(self) -> None:
+        """Raises the error that ended this mesh."""
+        if self.dead is not None:
+            raise type(self.dead)(self.dead.message, **self.dead.data)
+
+    @contextlib.contextmanager
+    def guarded(self) -> Iterator[None]:
+        """What fails in here ends the mesh, for everyone. May be entered again from within."""
+        with self.hold:
+            self.check()
+            outer, self._inside = self._inside, True
+            self._quiet = 0.0
+            try:
+                yield
+            except LinkError as error:
+                raise self.fail(self._last_words(error)) from error
+            except BaseException:
+                self.abort()
+                raise
+            finally:
+                self._inside = outer
+
+    def _run(self, message: Message, sends: Iterable[Piece], wants: dict[int, Want]) -> None:
+        sending: set[int] = set()
+        with self.guarded():
+            for key, buffer in sends:
+                self._links[key].queue(message, buffer, copy=False)
+                if self._links[key].queued:
+                    sending.add(key)
+            self.finish(sending, wants)
+
+    def finish(
+        self, sending: set[int], wants: dict[int, Want], push: Callable[[], None] | None = None, drain: bool = True
+    ) -> None:
+        """Fill what is wanted; with `drain`, also send what is queued. `push` may queue more when something moved."""
+        while True:
+            for key in [key for key, want in wants.items() if self.arrived(key, want)]:
+                del wants[key]
+            for key in list(sending):
+                self._links[key].flush()
+                if not self._links[key].queued:
+                    sending.discard(key)
+            if push is not None:
+                push()  # what it queues may have left at once: then there is nothing to wait for
+                sending.difference_update([key for key in sending if not self._links[key].queued])
+            if not wants and not (drain and sending):
+                return
+            self._pause(sending, wants)
+
+    def _pause(self, sending: set[int], wants: dict[int, Want], bell: int = -1) -> bool:
+        """Sleep until something moves; False when it was what we wait for. Raises PeerTimeout."""
+        waited = self._sleep(sending, wants, self._patience() - self._quiet, bell)
+        self._quiet = 0.0 if waited < 0 else self._quiet + waited
+        if self._quiet >= self._patience():
+            raise self._inquest(sending | set(wants))
+        return waited >= 0
+
+    def arrived(self, peer: int, want: Want) -> bool:
+        """Whether what is wanted of that link has arrived whole."""
+        kind, tag, _, into = want
+        link = self._links[peer]
+        while kind == Kind.DATA or not self.mail.fetch(peer, want):
+            if (head := link.peek()) is None:
+                return False
+            if head.kind == kind == Kind.DATA or (head.kind == kind == Kind.POINT and head.tag == tag):
+                if kind == Kind.DATA:
+                    must_match(head, link.pending_bytes, link.peer, want)
+                return link.try_recv(into) is not None
+            if head.kind == Kind.BYE:
+                raise self._gone(peer)
+            if head.kind == Kind.DATA:
+                raise LinkError(
+                    f"{link.peer} is in a collective while this rank waits for its message {tag}: "
+                    "all ranks must make the same calls",
+                    peer=link.peer,
+                )
+            message = link.try_recv()
+            if message is None:
+                return False
+            self._overhear(peer, message)
+        return True
+
+    def _overhear(self, peer: int, message: Message) -> None:
+        if message.kind in (Kind.POINT, Kind.PARCEL):
+            self.mail.put(peer, message)
+        elif message.kind == Kind.ASK:
+            self._links[peer].queue(Message(Kind.HERE))
+        elif message.kind == Kind.ABORT:
+            raise heard(message, self._links[peer].peer)
+        elif message.kind == Kind.BYE:
+            self._left.add(peer)
+        self._heard.add(peer)
+
+    def _gone(self, peer: int) -> PeerLost:
+        who = self._links[peer].peer
+        return PeerLost(f"{who} has left the ring", peer=who)
+
+    # Waiting
+
+    def _patience(self) -> float:
+        return self.timeout - min(GRACE_SECONDS, self.timeout / 4)
+
+    def _sleep(self, sending: set[int], wants: dict[int, Want], seconds: float, bell: int = -1) -> float:
+        """Wait for any link and the bell; seconds waited, or -1 when what we wait for has moved."""
+        for peer, link in self._links.items():
+            busy = peer in wants or link.head is None or link.head.kind != Kind.DATA
+            busy = busy and not link.ended and peer not in self._left
+            self._links.watch(peer, (_IN if busy else 0) | (link.interest if link.queued else 0))
+        start = time.perf_counter()
+        ready = self._links.poll.poll(max(0, math.ceil(seconds * 1000)))
+        waited = time.perf_counter() - start
+        self.seconds_waiting += waited
+        moved = False
+        for fd, _ in ready:
+            if fd == bell:
+                moved = True
+                continue
+            peer = self._links.at(fd)
+            self._links[peer].absorb()
+            self._links[peer].flush()
+            moved |= peer in wants or peer in sending
+            if peer not in wants:
+                self.listen(peer)
+        return -1 if moved else waited
+
+    def listen(self, peer: int) -> None:
+        """Take control messages of a rank that nothing is awaited from; its data stays where it is."""
+        link = self._links[peer]
+        while peer not in self._left and (head := link.peek()) is not None and head.kind != Kind.DATA:
+            message = link.try_recv()
+            if message is None:
+                return
+            self._overhear(peer, message)
+
+    def _inquest(self, awaited: set[int]) -> LinkError:
+        """Who is to blame for the silence: the ranks that do not answer; everyone is waiting for someone."""
+        self._heard.clear()
+        asked = set(self._links) - self._left
+        for peer in asked:
+            self._links[peer].queue(Message(Kind.ASK))
+            self._links.watch(peer, _IN)
+        end = time.monotonic() + self.timeout - self._patience()
+        while (left := end - time.monotonic()) > 0 and asked - self._heard - self._left:
+            for fd, _ in self._links.poll.poll(max(1, math.ceil(left * 1000))):
+                peer = self._links.at(fd)
+                if peer < 0:
+                    end = 0.0  # the bell rang after all, too late for those who have given up already
+                elif peer in asked:
+                    for message in self._links[peer].feed():
+                        self._overhear(peer, message)
+        blamed = asked - self._heard - self._left or self._left & awaited or awaited
+        who = ranks(sorted({key % self.size for key in blamed}))
+        return PeerTimeout(
+            f"{who} did not take part within {self.timeout:g} s (the knob is `timeout`)", peer=who, seconds=self.timeout
+        )
+
+    # Ending
+
+    def _last_words(self, error: LinkError) -> LinkError:
+        """What the lost rank said before it went: it may have left because another one died."""
+        if isinstance(error, PeerLost) and "told_by" not in error.data:
+            for peer, link in self._links.items():
+                if link.peer != error.data["peer"]:
+                    continue
+                try:
+                    for message in link.feed():
+                        if message.kind == Kind.ABORT:
+                            self._overhear(peer, message)
+                except LinkError as found:
+                    return found
+        return error
+
+    def at_end(self, work: Callable[[], None]) -> None:
+        """Have `work` done once, when the mesh is closed or has failed."""
+        self._at_end.append(work)
+
+    def fail(self, error: LinkError) -> LinkError:
+        """End the mesh because of `error`, tell the others, and give back the error to raise."""
+        with self.hold:
+            if self.dead is None:
+                self.dead = error
+            if not self._parted:
+                self._tell_and_part()
+            return self.dead
+
+    def _tell_and_part(self) -> None:
+        assert self.dead is not None
+        note, words = told(self.dead)
+        self._part(lambda link: link.queue(note, words), failed=True)
+
+    def abort(self) -> None:
+        """End the ring for everyone: all ranks that wait in it raise PeerLost. Any thread may call it."""
+        self.dead = self.dead or PeerLost(f"rank {self.rank} aborted the ring", peer=f"rank {self.rank}")
+        if not self.hold.settle():  # another thread is in here: wake it, it will say so to everyone
+            for link in list(self._links.values()):
+                link.hang_up(last_words=True)
+
+    def close(self) -> None:
+        """Leave. Ranks that still need this one see it as lost, others go on. Safe to call twice."""
+        if not self.hold.settle():
+            self.abort()  # another thread waits in here
+        with self.hold:
+            if self.dead is None:
+                self.dead = LinkError("this ring has been closed on this rank", peer=f"rank {self.rank}")
+            if not self._parted:
+                self._part(lambda link: link.queue(Message(Kind.BYE)), failed=False)
+
+    def _part(self, farewell: Callable[[Link], None], failed: bool) -> None:
+        self._parted = True
+        self._sent = self.bytes_sent
+        for link in list(self._links.values()):
+            with contextlib.suppress(LinkError):  # that one is gone already
+                farewell(link)
+        end = time.monotonic() + LINGER_SECONDS
+        for link in list(self._links.values()):
+            with contextlib.suppress(LinkError):
+                link.say_last(end, read=failed)
+            link.close()
+        self._links.clear()
+        self.mail.clear()
+        while self._at_end:
+            self._at_end.pop()()

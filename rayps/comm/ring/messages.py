@@ -1,0 +1,104 @@
+"""What ranks of a ring say to each other, and the small words around it."""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from rayps.comm.link import Message
+from rayps.core.errors import LinkError, PeerLost, PeerTimeout
+
+Piece = tuple[int, Any]  # a rank, and a buffer to send to it or to fill from it
+Arrival = tuple[Any, Callable[[], Any]]  # a buffer to fill, and what to do then: it gives what to send on, or None
+Want = tuple[int, int, int, Any]  # kind, tag, step, buffer
+
+
+class Kind(enum.IntEnum):
+    """What a message between two ranks is."""
+
+    DATA = 0  # part of a collective: tag is its number, a the step within it
+    POINT = 1  # of `send`: tag is the user's
+    ASK = 2  # are you there?
+    HERE = 3  # yes
+    ABORT = 4  # the ring is dead: a says how, the payload who and why
+    BYE = 5  # this rank leaves in good order
+    PARCEL = 6  # tensors of any shape: tag, a and b are those of `rayps.comm.ring.p2p`
+
+
+class Mail:
+    """What has come from other ranks before it was asked for."""
+
+    def __init__(self) -> None:
+        self._boxes: dict[tuple[int, int, int], deque[Message]] = {}
+
+    def put(self, peer: int, message: Message) -> None:
+        """Keep a POINT or PARCEL of rank `peer`."""
+        self._boxes.setdefault((peer, message.kind, message.tag), deque()).append(message)
+
+    def fetch(self, peer: int, want: Want) -> bool:
+        """Whether what is wanted of `peer` is here: a POINT fills the buffer, a PARCEL is put into the list."""
+        kind, tag, _, into = want
+        box = self._boxes.get((peer, kind, tag))
+        if not box:
+            return False
+        message = box.popleft()
+        if kind == Kind.PARCEL:
+            into.append(message)
+        else:
+            fill(into, message.payload, peer)
+        return True
+
+    def waiting(self, peer: int, kind: int) -> Iterator[Message]:
+        """What is here of rank `peer` and this kind."""
+        for (frm, what, _), box in self._boxes.items():
+            if frm == peer and what == kind:
+                yield from box
+
+    def clear(self) -> None:
+        """Forget all of it."""
+        self._boxes.clear()
+
+
+_WHY: list[type[LinkError]] = [LinkError, PeerLost, PeerTimeout]  # by the number that ABORT carries
+
+
+def told(error: LinkError) -> tuple[Message, bytes]:
+    """The ABORT, and its payload, by which a rank tells others why the ring is dead."""
+    why = next((i for i in (1, 2) if isinstance(error, _WHY[i])), 0)
+    return Message(Kind.ABORT, a=why), f"{error.data.get('peer', '')}\n{error.message}".encode()
+
+
+def heard(abort: Message, by: str) -> LinkError:
+    """The error that an ABORT tells of; `by` is who sent it."""
+    who, why = bytes(abort.payload).decode(errors="replace").split("\n", 1)
+    return _WHY[abort.a](why, peer=who, told_by=by)
+
+
+def must_match(head: Message, size: int, peer: str, want: Want) -> None:
+    """Raises LinkError where what `peer` sends is not what this rank waits for."""
+    _, number, step, into = want
+    expected = memoryview(into).nbytes
+    if (head.tag, head.a, size) != (number, step, expected):
+        raise LinkError(
+            f"{peer} is at step {head.a} of collective {head.tag} with {size} bytes, this rank at "
+            f"step {step} of {number} with {expected}: "
+            "all ranks must make the same calls with the same sizes",
+            peer=peer,
+        )
+
+
+def fill(into: Any, payload: Any, peer: int) -> None:
+    """Copy what rank `peer` sent into a buffer of the same size. Raises LinkError."""
+    target = memoryview(into).cast("B") if memoryview(into).nbytes else memoryview(b"")
+    if len(target) != len(payload):
+        raise LinkError(f"rank {peer} sent {len(payload)} bytes where {len(target)} were expected", peer=f"rank {peer}")
+    if len(target):
+        target[:] = payload
+
+
+def ranks(some: Iterable[int]) -> str:
+    """`rank 2`, or `ranks 2, 3`."""
+    some = list(some)
+    return f"rank{'s' if len(some) != 1 else ''} {', '.join(map(str, some))}"

@@ -1,0 +1,266 @@
+"""Tensors of any shape and dtype between two ranks of a ring, one message each: what a pipeline's stages exchange.
+
+The receiver need not know what comes. What a parcel is (its `form`, shapes, dtypes, whether a gradient is wanted) is
+said in full when it is first sent to a rank, and by a number from then on, so that a parcel of one tensor is that
+tensor's memory and a header. Giving does not wait for the receiver: what does not leave at once leaves from a thread
+while this rank computes, so two ranks may give each other more than the line holds.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from select import poll
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rayps.comm.link import Link, Message
+from rayps.comm.ring.mesh import Mesh
+from rayps.comm.ring.messages import Kind, Want
+from rayps.core.errors import ConfigError, LinkError
+
+BACKLOG_BYTES = 128 << 20  # that may wait to leave to one rank; giving more waits
+KNOWN = 4096  # descriptions that a rank remembers of another; further ones are said in full each time
+SPIN_SECONDS = 200e-6  # that a rank looks for a parcel, its core left to others in between, before it sleeps
+_ALIGN = 64  # where each tensor of a parcel begins
+_PUMP_SECONDS = 0.05  # the longest nap of the thread that sends, while something is there to be sent
+
+_DTYPES: tuple[torch.dtype, ...] = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+)
+_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+
+
+class Note(NamedTuple):
+    """A parcel's description: `form` is the sender's own words, a part is (dtype, shape, wants a gradient, offset)."""
+
+    form: str
+    parts: tuple[tuple[torch.dtype, tuple[int, ...], bool, int], ...]
+    size: int
+
+
+class Parcel(NamedTuple):
+    """What came: the tensors, which of them want a gradient, and the sender's words."""
+
+    tensors: list[Tensor]
+    wants: list[bool]
+    form: str
+
+
+class Parcels:
+    """Giving and taking over one mesh; one of these per ring and rank (`Ring.parcels`)."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self.bytes = 0  # of tensors that were given
+        self.messages = 0
+        self.seconds = 0.0  # spent waiting
+        self._said: dict[int, dict[Any, tuple[int, Note]]] = {}  # by rank: descriptions it knows, and their numbers
+        self._learnt: dict[int, dict[int, Note]] = {}
+        self._pending: set[int] = set()  # ranks to which something may wait to leave
+        self._due = threading.Event()
+        self._over = False
+        self._thread: threading.Thread | None = None
+        mesh.at_end(self._end)
+
+    def give(self, to: int, tag: int, tensors: Sequence[Tensor], form: str = "") -> None:
+        """Send tensors to rank `to` under `tag`, in the order of giving; they must not change until `settle`.
+
+        Waits only while `BACKLOG_BYTES` wait to leave. Raises PeerLost, PeerTimeout.
+        """
+        number, note, new = self._describe(to, tensors, form)
+        head = _packed(note) if new else b""
+        payload = _bytes_of(tensors, note, head)
+        message = Message(Kind.PARCEL, tag=tag, a=number, b=len(head))
+        with self._mesh.guarded():
+            link = self._mesh.link(to)
+            if link.queued > BACKLOG_BYTES:
+                self._wait({to}, {})
+            link.queue(message, payload, copy=False)
+            if waits := link.queued > 0:
+                self._pending.add(to)
+        self.bytes += sum(t.nbytes for t in tensors)
+        self.messages += 1
+        if waits:
+            self._start()
+
+    def take(self, frm: int, tag: int) -> Parcel:
+        """What rank `frm` gave under `tag`, in the order of giving. Raises PeerLost, PeerTimeout."""
+        found: list[Message] = []
+        with self._mesh.guarded():
+            want = (Kind.PARCEL, tag, 0, found)
+            if not self._soon(frm, want):
+                self._wait(set(), {frm: want})
+            message = found[0]
+            note = self._learn(frm, message)
+        body = memoryview(message.payload)[message.b :]
+        if len(body) != note.size:
+            raise LinkError(f"rank {frm} sent {len(body)} bytes where {note.size} were said", peer=f"rank {frm}")
+        tensors = [
+            torch.frombuffer(body, dtype=dtype, count=count, offset=offset).view(shape)
+            if (count := math.prod(shape))
+            else torch.empty(shape, dtype=dtype)
+            for dtype, shape, _, offset in note.parts
+        ]
+        return Parcel(tensors, [wants for _, _, wants, _ in note.parts], note.form)
+
+    def settle(self) -> None:
+        """Return once all that was given has left. Raises PeerLost, PeerTimeout."""
+        if not self._pending:
+            return
+        with self._mesh.guarded():
+            self._wait({peer for peer in self._pending if self._mesh.link(peer).queued}, {})
+            self._pending.clear()
+
+    def _soon(self, frm: int, want: Want) -> bool:
+        """Whether it comes within a moment: to sleep and to be woken takes longer than most stages are apart."""
+        if self._mesh.arrived(frm, want):
+            return True
+        start = now = time.perf_counter()
+        came = False
+        while not came and now - start < SPIN_SECONDS:
+            os.sched_yield()
+            came = self._mesh.arrived(frm, want)
+            now = time.perf_counter()
+        self.seconds += now - start
+        self._mesh.seconds_waiting += now - start
+        return came
+
+    def _wait(self, sending: set[int], wants: dict[int, Any]) -> None:
+        before = self._mesh.seconds_waiting
+        try:
+            self._mesh.finish(sending, wants)
+        finally:
+            self.seconds += self._mesh.seconds_waiting - before
+
+    # What a parcel is
+
+    def _describe(self, to: int, tensors: Sequence[Tensor], form: str) -> tuple[int, Note, bool]:
+        key: Any
+        if len(tensors) == 1:
+            (t,) = tensors
+            key = form, t.dtype, t.shape, t.requires_grad
+        else:
+            key = (form, *[(t.dtype, t.shape, t.requires_grad) for t in tensors])
+        known = self._said.setdefault(to, {})
+        found = known.get(key)
+        if found is not None:
+            return *found, False
+        at, parts = 0, []
+        for t in tensors:
+            if t.dtype not in _CODES or t.layout != torch.strided:
+                raise ConfigError(f"a parcel cannot hold a tensor of {t.dtype}, {t.layout}; convert it first")
+            parts.append((t.dtype, tuple(t.shape), t.requires_grad, at))
+            at += t.nbytes if len(tensors) == 1 else -(-t.nbytes // _ALIGN) * _ALIGN
+        note = Note(form, tuple(parts), at)
+        if len(known) >= KNOWN:
+            return -1, note, True
+        known[key] = (len(known), note)
+        return len(known) - 1, note, True
+
+    def _learn(self, frm: int, message: Message) -> Note:
+        known = self._learnt.setdefault(frm, {})
+        if message.b:
+            note = _unpacked(bytes(message.payload[: message.b]))
+            if message.a >= 0:
+                known[message.a] = note
+            return note
+        if message.a not in known:  # it was said in a parcel of another tag, which is here and not yet taken
+            for other in self._mesh.mail.waiting(frm, Kind.PARCEL):
+                if other.b and other.a >= 0:
+                    self._learn(frm, other)
+        return known[message.a]
+
+    # Sending while this rank computes
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._pump, name="parcels", daemon=True)
+            self._thread.start()
+        self._due.set()
+
+    def _pump(self) -> None:
+        """Send what waits; the ring's own thread finds an error again when it comes back."""
+        with suppress(LinkError):
+            while not self._over:
+                self._due.wait()
+                with self._mesh.guarded():
+                    links = self._unsent()
+                    watch = poll()
+                    for _, link in links:
+                        watch.register(link.fileno(), link.interest)
+                    if not links:
+                        self._due.clear()
+                        continue
+                watch.poll(int(1000 * _PUMP_SECONDS))
+
+    def _unsent(self) -> list[tuple[int, Link]]:
+        """The links on which something still waits after all that can leave has left."""
+        waiting = []
+        for peer in list(self._pending):
+            link = self._mesh.link(peer)
+            link.absorb()
+            link.flush()
+            self._mesh.listen(peer)  # what was said by the way would not be heard by a poll of the descriptor again
+            if link.queued:
+                waiting.append((peer, link))
+            else:
+                self._pending.discard(peer)
+        return waiting
+
+    def _end(self) -> None:
+        self._over = True
+        self._due.set()
+
+
+def _bytes_of(tensors: Sequence[Tensor], note: Note, head: bytes) -> Any:
+    """One buffer: the memory of a single tensor as it is, or a copy with the description before it."""
+    if not head and len(tensors) == 1:
+        return _raw(tensors[0])
+    whole = torch.empty(len(head) + note.size, dtype=torch.uint8)
+    into = memoryview(whole.numpy())  # type: ignore[arg-type]
+    into[: len(head)] = head
+    for t, (*_, offset) in zip(tensors, note.parts, strict=True):
+        if t.numel():
+            at = len(head) + offset
+            into[at : at + t.nbytes] = _raw(t)
+    return into
+
+
+def _raw(t: Tensor) -> memoryview:
+    if not t.numel():
+        return memoryview(b"")
+    flat = t.detach()
+    if flat.device.type != "cpu" or flat.is_conj() or flat.is_neg():
+        flat = flat.resolve_conj().resolve_neg().cpu()
+    return memoryview(flat.contiguous().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def _packed(note: Note) -> bytes:
+    """The description as bytes, a multiple of the alignment long."""
+    parts = [[_CODES[dtype], list(shape), wants, offset] for dtype, shape, wants, offset in note.parts]
+    text = json.dumps([note.form, parts, note.size]).encode()
+    return text.ljust(-(-len(text) // _ALIGN) * _ALIGN)
+
+
+def _unpacked(raw: bytes) -> Note:
+    form, parts, size = json.loads(raw)
+    return Note(form, tuple((_DTYPES[code], tuple(shape), wants, at) for code, shape, wants, at in parts), size)

@@ -1,0 +1,134 @@
+"""How the ranks of a ring find each other by a name alone: rank 0's address goes through a key-value map.
+
+Everyone calls rank 0, and rank 0 answers with the table of addresses. No tensor goes this way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from typing import Any
+
+from rayps.cluster.local import host_address, rendezvous
+from rayps.comm.link import Link, Listener, Message, connect
+from rayps.comm.link.socket_link import deadline_left
+from rayps.comm.ring.messages import ranks
+from rayps.core.errors import ConfigError, LinkError, PeerTimeout
+
+_LOOK_SECONDS = 0.02  # between two looks at the map
+_TRY_SECONDS = 2.0  # for one call of an address that may be of an earlier, dead group
+_ADDRESS, _TABLE, _MISSING = 0, 1, 2
+
+Met = tuple[Listener, bytes, int, list[str]]  # this rank's listener, secret, generation, everyone's address
+
+
+def meet(name: str, rank: int, size: int, timeout: float, host: str | None) -> Met:
+    """Find the other ranks under `name`. Raises PeerTimeout, ConfigError."""
+    if not 0 <= rank < size:
+        raise ConfigError(f"rank {rank} is not one of {size} ranks (0 to {size - 1})", rank=rank, size=size)
+    values: Any = rendezvous()
+    host = host or host_address()
+    deadline = time.monotonic() + timeout
+    if rank == 0:
+        return _host(name, size, values, host, (timeout, deadline))
+    return _visit(name, rank, values, host, (timeout, deadline))
+
+
+def _key(name: str) -> str:
+    return f"rayps/comm/ring/{name}"
+
+
+def _host(name: str, size: int, values: Any, host: str, until: tuple[float, float]) -> Met:
+    timeout, deadline = until
+    secret, generation = secrets.token_bytes(32), secrets.randbits(31)
+    listener = Listener("rank 0", secret, generation, host)
+    found: dict[int, tuple[str, Link]] = {}
+    try:
+        values.put(_key(name), f"{listener.address}\n{generation}\n{secret.hex()}".encode())
+        while len(found) < size - 1:
+            _welcome(listener, found, deadline)
+    except PeerTimeout:
+        missing = [peer for peer in range(1, size) if peer not in found]
+        error = _missing(name, missing, timeout)
+        for _, link in found.values():
+            _tell(link, Message(_MISSING, payload=bytearray(error.message.encode())))
+        listener.close()
+        raise error from None
+    except BaseException:
+        listener.close()
+        raise
+    finally:
+        values.delete(_key(name))
+    addresses = [listener.address] + [found[peer][0] for peer in range(1, size)]
+    table = bytearray("\n".join(addresses).encode())
+    for _, link in found.values():
+        _tell(link, Message(_TABLE, payload=table))
+    return listener, secret, generation, addresses
+
+
+def _welcome(listener: Listener, found: dict[int, tuple[str, Link]], deadline: float) -> None:
+    link = listener.accept(deadline_left(deadline), lambda peer: peer.startswith("join:"))
+    try:
+        message = link.recv(_TRY_SECONDS)
+    except LinkError:
+        link.close()  # it gave up between its call and its address; it will call again
+        return
+    earlier = found.pop(message.a, None)
+    if earlier is not None:
+        earlier[1].close()
+    found[message.a] = (bytes(message.payload).decode(), link)
+
+
+def _tell(link: Link, message: Message) -> None:
+    with contextlib.suppress(LinkError):  # that rank is gone; forming the ring will name it
+        link.send(message, timeout=_TRY_SECONDS)
+    link.close()
+
+
+def _visit(name: str, rank: int, values: Any, host: str, until: tuple[float, float]) -> Met:
+    timeout, deadline = until
+    while deadline_left(deadline):
+        value = values.get(_key(name))
+        if value is None:
+            time.sleep(_LOOK_SECONDS)
+            continue
+        address, generation, secret = value.decode().split("\n")
+        try:
+            return _call(rank, (address, bytes.fromhex(secret), int(generation)), host, deadline)
+        except _Refusal as refusal:
+            raise PeerTimeout(str(refusal), peer="rank 0", seconds=timeout) from None
+        except LinkError:
+            time.sleep(_LOOK_SECONDS)  # the address of an earlier group that is gone: look again
+    raise _missing(name, [0], timeout)
+
+
+class _Refusal(Exception):
+    pass
+
+
+def _call(rank: int, door: tuple[str, bytes, int], host: str, deadline: float) -> Met:
+    address, secret, generation = door
+    patience = min(_TRY_SECONDS, deadline_left(deadline))
+    link = connect(address, name=f"join:{rank}", secret=secret, generation=generation, timeout=patience)
+    listener = Listener(f"rank {rank}", secret, generation, host)
+    try:
+        with link:
+            link.send(Message(_ADDRESS, a=rank), listener.address.encode(), timeout=patience)
+            answer = link.recv(deadline_left(deadline) + _TRY_SECONDS)
+        words = bytes(answer.payload).decode()
+        if answer.kind == _MISSING:
+            raise _Refusal(words)
+        return listener, secret, generation, words.split("\n")
+    except BaseException:
+        listener.close()
+        raise
+
+
+def _missing(name: str, missing: list[int], timeout: float) -> PeerTimeout:
+    return PeerTimeout(
+        f"ring {name!r}: {ranks(missing)} did not join within {timeout:g} s (the knob is `timeout`)",
+        peer=ranks(missing),
+        seconds=timeout,
+        missing=missing,
+    )

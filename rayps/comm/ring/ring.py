@@ -1,0 +1,412 @@
+"""Talk among equals: sums, means and moves over tensors, in place, between the ranks of one generation.
+
+A ring stands alone between any actors of a user's own (`Ring.join`), or is formed by a driver that knows every
+address (`Ring.form`). It belongs to one thread; only `abort` may come from another. Once a collective has failed
+the ring is dead; form another.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from rayps.comm.link import Listener, Prefer
+from rayps.comm.ring import algorithms as ring_algorithms
+from rayps.comm.ring.algorithms import raw
+from rayps.comm.ring.autotune import Own
+from rayps.comm.ring.background import Handle, Later
+from rayps.comm.ring.connect import link_up
+from rayps.comm.ring.describe import in_words
+from rayps.comm.ring.mesh import Mesh
+from rayps.comm.ring.p2p import Parcels
+from rayps.comm.ring.rendezvous import meet
+from rayps.comm.ring.shared_memory import tensor_of
+from rayps.comm.ring.shared_progress import Progress, common
+from rayps.comm.ring.torch_groups import Delegate
+from rayps.core.errors import ConfigError, LinkError
+
+_HALF = (torch.float16, torch.bfloat16)
+_NUMBERS = (torch.float32, torch.float64, *_HALF, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+Backend = Literal["own", "gloo", "nccl"]
+Tensors = TypeVar("Tensors", Tensor, list[Tensor])
+
+
+class Ring:
+    """N equal ranks that add, average and pass on tensors."""
+
+    def __init__(self, mesh: Mesh, generation: int, folder: Own | Delegate) -> None:
+        self.rank = mesh.rank
+        self.size = mesh.size
+        self.generation = generation
+        self._mesh = mesh
+        self._folder = folder
+        self._later = Later()
+        self._parcels: Parcels | None = None
+        self._seconds = 0.0
+
+    @classmethod
+    def form(
+        cls,
+        rank: int,
+        addresses: list[str],
+        listener: Listener,
+        *,
+        secret: bytes,
+        generation: int,
+        timeout: float,
+        label: str = "ring",
+        prefer: Prefer = "auto",
+        backend: Backend = "own",
+        algorithm: str = "auto",
+        table: dict[str, Any] | None = None,
+        streams: int = 0,
+    ) -> Ring:
+        """Link up with everyone whose listener's address is in `addresses`, in the order of ranks.
+
+        `timeout` bounds the forming, and later every silence, in seconds. `prefer` forces shm or tcp. `algorithm`
+        is auto, ring, tree, one_shot, two_shot, star or hierarchical; `table` is an earlier ring's `choices`, for
+        the same bits again. `streams` is the number of TCP links between two ranks; 0 measures how many fill the line.
+        Raises PeerTimeout (which names the missing), PeerLost, StaleGeneration, ConfigError.
+        """
+        streams = (streams or (table or {}).get("streams", 0)) if backend == "own" else 1
+        mesh = link_up(
+            rank,
+            addresses,
+            listener,
+            secret=secret,
+            generation=generation,
+            timeout=timeout,
+            label=label,
+            prefer=prefer,
+            streams=streams,
+        )
+        try:
+            folder = Own(mesh, algorithm, table, streams) if backend == "own" else Delegate(mesh, backend, addresses[0])
+        except BaseException:
+            mesh.close()
+            raise
+        return cls(mesh, generation, folder)
+
+    @classmethod
+    def join(
+        cls, name: str, rank: int, size: int, *, timeout: float = 60.0, host: str | None = None, **options: Any
+    ) -> Ring:
+        """Meet the other ranks under `name`, between any actors; `host` is this host's address for them.
+
+        `timeout` bounds the meeting, and later every silence, in seconds; `options` are those of `form`. Raises
+        PeerTimeout, which names the ranks that are missing, and ConfigError.
+        """
+        listener, secret, generation, addresses = meet(name, rank, size, timeout, host)
+        with listener:
+            return cls.form(
+                rank, addresses, listener, secret=secret, generation=generation, timeout=timeout, label=name, **options
+            )
+
+    # Facts
+
+    @property
+    def seconds_waiting(self) -> float:
+        """Seconds spent waiting for other ranks."""
+        return self._mesh.seconds_waiting
+
+    @property
+    def seconds_moving(self) -> float:
+        """Seconds spent copying and adding."""
+        return max(0.0, self._seconds - self._mesh.seconds_waiting)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that other ranks have had from this one."""
+        board = self._folder.board
+        return self._mesh.bytes_sent + (board.bytes_shared if board is not None else 0)
+
+    @property
+    def choices(self) -> dict[str, Any]:
+        """Which algorithm is used over what, and why. It can be given to `form` as `table`."""
+        return self._folder.choices
+
+    @property
+    def choice(self) -> str:
+        """The choices in words."""
+        return in_words(self._folder.choices)
+
+    # Together
+
+    def sum(self, t: Tensors, *, algorithm: str | None = None) -> Tensors:
+        """Add up the ranks' tensors, in place; all hold the same bits. Half precision adds in float32."""
+        return self._fold(t, "add", algorithm)
+
+    def max(self, t: Tensors, *, algorithm: str | None = None) -> Tensors:
+        """The elementwise maximum over ranks, in place; NaN wins."""
+        return self._fold(t, "max", algorithm)
+
+    def sum_async(self, t: Tensors, *, algorithm: str | None = None) -> Handle[Tensors]:
+        """As `sum`, in the background: `wait()` on the handle. Until then `t` must not be touched."""
+        self._mesh.check()
+        return self._later.start(lambda: self._fold_now(t, "add", algorithm))
+
+    def settle(self) -> None:
+        """Wait for what is under way in the background. Raises the LinkError that it failed with."""
+        self._later.settle()
+        self._mesh.check()
+
+    def mean(self, x: Any, *, in_place: bool = True) -> Tensor:
+        """The mean over ranks; of a gradient (`vector` and `samples`), the mean over all samples.
+
+        With `in_place=False` what lies in `buffer` memory is not copied back: the result is to be read only, where
+        it lies, until this buffer's next collective. A rank with no samples counts nothing. Half precision is added
+        and divided in float32, and rounded once. Raises ConfigError for integers.
+        """
+        vector: Tensor = x if isinstance(x, Tensor) else x.vector
+        if not vector.dtype.is_floating_point:
+            raise ConfigError(f"a mean of {vector.dtype} is not a whole number; convert to float first")
+        weight = 1.0 if isinstance(x, Tensor) else float(x.samples)
+        shared = self._resident(vector, weight)
+        if shared is not None:
+            return vector.copy_(shared) if in_place else shared
+        if isinstance(x, Tensor):
+            if x.dtype in _HALF:
+                return x.copy_(self.sum(x.float()).div_(self.size))
+            return self.sum(x).div_(self.size)
+        return self._mean_over_samples(x)
+
+    def total(self, t: Tensor) -> Tensor:
+        """The sum over ranks without copying it back where `t` lies in `buffer` memory: to be read only, until this
+        buffer's next collective. For any other tensor, the same as `sum`.
+        """
+        _must_add(t)
+        shared = self._resident(t, None)
+        return self.sum(t) if shared is None else shared
+
+    def buffer(self, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """A vector of `n` zeros that peers on this host can read where it lies; ordinary memory on others.
+
+        All ranks must call it alike. `sum` and `mean` of it, or of a contiguous part of it, save a copy.
+        """
+        board = self._folder.board
+        size = n * torch.empty(0, dtype=dtype).element_size()
+        if board is None or n == 0:
+            return torch.zeros(n, dtype=dtype)
+        with self._collective():
+            return tensor_of(board.buffer(size), dtype)
+
+    def common(self, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """A vector of `n` zeros in memory that all ranks, of one host, read and write without locks. All must call it
+        alike. Raises ConfigError: the ranks are on several hosts.
+        """
+        with self._collective():
+            return common(self._mesh, self._folder.board, n, dtype)
+
+    def progress(self) -> Progress:
+        """How many rounds each rank has made, in such memory; returns once every rank is here. Raises as `common`."""
+        with self._collective():
+            return Progress(self._mesh, self._folder.board)
+
+    def broadcast(self, t: Tensor, root: int = 0) -> Tensor:
+        """Give everyone rank `root`'s tensor, in place."""
+        self._must_be_rank(root)
+        board = self._folder.board
+        with self._collective(), _flat(t) as flat:
+            if board is not None:
+                board.spread(flat, root)
+            elif self.size > 1:
+                ring_algorithms.broadcast(self._mesh, flat, root)
+        return t
+
+    def all_gather(self, t: Tensor) -> Tensor:
+        """Everyone's tensor, stacked in the order of ranks: a new tensor [size, *shape]."""
+        out = torch.empty(self.size, t.numel(), dtype=t.dtype)
+        with self._collective():
+            ring_algorithms.all_gather(self._mesh, t.detach().reshape(-1).cpu(), out)
+        return out.view(self.size, *t.shape).to(t.device)
+
+    def reduce_scatter(self, t: Tensor) -> Tensor:
+        """This rank's slice (`partition.slices`) of the sum of the flat tensors; `t` is left as it was."""
+        _must_add(t)
+        flat = t.detach().reshape(-1).cpu()
+        with self._collective():
+            wide = flat.float() if t.dtype in _HALF else flat
+            mine = ring_algorithms.reduce_scatter(self._mesh, wide, ring_algorithms.add)
+        return mine.to(t.device, t.dtype)
+
+    def barrier(self) -> None:
+        """Return once every rank has come here."""
+        board = self._folder.board
+        with self._collective():
+            self._mesh.meet() if board is None else board.barrier()
+
+    # In pairs
+
+    def send(self, t: Tensor, to: int, tag: int = 0) -> None:
+        """Give a tensor to rank `to`; returns once it has left."""
+        self._must_be_another(to)
+        with self._timed():
+            self._mesh.send(to, tag, raw(t.detach().reshape(-1).cpu()))
+
+    def recv(self, t: Tensor, frm: int, tag: int = 0) -> Tensor:
+        """Fill `t` with what rank `frm` sent under `tag`, in the order of sending; returns `t`."""
+        self._must_be_another(frm)
+        with self._timed(), _flat(t) as flat:
+            self._mesh.recv(frm, tag, raw(flat))
+        return t
+
+    @property
+    def parcels(self) -> Parcels:
+        """Tensors of any shape and dtype in pairs: `give` and `take`."""
+        if self._parcels is None:
+            self._parcels = Parcels(self._mesh)
+        return self._parcels
+
+    # Ending
+
+    def abort(self) -> None:
+        """Make every rank that waits in this ring raise PeerLost now; the ring is dead. Any thread may call it."""
+        self._mesh.abort()
+
+    def close(self) -> None:
+        """Leave the ring. Safe to call twice."""
+        self._later.close(self._mesh.abort)
+        self._mesh.close()
+
+    def __enter__(self) -> Ring:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Parts
+
+    def _fold(self, t: Tensors, kind: str, algorithm: str | None) -> Tensors:
+        self._later.settle()
+        return self._fold_now(t, kind, algorithm)
+
+    def _fold_now(self, t: Tensors, kind: str, algorithm: str | None) -> Tensors:
+        if isinstance(t, Tensor):
+            self._fold_one(t, kind, algorithm)
+            return t
+        for some in _by_dtype(t):
+            packed = torch.cat([each.detach().reshape(-1) for each in some])
+            self._fold_one(packed, kind, algorithm)
+            with torch.no_grad():
+                parts = torch.split_with_sizes(packed, [each.numel() for each in some])
+                for each, part in zip(some, parts, strict=True):
+                    each.copy_(part.view(each.shape))
+        return t
+
+    def _fold_one(self, t: Tensor, kind: str, algorithm: str | None) -> None:
+        _must_add(t)
+        self._folder.must_know(algorithm)
+        if self.size == 1:
+            self._mesh.check()
+            return
+        self._mesh.begin()
+        start = time.perf_counter()
+        try:
+            if isinstance(self._folder, Delegate):
+                self._folder.fold(t.detach(), kind)
+            elif t.is_contiguous() and t.device.type == "cpu":
+                self._folder.fold(t.detach().view(-1), kind, algorithm)
+            else:
+                with _flat(t) as flat:
+                    self._folder.fold(flat, kind, algorithm)
+        except LinkError as error:
+            raise self._mesh.fail(error) from error
+        finally:
+            self._seconds += time.perf_counter() - start
+
+    def _resident(self, t: Tensor, weight: float | None) -> Tensor | None:
+        """The sum or weighted mean of what lies in `buffer` memory, where it lies; None for any other tensor."""
+        self._later.settle()
+        board = self._folder.board
+        if board is None or not board.has_buffers or not t.is_contiguous():
+            return None
+        where = board.find(t)
+        if where is None:
+            return None
+        self._mesh.begin()
+        start = time.perf_counter()
+        try:
+            return tensor_of(board.reduce_resident(where, t.dtype, t.nbytes, "add", weight), t.dtype).view(t.shape)
+        except LinkError as error:
+            raise self._mesh.fail(error) from error
+        finally:
+            self._seconds += time.perf_counter() - start
+
+    def _mean_over_samples(self, x: Any) -> Tensor:
+        vector: Tensor = x.vector
+        packed: Tensor | None = getattr(x, "packed", None)
+        if packed is None or vector.dtype in _HALF:  # a count needs more digits than half precision has
+            packed = torch.empty(vector.numel() + 1, dtype=torch.promote_types(vector.dtype, torch.float32))
+            packed[:-1].copy_(vector.reshape(-1))
+        if x.samples:
+            packed[:-1].mul_(x.samples)
+        else:
+            packed.zero_()  # the mean over nothing may be NaN
+        packed[-1] = x.samples
+        self.sum(packed)
+        count = packed[-1].item()
+        if count:
+            packed[:-1].div_(count)
+        if packed.data_ptr() != vector.data_ptr():
+            vector.copy_(packed[:-1].view(vector.shape))
+        return vector
+
+    @contextmanager
+    def _collective(self) -> Iterator[None]:
+        self._mesh.begin()
+        with self._timed():
+            try:
+                yield
+            except LinkError as error:
+                raise self._mesh.fail(error) from error
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds += time.perf_counter() - start
+
+    def _must_be_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.size:
+            raise ConfigError(f"no rank {rank} in a ring of {self.size} (0 to {self.size - 1})", rank=rank)
+
+    def _must_be_another(self, rank: int) -> None:
+        self._must_be_rank(rank)
+        if rank == self.rank:
+            raise ConfigError(f"rank {rank} cannot send to itself", rank=rank)
+
+
+@contextmanager
+def _flat(t: Tensor) -> Iterator[Tensor]:
+    """The tensor as one contiguous CPU vector that is written back where it had to be copied."""
+    with torch.no_grad():
+        whole = t.detach()
+        if whole.is_contiguous() and whole.device.type == "cpu":
+            yield whole.view(-1)
+            return
+        flat = whole.reshape(-1).to("cpu", copy=True)
+        yield flat
+        whole.copy_(flat.view(t.shape))
+
+
+def _must_add(t: Tensor) -> None:
+    if t.dtype not in _NUMBERS:
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _NUMBERS)
+        raise ConfigError(f"a ring cannot add {t.dtype}; it adds {known}", dtype=str(t.dtype))
+
+
+def _by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """The tensors in groups of one dtype and device, in the order of first sight."""
+    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for t in tensors:
+        _must_add(t)
+        groups.setdefault((t.dtype, t.device), []).append(t)
+    return list(groups.values())

@@ -1,0 +1,350 @@
+"""All-reduce between ranks of one host: every rank's data lies in shared memory, and peers read it where it lies.
+
+Each rank writes only what it owns and reads what the others own, so a frozen rank that wakes up after an abort can
+spoil nobody's data. The data is double: what is written after barrier b is read before barrier b+1 is entered, and
+written again only after barrier b+1, when everyone has read it.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rayps.comm.link.memory import Memory
+from rayps.comm.link.shared_memory_link import SharedLink
+from rayps.comm.ring.barrier import WORDS, Barrier
+from rayps.comm.ring.mesh import Mesh
+from rayps.core.errors import LinkError
+from rayps.core.partition import part
+
+PIECE_BYTES = 1 << 20  # of a vector that is copied in and out; small enough to stay in the cache
+_MANY_BYTES = 1 << 19  # the same where there are many: everyone's two must stay there
+SMALL_BYTES = 64 << 10  # up to here one barrier and N times the additions beat two barriers
+_BLOCK = 1 << 15  # elements added at a time: they stay in the nearest cache
+_SLOTS, _TABLE, _BELLS = 1, 2, 3  # keys of what ranks offer to each other; buffers have 10 and above
+_ROW = struct.Struct("<5q")  # what each rank is about to do: collective, kind, bytes, buffer, offset
+
+_KINDS = {
+    dtype: torch.empty(0, dtype=dtype).numpy().dtype
+    for dtype in (torch.float32, torch.float64, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+}
+
+Bytes = Any  # np.ndarray of uint8
+Fold = Callable[..., Any]  # as a ufunc: (a, b, out=)
+
+
+@dataclass(slots=True)
+class Resident:
+    """A vector that lies in shared memory on every rank, and where its sum goes."""
+
+    start: int  # address on this rank
+    parts: list[Bytes]  # everyone's, in the order of ranks
+    out: Bytes
+
+
+class Board:
+    """The shared memory and the bells of ranks of one host. All of `group` must make the same calls."""
+
+    def __init__(self, mesh: Mesh, group: list[int]) -> None:
+        self._mesh = mesh
+        self._group = group
+        self._place = group.index(mesh.rank)
+        self._others = [peer for peer in group if peer != mesh.rank]
+        self._offers = 10
+        self._residents: list[Resident] = []
+        self.bytes_shared = 0  # bytes that other ranks have read from this one
+        slots = self._share(_SLOTS, 2 * PIECE_BYTES)
+        shared = self._share_one(_TABLE, 2 * PIECE_BYTES + len(group) * (2 * _ROW.size + (2 + WORDS) * 8))
+        self._slots = [[each[:PIECE_BYTES], each[PIECE_BYTES:]] for each in slots]
+        self._out = [shared[:PIECE_BYTES], shared[PIECE_BYTES : 2 * PIECE_BYTES]]
+        rows, numbers = np.split(shared[2 * PIECE_BYTES :], [2 * len(group) * _ROW.size])
+        self._rows = [memoryview(half) for half in np.split(rows, 2)]  # type: ignore[arg-type]
+        self._weights = np.split(numbers.view(np.float64)[: 2 * len(group)], 2)
+        words = numbers.view(np.int64)[2 * len(group) :]
+        self._barrier = Barrier(mesh, group, words, *self._trade_bells())
+        self._row = b""
+
+    # Setting up
+
+    def _link(self, peer: int) -> SharedLink:
+        link = self._mesh.link(peer)
+        assert isinstance(link, SharedLink)
+        return link
+
+    def _share(self, key: int, size: int) -> list[Bytes]:
+        """Memory of one's own for each rank of the group: everyone's, in the order of ranks."""
+        mine = Memory.create(size)
+        for peer in self._others:
+            self._link(peer).offer(key, mine)
+        self._meet()
+        mine.close_descriptor()
+        return [_bytes(mine if rank == self._mesh.rank else self._link(rank).memories.pop(key)) for rank in self._group]
+
+    def _share_one(self, key: int, size: int) -> Bytes:
+        """Memory that the first rank of the group makes for all."""
+        if self._place:
+            self._meet()
+            return _bytes(self._link(self._group[0]).memories.pop(key))
+        memory = Memory.create(size)
+        for peer in self._others:
+            self._link(peer).offer(key, memory)
+        self._meet()
+        memory.close_descriptor()
+        return _bytes(memory)
+
+    def _trade_bells(self) -> tuple[list[int], list[list[int]]]:
+        """Two bells of one's own, and the others' two, in the order of ranks."""
+        mine = [os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for _ in range(2)]
+        try:
+            for peer in self._others:
+                for parity, bell in enumerate(mine):
+                    self._link(peer).offer_descriptor(_BELLS + parity, bell)
+            self._meet()
+        except BaseException:
+            for bell in mine:
+                os.close(bell)
+            raise
+        return mine, [[self._link(peer).descriptors.pop(_BELLS + parity) for peer in self._others] for parity in (0, 1)]
+
+    def _meet(self) -> None:
+        nothing = [(peer, memoryview(b"")) for peer in self._others]
+        self._mesh.exchange(nothing, nothing)
+
+    def buffer(self, size: int) -> Bytes:
+        """Memory of `size` bytes that `reduce` can sum where it lies. All ranks must call it alike."""
+        key, self._offers = self._offers, self._offers + 2
+        parts = self._share(key, size)
+        out = self._share_one(key + 1, size)
+        mine = parts[self._place]
+        self._residents.append(Resident(mine.ctypes.data, parts, out))
+        return mine
+
+    def common(self, size: int) -> Bytes:
+        """Memory of `size` bytes, all zero, that every rank reads and writes. All ranks must call it alike."""
+        key, self._offers = self._offers, self._offers + 1
+        return self._share_one(key, size)
+
+    @property
+    def has_buffers(self) -> bool:
+        """Whether `buffer` has ever been called."""
+        return bool(self._residents)
+
+    # Agreeing
+
+    def barrier(self) -> None:
+        """Return once every rank of the group is here; what each wrote before is visible to all. Raises LinkError."""
+        self._barrier.meet()
+
+    @property
+    def parity(self) -> int:
+        """Which of the two halves of what is double the next barrier makes readable."""
+        return self._barrier.turn & 1
+
+    def _announce(self, kind: int, size: int, where: tuple[int, int] = (-1, 0), weight: float = 1.0) -> None:
+        parity = self.parity
+        self._row = _ROW.pack(self._mesh.number, kind, size, *where)
+        self._rows[parity][self._place * _ROW.size : (self._place + 1) * _ROW.size] = self._row
+        self._weights[parity][self._place] = weight
+
+    def _agree(self, parity: int) -> None:
+        rows = self._rows[parity]
+        if rows == self._row * len(self._group):
+            return
+        others = [_ROW.unpack_from(rows, i * _ROW.size) for i in range(len(self._group))]
+        i = next(i for i, row in enumerate(others) if row != others[self._place])
+        raise LinkError(
+            f"rank {self._group[i]} is in another collective, with {others[i][2]} bytes where this rank has "
+            f"{others[self._place][2]}: all ranks must make the same calls with the same sizes",
+            peer=f"rank {self._group[i]}",
+        )
+
+    # Adding
+
+    def reduce(self, x: Tensor, fold: str) -> None:
+        """`x` becomes the sum ("add") or maximum ("max") over the group, in place."""
+        size = x.numel() * x.element_size()
+        self.one_shot(x, fold) if size <= SMALL_BYTES else self.two_shot(x, fold)
+
+    def one_shot(self, x: Tensor, fold: str) -> None:
+        """Everyone reads everything: one barrier a piece, N times the additions."""
+        data = _data(x)
+        for a in range(0, max(1, len(data)), PIECE_BYTES):
+            piece = data[a : a + PIECE_BYTES]
+            parity = self.parity
+            self._put(piece, len(data), 1)
+            self.bytes_shared += len(self._others) * len(piece)
+            _fold([slots[parity][: len(piece)] for slots in self._slots], piece, x.dtype, fold)
+
+    def two_shot(self, x: Tensor, fold: str) -> None:
+        """Everyone adds 1/N and reads the sums of the others; while one piece is read, the next one is written."""
+        if x.numel() == 0:
+            return
+        data, width = _data(x), x.element_size()
+        step = PIECE_BYTES if len(data) <= PIECE_BYTES else _MANY_BYTES
+        pieces = [slice(a, min(a + step, len(data))) for a in range(0, len(data), step)]
+        self._put(data[pieces[0]], len(data), 2)
+        for i, piece in enumerate(pieces):
+            parity = 1 - self.parity
+            size = piece.stop - piece.start
+            lo, hi = part(size // width, len(self._group), self._place)
+            own = slice(lo * width, hi * width)
+            self.bytes_shared += self._shared_by_two_shot(size)
+            _fold([slots[parity][own] for slots in self._slots], self._out[parity][own], x.dtype, fold)
+            if i + 1 < len(pieces):
+                self._put(data[pieces[i + 1]], len(data), 2)
+            else:
+                self.barrier()
+            data[piece] = self._out[parity][:size]
+
+    def spread(self, x: Tensor, root: int = 0) -> None:
+        """Give everyone the vector of the group's `root`-th rank, in place."""
+        data = _data(x)
+        for a in range(0, max(1, len(data)), PIECE_BYTES):
+            piece = data[a : a + PIECE_BYTES]
+            parity = self.parity
+            if self._place == root:
+                self._slots[root][parity][: len(piece)] = piece
+                self.bytes_shared += len(self._others) * len(piece)
+            self._announce(5, len(data))
+            self.barrier()
+            self._agree(parity)
+            if self._place != root:
+                piece[:] = self._slots[root][parity][: len(piece)]
+
+    def _shared_by_two_shot(self, size: int) -> int:
+        return 2 * len(self._others) * size // len(self._group)
+
+    def _put(self, piece: Bytes, total: int, kind: int) -> None:
+        parity = self.parity
+        self._slots[self._place][parity][: len(piece)] = piece
+        self._announce(kind, total)
+        self.barrier()
+        self._agree(parity)
+
+    # In place
+
+    def find(self, x: Tensor) -> tuple[int, int] | None:
+        """Which buffer `x` lies in, and where; None when it is in ordinary memory."""
+        start, size = x.data_ptr(), x.nbytes
+        for i, resident in enumerate(self._residents):
+            offset = start - resident.start
+            if offset >= 0 and offset + size <= len(resident.out):
+                return (i, offset) if size else None
+        return None
+
+    def reduce_resident(
+        self, where: tuple[int, int], dtype: torch.dtype, size: int, fold: str, weight: float | None = None
+    ) -> Bytes:
+        """The sum over the group of what lies at `where`, read where it lies; valid until the buffer's next sum.
+
+        With `weight`, the mean weighted by everyone's weight.
+        """
+        number, offset = where
+        parity = self.parity
+        resident = self._residents[number]
+        self._announce(3 if weight is None else 4, size, where, 0.0 if weight is None else weight)
+        self.barrier()
+        self._agree(parity)
+        weights = None if weight is None else self._weights[parity].copy()
+        width = dtype.itemsize
+        lo, hi = part(size // width, len(self._group), self._place)
+        own = slice(offset + lo * width, offset + hi * width)
+        _fold([each[own] for each in resident.parts], resident.out[own], dtype, fold, weights)
+        self.bytes_shared += self._shared_by_two_shot(size)
+        self.barrier()
+        return resident.out[offset : offset + size]
+
+    def close(self) -> None:
+        """Close the bells; the memory goes with its last user."""
+        self._barrier.close()
+        self._residents.clear()
+
+
+def _bytes(memory: Memory) -> Bytes:
+    return np.frombuffer(memory.view, dtype=np.uint8)
+
+
+def _data(x: Tensor) -> Bytes:
+    return x.view(torch.uint8).numpy() if x.numel() else np.empty(0, np.uint8)
+
+
+def tensor_of(data: Bytes, dtype: torch.dtype) -> Tensor:
+    """Bytes of shared memory as a tensor, which keeps the memory alive."""
+    return torch.from_numpy(data).view(dtype) if len(data) else torch.empty(0, dtype=dtype)
+
+
+def _fold(parts: list[Bytes], out: Bytes, dtype: torch.dtype, fold: str, weights: Any = None) -> None:
+    """Fold `parts` in the order of ranks into `out`, block by block; infinities are the caller's business."""
+    with np.errstate(all="ignore"):
+        _fold_quietly(parts, out, dtype, fold, weights)
+
+
+def _fold_quietly(parts: list[Bytes], out: Bytes, dtype: torch.dtype, fold: str, weights: Any) -> None:
+    if dtype in (torch.float16, torch.bfloat16):
+        _fold_wide(parts, out, dtype, fold, weights)
+        return
+    kind = _KINDS[dtype]
+    sources = [each.view(kind) for each in parts]
+    target = out.view(kind)
+    step: Fold = np.add if fold == "add" else np.maximum
+    if weights is not None:
+        _fold_weighted(sources, target, weights)
+        return
+    if len(sources) == 1:
+        target[:] = sources[0]
+        return
+    if len(target) <= _BLOCK:
+        step(sources[0], sources[1], out=target)
+        for source in sources[2:]:
+            step(target, source, out=target)
+        return
+    for at in range(0, len(target), _BLOCK):
+        block = slice(at, at + _BLOCK)
+        into = target[block]
+        step(sources[0][block], sources[1][block], out=into)
+        for source in sources[2:]:
+            step(into, source[block], out=into)
+
+
+def _fold_weighted(sources: list[Any], target: Any, weights: Any) -> None:
+    total = float(weights.sum())
+    voices = [(source, float(w) / total) for source, w in zip(sources, weights, strict=True) if w]
+    if not voices:
+        target[:] = 0
+        return
+    scratch = np.empty(min(_BLOCK, len(target)), target.dtype)
+    for at in range(0, len(target), _BLOCK):
+        block = slice(at, at + _BLOCK)
+        into = target[block]
+        np.multiply(voices[0][0][block], voices[0][1], out=into)
+        for source, share in voices[1:]:
+            scaled = scratch[: len(into)]
+            np.multiply(source[block], share, out=scaled)
+            np.add(into, scaled, out=into)
+
+
+def _fold_wide(parts: list[Bytes], out: Bytes, dtype: torch.dtype, fold: str, weights: Any) -> None:
+    """Half precision: folded in float32, rounded once."""
+    shares = [1.0] * len(parts) if weights is None else [float(w / (weights.sum() or 1.0)) for w in weights]
+    sources = [(tensor_of(each, dtype), share) for each, share in zip(parts, shares, strict=True) if share]
+    target = tensor_of(out, dtype)
+    if not sources:
+        target.zero_()
+    for at in range(0, len(target), _BLOCK):
+        block = slice(at, at + _BLOCK)
+        wide = [source[block].float() * share for source, share in sources]
+        if not wide:
+            return
+        for other in wide[1:]:
+            if fold == "add":
+                wide[0].add_(other)
+            else:
+                torch.maximum(wide[0], other, out=wide[0])
+        target[block].copy_(wide[0])

@@ -1,0 +1,92 @@
+"""The other backends of a ring: gloo and NCCL, as process groups of torch.distributed that belong to this ring alone.
+
+They are made and destroyed with the ring, have time-outs, and do not become the process's default group. NCCL is the
+right one between GPUs. The ring's own links stay beside them, to name who is to blame when a group fails.
+"""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rayps.comm.link import parse_address
+from rayps.comm.ring.algorithms import broadcast
+from rayps.comm.ring.mesh import Mesh
+from rayps.core.errors import ConfigError, LinkError
+
+_store: Any = dist.TCPStore  # type: ignore[attr-defined]
+_OPS = {"add": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+class Delegate:
+    """Folds vectors for one ring by a process group."""
+
+    board = None
+
+    def __init__(self, mesh: Mesh, backend: str, address: str) -> None:
+        if backend not in ("gloo", "nccl"):
+            raise ConfigError(f"there is no backend {backend!r}; use own, gloo or nccl", backend=backend)
+        if backend == "nccl" and not torch.cuda.is_available():
+            raise ConfigError("the backend nccl needs a CUDA device; use own or gloo", backend=backend)
+        self._mesh = mesh
+        self._cuda = backend == "nccl"
+        self.choices: dict[str, Any] = {"algorithm": backend, "transport": backend, "ranks": mesh.size, "why": "given"}
+        self._group: Any = None
+        if mesh.size > 1 or self._cuda:
+            self._group = _group(mesh, backend, parse_address(address).host)
+            mesh.at_end(self._close)
+
+    def must_know(self, algorithm: str | None) -> None:
+        """Raises ConfigError: a process group is not told how."""
+        if algorithm is not None:
+            raise ConfigError(f"{self.choices['algorithm']} chooses its own algorithm; leave out {algorithm!r}")
+
+    def fold(self, x: Tensor, kind: str) -> None:
+        """Fold a tensor over the ranks in place; CPU tensors travel by gloo, and by way of the GPU under NCCL.
+
+        Half precision adds in float32.
+        """
+        target = x.float() if kind == "add" and x.dtype in (torch.float16, torch.bfloat16) else x.contiguous()
+        if target.is_cuda != self._cuda:
+            target = target.cuda() if self._cuda else target.cpu()
+        options = dist.AllreduceOptions()
+        options.reduceOp = _OPS[kind]  # type: ignore[assignment]
+        try:
+            self._group.allreduce([target], options).wait()
+            if self._cuda:
+                torch.cuda.synchronize()
+        except RuntimeError as error:
+            raise self._mesh.blame(f"{self.choices['algorithm']} failed: {str(error).splitlines()[0][:200]}") from error
+        if target.data_ptr() != x.data_ptr():
+            x.copy_(target)
+
+    def _close(self) -> None:
+        if self._group is not None:
+            shutdown = getattr(self._group, "shutdown", None)
+            if self._cuda and shutdown is not None:
+                shutdown()
+            self._group = None
+
+
+def _group(mesh: Mesh, backend: str, host: str) -> Any:
+    seconds = datetime.timedelta(seconds=mesh.timeout)
+    port = torch.zeros(1, dtype=torch.int64)
+    store: Any = None
+    if mesh.rank == 0:
+        store = _store(host, 0, mesh.size, is_master=True, timeout=seconds, wait_for_workers=False)
+        port[0] = store.port
+    broadcast(mesh, port, 0)
+    try:
+        if mesh.rank != 0:
+            store = _store(host, int(port), mesh.size, is_master=False, timeout=seconds)
+        if backend == "gloo":
+            return dist.ProcessGroupGloo(store, mesh.rank, mesh.size, seconds)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = seconds
+        return dist.ProcessGroupNCCL(store, mesh.rank, mesh.size, options)
+    except RuntimeError as error:
+        raise LinkError(f"{backend} did not start: {str(error).splitlines()[0][:200]}", peer="") from error

@@ -1,0 +1,38 @@
+"""Who may enter which round: the vector clock of a group of workers. Pure; no I/O, no threads.
+
+A worker's clock is the number of rounds it has pushed without a gap: the mark of a `rayps.core.ledger`. Bounded
+staleness (Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013)
+lets a worker pull while its clock is at most `staleness` ahead of the slowest: 0 is a barrier, None is fully
+asynchronous.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+class Clock:
+    """Rounds pushed by each rank, and how far apart they may drift."""
+
+    def __init__(self, done: Mapping[int, int], staleness: int | None) -> None:
+        """`done` is read whenever the clock is asked; who writes it decides which pushes count."""
+        self.staleness = staleness
+        self.done = done
+
+    @property
+    def slowest(self) -> int:
+        """The smallest clock in the group."""
+        return min(self.done.values(), default=0)
+
+    def lead(self, rank: int) -> int:
+        """How many rounds `rank` is ahead of the slowest."""
+        return self.done[rank] - self.slowest
+
+    def may_pull(self, rank: int) -> bool:
+        """Whether a pull of `rank` may be served now."""
+        return self.staleness is None or self.lead(rank) <= self.staleness
+
+    def laggards(self) -> list[int]:
+        """The ranks that everyone else waits for."""
+        slowest = self.slowest
+        return sorted(rank for rank, done in self.done.items() if done == slowest)

@@ -1,0 +1,60 @@
+"""What an option of a strategy may be: checks that name the option, what was given and what was expected.
+
+Each raises ConfigError. With `none`, none is allowed too; `said` is put behind what was expected.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rayps.core.errors import ConfigError
+
+
+def whole(strategy: Any, field: str, least: int = 1, *, none: bool = False, said: str = "") -> None:
+    """A whole number of at least `least`."""
+    given = getattr(strategy, field)
+    if (given is None and none) or (isinstance(given, int) and not isinstance(given, bool) and given >= least):
+        return
+    raise _wrong(field, given, f"a whole number of at least {least}", none, said)
+
+
+def number(
+    strategy: Any,
+    field: str,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    most: float | None = None,
+    expected: str = "",
+    none: bool = False,
+) -> None:
+    """A finite number within these bounds; `expected` says which they are in other words."""
+    given = getattr(strategy, field)
+    if given is None and none:
+        return
+    if not isinstance(given, bool) and isinstance(given, (int, float)) and abs(given) < float("inf"):
+        rises = (least is None or least <= given) and (above is None or above < given)
+        if rises and (below is None or given < below) and (most is None or given <= most):
+            return
+    bounds = (("of at least", least), ("above", above), ("below", below), ("up to", most))
+    within = " and ".join(f"{word} {bound:g}" for word, bound in bounds if bound is not None)
+    raise _wrong(field, given, expected or f"a number {within}", none)
+
+
+def choice(strategy: Any, field: str, known: tuple[str, ...]) -> None:
+    """One of these words."""
+    given = getattr(strategy, field)
+    if given not in known:
+        raise _wrong(field, given, " or ".join(known) if len(known) < 3 else f"one of {', '.join(known)}")
+
+
+def flag(strategy: Any, field: str) -> None:
+    """True or false."""
+    given = getattr(strategy, field)
+    if not isinstance(given, bool):
+        raise _wrong(field, given, "true or false")
+
+
+def _wrong(field: str, given: Any, expected: str, none: bool = False, said: str = "") -> ConfigError:
+    return ConfigError(f"{field} is {given!r}: give {expected}{', or none' * none}{said}", field=field)

@@ -1,0 +1,109 @@
+"""Who holds which part of a flat vector. Pure arithmetic: no tensors, no I/O.
+
+A shard, a ring chunk and a bucket are all slices of one vector; this module cuts them.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import math
+from collections.abc import Sequence
+
+from rayps.core.errors import ConfigError
+
+
+def part(n: int, parts: int, i: int) -> tuple[int, int]:
+    """The bounds of the i-th of the `slices` of `n` elements."""
+    return n * i // parts, n * (i + 1) // parts
+
+
+def slices(n: int, parts: int) -> list[slice]:
+    """Cut `n` elements into `parts` contiguous slices whose lengths differ by at most one.
+
+    Part i is `[n*i//parts, n*(i+1)//parts)`; parts beyond `n` elements are empty. Raises ConfigError.
+    """
+    if parts < 1:
+        raise ConfigError(f"cannot cut a vector into {parts} parts; give parts >= 1", parts=parts)
+    if n < 0:
+        raise ConfigError(f"a vector cannot have {n} elements; give n >= 0", n=n)
+    return [slice(n * i // parts, n * (i + 1) // parts) for i in range(parts)]
+
+
+def place(segments: Sequence[str], servers: Sequence[str], points: int = 128, bound: float | None = None) -> list[int]:
+    """Which server holds each segment: the index of its server on a consistent-hash ring.
+
+    Every server stands at `points` places of the ring, a segment belongs to the next server clockwise. A server that
+    joins or leaves moves about 1/n of the segments, and only to or from itself; the same names always give the same
+    places, on every machine. Karger et al., Consistent hashing and random trees, 1997.
+
+    With `bound` no server holds more than `bound` times the mean (rounded up): a segment walks on clockwise past full
+    servers. A few more segments move then, also between servers that stay. Mirrokni et al., Consistent hashing with
+    bounded loads, SODA 2018. Raises ConfigError.
+    """
+    return [found[0] for found in spots(segments, servers, 0, points=points, bound=bound)]
+
+
+def spots(
+    segments: Sequence[str],
+    servers: Sequence[str],
+    replicas: int,
+    *,
+    hosts: Sequence[str] | None = None,
+    points: int = 128,
+    bound: float | None = None,
+) -> list[tuple[int, ...]]:
+    """As `place`, and behind each segment's server the next `replicas` further ones clockwise, for copies.
+
+    `hosts` are the machines of the servers: copies go to other machines than the server's own first, and to as many
+    different ones as there are. Where there are fewer servers, there are fewer copies. With `bound` a server that has
+    `bound` times the mean of copies is passed over too, where another machine is not lost by it. Raises ConfigError.
+    """
+    if not servers or len(set(servers)) != len(servers):
+        raise ConfigError(f"segments need servers of different names, got {list(servers)!r}", servers=list(servers))
+    if points < 1:
+        raise ConfigError(f"a server needs a place on the ring; give points >= 1, not {points}", points=points)
+    if bound is not None and bound < 1:
+        raise ConfigError(f"no server may hold less than the mean; give bound >= 1, not {bound:g}", bound=bound)
+    ring = sorted((_hash(f"{name}#{point}"), i) for i, name in enumerate(servers) for point in range(points))
+    places = [at for at, _ in ring]
+    room = len(segments) if bound is None else math.ceil(bound * len(segments) / len(servers))
+    most = math.inf if bound is None else math.ceil(bound * len(segments) * replicas / len(servers))
+    held, copied = [0] * len(servers), [0] * len(servers)
+    found: list[tuple[int, ...]] = [()] * len(segments)
+    # in the order of the ring, so that the order in which segments are given does not matter
+    for at, _, number in sorted((_hash(segment), segment, number) for number, segment in enumerate(segments)):
+        first = bisect.bisect_right(places, at)
+        around = _clockwise(ring, first, len(servers) if replicas or bound is not None else 1)
+        owner = next(server for server in around if held[server] < room)
+        held[owner] += 1
+        found[number] = (owner, *_copies(owner, around, replicas, hosts, [count >= most for count in copied]))
+        for server in found[number][1:]:
+            copied[server] += 1
+    return found
+
+
+def _clockwise(ring: list[tuple[int, int]], first: int, servers: int) -> list[int]:
+    """The servers in the order in which one meets them from here."""
+    met: dict[int, None] = {}
+    for step in range(len(ring)):
+        met.setdefault(ring[(first + step) % len(ring)][1])
+        if len(met) == servers:
+            break
+    return list(met)
+
+
+def _copies(
+    owner: int, around: list[int], replicas: int, hosts: Sequence[str] | None, full: Sequence[bool]
+) -> list[int]:
+    left, taken = [server for server in around if server != owner], [owner]
+    while left and len(taken) <= replicas:
+        used = set() if hosts is None else {hosts[server] for server in taken}
+        best = min(left, key=lambda server: (hosts is not None and hosts[server] in used, full[server]))
+        left.remove(best)
+        taken.append(best)
+    return taken[1:]
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")

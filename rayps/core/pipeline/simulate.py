@@ -1,0 +1,77 @@
+"""What a schedule costs: its table run on a clock. Pure; exact where the seconds are whole numbers or fractions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+
+from rayps.core.pipeline.schedule import Action, Table, needs, splits
+from rayps.core.pipeline.validate import walk
+
+Seconds = int | float | Fraction
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """When each worker does what: one step, from 0 on."""
+
+    rows: list[list[tuple[Action, Seconds, Seconds]]]  # for each worker: action, start, end
+    peaks: list[int]  # the most activations that each worker holds at once
+
+    @property
+    def makespan(self) -> Seconds:
+        """How long the step takes: to the last end on any worker."""
+        return max((row[-1][2] for row in self.rows if row), default=0)
+
+    @property
+    def idles(self) -> list[Seconds]:
+        """For each worker the share of the makespan in which it waits."""
+        whole = self.makespan
+        busy = [sum((end - start for _, start, end in row), start=Fraction(0)) for row in self.rows]
+        return [1 - each / whole if whole else Fraction(0) for each in busy]
+
+    @property
+    def idle(self) -> Seconds:
+        """The share of all workers' time in which they wait."""
+        return sum(self.idles, start=Fraction(0)) / len(self.rows)
+
+
+def simulate(
+    table: Table, seconds: Callable[[Action], Seconds] | dict[str, Seconds] | None = None, transfer: Seconds = 0
+) -> Timeline:
+    """Run a table on a clock: each worker does its actions in order, each as soon as what it needs is there.
+
+    `seconds` are those of an action, or of each kind {"F": 1, "B": 2}; left out, F 1 and B 2, or F, B and W 1 each.
+    `transfer` is how long a tensor travels between two workers, meanwhile both go on.
+
+    Raises:
+        ConfigError: the table comes to a stop.
+    """
+    if seconds is None:
+        seconds = {"F": 1, "B": 1, "W": 1} if splits(table) else {"F": 1, "B": 2}
+    takes = seconds if callable(seconds) else _by_kind(seconds)
+    chunks = 1 + max((action.chunk for row in table for action in row), default=-1)
+    rows: list[list[tuple[Action, Seconds, Seconds]]] = [[] for _ in table]
+    done: dict[Action, Seconds] = {}
+    for rank, action in walk(table):
+        start = rows[rank][-1][2] if rows[rank] else 0
+        for need in needs(action, chunks):
+            there = need.chunk % len(table)
+            start = max(start, done[need] + (transfer if there != rank else 0))
+        done[action] = start + takes(action)
+        rows[rank].append((action, start, done[action]))
+    return Timeline(rows, [peak(row, splits(table)) for row in table])
+
+
+def peak(row: list[Action], split: bool) -> int:
+    """The most activations held at once by a worker that does these actions: from an F to its B, with `split` its W."""
+    held = most = 0
+    for action in row:
+        held += (action.kind == "F") - (action.kind == ("W" if split else "B"))
+        most = max(most, held)
+    return most
+
+
+def _by_kind(seconds: dict[str, Seconds]) -> Callable[[Action], Seconds]:
+    return lambda action: seconds[action.kind]

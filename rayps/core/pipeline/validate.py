@@ -1,0 +1,121 @@
+"""Whether a schedule's table can run, in which order, and a table as text: JSON, CSV. Pure."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from rayps.core.errors import ConfigError
+from rayps.core.pipeline.schedule import KINDS, Action, Table, needs, splits
+
+
+def validate(table: Table, stages: int, micro_batches: int, chunks: int = 1) -> None:
+    """See that every pass happens once, on its worker, and that no worker waits for ever.
+
+    Raises:
+        ConfigError: naming the worker, the action, and what is missing before it.
+    """
+    if len(table) != stages:
+        raise _wrong(f"it has {len(table)} rows, and there are {stages} stages: give one row for each")
+    for rank, row in enumerate(table):
+        for action in row:
+            _known(action, rank, stages, micro_batches, chunks)
+    kinds = KINDS if splits(table) else KINDS[:2]
+    found = Counter(action for row in table for action in row)
+    for chunk in range(stages * chunks):
+        for micro in range(micro_batches):
+            for kind in kinds:
+                action = Action(kind, chunk, micro)
+                if found[action] != 1:
+                    often = "is missing" if not found[action] else f"stands there {found[action]} times"
+                    raise _wrong(f"{action} {often} on stage {chunk % stages}: every pass must happen once")
+    for _ in walk(table):
+        pass
+
+
+def walk(table: Table) -> Iterator[tuple[int, Action]]:
+    """The table's actions in an order in which they can happen, each with its worker's rank.
+
+    Raises:
+        ConfigError: from some point on every worker waits for another; says for what.
+    """
+    chunks = 1 + max((action.chunk for row in table for action in row), default=-1)
+    at, done, moved = [0] * len(table), set[Action](), True
+    while moved:
+        moved = False
+        for rank, row in enumerate(table):
+            while at[rank] < len(row) and done.issuperset(needs(row[at[rank]], chunks)):
+                action = row[at[rank]]
+                done.add(action)
+                at[rank] += 1
+                moved = True
+                yield rank, action
+    stuck = [(rank, row[at[rank]]) for rank, row in enumerate(table) if at[rank] < len(row)]
+    if stuck:
+        first = {action: next(need for need in needs(action, chunks) if need not in done) for _, action in stuck}
+        waits = [f"stage {rank} waits before {action} for {first[action]}" for rank, action in stuck]
+        raise _wrong("it comes to a stop: " + "; ".join(waits[:4]) + ("; ..." if len(waits) > 4 else ""))
+
+
+def to_json(table: Table) -> str:
+    """A list of actions such as "0F1" (chunk 0, forward, micro-batch 1) for each worker."""
+    rows = ",\n ".join(json.dumps([str(action) for action in row]) for row in table)
+    return f"[{rows}]\n"
+
+
+def to_csv(table: Table) -> str:
+    """A line for each worker, its actions such as 0F1 between commas."""
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows([[str(action) for action in row] for row in table])
+    return out.getvalue()
+
+
+def read(text: str) -> tuple[Table, int, int, int]:
+    """A table from JSON or CSV, validated, with its stages, micro-batches and chunks.
+
+    Raises:
+        ConfigError: it cannot be read, or cannot run.
+    """
+    try:
+        rows = json.loads(text) if text.lstrip().startswith(("[", "{")) else list(csv.reader(io.StringIO(text)))
+    except ValueError as error:
+        raise _wrong(f'it is no JSON ({error}): give a list of actions such as "0F1" for each stage') from None
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, list) for row in rows):
+        raise _wrong('it must be a list of lists, one for each stage, such as [["0F0", "0B0"], ["1F0", "1B0"]]')
+    table = [[_action(word) for word in row if word != ""] for row in rows]  # torch's CSV pads waiting with ""
+    every = [action for row in table for action in row]
+    if not every:
+        raise _wrong("it has no actions")
+    stages, micro_batches = len(table), 1 + max(action.micro for action in every)
+    chunks, odd = divmod(1 + max(action.chunk for action in every), stages)
+    if odd or not chunks:
+        raise _wrong(f"it names {chunks * stages + odd} chunks on {stages} stages: give a multiple of {stages}")
+    validate(table, stages, micro_batches, chunks)
+    return table, stages, micro_batches, chunks
+
+
+def _action(word: Any) -> Action:
+    match = re.fullmatch(r"\s*(\d{1,6})([FBW])(\d{1,6})\s*", word) if isinstance(word, str) else None
+    if match is None:
+        raise _wrong(f'{word!r} is no action: write the chunk, F, B or W, and the micro-batch, such as "0F1"')
+    return Action(match[2], int(match[1]), int(match[3]))
+
+
+def _known(action: Action, rank: int, stages: int, micro_batches: int, chunks: int) -> None:
+    if action.kind not in KINDS:
+        raise _wrong(f"{action} on stage {rank} is no pass: give F, B or W")
+    if not 0 <= action.chunk < stages * chunks:
+        raise _wrong(f"{action} on stage {rank}: there are {stages * chunks} chunks, 0 to {stages * chunks - 1}")
+    if not 0 <= action.micro < micro_batches:
+        raise _wrong(f"{action} on stage {rank}: there are {micro_batches} micro-batches, 0 to {micro_batches - 1}")
+    if action.chunk % stages != rank:
+        raise _wrong(f"{action} on stage {rank}: chunk {action.chunk} lives on stage {action.chunk % stages}")
+
+
+def _wrong(what: str) -> ConfigError:
+    return ConfigError(f"the schedule's table cannot run: {what}", field="schedule")

@@ -1,0 +1,70 @@
+"""Proximal operators: prox_{tg}(v) = argmin_z g(z) + |z - v|^2 / (2t), the step of a method that splits f(x) + g(x).
+
+Parikh and Boyd, "Proximal Algorithms", 2014, chapter 6. Pure: vectors come as tensors and are changed in place.
+    l1   g(z) = weight * sum |z_j|          soft threshold: sign(v) max(|v| - t weight, 0); zeros are exact
+    l2   g(z) = weight / 2 * sum z_j^2      shrink: v / (1 + t weight)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rayps.core.errors import ConfigError
+from rayps.core.text import form
+
+
+def soft_threshold(v: Any, t: float) -> Any:
+    """Each element of `v` (any shape) moved by `t` towards zero, and not beyond it; in place."""
+    return v.sub_(v.clamp(-t, t))
+
+
+def shrink(v: Any, t: float) -> Any:
+    """`v` / (1 + `t`), in place."""
+    return v.div_(1.0 + t)
+
+
+PROX: dict[str, Callable[[Any, float], Any]] = {"l1": soft_threshold, "l2": shrink}
+
+
+def prox(regularizer: str | None, v: Any, t: float) -> Any:
+    """prox_{tg}(v) in place, for g as `canonical` writes it; None is g = 0, which leaves `v` as it is."""
+    if regularizer is None:
+        return v
+    spec = form(regularizer)
+    return PROX[spec["name"]](v, t * spec["weight"])
+
+
+def canonical(given: Any) -> str | None:
+    """A regularizer as text, `l1(weight=0.1)`, from that, from `l1(0.1)`, or from {"name": "l1", "weight": 0.1}.
+
+    Raises:
+        ConfigError: it is none of these, or the weight is not a finite number of at least 0.
+    """
+    if given is None:
+        return None
+    spec = _spec(given) if isinstance(given, str) else given
+    if not isinstance(spec, dict) or set(spec) != {"name", "weight"} or spec["name"] not in PROX:
+        raise _refused(given)
+    weight = spec["weight"]
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight < float("inf"):
+        raise _refused(given)
+    return f"{spec['name']}(weight={float(weight)!r})"
+
+
+def _spec(given: str) -> dict[str, Any] | None:
+    name, opens, inside = given.strip().partition("(")
+    if opens and "=" not in inside:
+        given = f"{name}(weight={inside}"
+    try:
+        return form(given)
+    except ConfigError:
+        return None
+
+
+def _refused(given: Any) -> ConfigError:
+    return ConfigError(
+        f"regularizer is {given!r}: give {' or '.join(f'{name}(weight=0.1)' for name in PROX)} with a weight of 0 or "
+        "more, or none",
+        field="regularizer",
+    )

@@ -1,0 +1,159 @@
+"""Strategies as text: `2*all_reduce:replica=pipeline(stages=4,stage=tensor_parallel(size=2))`. Pure.
+
+A value is a word, a number, `name(option=value,...)`, a list `(2,5)` or a mapping `(layer=split,...)`. The first option
+of a name in `FIRST` may stand without its own: `krum(4)` is `krum(f=4)`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rayps.core.errors import ConfigError
+from rayps.core.spelling import near
+
+DEEPEST = 20  # parentheses in one another; a strategy needs three
+FIRST = {
+    "iid": "clients",
+    "by_quantity": "clients",
+    "shards": "per_client",
+    "dirichlet": "alpha",
+    "krum": "f",
+    "multi_krum": "f",
+    "trimmed_mean": "f",
+    "bulyan": "f",
+    "centered_clipping": "tau",
+    "geometric_median": "iterations",
+    "l1": "weight",
+    "l2": "weight",
+    "sign_flip": "clients",
+    "gaussian": "clients",
+    "label_flip": "clients",
+    "alie": "clients",
+    "inner_product": "clients",
+    "nan": "clients",
+    "inflated_counts": "clients",
+    "false_buffers": "clients",
+    "false_c": "clients",
+}
+_WORDS = {"none": None, "null": None, "true": True, "false": False}
+
+
+def form(text: str, depth: int = 0) -> dict[str, Any]:
+    """`name`, `name:option=value,...` or `name(option=value,...)` as {"name": ..., option: ...}.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    text = text.strip()
+    opens, colon = text.find("("), text.find(":")
+    if opens >= 0 and (colon < 0 or opens < colon):
+        name, inside = text[:opens], _inside(text, opens, depth)
+    else:
+        name, _, inside = text.partition(":")
+    found: dict[str, Any] = {"name": name.strip()}
+    for part in _parts(inside):
+        key, equals, value = part.partition("=")
+        key = key.strip()
+        if not equals or "(" in key:
+            if len(found) > 1 or found["name"] not in FIRST:
+                raise _nameless(found["name"], part)
+            key, value = FIRST[found["name"]], part
+        if key in found:
+            raise ConfigError(f"strategy option {key!r} is given twice in {_short(text)}", field="strategy")
+        found[key] = _value(value.strip(), depth)
+    return found
+
+
+def scalar(text: str) -> Any:
+    """A word of the text form as what it says: none, true, false, a number, or itself."""
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def written(spec: Any) -> str:
+    """A strategy in wire form as text; `parse` reads it again."""
+    if isinstance(spec, list):
+        return " > ".join(
+            f"{phase['epochs']}*{written(phase['strategy'])}" if phase.get("epochs") else written(phase["strategy"])
+            for phase in spec
+        )
+    if not isinstance(spec, dict):
+        return str(spec)
+    options = _listed({key: value for key, value in spec.items() if key != "name"})
+    return f"{spec.get('name')}:{options}" if options else str(spec.get("name"))
+
+
+def _listed(options: dict[str, Any]) -> str:
+    return ",".join(f"{key}={nested(value)}" for key, value in options.items())
+
+
+def nested(value: Any) -> str:
+    """A value as it stands within options, such as `krum(f=4)`."""
+    if isinstance(value, dict):
+        return f"{value.get('name', '')}({_listed({k: v for k, v in value.items() if k != 'name'})})"
+    if isinstance(value, (list, tuple)):
+        return f"({','.join(map(nested, value))})"
+    return "none" if value is None else str(value)
+
+
+def _nameless(name: str, part: str) -> ConfigError:
+    """What is wrong with an option that is given without its name."""
+    if name in FIRST:
+        to = repr(name)
+        hint = f"only the first, {FIRST[name]}, may stand without its name; write the others key=value"
+    else:
+        to = f"{name!r}{near(name, FIRST)}"
+        hint = (
+            "an option of it is written key=value, as in parameter_server:staleness=3,shards=2 or krum(f=4) "
+            f"(without a name: {', '.join(FIRST)})"
+        )
+    return ConfigError(f"{_short(part)} is given to {to} without a name: {hint}", field="strategy")
+
+
+def _value(text: str, depth: int) -> Any:
+    if "(" not in text:
+        return scalar(text)
+    inside = _inside(text, text.find("("), depth)
+    if not text.startswith("("):
+        return form(text, depth + 1)
+    parts = _parts(inside)
+    if any("=" in part.partition("(")[0] for part in parts):
+        return {key: value for key, value in form(f"-({inside})", depth + 1).items() if key != "name"}
+    return [_value(part, depth + 1) for part in parts]
+
+
+def _inside(text: str, opens: int, depth: int) -> str:
+    """What stands in the parentheses that begin at `opens` and must end with the text."""
+    if depth > DEEPEST:
+        raise ConfigError(f"a strategy with parentheses more than {DEEPEST} deep cannot be read", field="strategy")
+    inside, level = text[opens + 1 : -1], 1
+    for letter in inside:
+        level += (letter == "(") - (letter == ")")
+        if level == 0:
+            break
+    if not text.endswith(")") or level != 1:
+        raise ConfigError(f"the parentheses of {_short(text)} do not fit together", field="strategy")
+    return inside
+
+
+def _parts(text: str) -> list[str]:
+    """What stands between the commas outside of parentheses."""
+    parts, level, begin = [], 0, 0
+    for at, letter in enumerate(text):
+        level += (letter == "(") - (letter == ")")
+        if letter == "," and level == 0:
+            parts.append(text[begin:at])
+            begin = at + 1
+    if level:
+        raise ConfigError(f"the parentheses of {_short(text)} do not fit together", field="strategy")
+    return [part for part in (each.strip() for each in [*parts, text[begin:]]) if part]
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 100 else text[:97] + "...")

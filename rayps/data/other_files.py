@@ -1,0 +1,26 @@
+"""The same columns from other files: how one workload reads everybody's own rows."""
+
+from __future__ import annotations
+
+import copy
+
+from rayps.core.errors import DataError
+from rayps.data.base import Data
+from rayps.data.files import Files
+from rayps.data.reader import ParquetData
+
+
+def elsewhere(data: Data, path: str) -> Data:
+    """Parquet data with the same columns and options, read from another file or folder.
+
+    Raises:
+        DataError: `data` is not of Parquet files.
+    """
+    if not isinstance(data, ParquetData):
+        raise DataError(
+            f"the rows cannot be read from {path!r}, since the workload's data() is no Parquet file: let data() itself "
+            "read this client's\nown rows (and leave --data out), or return rayps.data.parquet(...) there"
+        )
+    other = copy.copy(data)
+    other._files = Files(path)
+    return other.with_clients(None)

@@ -1,0 +1,101 @@
+"""What the readers of rows do not read (Ray Data, file formats other than Parquet, patterns), and the way out."""
+
+from __future__ import annotations
+
+from pathlib import PurePosixPath
+from typing import Any
+
+import pyarrow.fs as pafs
+
+from rayps.core.errors import DataError
+
+OTHERWISE = "only Parquet files are read: convert it, or give rayps.data.dataset(...) a torch Dataset that reads it"
+_PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip")
+_TABLES = {  # suffix: what it is, and what reads it as a table
+    ".csv": ("CSV", "pyarrow.csv.read_csv"),
+    ".tsv": ("CSV", "pyarrow.csv.read_csv"),
+    ".json": ("JSON", "pyarrow.json.read_json"),
+    ".jsonl": ("JSON", "pyarrow.json.read_json"),
+    ".ndjson": ("JSON", "pyarrow.json.read_json"),
+    ".feather": ("Feather", "pyarrow.feather.read_table"),
+    ".arrow": ("Arrow IPC", "pyarrow.feather.read_table"),
+    ".ipc": ("Arrow IPC", "pyarrow.feather.read_table"),
+    ".orc": ("ORC", "pyarrow.orc.read_table"),
+}
+_ARRAYS = {  # suffix: what it is, and what reads it as an array
+    ".npy": ("NumPy", "numpy.load"),
+    ".npz": ("NumPy", "numpy.load"),
+    ".pt": ("torch", "torch.load"),
+    ".pth": ("torch", "torch.load"),
+    ".safetensors": ("safetensors", "safetensors.torch.load_file"),
+}
+_OTHERS = {
+    ".txt": "text",
+    ".xlsx": "Excel",
+    ".xls": "Excel",
+    ".h5": "HDF5",
+    ".hdf5": "HDF5",
+    ".avro": "Avro",
+    ".tfrecord": "TFRecord",
+    ".pkl": "pickle",
+    ".pickle": "pickle",
+    ".tar": "tar",
+}
+
+
+def refuse_ray_data(call: str, *given: Any) -> None:
+    """Refuse Ray Data, whose rows cannot be dealt to ranks by number.
+
+    Raises:
+        DataError: one of `given`, the arguments of `rayps.data.<call>`, is a Ray Data dataset or iterator.
+    """
+    for value in given:
+        if is_ray_data(value):
+            raise DataError(
+                f"{call}: a Ray Data {type(value).__name__} cannot be read: {ray_data_way()}", kind="ray_data"
+            )
+
+
+def is_ray_data(value: Any) -> bool:
+    """Whether a value is of Ray Data; ray is not imported for it."""
+    return any(f"{kind.__module__}.".startswith("ray.data.") for kind in type(value).__mro__)
+
+
+def ray_data_way() -> str:
+    """What to do with a Ray Data dataset."""
+    return (
+        "write it once by\nds.write_parquet(FOLDER), where all workers can read, and give "
+        "rayps.data.parquet(FOLDER, features=...)"
+    )
+
+
+def other_format(path: str) -> str | None:
+    """How a file of another format is brought in, by its name's suffix; None where the suffix says nothing."""
+    suffixes = [suffix for suffix in PurePosixPath(path).suffixes if suffix not in _PACKED]
+    suffix = suffixes[-1].lower() if suffixes else ""
+    if suffix in _TABLES:
+        what, reader = _TABLES[suffix]
+        return f"{what} is not read: convert it once by pyarrow.parquet.write_table({reader}(FILE), 'rows.parquet')"
+    if suffix in _ARRAYS:
+        what, reader = _ARRAYS[suffix]
+        return f"files of {what} are not read: give rayps.data.tensors(x, y) what {reader}(FILE) gives"
+    return f"{_OTHERS[suffix]} is not read: {OTHERWISE}" if suffix in _OTHERS else None
+
+
+def is_pattern(path: str) -> bool:
+    """Whether a path has a wildcard: `*`, `?` or `[...]`."""
+    return any(mark in path for mark in "*?") or ("[" in path and "]" in path)
+
+
+def pattern(path: str, filesystem: Any) -> str:
+    """Why a path with wildcards that is no file is refused, and the way out."""
+    folder = path[: min(path.index(mark) for mark in "*?[" if mark in path)].rpartition("/")[0]
+    names = (
+        "sorted(str(p) for p in pathlib.Path(FOLDER).glob(PATTERN))"
+        if isinstance(filesystem, pafs.LocalFileSystem)
+        else "a list of its files"
+    )
+    return (
+        f"{path}: wildcards are not expanded: give the directory ({folder or '/'}), whose files that end in .parquet "
+        f"are read\nwith those of its subdirectories, or a list of files: {names}"
+    )

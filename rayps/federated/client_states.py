@@ -1,0 +1,136 @@
+"""What is kept of each client from round to round: an SQLite file that nobody else sees, for any number of clients.
+
+A state is named tensors, kept as safetensors. It is filed with the round after which it holds; of a client the newest
+one is kept, and those that belong to the newest snapshot, so that a run can go back to that, and to later rounds of
+which the driver may yet make one. The file is unlinked as soon as it is open, as in `rayps.ps.tables.disk`: nothing is
+left behind however the process ends, and what must outlive it is with the driver
+(`rayps.recovery.client_states_backup`).
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import tempfile
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+
+import safetensors.torch
+from torch import Tensor
+
+from rayps.core.errors import ConfigError
+
+Row = tuple[int, int, bytes]  # client, the round after which it holds, the state
+_CACHE = 4096  # KiB of pages that SQLite keeps
+CHUNK = 16 << 20  # bytes of states that are read at once
+
+
+class States:
+    """Clients' states by number and round. Any thread may call it; one round's changes are kept or undone as one."""
+
+    def __init__(self, folder: str | None = None) -> None:
+        """Raises ConfigError: there is no place for the file."""
+        self.saved = 0  # the round of the newest snapshot, which must be found again
+        self.kept = 0  # the newest round of which a snapshot may yet be made
+        self._lock = threading.Lock()
+        try:
+            with tempfile.TemporaryDirectory(prefix="rayps-clients-", dir=folder) as place:
+                self._db = sqlite3.connect(Path(place) / "states", isolation_level=None, check_same_thread=False)
+                for said in (
+                    "locking_mode = exclusive",
+                    "journal_mode = memory",
+                    "synchronous = off",
+                    "page_size = 8192",
+                    f"cache_size = -{_CACHE}",
+                    "temp_store = memory",
+                ):
+                    self._db.execute(f"pragma {said}")
+                self._db.execute(
+                    "create table states (client integer, round integer, state blob not null, "
+                    "primary key (client, round))"
+                )
+        except (OSError, sqlite3.Error) as error:
+            raise ConfigError(
+                f"states of clients cannot be put on disk in {folder or tempfile.gettempdir()}: {error}; set TMPDIR "
+                "to a folder with space",
+                field="strategy",
+            ) from error
+
+    def __len__(self) -> int:
+        """Clients of which there is a state."""
+        with self._lock:
+            return int(self._db.execute("select count(distinct client) from states").fetchone()[0])
+
+    # ---- a worker's, round by round
+
+    def get(self, client: int) -> dict[str, Tensor]:
+        """The newest state of a client; empty where it has none."""
+        asked = "select state from states where client = ? order by round desc limit 1"
+        with self._lock:
+            found = self._db.execute(asked, (client,)).fetchone()
+        return {} if found is None else safetensors.torch.load(found[0])
+
+    def put(self, client: int, state: dict[str, Tensor], round: int) -> None:
+        """File a client's state after `round`; it counts once `end` says so."""
+        plain = {name: value.detach().cpu().contiguous() for name, value in state.items()}
+        self.file([(client, round, safetensors.torch.save(plain))])
+
+    def file(self, rows: Iterable[Row]) -> None:
+        """File states as they are kept. Of each client, what no snapshot can be of is forgotten: what is older than its
+        state at `saved`, and what came after `kept` and is not the newest.
+        """
+        with self._lock:
+            if not self._db.in_transaction:
+                self._db.execute("begin")
+            for client, round, state in rows:
+                self._db.execute(
+                    "delete from states where client = ? and round > ? and round < ?",
+                    (client, max(self.saved, self.kept), round),
+                )
+                self._db.execute("insert or replace into states values (?, ?, ?)", (client, round, state))
+                self._db.execute(
+                    "delete from states where client = ?1 and round < "
+                    "(select max(round) from states where client = ?1 and round <= ?2)",
+                    (client, self.saved),
+                )
+
+    def end(self, *, keep: bool = True) -> None:
+        """Keep what was filed since the last end, or undo it."""
+        with self._lock:
+            if self._db.in_transaction:
+                self._db.execute("commit" if keep else "rollback")
+
+    # ---- snapshots
+
+    def rows(self, since: int, upto: int, after: int = -1) -> list[Row]:
+        """Of clients above `after`, ascending: the newest states of rounds above `since` and up to `upto`.
+
+        At least one where there is one, and no more than about 16 MiB: ask again from the last one on.
+        """
+        asked = (
+            "select client, max(round), state from states where client > ? and round > ? and round <= ? "
+            "group by client order by client"
+        )
+        found, size = list[Row](), 0
+        with self._lock:
+            for row in self._db.execute(asked, (after, since, upto)):
+                found.append(row)
+                size += len(row[2])
+                if size >= CHUNK:
+                    break
+        return found
+
+    def back(self, round: int) -> None:
+        """Forget what is newer than `round`."""
+        with self._lock:
+            self._db.execute("delete from states where round > ?", (round,))
+
+    def clear(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self._db.execute("delete from states")
+
+    def close(self) -> None:
+        """Let go of the file."""
+        with self._lock:
+            self._db.close()

@@ -1,0 +1,277 @@
+"""A weighted sum of updates with the same bits in any order, and over any number of workers.
+
+A sum of floats depends on the order of its terms; a sum of integers does not. Each product n_k x_k is written in fixed
+point, as digits of 40 bits in int64 limbs, whose quanta are 2^-10, 2^-50, ...; limbs are added, by a ring too, and one
+rounding at the end makes a float again. (Kulisch and Miranker, "The arithmetic of the digital computer: a new
+approach", SIAM Review 28, 1986, take enough digits for all floats; here a range is fixed, and what is beyond it is
+refused by name.)
+
+| dtype            | limbs | bytes an element | quantum |
+|------------------|-------|------------------|---------|
+| float16 bfloat16 | 2     | 16               | 2^-50   |
+| float32          | 2     | 16               | 2^-50   |
+| float64          | 3     | 24               | 2^-90   |
+
+Rounded is once for each reply, by at most half a quantum (and by 2^-53 of itself where a weight is no whole number
+below 2^24), so a mean is off by at most half a quantum over the replies' mean weight: where weights are at least 1,
+2^-51 in float32, whose own spacing is coarser than that for all magnitudes above 2^-27, 7e-9. What a ring sends is 4
+times (float64: 3 times) the vector's bytes, once a round. |n_k x_k| must be below 2^32 and replies at most 2^20.
+Summing costs a reply about twelve operations on blocks that fit the cache, and no memory that grows.
+"""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rayps.core.errors import ConfigError
+
+Floats = NDArray[np.float64]
+DIGIT = 40  # bits of a limb but the first
+FIRST = 10  # the first limb counts multiples of 2^-FIRST
+LIMIT = 2.0**32  # of |n x|: below 2^42 quanta of the first limb, so that 2^20 of them stay below 2^62
+MOST = 1 << 20  # replies
+LIMBS = {torch.float16: 2, torch.bfloat16: 2, torch.float32: 2, torch.float64: 3}
+_BLOCK = 1 << 15  # elements: three blocks of float64 stay in a core's cache
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+NOT_FINITE = "its update holds values that are not finite"
+TOO_LARGE = f"its update times its weight goes beyond {LIMIT:.3g}"
+
+
+class Exact:
+    """The running sum of n_k x_k, of the n_k, and the number of replies.
+
+    `limbs` is int64 [limbs, size + 2]: the vector's, then the weights' sum, then the number of replies. Whoever adds
+    the limbs of several of these adds their sums; `meet` does so over a ring.
+    """
+
+    def __init__(self, size: int, dtype: torch.dtype, home: Tensor | None = None) -> None:
+        """For vectors of `size` elements of `dtype`, on the CPU; `home`: the limbs' memory, zeros of `room(...)`.
+
+        Raises:
+            ConfigError: the dtype is no float.
+        """
+        if dtype not in LIMBS:
+            raise ConfigError(f"an exact sum of {dtype}: it adds float16, bfloat16, float32 and float64")
+        self.size, self.dtype = size, dtype
+        block = min(_BLOCK, max(1, size))
+        self._product = torch.empty(block, dtype=torch.float64)
+        self._whole, self._back = np.empty(block), np.empty(block)
+        self._only = torch.empty(size, dtype=dtype)
+        home = torch.zeros(self.room(size, dtype), dtype=torch.int64) if home is None else home
+        self._sums = home.view(LIMBS[dtype], size + 2)
+        self._magic = [1.5 * 2.0 ** (52 - FIRST - DIGIT * j) for j in range(LIMBS[dtype])]
+        self._unsettled = 0  # products whose limbs still hold the bits of `_magic`
+        self._weights, self._replies, self._mine = [0] * len(self._sums), 0, 0  # not yet in the limbs; added here
+
+    @staticmethod
+    def room(size: int, dtype: torch.dtype) -> int:
+        """How many int64 the limbs take."""
+        return LIMBS[dtype] * (size + 2)
+
+    # ---- in
+
+    def add(self, update: Tensor, weight: float = 1.0) -> str | None:
+        """Add weight * update; None, or the reason why this reply was left out, and nothing was changed.
+
+        Raises:
+            ConfigError: the weight is not a finite number above 0, the lengths differ, or 2^20 replies are in.
+        """
+        why = self.refusal(update, weight)
+        if why is not None:
+            return why
+        if self._mine == 0:
+            self._only.copy_(update)
+        elif self._mine >= MOST:
+            raise ConfigError(f"an exact sum holds {MOST} replies at most")
+        update, weights = update.detach(), _halves(weight)
+        for at in range(0, self.size, _BLOCK):
+            self._add_block(update[at : at + _BLOCK], at, weights)
+        self._unsettled += len(weights) * (2 if self.dtype == torch.float64 else 1)
+        self._mine += 1
+        self._add_weight(weight)
+        return None
+
+    def refusal(self, update: Tensor, weight: float = 1.0) -> str | None:
+        """Why `add` would leave this reply out; None if it would not. Raises as `add`."""
+        if not (isinstance(weight, (int, float)) and 0 < weight < math.inf):
+            raise ConfigError(f"a reply's weight is {weight!r}: it must be a number above 0")
+        if update.numel() != self.size:
+            raise ConfigError(f"a reply has {update.numel()} elements, the model {self.size}")
+        return refusal(update, weight)
+
+    def _add_block(self, x: Tensor, at: int, weights: list[float]) -> None:
+        """Products of 53 bits are exact: of a float32 and a weight below 2^24, or of halves of a float64."""
+        product = self._product[: len(x)]
+        limbs = self._sums[:, at : at + len(x)].numpy()
+        high = x.float().double() if self.dtype == torch.float64 else x
+        for part in [high, x - high] if self.dtype == torch.float64 else [x]:
+            for weight in weights:
+                product.copy_(part)
+                self._digits(product.numpy(), weight, limbs)
+
+    def _digits(self, value: Floats, weight: float, limbs: NDArray[np.int64]) -> None:
+        """Adding 1.5 * 2^52 quanta leaves a float whose bits, less those of that number, count the quanta."""
+        whole, back, last = self._whole[: len(value)], self._back[: len(value)], len(limbs) - 1
+        np.multiply(value, weight, out=value)
+        for j, magic in enumerate(self._magic):
+            np.add(value, magic, out=whole)
+            if j < last:
+                np.subtract(value, np.subtract(whole, magic, out=back), out=value)  # exact: for the limbs that follow
+            np.add(limbs[j], whole.view(np.int64), out=limbs[j])  # modulo 2^64, until `limbs` settles it
+
+    def _add_weight(self, weight: float) -> None:
+        self._replies += 1
+        if weight == int(weight):
+            self._weights[0] += int(weight) << FIRST
+            return
+        left = Fraction(weight) * 2**FIRST
+        for j in range(len(self._weights)):
+            digit = round(left)
+            self._weights[j] += digit
+            left = (left - digit) * 2**DIGIT
+
+    @property
+    def limbs(self) -> Tensor:
+        """The sums, int64 [limbs, size + 2], where they lie."""
+        if self._unsettled:
+            for row, magic in zip(self._sums.numpy(), self._magic, strict=True):
+                bits = int(np.float64(magic).view(np.int64)) * self._unsettled % 2**64
+                np.subtract(row[:-2].view(np.uint64), np.uint64(bits), out=row[:-2].view(np.uint64))
+            self._unsettled = 0
+        if self._replies:
+            self._sums[:, -2] += torch.tensor(self._weights)
+            self._sums[0, -1] += self._replies
+            self._weights, self._replies = [0] * len(self._sums), 0
+        return self._sums
+
+    # ---- together
+
+    def meet(self, ring: Any) -> None:
+        """Add the limbs of all ranks; all of them call it. A single reply among all ranks is passed on as it is."""
+        ring.sum(self.limbs)
+        self.pass_on(ring)
+
+    def pass_on(self, ring: Any) -> None:
+        """The end of `meet`, once the limbs of all ranks are in."""
+        if self.count == 1:
+            bits = self._only.view(_BITS[self.dtype.itemsize])
+            told = bits.to(torch.int64) if self._mine else torch.zeros(self.size, dtype=torch.int64)
+            bits.copy_(ring.sum(told))
+
+    # ---- out
+
+    @property
+    def count(self) -> int:
+        """Replies in the sum."""
+        return int(self.limbs[0, -1])
+
+    @property
+    def weight(self) -> Fraction:
+        """The sum of the weights, without an error where they are whole numbers."""
+        return _fraction(self.limbs[:, -2])
+
+    def total(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The sum of n_k x_k, rounded once, as a new vector. `dtype`: the updates', or a wider one."""
+        return self._rounded(Fraction(1), dtype or self.dtype)
+
+    def mean(self, weight: float | Fraction | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """The sum over `weight` (the replies' own in all), as `total`; a single reply comes back bit for bit.
+
+        Zeros where all weights are too small to be counted, so that their sum is 0.
+
+        Raises:
+            ConfigError: there is no reply.
+        """
+        if not self.count:
+            raise ConfigError("a mean of no replies: keep the model as it is")
+        if weight is None and self.count == 1:
+            return self._only.to(dtype or self.dtype, copy=True)
+        divisor = self.weight if weight is None else Fraction(weight)
+        if not divisor:
+            return torch.zeros(self.size, dtype=dtype or self.dtype)
+        return self._rounded(divisor, dtype or self.dtype)
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self._sums.zero_()
+        self._unsettled = self._replies = self._mine = 0
+        self._weights = [0] * len(self._sums)
+
+    def _rounded(self, divisor: Fraction, dtype: torch.dtype) -> Tensor:
+        out = torch.empty(self.size, dtype=dtype)
+        n = float(divisor)
+        for at in range(0, self.size, _BLOCK):
+            limbs = self.limbs[:, at : min(at + _BLOCK, self.size)]
+            if self.dtype == torch.float64:
+                high, low = _value(limbs)
+                out[at : at + _BLOCK] = high + low if n == 1 else _quotient(high, low, n)
+            else:  # a few roundings of float64 are none in what has 24 bits at most
+                high, low = limbs.double()
+                out[at : at + _BLOCK] = high.mul_(2.0**-FIRST).add_(low, alpha=2.0 ** -(FIRST + DIGIT)).div_(n)
+        return out
+
+
+def refusal(update: Tensor, weight: float = 1.0) -> str | None:
+    """Why weight * update is no summand: it is not finite, or beyond `LIMIT`; None if it is one."""
+    if weight >= LIMIT:
+        return TOO_LARGE
+    if not update.numel():
+        return None
+    low, high = (end.item() for end in torch.aminmax(update.detach()))  # NaN wins over both
+    if not (math.isfinite(low) and math.isfinite(high)):
+        return NOT_FINITE
+    return None if max(-low, high) * weight < LIMIT else TOO_LARGE
+
+
+def _halves(weight: float) -> list[float]:
+    """A weight as numbers of at most 24 and 29 bits that add up to it."""
+    high = float(np.float32(weight))
+    return [high] if high == weight else [high, weight - high]
+
+
+def _fraction(limbs: Tensor) -> Fraction:
+    return sum((Fraction(int(limb), 1 << (FIRST + DIGIT * j)) for j, limb in enumerate(limbs)), Fraction(0))
+
+
+def _two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """a + b as its rounding and what that leaves out, without an error (Knuth)."""
+    s = a + b
+    part = s - a
+    return s, (a - (s - part)) + (b - part)
+
+
+def _value(limbs: Tensor) -> tuple[Tensor, Tensor]:
+    """What limbs [limbs, n] stand for, in float64: its rounding, and the rest to as many bits again."""
+    limbs = limbs.clone()
+    for j in range(len(limbs) - 1, 0, -1):  # each limb but the first becomes 0 to 2^DIGIT - 1
+        carry = limbs[j] >> DIGIT
+        limbs[j] -= carry << DIGIT
+        limbs[j - 1] += carry
+    top = limbs[0] >> DIGIT
+    terms = [top.double() * 2.0 ** (DIGIT - FIRST), (limbs[0] - (top << DIGIT)).double() * 2.0**-FIRST]
+    terms += [limbs[j].double() * 2.0 ** -(FIRST + DIGIT * j) for j in range(1, len(limbs))]
+    high, low = terms[0], torch.zeros_like(terms[0])
+    for term in terms[1:]:
+        high, left = _two_sum(high, term)
+        low += left
+    return _two_sum(high, low)
+
+
+def _quotient(high: Tensor, low: Tensor, n: float) -> Tensor:
+    """(high + low) / n, rounded to float64 as if it were known in full (but for a tie that it cannot see)."""
+    q = high / n
+    q_high = q.float().double()
+    q_low = q - q_high
+    rest = high
+    for part in _halves(n):
+        rest = rest - q_high * part
+    for part in _halves(n):
+        rest = rest - q_low * part
+    return q + (rest + low) / n

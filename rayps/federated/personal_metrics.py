@@ -1,0 +1,68 @@
+"""How good a client's own model is on its own rows of the evaluation data: metrics `personal_*`.
+
+Its own model is what its strategy keeps for it (Ditto's v_k), or w after some epochs on its own data (`finetune`), or w
+with its own buffers (`buffers="keep"`). Each worker evaluates its share of the clients that both data sets name.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rayps.core.user_code import user_code
+from rayps.federated.client import Task, beside_of
+from rayps.parallel.division.part import number
+
+if TYPE_CHECKING:
+    from rayps.federated.engine import Engine
+
+ROWS = 1024  # of a client that are evaluated at once
+
+
+def personal(engine: Engine) -> dict[str, tuple[float, int]]:
+    """Sums and sample counts of this worker's share; nothing where nobody has a model of their own."""
+    w, strategy = engine.w, engine.strategy
+    options: Any = strategy
+    sums: dict[str, tuple[float, int]] = {}
+    if options.remote or not (options.finetune or options.personal or options.buffers == "keep"):
+        return sums
+    if engine.judging is None:
+        with user_code("evaluation_data"):
+            engine.judging = w.workload.evaluation_data()
+    data = engine.judging
+    if not getattr(data, "divided", False):
+        return sums
+    clients, trainer = data.clients, engine.trainer
+    vector, buffers, rng = w.flat.vector.clone(), trainer.kept(), torch.get_rng_state()
+    for other, name in enumerate(clients.names):
+        k = engine.clients.find(name)
+        if k is None or (engine.homes[k] if engine.homes is not None else k % w.size) != w.rank:
+            continue
+        state, own = engine.state_of(k)
+        t = engine.at(w.position)
+        task = Task(w.plan.seed, t, k, vector, w.shared, state, buffers | own, engine.tick(t))
+        if options.finetune:
+            trainer.tune(strategy, task, engine.source.rows(k), options.finetune)
+        elif options.personal in state:
+            trainer.put(state[options.personal], buffers | beside_of(state))
+        else:
+            trainer.put(vector, task.buffers)
+        _evaluate(engine, clients, clients.rows(other), sums)
+    trainer.put(vector, buffers)
+    torch.set_rng_state(rng)
+    return sums
+
+
+def _evaluate(engine: Engine, clients: Any, rows: Any, sums: dict[str, tuple[float, int]]) -> None:
+    w = engine.w
+    w.flat.model.eval()
+    with torch.no_grad(), user_code("evaluate"):
+        for lo in range(0, len(rows), ROWS):
+            batch = clients.batch(rows[lo : lo + ROWS]).to(w.device)
+            with user_code("evaluate"):  # each batch is a sign of life
+                found = w.held.evaluate(batch)
+            for name, mean in found.items():
+                total, count = sums.get(f"personal_{name}", (0.0, 0))
+                sums[f"personal_{name}"] = (total + number(name, mean) * batch.size, count + batch.size)
+    w.flat.model.train()

@@ -1,0 +1,214 @@
+"""When clients are there: always, by chance, by day, or by a trace of intervals. Pure.
+
+Virtual time is whole microseconds: sums of it are exact, and a last bit of some processor's logarithm moves nothing.
+"""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rayps.core.errors import ConfigError
+from rayps.federated.cohort import Ints, uniforms
+from rayps.federated.population.options import intervals
+
+FOREVER = 1 << 61
+Pairs = list[list[tuple[float, float]]]
+
+
+class Availability(Protocol):
+    """Who is there, until when, and when to look again."""
+
+    def there(self, clients: Ints, now: int, round: int, attempt: int) -> NDArray[np.bool_]:
+        """Whether each of `clients` can begin now; `attempt` counts the looks in this round."""
+
+    def until(self, clients: Ints, now: int) -> Ints:
+        """When each of `clients`, which are there now, leaves."""
+
+    def next(self, clients: Ints, now: int) -> int | None:
+        """The next moment after `now` at which to look again; None = none of `clients` ever comes back."""
+
+
+def availability(seed: int, spec: dict[str, Any]) -> Availability:
+    """What `forms.available_of` describes. Raises ConfigError: a trace cannot be read."""
+    name = spec["name"]
+    if name == "bernoulli":
+        return Bernoulli(seed, spec["p"], micros(spec["every"]))
+    if name == "diurnal" and spec["share"] < 1:
+        return Diurnal(seed, micros(spec["share"] * spec["day"]), micros(spec["day"]), spec["spread"])
+    if name == "trace":
+        pairs = spec["intervals"] if spec["file"] is None else intervals(read_intervals(spec["file"]), spec["period"])
+        return Trace(pairs, spec["period"])
+    return Always()
+
+
+def micros(seconds: float) -> int:
+    """Seconds as whole microseconds."""
+    return round(seconds * 1e6)
+
+
+class Always:
+    """Everyone is there, all the time."""
+
+    def there(self, clients: Ints, now: int, round: int, attempt: int) -> NDArray[np.bool_]:
+        """See Availability."""
+        return np.ones(len(clients), dtype=np.bool_)
+
+    def until(self, clients: Ints, now: int) -> Ints:
+        """See Availability."""
+        return np.full(len(clients), FOREVER, dtype=np.int64)
+
+    def next(self, clients: Ints, now: int) -> int | None:
+        """See Availability."""
+        return now + 1
+
+
+class Bernoulli(Always):
+    """Each client is there with probability p, drawn for each round; who is there stays."""
+
+    def __init__(self, seed: int, p: float, every: int) -> None:
+        self._seed, self._p, self._every = seed, p, max(1, every)
+
+    def there(self, clients: Ints, now: int, round: int, attempt: int) -> NDArray[np.bool_]:
+        """See Availability."""
+        return np.asarray(uniforms(self._seed, "available", clients, round, attempt) < self._p)
+
+    def next(self, clients: Ints, now: int) -> int | None:
+        """See Availability."""
+        return now + self._every
+
+
+class Diurnal:
+    """Each client is there for one stretch of every day, from a moment of its own."""
+
+    def __init__(self, seed: int, length: int, day: int, spread: float) -> None:
+        self._seed, self._length, self._day, self._spread = seed, length, max(1, day), spread
+
+    def there(self, clients: Ints, now: int, round: int, attempt: int) -> NDArray[np.bool_]:
+        """See Availability."""
+        return np.asarray(self._hour(clients, now) < self._length)
+
+    def until(self, clients: Ints, now: int) -> Ints:
+        """See Availability."""
+        return now + self._length - self._hour(clients, now)
+
+    def next(self, clients: Ints, now: int) -> int | None:
+        """See Availability."""
+        return now + int((self._day - self._hour(clients, now)).min())
+
+    def _hour(self, clients: Ints, now: int) -> Ints:
+        """Microseconds since each client's day began."""
+        begins = uniforms(self._seed, "diurnal", clients) * (self._spread * self._day)
+        return np.asarray((now - begins.astype(np.int64)) % self._day)
+
+
+class Trace:
+    """Client k is there in the intervals of trace k, or k modulo the number of traces.
+
+    All traces lie one behind another on one long axis, so that a search of all clients is one call.
+    """
+
+    def __init__(self, traces: Pairs, period: float | None) -> None:
+        self._traces = len(traces)
+        last = max(off for each in traces for _, off in each)
+        self._period = None if period is None else micros(period)
+        self._stride = micros(last if period is None else period) + 1
+        merged = [(t * self._stride, on, off) for t, each in enumerate(traces) for on, off in _merged(each)]
+        self._on = np.array([base + on for base, on, _ in merged], dtype=np.int64)
+        self._off = np.array([base + off for base, _, off in merged], dtype=np.int64)
+        bases = np.arange(self._traces, dtype=np.int64) * self._stride
+        at = np.searchsorted(self._on, bases)
+        found = np.minimum(at, len(self._on) - 1)
+        self._first = np.where(
+            (at < len(self._on)) & (self._on[found] < bases + self._stride), self._on[found] - bases, -1
+        )
+        #: how long a trace that is on when its period ends stays on in the next one
+        self._over = np.where(self._first == 0, self._off[found] - bases, 0)
+
+    def there(self, clients: Ints, now: int, round: int, attempt: int) -> NDArray[np.bool_]:
+        """See Availability."""
+        moment, at = self._find(clients, now)
+        return np.asarray((at >= 0) & (moment < self._off[at]) & (moment >= self._on[at]))
+
+    def until(self, clients: Ints, now: int) -> Ints:
+        """See Availability."""
+        moment, at = self._find(clients, now)
+        left = self._off[at] - moment
+        if self._period is None:
+            return np.asarray(now + left)
+        trace = clients % self._traces
+        over = self._off[at] == trace * self._stride + self._period
+        whole = over & (self._over[trace] == self._period)
+        return np.asarray(np.where(whole, FOREVER, now + left + np.where(over, self._over[trace], 0)))
+
+    def next(self, clients: Ints, now: int) -> int | None:
+        """See Availability."""
+        moment, at = self._find(clients, now)
+        trace = clients % self._traces
+        after = np.minimum(at + 1, len(self._on) - 1)
+        comes = (at + 1 < len(self._on)) & (self._on[after] < (trace + 1) * self._stride)
+        waits = np.where(comes, self._on[after] - moment, FOREVER)
+        if self._period is not None:
+            again = self._period - now % self._period + self._first[trace]
+            waits = np.where((waits == FOREVER) & (self._first[trace] >= 0), again, waits)
+        soonest = int(waits.min())
+        return None if soonest >= FOREVER else now + soonest
+
+    def _find(self, clients: Ints, now: int) -> tuple[Ints, Ints]:
+        """Each client's moment on the long axis, and the last interval that begins there or before; -1 = none."""
+        local = min(now, self._stride - 1) if self._period is None else now % self._period
+        moment = (clients % self._traces) * self._stride + local
+        return moment, np.searchsorted(self._on, moment, side="right") - 1
+
+
+def _merged(pairs: list[tuple[float, float]]) -> list[tuple[int, int]]:
+    """In microseconds, intervals that touch as one."""
+    found: list[tuple[int, int]] = []
+    for on, off in ((micros(on), micros(off)) for on, off in pairs):
+        if found and found[-1][1] == on:
+            found[-1] = found[-1][0], off
+        elif on < off:
+            found.append((on, off))
+    return found
+
+
+def read_intervals(file: str) -> Pairs:
+    """Columns client,on,off of a CSV file: the intervals of each client, clients as they first appear."""
+    traces: dict[str, list[tuple[float, float]]] = {}
+    for client, on, off in _columns(file, "available", ("client", "on", "off")):
+        traces.setdefault(client, []).append((float(on), float(off)))
+    return list(traces.values())
+
+
+def read_seconds(file: str) -> list[float]:
+    """Columns client,seconds of a CSV file: virtual seconds a sample of each client, as they stand."""
+    return [float(seconds) for _, seconds in _columns(file, "speed", ("client", "seconds"))]
+
+
+def _columns(file: str, field: str, names: tuple[str, ...]) -> list[list[str]]:
+    """These columns of a CSV file with a head; all but the first hold numbers of 0 or more. Raises ConfigError."""
+    try:
+        with Path(file).open(newline="", encoding="utf-8") as lines:
+            rows = list(csv.DictReader(lines))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{field}: the trace {file} cannot be read: {error}", field=field) from error
+    found = []
+    for number, row in enumerate(rows, start=2):
+        each = [row.get(name) or "" for name in names]
+        try:
+            if not all(0 <= float(value) < 1e9 for value in each[1:]):
+                raise ValueError
+        except ValueError:
+            raise ConfigError(
+                f"{field}: line {number} of {file} is {','.join(map(str, row.values()))!r}: give columns "
+                f"{','.join(names)} with seconds of 0 or more",
+                field=field,
+            ) from None
+        found.append(each)
+    if not found:
+        raise ConfigError(f"{field}: the trace {file} has no line below its head {','.join(names)}", field=field)
+    return found

@@ -1,0 +1,216 @@
+"""What a federated strategy may say of its clients' world: speed, availability, dropouts, deadlines. Pure, no numpy.
+
+A speed is virtual seconds a sample: a number (all clients alike), a list (client k takes the k-th, from the beginning
+again where there are more clients), or one of
+    constant(seconds=0.001)                            all alike
+    lognormal(sigma=0.5,median=0.001,jitter=0)         exp(sigma z) for each client, exp(jitter z) for each round
+    uniform(low=0.001,high=0.002,jitter=0)
+    trace(file=speeds.csv)                             columns client,seconds; or trace(seconds=(0.001,0.002))
+An availability is
+    always
+    bernoulli(p=0.8,every=60)                          drawn for each client and round; again after `every` seconds
+                                                       where nobody was there
+    diurnal(share=0.5,day=86400,spread=1)              there for a share of each day, from a moment of its own that is
+                                                       drawn from the first `spread` of the day
+    trace(file=there.csv,period=none)                  columns client,on,off in seconds, from the beginning again after
+                                                       `period`; or trace(intervals=[[[0, 60]], [[30, 90]]])
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from rayps.core.errors import ConfigError
+from rayps.core.text import form
+
+_SPEEDS: dict[str, dict[str, Any]] = {
+    "constant": {"seconds": 0.001},
+    "lognormal": {"sigma": 0.5, "median": 0.001, "jitter": 0.0},
+    "uniform": {"low": 0.001, "high": 0.002, "jitter": 0.0},
+    "trace": {"file": None, "seconds": None},
+}
+_AVAILABLE: dict[str, dict[str, Any]] = {
+    "always": {},
+    "bernoulli": {"p": 0.8, "every": 60.0},
+    "diurnal": {"share": 0.5, "day": 86400.0, "spread": 1.0},
+    "trace": {"file": None, "intervals": None, "period": None},
+}
+_SHARES = {"p", "share"}  # above 0 and up to 1
+_POSITIVE = {"median", "low", "high", "every", "day", "period"}
+_SPREAD = {"spread"}  # from 0 to 1
+_LONGEST = 1e9  # seconds: thirty years, far from where whole microseconds end
+
+
+def speed_of(given: Any) -> dict[str, Any]:
+    """A speed as {"name": ..., every option: ...}. Raises ConfigError."""
+    if given is None:
+        given = "constant"
+    if isinstance(given, (int, float)) and not isinstance(given, bool):
+        given = {"name": "constant", "seconds": given}
+    if isinstance(given, (list, tuple)):
+        given = {"name": "trace", "seconds": list(given)}
+    found = _read("speed", given, _SPEEDS)
+    if found["name"] == "trace":
+        _one_of("speed", found, "file", "seconds")
+        for value in found["seconds"] or ():
+            _number("speed", "seconds", value, least=0.0)
+    if found["name"] == "uniform" and found["low"] > found["high"]:
+        raise ConfigError(f"speed: low {found['low']:g} is above high {found['high']:g}: swap them", field="speed")
+    return found
+
+
+def available_of(given: Any) -> dict[str, Any]:
+    """An availability as {"name": ..., every option: ...}. Raises ConfigError."""
+    if given is None:
+        given = "always"
+    if isinstance(given, (list, tuple)):
+        given = {"name": "trace", "intervals": list(given)}
+    found = _read("available", given, _AVAILABLE)
+    if found["name"] == "trace":
+        _one_of("available", found, "file", "intervals")
+        if found["intervals"] is not None:
+            found["intervals"] = intervals(found["intervals"], found["period"])
+    return found
+
+
+def intervals(given: Any, period: float | None) -> list[list[tuple[float, float]]]:
+    """For each client its (on, off) in seconds, sorted. Raises ConfigError."""
+    checked: list[list[tuple[float, float]]] = []
+    for client, each in enumerate(given):
+        try:
+            pairs = sorted((float(on), float(off)) for on, off in each)
+        except (TypeError, ValueError):
+            raise ConfigError(
+                f"available: the intervals of trace {client} are {each!r}: give a list of (on, off) in seconds",
+                field="available",
+            ) from None
+        end = 0.0
+        for on, off in pairs:
+            if not end <= on < off <= (_LONGEST if period is None else period):
+                raise ConfigError(
+                    f"available: trace {client} is on from {on:g} to {off:g}: give intervals with on < off, one after "
+                    f"another, from 0 to {'30 years' if period is None else f'the period {period:g}'}",
+                    field="available",
+                )
+            end = off
+        checked.append(pairs)
+    if not any(checked):
+        raise ConfigError(
+            "available: no client of the trace is ever there: give at least one interval", field="available"
+        )
+    return checked
+
+
+def check(
+    *,
+    fraction: Any = 1.0,
+    speed: Any = None,
+    available: Any = None,
+    dropout: Any = 0.0,
+    deadline: Any = None,
+    min_replies: Any = 1,
+    enough: Any = None,
+    over_selection: Any = 0.0,
+) -> None:
+    """Look at what a strategy was given, before anything starts.
+
+    Raises:
+        ConfigError: something cannot be; it says what can.
+    """
+    if not _is_number(fraction) or not 0 < fraction <= 1:
+        raise ConfigError(
+            f"fraction is {fraction!r}: give the share of the clients that each round asks, above 0 and up to 1",
+            field="fraction",
+        )
+    if not _is_number(dropout) or not 0 <= dropout < 1:
+        raise ConfigError(
+            f"dropout is {dropout!r}: give the share of the asked clients that never reply, from 0 to below 1",
+            field="dropout",
+        )
+    if deadline is not None and not (_is_number(deadline) and 0 < deadline <= _LONGEST):
+        raise ConfigError(
+            f"deadline is {deadline!r}: give virtual seconds above 0, or none (a round waits for all)", field="deadline"
+        )
+    if not _is_number(over_selection) or not 0 <= over_selection <= 10:
+        raise ConfigError(
+            f"over_selection is {over_selection!r}: give how many clients beyond the needed ones to ask, as a share of "
+            "them from 0 to 10 (0.3 asks 13 where 10 are needed)",
+            field="over_selection",
+        )
+    for field, value, least, free in (("min_replies", min_replies, 0, False), ("enough", enough, 1, True)):
+        if value is None and free:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ConfigError(
+                f"{field} is {value!r}: give a whole number of at least {least}" + (", or none" if free else ""),
+                field=field,
+            )
+    if enough is not None and enough < min_replies:
+        raise ConfigError(
+            f"a round ends with {enough} replies (enough) and counts from {min_replies} on (min_replies): no round "
+            "would ever count; raise enough, or lower min_replies",
+            field="enough",
+        )
+    speed_of(speed)
+    available_of(available)
+
+
+def _read(field: str, given: Any, known: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Text or a mapping with every option of its form, numbers checked."""
+    spec = form(given) if isinstance(given, str) else dict(given) if isinstance(given, Mapping) else {"name": given}
+    name = spec.pop("name", None)
+    if name not in known:
+        forms = ", ".join(
+            each + (f"({','.join(f'{key}={_shown(value)}' for key, value in options.items())})" if options else "")
+            for each, options in known.items()
+        )
+        raise ConfigError(f"{field} is {given!r}: give one of {forms}", field=field)
+    options = known[name]
+    for key, value in spec.items():
+        if key not in options:
+            raise ConfigError(
+                f"{field}: {name} has no option {key!r}; it has {', '.join(options) or 'none'}", field=field
+            )
+        if key in ("file", "intervals") or (name, key) == ("trace", "seconds") or (key == "period" and value is None):
+            continue
+        spec[key] = _number(
+            field,
+            key,
+            value,
+            least=0.0,
+            positive=key in _POSITIVE | _SHARES,
+            most=1.0 if key in _SHARES | _SPREAD else _LONGEST,
+        )
+    return {"name": name, **options, **spec}
+
+
+def _shown(value: Any) -> str:
+    return "..." if value is None else f"{value:g}"
+
+
+def _one_of(field: str, found: dict[str, Any], first: str, second: str) -> None:
+    """A trace is a file or a list."""
+    if (found[first] is None) == (found[second] is None):
+        raise ConfigError(f"{field}: trace takes either {first}=... or {second}=...", field=field)
+    if found[first] is not None and not isinstance(found[first], str):
+        raise ConfigError(f"{field}: {first} is {found[first]!r}: give the name of a CSV file", field=field)
+    if found[second] is not None and not (isinstance(found[second], (list, tuple)) and found[second]):
+        raise ConfigError(
+            f"{field}: {second} is {found[second]!r}: give a list with an entry for each client", field=field
+        )
+
+
+def _number(field: str, key: str, value: Any, *, least: float, most: float = _LONGEST, positive: bool = False) -> float:
+    if not _is_number(value) or not least <= value <= most or (positive and not value):
+        raise ConfigError(
+            f"{field}: {key} is {value!r}: give a number {'above' if positive else 'of at least'} {least:g} "
+            f"and up to {most:g}",
+            field=field,
+        )
+    return float(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

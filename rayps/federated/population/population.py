@@ -1,0 +1,219 @@
+"""The clients' world on a virtual clock: who is asked, who replies, who is lost and why, and when a round ends. Pure.
+
+Each draw is a function of (seed, client, round) and nothing else: neither the host's load nor the number of workers
+nor an earlier round changes it. All that a round takes from the one before is the moment at which it ended.
+Seconds here are virtual; no one ever waits for them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rayps.core.errors import ConfigError, TrainingError
+from rayps.federated.cohort import Ints, cohort_size, first, normals, uniforms
+from rayps.federated.population import options
+from rayps.federated.population.availability import FOREVER, Availability, availability, micros, read_seconds
+
+LOOKS = 10_000  # at an empty world, before a round gives up
+_LATEST = 1 << 60  # microseconds: where the clock ends
+
+
+REASONS = ("", "offline", "dropout", "deadline")  # what became of a client's training; "" = it replied
+
+
+class Training(NamedTuple):
+    """One reply: which client trained, and from which version's parameters."""
+
+    client: int
+    version: int  # the round at whose beginning the parameters were these
+    staleness: int  # versions since then, as the server takes the reply over
+    again: int  # how often this client had already begun from this version
+    begin: float  # virtual seconds
+    end: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One round: what there is to train, and what became of everyone who was asked."""
+
+    round: int
+    sampled: Ints  # positions of the clients that were asked, sorted
+    trains: Ints  # those of them whose replies count, sorted
+    dropped: list[tuple[int, str]]  # the others, and why: dropout, offline, deadline, late
+    begin: float  # virtual seconds: when the clients were asked
+    end: float  # when the round ended
+    waited: float = 0.0  # how long nobody was there before it began
+    trainings: tuple[Training, ...] = ()  # a reply each: of `trains` in their order, or as they arrive in a buffer
+    needed: tuple[int, ...] = ()  # versions from which somebody is still training after this round
+
+    @property
+    def staleness(self) -> dict[int, int]:
+        """How many replies were so many versions old."""
+        return dict(sorted(Counter(each.staleness for each in self.trainings).items()))
+
+
+@dataclass(frozen=True)
+class Errand:
+    """What becomes of clients that begin to train at one moment: arrays alike."""
+
+    clients: Ints
+    ends: Ints  # microseconds at which each replies, or is given up
+    reasons: list[str] = field(default_factory=list)  # "" = it replies
+
+
+class World:
+    """N clients with a speed, an availability and bad luck of their own.
+
+    Args:
+        seed: of every draw.
+        work: samples that each client trains in a round (n_k E, or L B); its length is N.
+        fraction: share of all clients that a round needs.
+        speed, available: see `options`.
+        dropout: probability that a client that was asked never replies.
+        deadline: virtual seconds after which a client is given up; None = never.
+        enough: a round ends as soon as so many have replied; None = when no more replies are to come.
+        over_selection: ask (1 + so much) times as many clients as are needed, and end with the needed number.
+
+    Raises:
+        ConfigError: there are no clients, or an option cannot be.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        work: Any,
+        *,
+        fraction: float = 1.0,
+        speed: Any = None,
+        available: Any = None,
+        dropout: float = 0.0,
+        deadline: float | None = None,
+        enough: int | None = None,
+        over_selection: float = 0.0,
+    ) -> None:
+        options.check(
+            fraction=fraction,
+            speed=speed,
+            available=available,
+            dropout=dropout,
+            deadline=deadline,
+            enough=enough,
+            min_replies=0,
+            over_selection=over_selection,
+        )
+        self.seed, self.work = seed, np.asarray(work, dtype=np.float64)
+        self.clients = len(self.work)
+        if not self.clients:
+            raise ConfigError("there are no clients: give the data clients with client=...", field="clients")
+        needed = cohort_size(self.clients, fraction)
+        self.asked = min(self.clients, int(needed * (1 + over_selection) + 0.5))
+        self.enough = enough if enough is not None else needed if self.asked > needed else None
+        if enough is not None and enough > self.asked:
+            raise ConfigError(
+                f"enough is {enough}, and a round asks {self.asked} of the {self.clients} clients: no round would ever "
+                f"have enough replies; give at most {self.asked}, or a larger fraction",
+                field="enough",
+            )
+        self._dropout = dropout
+        self._deadline = None if deadline is None else max(1, micros(deadline))
+        self._available: Availability = availability(seed, options.available_of(available))
+        self._speed = options.speed_of(speed)
+        self._all = np.arange(self.clients, dtype=np.int64)
+        self._pace = self._paces()
+
+    def round(self, t: int, now: float = 0.0) -> Plan:
+        """Round `t`, where the one before ended at `now`.
+
+        Raises:
+            TrainingError: no client is there, and none will be.
+        """
+        moment, candidates = self.someone(t, micros(now), self._all)
+        sampled = first(self.seed, t, candidates, self.asked)
+        sent = self.send(sampled, moment, t)
+        end = int(sent.ends.max())
+        replies = [at for at, reason in enumerate(sent.reasons) if not reason]
+        if self.enough is not None and len(replies) >= self.enough:
+            replies.sort(key=lambda at: (sent.ends[at], at))
+            end = int(sent.ends[replies[self.enough - 1]])
+            replies = replies[: self.enough]
+        kept = set(replies)
+        trains = sampled[sorted(kept)]
+        begin = moment / 1e6
+        return Plan(
+            round=t,
+            sampled=sampled,
+            trains=trains,
+            trainings=tuple(
+                Training(client, t, 0, 0, begin, sent.ends[at] / 1e6)
+                for client, at in zip(trains.tolist(), sorted(kept), strict=True)
+            ),
+            dropped=[(int(client), sent.reasons[at] or "late") for at, client in enumerate(sampled) if at not in kept],
+            begin=begin,
+            end=end / 1e6,
+            waited=(moment - micros(now)) / 1e6,
+        )
+
+    def someone(self, t: int, now: int, among: Ints) -> tuple[int, Ints]:
+        """The first moment from `now` on at which some of the clients `among` are there, and who they are.
+
+        Raises:
+            TrainingError: none of them is, and none will be.
+        """
+        moment: int | None = now
+        for attempt in range(LOOKS):
+            if moment is None or moment > _LATEST:
+                break
+            there = self._available.there(among, moment, t, attempt)
+            if there.any():
+                return moment, among[there]
+            moment = self._available.next(among, moment)
+        raise TrainingError(
+            f"round {t}: none of {len(among)} clients is available at {now / 1e6:g} virtual seconds, and none will be"
+            + (f" in the next {LOOKS} looks" if moment is not None else "")
+            + ": raise their availability (available=...), or give the trace a period",
+            round=t,
+        )
+
+    def there(self, clients: Ints, now: int, t: int) -> Any:
+        """Whether each of `clients` is there in round `t` at `now` (microseconds)."""
+        return self._available.there(clients, now, t, 0)
+
+    def send(self, clients: Ints, now: int, t: int, again: int = 0) -> Errand:
+        """What becomes of clients that begin round `t` at `now` (microseconds), for the first time or once again.
+
+        Without a deadline a client that is lost by dropout is noticed when its reply was due.
+        """
+        seconds, place = self._pace[clients], (t, again) if again else (t,)
+        jitter = self._speed.get("jitter", 0.0)
+        if jitter:
+            seconds = seconds * np.exp(jitter * normals(self.seed, "jitter", clients, *place))
+        due = now + np.minimum(np.rint(self.work[clients] * seconds * 1e6), _LATEST).astype(np.int64)
+        leaves = self._available.until(clients, now)
+        latest = FOREVER if self._deadline is None else now + self._deadline
+        lost = uniforms(self.seed, "dropout", clients, *place) < self._dropout
+        reasons = [
+            "offline" if gone else "dropout" if drop else "deadline" if late else ""
+            for gone, drop, late in zip(
+                (leaves < np.minimum(due, latest)).tolist(), lost.tolist(), (due > latest).tolist(), strict=True
+            )
+        ]
+        ends = np.minimum(np.minimum(due, leaves), latest)
+        if self._deadline is not None:
+            ends = np.where(lost & (leaves >= ends), latest, ends)  # its silence is noticed at the deadline
+        return Errand(clients, ends, reasons)
+
+    def _paces(self) -> Any:
+        """Virtual seconds a sample for each client."""
+        spec, name = self._speed, self._speed["name"]
+        if name == "lognormal":
+            return spec["median"] * np.exp(spec["sigma"] * normals(self.seed, "speed", self._all))
+        if name == "uniform":
+            return spec["low"] + (spec["high"] - spec["low"]) * uniforms(self.seed, "speed", self._all)
+        if name == "trace":
+            seconds = np.asarray(spec["seconds"] if spec["file"] is None else read_seconds(spec["file"]))
+            return seconds[self._all % len(seconds)].astype(np.float64)
+        return np.full(self.clients, spec["seconds"])

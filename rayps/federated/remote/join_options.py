@@ -1,0 +1,90 @@
+"""How a job waits for real clients: `clients=remote`, or `remote(least=3,wait=600)`. Pure.
+
+    least=1     so many must be there before a round begins
+    wait=600    seconds that the job waits for them, each time; then it fails, and says who was there
+
+`deadline` of the strategy is in real seconds then, 600 unless said otherwise: who has not replied by then does not
+count in the round. Options of simulated clients (speed, available, dropout, attack, enough, over_selection) say nothing
+about real ones, and are refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rayps.core.errors import ConfigError
+from rayps.core.text import form
+
+DEADLINE = 600.0  # seconds of a round, unless the strategy says otherwise
+REMOTE = "remote"
+_OF_SIMULATED = {
+    "speed": None,
+    "available": None,
+    "dropout": 0.0,
+    "attack": None,
+    "enough": None,
+    "over_selection": 0.0,
+    "finetune": None,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Joining:
+    """For how many clients a round waits, and for how long."""
+
+    least: int = 1
+    wait: float = 600.0
+
+
+def joining_of(given: Any) -> Joining | None:
+    """What `clients` says; None = the clients are those of the data, simulated on the workers.
+
+    Raises:
+        ConfigError: naming what may be given.
+    """
+    if given is None:
+        return None
+    facts = form(given) if isinstance(given, str) else given
+    if not isinstance(facts, Mapping) or facts.get("name") != REMOTE:
+        raise ConfigError(
+            f"clients is {given!r}: give remote, or remote(least=3,wait=600), for clients that are processes of their "
+            "own\n(`rayps client`); leave it out where the data has the clients (client=... of rayps.data)",
+            field="clients",
+        )
+    options = {key: value for key, value in facts.items() if key != "name"}
+    for key in options:
+        if key not in Joining.__dataclass_fields__:
+            raise ConfigError(f"clients: remote has no option {key!r}: it has least and wait", field="clients")
+    found = Joining(**options)
+    if isinstance(found.least, bool) or not isinstance(found.least, int) or found.least < 1:
+        raise ConfigError(f"clients: least is {found.least!r}: give a whole number of at least 1", field="clients")
+    if isinstance(found.wait, bool) or not isinstance(found.wait, (int, float)) or not 0 < found.wait < math.inf:
+        raise ConfigError(f"clients: wait is {found.wait!r}: give seconds above 0", field="clients")
+    return found
+
+
+def check(strategy: Any) -> None:
+    """Refuse what goes not together with real clients.
+
+    Raises:
+        ConfigError: naming the option.
+    """
+    joining = joining_of(strategy.clients)
+    if joining is None:
+        return
+    for name, free in _OF_SIMULATED.items():
+        value = getattr(strategy, name, free)
+        if value != free:
+            raise ConfigError(
+                f"{name} is {value!r}, and clients is remote: {name} describes simulated clients; leave it out",
+                field=name,
+            )
+    if strategy.asynchronous:
+        raise ConfigError(
+            f"clients is remote, and {strategy.name} is asynchronous: real clients take part in rounds; use fedavg, "
+            "fedprox, scaffold, ditto or a server optimizer",
+            field="clients",
+        )

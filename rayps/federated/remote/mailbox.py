@@ -1,0 +1,352 @@
+"""A folder between the service, which real clients speak to, and the worker, which sums: nothing but files.
+
+    door.json                    written by the driver: who cannot read it is on a machine without this folder
+    members/NUMBER.json          who has joined, in the order of joining; by the service
+    seen/NUMBER, left/NUMBER     the time of the last sign of life; who will not come back; by the service
+    starts.json                  at which rounds the job began again, and with which order; by the worker
+    standing.json                whom the job waits for, in words; by the worker
+    rounds/SERIAL/order.json     a round as the worker drew it, beside parameters.safetensors
+    rounds/SERIAL/inbox/NUMBER   updates, by the service
+    rounds/SERIAL/taken/NUMBER   the same once the worker has closed the round: `inbox` renamed
+    rounds/SERIAL/verdicts.json  why an update of it did not count; by the worker
+
+Every file appears whole, by rename or link. A round closes by the rename of its inbox, so that an update is either in
+it or late, never both, and two workers cannot both take it. A serial is given once: a round that is drawn again (its
+worker was lost, and the job went back to a checkpoint) is another serial, and what was sent for the old one is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rayps.core.errors import Conflict, NotFound, Unauthorized
+
+FOLDER = "clients"  # in the job's folder
+AWAY_SECONDS = 20.0  # without a sign of life a client is not asked
+PARAMETERS = "parameters.safetensors"
+_KEPT_ROUNDS = 20  # closed ones, of which the words are kept
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A client that has joined. `key`: the hash of a secret of its own; `token`: the id of the one that it showed."""
+
+    number: int
+    name: str
+    key: str
+    token: str
+    joined_at: float
+    samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A round as the worker drew it; `facts` are what is signed for each client."""
+
+    serial: int
+    round: int
+    sampled: dict[int, str]
+    begun: float  # seconds since the epoch
+    deadline: float  # seconds from then
+    most_bytes: int  # of an update
+    facts: dict[str, Any]
+
+
+class Mailbox:
+    """The folder of one job. Methods of the service come first, then those of the worker."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._rounds = folder / "rounds"
+
+    # ---- members
+
+    def join(self, name: str, key: str, token: str, samples: int) -> Member:
+        """Take a client in; who has joined before, and shows the same key, has its number back.
+
+        Raises:
+            Conflict: another client has that name.
+        """
+        hashed = hashlib.sha256(key.encode()).hexdigest()
+        while True:
+            known = self.members()
+            for member in known:
+                if member.name == name:
+                    if not secrets.compare_digest(member.key, hashed):
+                        raise Conflict(
+                            f"another client has joined as {name!r}: give this one another --name, or, if it is the "
+                            "same, the folder that it kept (--state)",
+                            status=409,
+                            code="name_taken",
+                        )
+                    back = Member(**(asdict(member) | {"token": token, "samples": samples}))
+                    _write(self._member(member.number), asdict(back))
+                    (self.folder / "left" / str(member.number)).unlink(missing_ok=True)
+                    self.seen(member.number)
+                    return back
+            number = max((member.number for member in known), default=-1) + 1
+            made = Member(number, name, hashed, token, time.time(), samples)
+            if _write(self._member(number), asdict(made), new=True):
+                self.seen(number)
+                return made
+
+    def members(self) -> list[Member]:
+        """All that have ever joined, by number."""
+        found = [_read(path) for path in sorted((self.folder / "members").glob("*.json"))]
+        return [Member(**facts) for facts in found if facts is not None]
+
+    def member(self, number: int, key: str) -> Member:
+        """The member of a number, which knows its key. Raises Unauthorized."""
+        facts = _read(self._member(number))
+        hashed = hashlib.sha256(key.encode()).hexdigest()
+        if facts is None or not secrets.compare_digest(str(facts["key"]), hashed):
+            raise Unauthorized("no client of that number and key has joined this job: join first", status=401)
+        return Member(**facts)
+
+    def seen(self, number: int) -> None:
+        """A sign of life."""
+        _touch(self.folder / "seen" / str(number))
+
+    def leave(self, number: int) -> None:
+        """It will not come back by itself; it may join again."""
+        _touch(self.folder / "left" / str(number))
+
+    def last_seen(self, number: int) -> float:
+        """Seconds since the last sign of life."""
+        try:
+            return max(0.0, time.time() - (self.folder / "seen" / str(number)).stat().st_mtime)
+        except OSError:
+            return float("inf")
+
+    def state(self, number: int) -> Literal["here", "away", "left"]:
+        """Whether it can be asked."""
+        if (self.folder / "left" / str(number)).exists():
+            return "left"
+        return "here" if self.last_seen(number) < AWAY_SECONDS else "away"
+
+    def _member(self, number: int) -> Path:
+        return self.folder / "members" / f"{number:08}.json"
+
+    # ---- rounds, as the service sees them
+
+    def newest(self) -> Order | None:
+        """The newest round, open or not."""
+        serials = self._serials()
+        facts = _read(self._round(serials[-1]) / "order.json") if serials else None
+        return None if facts is None else _order(facts)
+
+    def is_open(self, serial: int) -> bool:
+        """Whether updates are still taken."""
+        return (self._round(serial) / "inbox").is_dir()
+
+    def has(self, serial: int, number: int) -> bool:
+        """Whether an update of this client is in, or was taken."""
+        home = self._round(serial)
+        return (home / "inbox" / str(number)).exists() or (home / "taken" / str(number)).exists()
+
+    def parameters(self, serial: int) -> Path:
+        """The file with the parameters of an open round. Raises Conflict."""
+        path = self._round(serial) / PARAMETERS
+        if not self.is_open(serial) or not path.is_file():
+            raise self._late(serial)
+        return path
+
+    def part(self, serial: int, number: int) -> Path:
+        """Where an update is to be written before `deliver`. Raises Conflict: the round is over."""
+        if not self.is_open(serial):
+            raise self._late(serial)
+        return self._round(serial) / f".{number}-{secrets.token_hex(8)}"
+
+    def deliver(self, serial: int, number: int, part: Path) -> bool:
+        """Put a whole update into the round; False where one is there already, which stays. The part is gone after.
+
+        Raises:
+            Conflict: the round is over.
+        """
+        try:
+            os.link(part, self._round(serial) / "inbox" / str(number))
+        except FileExistsError:
+            return False
+        except FileNotFoundError:
+            if (self._round(serial) / "taken" / str(number)).exists():
+                return False
+            raise self._late(serial) from None
+        finally:
+            part.unlink(missing_ok=True)
+        return True
+
+    def verdict(self, serial: int, number: int) -> str | None:
+        """Why the client's update of a closed round did not count; None = it did, or nothing is known of it."""
+        found = (_read(self._round(serial) / "verdicts.json") or {}).get(str(number))
+        return None if found is None else str(found)
+
+    def withdraw(self, number: int) -> None:
+        """A client that is trusted no more is not asked again, and what it sent for an open round does not count."""
+        self.leave(number)
+        order = self.newest()
+        if order is not None:
+            (self._round(order.serial) / "inbox" / str(number)).unlink(missing_ok=True)
+
+    def _late(self, serial: int) -> Exception:
+        if self._round(serial).is_dir():
+            return Conflict(
+                f"order {serial} is over (its deadline has passed, or the job went back to a checkpoint): this update "
+                "comes too late and does not count",
+                status=409,
+                code="late",
+            )
+        return NotFound(f"there is no order {serial}", status=404, code="no_order")
+
+    def standing(self) -> str | None:
+        """Whom the job waits for, in words."""
+        found = _read(self.folder / "standing.json") or {}
+        return str(found["waits"]) if found.get("waits") else None
+
+    # ---- the driver's, and the worker's
+
+    def prepare(self) -> None:
+        """Make the folder."""
+        for name in ("members", "seen", "left", "rounds"):
+            (self.folder / name).mkdir(parents=True, exist_ok=True, mode=0o700)
+        _write(self.folder / "door.json", {"host": os.uname().nodename})
+
+    def reachable(self) -> bool:
+        """Whether this machine has the folder, and may write there."""
+        return (self.folder / "door.json").is_file() and os.access(self._rounds, os.W_OK)
+
+    def say(self, waits: str | None) -> None:
+        """Tell whom the job waits for."""
+        if waits != self.standing():
+            _write(self.folder / "standing.json", {"waits": waits, "time": time.time()})
+
+    def starts(self, round: int, first: bool) -> list[list[int]]:
+        """At which rounds the job has begun, or begun again, and its first order then; `first`: it does so now."""
+        path = self.folder / "starts.json"
+        known: list[list[int]] = (_read(path) or {}).get("starts", [])
+        if first:
+            before = self.newest()
+            goes_on = before is not None and self.is_open(before.serial)
+            serial = max(self._serials(), default=0) + (0 if goes_on else 1)
+            known = [*known, [round, serial]]
+            _write(path, {"starts": known})
+        return known
+
+    def begin(
+        self, facts: Mapping[str, Any], sampled: dict[int, str], deadline: float, most_bytes: int, parameters: bytes
+    ) -> Order:
+        """Draw a round, or go on with the open one if it is the same to the bit: what was sent for it still counts."""
+        digest = hashlib.sha256(parameters).hexdigest()
+        facts = {**facts, "parameters": {"sha256": digest, "bytes": len(parameters)}}
+        before = self.newest()
+        if before is not None and self.is_open(before.serial) and _same(before.facts, facts):
+            return before
+        if before is not None:
+            self.close(before.serial)
+        serial = max(self._serials(), default=0) + 1
+        order = Order(
+            serial, int(facts["round"]), sampled, time.time(), deadline, most_bytes, {**facts, "serial": serial}
+        )
+        making = self._rounds / f".{serial}-{secrets.token_hex(4)}"
+        (making / "inbox").mkdir(parents=True, mode=0o700)
+        (making / PARAMETERS).write_bytes(parameters)
+        _write(making / "order.json", asdict(order))
+        making.rename(self._round(serial))
+        self._forget(serial)
+        return order
+
+    def arrived(self, serial: int) -> set[int]:
+        """Whose updates are in."""
+        try:
+            return {int(path.name) for path in (self._round(serial) / "inbox").iterdir()}
+        except FileNotFoundError:
+            return set()
+
+    def close(self, serial: int) -> dict[int, Path]:
+        """End a round, and give what came, by number. Nothing where it is closed already: someone else has taken it."""
+        home = self._round(serial)
+        try:
+            (home / "inbox").rename(home / "taken")
+        except FileNotFoundError:
+            return {}
+        (home / PARAMETERS).unlink(missing_ok=True)
+        return {int(path.name): path for path in sorted((home / "taken").iterdir())}
+
+    def judge(self, serial: int, verdicts: Mapping[int, str]) -> None:
+        """Say of a closed round whose update did not count, and why; and let go of the updates."""
+        home = self._round(serial)
+        if verdicts:
+            _write(home / "verdicts.json", {str(number): reason for number, reason in verdicts.items()})
+        for path in (home / "taken").iterdir():
+            path.write_bytes(b"")  # its name stays: a second copy of it is known
+        for path in home.glob(".*-*"):
+            path.unlink(missing_ok=True)  # half of an update, whose sender or service is gone
+
+    def _forget(self, serial: int) -> None:
+        for old in self._serials():
+            if old <= serial - _KEPT_ROUNDS:
+                for path in sorted(self._round(old).rglob("*"), reverse=True):
+                    path.rmdir() if path.is_dir() else path.unlink()
+                self._round(old).rmdir()
+
+    def _serials(self) -> list[int]:
+        try:
+            return sorted(int(path.name) for path in self._rounds.iterdir() if path.name.isdigit())
+        except FileNotFoundError:
+            return []
+
+    def _round(self, serial: int) -> Path:
+        return self._rounds / str(serial)
+
+
+def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two rounds ask the same, bit for bit."""
+    plain = [
+        json.loads(json.dumps({k: v for k, v in each.items() if k not in ("serial", "starts")}))
+        for each in (one, other)
+    ]
+    return bool(plain[0] == plain[1])
+
+
+def _order(facts: dict[str, Any]) -> Order:
+    return Order(**(facts | {"sampled": {int(number): name for number, name in facts["sampled"].items()}}))
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _write(path: Path, value: Mapping[str, Any], new: bool = False) -> bool:
+    """A whole file at once; with `new` only where there is none, else False."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    with part.open("w", encoding="utf-8") as file:
+        json.dump(value, file)
+        file.flush()
+        os.fsync(file.fileno())
+    if not new:
+        part.replace(path)
+        return True
+    try:
+        os.link(part, path)
+    except FileExistsError:
+        return False
+    finally:
+        part.unlink()
+    return True
+
+
+def _touch(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path.touch()

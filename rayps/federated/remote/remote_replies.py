@@ -1,0 +1,270 @@
+"""Real clients as the engine's source of replies: orders out, updates in, by the files of the job's mailbox.
+
+Whom to ask is drawn as for simulated clients, from the seed and the round, among those that are there. The clock is the
+real one: a round is over when all that were asked have replied, or at its deadline; who comes later is refused. An
+update of another shape, or of more samples than its client joined with, is out before any rule sees it.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+
+from rayps.core.errors import ConfigError, StaleGeneration, TrainingError
+from rayps.federated.client import Reply
+from rayps.federated.cohort import Ints, cohort_size, first
+from rayps.federated.remote import codec
+from rayps.federated.remote.join_options import DEADLINE, Joining, joining_of
+from rayps.federated.remote.mailbox import FOLDER, Mailbox, Member, Order
+from rayps.federated.reply_source import Round
+from rayps.strategies.catalogue import Phase, wire
+
+if TYPE_CHECKING:
+    from rayps.federated.engine import Engine
+
+PAUSE = 0.05  # seconds between two looks
+_SHOWN = 5  # names in a sentence
+_LISTED = 60  # clients in a summary
+
+
+class Remote:
+    """The clients of a job that are processes outside of the cluster, seen from its worker."""
+
+    rule = "real clients, with data of their own"
+
+    def __init__(self, engine: Engine) -> None:
+        """Raises ConfigError: no service, or a folder that this machine does not have."""
+        self._engine, w = engine, engine.w
+        strategy: Any = w.strategy
+        joining = joining_of(strategy.clients)
+        assert joining is not None, "its clients are remote"
+        self._joining: Joining = joining
+        self._deadline: float = DEADLINE if strategy.deadline is None else strategy.deadline
+        self._mailbox = mailbox_of(w.plan.mailbox)
+        self._members: list[Member] = self._mailbox.members()
+        self._strategy, self._first = strategy, True
+        self._told: list[tuple[str, int]] = []  # who they were when that was last filed
+        self.refused: list[tuple[int, str]] = []  # whose updates of the round cannot be used, and why
+        self._open: Order | None = None
+        self._files: dict[int, Path] = {}  # updates that came, by number
+        self._good: list[int] = []  # those of the right form
+        self._like: tuple[Tensor, Mapping[str, Tensor]] = engine.w.flat.vector, {}  # what an update is to look like
+
+    # ---- who they are
+
+    @property
+    def count(self) -> int:
+        """Clients that have joined."""
+        return len(self._members)
+
+    def names(self, numbers: Any) -> list[str]:
+        """What clients of these numbers are called."""
+        return [self._members[number].name for number in numbers]
+
+    def _summary(self) -> dict[str, Any]:
+        """As `Clients.summary`; labels are the clients' own."""
+        sizes = np.asarray([member.samples for member in self._members], dtype=np.int64)
+        names = [member.name for member in self._members[:_LISTED]]
+        return {
+            "clients": self.count,
+            "rows": int(sizes.sum()),
+            "rule": self.rule,
+            "names": names,
+            "sizes": sizes[:_LISTED].tolist(),
+            "labels": [],
+            "counts": [],
+            "smallest": int(sizes.min()),
+            "median": float(np.median(sizes)),
+            "largest": int(sizes.max()),
+        }
+
+    # ---- a round
+
+    def round(self, t: int, w_t: Tensor, shared: Mapping[str, Any], buffers: Mapping[str, Tensor]) -> Round:
+        """Ask the clients of round `t`, and wait for them.
+
+        Raises:
+            TrainingError: too few clients came within `wait` seconds.
+        """
+        there = self._gather(t)
+        w, strategy = self._engine.w, self._strategy
+        chosen = first(w.plan.seed, t, there, cohort_size(len(there), strategy.fraction)).tolist()
+        given = {name: value for name, value in shared.items() if name in strategy.sums}
+        raw = codec.packed(w_t, w.flat.layout, given, buffers)
+        facts = {
+            "kind": "round",
+            "round": t,
+            "phase": w.plan.origin[0],
+            "seed": w.plan.seed,
+            "strategy": wire([Phase(None, strategy)]),
+            "since": self._since(w.position),
+            "starts": self._mailbox.starts(w.position, self._first),
+        }
+        if self._engine.trainer.scheduled:
+            facts["tick"] = self._engine.tick(t)
+        self._first = False
+        self._like = w_t, buffers if strategy.buffers == "mean" else {}
+        most = codec.most_bytes(w_t, strategy.sums, self._like[1])
+        asked = dict(zip(chosen, self.names(chosen), strict=True))
+        order = self._mailbox.begin(facts, asked, self._deadline, most, raw)
+        self._wait_for(order)
+        self._files, self._open = self._mailbox.close(order.serial), order
+        self._mailbox.say(None)
+        return self._arrived(order)
+
+    def replies(self) -> Iterator[tuple[int, Reply]]:
+        """What came and can be used, in the order of numbers; one at a time in memory."""
+        for number in self._good:
+            reply = self._read(number)
+            assert not isinstance(reply, str), "it was looked at before"
+            yield number, reply
+
+    def judged(self, rejected: list[tuple[int, str]]) -> None:
+        """Tell the clients whose updates did not count, and why; all updates are gone then."""
+        if self._open is not None:
+            self._mailbox.judge(self._open.serial, dict(rejected))
+        self._open, self._files, self._good = None, {}, []
+
+    def _arrived(self, order: Order) -> Round:
+        found: dict[int, str] = {}  # of each, why it cannot be used
+        for number in self._files:
+            reply = self._read(number)
+            found[number] = reply if isinstance(reply, str) else ""
+        self._good = [number for number, why in found.items() if not why]
+        self.refused = [(number, why) for number, why in found.items() if why]
+        asked = sorted(order.sampled)
+        dropped = [(number, self._why_silent(number)) for number in asked if number not in self._files]
+        return Round(asked, dropped, order.begun, time.time(), list(self._good))
+
+    def _read(self, number: int) -> Reply | str:
+        (w_t, buffers), most = self._like, self._members[number].samples
+        return codec.received(self._files[number].read_bytes(), w_t, self._strategy.sums, buffers, most)
+
+    def _since(self, position: int) -> int:
+        """The earliest round that the job may go back to from here: the checkpoint before the newest one."""
+        boundary, found = self._engine.w.plan.boundary, 0
+        for at in range(position, 0, -1):
+            if at in boundary:
+                found += 1
+                if found == 2:
+                    return at
+        return 0
+
+    # ---- waiting
+
+    def _gather(self, t: int) -> Ints:
+        """The numbers of those that are there, once they are enough."""
+        began = time.monotonic()
+        while True:
+            self._members = self._mailbox.members()
+            states = {member.number: self._mailbox.state(member.number) for member in self._members}
+            there = [number for number, state in states.items() if state == "here"]
+            least = self._joining.least
+            if len(there) >= least:
+                self._mailbox.say(None)
+                self._tell()
+                return np.asarray(there, dtype=np.int64)
+            away = [self._members[n].name for n, state in states.items() if state == "away"]
+            here = _listed([self._members[n].name for n in there])
+            said = f"round {t} waits for {least - len(there)} more of {_clients(least)}: {here or 'nobody'} is there"
+            said += f", {_listed(away)} {'is' if len(away) == 1 else 'are'} away" if away else ""
+            if time.monotonic() - began > self._joining.wait:
+                raise TrainingError(
+                    f"{said}, and has waited {self._joining.wait:g} s: let clients join with `rayps client`, or raise "
+                    "wait in\nclients=remote(least=...,wait=...), or lower least",
+                    waited=self._joining.wait,
+                )
+            self._mailbox.say(f"{said}; it gives up {_seconds(self._joining.wait)} after it began to wait")
+            self._rest()
+
+    def _wait_for(self, order: Order) -> None:
+        """Until all that were asked have replied or left, or the deadline is there."""
+        while True:
+            arrived = self._mailbox.arrived(order.serial)
+            missing = [n for n in order.sampled if n not in arrived and self._mailbox.state(n) != "left"]
+            left = order.begun + order.deadline - time.time()
+            if not missing or left <= 0:
+                return
+            names = _listed([order.sampled[n] for n in sorted(missing)])
+            self._mailbox.say(
+                f"round {order.round} waits for {names}: {len(arrived)} of {len(order.sampled)} have "
+                f"replied; its deadline is {_seconds(order.deadline)} after it began"
+            )
+            self._rest()
+
+    def _rest(self) -> None:
+        if self._engine.w.stopped():
+            raise StaleGeneration("the job goes on without this worker", peer="driver")
+        time.sleep(PAUSE)
+
+    def _why_silent(self, number: int) -> str:
+        state = self._mailbox.state(number)
+        return {"left": "left", "away": "offline"}.get(state, "deadline")
+
+    def _tell(self) -> None:
+        known = [(member.name, member.samples) for member in self._members]
+        if known != self._told:
+            self._told = known
+            facts = self._summary()
+            said = f"{_clients(self.count)} {'has' if self.count == 1 else 'have'} joined, with {facts['rows']} samples"
+            self._engine.w.event("clients", said, **facts)
+
+
+def prepared(phases: list[Phase], folder: Path | None) -> str | None:
+    """The mailbox of a job in this folder, made if its clients are remote; else None.
+
+    Raises:
+        ConfigError: real clients could not reach the job.
+    """
+    if not any(phase.strategy.remote for phase in phases):
+        return None
+    if folder is None:
+        raise _no_service()
+    Mailbox(folder / FOLDER).prepare()
+    return str(folder / FOLDER)
+
+
+def mailbox_of(folder: str | None) -> Mailbox:
+    """The job's mailbox, on this machine.
+
+    Raises:
+        ConfigError: there is none, or this machine does not have it.
+    """
+    if folder is None:
+        raise _no_service()
+    found = Mailbox(Path(folder))
+    if not found.reachable():
+        raise ConfigError(
+            f"the worker on {socket.gethostname()} cannot read and write {folder}, where the service leaves what "
+            "clients send: run the job on\nthe service's machine, or put the service's state (--state-dir) on a file "
+            "system that all machines share",
+            field="clients",
+        )
+    return found
+
+
+def _no_service() -> ConfigError:
+    return ConfigError(
+        "clients is remote, and real clients reach a job through the job service only: start `rayps serve`, and submit "
+        "it there\n(`rayps submit`, POST /api/v1/jobs); for clients of the data on this machine leave clients out",
+        field="clients",
+    )
+
+
+def _clients(count: int) -> str:
+    return f"{count} client{'' if count == 1 else 's'}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:g} s"
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

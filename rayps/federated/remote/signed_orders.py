@@ -1,0 +1,181 @@
+"""What a client outside of the cluster trusts: orders signed by the service whose key its token names.
+
+Ed25519 (RFC 8032) over a prefix of our own and the order's text. The token carries the SHA-256 fingerprint of the
+public key, so that nobody between service and client can give it another model, other options or an old round. It is
+no encryption: who reads the line sees updates and token unless TLS is in front.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import re
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from rayps.core.errors import ConfigError, Unauthorized
+
+_DOMAIN = b"rayps: an order to a federated client, 1\n"
+_SCHEME = "rpc"
+ANY_JOB = "any"
+NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9 _.-]{0,62}[A-Za-z0-9])?")  # of a client; a folder is called after it
+
+
+class Key:
+    """The service's private key; it never leaves the service."""
+
+    def __init__(self, private: Ed25519PrivateKey) -> None:
+        self._private = private
+        self.public = text_of(private.public_key().public_bytes_raw())
+        self.fingerprint = fingerprint(self.public)
+
+    @classmethod
+    def kept(cls, path: Path) -> Self:
+        """The key in a file of mode 0600, made there if there is none.
+
+        Raises:
+            ConfigError: the file holds no key.
+        """
+        if not path.exists():
+            part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+            descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(Ed25519PrivateKey.generate().private_bytes_raw())
+                file.flush()
+                os.fsync(file.fileno())
+            try:
+                os.link(part, path)  # of two that make one at the same time, one wins
+            except FileExistsError:
+                pass
+            finally:
+                part.unlink()
+        try:
+            return cls(Ed25519PrivateKey.from_private_bytes(path.read_bytes()))
+        except ValueError as error:
+            raise ConfigError(
+                f"{path} holds no key of 32 bytes: move it away, and the service makes a new one (client tokens that "
+                "it gave out\nare void then)"
+            ) from error
+
+    def sign(self, text: str) -> str:
+        """The signature of an order's text."""
+        return text_of(self._private.sign(_DOMAIN + text.encode()))
+
+
+@dataclass(frozen=True, slots=True)
+class ClientToken:
+    """What a client's token says: the secret, the job and the client that it is for (None = any), and the fingerprint
+    of the service's key.
+    """
+
+    secret: str
+    job: str | None
+    fingerprint: str
+    name: str | None = None
+
+    def __str__(self) -> str:
+        named = "" if self.name is None else f".{text_of(self.name.encode())}"
+        return f"{_SCHEME}.{self.job or ANY_JOB}.{self.secret}.{self.fingerprint}{named}"
+
+    @classmethod
+    def made(cls, job: str | None, key: Key, name: str | None = None) -> Self:
+        """A new token."""
+        return cls(secrets.token_urlsafe(32), job, key.fingerprint, name)
+
+    @classmethod
+    def read(cls, text: str) -> Self:
+        """Raises ConfigError where it is none."""
+        parts = text.strip().split(".")
+        name = _name(parts[4]) if len(parts) == 5 else None
+        well = len(parts) == 4 or name is not None
+        if not well or parts[0] != _SCHEME or not all(parts) or not text.strip().isascii():
+            raise ConfigError(
+                "this is no client token (rpc.JOB.SECRET.FINGERPRINT): make one with `rayps token create --job ID`, "
+                "where the service runs",
+                field="token",
+            )
+        return cls(parts[2], None if parts[1] == ANY_JOB else parts[1], parts[3], name)
+
+    def check(self, public: str) -> None:
+        """Raises Unauthorized: the key is not that of the service which made this token."""
+        try:
+            known = fingerprint(public)
+        except ValueError as error:
+            raise Unauthorized("the service's key cannot be read: nothing it orders is done") from error
+        if not secrets.compare_digest(known, self.fingerprint):
+            raise _wrong_key()
+
+
+def is_client_token(text: str) -> bool:
+    """Whether a bearer token is one of a client."""
+    return text.startswith(f"{_SCHEME}.")
+
+
+def fingerprint(public: str) -> str:
+    """SHA-256 of a public key."""
+    return text_of(hashlib.sha256(bytes_of(public)).digest())
+
+
+def order_text(facts: dict[str, Any]) -> str:
+    """An order as the one text that stands for it."""
+    return json.dumps(facts, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+
+
+def verified(text: str, signature: str, public: str, expected: str) -> dict[str, Any]:
+    """The order, if the key is the one whose fingerprint is expected and the signature is that key's.
+
+    Raises:
+        Unauthorized: it is not; nothing of the order may be used.
+    """
+    try:
+        known, key = fingerprint(public), Ed25519PublicKey.from_public_bytes(bytes_of(public))
+    except ValueError as error:
+        raise Unauthorized("the service's key cannot be read: nothing it orders is done") from error
+    if not secrets.compare_digest(known, expected):
+        raise _wrong_key()
+    try:
+        key.verify(bytes_of(signature), _DOMAIN + text.encode())
+        facts = json.loads(text)
+    except (InvalidSignature, ValueError) as error:
+        raise Unauthorized(
+            "an order came without the service's signature: it is not done. Somebody between here and the service has "
+            "changed it",
+            code="forged",
+        ) from error
+    if not isinstance(facts, dict):
+        raise Unauthorized("an order that is signed is no order: rayps here and at the service differ", code="forged")
+    return facts
+
+
+def _wrong_key() -> Unauthorized:
+    return Unauthorized(
+        "whoever answers here is not the service that made this token (its key is another): nothing it orders is "
+        "done.\nAsk whom you have the token from, and look who stands between (a proxy?)",
+        code="wrong_key",
+    )
+
+
+def _name(text: str) -> str | None:
+    """The name in a token; None where it is none."""
+    try:
+        found = bytes_of(text).decode()
+    except ValueError:
+        return None
+    return found if NAME.fullmatch(found) else None
+
+
+def text_of(value: bytes) -> str:
+    """Bytes as text for URLs."""
+    return base64.urlsafe_b64encode(value).rstrip(b"=").decode()
+
+
+def bytes_of(text: str) -> bytes:
+    """Raises ValueError."""
+    return base64.b64decode(text.encode() + b"=" * (-len(text) % 4), altchars=b"-_", validate=True)

@@ -1,0 +1,134 @@
+"""Where a round's replies come from: clients whose data is here, and who train on these workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rayps.federated import rule_spec
+from rayps.federated.client import Reply, Rows, Task, Tensors
+from rayps.federated.cohort import Ints, pack
+from rayps.federated.population.events import clock_at, events_of
+
+if TYPE_CHECKING:
+    from rayps.federated.engine import Engine
+
+_CLOCK = "clock"  # in `shared`: the virtual clock
+_OLD = "version/"  # how the names of older parameters begin there
+_AGAIN = 1_000_003  # between the seeds of two trainings of a client from one version
+
+
+@dataclass(frozen=True, slots=True)
+class Errand:
+    """One training: which client, and from the parameters of which round."""
+
+    client: int
+    version: int
+    staleness: int = 0  # rounds since then
+
+
+@dataclass(slots=True)
+class Round:
+    """What is known of a round before its replies are there, the same on every worker. Clients are numbers."""
+
+    sampled: Any  # who was asked
+    dropped: list[tuple[int, str]]  # who will not reply, or too late, and why
+    begin: float  # seconds
+    end: float
+    cohort: list[int] | None = None  # who replies, over all workers; None = all that were asked
+    staleness: dict[int, int] | None = None  # replies by rounds since they were begun, where some were begun earlier
+
+
+class Simulated:
+    """Clients of the data; each worker trains its share of a round's cohort, one after another."""
+
+    refused: tuple[tuple[int, str], ...] = ()  # nobody is refused before the aggregation looks at the reply
+
+    def __init__(self, engine: Engine) -> None:
+        """Raises ConfigError: the options do not fit these clients."""
+        self._engine, w = engine, engine.w
+        options: Any = engine.strategy
+        self.count = engine.clients.count
+        self._events = events_of(options, engine.clients.sizes, w.plan.seed, w.data.batch_size)
+        self._costs = engine.clients.sizes
+        self._mine: list[Any] = []  # this worker's trainings
+        self._w_t: Tensor | None = None
+        self._buffers: Tensors = {}
+        attack = rule_spec.attack_of(options.attack)
+        self._attack = attack if attack is None else attack.settled(engine.clients.label_names)
+        flips = attack is not None and attack.flips_labels
+        self._liars = attack.attackers(w.plan.seed, self.count) if attack is not None and flips else frozenset[int]()
+
+    def names(self, numbers: Any) -> list[str]:
+        """What these clients are called."""
+        return [self._engine.clients.names[k] for k in numbers]
+
+    def judged(self, rejected: list[tuple[int, str]]) -> None:
+        """Hear whose replies were rejected, and why."""
+
+    def round(self, t: int, w_t: Tensor, shared: dict[str, Any], buffers: Tensors) -> Round:
+        """Find out who trains in round `t`, and which of them here."""
+        clock = shared[_CLOCK].cpu().numpy() if _CLOCK in shared and t else clock_at()
+        plan, clock = self._events.round(t, clock)
+        shared[_CLOCK] = torch.from_numpy(clock.copy())
+        trainings, needed = plan.trainings, set(plan.needed)
+        wanted = needed | {each.version for each in trainings}
+        if needed:
+            shared[f"{_OLD}{t}"] = w_t.clone()
+        for name in [name for name in shared if name.startswith(_OLD)]:
+            if int(name.removeprefix(_OLD)) not in wanted:
+                del shared[name]
+        dealt = self._dealt(np.asarray([each.client for each in trainings], dtype=np.int64))
+        self._mine = [trainings[at] for at in dealt[self._engine.w.rank].tolist()]
+        self._w_t, self._buffers = w_t, buffers
+        return Round(
+            plan.sampled,
+            plan.dropped,
+            plan.begin,
+            plan.end,
+            [each.client for each in trainings],
+            plan.staleness if self._engine.strategy.asynchronous else None,
+        )
+
+    def _dealt(self, who: Ints) -> list[Ints]:
+        """Which of a round's trainings each worker makes: states stay where they are, else the load is even."""
+        engine, size = self._engine, self._engine.w.size
+        if engine.homes is None:
+            return pack(self._costs[who], size)
+        return [np.flatnonzero(engine.homes[who] == rank) for rank in range(size)]
+
+    def replies(self) -> Iterator[tuple[Errand, Reply]]:
+        """This worker's share, one after another."""
+        engine, w = self._engine, self._engine.w
+        for each in self._mine:
+            state, own = engine.state_of(each.client)
+            base = engine.base(each.version)
+            task = Task(
+                w.plan.seed + _AGAIN * each.again,
+                each.version,
+                each.client,
+                base,
+                w.shared,
+                state,
+                self._buffers | own,
+                engine.tick(each.version),
+            )
+            reply = engine.trainer.train(engine.strategy, task, self.rows(each.client))
+            yield Errand(each.client, each.version, each.staleness), reply
+
+    def rows(self, client: int) -> Rows:
+        """A client's own rows, with wrong labels where it attacks by them."""
+        data, clients = self._engine.w.data, self._engine.clients
+        relabel = self._attack.labels if self._attack is not None and client in self._liars else None
+        return Rows(clients.rows(client), clients.batch, data.batch_size, getattr(data, "shuffle", True), relabel)
+
+
+def old(shared: dict[str, Any], version: int, w_t: Tensor) -> Tensor:
+    """The parameters with which round `version` began."""
+    found: Tensor = shared.get(f"{_OLD}{version}", w_t)
+    return found

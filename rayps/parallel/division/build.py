@@ -1,0 +1,116 @@
+"""A user's model, whole or in part. A part is built without memory for the rest of the model where that is possible."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rayps.core.errors import RaypsError, WorkloadError
+from rayps.core.user_code import user_code
+from rayps.tensors.flat import FlatModel, beside
+from rayps.worker.snapshot import Snapshot
+from rayps.workload.base import Workload
+
+_HELD = ("_parameters", "_buffers", "_modules")
+_DRAWING = threading.RLock()  # torch's random numbers are the whole process's: workers that are threads take turns
+
+
+@contextmanager
+def _drawing() -> Iterator[None]:
+    """Within it this thread alone draws; the wait for another thread's model() counts as one's own."""
+    with user_code("model"):
+        _DRAWING.acquire()
+    try:
+        yield
+    finally:
+        _DRAWING.release()
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Within it random numbers are drawn that the process's own do not feel."""
+    with _drawing(), torch.random.fork_rng(devices=[]):
+        yield
+
+
+def model_of(workload: Workload) -> nn.Module:
+    """A new model of the user's. Raises WorkloadError."""
+    with _drawing(), user_code("model"):
+        model = workload.model()
+    if not isinstance(model, nn.Module):
+        raise WorkloadError(f"model() gave {type(model).__name__}: return a torch.nn.Module")
+    return model
+
+
+def drawn(workload: Workload, seed: int) -> Snapshot:
+    """The state before the first round: parameters drawn from the seed alone, whatever the strategy or size."""
+    with _drawing():
+        torch.manual_seed(seed)
+        model = model_of(workload)
+    buffers = {name: value.clone() for name, value in beside(model).items()}
+    flat = FlatModel(model)
+    return Snapshot(flat.layout, flat.vector.clone(), buffers=buffers)
+
+
+def drawn_apart(workload: Workload, seed: int) -> Snapshot:
+    """As `drawn`, in a process whose own random numbers stay as they were."""
+    with apart():
+        return drawn(workload, seed)
+
+
+def blank(workload: Workload) -> nn.Module:
+    """A new model whose parameters and buffers take no memory; a real one where it can be built in no other way.
+
+    Raises:
+        WorkloadError: it cannot be built at all.
+    """
+    try:
+        with torch.device("meta"):
+            model = model_of(workload)
+    except RaypsError:  # it reads numbers while it is built, for instance
+        return model_of(workload)
+    return model_of(workload) if any(value.is_meta for value in _others(model)) else model
+
+
+def _others(model: nn.Module) -> Iterator[Tensor]:
+    """Tensors that are no parameters and no buffers: nothing could fill them."""
+    for module in model.modules():
+        yield from _tensors({key: value for key, value in vars(module).items() if key not in _HELD})
+
+
+def _tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        if not isinstance(value, nn.Parameter):  # a list of those that are registered, as in nn.LSTM
+            yield value
+    elif isinstance(value, (dict, list, tuple)) and depth < 3:
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(each, depth + 1)
+
+
+def keep_only(model: nn.Module, kept: set[int], device: str = "cpu") -> None:
+    """Give memory to the parameters and buffers whose `id` is in `kept`, and take it from all others, in place.
+
+    Tied parameters stay tied. What gets memory is not filled.
+    """
+    done: dict[int, Any] = {}
+    for module in model.modules():
+        for name, value in [*module._parameters.items(), *module._buffers.items()]:
+            if value is None:
+                continue
+            if id(value) not in done:
+                done[id(value)] = (value, _moved(value, device if id(value) in kept else "meta"))
+            if done[id(value)][1] is not value:
+                setattr(module, name, done[id(value)][1])
+
+
+def _moved(value: Tensor, device: str) -> Tensor:
+    if value.device.type == torch.device(device).type:
+        return value
+    unfilled = value.is_meta or device == "meta"
+    moved = torch.empty_like(value, device=device) if unfilled else value.detach().to(device)
+    return nn.Parameter(moved, requires_grad=value.requires_grad) if isinstance(value, nn.Parameter) else moved

@@ -1,0 +1,197 @@
+"""How a model is divided among the workers of one replica: decided once, by the driver, before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from rayps.core.errors import ConfigError, WorkloadError
+from rayps.core.grid import Grid
+from rayps.data import Batch
+from rayps.parallel.division.division import Borrowed, Column, Division, Piece
+from rayps.parallel.pipeline import cut, loss_proxy
+from rayps.parallel.pipeline.skip import Route, routes
+from rayps.parallel.tensor import Plan, pieces, plan
+from rayps.strategies.base import Replica
+from rayps.strategies.pipeline import Pipeline
+from rayps.strategies.tensor_parallel import TensorParallel
+from rayps.tensors.flat import Layout, beside
+from rayps.workload.base import Workload
+
+SAMPLE_ROWS = 8  # of the batch on which a cut is tried out and layers are measured
+
+Ranges = tuple[int, tuple[tuple[int, int], ...]]  # dim, and the slices along it
+
+
+def divide(workload: Workload, replica: Replica, model: nn.Module, sample: Batch | None = None) -> Division:
+    """Who owns which part of the model. `model` is a real one; on `sample`, where given, it is found out whether a cut
+    changes what it computes, and how long layers take.
+
+    Raises:
+        ConfigError: it cannot be divided among so many workers, and which number to change.
+        WorkloadError: it cannot be cut or split.
+    """
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    layout = Layout.of(named)
+    tensor, given = replica.tensor, _given(replica)
+    split: Plan | None = plan(model, tensor, given) if tensor > 1 else None
+    if split is not None and not split:
+        raise ConfigError(
+            f"there is nothing to split among {tensor} tensor ranks: the model has no layer that a plan is made for; "
+            "give plan={layer name: 'out' or 'in', ...}, or leave tensor parallelism out",
+            field="plan",
+        )
+    slices: list[Mapping[str, Ranges]] = [{} for _ in range(tensor)]
+    if split is not None:
+        slices = [pieces(model, split, tensor, rank) for rank in range(tensor)]
+    found: list[cut.Layer] = []
+    boundaries: tuple[int, ...] = ()
+    ways: Sequence[Route] = ()
+    users = _everyone(model)
+    if isinstance(replica, Pipeline) and replica.stages > 1:
+        found = cut.layers(model)
+        boundaries = _boundaries(replica, found, model, workload, sample)
+        users = _users(model, found, _by_stage(replica, boundaries, len(found)))
+        ways = routes([layer.module for layer in found], boundaries)
+    columns = [
+        _column(model, layout, slices, users, (stage, rank), _spans(replica, boundaries, len(found), stage))
+        for stage in range(replica.stages)
+        for rank in range(tensor)
+    ]
+    return Division(replica, layout, tuple(columns), boundaries, split or {}, tuple(ways))
+
+
+def _given(replica: Replica) -> dict[str, str] | None:
+    """The user's own plan of what is split."""
+    found = replica.stage if isinstance(replica, Pipeline) else replica
+    return found.plan if isinstance(found, TensorParallel) else None
+
+
+def _everyone(model: nn.Module) -> dict[str, list[int]]:
+    """Which stages use each parameter and buffer, where there is one stage."""
+    return {name: [0] for name, _ in [*model.named_parameters(), *model.named_buffers()]}
+
+
+def _users(model: nn.Module, layers: Sequence[Any], stage_of: Callable[[int], int]) -> dict[str, list[int]]:
+    """Which stages use each parameter and buffer, in the order of their first use."""
+    names = {id(value): name for name, value in [*model.named_parameters(), *model.named_buffers()]}
+    users: dict[str, list[int]] = {}
+    for i, layer in enumerate(layers):
+        for value in [*layer.module.parameters(), *layer.module.buffers()]:
+            if id(value) not in names:
+                raise WorkloadError(
+                    f"layer {layer.name!r} has a parameter that is not the model's: layers() must give modules that "
+                    "the model holds"
+                )
+            stages = users.setdefault(names[id(value)], [])
+            if stage_of(i) not in stages:
+                stages.append(stage_of(i))
+    for name in names.values():
+        if name not in users:
+            raise WorkloadError(
+                f"{name!r} is in none of the model's layers, so that no stage would hold it: put it into a layer"
+            )
+    return users
+
+
+def _boundaries(
+    replica: Pipeline, layers: Sequence[Any], model: nn.Module, workload: Workload, sample: Batch | None
+) -> tuple[int, ...]:
+    """The layers at which chunks begin, but for the first. Raises ConfigError, WorkloadError."""
+    parts = replica.stages * replica.chunks
+    if parts > len(layers):
+        chunks = f" with {replica.chunks} chunks each" if replica.chunks > 1 else ""
+        raise ConfigError(
+            f"stages is {replica.stages}{chunks}, and the model has {len(layers)} layers: give at most "
+            f"{len(layers) // replica.chunks} stages",
+            field="stages",
+        )
+    if replica.boundaries is not None and replica.boundaries[-1] >= len(layers):
+        raise ConfigError(
+            f"boundaries is {replica.boundaries!r}, and the model has {len(layers)} layers (0 to {len(layers) - 1}): "
+            "each is the number of a layer at which a new part begins",
+            field="boundaries",
+        )
+    call: tuple[Any, Any] | None = None
+    if sample is not None and sample.size:
+        call = loss_proxy.inputs(workload, sample)
+        cut.check(model, layers, *call)
+    if replica.boundaries is not None:
+        return replica.boundaries
+    if replica.balance == "time" and call is not None:
+        costs = list(cut.measure(layers, *call))
+    else:
+        costs = [float(sum(p.numel() for p in layer.module.parameters())) for layer in layers]
+    return tuple(cut.shares(costs, parts))
+
+
+def _by_stage(replica: Pipeline, boundaries: Sequence[int], count: int) -> Callable[[int], int]:
+    """The stage of each layer, by its number."""
+    stages = [0] * count
+    for chunk, (lo, hi) in enumerate(cut.spans(boundaries, count)):
+        stages[lo:hi] = [chunk % replica.stages] * (hi - lo)
+    return stages.__getitem__
+
+
+def _spans(replica: Replica, boundaries: Sequence[int], count: int, stage: int) -> tuple[tuple[int, int], ...]:
+    if not boundaries:
+        return ()
+    return tuple(cut.spans(boundaries, count)[stage :: replica.stages])
+
+
+def _column(
+    model: nn.Module,
+    layout: Layout,
+    slices: Sequence[Mapping[str, Ranges]],
+    users: Mapping[str, list[int]],
+    place: tuple[int, int],
+    spans: tuple[tuple[int, int], ...],
+) -> Column:
+    """What the worker at (stage, tensor rank) owns and borrows."""
+    (stage, rank), tensor = place, len(slices)
+    owned, borrowed = [], []
+    for entry in layout.entries:
+        if stage not in users[entry.name]:
+            continue
+        owner, split = users[entry.name][0], entry.name in slices[0]
+        piece = _piece(entry.name, entry.shape, slices[rank])
+        if split or rank == 0:
+            if stage == owner:
+                owned.append(piece)
+            else:
+                borrowed.append(Borrowed(piece, owner * tensor + rank, True))
+        else:
+            borrowed.append(Borrowed(piece, stage * tensor, False))
+    here = [
+        _piece(name, tuple(value.shape), slices[rank]) for name, value in beside(model).items() if stage in users[name]
+    ]
+    return Column(tuple(owned), tuple(borrowed), tuple(here), spans, layout.dtype)
+
+
+def _piece(name: str, shape: tuple[int, ...], slices: Mapping[str, Ranges]) -> Piece:
+    if name not in slices:
+        return Piece(name, shape)
+    dim, ranges = slices[name]
+    return Piece(name, shape, dim, tuple((int(lo), int(hi)) for lo, hi in ranges))
+
+
+def sample_of(batch: Batch) -> Batch:
+    """A few rows of a batch."""
+    if batch.size <= SAMPLE_ROWS:
+        return batch
+    return loss_proxy.parts(batch, -(-batch.size // SAMPLE_ROWS))[0]
+
+
+def words(division: Division) -> str:
+    """How the model is divided, in plain words."""
+    facts, grid = division.facts(), Grid(1, division.stages, division.tensor)
+    width = division.layout.dtype.itemsize
+    lines = []
+    for column, fact in enumerate(facts):
+        has = [f"layer {lo}" if hi - lo == 1 else f"layers {lo} to {hi - 1}" for lo, hi in fact["layers"]]
+        has.append(f"{fact['held']:,} parameters ({fact['bytes'] / 1e6:.3g} MB)")
+        lines.append(f"{grid.words(column)}: {', '.join(has)}")
+    whole = f"{division.layout.size:,} parameters ({division.layout.size * width / 1e6:.3g} MB)"
+    return f"a replica of {whole} is on {len(facts)} workers: " + "; ".join(lines)

@@ -1,0 +1,255 @@
+"""Which part of the model lives where: made once, before anything starts, and given to everyone. Pure data.
+
+A *column* is the workers of all replicas that hold the same part. Every learnt element has one owner column: what a
+column owns, one piece behind another, is its vector, so that a column is to a strategy what a whole model is, with its
+own ring or shards, its own optimizer and its own part of a snapshot, and everything is counted once. What else a column
+needs (tied weights of another stage, what is not split among tensor ranks) it borrows each step: see `share`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rayps.core.ledger import anywhere
+from rayps.parallel.pipeline.skip import Route
+from rayps.parallel.tensor import Plan
+from rayps.strategies.base import Replica
+from rayps.tensors.flat import Entry, Layout
+from rayps.tensors.optim import Moments
+from rayps.worker.snapshot import Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Of the whole model's tensor `name` with the given shape: the slices `ranges` along `dim`, one behind another.
+
+    `dim` None = all of it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int | None = None
+    ranges: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def local(self) -> tuple[int, ...]:
+        """The shape of the piece."""
+        if self.dim is None:
+            return self.shape
+        length = sum(hi - lo for lo, hi in self.ranges)
+        return (*self.shape[: self.dim], length, *self.shape[self.dim + 1 :])
+
+    @property
+    def size(self) -> int:
+        """Elements of the piece."""
+        return torch.Size(self.local).numel()
+
+    def take(self, whole: Tensor) -> Tensor:
+        """The piece out of the whole tensor; a copy where it is not all of it."""
+        if self.dim is None:
+            return whole
+        return torch.cat([whole.narrow(self.dim, lo, hi - lo) for lo, hi in self.ranges], self.dim)
+
+    def put(self, part: Tensor, whole: Tensor) -> None:
+        """Write the piece to where it stands in the whole tensor."""
+        if self.dim is None:
+            whole.copy_(part)
+            return
+        at = 0
+        for lo, hi in self.ranges:
+            whole.narrow(self.dim, lo, hi - lo).copy_(part.narrow(self.dim, at, hi - lo))
+            at += hi - lo
+
+
+@dataclass(frozen=True, slots=True)
+class Borrowed:
+    """What a column needs of another one of its replica. `tied`: its gradient is another part of the owner's."""
+
+    piece: Piece
+    owner: int
+    tied: bool
+
+
+@dataclass(frozen=True)
+class Column:
+    """One part of the model. `beside` are its buffers and parameters that need no gradient."""
+
+    owned: tuple[Piece, ...]
+    borrowed: tuple[Borrowed, ...]
+    beside: tuple[Piece, ...]
+    spans: tuple[tuple[int, int], ...]  # of layers; none where the model is not cut into layers
+    dtype: torch.dtype
+
+    @cached_property
+    def layout(self) -> Layout:
+        """How what is owned stands in the column's vector."""
+        entries, lo = [], 0
+        for piece in self.owned:
+            entries.append(Entry(piece.name, lo, lo + piece.size, piece.local))
+            lo += piece.size
+        return Layout(tuple(entries), self.dtype)
+
+    @property
+    def held(self) -> int:
+        """Elements of learnt parameters that lie in a worker's memory, its own and borrowed ones."""
+        return sum(piece.size for piece in self.owned) + sum(lent.piece.size for lent in self.borrowed)
+
+
+@dataclass(frozen=True)
+class Division:
+    """The whole model's layout, and its columns in the order of a replica's ranks (`Grid.column`)."""
+
+    replica: Replica
+    layout: Layout
+    columns: tuple[Column, ...]
+    boundaries: tuple[int, ...] = ()  # the layers at which the pipeline's chunks begin, but for the first
+    plan: Plan = field(default_factory=dict)  # how layers are split among tensor ranks, by name
+    routes: tuple[Route, ...] = ()  # of skip connections between chunks
+
+    @property
+    def stages(self) -> int:
+        """See Replica."""
+        return self.replica.stages
+
+    @property
+    def tensor(self) -> int:
+        """See Replica."""
+        return self.replica.tensor
+
+    def place(self, column: int) -> tuple[int, int]:
+        """The stage and the tensor rank of a column."""
+        return divmod(column, self.tensor)
+
+    @cached_property
+    def key(self) -> str:
+        """The same for divisions whose columns own the same."""
+        return hashlib.sha256(repr([column.owned for column in self.columns]).encode()).hexdigest()[:16]
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each column's vector begins when they stand one behind another, as a snapshot's ledgers count."""
+        found = [0]
+        for column in self.columns:
+            found.append(found[-1] + column.layout.size)
+        return tuple(found[:-1])
+
+    def cut(self, snapshot: Snapshot, column: int) -> Snapshot:
+        """A column's part of the whole state. What it needs no copy of is shared."""
+        mine, whole = self.columns[column], {entry.name: entry for entry in snapshot.layout.entries}
+        params = [
+            piece.take(snapshot.params[whole[piece.name].lo : whole[piece.name].hi].view(piece.shape)).reshape(-1)
+            for piece in mine.owned
+        ]
+        lo = self.offsets[column]
+        ledgers = [(a - lo, b - lo, each) for a, b, each in snapshot.ledgers if lo <= a < lo + mine.layout.size]
+        if snapshot.divided != self.key and snapshot.ledgers:  # they are of other elements
+            ledgers = [(0, mine.layout.size, anywhere(each for _, _, each in snapshot.ledgers))]
+        return Snapshot(
+            mine.layout,
+            torch.cat([snapshot.params[:0], *params]),
+            {
+                piece.name: _cut(snapshot.moments[piece.name], piece)
+                for piece in mine.owned
+                if piece.name in snapshot.moments
+            },
+            {
+                piece.name: piece.take(snapshot.buffers[piece.name])
+                for piece in mine.beside
+                if piece.name in snapshot.buffers
+            },
+            snapshot.rng,
+            list(snapshot.positions),
+            snapshot.steps_per_epoch,
+            snapshot.ring,
+            ledgers,
+            columns=len(self.columns),
+        )
+
+    def join(self, parts: Sequence[Snapshot], base: Snapshot) -> Snapshot:
+        """The whole state from all columns' parts; `base` is a whole state, for what no column has."""
+        layout, params = self.layout, torch.empty(self.layout.size, dtype=self.layout.dtype)
+        whole = {entry.name: params[entry.lo : entry.hi].view(entry.shape) for entry in layout.entries}
+        moments: dict[str, dict[str, Any]] = {}
+        buffers, rng = dict(base.buffers), dict[int, Tensor]()
+        for mine, part in zip(self.columns, parts, strict=True):
+            for piece, entry in zip(mine.owned, part.layout.entries, strict=True):
+                piece.put(part.params[entry.lo : entry.hi].view(entry.shape), whole[piece.name])
+                if piece.name in part.moments:
+                    _join(moments.setdefault(piece.name, {}), part.moments[piece.name], piece)
+            rng |= part.rng
+        for mine, part in zip(reversed(self.columns), reversed(parts), strict=True):  # the first one's are kept
+            for piece in [piece for piece in mine.beside if piece.name in part.buffers]:
+                if piece.dim is None:
+                    buffers[piece.name] = part.buffers[piece.name]
+                else:
+                    whole_one = buffers[piece.name] = buffers[piece.name].clone()
+                    piece.put(part.buffers[piece.name], whole_one)
+        return Snapshot(
+            layout,
+            params,
+            _in_order(moments, layout),
+            buffers,
+            rng,
+            [min(several) for several in zip(*(part.positions for part in parts), strict=True)],
+            base.steps_per_epoch,
+            base.ring,
+            [(a + lo, b + lo, each) for lo, p in zip(self.offsets, parts, strict=True) for a, b, each in p.ledgers],
+            divided=self.key,
+            columns=len(self.columns),
+        )
+
+    def facts(self) -> list[dict[str, Any]]:
+        """Of each column: stage, tensor rank, layers, parameters owned and held, and the bytes that these take."""
+        width = self.layout.dtype.itemsize
+        return [
+            {
+                "stage": self.place(i)[0],
+                "tensor": self.place(i)[1],
+                "layers": [list(span) for span in column.spans],
+                "owned": column.layout.size,
+                "held": column.held,
+                "bytes": column.held * width,
+            }
+            for i, column in enumerate(self.columns)
+        ]
+
+
+def _is_cut(value: Any, piece: Piece, key: str, shape: tuple[int, ...]) -> bool:
+    """Whether a part of the optimizer's state has one number for each element of the parameter."""
+    return piece.dim is not None and isinstance(value, Tensor) and tuple(value.shape) == shape and key != "step"
+
+
+def _cut(state: dict[str, Any], piece: Piece) -> dict[str, Any]:
+    return {
+        key: piece.take(value) if _is_cut(value, piece, key, piece.shape) else value for key, value in state.items()
+    }
+
+
+def _join(whole: dict[str, Any], part: dict[str, Any], piece: Piece) -> None:
+    for key, value in part.items():
+        if _is_cut(value, piece, key, piece.local):
+            if key not in whole:
+                whole[key] = torch.zeros(piece.shape, dtype=value.dtype)
+            piece.put(value, whole[key])
+        else:
+            whole.setdefault(key, value)
+
+
+def _in_order(moments: Moments, layout: Layout) -> Moments:
+    return {entry.name: moments[entry.name] for entry in layout.entries if entry.name in moments}
+
+
+def shares(count: int, sizes: Sequence[int]) -> list[int]:
+    """How many of `count` servers each column has: at least one, the others where the largest slices are."""
+    found = [1] * len(sizes)
+    for _ in range(count - len(sizes)):
+        most = max(range(len(sizes)), key=lambda i: sizes[i] / found[i])
+        found[most] += 1
+    return found

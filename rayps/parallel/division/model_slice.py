@@ -1,0 +1,165 @@
+"""One worker's part of a model that is on several: a stage, a tensor rank, or both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from rayps.comm.ring import Ring
+from rayps.core.errors import WorkloadError
+from rayps.core.pipeline.schedule import table
+from rayps.data import Batch
+from rayps.parallel.division.build import blank, keep_only
+from rayps.parallel.division.division import Division
+from rayps.parallel.division.part import Check, Whole, number
+from rayps.parallel.division.share import Share
+from rayps.parallel.pipeline import loss_proxy
+from rayps.parallel.pipeline.cut import layers
+from rayps.parallel.pipeline.engine import Engine
+from rayps.parallel.tensor import agree, split
+from rayps.strategies.pipeline import Pipeline
+from rayps.workload.base import Workload
+
+_DRAWN = 3  # of a generation's steps the one that is drawn: the first two are slower
+
+
+class Slice(Whole):
+    """A column's part of the model; see `rayps.parallel.division.part.Part`."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        division: Division,
+        column: int,
+        rings: Mapping[str, Ring],
+        *,
+        seed: int = 0,
+        data: int = 0,
+        device: str = "cpu",
+    ) -> None:
+        """`rings` are this worker's own along the axes "stage" and "tensor", `data` is the number of its replica.
+
+        Raises:
+            WorkloadError: the model is built differently here.
+        """
+        stage, rank = division.place(column)
+        mine = division.columns[column]
+        model = blank(workload)
+        if division.tensor > 1:
+            model = split(model, division.plan, rank, division.tensor, rings["tensor"])
+        pieces = {piece.name: piece for piece in (*mine.owned, *(lent.piece for lent in mine.borrowed), *mine.beside)}
+        keep_only(model, {id(value) for name, value in _tensors(model).items() if name in pieces}, device)
+        found = {name: value for name, value in _tensors(model).items() if name in pieces}
+        for name, piece in pieces.items():
+            if name not in found or tuple(found[name].shape) != piece.local:
+                here = tuple(found[name].shape) if name in found else "missing"
+                raise WorkloadError(
+                    f"{name!r} should have shape {piece.local} on this worker and is {here}: model() must build the "
+                    "same model each time"
+                )
+        parameters = dict(model.named_parameters())
+        self.workload, self.module = workload, model
+        self.reports = stage == division.stages - 1 and rank == 0
+        self.layout, self.parameters = mine.layout, [parameters[piece.name] for piece in mine.owned]
+        self._beside = {piece.name for piece in mine.beside}
+        self._lent = [parameters[lent.piece.name] for lent in mine.borrowed]
+        self._share = Share(division, column, parameters, rings)
+        self._tensors = rings.get("tensor")
+        self._engine: Engine | None = None
+        self._asked = 0  # how often facts() were given
+        replica = division.replica
+        if isinstance(replica, Pipeline) and replica.stages > 1:
+            self._micro = replica.micro_batches
+            rows = table(replica.schedule, replica.stages, replica.micro_batches, replica.chunks)
+            self._engine = Engine(
+                layers(model),
+                division.boundaries,
+                rows[stage],
+                rings["stage"],
+                routes=division.routes,
+                seed=seed,
+                data=data,
+                device=device,
+            )
+
+    @property
+    def beside(self) -> dict[str, Tensor]:
+        """See Part."""
+        return {name: value for name, value in super().beside.items() if name in self._beside}
+
+    def refresh(self) -> None:
+        """See Part."""
+        self._share.refresh()
+
+    def backward(self, batch: Batch, step: int, check: Check) -> float | None:  # type: ignore[override]
+        """See Part."""
+        for p in self._lent:
+            p.grad = None
+        self._share.refresh()
+        loss = super().backward(batch, step, check) if self._engine is None else self._piped(batch, step, check)
+        if self._tensors is not None:
+            agree(self._share.whole, self._tensors)
+            self._tensors = None  # once is enough
+        self._share.give_back()
+        return loss
+
+    def _piped(self, batch: Batch, step: int, check: Check) -> float | None:
+        assert self._engine is not None
+        parts = loss_proxy.parts(batch, self._micro)
+
+        def loss(micro: int, output: Any) -> Tensor:
+            found = loss_proxy.loss(self.workload, parts[micro], output)
+            check(found)
+            return found
+
+        return self._engine.backward(
+            step, loss_proxy.weights(parts), lambda i: loss_proxy.inputs(self.workload, parts[i]), loss
+        )
+
+    def evaluate(self, batch: Batch) -> dict[str, Any]:
+        """See Part."""
+        if self._engine is None:
+            means = super().evaluate(batch)
+            return means if self.reports else {}
+        parts, means = loss_proxy.parts(batch, self._micro), {}
+        weights = loss_proxy.weights(parts)
+
+        def done(micro: int, output: Any) -> None:
+            part = parts[micro]
+            found = {"loss": loss_proxy.loss(self.workload, part, output)} | loss_proxy.metrics(
+                self.workload, part, output
+            )
+            for name, mean in found.items():
+                means[name] = means.get(name, 0.0) + number(name, mean) * weights[micro]
+
+        self._engine.evaluate(weights, lambda i: loss_proxy.inputs(self.workload, parts[i]), done)
+        return means if self.reports else {}
+
+    def facts(self) -> dict[str, Any]:
+        """See Part."""
+        engine = self._engine
+        if engine is None:
+            return {}
+        found: dict[str, Any] = {
+            "activations": engine.peak,
+            "idle": engine.idle,
+            "busy": engine.busy,
+            "messages": engine.messages,
+            "stage_bytes": engine.bytes,
+        }
+        self._asked += 1
+        if self._asked == _DRAWN:
+            found["spans"] = [(str(span.action), span.start, span.end) for span in engine.spans]
+        return found
+
+    def close(self) -> None:
+        """See Part."""
+        if self._engine is not None:
+            self._engine.close()
+
+
+def _tensors(model: Any) -> dict[str, Any]:
+    """Parameters and buffers by name."""
+    return dict(model.named_parameters()) | dict(model.named_buffers())

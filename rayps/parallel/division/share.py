@@ -1,0 +1,99 @@
+"""What the columns of one replica lend each other: values before a step, gradients of tied weights after it.
+
+A parameter has one owner column; only there it is in the vector that a strategy moves, is stepped, clipped and saved.
+Before each use the owner gives the current values to the columns that borrow them: along the stages one message for
+each pair of stages, then along the tensor ranks one broadcast. After backward a stage gives the gradient of a tied
+weight back, and the owner adds it, in the order of stages. What all tensor ranks hold whole has the same gradient on
+each of them, so nothing is sent back there. Nothing can drift apart, for nobody but the owner ever changes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rayps.comm.ring import Ring
+from rayps.parallel.division.division import Division
+
+TAG = 1 << 40  # of messages between stages, apart from those of activations
+Pair = tuple[int, int]  # owner, borrower
+
+
+class Share:
+    """One worker's part of lending. All workers of a replica make it and call it alike."""
+
+    def __init__(
+        self, division: Division, column: int, parameters: Mapping[str, nn.Parameter], rings: Mapping[str, Ring]
+    ) -> None:
+        """`parameters` are this worker's, by their names in the whole model; `rings` are its own, by axis."""
+        stage, rank = division.place(column)
+        names: dict[Pair, list[str]] = {}
+        for other, each in enumerate(division.columns):
+            there = division.place(other)
+            for lent in each.borrowed:
+                owner = division.place(lent.owner)
+                if lent.tied and there[1] == rank and stage in (owner[0], there[0]):
+                    names.setdefault((owner[0], there[0]), []).append(lent.piece.name)
+        # one order for all, so that no two wait for each other
+        self._pairs = [(pair, [parameters[name] for name in names[pair]]) for pair in sorted(names)]
+        whole = {
+            lent.piece.name
+            for i, each in enumerate(division.columns)
+            if division.place(i)[0] == stage
+            for lent in each.borrowed
+            if not lent.tied
+        }
+        self.whole = [(entry.name, parameters[entry.name]) for entry in division.layout.entries if entry.name in whole]
+        self._whole = [p for _, p in self.whole]  # what each tensor rank of this stage holds all of
+        self._stage, self._rank = stage, rank
+        self._stages: Any = rings.get("stage")
+        self._tensors: Any = rings.get("tensor")
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Have the owners' current values. Raises LinkError."""
+        for (owner, borrower), params in self._pairs:
+            if owner == self._stage:
+                self._stages.send(_packed(params), borrower, TAG)
+            else:
+                _unpack(self._stages.recv(_room(params), owner, TAG), params)
+        if self._whole:
+            packed = _packed(self._whole) if self._rank == 0 else _room(self._whole)
+            self._tensors.broadcast(packed)
+            if self._rank != 0:
+                _unpack(packed, self._whole)
+
+    @torch.no_grad()
+    def give_back(self) -> None:
+        """Add the gradients of tied weights to their owner's; one that nobody made stays none. Raises LinkError."""
+        for (owner, borrower), params in self._pairs:
+            marks = torch.tensor([p.grad is not None for p in params]).to(params[0])
+            if borrower == self._stage:
+                grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
+                self._stages.send(torch.cat([_packed(grads), marks]), owner, TAG)
+                for p in params:
+                    p.grad = None
+                continue
+            packed = self._stages.recv(torch.cat([_room(params), marks]), borrower, TAG)
+            grads = [torch.empty_like(p) for p in params]
+            _unpack(packed[: -len(params)], grads)
+            for p, grad, mark in zip(params, grads, packed[-len(params) :].tolist(), strict=True):
+                if mark:
+                    p.grad = grad if p.grad is None else p.grad + grad
+
+
+def _packed(tensors: list[Any]) -> Tensor:
+    return torch.cat([each.detach().reshape(-1) for each in tensors])
+
+
+def _room(tensors: list[Any]) -> Tensor:
+    return torch.empty(sum(each.numel() for each in tensors), dtype=tensors[0].dtype, device=tensors[0].device)
+
+
+def _unpack(packed: Tensor, into: list[Any]) -> None:
+    parts = torch.split_with_sizes(packed, [each.numel() for each in into])
+    for each, part in zip(into, parts, strict=True):
+        each.copy_(part.view(each.shape))

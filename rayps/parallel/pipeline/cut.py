@@ -1,0 +1,272 @@
+"""How a model is cut into layers, and the layers into parts.
+
+A model can be cut when it is its layers, one called on what the one before gave: an nn.Sequential (those within it are
+taken apart too), or a model whose method `layers()` lists them.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import time
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from rayps.core.errors import ConfigError, WorkloadError
+from rayps.core.user_code import user_code
+from rayps.data.base import map_tensors
+from rayps.parallel.pipeline.skip import aside, places
+
+_WAY_OUT = (
+    "make it an nn.Sequential, or give it a method layers() that lists modules of which each is called on what the "
+    "one before gave"
+)
+_TRIES = 3
+
+
+class Layer(NamedTuple):
+    """One layer and its name in the model."""
+
+    name: str
+    module: nn.Module
+
+
+def layers(model: nn.Module) -> list[Layer]:
+    """The layers of a model, in order.
+
+    Raises:
+        WorkloadError: the model cannot be cut, or its skip connections do not fit together.
+    """
+    listed = getattr(model, "layers", None)
+    if inspect.ismethod(listed):
+        found = _listed(model, listed)
+    elif _is_plain(model):
+        found = list(_flat(model, ""))
+    else:
+        own = " and has a forward() of its own" if isinstance(model, nn.Sequential) else ""
+        raise WorkloadError(f"a pipeline cannot cut {_kind(model)}{own}: {_WAY_OUT}", model=_kind(model))
+    if not found:
+        raise WorkloadError(f"a pipeline cannot cut {_kind(model)}: it has no layers", model=_kind(model))
+    places([layer.module for layer in found])
+    return found
+
+
+def _listed(model: nn.Module, method: Any) -> list[Layer]:
+    with user_code("model.layers"):
+        given = method()
+    names = {id(module): name for name, module in model.named_modules()}
+    if not isinstance(given, (list, tuple, nn.ModuleList)) or not all(isinstance(m, nn.Module) for m in given):
+        raise WorkloadError(f"layers() of {_kind(model)} must give a list of modules", model=_kind(model))
+    strange = [i for i, module in enumerate(given) if id(module) not in names]
+    if strange:
+        raise WorkloadError(
+            f"layers() of {_kind(model)} gives {_kind(given[strange[0]])} as number {strange[0]}, which is no part of "
+            "the model: make it an attribute in __init__",
+            model=_kind(model),
+        )
+    return [part for module in given for part in _flat(module, names[id(module)])]
+
+
+def _flat(module: nn.Module, name: str) -> list[Layer]:
+    if not _is_plain(module):
+        return [Layer(name, module)]
+    return [
+        part
+        for key, child in module._modules.items()
+        if child is not None
+        for part in _flat(child, f"{name}.{key}" if name else key)
+    ]
+
+
+def _is_plain(module: nn.Module) -> bool:
+    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+
+
+def _kind(module: nn.Module) -> str:
+    return type(module).__name__
+
+
+# ---------------------------------------------------------------------------------------------- into parts
+
+
+def spans(boundaries: Sequence[int], count: int) -> list[tuple[int, int]]:
+    """The layers (from, to) of each part of a model of `count` layers. Raises ConfigError."""
+    at = [0, *boundaries, count]
+    if any(low >= high for low, high in pairwise(at)):
+        raise ConfigError(
+            f"boundaries is {tuple(boundaries)}: give rising numbers between 1 and {count - 1} for a model of {count} "
+            "layers; each is the first layer of the next part",
+            field="boundaries",
+        )
+    return list(pairwise(at))
+
+
+def shares(costs: Sequence[float], parts: int) -> tuple[int, ...]:
+    """Boundaries of contiguous parts, none empty, of which the most costly is as cheap as can be.
+
+    Among such cuts, the one whose squared costs add up to the least: the other parts are alike too.
+
+    Raises:
+        ConfigError: there are more parts than layers.
+    """
+    n = len(costs)
+    if not 1 <= parts <= n:
+        raise ConfigError(
+            f"the model has {n} layer{'s' if n != 1 else ''} and cannot be cut into {parts} parts (stages x chunks): "
+            f"give at most {n}, or a model of more layers",
+            field="stages",
+            layers=n,
+            parts=parts,
+        )
+    sums = list(accumulate(costs, initial=0.0))
+    # best[k]: of the first k layers in j parts, (largest part, sum of squares) and where the last part begins
+    best: list[tuple[float, float]] = [(sums[k], sums[k] ** 2) for k in range(n + 1)]
+    begins: list[list[int]] = []
+    for j in range(2, parts + 1):
+        now, began = [(float("inf"), float("inf"))] * (n + 1), [0] * (n + 1)
+        for k in range(j, n + 1):
+            for i in range(k - 1, j - 2, -1):
+                last = sums[k] - sums[i]
+                if last > now[k][0]:
+                    break
+                found = (max(best[i][0], last), best[i][1] + last**2)
+                if found < now[k]:
+                    now[k], began[k] = found, i
+        best = now
+        begins.append(began)
+    cuts, end = [], n
+    for began in reversed(begins):
+        end = began[end]
+        cuts.append(end)
+    return tuple(reversed(cuts))
+
+
+# ---------------------------------------------------------------------------------------------- on a sample
+
+
+def measure(found: Sequence[Layer], args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> list[float]:
+    """Seconds of each layer's forward and backward pass on a sample of the model's input; the median of a few.
+
+    Raises:
+        WorkloadError: a layer fails on what the one before gave.
+    """
+    took: list[list[float]] = [[] for _ in found]
+    state = torch.get_rng_state()
+    with aside({}):
+        for _ in range(_TRIES):
+            value: Any = None
+            for number, layer in enumerate(found):
+                value, stashed = _leaves(value), None
+                start = time.perf_counter()
+                with user_code(f"layer {layer.name}"):
+                    value = layer.module(*args, **(kwargs or {})) if number == 0 else layer.module(value)
+                    stashed = [t for t in _tensors(value) if t.requires_grad]
+                    if stashed:
+                        torch.autograd.backward(stashed, [torch.ones_like(t) for t in stashed], retain_graph=True)
+                took[number].append(time.perf_counter() - start)
+                for p in layer.module.parameters():
+                    p.grad = None
+    torch.set_rng_state(state)
+    return [median(each) for each in took]
+
+
+def check(
+    model: nn.Module, found: Sequence[Layer], args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+) -> None:
+    """Whether the layers, each on its own, are the model: they are run apart, as copies, on a sample of its input.
+
+    Raises:
+        WorkloadError: it names the first layer where a cut would change what the model computes, such as by a skip
+            connection or an attribute that two layers share.
+    """
+    training = [module for module in model.modules() if module.training]
+    state = torch.get_rng_state()
+    model.eval()
+    try:
+        with torch.no_grad(), aside({}):
+            _compare(model, found, args, kwargs or {})
+    finally:
+        torch.set_rng_state(state)
+        for module in training:
+            module.training = True
+
+
+def _compare(model: nn.Module, found: Sequence[Layer], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    apart = [copy.deepcopy(layer.module) for layer in found]  # before the model runs and leaves traces in them
+    whole, calls = _watched(model, found, args, kwargs)
+    order = [number for number, _ in calls]
+    modules = [layer.module for layer in found]
+    for number, layer in enumerate(found):
+        same = next(i for i, module in enumerate(modules) if module is layer.module)
+        times, listed = order.count(same), sum(module is layer.module for module in modules)
+        if times != listed:
+            raise _broken(layer.name, f"the model calls it {times} times, and as a layer it is there {listed} times")
+        if order[number] != same:
+            raise _broken(layer.name, f"the model calls {found[order[number]].name!r} in its place")
+    value: Any = None
+    for number, layer in enumerate(found):
+        given = calls[number][1]
+        if number and not _same(given, value):
+            before = found[number - 1].name
+            raise _broken(layer.name, f"the model gives it something else than what {before!r} returned")
+        alone = apart[number]
+        try:
+            value = alone(*args, **kwargs) if number == 0 else alone(value)
+        except Exception as error:  # the user's code: whatever it raises is the reason
+            raise _broken(layer.name, f"on its own it raises {type(error).__name__}: {error}") from error
+    if not _same(whole, value):
+        last = found[-1].name
+        raise _broken(last, "what the model returns is not what its layers return one after another")
+
+
+def _watched(
+    model: nn.Module, found: Sequence[Layer], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Any, list[tuple[int, Any]]]:
+    """What the model returns, and the layers as it called them: (number, what each was given)."""
+    calls: list[tuple[int, Any]] = []
+    first = {id(layer.module): number for number, layer in reversed(list(enumerate(found)))}
+
+    def note(module: nn.Module, given: tuple[Any, ...]) -> None:
+        calls.append((first[id(module)], map_tensors(given[0] if len(given) == 1 else given, torch.clone)))
+
+    hooks = [module.register_forward_pre_hook(note) for module in {id(x.module): x.module for x in found}.values()]
+    try:
+        with user_code("model"):
+            return model(*args, **kwargs), calls
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _broken(name: str, why: str) -> WorkloadError:
+    return WorkloadError(
+        f"a cut at layer {name!r} would break the model: {why}\n"
+        "give layers only what the one before returned (a tuple may carry more), join layers that share something into "
+        "one module, or use rayps.parallel.pipeline.skip.Stash and Unstash for a skip connection",
+        layer=name,
+    )
+
+
+def _same(a: Any, b: Any) -> bool:
+    one, two = _tensors(a), _tensors(b)
+    return len(one) == len(two) and all(
+        s.shape == t.shape
+        and s.dtype == t.dtype
+        and (torch.allclose(s, t, rtol=1e-4, atol=1e-6, equal_nan=True) if s.is_floating_point() else torch.equal(s, t))
+        for s, t in zip(one, two, strict=True)
+    )
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    map_tensors(value, found.append)
+    return found
+
+
+def _leaves(value: Any) -> Any:
+    return map_tensors(value, lambda t: t.detach().requires_grad_(t.is_floating_point()))

@@ -1,0 +1,340 @@
+"""One stage of a pipeline at work: it goes through its row of the schedule's table, once for each batch.
+
+Only what must be is kept between a micro-batch's forward and backward pass; outputs leave as they are made, and
+nobody waits but for what comes from another stage. The gradient is the mean over the batch, exactly.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rayps.comm.ring import Ring
+from rayps.comm.ring.p2p import Parcel
+from rayps.core.errors import ConfigError, LinkError, WorkloadError
+from rayps.core.pipeline.schedule import Action
+from rayps.parallel.pipeline.cut import Layer, spans
+from rayps.parallel.pipeline.layer_segment import (
+    Grads,
+    Half,
+    Segment,
+    Tape,
+    backward,
+    edge_of,
+    input_half,
+    parcel_of,
+    split,
+    weight_half,
+)
+from rayps.parallel.pipeline.loss_proxy import Call
+from rayps.parallel.pipeline.random_numbers import Noise
+from rayps.parallel.pipeline.skip import Route
+from rayps.parallel.pipeline.stage_messages import Post, Sort
+
+
+class Span(NamedTuple):
+    """When an action was at work, in seconds since the batch began; waiting before it is left out."""
+
+    action: Action
+    start: float
+    end: float
+
+
+class _Live(NamedTuple):
+    """A chunk on a micro-batch, between its forward and its backward pass."""
+
+    tapes: list[Tape]  # by segment
+    halves: list[Half]  # what is left to do for the weights
+    scale: list[Tensor]  # the gradient of the loss, where the chunk ends in it
+
+
+class Engine:
+    """The chunks of one worker, and its part in a step. It belongs to one thread."""
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        boundaries: Sequence[int],
+        actions: Sequence[Action],
+        ring: Ring | None,
+        routes: Sequence[Route] = (),
+        *,
+        seed: int = 0,
+        data: int = 0,
+        device: str | torch.device = "cpu",
+    ) -> None:
+        """`layers` are the whole model's, of which this worker's must be there; `actions` are its row of the table.
+
+        `boundaries` cut the layers into chunks; chunk c is on rank c % stages of `ring` (none for one stage). `routes`
+        are the skip connections between chunks. Random numbers depend on `seed`, `data` (the replica's number) and the
+        step.
+        """
+        self._post = Post(ring)
+        self._ring = ring
+        self._actions = list(actions)
+        self._device = torch.device(device)
+        self._routes = list(routes)
+        self._noise = Noise(seed, data, device)
+        self._halves = any(action.kind == "W" for action in actions)
+        at = spans(boundaries, len(layers))
+        self._end = len(at) - 1  # the last chunk
+        self._layers = len(layers)
+        self._micros = 1 + max((action.micro for action in actions), default=-1)
+        mine = range(self._post.rank, len(at), self._post.stages)
+        strange = [str(action) for action in self._actions if action.chunk not in mine]
+        if strange:
+            raise ConfigError(
+                f"the actions {', '.join(strange[:3])} are not for stage {self._post.rank}, which has the chunks "
+                f"{list(mine)}: cut the model into as many chunks as the schedule has"
+            )
+        self._segments = {
+            chunk: self._cut({n: layers[n] for n in range(*at[chunk])}, chunk, whole=not self._halves) for chunk in mine
+        }
+        self._whole = (
+            {chunk: self._cut({n: layers[n] for n in range(*at[chunk])}, chunk, whole=True) for chunk in mine}
+            if self._halves
+            else self._segments
+        )
+        self._live: dict[tuple[int, int], _Live] = {}
+        self.bytes = self.messages = self.peak = 0  # of the latest call: sent; the most activations held at once
+        self.idle = self.busy = 0.0  # of the latest call: seconds spent waiting for other stages, and all others
+        self.spans: list[Span] = []  # of the latest call
+        self._began = 0.0
+
+    def _cut(self, layers: Mapping[int, Layer], chunk: int, whole: bool) -> list[Segment]:
+        takes = {route.name for route in self._routes if route.target == chunk}
+        ships = {route.name for route in self._routes if route.source == chunk}
+        found = []
+        for numbers in [list(layers)] if whole else split(layers, takes | ships):
+            some = {number: layers[number] for number in numbers}
+            found.append(Segment.of(some, takes, ships, self._noise.at))
+        return found
+
+    # What is called
+
+    def backward(
+        self, step: int, weights: Sequence[float], inputs: Callable[[int], Call], losses: Callable[[int, Any], Tensor]
+    ) -> float | None:
+        """Forward and backward of a batch: adds its gradient to the `.grad` of this worker's parameters.
+
+        `weights` are the micro-batches' shares of the samples; those with 0 are left out. `inputs(micro)` is how the
+        model is called (asked for on the first chunk's worker only), `losses(micro, output)` the mean loss (on the
+        last's only). Gives the loss where the last chunk is, else None.
+
+        Raises:
+            PeerLost, PeerTimeout: another stage died, failed or is silent.
+            WorkloadError: the user's model or loss failed; the other stages see this one as lost.
+        """
+        total: list[tuple[Tensor, float]] = []
+
+        def loss(micro: int, output: Any) -> Tensor:
+            self._noise.at(micro, self._layers)
+            found = losses(micro, output)
+            total.append((found.detach(), weights[micro]))
+            return found
+
+        with self._run(weights, step):
+            for action in self._actions:
+                if weights[action.micro]:
+                    self._do(action, weights, inputs, loss)
+            self._post.settle()
+        return sum(float(found) * weight for found, weight in total) if total else None
+
+    def evaluate(
+        self, weights: Sequence[float], inputs: Callable[[int], Call], done: Callable[[int, Any], None]
+    ) -> None:
+        """Forward only: `done(micro, output)` is called where the last chunk is. Otherwise as `backward`."""
+        with self._run(weights, -1), torch.no_grad():
+            for action in self._actions:
+                if action.kind == "F" and weights[action.micro]:
+                    chunk, micro = action.chunk, action.micro
+                    value, _ = self._forward(action, inputs, train=False)
+                    if chunk == self._end:
+                        self._noise.at(micro, self._layers)
+                        done(micro, value)
+            self._post.settle()
+
+    def close(self) -> None:
+        """Forget what is under way; the ring is its owner's."""
+        self._live.clear()
+        self._post.clear()
+
+    # One action
+
+    def _do(
+        self,
+        action: Action,
+        weights: Sequence[float],
+        inputs: Callable[[int], Call],
+        loss: Callable[[int, Any], Tensor],
+    ) -> None:
+        kind, chunk, micro = action
+        if kind == "W":
+            start = time.perf_counter()
+            for half in self._live.pop((chunk, micro)).halves:
+                weight_half(half)
+            self._note(action, start)
+            return
+        if kind == "B":
+            self._backward(action)
+            return
+        value, live = self._forward(action, inputs, train=True)
+        if chunk == self._end:
+            start = time.perf_counter()
+            found = loss(micro, value)
+            _must_learn(found)
+            live.tapes[-1] = Tape(live.tapes[-1].leaves, [[edge_of(found)]])
+            live.scale.append(torch.full_like(found, weights[micro], requires_grad=False))
+            self._note(action, start)
+
+    def _forward(self, action: Action, inputs: Callable[[int], Call], train: bool) -> tuple[Any, _Live]:
+        _, chunk, micro = action
+        given, call = None, None
+        if chunk == 0:
+            self._noise.at(micro, self._layers)
+            call = inputs(micro)
+        else:
+            given = self._near(self._post.take(chunk - 1, Sort.OUTPUT, chunk - 1, micro))
+        extra = (
+            {
+                route.name: self._near(self._post.take(route.source, Sort.STASH, index, micro))
+                for index, route in enumerate(self._routes)
+                if route.target == chunk
+            }
+            if self._routes
+            else {}
+        )
+        start = time.perf_counter()
+        live = _Live([], [], [])
+        shipped: dict[str, Parcel] = {}
+        segments = (self._segments if train else self._whole)[chunk]
+        value: Any = None
+        if train:
+            self._live[chunk, micro] = live
+            self.peak = max(self.peak, len(self._live))
+        for segment in segments:
+            value, aside, leaves = segment.forward(micro, given, call, extra, train)
+            ends = chunk == self._end and segment is segments[-1]  # in the loss, not in a value for others
+            parcel = None if ends else parcel_of(value, segment.last)
+            for name in segment.ships:
+                shipped[name] = parcel_of(aside[name], segment.last)
+            if train:
+                out = [parcel or Parcel([], [], ""), *(shipped[name] for name in segment.ships)]
+                live.tapes.append(Tape(leaves, [[edge_of(t) for t in each.tensors] for each in out]))
+            given, call = parcel, None
+        self._note(action, start)
+        if given is not None:
+            self._post.give(chunk + 1, Sort.OUTPUT, chunk, micro, given)
+        for index, route in enumerate(self._routes):
+            if route.source == chunk:
+                self._post.give(route.target, Sort.STASH, index, micro, shipped[route.name])
+        return value, live
+
+    def _backward(self, action: Action) -> None:
+        _, chunk, micro = action
+        live, segments = self._live[chunk, micro], self._segments[chunk]
+        out, stashes = self._grads_from_elsewhere(action, live)
+        start = time.perf_counter()
+        for segment, tape in zip(reversed(segments), reversed(live.tapes), strict=True):
+            grads = [out, *(stashes[name] for name in segment.ships)]
+            if self._halves:
+                back, half = input_half(segment, tape, grads)
+                live.halves.extend([half] if half else [])
+            else:
+                back = backward(tape, grads)
+            out = back[0]
+            for name, port, leaves in zip(segment.takes, back[1:], tape.leaves[1:], strict=True):
+                index = next(i for i, route in enumerate(self._routes) if route.name == name)
+                self._give_grads(self._routes[index].source, Sort.STASH_GRADIENT, index, micro, port, leaves)
+        if chunk > 0:
+            self._give_grads(chunk - 1, Sort.GRADIENT, chunk - 1, micro, out, live.tapes[0].leaves[0])
+        live.tapes.clear()
+        if not self._halves:
+            del self._live[chunk, micro]
+        self._note(action, start)
+
+    def _grads_from_elsewhere(self, action: Action, live: _Live) -> tuple[Grads, dict[str, Grads]]:
+        """The gradient of what the chunk gave, and of what it put aside for other chunks."""
+        _, chunk, micro = action
+        out: Grads = list(live.scale)
+        if chunk < self._end:
+            out = self._take_grads(chunk + 1, Sort.GRADIENT, chunk, micro, live.tapes[-1].edges[0])
+        if not any(segment.ships for segment in self._segments[chunk]):
+            return out, {}
+        edges = {
+            name: port
+            for segment, tape in zip(self._segments[chunk], live.tapes, strict=True)
+            for name, port in zip(segment.ships, tape.edges[1:], strict=True)
+        }
+        stashes = {
+            route.name: self._take_grads(route.target, Sort.STASH_GRADIENT, index, micro, edges[route.name])
+            for index, route in enumerate(self._routes)
+            if route.source == chunk
+        }
+        return out, stashes
+
+    def _give_grads(
+        self, chunk: int, sort: Sort, index: int, micro: int, grads: Grads, leaves: list[Tensor | None]
+    ) -> None:
+        """Of what wants a gradient; nothing is sent where nothing does."""
+        wanted = [grad for grad, leaf in zip(grads, leaves, strict=True) if leaf is not None]
+        if wanted:
+            self._post.give_grads(chunk, sort, index, micro, wanted)
+
+    def _take_grads(self, chunk: int, sort: Sort, index: int, micro: int, edges: Sequence[Any]) -> Grads:
+        """As given, with none for what wants none."""
+        if all(edge is None for edge in edges):
+            return [None] * len(edges)
+        came = iter(self._post.take_grads(chunk, sort, index, micro))
+        return [None if edge is None else self._near_one(next(came)) for edge in edges]
+
+    def _near_one(self, t: Tensor | None) -> Tensor | None:
+        return t if t is None or self._device.type == "cpu" else t.to(self._device)
+
+    def _near(self, parcel: Parcel) -> Parcel:
+        """What came, on this worker's device."""
+        if self._device.type == "cpu":
+            return parcel
+        return parcel._replace(tensors=[t.to(self._device) for t in parcel.tensors])
+
+    def _note(self, action: Action, start: float) -> None:
+        self.spans.append(Span(action, start - self._began, time.perf_counter() - self._began))
+
+    # Around a call
+
+    @contextmanager
+    def _run(self, weights: Sequence[float], step: int) -> Iterator[None]:
+        """Counts, seeds; an error here is told to the other stages."""
+        if len(weights) < self._micros:
+            raise ConfigError(f"{len(weights)} micro-batches were given, and the schedule has {self._micros}")
+        before = self._post.counts
+        self._began, self.peak = time.perf_counter(), 0
+        self.spans = []
+        try:
+            with self._noise.of(step):
+                yield
+        except LinkError:
+            self.close()
+            raise
+        except BaseException:  # the others wait for this stage: they are told at once, and the error stays here
+            self.close()
+            if self._ring is not None:
+                self._ring.abort()
+            raise
+        finally:
+            sent, messages, waited = self._post.counts
+            self.bytes, self.messages = sent - before[0], messages - before[1]
+            self.idle = waited - before[2]
+            self.busy = time.perf_counter() - self._began - self.idle
+
+
+def _must_learn(loss: Tensor) -> None:
+    if not loss.requires_grad:
+        raise WorkloadError(
+            "the loss has no gradient: it must come from what the model returns, without detach(), item() or no_grad()"
+        )

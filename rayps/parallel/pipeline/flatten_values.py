@@ -1,0 +1,60 @@
+"""Values between layers as a flat list of tensors and a word on their structure: what a parcel can carry."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from rayps.core.errors import WorkloadError
+
+ALONE = ""  # the form of one tensor by itself
+
+
+def packed(value: Any, layer: str) -> tuple[list[Tensor], str]:
+    """The tensors in a value, and its form.
+
+    Raises:
+        WorkloadError: `layer` gave something that is not tensors, numbers, strings, None, or tuples, lists, dicts of
+            them.
+    """
+    if isinstance(value, Tensor):
+        return [value], ALONE
+    found: list[Tensor] = []
+    return found, json.dumps(_form(value, found, layer))
+
+
+def unpacked(tensors: list[Tensor], form: str) -> Any:
+    """The value again."""
+    return tensors[0] if form == ALONE else _value(json.loads(form), iter(tensors))
+
+
+def _form(value: Any, found: list[Tensor], layer: str) -> Any:
+    if isinstance(value, Tensor):
+        found.append(value)
+        return "t"
+    if value is None or type(value) in (bool, int, float, str):
+        return [0, value]
+    if type(value) in (tuple, list):
+        return [1 if type(value) is tuple else 2, *(_form(item, found, layer) for item in value)]
+    if type(value) is dict and all(isinstance(key, str) for key in value):
+        return [3, list(value), *(_form(item, found, layer) for item in value.values())]
+    raise WorkloadError(
+        f"layer {layer!r} gives a {type(value).__name__}, which cannot go to another stage: give tensors, or tuples, "
+        "lists or dicts of them",
+        layer=layer,
+    )
+
+
+def _value(form: Any, tensors: Iterator[Tensor]) -> Any:
+    if form == "t":
+        return next(tensors)
+    kind, *rest = form
+    if kind == 0:
+        return rest[0]
+    if kind == 3:
+        return {key: _value(item, tensors) for key, item in zip(rest[0], rest[1:], strict=True)}
+    items = [_value(item, tensors) for item in rest]
+    return tuple(items) if kind == 1 else items

@@ -1,0 +1,210 @@
+"""A run of layers that autograd sees as one: its forward pass, and its backward pass whole or in two halves.
+
+A backward pass in two halves (Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024) gives the gradient of the input
+first, and that of the weights later. Each layer is then a segment of its own, so that the second half only computes
+gradients of weights, from the gradient of the layer's output that the first half has found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from rayps.comm.ring.p2p import Parcel
+from rayps.core.user_code import user_code
+from rayps.parallel.pipeline.cut import Layer
+from rayps.parallel.pipeline.flatten_values import packed, unpacked
+from rayps.parallel.pipeline.skip import Stash, Unstash, aside
+
+Grads = list[Tensor | None]
+_run_backward: Any = torch.autograd.Variable._execution_engine.run_backward
+_NOTHING = nullcontext()
+_IN_PLACE = "a leaf Variable that requires grad"  # how torch refuses to change one in place
+
+
+class Tape(NamedTuple):
+    """What a backward pass needs of a forward pass, by port: of each tensor that wants a gradient, None for others."""
+
+    leaves: list[list[Tensor | None]]  # of the input, then of each stashed value that came from elsewhere
+    edges: list[list[GradientEdge | None]]  # of the output, then of each value that was put aside for elsewhere
+
+
+class Half(NamedTuple):
+    """What is left to do for the gradients of a segment's weights."""
+
+    edges: list[GradientEdge]
+    grads: list[Tensor]
+    params: list[nn.Parameter]
+
+
+class Segment:
+    """Layers `numbers` of the model, which take the stashed values `takes` and put aside `ships` for elsewhere."""
+
+    def __init__(
+        self, layers: Mapping[int, Layer], takes: Sequence[str], ships: Sequence[str], seed: Callable[[int, int], None]
+    ) -> None:
+        self.layers = dict(layers)
+        self.takes, self.ships = list(takes), list(ships)
+        self._skips = any(_skip(part) for layer in layers.values() for part in layer.module.modules())
+        self._seed = seed
+        self._copies = False  # whether the first layer changes its input in place
+        self._at = ""
+
+    @classmethod
+    def of(
+        cls, layers: Mapping[int, Layer], takes: set[str], ships: set[str], seed: Callable[[int, int], None]
+    ) -> Segment:
+        """Of the skip connections that cross the chunk's border, those that begin or end in `layers`."""
+        ends = {
+            (type(part), part.name)
+            for layer in layers.values()
+            for part in layer.module.modules()
+            if isinstance(part, (Stash, Unstash))
+        }
+        return cls(
+            layers,
+            sorted(name for name in takes if (Unstash, name) in ends),
+            sorted(name for name in ships if (Stash, name) in ends),
+            seed,
+        )
+
+    def forward(
+        self, micro: int, given: Parcel | None, call: Any, extra: Mapping[str, Parcel], train: bool
+    ) -> tuple[Any, dict[str, Any], list[list[Tensor | None]]]:
+        """What the layers give, what they put aside for elsewhere, and the leaves of what came, by port.
+
+        `given` is the input where there is a layer before, else `call` is how the model was called.
+        """
+        try:
+            try:
+                return self._forward(micro, given, call, extra, train)
+            except RuntimeError as error:
+                if self._copies or _IN_PLACE not in str(error):
+                    raise
+                self._copies = True
+            return self._forward(micro, given, call, extra, train)
+        except (Exception, SystemExit, KeyboardInterrupt):
+            with user_code(f"layer {self._at}"):  # it names the layer that was under way
+                raise
+
+    def _forward(
+        self, micro: int, given: Parcel | None, call: Any, extra: Mapping[str, Parcel], train: bool
+    ) -> tuple[Any, dict[str, Any], list[list[Tensor | None]]]:
+        leaves: list[list[Tensor | None]] = []
+        args, kwargs = call or ((), {})
+        value: Any = None
+        if given is None:
+            leaves.append([])
+        else:
+            args = (self._opened(given, leaves, train),)
+        stash = {name: self._opened(extra[name], leaves, train) for name in self.takes} if self.takes else {}
+        with aside(stash) if self._skips else _NOTHING:
+            for number, layer in self.layers.items():
+                self._at = layer.name
+                self._seed(micro, number)
+                value = layer.module(*args, **kwargs)
+                args, kwargs = (value,), {}
+        return value, {name: stash[name] for name in self.ships}, leaves
+
+    def _opened(self, parcel: Parcel, ports: list[list[Tensor | None]], train: bool) -> Any:
+        tensors: list[Tensor] = []
+        leaves: list[Tensor | None] = []
+        ports.append(leaves)
+        for t, wants in zip(parcel.tensors, parcel.wants, strict=True):
+            leaf = t.detach().requires_grad_() if wants and train else None
+            leaves.append(leaf)
+            plain = t if leaf is None else leaf
+            tensors.append(plain.clone() if self._copies else plain)
+        return unpacked(tensors, parcel.form)
+
+    @property
+    def last(self) -> str:
+        """The name of its last layer."""
+        return next(reversed(self.layers.values())).name
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The parameters that learn."""
+        found = {id(p): p for layer in self.layers.values() for p in layer.module.parameters() if p.requires_grad}
+        return list(found.values())
+
+
+def edge_of(t: Tensor) -> GradientEdge | None:
+    """Where the gradient of `t` goes; None where it wants none. It does not keep the tensor's memory."""
+    return get_gradient_edge(t) if t.requires_grad else None
+
+
+def parcel_of(value: Any, layer: str) -> Parcel:
+    """What a layer gave, as it travels."""
+    tensors, form = packed(value, layer)
+    return Parcel(tensors, [t.requires_grad for t in tensors], form)
+
+
+def backward(tape: Tape, grads: list[Grads]) -> list[Grads]:
+    """The whole backward pass: adds to the `.grad` of every parameter, gives the gradient of every leaf."""
+    edges, given = _paired(tape, grads)
+    if edges:  # as torch.autograd.backward, whose checks of shapes take longer than a small layer's gradient
+        _run_backward(tuple(edges), tuple(given), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    return [[None if leaf is None else leaf.grad for leaf in port] for port in tape.leaves]
+
+
+def input_half(segment: Segment, tape: Tape, grads: list[Grads]) -> tuple[list[Grads], Half | None]:
+    """The gradient of every leaf; and what is left to do for the weights."""
+    edges, given = _paired(tape, grads)
+    params = segment.params if edges else []
+    leaves = [leaf for port in tape.leaves for leaf in port if leaf is not None]
+    found: Grads = [None] * len(leaves)
+    if edges and leaves:
+        found = list(torch.autograd.grad(edges, leaves, given, retain_graph=bool(params), allow_unused=True))
+    back = iter(found)
+    half = Half(edges, given, params) if params else None
+    return [[None if leaf is None else next(back) for leaf in port] for port in tape.leaves], half
+
+
+def _paired(tape: Tape, grads: list[Grads]) -> tuple[list[GradientEdge], list[Tensor]]:
+    """The edges for which a gradient came, and the gradients."""
+    flat = [edge for port in tape.edges for edge in port], [grad for port in grads for grad in port]
+    both = [(e, g) for e, g in zip(*flat, strict=True) if e is not None and g is not None]
+    return [e for e, _ in both], [g for _, g in both]
+
+
+def weight_half(half: Half) -> None:
+    """Adds to the `.grad` of the segment's parameters."""
+    torch.autograd.backward(half.edges, half.grads, inputs=half.params)
+
+
+def split(layers: Mapping[int, Layer], crossing: set[str]) -> list[list[int]]:
+    """Numbers of layers by segment, for backward passes in halves: one each where possible.
+
+    Layers between a Stash and its Unstash stay together unless that skip connection leaves the chunk (`crossing`), and
+    a layer that changes its input in place stays with the one before, whose output that is.
+    """
+    numbers = list(layers)
+    joined = {number for number in numbers[1:] if _in_place(layers[number].module)}
+    begins: dict[str, int] = {}
+    for number in numbers:
+        for part in layers[number].module.modules():
+            if isinstance(part, Stash):
+                begins[part.name] = number
+            elif isinstance(part, Unstash) and part.name not in crossing:
+                joined.update(range(begins[part.name] + 1, number + 1))
+    found: list[list[int]] = []
+    for number in numbers:
+        if number in joined and found:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return found
+
+
+def _skip(part: nn.Module) -> bool:
+    return isinstance(part, (Stash, Unstash))
+
+
+def _in_place(module: nn.Module) -> bool:
+    return any(getattr(part, "inplace", False) for part in module.modules())

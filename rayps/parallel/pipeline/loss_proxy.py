@@ -1,0 +1,176 @@
+"""What the user's loss is called with in a pipeline, where no worker has the whole model.
+
+On the first stage a model that only listens: the loss runs until it calls the model, and what it calls it with is the
+micro-batch's input. On the last stage a model that returns what the stages made of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from rayps.core.errors import WorkloadError
+from rayps.core.partition import slices
+from rayps.core.user_code import user_code
+from rayps.data.base import Batch, map_tensors
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Losses(Protocol):
+    """The part of a Workload that is needed here."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The mean loss over the batch."""
+
+    def evaluate(self, model: nn.Module, batch: Batch) -> dict[str, float | Tensor]:
+        """Named means over the batch."""
+
+
+def parts(batch: Batch, micro_batches: int) -> list[Batch]:
+    """The batch in micro-batches, whose sizes differ by one at most; of a small batch some are empty.
+
+    Raises:
+        WorkloadError: something in the batch is not one entry per row.
+    """
+    cuts = list(slices(batch.size, micro_batches))
+    return [
+        Batch(_rows(batch.x, batch.size, cut), _rows(batch.y, batch.size, cut), cut.stop - cut.start) for cut in cuts
+    ]
+
+
+def weights(batches: list[Batch]) -> list[float]:
+    """Each micro-batch's share of the samples."""
+    total = sum(batch.size for batch in batches)
+    return [batch.size / total if total else 0.0 for batch in batches]
+
+
+def _rows(value: Any, size: int, cut: slice) -> Any:
+    if isinstance(value, (list, tuple)) and len(value) == size and not any(isinstance(v, Tensor) for v in value):
+        return value[cut]
+    return map_tensors(value, lambda t: _tensor_rows(t, size, cut))
+
+
+def _tensor_rows(t: Tensor, size: int, cut: slice) -> Tensor:
+    if t.dim() == 0:
+        return t
+    if t.shape[0] != size:
+        raise WorkloadError(
+            f"a batch of {size} rows holds a tensor of shape {tuple(t.shape)}: for micro-batches its first dimension "
+            "must be the rows (pad what is ragged)"
+        )
+    return t[cut]
+
+
+class _Called(BaseException):
+    """The model was called: the rest of the loss is not run here. No Exception, so that nobody catches it."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+
+
+class _Model(nn.Module):
+    """What stands for the model. It has nothing of the model's but a call."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise _unseen(name)
+
+    def _refuse(self, name: str) -> Any:
+        raise _unseen(name)
+
+    def named_parameters(self, *_: Any, **__: Any) -> Iterator[Any]:
+        """Raises WorkloadError."""
+        return self._refuse("parameters()")  # type: ignore[no-any-return]
+
+    def named_buffers(self, *_: Any, **__: Any) -> Iterator[Any]:
+        """Raises WorkloadError."""
+        return self._refuse("buffers()")  # type: ignore[no-any-return]
+
+    def named_modules(self, *_: Any, **__: Any) -> Iterator[Any]:
+        """Raises WorkloadError."""
+        return self._refuse("modules()")  # type: ignore[no-any-return]
+
+    def state_dict(self, *_: Any, **__: Any) -> Any:
+        """Raises WorkloadError."""
+        return self._refuse("state_dict()")
+
+
+def _unseen(name: str) -> WorkloadError:
+    return WorkloadError(
+        f"loss() or evaluate() uses model.{name}, and in a pipeline no worker has the whole model: call the model once "
+        "and work on what it returns (a penalty on weights can be the optimizer's weight_decay)"
+    )
+
+
+class _Listens(_Model):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise _Called((args, kwargs))
+
+
+class _Returns(_Model):
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self.__dict__["output"] = output
+        self.__dict__["calls"] = 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.__dict__["calls"] += 1
+        if self.__dict__["calls"] > 1:
+            raise WorkloadError(
+                "loss() calls the model more than once, and a pipeline runs it once per micro-batch: "
+                "join the inputs into one, e.g. with torch.cat, and split what it returns"
+            )
+        return self.__dict__["output"]
+
+
+def inputs(workload: Losses, batch: Batch, *, training: bool = True) -> Call:
+    """What the loss calls the model with, on a micro-batch. Raises WorkloadError."""
+    call = _listen("loss", workload, batch, training)
+    if call is None:
+        raise WorkloadError("loss(model, batch) did not call the model: a pipeline takes its input from that call")
+    if not training:
+        other = _listen("evaluate", workload, batch, training)
+        if other is not None and not _alike(call, other):
+            raise WorkloadError(
+                "evaluate() calls the model with something else than loss() does, and a pipeline runs "
+                "it once for both: give both the same input"
+            )
+    return call
+
+
+def _listen(method: str, workload: Losses, batch: Batch, training: bool) -> Call | None:
+    try:
+        with user_code(method):
+            getattr(workload, method)(_Listens().train(training), batch)
+    except _Called as called:
+        return called.call
+    return None
+
+
+def _alike(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a is b or (a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_alike(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(_alike(x, y) for x, y in zip(a, b, strict=True))
+    return type(a) is type(b)
+
+
+def loss(workload: Losses, batch: Batch, output: Any, *, training: bool = True) -> Tensor:
+    """The user's loss of a micro-batch, given what the model returned. Raises WorkloadError."""
+    with user_code("loss"):
+        found: Any = workload.loss(_Returns(output).train(training), batch)
+    if not isinstance(found, Tensor) or found.numel() != 1:
+        shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        raise WorkloadError(f"loss(model, batch) gave {shape}: return one number as a tensor, the mean over the batch")
+    return found
+
+
+def metrics(workload: Losses, batch: Batch, output: Any) -> dict[str, float | Tensor]:
+    """The user's metrics of a micro-batch, given what the model returned. Raises WorkloadError."""
+    with user_code("evaluate"):
+        return workload.evaluate(_Returns(output).train(False), batch)

@@ -1,0 +1,191 @@
+"""What passes between the parts of a model, and what they keep for backward: measured on a few rows, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rayps.core.user_code import user_code
+from rayps.data import Batch
+from rayps.data.base import map_tensors
+from rayps.parallel.division.build import apart, model_of
+from rayps.parallel.division.division import Division
+from rayps.parallel.pipeline import loss_proxy
+from rayps.parallel.pipeline.cut import layers, spans
+from rayps.parallel.pipeline.skip import aside
+from rayps.parallel.tensor import Talk, split
+from rayps.strategies.costs import Crossing, Sizes
+from rayps.workload.base import Workload
+
+
+class _Alone(Talk):
+    """A tensor group of which only this worker is there: what the others would say is taken to be what it says."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(None)
+        self.size, self.summed, self.gathered = size, 0, 0
+
+    def add(self, t: Tensor) -> Tensor:
+        """See Talk."""
+        self.collectives += 1
+        self.summed += t.nbytes
+        return t
+
+    def gather(self, t: Tensor, dim: int, widths: Sequence[int]) -> Tensor:
+        """See Talk."""
+        self.collectives += 1
+        shape = list(t.shape)
+        shape[dim] = sum(widths)
+        self.gathered += t.element_size() * torch.Size(shape).numel()
+        return t.mean(dim, keepdim=True).expand(shape).contiguous()
+
+
+def plain(division: Division, sizes: Sizes) -> Sizes:
+    """`sizes` with what a division says by itself: who owns, holds and borrows how much."""
+    lent = [each for column in division.columns for each in column.borrowed]
+    return replace(
+        sizes,
+        owned=tuple(column.layout.size for column in division.columns),
+        held=tuple(column.held for column in division.columns),
+        tied=sum(each.piece.size for each in lent if each.tied),
+        shared=sum(each.piece.size for each in lent if not each.tied),
+    )
+
+
+def whole(workload: Workload, sizes: Sizes, sample: Batch) -> Sizes:
+    """`sizes` with what a model on one worker keeps for its backward pass, for one row. Raises WorkloadError."""
+    with apart():
+        model = model_of(workload)
+        with _kept(model) as found, user_code("loss"):
+            workload.loss(model, sample)
+    return replace(sizes, kept=(sum(found.values()) / max(sample.size, 1),))
+
+
+def probe(workload: Workload, division: Division, sizes: Sizes, sample: Batch) -> Sizes:
+    """`plain`, and what one forward and backward pass of tensor rank 0 over `sample` shows, for one row of it.
+
+    Raises:
+        WorkloadError: the user's code fails on the sample.
+    """
+    sizes, rows = plain(division, sizes), max(sample.size, 1)
+    with apart():
+        model, talk = model_of(workload), _Alone(division.tensor)
+        if division.tensor > 1:
+            model = split(model, division.plan, 0, division.tensor, talk)
+        if division.boundaries:
+            return _stages(workload, division, model, talk, sizes, sample)
+        with _kept(model) as found, user_code("loss"):
+            loss = workload.loss(model, sample)
+        with user_code("loss"):
+            loss.backward()  # type: ignore[no-untyped-call]
+    return replace(
+        sizes,
+        kept=(sum(found.values()) / rows,),
+        summed=(talk.summed / rows,),
+        gathered=(talk.gathered / rows,),
+        exchanges=(talk.collectives,),
+    )
+
+
+def _stages(
+    workload: Workload, division: Division, model: nn.Module, talk: _Alone, sizes: Sizes, sample: Batch
+) -> Sizes:
+    """As `probe`, chunk after chunk, each on its own as on its worker."""
+    found, rows, p = layers(model), max(sample.size, 1), division.stages
+    said = [[0, 0, 0] for _ in range(p)]  # of each stage: summed, gathered, exchanges
+    kept, crossings, values = [], list[Crossing](), dict[str, Any]()
+    args, kwargs = loss_proxy.inputs(workload, sample)
+    chunks = spans(division.boundaries, len(found))
+    done: list[tuple[int, Any, Any]] = []  # of each chunk: what it was given, what it gave
+    for chunk, (lo, hi) in enumerate(chunks):
+        given = None if chunk == 0 else map_tensors(done[-1][2], _leaf)
+        values = {name: map_tensors(value, _leaf) for name, value in values.items()}
+        with _kept(model) as saved, aside(values), _noted(talk, said[chunk % p]):
+            value: Any = given
+            for number in range(lo, hi):
+                layer = found[number].module
+                with user_code(f"layer {found[number].name}"):
+                    value = layer(*args, **kwargs) if number == 0 else layer(value)
+        kept.append(sum(saved.values()) / rows)
+        done.append((chunk, given, value))
+        if chunk + 1 < len(chunks):
+            crossings.append(Crossing(chunk, chunk + 1, *_bytes(value, rows)))
+        crossings += [
+            Crossing(chunk, route.target, *_bytes(values[route.name], rows))
+            for route in division.routes
+            if route.source == chunk and route.target % p != chunk % p and route.name in values
+        ]
+    _back(workload, sample, done, talk, said)
+    return replace(
+        sizes,
+        kept=tuple(kept),
+        crossings=tuple(cut for cut in crossings if cut.source % p != cut.target % p),
+        summed=tuple(each[0] / rows for each in said),
+        gathered=tuple(each[1] / rows for each in said),
+        exchanges=tuple(each[2] for each in said),
+    )
+
+
+def _back(
+    workload: Workload, sample: Batch, done: list[tuple[int, Any, Any]], talk: _Alone, said: list[list[int]]
+) -> None:
+    """Backward passes, the last chunk's first, for what tensor ranks say meanwhile."""
+    if talk.size == 1:
+        return
+    grads: list[Tensor] = []
+    for chunk, given, value in reversed(done):
+        with _noted(talk, said[chunk % len(said)]):
+            if chunk == done[-1][0]:
+                loss_proxy.loss(workload, sample, value).backward()  # type: ignore[no-untyped-call]
+            else:
+                outputs = [t for t in _tensors(value) if t.requires_grad]
+                torch.autograd.backward(outputs, grads[: len(outputs)])
+        leaves = [t for t in _tensors(given) if t.requires_grad] if given is not None else []
+        grads = [torch.zeros_like(t) if t.grad is None else t.grad for t in leaves]
+
+
+@contextmanager
+def _noted(talk: _Alone, into: list[int]) -> Iterator[None]:
+    before = (talk.summed, talk.gathered, talk.collectives)
+    yield
+    for i, (now, then) in enumerate(zip((talk.summed, talk.gathered, talk.collectives), before, strict=True)):
+        into[i] += now - then
+
+
+@contextmanager
+def _kept(model: nn.Module) -> Iterator[dict[int, int]]:
+    """Bytes that autograd keeps, by the memory in which they lie; parameters apart."""
+    mine = {p.untyped_storage().data_ptr() for p in [*model.parameters(), *model.buffers()]}
+    found: dict[int, int] = {}
+    alive: list[Tensor] = []  # so that no memory is used twice
+
+    def pack(t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in mine:
+            found[storage.data_ptr()] = storage.nbytes()
+            alive.append(t.detach())
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        yield found
+
+
+def _bytes(value: Any, rows: int) -> tuple[float, float]:
+    """Bytes of a row forward, and of its gradient back."""
+    every = _tensors(value)
+    return sum(t.nbytes for t in every) / rows, sum(t.nbytes for t in every if t.requires_grad) / rows
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    map_tensors(value, lambda t: found.append(t))
+    return found
+
+
+def _leaf(t: Tensor) -> Tensor:
+    return t.detach().requires_grad_(t.requires_grad)

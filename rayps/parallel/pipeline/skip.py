@@ -1,0 +1,122 @@
+"""Skip connections that may cross the stages of a pipeline: `Stash` puts a value aside, `Unstash` merges it in again.
+
+In one process they are what they look like. In a pipeline the value goes straight from the stage of the Stash to the
+stage of its Unstash, and its gradient back.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from rayps.core.errors import WorkloadError
+
+
+class _Aside(threading.local):
+    """What is put aside, by name; each thread has its own."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+
+
+_aside = _Aside()
+
+
+class Stash(nn.Module):
+    """Gives its input on, and puts it aside for the `Unstash` of the same name."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def forward(self, x: Any) -> Any:
+        """x, as it is."""
+        _aside.values[self.name] = x
+        return x
+
+    def extra_repr(self) -> str:
+        """Its name."""
+        return repr(self.name)
+
+
+class Unstash(nn.Module):
+    """`merge(x, stashed)`, with what the `Stash` of the same name has put aside; by default their sum."""
+
+    def __init__(self, name: str, merge: Callable[[Any, Any], Any] = torch.add) -> None:
+        super().__init__()
+        self.name = name
+        self.merge = merge
+
+    def forward(self, x: Any) -> Any:
+        """The merged value. Raises WorkloadError where nothing was put aside."""
+        if self.name not in _aside.values:
+            raise WorkloadError(
+                f"Unstash({self.name!r}) found nothing: put Stash({self.name!r}) on a layer before it", name=self.name
+            )
+        return self.merge(x, _aside.values.pop(self.name))
+
+    def extra_repr(self) -> str:
+        """Its name."""
+        return repr(self.name)
+
+
+@contextmanager
+def aside(values: dict[str, Any]) -> Iterator[None]:
+    """Let what is stashed on this thread go to, and come from, `values`."""
+    before, _aside.values = _aside.values, values
+    try:
+        yield
+    finally:
+        _aside.values = before
+
+
+class Route(NamedTuple):
+    """A skip connection between two chunks of the model."""
+
+    name: str
+    source: int
+    target: int
+
+
+def places(modules: Sequence[nn.Module]) -> dict[str, tuple[int, int]]:
+    """By name: the numbers of the layers that hold the Stash and the Unstash.
+
+    Raises:
+        WorkloadError: one of the two is missing, is there twice, or they are the wrong way round.
+    """
+    found: dict[str, dict[type[nn.Module], list[int]]] = {}
+    for number, module in enumerate(modules):
+        for part in module.modules():
+            if isinstance(part, (Stash, Unstash)):
+                found.setdefault(part.name, {Stash: [], Unstash: []})[type(part)].append(number)
+    for name, where in found.items():
+        for kind, numbers in where.items():
+            if len(numbers) != 1:
+                raise WorkloadError(
+                    f"{kind.__name__}({name!r}) is in the model {len(numbers)} times"
+                    f"{f' (layers {numbers})' if numbers else ''}: a skip connection has one Stash and one Unstash; "
+                    "give each its own name",
+                    name=name,
+                )
+        if where[Stash][0] > where[Unstash][0]:
+            raise WorkloadError(
+                f"Unstash({name!r}) in layer {where[Unstash][0]} comes before its Stash in layer {where[Stash][0]}: "
+                "a value is put aside first",
+                name=name,
+            )
+    return {name: (where[Stash][0], where[Unstash][0]) for name, where in found.items()}
+
+
+def routes(modules: Sequence[nn.Module], boundaries: Sequence[int]) -> tuple[Route, ...]:
+    """The skip connections that a cut at `boundaries` sends from chunk to chunk. Raises as `places`."""
+
+    def chunk(layer: int) -> int:
+        return sum(layer >= boundary for boundary in boundaries)
+
+    crossing = [Route(name, chunk(source), chunk(target)) for name, (source, target) in places(modules).items()]
+    return tuple(sorted(route for route in crossing if route.source != route.target))

@@ -1,0 +1,104 @@
+"""What a stage sends to the others and waits for: outputs, their gradients, stashed values and theirs."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+from torch import Tensor
+
+from rayps.comm.ring import Ring
+from rayps.comm.ring.p2p import Parcel
+from rayps.core.errors import LinkError
+from rayps.core.user_code import peers_awaited
+
+_NO_GRADIENT = "0"  # marks, in a parcel's form, a tensor whose gradient is none
+
+
+class Sort(enum.IntEnum):
+    """What a parcel is."""
+
+    OUTPUT = 0  # of a chunk
+    GRADIENT = 1  # of a chunk's output
+    STASH = 2  # of a route
+    STASH_GRADIENT = 3
+
+    @property
+    def words(self) -> str:
+        """For an error."""
+        return {
+            0: "the output",
+            1: "the gradient of the output",
+            2: "a skip connection",
+            3: "the gradient of a skip connection",
+        }[int(self)]
+
+
+class Post:
+    """Between chunks, wherever they are: over the ring, or within this worker where both are here."""
+
+    def __init__(self, ring: Ring | None) -> None:
+        self._parcels: Any = None if ring is None or ring.size == 1 else ring.parcels
+        self.rank = 0 if ring is None else ring.rank
+        self.stages = 1 if ring is None else ring.size
+        self._here: dict[tuple[int, int, int], Parcel] = {}
+
+    def give(self, chunk: int, sort: Sort, index: int, micro: int, parcel: Parcel) -> None:
+        """Send to where `chunk` is. Raises LinkError."""
+        to = chunk % self.stages
+        if to == self.rank:
+            self._here[sort, index, micro] = parcel
+        else:
+            self._parcels.give(to, _tag(sort, index, micro), parcel.tensors, parcel.form)
+
+    def take(self, chunk: int, sort: Sort, index: int, micro: int) -> Parcel:
+        """Wait for what comes from where `chunk` is. Raises LinkError."""
+        frm = chunk % self.stages
+        if frm == self.rank:
+            return self._here.pop((sort, index, micro))
+        try:
+            with peers_awaited():
+                found: Parcel = self._parcels.take(frm, _tag(sort, index, micro))
+        except LinkError as error:
+            raise type(error)(
+                f"{error.message}\nstage {self.rank} waited for {sort.words} of micro-batch {micro} of chunk {chunk} "
+                f"from stage {frm}",
+                **error.data,
+            ) from error
+        return found
+
+    def give_grads(self, chunk: int, sort: Sort, index: int, micro: int, grads: list[Tensor | None]) -> None:
+        """Send gradients, of which some may be none: nothing has come of that tensor."""
+        there = [g for g in grads if g is not None]
+        form = "".join(_NO_GRADIENT if g is None else "1" for g in grads) if len(there) < len(grads) else ""
+        self.give(chunk, sort, index, micro, Parcel(there, [False] * len(there), form))
+
+    def take_grads(self, chunk: int, sort: Sort, index: int, micro: int) -> list[Tensor | None]:
+        """The same gradients."""
+        parcel = self.take(chunk, sort, index, micro)
+        if not parcel.form:
+            return list(parcel.tensors)
+        there = iter(parcel.tensors)
+        return [None if mark == _NO_GRADIENT else next(there) for mark in parcel.form]
+
+    def settle(self) -> None:
+        """Return once all has left. Raises LinkError."""
+        if self._parcels is not None:
+            self._parcels.settle()
+
+    def clear(self) -> None:
+        """Forget what was left here."""
+        self._here.clear()
+
+    @property
+    def counts(self) -> tuple[int, int, float]:
+        """Bytes and messages that have been sent, and seconds spent waiting, ever."""
+        return (
+            (0, 0, 0.0)
+            if self._parcels is None
+            else (self._parcels.bytes, self._parcels.messages, self._parcels.seconds)
+        )
+
+
+def _tag(sort: Sort, index: int, micro: int) -> int:
+    return (micro << 24) | (index << 2) | sort

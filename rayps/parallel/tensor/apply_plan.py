@@ -1,0 +1,98 @@
+"""A plan applied: which part of each parameter a worker holds, and the model with split layers in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from rayps.comm.ring import Ring
+from rayps.core.errors import WorkloadError
+from rayps.parallel.tensor.attention import SplitAttention
+from rayps.parallel.tensor.communicator import Talk
+from rayps.parallel.tensor.layer_split import Plan, Way
+from rayps.parallel.tensor.layers import (
+    Cut,
+    InLinear,
+    Made,
+    OutEmbedding,
+    OutLinear,
+    Region,
+    RowsEmbedding,
+    Seat,
+    SliceDropout,
+    cuts,
+)
+
+
+def pieces(model: nn.Module, plan: Plan, size: int, index: int) -> dict[str, Cut]:
+    """Of each split parameter of the whole model: the dimension, and the ranges (lo, hi) that worker `index` holds.
+
+    Names are those of `model.named_parameters()`; parameters that are not in it are whole on every worker. `model`
+    may be on the meta device, and may lack layers of the plan.
+    """
+    layers = dict(model.named_modules(remove_duplicate=False))
+    known = {name for name, _ in model.named_parameters()}
+    by_layer = {id(layers[name]): way for name, way in plan.items() if _there(layers.get(name))}
+    found: dict[str, Cut] = {}
+    for name, layer in layers.items():
+        if id(layer) in by_layer:
+            for inner, cut in cuts(layer, by_layer[id(layer)], size, index).items():
+                found[f"{name}.{inner}" if name else inner] = cut
+    return {name: cut for name, cut in found.items() if name in known}
+
+
+def split(model: nn.Module, plan: Plan, index: int, size: int, ring: Ring | Talk | None) -> nn.Module:
+    """Put worker `index`'s part of each layer of the plan into its place; returns the model.
+
+    Parameters keep their names, dtype, device and ties, and lose their values' other parts; a model on the meta
+    device is filled later. Layers of the plan that the model lacks (another stage's) are passed over. `ring` joins the
+    workers of the group; a `Talk` around it counts; None is for shapes only.
+    """
+    if size == 1 or not plan:
+        return model
+    seat = Seat(ring if isinstance(ring, Talk) else Talk(ring), size, index)
+    layers = dict(model.named_modules())
+    regions: dict[str, Region] = {}
+    made: Made = {}
+    twins: dict[int, nn.Module] = {}
+    for name, way in plan.items():
+        layer = layers.get(name)
+        if layer is not None and _there(layer):
+            region = regions.setdefault(way.region, Region(seat)) if way.region else None
+            twins[id(layer)] = _twin(name, layer, way, seat, made, region)
+    for each in list(model.modules()):
+        for child, layer in each._modules.items():
+            if layer is not None and id(layer) in twins:
+                each._modules[child] = twins[id(layer)]
+    for each in model.modules():
+        _keep_to_forward(each)
+    return twins.get(id(model), model)
+
+
+def _there(layer: nn.Module | None) -> bool:
+    return layer is not None and not isinstance(layer, nn.Identity)
+
+
+def _twin(name: str, layer: nn.Module, way: Way, seat: Seat, made: Made, region: Region | None) -> nn.Module:
+    makers: dict[tuple[str, type[nn.Module]], Callable[[], nn.Module]] = {
+        ("out", nn.Linear): lambda: OutLinear(layer, way, seat, made, region),  # type: ignore[arg-type]
+        ("in", nn.Linear): lambda: InLinear(layer, way, seat, made, region),  # type: ignore[arg-type]
+        ("rows", nn.Embedding): lambda: RowsEmbedding(layer, way, seat, made),  # type: ignore[arg-type]
+        ("out", nn.Embedding): lambda: OutEmbedding(layer, way, seat, made),  # type: ignore[arg-type]
+        ("heads", nn.MultiheadAttention): lambda: SplitAttention(layer, way, seat, made),  # type: ignore[arg-type]
+        ("dropout", nn.Dropout): lambda: SliceDropout(layer.p, way, seat),  # type: ignore[arg-type]
+    }
+    for (split_by, kind), make in makers.items():
+        if way.split == split_by and isinstance(layer, kind):
+            return make().train(layer.training)
+    raise WorkloadError(f"the plan splits {name!r} by {way.split}, and it is a {type(layer).__name__}", layer=name)
+
+
+def _keep_to_forward(layer: nn.Module) -> None:
+    """Keep torch's transformer layers from the fused path of evaluation, which reads whole weights past the layers."""
+    held = any(isinstance(each, (OutLinear, InLinear, SplitAttention)) for each in layer.modules())
+    if held and isinstance(layer, nn.TransformerEncoderLayer):
+        layer.activation_relu_or_gelu = 0  # asked for by that path only
+    if held and isinstance(layer, nn.TransformerEncoder):
+        layer.use_nested_tensor = False

@@ -1,0 +1,156 @@
+"""nn.MultiheadAttention of which every worker of a tensor group holds some of the heads.
+
+Shoeybi et al., "Megatron-LM", 2019, part 3: q, k and v are split by `out`, head by head, the projection behind them by
+`in`; one sum forwards and one backwards for each different input. Heads need not divide evenly.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from rayps.core.errors import WorkloadError
+from rayps.parallel.tensor import functions
+from rayps.parallel.tensor.layer_split import Way
+from rayps.parallel.tensor.layers import InLinear, Made, Seat, cuts, local
+
+_HELD = ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight", "bias_k", "bias_v")
+
+
+class SplitAttention(nn.Module):
+    """Some heads of an attention layer; called like nn.MultiheadAttention, and returns the same.
+
+    `need_weights` works, averaged over all heads or not, for one more exchange of the weights' size: pass
+    need_weights=False where they are not looked at.
+    """
+
+    in_proj_weight: nn.Parameter | None
+    in_proj_bias: nn.Parameter | None
+    q_proj_weight: nn.Parameter
+    k_proj_weight: nn.Parameter
+    v_proj_weight: nn.Parameter
+    bias_k: nn.Parameter | None
+    bias_v: nn.Parameter | None
+
+    def __init__(self, layer: nn.MultiheadAttention, way: Way, seat: Seat, made: Made) -> None:
+        super().__init__()
+        known = cuts(layer, way, seat.size, seat.index)
+        for name in dict.fromkeys((*layer._parameters, *_HELD)):  # in the unsplit layer's order
+            whole = getattr(layer, name)
+            self.register_parameter(name, None if whole is None else local(whole, known.get(name), made))
+        inner = Way("in", way.width, way.unit, kept=True)
+        self.out_proj = InLinear(layer.out_proj, inner, seat, made)
+        ((lo, hi),) = way.ranges(seat.size, seat.index)
+        self.embed_dim, self.head_dim, self.all_heads = way.width, way.unit, way.units
+        self.heads = (lo // way.unit, hi // way.unit)
+        self.num_heads = self.heads[1] - self.heads[0]
+        self.dropout, self.batch_first, self.add_zero_attn = layer.dropout, layer.batch_first, layer.add_zero_attn
+        self._counts = [width // way.unit for width in way.widths(seat.size)]
+        self._seat = seat
+        self._qkv_same_embed_dim = False  # nn.TransformerEncoderLayer asks before it takes a path around this forward
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """See nn.MultiheadAttention. `is_causal` is a hint beside `attn_mask`, which is what counts."""
+        if is_causal and attn_mask is None:
+            raise WorkloadError("is_causal is a hint: give attention the causal mask too, as attn_mask")
+        batched = query.dim() == 3
+        q, k, v = self._project(query, key, value, turn=batched and self.batch_first, lone=not batched)
+        if not batched and key_padding_mask is not None:
+            key_padding_mask = key_padding_mask.unsqueeze(0)
+        k, v, extra = self._lengthen(k, v)
+        mask = self._mask(attn_mask, key_padding_mask, q, extra)
+        drop = self.dropout if self.training else 0.0
+        if need_weights or drop:
+            seen, weights = self._attend(q, k, v, mask, drop)
+        else:
+            seen, weights = F.scaled_dot_product_attention(q, k, v, mask), None
+        # [batch, head, target, head_dim] to [target, batch, features]: the strides too are as the unsplit layer's,
+        # because dropout draws in their order
+        made = self.out_proj(seen.permute(2, 0, 1, 3).flatten(2))
+        shown = self._show(weights, average_attn_weights) if need_weights and weights is not None else None
+        if not batched:
+            return made.squeeze(1), None if shown is None else shown.squeeze(0)
+        return (made.transpose(0, 1) if self.batch_first else made), shown
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor, turn: bool, lone: bool) -> tuple[Tensor, ...]:
+        """This worker's q, k, v as [batch, head, length, head_dim]."""
+        talk, width = self._seat.talk, self.num_heads * self.head_dim
+        if self.in_proj_weight is not None and query is key and key is value:
+            packed = F.linear(functions.spread(query, talk), self.in_proj_weight, self.in_proj_bias)
+            parts = list(torch.split(packed, width, -1))
+        else:
+            if self.in_proj_weight is not None:
+                matrices: list[Tensor] = list(torch.split(self.in_proj_weight, width))
+            else:
+                matrices = [self.q_proj_weight, self.k_proj_weight, self.v_proj_weight]
+            biases = [None] * 3 if self.in_proj_bias is None else list(torch.split(self.in_proj_bias, width))
+            shared: dict[int, Tensor] = {}
+            for each in (query, key, value):
+                if id(each) not in shared:
+                    shared[id(each)] = functions.spread(each, talk)
+            parts = [
+                F.linear(shared[id(each)], w, b)
+                for each, w, b in zip((query, key, value), matrices, biases, strict=True)
+            ]
+        if lone:
+            parts = [each.unsqueeze(0) for each in parts]
+        elif not turn:
+            parts = [each.transpose(0, 1) for each in parts]
+        return tuple(each.view(*each.shape[:2], -1, self.head_dim).transpose(1, 2) for each in parts)
+
+    def _lengthen(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
+        """With the extra keys and values that the layer adds, and their number."""
+        extra = 0
+        if self.bias_k is not None and self.bias_v is not None:
+            added = (self.bias_k, self.bias_v)
+            more = (each.view(1, -1, 1, self.head_dim).expand(len(k), -1, 1, -1) for each in added)
+            k, v = (torch.cat([each, last], 2) for each, last in zip((k, v), more, strict=True))
+            extra += 1
+        if self.add_zero_attn:
+            k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
+            extra += 1
+        return k, v, extra
+
+    def _mask(self, attn: Tensor | None, padding: Tensor | None, q: Tensor, extra: int) -> Tensor | None:
+        """What is added to the scores, [batch or 1, this worker's heads or 1, target, source]; None = nothing."""
+        whole: Tensor | None = None
+        if attn is not None:
+            whole = _additive(attn, q.dtype)
+            if whole.dim() == 3:
+                whole = whole.view(-1, self.all_heads, *whole.shape[1:])[:, slice(*self.heads)]
+            else:
+                whole = whole.view(1, 1, *whole.shape)
+        if padding is not None:
+            keys = _additive(padding, q.dtype)[:, None, None, :]
+            whole = keys if whole is None else whole + keys
+        return whole if whole is None or not extra else F.pad(whole, (0, extra))
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, drop: float) -> tuple[Tensor, Tensor]:
+        scores = (q * math.sqrt(1.0 / self.head_dim)) @ k.transpose(-2, -1)
+        weights = torch.softmax(scores if mask is None else scores + mask, -1)
+        weights = functions.dropout(weights, drop, 1, self.all_heads, [self.heads])
+        return weights @ v, weights
+
+    def _show(self, weights: Tensor, average: bool) -> Tensor:
+        if average:
+            return functions.total(weights.sum(1) / self.all_heads, self._seat.talk)
+        return functions.gather(weights, self._seat.talk, 1, self._counts, self._seat.index)
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    if mask.dtype != torch.bool:
+        return mask.to(dtype)
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask, -math.inf)

@@ -1,0 +1,38 @@
+"""A check of what cannot be seen before a run: that what every worker holds whole has the same gradient everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from rayps.comm.ring import Ring
+from rayps.core.errors import WorkloadError
+
+_TOLERANCE = 1e-3  # of the norm: the same sums in the same order differ in no bit, a missing part by far more
+
+
+def agree(named: Iterable[tuple[str, Tensor]], ring: Ring) -> None:
+    """Compare the gradients of unsplit parameters over the tensor ring: one exchange of two numbers for each.
+
+    They differ where a layer with parameters of its own is used on slices, between one split by `out` and one by
+    `in`: its gradient then lacks the other workers' slices. All workers must call it alike, once, after a first
+    backward. Raises WorkloadError, on all of them.
+    """
+    known = list(named)
+    zero = torch.zeros((), dtype=torch.float64)
+    norms = [zero if p.grad is None else p.grad.detach().norm().double().cpu() for _, p in known]
+    if ring.size == 1 or not norms:
+        return
+    largest = torch.stack([*norms, *(-norm for norm in norms)])
+    ring.max(largest)
+    high, low = largest[: len(norms)], -largest[len(norms) :]
+    for (name, _), most, least in zip(known, high.tolist(), low.tolist(), strict=True):
+        if most - least > _TOLERANCE * most:
+            raise WorkloadError(
+                f"the gradient of {name!r} is not the same on all tensor ranks (norms from {least:.3g} to {most:.3g}): "
+                "its layer works on slices, between one split by 'out' and one by 'in'; leave these whole ('none'), or "
+                "move it outside",
+                parameter=name,
+            )

@@ -1,0 +1,45 @@
+"""How one layer is split, as plain data: made once by the driver, the same on every worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rayps.core.partition import part
+
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a layer is split.
+
+    `split` is out, in, heads, rows, or dropout (a layer without parameters that drops out of slices). `width` elements
+    are shared out in whole units of `unit` (a head); `blocks` lie behind one another and are each shared out (a
+    packed q, k, v). With `kept`, the wide side stays in slices: an `out` layer's output is not gathered, an `in`
+    layer's input arrives in slices. `region` names the layers between which a forward of the user's own runs.
+    """
+
+    split: str
+    width: int
+    unit: int = 1
+    blocks: int = 1
+    kept: bool = False
+    region: str = ""
+
+    @property
+    def units(self) -> int:
+        """How many workers can have a part at most."""
+        return self.width // self.blocks // self.unit
+
+    def ranges(self, size: int, index: int) -> tuple[Range, ...]:
+        """What worker `index` of `size` holds of the width: one range in each block."""
+        lo, hi = part(self.units, size, index)
+        block = self.width // self.blocks
+        return tuple((b * block + lo * self.unit, b * block + hi * self.unit) for b in range(self.blocks))
+
+    def widths(self, size: int) -> tuple[int, ...]:
+        """How wide everyone's part is, in the order of workers."""
+        return tuple(sum(hi - lo for lo, hi in self.ranges(size, i)) for i in range(size))
+
+
+Plan = dict[str, Way]  # by a layer's name; layers that are not named stay whole

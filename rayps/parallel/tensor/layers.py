@@ -1,0 +1,194 @@
+"""Layers of which every worker of a tensor group holds a part. Parameters keep the names of the unsplit layer.
+
+Shoeybi et al., "Megatron-LM", 2019, part 3. With y = x W^T + b and W [out, in]: split by `out`, a worker makes its
+slice of y from the whole x, and backwards the gradients of x are added; split by `in`, it makes a partial sum of y from
+its slice of x, the sums are added, and the bias is added once, behind the sum. See `rayps.parallel.tensor` for the
+names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from rayps.parallel.tensor import functions
+from rayps.parallel.tensor.communicator import Talk
+from rayps.parallel.tensor.functions import take
+from rayps.parallel.tensor.layer_split import Range, Way
+
+Cut = tuple[int, tuple[Range, ...]]  # of a parameter: the dimension, and what of it this worker holds
+
+
+@dataclass(slots=True)
+class Seat:
+    """One worker's place in the group."""
+
+    talk: Talk
+    size: int
+    index: int
+
+
+class Region:
+    """Random numbers between layers whose forward is the user's own, where workers may draw different amounts.
+
+    Inside, each worker draws from a stream of its own; behind it all go on from the same state.
+    """
+
+    def __init__(self, seat: Seat) -> None:
+        self._seat = seat
+        self._outside: Tensor | None = None
+
+    def enter(self) -> None:
+        """The first layer that makes slices has been called."""
+        if self._outside is None:
+            generator = torch.default_generator
+            seed = int(torch.randint(1 << 62, (), generator=generator))
+            self._outside = generator.get_state()
+            generator.manual_seed(seed + self._seat.index)
+
+    def leave(self) -> None:
+        """The layer that adds up has been called."""
+        if self._outside is not None:
+            torch.default_generator.set_state(self._outside)
+            self._outside = None
+
+
+def cuts(layer: nn.Module, way: Way, size: int, index: int) -> dict[str, Cut]:
+    """Which of the unsplit layer's parameters are split, and how; the others are whole on every worker."""
+    mine = way.ranges(size, index)
+    if way.split == "heads":
+        return _head_cuts(layer, way.width, mine)
+    if way.split == "dropout":
+        return {}
+    dim = 0 if way.split == "rows" or (way.split == "out" and isinstance(layer, nn.Linear)) else 1
+    found: dict[str, Cut] = {"weight": (dim, mine)}
+    if dim == 0 and getattr(layer, "bias", None) is not None:
+        found["bias"] = (0, mine)
+    return found
+
+
+def _head_cuts(layer: nn.Module, width: int, mine: tuple[Range, ...]) -> dict[str, Cut]:
+    thrice = tuple((lo + i * width, hi + i * width) for i in range(3) for lo, hi in mine)
+    found: dict[str, Cut] = {
+        "in_proj_weight": (0, thrice),
+        "in_proj_bias": (0, thrice),
+        "out_proj.weight": (1, mine),
+        "q_proj_weight": (0, mine),
+        "k_proj_weight": (0, mine),
+        "v_proj_weight": (0, mine),
+        "bias_k": (2, mine),
+        "bias_v": (2, mine),
+    }
+    present = {name for name, _ in layer.named_parameters()}
+    return {name: cut for name, cut in found.items() if name in present}
+
+
+Made = dict[int, nn.Parameter]  # by the id of the whole parameter: tied ones stay tied
+
+
+def local(whole: Tensor, cut: Cut | None, made: Made) -> nn.Parameter:
+    """This worker's part of a parameter, on the device (meta, too) where the whole one is."""
+    if cut is None:
+        assert isinstance(whole, nn.Parameter)
+        return whole
+    if id(whole) not in made:
+        # contiguous_format: a part must be a vector, whatever it was cut from
+        part = take(whole.detach(), *cut).clone(memory_format=torch.contiguous_format)
+        made[id(whole)] = nn.Parameter(part, requires_grad=whole.requires_grad)
+    return made[id(whole)]
+
+
+class SplitLinear(nn.Module):
+    """A linear layer of which this worker has a slice of the outputs (`out`) or of the inputs (`in`)."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(self, layer: nn.Linear, way: Way, seat: Seat, made: Made, region: Region | None = None) -> None:
+        super().__init__()
+        known = cuts(layer, way, seat.size, seat.index)
+        self.weight = local(layer.weight, known.get("weight"), made)
+        self.register_parameter("bias", None if layer.bias is None else local(layer.bias, known.get("bias"), made))
+        self.out_features, self.in_features = self.weight.shape
+        self._way, self._seat, self._region = way, seat, region
+        self._widths = way.widths(seat.size)
+        self._region = region
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features} -> {self.out_features}, {self._way.split} of {self._way.width}"
+
+
+class OutLinear(SplitLinear):
+    """Makes this worker's slice of the output; gathers everyone's unless the next layer takes slices."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._region is not None and self.training:
+            self._region.enter()
+        y = F.linear(functions.spread(x, self._seat.talk), self.weight, self.bias)
+        if self._way.kept:
+            return y
+        return functions.gather(y, self._seat.talk, -1, self._widths, self._seat.index)
+
+
+class InLinear(SplitLinear):
+    """Adds up everyone's partial sums of the output; takes its slice of the input unless it arrives as one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self._way.kept:
+            x = functions.own(x, self._seat.talk, -1, self._widths, self._seat.index)
+        y = functions.total(F.linear(x, self.weight), self._seat.talk, ours=True)
+        if self._region is not None:
+            self._region.leave()
+        return y if self.bias is None else y.add_(self.bias)
+
+
+class RowsEmbedding(nn.Module):
+    """An embedding of which this worker has a range of rows: ids of others give zeros, and all are added."""
+
+    def __init__(self, layer: nn.Embedding, way: Way, seat: Seat, made: Made) -> None:
+        super().__init__()
+        self.weight = local(layer.weight, cuts(layer, way, seat.size, seat.index)["weight"], made)
+        ((self._lo, self._hi),) = way.ranges(seat.size, seat.index)
+        self._seat, self._rows = seat, way.width
+        padding = layer.padding_idx
+        self._padding = None if padding is None or not self._lo <= padding < self._hi else padding - self._lo
+        self.num_embeddings, self.embedding_dim = self.weight.shape
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """The rows of `ids`. Raises IndexError on every worker for an id that nobody has."""
+        if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= self._rows):
+            raise IndexError(f"index out of range: ids from {int(ids.min())} to {int(ids.max())} of {self._rows} rows")
+        outside = (ids < self._lo) | (ids >= self._hi)
+        rows = F.embedding((ids - self._lo).masked_fill_(outside, 0), self.weight, self._padding)
+        return functions.total(rows.masked_fill(outside.unsqueeze(-1), 0), self._seat.talk, ours=True)
+
+
+class OutEmbedding(nn.Module):
+    """An embedding of which this worker has a slice of every row; everyone's are gathered."""
+
+    def __init__(self, layer: nn.Embedding, way: Way, seat: Seat, made: Made) -> None:
+        super().__init__()
+        self.weight = local(layer.weight, cuts(layer, way, seat.size, seat.index)["weight"], made)
+        self._seat, self._widths = seat, way.widths(seat.size)
+        self._options: Any = (layer.padding_idx, None, 2.0, layer.scale_grad_by_freq, layer.sparse)
+        self.num_embeddings, self.embedding_dim = self.weight.shape
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = F.embedding(ids, self.weight, *self._options)
+        return functions.gather(rows, self._seat.talk, -1, self._widths, self._seat.index)
+
+
+class SliceDropout(nn.Module):
+    """Dropout between two layers that keep slices: drops what the unsplit layer drops, from the same random state."""
+
+    def __init__(self, p: float, way: Way, seat: Seat) -> None:
+        super().__init__()
+        self.p = p
+        self._whole, self._ranges = way.width, way.ranges(seat.size, seat.index)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functions.dropout(x, self.p, -1, self._whole, self._ranges) if self.training else x

@@ -1,0 +1,129 @@
+"""A plan by a user: how one layer is to be split, in words, and which layers a name means."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import re
+from typing import NamedTuple
+
+from torch import nn
+
+from rayps.core.errors import ConfigError, WorkloadError
+
+ALIASES = {"row": "out", "column": "in"}  # the literature's, of W [out, in]
+_OPPOSITES = ("rowwise", "colwise", "row-wise", "column-wise", "columnwise")
+_WORDS = re.compile(r"(?P<split>out|in|heads|rows|none|row|column)(\*(?P<blocks>[1-9]\d*))?(:(?P<unit>[1-9]\d*))?")
+_CAN = "rayps splits Linear (out, in), Embedding (rows, out) and MultiheadAttention (heads)"
+
+
+class Wish(NamedTuple):
+    """One layer's split as it was asked for: `out*3:64` is three blocks, each shared out in units of 64."""
+
+    split: str
+    blocks: int = 1
+    unit: int = 1
+
+
+def read(name: str, words: str) -> Wish:
+    """Understand `out`, `in`, `heads`, `rows`, `none`, `out:UNIT`, `out*BLOCKS` and `out*BLOCKS:UNIT`.
+
+    Raises:
+        ConfigError: it is none of them.
+    """
+    if isinstance(words, str) and words.lower() in _OPPOSITES:
+        raise ConfigError(
+            f"plan[{name!r}] is {words!r}, which means one thing in papers (rows of W [out, in]) and the opposite in "
+            "torch's RowwiseParallel and Megatron's RowParallelLinear: say what is split, 'out' or 'in'",
+            field="plan",
+        )
+    found = _WORDS.fullmatch(words) if isinstance(words, str) else None
+    if found is None or (found["blocks"] and found["split"] not in ("out", "row")):
+        raise ConfigError(
+            f"plan[{name!r}] is {words!r}: give out, in, heads, rows or none; out:64 keeps units of 64 outputs "
+            "together (a head's), out*3:64 does so in each of three blocks (a packed q, k, v)",
+            field="plan",
+        )
+    split = ALIASES.get(found["split"], found["split"])
+    return Wish(split, int(found["blocks"] or 1), int(found["unit"] or 1))
+
+
+def resolve(model: nn.Module, given: dict[str, str]) -> dict[str, Wish]:
+    """Which layer is split how. A name may hold `*`; of two that match, an exact one wins, then the longer.
+
+    Raises:
+        ConfigError: a name matches no layer, or only such as cannot be split so.
+        WorkloadError: a layer that is named cannot be split.
+    """
+    layers = dict(model.named_modules())
+    chosen: dict[str, tuple[tuple[bool, int], Wish]] = {}
+    for pattern, words in given.items():
+        wish, exact = read(pattern, words), "*" not in pattern
+        matches = [pattern] if exact and pattern in layers else fnmatch.filter(layers, pattern)
+        if not matches:
+            raise _unknown(pattern, layers)
+        able = [name for name in matches if wish.split == "none" or _able(layers[name], wish)]
+        if not able:
+            raise _unable(matches[0] if exact else pattern, layers[matches[0]], wish, exact)
+        rank = (exact, len(pattern))
+        for name in able:
+            if name not in chosen or rank > chosen[name][0]:
+                chosen[name] = (rank, wish)
+    return {name: wish for name, (_, wish) in chosen.items() if wish.split != "none"}
+
+
+def splits(layer: nn.Module) -> tuple[str, ...]:
+    """How a layer can be split; () = it cannot. Subclasses and hooks may do what a split layer would not."""
+    if type(layer).__name__.startswith("Parametrized") or layer._forward_pre_hooks or layer._forward_hooks:
+        return ()
+    if isinstance(layer, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        return ()  # attention's own: it reads the weights and never calls the layer
+    if isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward:
+        return ("out", "in")
+    if isinstance(layer, nn.Embedding) and type(layer).forward is nn.Embedding.forward:
+        return (
+            ()
+            if layer.max_norm is not None
+            else ("out",)
+            if layer.scale_grad_by_freq or layer.sparse
+            else ("rows", "out")
+        )
+    if isinstance(layer, nn.MultiheadAttention) and type(layer).forward is nn.MultiheadAttention.forward:
+        return ("heads",)
+    return ()
+
+
+def _able(layer: nn.Module, wish: Wish) -> bool:
+    return wish.split in splits(layer)
+
+
+def _unknown(pattern: str, layers: dict[str, nn.Module]) -> ConfigError:
+    known = [name for name, layer in layers.items() if splits(layer)]
+    near = difflib.get_close_matches(pattern, [name for name in layers if name], 1)
+    hint = f"did you mean {near[0]!r}?" if near else f"it can split {_few(known)}" if known else _CAN
+    return ConfigError(f"plan names {pattern!r}, and the model has no such layer: {hint}", field="plan")
+
+
+def _unable(name: str, layer: nn.Module, wish: Wish, exact: bool) -> ConfigError | WorkloadError:
+    kind = type(layer).__name__
+    can = splits(layer)
+    if not exact:
+        return ConfigError(
+            f"plan[{name!r}] is {wish.split!r}, and no layer of that name can be split so: {_CAN}", field="plan"
+        )
+    if can:
+        return ConfigError(
+            f"plan[{name!r}] is {wish.split!r}, and {kind} can be split by {' or '.join(can)}", field="plan"
+        )
+    inner = [part for part, each in layer.named_modules() if part and splits(each)]
+    if inner:
+        hint = f"name the layers in it: {_few([f'{name}.{part}' for part in inner])}"
+    elif isinstance(layer, (nn.Linear, nn.Embedding, nn.MultiheadAttention)):
+        hint = "it has a forward, hooks or options (max_norm) of its own, which a split layer would not keep"
+    else:
+        hint = _CAN
+    return WorkloadError(f"the layer {name!r} ({kind}) cannot be split: {hint}", layer=name)
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(repr(name) for name in names[:4]) + (" ..." if len(names) > 4 else "")

@@ -1,0 +1,71 @@
+"""What a plan exchanges, as a formula: elements and collectives of one forward and backward pass. Pure.
+
+For one row of a layer's input (a token, a sample), the split linear layer [o, i] and N workers:
+
+| layer                    | forwards         | backwards        |
+|--------------------------|------------------|------------------|
+| `out` then `in` (o_last) | sum of o_last    | sum of i_first   |
+| `out` alone              | gather of o      | sum of i         |
+| `in` alone               | sum of o         | gather of i      |
+| heads (E features)       | sum of E         | sum of E (for each different input) |
+| embedding, rows or `out` | sum, gather of E | nothing          |
+
+A sum of n elements costs each worker at least 2 n (N-1)/N elements on the wire, a gather n (N-1)/N.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from rayps.parallel.tensor.layer_split import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Volume:
+    """Per row: whole tensors' elements, and how many exchanges there are in one pass."""
+
+    forward: int = 0
+    backward: int = 0
+    forward_collectives: int = 0
+    backward_collectives: int = 0
+
+    def __add__(self, other: Volume) -> Volume:
+        return Volume(
+            self.forward + other.forward,
+            self.backward + other.backward,
+            self.forward_collectives + other.forward_collectives,
+            self.backward_collectives + other.backward_collectives,
+        )
+
+
+def volume(model: nn.Module, plan: Plan) -> Volume:
+    """What all layers of the plan exchange, where every input needs a gradient, self-attention wants no weights and
+    layers have the same number of rows. A first layer whose input needs none saves its backward part.
+    """
+    return sum(by_layer(model, plan).values(), Volume())
+
+
+def by_layer(model: nn.Module, plan: Plan) -> dict[str, Volume]:
+    """The same of each layer. Of several `out` layers on one input the first has the backward part."""
+    layers = dict(model.named_modules())
+    seen: set[str] = set()
+    found: dict[str, Volume] = {}
+    for name, way in plan.items():
+        layer = layers[name]
+        if isinstance(layer, nn.Embedding):
+            found[name] = Volume(layer.embedding_dim, 0, 1, 0)
+        elif isinstance(layer, nn.MultiheadAttention):
+            found[name] = Volume(way.width, way.width, 1, 1)
+        elif isinstance(layer, nn.Linear):
+            if way.split == "in":
+                gathers = 0 if way.kept else layer.in_features
+                found[name] = Volume(layer.out_features, gathers, 1, int(not way.kept))
+            elif way.region and way.region in seen:
+                found[name] = Volume()
+            else:
+                seen |= {way.region} if way.region else set()
+                gathers = 0 if way.kept else layer.out_features
+                found[name] = Volume(gathers, layer.in_features, int(not way.kept), 1)
+    return found

@@ -1,0 +1,182 @@
+"""A worker's links to all servers of a space: reached when they are needed, left when they die, tried again in time."""
+
+from __future__ import annotations
+
+import select
+import struct
+import time
+
+from rayps.comm.link import Link, Message, connect
+from rayps.core.errors import LinkError, PeerLost, PeerTimeout
+from rayps.core.failpoint import passing
+from rayps.ps.client.connection import Line
+from rayps.ps.client.map_subscription import Door, Watch
+from rayps.ps.protocol.messages import Kind
+from rayps.ps.protocol.segment_map import SpaceMap
+from rayps.ps.protocol.space import Space
+
+CALL_SECONDS = (0.1, 2.0)  # first and longest try to reach a server; it may be dead, and the map not say so yet
+PROBE_SECONDS = 0.002  # to find out whether a server that was lost listens at all
+PAUSE_SECONDS = (0.005, 0.1)  # first and longest pause before a server that refused or was lost is asked again
+NAP_SECONDS = 0.05  # between two looks where nobody holds a segment
+
+
+class _Trouble:
+    """A server that refused or was lost: when to try again."""
+
+    def __init__(self) -> None:
+        self.pause, self.call, self.until = PAUSE_SECONDS[0], CALL_SECONDS[0], 0.0
+
+    def again(self) -> None:
+        self.until = time.monotonic() + self.pause
+        self.pause = min(2 * self.pause, PAUSE_SECONDS[1])
+
+
+class Lines:
+    """By server, the links of one holder of a rank, and the map that says whom to ask."""
+
+    def __init__(self, door: Door, space: Space, rank: int, incarnation: int, name: str, timeout: float) -> None:
+        self.space, self.rank, self.name, self.timeout = space, rank, name, timeout
+        self.watch = Watch(door, space.number, name, timeout)
+        self.map: SpaceMap = self.watch.map
+        self.open: dict[str, Line] = {}
+        self.ended = False
+        self.deadline = 0.0
+        self._incarnation = incarnation
+        self._troubles: dict[str, _Trouble] = {}
+        self._joins = 0
+
+    def newer(self) -> set[int] | None:
+        """Take over a newer map, if there is one: the segments that have another primary or generation."""
+        found = self.watch.look()
+        if found is None:
+            return None
+        old, self.map = self.map, found
+        self._troubles.clear()
+        return {
+            index
+            for index, (a, b) in enumerate(zip(old.holdings, found.holdings, strict=True))
+            if (a.primary, a.generation) != (b.primary, b.generation)
+        }
+
+    def line(self, server: str) -> Line | None:
+        """The link to a server, on which this rank has said who it is; None while it cannot be reached, or refuses."""
+        trouble = self._troubles.get(server)
+        if trouble is not None and time.monotonic() < trouble.until:
+            return None
+        known = self.open.get(server)
+        if known is not None:
+            return known
+        address = self.map.addresses.get(server)
+        if address is None or self.ended:
+            return None
+        link = self._call(address, trouble or self._trouble(server), known_trouble=trouble is not None)
+        if link is None:
+            return None
+        line = self.open[server] = Line(server, link)
+        self.join(line)
+        return self.open.get(server)
+
+    def _call(self, address: str, trouble: _Trouble, known_trouble: bool) -> Link | None:
+        """A link to a server, or None. One that does not listen takes no time: a newer map may come meanwhile."""
+        patience = min(trouble.call, max(0.001, self.deadline - time.monotonic()))
+        for seconds in (PROBE_SECONDS, patience) if known_trouble else (patience,):
+            try:
+                return connect(address, name=self.name, secret=self.watch.door["secret"], generation=0, timeout=seconds)
+            except PeerTimeout:
+                continue  # it listens, and is slow
+            except LinkError:
+                break
+        trouble.call = min(2 * trouble.call, CALL_SECONDS[1])
+        trouble.again()
+        return None
+
+    def join(self, line: Line) -> None:
+        """Say who this is; JOINED is to come."""
+        self._joins -= 1
+        line.joined, line.joining = False, self._joins
+        try:
+            patience = struct.pack("<d", self.timeout)
+            line.say(Message(Kind.JOIN, line.joining, self.space.number, self.rank, float(self._incarnation)), patience)
+        except LinkError:
+            self.lose(line)
+
+    def lose(self, line: Line) -> None:
+        """A link has failed: what was under way on it is to be said again."""
+        if self.open.pop(line.server, None) is not None:
+            line.link.close()
+            for flight in line.flights.values():
+                flight.reopen()
+            line.flights.clear()
+            self.refused(line.server)
+            passing("talk: lost, not said again")
+
+    def refused(self, server: str) -> None:
+        """Do not ask this server for a moment: what was said to it cannot be there, or not yet."""
+        self._trouble(server).again()
+
+    def answered(self, server: str) -> None:
+        """This server is as the map says."""
+        if self._troubles:
+            self._troubles.pop(server, None)
+
+    def wait(self, unsaid: list[int]) -> None:
+        """Sleep until something arrives, or `unsaid` may be said again. Raises PeerTimeout, PeerLost."""
+        now = time.monotonic()
+        if self.ended:
+            raise PeerLost(f"{self.name} has been ended on this side", peer=self.name)
+        if now > self.deadline:
+            raise self._late(unsaid)
+        ends = self.deadline
+        if unsaid:
+            self.watch.seek()
+            ends = min(ends, *(t.until for t in self._troubles.values() if t.until > now), now + NAP_SECONDS)
+        poll = select.poll()
+        for line in self.open.values():
+            poll.register(line.link.fileno(), line.events)
+        if not self.watch.lost:
+            poll.register(self.watch.fileno(), select.POLLIN)
+        poll.poll(max(1, int(1000 * (ends - now))))
+
+    def hang_up(self) -> None:
+        """End what another thread waits for in here. Any thread may call it."""
+        self.ended = True
+        self.watch.hang_up()
+        for line in list(self.open.values()):
+            line.link.hang_up()
+
+    def close(self) -> None:
+        """Close all. Safe to call twice."""
+        self.ended = True
+        for line in list(self.open.values()):
+            line.link.close()
+        self.open.clear()
+        self.watch.close()
+
+    def _trouble(self, server: str) -> _Trouble:
+        return self._troubles.setdefault(server, _Trouble())
+
+    def _late(self, unsaid: list[int]) -> PeerTimeout:
+        silent = {
+            line.server: sorted({index for flight in line.flights.values() for index in flight.segments})
+            for line in self.open.values()
+            if line.flights
+        }
+        said = [f"server {name!r} did not answer for {named(which)}" for name, which in silent.items()]
+        segments = sorted({*unsaid, *(index for which in silent.values() for index in which)})
+        if unsaid:
+            holders = ", ".join(str(each) for each in sorted(map(str, self.map.by_server(sorted(set(unsaid))))))
+            lost = ", and the manager is lost" if self.watch.lost else ""
+            said.append(f"{named(sorted(set(unsaid)))} could not be asked for (held by {holders}{lost})")
+        return PeerTimeout(
+            f"space {self.space.name!r}: {'; '.join(said)} within {self.timeout:g} s (the knob is `timeout`)",
+            peer=next(iter(silent), "manager"),
+            seconds=self.timeout,
+            segments=segments,
+        )
+
+
+def named(segments: list[int]) -> str:
+    """Some segments, in words."""
+    shown = ", ".join(map(str, segments[:8])) + (f" and {len(segments) - 8} more" if len(segments) > 8 else "")
+    return f"segment{'s' if len(segments) != 1 else ''} {shown}"

@@ -1,0 +1,400 @@
+"""Talk to the servers of a group about one space: what is asked of segments finds whoever holds them.
+
+One request for each server and exchange, said to all before any is heard. When a server dies, or a segment moves, what
+is not answered is said again to whoever holds the segment by then, and so are the pushes that only the former holder
+knew (`rayps.ps.client.replay_buffer`); the segments' ledgers drop what they have. Li et al., OSDI 2014, section 4.1.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from rayps.comm.link import Message
+from rayps.comm.link.socket_link import EMPTY, as_bytes
+from rayps.core.errors import LinkError, PeerLost
+from rayps.core.failpoint import passing
+from rayps.ps.client.connection import PATIENT, PUSHES, Ask, Flight, Line, Pool, gather
+from rayps.ps.client.connections import Lines, named
+from rayps.ps.client.map_subscription import Door
+from rayps.ps.client.replay_buffer import Kept
+from rayps.ps.fixed.messages import error_of
+from rayps.ps.protocol.messages import Kind, Piece, read_numbers, unpack
+from rayps.ps.protocol.segment_map import SpaceMap
+from rayps.ps.protocol.space import Space
+
+GRACE_SECONDS = 5.0  # a server answers what waits too long itself, naming the slowest rank: it gets time to
+KEEP_BYTES = 256_000_000  # of pushes that are not durable yet
+ASK_SECONDS = 0.5  # how long an answer may be awaited until it is asked whether its segment is lost
+
+
+class Answers(NamedTuple):
+    """What was heard: by segment its bytes (EMPTY where they had a place to land), by how many rounds this rank leads
+    the slowest, the least version, and below which of this rank's steps all pushes are durable."""
+
+    pieces: dict[int, Any]
+    lead: int
+    version: int
+    durable: int
+
+
+class Talk:
+    """One rank's links to the servers and the manager. For one thread; another uses a `reader()` of its own.
+
+    `door` is a manager's {"address", "secret"}, or a function that finds them again. `incarnation` is the manager's
+    number for this holder of the rank (`Group.join`); a later one fences this one. `timeout` is in seconds. `keep` is
+    how many bytes of pushes are kept until they are durable. `lost` says which segments are lost for good: without it
+    they are waited for, as somebody may load them again. Rank -1 loads and reads, and never pushes.
+
+    Raises:
+        PeerLost, PeerTimeout: no manager answers.
+    """
+
+    def __init__(
+        self,
+        door: Door,
+        space: Space,
+        rank: int,
+        *,
+        incarnation: int = 0,
+        timeout: float = 60.0,
+        name: str | None = None,
+        keep: int = KEEP_BYTES,
+        lost: Callable[[], Collection[int]] | None = None,
+    ) -> None:
+        self.space, self.rank, self.timeout = space, rank, timeout
+        self.seconds_waiting = 0.0
+        self.kept = Kept(keep)
+        self._door, self._incarnation, self._lost = door, incarnation, lost
+        name = name or (f"worker-{rank}" if rank >= 0 else "opener")
+        self._lines = Lines(door, space, rank, incarnation, name, timeout)
+        self._pool = Pool()
+        self._readers: weakref.WeakSet[Talk] = weakref.WeakSet()
+        self._asks: list[Ask] = []  # what is under way, in the order to be said
+        self._tag = 0
+        self._moved: set[int] = set()  # segments that have had another primary since this began
+        self._unsure: dict[int, Line | None] = {}  # segments whose new primary may lack what is kept: who was asked
+        self._ask_lost = 0.0  # when to ask whether what is awaited of these is lost
+
+    @property
+    def map(self) -> SpaceMap:
+        """Who holds what, as far as it is known here."""
+        return self._lines.map
+
+    def reader(self) -> Talk:
+        """Another talk of the same rank, with links of its own, for another thread. It is not to push; a `hang_up` of
+        this one reaches it."""
+        made = Talk(
+            self._door,
+            self.space,
+            self.rank,
+            incarnation=self._incarnation,
+            timeout=self.timeout,
+            name=self._lines.name,
+            keep=0,
+            lost=self._lost,
+        )
+        self._readers.add(made)
+        if self._lines.ended:  # while it was made
+            made.hang_up()
+        return made
+
+    def join(self) -> dict[int, int]:
+        """Say who this is to all servers; this rank's next step by segment. Rank -1 has none, and need not join.
+
+        Raises:
+            PeerTimeout, PeerLost: a server does not answer, or a segment is lost.
+            StaleGeneration: somebody else holds the rank by now.
+        """
+        self._begin()
+        lines, found = self._lines, dict[int, int]()
+        while self.rank >= 0:
+            self._listen()
+            missing = [index for index in range(self.space.segments) if index not in found]
+            for server, segments in lines.map.by_server(missing).items():
+                line = None if server is None else lines.line(server)
+                if line is not None and line.joined:
+                    found |= {i: line.marks[i] for i in segments if i in line.marks}
+                    if any(i not in line.marks for i in segments):  # it does not have its orders yet
+                        lines.join(line)
+                        lines.refused(line.server)
+            missing = [index for index in missing if index not in found]
+            if not missing:
+                return found
+            self._check_lost(missing)
+            lines.wait(missing)
+        return found
+
+    def exchange(
+        self,
+        kind: Kind,
+        pieces: Mapping[int, Any],
+        *,
+        step: int = 0,
+        weight: float = 0.0,
+        landing: Mapping[int, Any] | None = None,
+    ) -> Answers:
+        """Ask something of the segments in `pieces` (buffers), and hear all answers.
+
+        `step` is also the round of a PART. What is answered lands in `landing`, writable buffers of the right size,
+        else in fresh memory. A PUSH_PULL pulls the dense vector's segments alone. Buffers may change again once this
+        has returned.
+
+        Raises:
+            PeerTimeout: servers, or the slowest rank, were silent past the deadline; it names them.
+            PeerLost: segments are lost. StaleGeneration: somebody else holds the rank by now.
+        """
+        dense, lands = len(self.space.cuts), None if landing is None else dict(landing)
+        parts = [(kind, dict(pieces))]
+        if kind is Kind.PUSH_PULL and dense < self.space.segments:
+            parts = [
+                (Kind.PUSH, {i: piece for i, piece in pieces.items() if i >= dense}),
+                (kind, {i: piece for i, piece in pieces.items() if i < dense}),
+            ]
+        asks = [Ask(each, step, weight, those, lands) for each, those in parts if those]
+        self._run(asks)
+        found: dict[int, Any] = {}
+        for ask in asks:
+            found |= ask.answers
+        return Answers(
+            found,
+            max((ask.lead for ask in asks), default=0),
+            min((ask.version for ask in asks if ask.version is not None), default=0),
+            min((ask.durable for ask in asks if ask.durable is not None), default=0),
+        )
+
+    def tell(self, kind: Kind, number: int) -> None:
+        """Say what has no answer (SAVED) to all servers that are joined; that one is lost is found out later."""
+        for line in list(self._lines.open.values()):
+            try:
+                line.say(Message(kind, 0, number), None)
+            except LinkError:
+                self._lines.lose(line)
+
+    def flush(self) -> None:
+        """Return once every push of this rank is durable. In step that is once the others have pushed as much.
+
+        Raises:
+            PeerTimeout, PeerLost: as `exchange`.
+        """
+        self.exchange(Kind.FLUSH, dict.fromkeys(range(self.space.segments), EMPTY))
+
+    def hang_up(self) -> None:
+        """End what another thread waits for in here, as lost; that thread is to `close`. Any thread may call it."""
+        self._lines.hang_up()
+        for reader in list(self._readers):
+            reader.hang_up()
+
+    def close(self) -> None:
+        """Leave. What is not durable stays with the servers as it is. Safe to call twice."""
+        self._lines.close()
+
+    # ---- one exchange
+
+    def _begin(self) -> None:
+        now = time.monotonic()
+        self._lines.deadline = now + self.timeout + GRACE_SECONDS
+        self._ask_lost = now + ASK_SECONDS
+
+    def _run(self, asks: list[Ask]) -> None:
+        began = time.monotonic()
+        self._begin()
+        self._asks += asks
+        try:
+            self._look()
+            self._say_all()
+            passing("talk: pushed, not heard")
+            while self._unsure or any(ask.open for ask in self._asks):
+                awaited = {index for ask in self._asks for index in ask.pieces if index not in ask.answers}
+                self._check_lost(awaited | self._unsure.keys())
+                unasked = [index for index, line in self._unsure.items() if line is None]
+                self._lines.wait([index for ask in self._asks for index in ask.unsaid] + unasked)
+                self._listen()
+                self._say_all()
+            passing("talk: acknowledged")
+        except BaseException:
+            self._give_up()
+            raise
+        for ask in self._asks:
+            if not ask.kept:
+                self._pool.give(ask.buffers)
+        self._asks = []
+        self.seconds_waiting += time.monotonic() - began
+
+    def _give_up(self) -> None:
+        """After an error: answers to come are passed over; pushes that may not have arrived go before the next ask."""
+        for line in self._lines.open.values():
+            line.flights.clear()
+        cut_off = [ask for ask in self._asks if ask.kind in PUSHES and ask.open]
+        for ask in cut_off:
+            if not ask.kept:
+                pieces = {i: memoryview(bytes(as_bytes(ask.pieces[i]))) for i in ask.pieces if i not in ask.answers}
+                self.kept.keep(ask.step, ask.weight, pieces)
+        self._asks = self._again(range(self.space.segments)) if cut_off else []
+
+    def _again(self, segments: Collection[int], marks: Mapping[int, int] | None = None) -> list[Ask]:
+        """What is kept of these segments, to be said again; with `marks`, what lies above them."""
+        return [Ask(Kind.PUSH, p.step, p.weight, p.pieces, kept=True) for p in self.kept.of(segments, marks)]
+
+    def _ask_marks(self) -> None:
+        """Ask new primaries how far this rank's pushes got there; JOINED says it (`_joined`)."""
+        for server, segments in self.map.by_server(list(self._unsure)).items():
+            line = None if server is None else self._lines.line(server)
+            if server is not None and line is not None and any(self._unsure[index] is not line for index in segments):
+                self._lines.join(line)
+                line = self._lines.open.get(server)
+            self._unsure.update(dict.fromkeys(segments, line))
+
+    def _joined(self, line: Line, message: Message) -> None:
+        pairs = read_numbers(message.payload)
+        line.marks = dict(zip(pairs[::2], pairs[1::2], strict=True))
+        line.joined = True
+        asked = [index for index, other in self._unsure.items() if other is line]
+        known = [index for index in asked if index in line.marks]
+        for index in known:
+            del self._unsure[index]
+        self._asks[:0] = self._again(known, line.marks)
+        if len(known) < len(asked):  # it does not have its orders yet
+            self._unsure.update(dict.fromkeys(set(asked).difference(known)))
+            self._lines.refused(line.server)
+
+    def _say_all(self) -> None:
+        if self._unsure:
+            self._ask_marks()
+        for ask in list(self._asks):
+            if ask.unsaid:
+                for server, segments in self.map.by_server(list(ask.unsaid)).items():
+                    line = None if server is None else self._lines.line(server)
+                    if line is not None:
+                        self._say(line, ask, segments)
+                        passing("talk: between servers")
+
+    def _say(self, line: Line, ask: Ask, segments: list[int]) -> None:
+        holdings, patience = self.map.holdings, 0
+        if ask.kind in PATIENT:
+            patience = max(1, int(1000 * (self._lines.deadline - GRACE_SECONDS - time.monotonic())))
+        pieces = [Piece(index, holdings[index].generation, ask.pieces[index]) for index in segments]
+        payload, places = gather(pieces, self._pool)
+        ask.buffers.append(payload)
+        if ask.kind in PUSHES:  # what is said again, or kept, must be the same bytes: here nobody changes them
+            ask.pieces.update(zip(segments, places, strict=True))
+        self._tag += 1
+        line.flights[self._tag] = Flight(ask, segments)
+        for index in segments:
+            del ask.unsaid[index]
+        try:
+            line.say(Message(ask.kind, self._tag, ask.step, patience, ask.weight), payload)
+        except LinkError:
+            self._lines.lose(line)
+
+    # ---- what is heard
+
+    def _listen(self) -> None:
+        """Take what has arrived, and a newer map."""
+        open_lines = self._lines.open
+        for line in list(open_lines.values()):
+            try:
+                if line.link.queued:
+                    line.link.absorb()
+                    line.link.flush()
+            except LinkError:
+                pass  # found again when what it sent has been read
+            while open_lines.get(line.server) is line:
+                try:
+                    message = line.next()
+                except LinkError:
+                    self._lines.lose(line)
+                    break
+                if message is None:
+                    break
+                self._take(line, message)
+        self._look()
+
+    def _take(self, line: Line, message: Message) -> None:
+        if message.tag == line.joining:
+            line.joining = 0
+            if message.kind == Kind.ERROR:
+                raise error_of(message)
+            if message.kind != Kind.JOINED:  # it cannot say yet: it is asked again
+                self._lines.lose(line)
+                return
+            self._joined(line, message)
+            return
+        flight = line.flights.pop(message.tag, None)
+        if flight is None:
+            return  # an answer to what was given up
+        ask, segments = flight.ask, flight.segments
+        if message.kind == Kind.ERROR:
+            raise error_of(message)
+        if message.kind == Kind.STALE:
+            flight.reopen()
+            self._lines.refused(line.server)
+            return
+        if message.kind not in (Kind.ACK, Kind.VALUE):
+            raise LinkError(f"{line.server!r} answered with a message of kind {message.kind}", peer=line.server)
+        self._lines.answered(line.server)
+        mark = int(message.weight)
+        self.kept.durable(segments, mark)
+        if ask.kind in PUSHES and mark <= ask.step and not ask.kept and self.kept.limit:
+            self.kept.keep(ask.step, ask.weight, {index: ask.pieces[index] for index in segments})
+            ask.buffers.clear()
+        ask.open -= len(segments)
+        ask.durable = mark if ask.durable is None else min(mark, ask.durable)
+        if message.kind == Kind.VALUE:
+            ask.lead = max(ask.lead, message.b)
+            ask.version = message.a if ask.version is None else min(message.a, ask.version)
+            self._land(line, ask, message.payload)
+        else:
+            ask.answers.update(dict.fromkeys(segments, EMPTY))
+
+    def _land(self, line: Line, ask: Ask, payload: Any) -> None:
+        landing = ask.landing
+        for index, _, data in unpack(payload):
+            place = None if landing is None else landing.get(index)
+            if place is None:
+                ask.answers[index] = data if landing is None else memoryview(bytes(data))
+                continue
+            view = as_bytes(place)
+            if len(view) != len(data):
+                raise LinkError(
+                    f"{line.server!r} sent {len(data)} bytes of segment {index} where {len(view)} were expected",
+                    peer=line.server,
+                    given=len(data),
+                    expected=len(view),
+                )
+            view[:] = data
+            ask.answers[index] = EMPTY
+
+    # ---- a newer map
+
+    def _look(self) -> None:
+        """Take over a newer map: what it makes void is said again, and what new primaries lack."""
+        changed = self._lines.newer()
+        if not changed:
+            return
+        self._moved |= changed
+        self._pool.clear()
+        passing("talk: a newer map")
+        for line in list(self._lines.open.values()):
+            void = [tag for tag, flight in line.flights.items() if not changed.isdisjoint(flight.segments)]
+            for tag in void:
+                line.flights.pop(tag).reopen()
+            if void and line.link.queued:
+                self._lines.lose(line)  # half a request has left
+        self._unsure.update(dict.fromkeys(self.kept.among(changed)))
+
+    def _check_lost(self, awaited: Iterable[int]) -> None:
+        """Say so where what is awaited is lost for good. Raises PeerLost."""
+        if self._lost is None or not self._moved or time.monotonic() < self._ask_lost:
+            return
+        self._ask_lost = time.monotonic() + ASK_SECONDS
+        gone = sorted(self._moved.intersection(awaited).intersection(self._lost()))
+        if gone:
+            raise PeerLost(
+                f"{named(gone)} of {self.space.name!r} had no copy when their server died: their parameters, and all "
+                "that was pushed to them, are lost (the knob is `replicas`)",
+                peer="server",
+                segments=gone,
+            )

@@ -1,0 +1,7 @@
+"""Talk to the shared parameters: a shard with its clock and optimizer, the loop that serves it, the worker's client."""
+
+from rayps.ps.fixed.client import Server
+from rayps.ps.fixed.loop import ShardLoop
+from rayps.ps.fixed.shard import Boundary, Shard, ShardFacts, ShardPart
+
+__all__ = ["Boundary", "Server", "Shard", "ShardFacts", "ShardLoop", "ShardPart"]

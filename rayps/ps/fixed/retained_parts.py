@@ -1,0 +1,22 @@
+"""What a member keeps of a run's states until the driver has fetched them."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+KEPT = 2  # the newest one and the one before
+
+P = TypeVar("P")
+
+
+class Parts(dict[int, P]):
+    """A member's shares of checkpoints by round: the newest two, and that of the round which the driver waits for."""
+
+    wanted = 0  # the driver's choice, see `rayps.runtime.snapshots`
+
+    def keep(self, rounds: int, part: P) -> None:
+        """Keep the share after `rounds`, and forget older ones."""
+        self[rounds] = part
+        for old in sorted(self)[:-KEPT]:
+            if old != self.wanted:
+                del self[old]

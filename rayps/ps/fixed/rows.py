@@ -1,0 +1,365 @@
+"""Rows of a table by id: what a worker asks for and sends, and what a shard does with it. Pure: tensors, no sockets.
+
+A table is a parameter of two or more dimensions within the flat vector; a row is one index of its first dimension.
+Ids are sorted and made unique once, so that the rows of one shard stand next to each other in every message, and
+duplicates are summed. A list of ids that is used again is not sent again: the shard keeps a few of each worker's.
+Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014 (caching of key lists).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rayps.core.errors import ConfigError
+from rayps.core.partition import slices
+from rayps.core.user_code import user_code
+from rayps.tensors.flat import Layout
+from rayps.tensors.optim import SlicedOptimizer
+
+KEPT_LISTS = 4  # of each worker on each shard, e.g. those of the batch under way and of the one before
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Where a table stands in the vector: its number in the layout, its first element, and its shape in rows."""
+
+    name: str
+    entry: int
+    lo: int
+    rows: int
+    width: int  # elements of a row
+
+    def part(self, lo: int, hi: int) -> tuple[int, int]:
+        """The rows [first, last) that lie in the elements [lo, hi) of the vector.
+
+        Raises:
+            ConfigError: a row is cut by these bounds.
+        """
+        start, stop = max(lo, self.lo), min(hi, self.lo + self.rows * self.width)
+        if start >= stop:
+            return 0, 0
+        if (start - self.lo) % self.width or (stop - self.lo) % self.width:
+            raise ConfigError(
+                f"rows of {self.name!r} have {self.width} elements and are cut between servers: "
+                f"use fewer shards than {self.rows} rows fill, or one shard"
+            )
+        return (start - self.lo) // self.width, (stop - self.lo) // self.width
+
+
+def table_of(layout: Layout, name: str | None = None) -> Table:
+    """The table of that name; without a name, the only one there is.
+
+    Raises:
+        ConfigError: there is no such table, or there are several and none was named.
+    """
+    tables = {e.name: i for i, e in enumerate(layout.entries) if len(e.shape) >= 2 and e.hi > e.lo}
+    if name is None and len(tables) == 1:
+        name = next(iter(tables))
+    if name is None or name not in tables:
+        asked = "rows were asked for without table=" if name is None else f"there is no table {name!r}"
+        known = ", ".join(map(repr, tables)) or "none: a table is a parameter of two or more dimensions"
+        raise ConfigError(f"{asked}; the tables are {known}", field="table")
+    entry = layout.entries[tables[name]]
+    return Table(name, tables[name], entry.lo, entry.shape[0], (entry.hi - entry.lo) // entry.shape[0])
+
+
+def cuts(layout: Layout, shards: int) -> list[tuple[int, int]]:
+    """The elements [lo, hi) of each shard: equal parts, whose bounds move back to the beginning of a table's row.
+
+    Where a row is large beside a shard's part, its bounds stay, and that table has no rows by id. Raises ConfigError.
+    """
+    bounds = [_row_begin(layout, cut.stop, layout.size // shards // 16) for cut in slices(layout.size, shards)]
+    return list(zip([0, *bounds[:-1]], bounds, strict=True))
+
+
+def _row_begin(layout: Layout, bound: int, widest: int) -> int:
+    for entry in layout.entries:
+        if entry.lo < bound < entry.hi and len(entry.shape) >= 2:
+            width = table_of(layout, entry.name).width
+            return bound - (bound - entry.lo) % width if width <= widest else bound
+    return bound
+
+
+class Ids:
+    """Ids as a user gave them, and as they travel: sorted and unique (`unique`, int64)."""
+
+    def __init__(self, given: Tensor, table: Table) -> None:
+        """Raises ConfigError: the ids are not whole numbers in one dimension, or there is no such row."""
+        if given.dim() != 1 or given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
+            raise ConfigError(f"ids are {given.dtype} of shape {tuple(given.shape)}: give whole numbers, shape [n]")
+        self.table = table
+        self.given = given.detach().to("cpu", torch.int64, copy=True)
+        self.unique = self.given
+        self._order: Tensor | None = None  # which of the given ids stands where, once sorted; None = they are sorted
+        self._places = self.given  # where each of the given ids stands in `unique`, unless they are sorted
+        self._repeated = False
+        if not bool((self.given[1:] > self.given[:-1]).all()):
+            self.unique, self._order = torch.sort(self.given, stable=True)
+            new = torch.ones(len(given), dtype=torch.bool)
+            torch.ne(self.unique[1:], self.unique[:-1], out=new[1:])
+            self._places = torch.empty_like(self.given)
+            self._places[self._order] = torch.cumsum(new, 0) - 1
+            self._repeated = not bool(new.all())
+            if self._repeated:
+                self.unique = self.unique[new]
+        if len(self.unique) and not 0 <= int(self.unique[0]) <= int(self.unique[-1]) < table.rows:
+            wrong = int(self.unique[0] if self.unique[0] < 0 else self.unique[-1])
+            raise ConfigError(f"there is no row {wrong} in {table.name!r}: its rows are 0 to {table.rows - 1}")
+
+    @property
+    def sorted(self) -> bool:
+        """Whether they were given as they travel."""
+        return self._order is None
+
+    def same(self, given: Tensor, table: Table) -> bool:
+        """Whether these are the ids that are given again."""
+        return table == self.table and given.shape == self.given.shape and torch.equal(given, self.given)
+
+    def summed(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Rows [len(given), width], those of the same id added up, and their order as they travel: None = as they are.
+
+        `piece` gives a part of them.
+        """
+        rows = rows.contiguous()
+        if not self._repeated:
+            return rows, self._order
+        total = torch.zeros(len(self.unique), self.table.width, dtype=rows.dtype)
+        return total.index_put_((self._places,), rows, accumulate=True), None
+
+    def spread(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
+        """Rows [len(unique), width] as they were asked for: [len(given), width], in `out` where given."""
+        if self._order is None:
+            return rows
+        spread = torch.empty(len(self.given), rows.shape[1], dtype=rows.dtype) if out is None else out
+        np.take(_cells(rows), self._places.numpy(), out=_cells(spread), mode="clip")
+        return spread
+
+    def cut(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Where each shard's ids stand in `unique`, for shards of the elements `ranges`. Raises ConfigError."""
+        parts = [self.table.part(lo, hi) for lo, hi in ranges]
+        places = torch.searchsorted(self.unique, torch.tensor(parts, dtype=torch.int64)).tolist()
+        return [(first, last) for first, last in places]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Some rows of a table's part on one shard: they begin at its element `start`, and `ids` count from there."""
+
+    entry: int
+    start: int
+    width: int
+    ids: Tensor  # int64, sorted and unique
+
+    @property
+    def elements(self) -> int:
+        """How many elements these rows have."""
+        return len(self.ids) * self.width
+
+    def of(self, vector: Tensor) -> Tensor:
+        """These rows of the shard's vector, as a new tensor [n, width]."""
+        return _taken(self._table(vector), self.ids)
+
+    def add(self, vector: Tensor, rows: Tensor, alpha: float) -> None:
+        """Add `alpha` times rows to these rows of the shard's vector."""
+        self.put(vector, self.of(vector).add_(rows.view(-1, self.width), alpha=alpha))
+
+    def put(self, vector: Tensor, rows: Tensor) -> None:
+        """Write these rows into the shard's vector."""
+        if len(self.ids):
+            _cells(self._table(vector))[self.ids.numpy()] = _cells(rows.contiguous().view(-1, self.width))
+
+    def _table(self, vector: Tensor) -> Tensor:
+        whole = (vector.numel() - self.start) // self.width
+        return vector[self.start : self.start + whole * self.width].view(whole, self.width)
+
+    def within(self, wider: Rows) -> Rows:
+        """The same rows, counted among those of `wider`, which has them all."""
+        return Rows(self.entry, 0, self.width, torch.searchsorted(wider.ids, self.ids))
+
+
+def take_rows(rows: Rows, params: Any, place: Any, item: int) -> None:
+    """Rows out of a shard's bytes into a place for them, both numpy arrays of uint8; an element has `item` bytes."""
+    start, width = rows.start * item, rows.width * item
+    row = np.dtype((np.void, width))
+    table = params[start : start + (len(params) - start) // width * width].view(row)
+    np.take(table, rows.ids.numpy(), out=place.view(row), mode="clip")
+
+
+def _cells(rows: Tensor) -> Any:
+    """Rows [n, width] as n cells of bytes, in the same memory: numpy moves these several times as fast as torch."""
+    if not rows.numel():
+        return np.empty(0, np.dtype((np.void, 1)))
+    return rows.view(-1).view(torch.uint8).numpy().view(np.dtype((np.void, rows.shape[1] * rows.element_size())))
+
+
+def piece(rows: tuple[Tensor, Tensor | None], first: int, last: int, out: Tensor | None = None) -> Tensor:
+    """What `Ids.summed` gave, rows `first` to `last` as they travel, flat; at the beginning of `out` where given."""
+    values, order = rows
+    count = (last - first) * values.shape[1]
+    if order is None:
+        part = values[first:last].view(-1)
+        return part if out is None else out[:count].copy_(part)
+    found = torch.empty(count, dtype=values.dtype) if out is None else out[:count]
+    np.take(_cells(values), order[first:last].numpy(), out=_cells(found.view(-1, values.shape[1])), mode="clip")
+    return found
+
+
+def _taken(rows: Tensor, places: Tensor) -> Tensor:
+    found = torch.empty(len(places), rows.shape[1], dtype=rows.dtype)
+    if len(places):
+        np.take(_cells(rows), places.numpy(), out=_cells(found), mode="clip")
+    return found
+
+
+Area = tuple[int, int] | Rows  # what of a shard a push touches: elements [a, b), or rows
+
+
+def gathered(pushes: Sequence[tuple[Tensor, Area]], size: int) -> tuple[list[Tensor], Area]:
+    """The pushes of one round with one shape, and all that they touch: rows where all are rows of one table.
+
+    Pushes of ranges are of the shard's whole `size` already; those that touch nothing count as zeros.
+    """
+    several = [area for _, area in pushes if isinstance(area, Rows)]
+    spans = [area for _, area in pushes if not isinstance(area, Rows) and area[0] < area[1]]
+    if not several:
+        hull = (min(a for a, _ in spans), max(b for _, b in spans)) if spans else (0, 0 if pushes else size)
+        return [value for value, _ in pushes], hull
+    if not spans and all(rows.entry == several[0].entry for rows in several):
+        wide = union(several)
+        return [_spread(value, area, wide) for value, area in pushes], wide
+    return [_dense(value, area, size) for value, area in pushes], (0, size)
+
+
+def _spread(value: Tensor, area: Area, wide: Rows) -> Tensor:
+    if isinstance(area, Rows) and len(area.ids) == len(wide.ids):
+        return value
+    found = torch.zeros(wide.elements, dtype=value.dtype)
+    if isinstance(area, Rows):
+        area.within(wide).put(found, value)
+    return found
+
+
+def _dense(value: Tensor, area: Area, size: int) -> Tensor:
+    if not isinstance(area, Rows):
+        return value
+    found = torch.zeros(size, dtype=value.dtype)
+    area.put(found, value)
+    return found
+
+
+def union(several: Sequence[Rows]) -> Rows:
+    """All rows that are among any of these, of one table."""
+    first = several[0]
+    ids = first.ids
+    if any(not torch.equal(rows.ids, ids) for rows in several[1:]):
+        ids = torch.unique(torch.cat([rows.ids for rows in several]))
+    return Rows(first.entry, first.start, first.width, ids)
+
+
+def rows_here(layout: Layout, lo: int, hi: int, entry: int, ids: Tensor) -> Rows:
+    """Global ids of a table, as rows of the shard that holds the elements lo to hi.
+
+    Raises:
+        ValueError: there is no such table here, or the ids are not sorted, unique and all on this shard.
+    """
+    if not 0 <= entry < len(layout.entries):
+        raise ValueError(f"there is no parameter number {entry}: there are {len(layout.entries)}")
+    table = table_of(layout, layout.entries[entry].name)
+    first, last = table.part(lo, hi)
+    local = ids - first
+    inside = len(ids) == 0 or 0 <= int(local[0]) <= int(local[-1]) < last - first
+    if not inside or not bool((ids[1:] > ids[:-1]).all()):
+        raise ValueError(
+            f"ids of {table.name!r} must be sorted, unique and of the rows {first} to {last - 1}, which are held here"
+        )
+    return Rows(entry, table.lo + first * table.width - lo, table.width, local)
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """An id list under its number: where each shard's ids stand in it, and the rows of each shard that has some."""
+
+    number: int
+    ids: Ids
+    cuts: list[tuple[int, int]]
+    parts: list[tuple[int, Rows]]
+    new: bool
+
+
+class IdLists:
+    """The last few id lists of one worker, each under a number below `KEPT_LISTS`; a new one takes the oldest's."""
+
+    def __init__(self, layout: Layout, ranges: Sequence[tuple[int, int]]) -> None:
+        self._layout, self._ranges = layout, ranges
+        self._lists: list[Listed | None] = [None] * KEPT_LISTS
+        self._next = 0
+
+    def find(self, given: Tensor, table: str | None = None) -> Listed:
+        """The list of these ids, which is new where they are none of the last ones. Raises ConfigError."""
+        wanted = table_of(self._layout, table)
+        for listed in self._lists:
+            if listed is not None and listed.ids.same(given, wanted):
+                return listed
+        ids, number = Ids(given, wanted), self._next
+        cuts = ids.cut(self._ranges)
+        parts = [
+            (i, rows_here(self._layout, lo, hi, wanted.entry, ids.unique[first:last]))
+            for i, ((lo, hi), (first, last)) in enumerate(zip(self._ranges, cuts, strict=True))
+            if first < last
+        ]
+        self._lists[number] = Listed(number, ids, cuts, parts, False)
+        self._next = (number + 1) % KEPT_LISTS
+        return Listed(number, ids, cuts, parts, True)
+
+
+def step_rows(
+    sliced: SlicedOptimizer, rows: Rows, grad: Tensor, scale: float = 1.0, decays: float | None = None
+) -> None:
+    """Let the shard's optimizer step these rows alone, by `scale` times the gradient [n, width] or flat.
+
+    Their elements of the optimizer's state move with them, nothing else does: SGD and Adagrad give what a dense
+    gradient with zeros elsewhere gives, momentum and Adam are lazy (the state of a row that is not touched does not
+    decay, as in `torch.optim.SparseAdam`), and weight decay reaches touched rows only: by `decays` of a whole step (see
+    `SlicedOptimizer.step`), so that a row that all workers touch decays as in step, another one less. Counts such as
+    Adam's `step` advance once for all.
+    """
+    leaf, cut = next((leaf, cut) for leaf, cut in sliced.leaves() if cut.start <= rows.start < cut.stop)
+    local = Rows(rows.entry, rows.start - cut.start, rows.width, rows.ids)
+    optimizer, values = sliced.optimizer, leaf.detach()
+    rate = sliced.plain_rate(leaf)
+    if rate is not None:
+        local.add(values, grad, rate * scale)
+        return
+    few = nn.Parameter(local.of(values))
+    few.grad = grad.view_as(few) if scale == 1.0 else grad.view_as(few) * scale
+    state = optimizer.state.get(leaf, {})
+    optimizer.state[few] = {key: local.of(v) if _per_element(v, leaf) else v for key, v in state.items()}
+    whole = [group["params"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["params"] = [few] if any(p is leaf for p in group["params"]) else []
+    try:
+        with sliced.decaying(abs(scale) if decays is None else decays), user_code("optimizer.step"):
+            optimizer.step()
+    finally:
+        for group, params in zip(optimizer.param_groups, whole, strict=True):
+            group["params"] = params
+        moved = optimizer.state.pop(few)
+    local.put(values, few.detach())
+    for key, value in moved.items():
+        if _per_element(value, few):
+            if not _per_element(state.get(key), leaf):
+                state[key] = torch.zeros_like(values)
+            local.put(state[key], value)
+        else:
+            state[key] = value
+    optimizer.state[leaf] = state
+
+
+def _per_element(value: object, leaf: Tensor) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and value.dim() > 0 and value.numel() == leaf.numel()

@@ -1,0 +1,328 @@
+"""One part of the parameters, its optimizer, and the clock that guards it. No sockets, no threads.
+
+A push is (rank, step): its ledger says whether it is new, so it is applied once, whatever is retried. A pull is
+served when the clock allows.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from rayps.core.clock import Clock
+from rayps.core.failpoint import passing
+from rayps.core.ledger import Ledger
+from rayps.ps.fixed.retained_parts import Parts
+from rayps.ps.fixed.rows import Area, Rows, gathered, step_rows
+from rayps.ps.fixed.shard_optimizer import chosen, fitting
+from rayps.ps.fixed.shared_memory import STEPS, Slice
+from rayps.strategies.base import weighted_mean
+from rayps.strategies.catalogue import Strategy
+from rayps.tensors.flat import Layout
+from rayps.tensors.learning_rate import Ticks, pace_of
+from rayps.tensors.optim import Factory, Moments, SlicedOptimizer
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """After which rounds a snapshot is taken: every `every` rounds, counted from `origin`, and at `end`."""
+
+    every: int
+    end: int
+    origin: int = 0
+
+    def __contains__(self, rounds: int) -> bool:
+        return rounds == self.end or (self.every > 0 and (rounds - self.origin) % self.every == 0)
+
+    def following(self, rounds: int) -> int:
+        """The first such round that is not before `rounds`; the end where there is none."""
+        if self.every <= 0:
+            return self.end
+        return min(self.end, self.origin - (self.origin - rounds) // self.every * self.every)
+
+
+@dataclass(slots=True)
+class ShardPart:
+    """A shard's share of a checkpoint, after `round` rounds of the slowest worker."""
+
+    round: int
+    lo: int
+    params: Tensor
+    moments: Moments
+    ledger: Ledger
+
+    @property
+    def done(self) -> dict[int, int]:
+        """The steps that each rank had pushed without a gap."""
+        return self.ledger.marks
+
+
+@dataclass(slots=True)
+class ShardFacts:
+    """What a shard is asked about while it runs."""
+
+    index: int
+    lo: int
+    hi: int
+    version: int
+    bytes: int
+    staleness: dict[int, int]
+    laggards: list[int]
+    reached: int  # rounds that the slowest worker has pushed
+    snapshots: list[int] = field(default_factory=list)
+    ages: dict[int, int] = field(default_factory=dict)  # pushes by versions between their pull and their application
+    lost: int = 0  # acknowledged pushes that nobody had any more when this shard was restored
+
+
+class Shard:
+    """Elements lo to hi of the parameter vector."""
+
+    def __init__(
+        self,
+        index: int,
+        layout: Layout,
+        lo: int,
+        hi: int,
+        *,
+        params: Tensor,
+        factory: Factory,
+        strategy: Strategy,
+        start: Ledger | Sequence[int],
+        boundary: Boundary,
+        private: bool = False,
+        ticks: Ticks | None = None,
+    ) -> None:
+        """With `private`, `params` is the shard's own from now on, and not in memory that others can read.
+
+        `ticks`: the epochs of the phase, for a schedule that counts them.
+        """
+        self.index, self.layout, self.lo, self.hi = index, layout, lo, hi
+        self.slice = Slice(params, private=private)
+        self.params = self.slice.params
+        self.ledger = start.copy() if isinstance(start, Ledger) else Ledger(start)
+        self.durable = dict(self.ledger.marks)  # by rank: these steps are in a snapshot that is kept elsewhere
+        self.lost = 0
+        self.size = len(self.ledger.marks)  # workers
+        self.rounds = 1  # steps of a worker that the push under way stands for
+        self.version = 0  # steps that the optimizer has taken here
+        self.strategy = strategy
+        self._gathers, self._borrows, self._spans = strategy.gathers, strategy.borrows, strategy.spans
+        self.clock = Clock(self.ledger.marks, strategy.staleness)
+        self.staleness: Counter[int] = Counter()
+        self.ages: Counter[int] = Counter()
+        self._pulled_at: dict[int, int] = {}  # by rank: the version of its last pull
+        self.parts: Parts[ShardPart] = Parts()
+        self._boundary = boundary
+        factory = chosen(factory, strategy.adagrad)
+        self._optimizer = SlicedOptimizer(factory, layout, self.params, lo, hi)
+        self._pace = pace_of(factory, layout, self._optimizer.optimizer, ticks or Ticks())
+        self._inbox: dict[int, dict[int, tuple[Tensor, float, Area]]] = {}
+        self._lent: set[tuple[int, int]] = set()  # step and rank of what lies in the inbox and belongs to its pusher
+        self._count = self.params.numel()
+        self._whole: Area = (0, self._count)
+        self._touched: Area = self._whole
+        self._slowest = self.clock.slowest  # rounds that are closed
+
+    def load(self, moments: Moments, layout: Layout) -> None:
+        """Take over an optimizer state of whole parameters."""
+        self._optimizer.load(fitting(moments, self._optimizer.optimizer), layout)
+
+    def step(self, grad: Tensor, scale: float = 1.0, decays: float | None = None) -> None:
+        """Let the optimizer apply `scale` times a gradient slice; what no push has touched stays as it is.
+
+        `decays`: see `SlicedOptimizer.step`.
+        """
+        touched, words = self._touched, self.slice.words
+        words[STEPS] += 1  # odd: whoever reads now reads a mixture
+        try:
+            if touched is self._whole:
+                self._optimizer.step(grad, scale, decays)
+            elif isinstance(touched, Rows):
+                step_rows(self._optimizer, touched, grad, scale, decays)
+            elif touched[1] - touched[0] == self._count:
+                self._optimizer.step(grad, scale, decays)
+            else:
+                self._step_range(grad * scale, *touched, abs(scale) if decays is None else decays)
+        finally:
+            words[STEPS] += 1
+        self.version += 1
+
+    def step_mean(self, values: Sequence[Tensor], weights: Sequence[float]) -> None:
+        """Let the optimizer apply sum(w_i v_i) / sum(w_i) of gradient slices, which are only read."""
+        if self._touched != self._whole:
+            self.step(weighted_mean(list(values), list(weights)))
+            return
+        self.slice.words[STEPS] += 1
+        try:
+            self._optimizer.step_mean(values, weights)
+        finally:
+            self.slice.words[STEPS] += 1
+        self.version += 1
+
+    def _step_range(self, grad: Tensor, a: int, b: int, decays: float) -> None:
+        # an elementwise optimizer may step everything, if what lies outside the range is then put back
+        before = self.params.clone()
+        held = {id(t): t.clone() for t in self._elementwise_state()}
+        self._optimizer.step(grad, decays=decays)
+        before[a:b] = self.params[a:b]
+        self.params.copy_(before)
+        self._restore_state(held, a, b)
+
+    def _elementwise_state(self) -> list[Tensor]:
+        return [
+            t
+            for state in self._optimizer.optimizer.state.values()
+            for t in state.values()
+            if isinstance(t, Tensor) and t.dim() > 0
+        ]
+
+    def _restore_state(self, held: dict[int, Tensor], a: int, b: int) -> None:
+        for leaf, cut in self._optimizer.leaves():
+            for t in self._optimizer.optimizer.state.get(leaf, {}).values():
+                if isinstance(t, Tensor) and t.dim() > 0:
+                    old = held.get(id(t), torch.zeros_like(t))
+                    lo, hi = max(a, cut.start) - cut.start, min(b, cut.stop) - cut.start
+                    if lo < hi:
+                        old[lo:hi] = t[lo:hi]
+                    t.copy_(old)
+
+    def push(
+        self,
+        rank: int,
+        step: int,
+        value: Tensor,
+        weight: float,
+        offset: int = 0,
+        lent: bool = False,
+        rows: Rows | None = None,
+    ) -> bool:
+        """File what `rank` pushed for `step`; False, and no effect, when that push was here before.
+
+        `value` covers the elements from `offset` of this shard, or `rows`; what it leaves out counts as zero. Where it
+        is `lent`, its memory is the pusher's: good until the pusher is answered, and `own` must come before.
+
+        Raises:
+            ValueError: too many steps were skipped, the rank is unknown, or the value does not fit.
+        """
+        count = value.numel()
+        area = self._whole if count == self._count and not offset and rows is None else self._area(count, offset, rows)
+        if self._spans:
+            self.rounds = step + 1 - self.ledger.marks.get(rank, 0)
+        if not (self.ledger.fill(rank, step) if self._spans else self.ledger.add(rank, step)):
+            return False
+        if rank in self._pulled_at:  # it has pulled from this shard, and not only from one that this one replaces
+            self.ages[self.version - self._pulled_at[rank]] += 1
+        if rows is None and count < self._count:
+            value, lent = _padded(value, offset, self._count), False
+        elif lent and not self._borrows:
+            value, lent = value.clone(), False
+        if count:
+            self._touched = area
+            if self._pace is not None:
+                self._pace.at(step)
+            self.strategy.on_push(self, value, weight)
+        if self._gathers:
+            self._inbox.setdefault(step, {})[rank] = (value, weight, area)
+            if lent:
+                self._lent.add((step, rank))
+        if step == self._slowest or self._spans:  # else the slowest is another
+            self._finish()
+        return True
+
+    def _area(self, count: int, offset: int, rows: Rows | None) -> Area:
+        if rows is not None and count != rows.elements:
+            raise ValueError(f"a push of {count} elements does not fit into rows of {rows.elements}")
+        if offset < 0 or count + offset > self._count:
+            raise ValueError(f"a push of {count} elements at {offset} does not fit into {self._count}")
+        return rows if rows is not None else (offset, offset + count)
+
+    def skip(self, rank: int, step: int) -> None:
+        """Give up a rank's pushes below `step`: nobody has them any more."""
+        self.lost += self.ledger.skip(rank, step)
+        self._finish()
+
+    def own(self, rank: int) -> None:
+        """Copy what still counts of a rank's pushes out of the rank's own memory."""
+        for step, other in [key for key in self._lent if key[1] == rank]:
+            self._lent.discard((step, other))
+            if rank in self._inbox.get(step, {}):
+                value, weight, area = self._inbox[step][rank]
+                self._inbox[step][rank] = value.clone(), weight, area
+
+    def _finish(self) -> None:
+        """Close the rounds that everyone has pushed by now."""
+        before, self._slowest = self._slowest, self.clock.slowest
+        for finished in range(before, self._slowest):
+            self._close(finished)
+            if finished + 1 in self._boundary or finished + 1 == self.parts.wanted:
+                self._snapshot(finished + 1)
+
+    def _close(self, finished: int) -> None:
+        """Do what the strategy does at the end of a round."""
+        if self._gathers:
+            held = sorted(self._inbox.pop(finished, {}).items())
+            values, self._touched = gathered([(value, area) for _, (value, _, area) in held], self._count)
+            if _elements(self._touched):
+                if self._pace is not None:
+                    self._pace.at(finished)
+                self.strategy.on_round(self, values, [weight for _, (_, weight, _) in held])
+
+    def may_pull(self, rank: int) -> bool:
+        """Whether a pull of `rank` may be served now."""
+        return self.clock.may_pull(rank)
+
+    def pull(self, rank: int, lo: int = 0, hi: int | None = None) -> tuple[Tensor, int]:
+        """The elements lo to hi of this shard, and by how many rounds `rank` leads the slowest."""
+        return self.read(lo, hi), self.pulled(rank)
+
+    def pulled(self, rank: int) -> int:
+        """Count a pull; by how many rounds `rank` leads the slowest."""
+        lead = self.ledger.marks[rank] - self._slowest
+        self.staleness[lead] += 1
+        self._pulled_at[rank] = self.version
+        return lead
+
+    def read(self, lo: int = 0, hi: int | None = None) -> Tensor:
+        """The elements lo to hi, outside the clock: a view, good until the next push."""
+        return self.params[lo:hi]
+
+    def _snapshot(self, rounds: int) -> None:
+        part = ShardPart(rounds, self.lo, self.params.clone(), self._optimizer.moments(), self.ledger.copy())
+        self.parts.keep(rounds, part)
+        passing("shard: saved, not collected")
+
+    def saved(self, rounds: int) -> None:
+        """Note that the snapshot after `rounds` is kept elsewhere: what it holds is durable."""
+        part = self.parts.get(rounds)
+        if part is not None:
+            self.durable = dict(part.ledger.marks)
+
+    def facts(self) -> ShardFacts:
+        """What the driver and the dashboard ask for."""
+        return ShardFacts(
+            self.index,
+            self.lo,
+            self.hi,
+            self.version,
+            self.params.numel() * self.params.element_size(),
+            dict(self.staleness),
+            self.clock.laggards(),
+            self.clock.slowest,
+            sorted(self.parts),
+            dict(self.ages),
+            self.lost,
+        )
+
+
+def _elements(area: Area) -> int:
+    return area.elements if isinstance(area, Rows) else area[1] - area[0]
+
+
+def _padded(value: Tensor, offset: int, size: int) -> Tensor:
+    whole = torch.zeros(size, dtype=value.dtype)
+    whole[offset : offset + value.numel()] = value
+    return whole

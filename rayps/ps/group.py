@@ -1,0 +1,280 @@
+"""A server group, as users and drivers hold it: started, found by name, resized, stopped.
+
+group = start(cluster, "prod", servers=3, replicas=1, folder="/var/lib/rayps/prod")
+space = group.open(Space(...)); group.resize(4); group.wait_settled(60); group.stop()
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from rayps.cluster.local import Cluster, Handle, LocalCluster, rendezvous, surrounding
+from rayps.core.errors import ActorDied, ConfigError, Conflict, PeerTimeout
+from rayps.ps.follow import Follower
+from rayps.ps.manager.balance import Balance
+from rayps.ps.manager.manager import BALANCE, SILENCE, check_size
+from rayps.ps.manager.registry import actor_of, listed
+from rayps.ps.protocol.segment_map import SpaceMap
+from rayps.ps.protocol.space import Quota, Space
+
+CALL_SECONDS = 90.0  # for a manager to answer; opening waits for servers
+PAUSE_SECONDS = 0.1
+_REPEATABLE = frozenset(
+    {"door", "space", "map", "facts", "settled", "set_quota", "restored", "join", "resize", "drain"}
+)
+
+
+class Group:
+    """A group's manager, seen from anywhere in its cluster. May be passed to actors."""
+
+    def __init__(self, name: str, handle: Handle | None = None, cluster: Cluster | None = None) -> None:
+        self.name = name
+        self._handle, self._cluster = handle, cluster
+
+    def door(self) -> dict[str, Any]:
+        """{"address", "secret"}: what a worker needs to connect."""
+        found: dict[str, Any] = self._call("door")
+        return found
+
+    def open(self, space: Space) -> Space:
+        """Place a space; the same with its number. Raises ConfigError, Conflict (the name is open), ClusterError."""
+        found: Space = self._call("open", space)
+        return found
+
+    def branch(
+        self,
+        parent: str,
+        name: str,
+        quota: Quota | dict[str, Any] | None = None,
+        workers: int | None = None,
+        strategy: Any = None,
+        factory: bytes | None = None,
+    ) -> Space:
+        """A space that begins with `parent`'s parameters, at step 0, and goes its own way; memory is shared until they
+        differ. What is None is as in `parent`. Raises NotFound, Conflict, ConfigError.
+        """
+        found: Space = self._call("branch", parent, name, quota, workers, strategy, factory)
+        return found
+
+    def space(self, name: str) -> Space:
+        """An open space. Raises NotFound."""
+        found: Space = self._call("space", name)
+        return found
+
+    def drop(self, name: str) -> None:
+        """Close a space. Raises NotFound."""
+        self._call("drop", name)
+
+    def set_quota(self, name: str, quota: Quota | dict[str, Any]) -> None:
+        """What a space may take from now on. Raises NotFound, ConfigError."""
+        self._call("set_quota", name, quota)
+
+    def map(self, number: int) -> SpaceMap:
+        """Who holds what of a space. Raises NotFound."""
+        return SpaceMap.from_json(self._call("map", number))
+
+    def join(self, number: int, rank: int) -> int:
+        """A new holder of `rank`: its incarnation, which fences who held it before. Raises NotFound, ConfigError."""
+        found: int = self._call("join", number, rank)
+        return found
+
+    def follow(self, space: str, table: str, timeout: float = 60.0) -> Follower:
+        """The rows of a space's table, to be kept fresh by `update`. Raises NotFound, ConfigError."""
+        return Follower(self.door, self.space(space), table, timeout)
+
+    def restored(self, number: int, segments: list[int]) -> None:
+        """Segments that were lost have been loaded again."""
+        self._call("restored", number, segments)
+
+    def resize(self, servers: int) -> None:
+        """How many servers there are to be; segments move in the background, while pushes and pulls go on.
+
+        Raises ConfigError (none, or fewer than replicas + 1), Conflict (a resize is under way).
+        """
+        self._call("resize", servers)
+
+    def drain(self, server: str) -> None:
+        """Empty one server, then end it: a resize by one less. Raises NotFound, ConfigError, Conflict."""
+        self._call("drain", server)
+
+    def facts(self) -> dict[str, Any]:
+        """Everything about the group, as plain data: servers, spaces, segments, moves, counts, events."""
+        found: dict[str, Any] = self._call("facts")
+        return found
+
+    def settled(self) -> bool:
+        """Whether all segments are where they belong, with their copies, and all servers are there."""
+        return bool(self._call("settled"))
+
+    def wait_settled(self, timeout: float = 60.0) -> None:
+        """Wait until nothing moves any more. Raises PeerTimeout."""
+        deadline = time.monotonic() + timeout
+        while not self.settled():
+            if time.monotonic() > deadline:
+                facts = self.facts()
+                there = sum(server["state"] == "alive" for server in facts["servers"])
+                raise PeerTimeout(
+                    f"server group {self.name!r} is {facts['status']} after {timeout:g} s (the knob is `timeout`): "
+                    f"{there} of {facts['wanted']} servers are there, {len(facts['moves'])} segments move",
+                    peer=actor_of(self.name),
+                    seconds=timeout,
+                )
+            time.sleep(PAUSE_SECONDS)
+
+    def stop(self) -> None:
+        """End the group: its servers, its spaces, its record."""
+        self._call("stop")
+        if self._handle is not None:
+            (self._cluster or surrounding()).kill(self._handle)
+            self._handle = None
+
+    def _call(self, method: str, *args: Any, timeout: float = CALL_SECONDS) -> Any:
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                if self._handle is None:
+                    self._handle = self._find()
+                return self._handle.call(method, *args).result(timeout)
+            except ActorDied:  # it may be made anew, and go on from its record
+                self._handle = None
+                if method not in _REPEATABLE or time.monotonic() > deadline:
+                    raise
+            except TimeoutError as error:
+                raise PeerTimeout(
+                    f"the manager of server group {self.name!r} did not answer {method!r} within {timeout:g} s",
+                    peer=actor_of(self.name),
+                    seconds=timeout,
+                ) from error
+            time.sleep(PAUSE_SECONDS)
+
+    def _find(self) -> Handle:
+        found = (self._cluster or surrounding()).find(actor_of(self.name))
+        if found is None:
+            raise ActorDied(
+                f"server group {self.name!r} has no manager: it was stopped, or died; start it again with the folder "
+                "of its record, and it goes on",
+                actor=actor_of(self.name),
+            )
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"name": self.name, "_handle": None, "_cluster": None}  # who gets it finds the manager by its name
+
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def start(
+    cluster: Cluster,
+    name: str,
+    servers: int = 2,
+    replicas: int = 1,
+    *,
+    folder: str | Path | None = None,
+    detached: bool = True,
+    timeout: float = 120.0,
+    cpus: float = 0.0,
+    hosts: Cluster | None = None,
+    silence: float = SILENCE,
+    balance: Balance | None = BALANCE,
+) -> Group:
+    """Start a group of `servers` that keep `replicas` copies of each segment; returns once all servers are there.
+
+    With `folder`, the manager's record is kept there: on Ray the manager is made anew when its process dies. A group of
+    that name and folder goes on with the servers that still live. `detached`: it outlives this process. `cpus`: of
+    each server, as the cluster counts them. `hosts`: another cluster for the servers. `silence`: seconds after which a
+    server that says nothing is taken for dead. `balance`: when hot servers shed segments (None = never).
+
+    Raises ConfigError, Conflict (the name is taken), PeerTimeout (not all servers are there in time).
+    """
+    if not isinstance(name, str) or not name.strip() or "/" in name:
+        raise ConfigError(f"{name!r} cannot name a server group: give some characters, without /", field="name")
+    check_size(name, servers, replicas)
+    home, given = _home(cluster, hosts)
+    if home.find(actor_of(name)) is not None:
+        raise Conflict(
+            f"there is a server group {name!r} already: give another name, resize it, or stop it first", status=409
+        )
+    more: dict[str, Any] = {} if given is None else {"cluster": given}
+    handle = home.spawn(
+        "rayps.ps.manager.manager_actor:ManagerActor",
+        name,
+        servers,
+        replicas,
+        None if folder is None else str(folder),
+        name=actor_of(name),
+        detached=detached,
+        here=folder is not None,
+        restarts=0 if folder is None else -1,
+        cpus=0.0,
+        **more,
+        **_manager_options(detached, cpus, silence, balance),
+    )
+    group = Group(name, handle, home)
+    try:
+        _await_servers(group, timeout)
+    except BaseException:
+        home.kill(handle)
+        raise
+    return group
+
+
+def find(cluster: Cluster, name: str) -> Group:
+    """A group that was started. Raises ConfigError, naming those that there are."""
+    for home in (cluster, surrounding()):
+        handle = home.find(actor_of(name))
+        if handle is not None:
+            return Group(name, handle, home)
+    known = ", ".join(repr(other) for other in names(cluster)) or "none"
+    raise ConfigError(
+        f"there is no server group {name!r}; there are: {known}. Start one with `rayps servers start {name}`",
+        field="server_group",
+    )
+
+
+def names(cluster: Cluster) -> list[str]:
+    """The groups that there are."""
+    homes = (cluster, surrounding())
+    return [name for name in listed(rendezvous()) if any(home.find(actor_of(name)) is not None for home in homes)]
+
+
+def _home(cluster: Cluster, hosts: Cluster | None) -> tuple[Cluster, Cluster | None]:
+    """Where the manager lives, and what it must be told about where servers live.
+
+    An actor finds its cluster around it; in a cluster of threads, or of a test's processes, it does not, so there the
+    manager lives in this process and is given the cluster.
+    """
+    if isinstance(cluster, LocalCluster):
+        return cluster, hosts or cluster
+    if isinstance(cluster, type(surrounding())):
+        return cluster, None
+    return surrounding(), hosts or cluster
+
+
+def _manager_options(detached: bool, cpus: float, silence: float, balance: Balance | None) -> dict[str, Any]:
+    return {"options": {"detached": detached, "cpus": cpus, "silence": silence, "balance": balance}}
+
+
+def _await_servers(group: Group, timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    while True:
+        facts = group.facts()
+        if sum(server["state"] == "alive" for server in facts["servers"]) >= facts["wanted"]:
+            return
+        if time.monotonic() > deadline:
+            said = [event["message"] for event in facts["events"] if event["kind"] == "server_not_started"]
+            raise PeerTimeout(
+                f"{len(facts['servers'])} of {facts['wanted']} servers of group {group.name!r} are there after "
+                f"{timeout:g} s (the knob is `timeout`){': ' + said[-1] if said else ''}",
+                peer=actor_of(group.name),
+                seconds=timeout,
+            )
+        time.sleep(PAUSE_SECONDS)
+
+
+__all__ = ["Group", "find", "names", "start"]

@@ -1,0 +1,307 @@
+"""What the manager of a server group does next: a pure function from facts to decisions.
+
+It is level-triggered: it looks at how things are, never at how they came to be, so a manager that begins again from
+its record goes on where the last one was. Its loop is `for decision in decide(facts): apply it`, until there is none;
+what takes time (a copy, a handing over) is reported by servers and changes the facts.
+
+A move is a new copy, a promotion and a goodbye; a recovery is a promotion and a new copy (see
+`rayps.ps.manager.assignment`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import groupby
+
+from rayps.core.partition import spots
+from rayps.ps.manager.assignment import Seat, SeatId, Server, State, handing, placed, promoted, with_copy, without_copy
+
+BOUND = 1.25  # no server is given more than this times the mean of a space's segments
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the manager knows."""
+
+    servers: tuple[Server, ...]
+    seats: tuple[Seat, ...]  # those of a space one after the other
+    wanted: int  # servers
+    replicas: int  # copies of each segment, where there are servers for them
+    starting: int = 0  # servers that are on their way
+    gathering: bool = False  # they will be here soon: what has its copies waits for them, and moves once, not twice
+    placed_by_load: Mapping[SeatId, str] = field(default_factory=dict)  # primaries that are not where the ring says
+    apart: frozenset[tuple[str, str]] = frozenset()  # a primary and a server that it has just failed to copy to
+    moves: int = 2  # segments that a server may move, or copy, at a time, so that training goes on
+    heals: int = 4  # the same for copies that are missing
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """An empty segment begins on `server`; `lost`: it had a life before, and nobody has it."""
+
+    seat: SeatId
+    server: str
+    lost: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Promote:
+    """A copy that is in sync (or the primary itself, whose heir is gone) goes on in a new generation."""
+
+    seat: SeatId
+    server: str
+    copies: tuple[str, ...]
+    reason: str  # died, moved, back
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """The primary begins a copy on `server`."""
+
+    seat: SeatId
+    server: str
+
+
+@dataclass(frozen=True, slots=True)
+class HandOver:
+    """The primary brings the copies up to date and says so, for `server` to be promoted."""
+
+    seat: SeatId
+    server: str
+
+
+@dataclass(frozen=True, slots=True)
+class DropCopy:
+    """A copy that is gone, or not needed."""
+
+    seat: SeatId
+    server: str
+
+
+@dataclass(frozen=True, slots=True)
+class StartServers:
+    """More processes."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveServer:
+    """There is one too many: this one is to be emptied."""
+
+    server: str
+
+
+@dataclass(frozen=True, slots=True)
+class RetireServer:
+    """Nothing is on it: it may end, or it is dead and nothing refers to it any more."""
+
+    server: str
+
+
+OfSeat = Place | Promote | Copy | HandOver | DropCopy
+Decision = OfSeat | StartServers | LeaveServer | RetireServer
+
+
+def apply(seat: Seat, decision: OfSeat) -> Seat:
+    """The seat after a decision about it."""
+    match decision:
+        case Place(_, server, lost):
+            return placed(seat, server, lost=lost)
+        case Promote(_, server, copies, _):
+            return promoted(seat, server, copies)
+        case Copy(_, server):
+            return with_copy(seat, server)
+        case DropCopy(_, server):
+            return without_copy(seat, server)
+        case HandOver(_, server):
+            return handing(seat, server)
+
+
+def decide(facts: Facts) -> list[Decision]:
+    """What to do now; at most one thing for each segment. Nothing: wait for reports, or all is settled."""
+    return [*_of_servers(facts), *_Seats(facts).decide()]
+
+
+def settled(facts: Facts) -> bool:
+    """Whether each segment is where it belongs with its copies, and as many servers are there as are wanted."""
+    staying = sum(server.state == State.ALIVE for server in facts.servers)
+    return (
+        not decide(dataclasses.replace(facts, apart=frozenset(), gathering=False))
+        and staying == len(facts.servers) == facts.wanted
+        and all(seat.ready and not seat.making and seat.heir is None for seat in facts.seats)
+    )
+
+
+def targets(facts: Facts) -> dict[SeatId, tuple[str, ...]]:
+    """For each segment the servers that are to have it, the primary first; none where no server stays."""
+    # those that are away are expected back: nothing moves because a manager began again
+    staying = tuple((s.name, s.host) for s in facts.servers if s.state in (State.ALIVE, State.AWAY))
+    found: dict[SeatId, tuple[str, ...]] = {}
+    if not staying:
+        return found
+    names = {name for name, _ in staying}
+    for _, group in groupby(facts.seats, lambda seat: seat.space):
+        seats = list(group)
+        places = _spots(tuple(seat.key for seat in seats), staying, facts.replicas + 1)
+        for seat, place in zip(seats, places, strict=True):
+            first = facts.placed_by_load.get(seat.id)
+            if first in names:
+                place = (first, *(name for name in place if name != first))
+            found[seat.id] = place[: facts.replicas + 1]
+    return found
+
+
+@lru_cache(256)
+def _spots(keys: tuple[str, ...], servers: tuple[tuple[str, str], ...], replicas: int) -> list[tuple[str, ...]]:
+    names, hosts = [name for name, _ in servers], [host for _, host in servers]
+    return [tuple(names[i] for i in found) for found in spots(keys, names, replicas, hosts=hosts, bound=BOUND)]
+
+
+def _of_servers(facts: Facts) -> list[Decision]:
+    used = {name for seat in facts.seats for name in (*seat.holders, seat.heir)}
+    found: list[Decision] = []
+    here = [server for server in facts.servers if server.state in (State.ALIVE, State.SILENT, State.AWAY)]
+    missing = facts.wanted - len(here) - facts.starting
+    if missing > 0:
+        found.append(StartServers(missing))
+    alive = [server for server in here if server.state == State.ALIVE]
+    if len(alive) > facts.wanted:  # those that are silent do not count here: nobody leaves because of them
+        found += [LeaveServer(server.name) for server in alive[facts.wanted :]]  # the youngest
+    return found + [
+        RetireServer(server.name)
+        for server in facts.servers
+        if server.state in (State.LEAVING, State.DEAD) and server.name not in used
+    ]
+
+
+class _Seats:
+    """One look at all segments."""
+
+    def __init__(self, facts: Facts) -> None:
+        self._facts = facts
+        self._states = {server.name: server.state for server in facts.servers}
+        self._targets = targets(facts)
+        self._seats = {seat.id: seat for seat in facts.seats}
+        self._busy: dict[str, int] = {}  # by server: segments that it copies or hands over
+        self._given: dict[str, int] = {}  # by server: segments that it is promoted for, so that they are spread
+        for seat in facts.seats:
+            if seat.primary is not None:
+                self._given[seat.primary] = self._given.get(seat.primary, 0) + 1
+                if seat.making or seat.heir is not None:
+                    self._occupy(seat.primary, *seat.making)
+
+    def decide(self) -> list[Decision]:
+        found: list[Decision] = []
+        later: list[tuple[bool, Seat]] = []
+        for seat in self._facts.seats:
+            decision = self._urgent(seat)
+            if decision is not None:
+                found.append(decision)
+            elif self._can_move(seat):
+                later.append((len(seat.synced) >= self._copies(seat), seat))
+        for whole, seat in sorted(later, key=lambda item: item[0]):  # missing copies first
+            decision = self._unhurried(seat, self._facts.moves if whole else self._facts.heals)
+            if decision is not None:
+                found.append(decision)
+        return found
+
+    # ---- what cannot wait
+
+    def _urgent(self, seat: Seat) -> OfSeat | None:
+        if seat.primary is None or (not seat.born and self._gone(seat.primary)):
+            return self._begin(seat)
+        if self._gone(seat.primary):
+            return self._recover(seat)
+        if seat.heir is not None and (seat.heir not in seat.synced or self._gone(seat.heir)):
+            return Promote(seat.id, seat.primary, self._standing(seat), "back") if self._up(seat.primary) else None
+        for copy in seat.copies:
+            if self._gone(copy):
+                return DropCopy(seat.id, copy)
+        if seat.heir is not None and seat.handed and self._up(seat.heir):
+            # the one who leaves has everything too: it is a copy where one is wanted there
+            stays = seat.primary in self._targets.get(seat.id, ()) and self._up(seat.primary)
+            others = [copy for copy in self._standing(seat) if copy != seat.heir]
+            return Promote(seat.id, seat.heir, (*others, seat.primary) if stays else tuple(others), "moved")
+        return None
+
+    def _begin(self, seat: Seat) -> OfSeat | None:
+        if seat.parent in self._seats:  # a branch begins where its parent is
+            parent = self._seats[seat.parent]
+            usable = parent.ready and parent.heir is None and parent.primary is not None and self._up(parent.primary)
+            return Place(seat.id, str(parent.primary)) if usable else None
+        return self._afresh(seat, lost=seat.parent is not None)  # what it was to begin from is closed
+
+    def _recover(self, seat: Seat) -> OfSeat | None:
+        heirs = [copy for copy in self._standing(seat) if self._up(copy)]
+        if heirs:
+            first = self._targets.get(seat.id, ("",))[0]
+            best = min(heirs, key=lambda name: (name != first, self._given.get(name, 0), name))
+            self._given[best] = self._given.get(best, 0) + 1
+            return Promote(seat.id, best, tuple(name for name in heirs if name != best), "died")
+        waits = any(self._states.get(copy) in (State.AWAY, State.SILENT) for copy in seat.synced)
+        if self._states.get(str(seat.primary), State.DEAD) != State.DEAD or waits:
+            return None  # it, or who has a copy, may come back
+        return self._afresh(seat, lost=True)
+
+    def _afresh(self, seat: Seat, *, lost: bool) -> OfSeat | None:
+        place = [name for name in self._targets.get(seat.id, ()) if self._up(name)]
+        return Place(seat.id, place[0], lost) if place else None
+
+    # ---- what a server may do a few of at a time
+
+    def _can_move(self, seat: Seat) -> bool:
+        """Nothing about it is under way, and its primary is there."""
+        return seat.ready and seat.heir is None and not seat.making and self._up(str(seat.primary))
+
+    def _unhurried(self, seat: Seat, limit: int) -> OfSeat | None:
+        assert seat.primary is not None
+        wanted = self._targets.get(seat.id, ())
+        if not wanted:
+            return None
+        missing = [name for name in wanted if name not in seat.holders and self._up(name)]
+        # a copy before a move: who is in sync can be promoted whatever happens
+        whole = len(seat.synced) >= self._copies(seat)
+        if whole and self._facts.gathering:
+            return None
+        missing.sort(key=lambda name: whole and name != wanted[0])
+        for name in missing:
+            if (seat.primary, name) not in self._facts.apart and self._free(limit, seat.primary, name):
+                self._occupy(seat.primary, name)
+                return Copy(seat.id, name)
+        if missing:
+            return None
+        if seat.primary != wanted[0]:
+            if wanted[0] in seat.synced and self._up(wanted[0]) and self._free(limit, seat.primary):
+                self._occupy(seat.primary)
+                return HandOver(seat.id, wanted[0])
+            return None
+        extra = next((copy for copy in seat.copies if copy not in wanted), None)
+        return None if extra is None else DropCopy(seat.id, extra)
+
+    # ---- how things are
+
+    def _copies(self, seat: Seat) -> int:
+        return max(0, len(self._targets.get(seat.id, ())) - 1)
+
+    def _standing(self, seat: Seat) -> tuple[str, ...]:
+        return tuple(copy for copy in seat.copies if copy in seat.synced and not self._gone(copy))
+
+    def _up(self, name: str) -> bool:
+        return self._states.get(name) in (State.ALIVE, State.LEAVING)
+
+    def _gone(self, name: str) -> bool:
+        return self._states.get(name, State.DEAD) in (State.SILENT, State.DEAD)
+
+    def _free(self, limit: int, *names: str) -> bool:
+        return all(self._busy.get(name, 0) < limit for name in names)
+
+    def _occupy(self, *names: str) -> None:
+        for name in names:
+            self._busy[name] = self._busy.get(name, 0) + 1
+
+
+__all__ = ["BOUND", "Decision", "Facts", "apply", "decide", "settled", "targets"]

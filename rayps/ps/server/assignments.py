@@ -1,0 +1,303 @@
+"""What a server holds: spaces, their segments, in which role and generation; and the orders, compared with it.
+
+No sockets and no threads. Orders say how things are to be: whatever differs is changed, and said; orders that are
+repeated change nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from rayps.core.errors import WorkloadError
+from rayps.ps.protocol.messages import Event, Role
+from rayps.ps.protocol.segment import Segment
+from rayps.ps.protocol.space import Space
+from rayps.ps.server.dense_segment import DenseSegment
+from rayps.ps.tables.row_optimizers import Scheduled
+from rayps.ps.tables.table_segment import TableSegment
+from rayps.tensors.learning_rate import Recipe
+from rayps.tensors.optim import Factory
+
+
+class Report(NamedTuple):
+    """An event for the manager."""
+
+    space: int
+    event: Event
+    segment: int
+    generation: int
+    name: str = ""
+
+
+class Order(NamedTuple):
+    """What a server is to be for a segment."""
+
+    segment: int
+    role: Role
+    generation: int
+    copies: dict[str, str]  # server -> address
+    lost: bool = False  # it had a life before that nobody has: not to be used before a state is loaded
+
+    @classmethod
+    def of(cls, row: list[Any]) -> Order:
+        """From a row of ORDERS."""
+        return cls(int(row[0]), Role(row[1]), int(row[2]), dict(row[3]), bool(row[4]) if len(row) > 4 else False)
+
+
+@dataclass(slots=True, eq=False)
+class Holding:
+    """One segment, here."""
+
+    space: Held
+    index: int
+    role: Role
+    generation: int
+    segment: Segment | None = None  # None: a copy without a state yet
+    usable: bool = True  # False until something is loaded, here or where the state came from
+    copies: dict[str, Any] = field(default_factory=dict)  # by server: `rayps.ps.server.replication.Copy`
+    line: int = 0  # the generation in which its last change, or its state, was made: see `Copies`
+    source: object = None  # as a copy: the link that its state came by
+    since: float = 0.0  # when it became what it is
+    handed: bool = False
+    saved: dict[int, int] = field(default_factory=dict)  # by rank: the steps that a state holds which is kept elsewhere
+    saving: dict[int, dict[int, int]] = field(default_factory=dict)  # the same, of states not known to be kept yet
+
+    @property
+    def serves(self) -> bool:
+        """Whether requests are answered here."""
+        return self.role == Role.PRIMARY
+
+    def durable(self, rank: int) -> int:
+        """Below this step, nothing of a rank is lost with this server (copies' answers are another's business)."""
+        assert self.segment is not None
+        applied = self.segment.durable(rank)
+        return applied if self.copies else min(applied, self.saved.get(rank, 0))
+
+    def marks(self) -> dict[int, int]:
+        """By rank: its next step."""
+        assert self.segment is not None
+        return self.segment.marks()
+
+    def state_is_kept(self, rounds: int) -> None:
+        """The state after `rounds` is kept elsewhere."""
+        marks = self.saving.get(rounds)
+        if marks is not None:
+            self.saved = {rank: max(step, self.saved.get(rank, 0)) for rank, step in marks.items()}
+            self.saving = {number: held for number, held in self.saving.items() if number > rounds}
+
+
+class Held:
+    """A space, as far as it is here."""
+
+    def __init__(self, space: Space) -> None:
+        self.space = space
+        self.holdings: dict[int, Holding] = {}
+        self.incarnations: dict[int, int] = {}  # by rank: the highest seen
+        self.parked: list[Any] = []  # requests that wait for the clock
+        self.withheld: list[Any] = []  # answers that wait for copies
+        self.unborn: set[tuple[int, int]] = set()  # segments and generations that were to begin from what is not here
+        self.operations = 0
+        self.rejected = 0
+        self.seconds = 0.0
+        self._factory: Factory | None = None
+
+    @property
+    def number(self) -> int:
+        """The manager's number of it."""
+        return self.space.number
+
+    @property
+    def factory(self) -> Factory:
+        """The optimizer of the dense vector. Raises WorkloadError."""
+        if self._factory is None:
+            try:
+                self._factory = self.space.unpack_factory()
+            except Exception as error:
+                raise WorkloadError(
+                    f"the optimizer of {self.space.name!r} cannot be unpacked on a server: {type(error).__name__}: "
+                    f"{error}\ninstall the package it needs on every machine of the cluster"
+                ) from error
+        return self._factory
+
+    def primaries(self) -> list[Holding]:
+        """What it answers for."""
+        return [holding for holding in self.holdings.values() if holding.serves]
+
+    def make(self, index: int) -> Segment:
+        """An empty segment."""
+        found = self.space.table_of(index)
+        if found is None:
+            return DenseSegment(self.space, index, self.factory)
+        return TableSegment(found[0], found[1], self.space.strategy, self.space.workers, scheduled=self.scheduled)
+
+    @property
+    def scheduled(self) -> Scheduled | None:
+        """What gives tables the knobs of a round; None where the job has no schedule. Raises WorkloadError."""
+        found = self.factory if self.space.factory else None
+        return Scheduled(found, self.space.ticks) if isinstance(found, Recipe) else None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what it is primary of."""
+        return sum(holding.segment.nbytes for holding in self.primaries() if holding.segment is not None)
+
+
+class Acts(Protocol):
+    """What orders lead to, beyond the holdings themselves."""
+
+    def report(self, report: Report) -> None:
+        """Tell the manager."""
+
+    def want_copies(self, holding: Holding, copies: dict[str, str], *, anew: bool) -> None:
+        """Keep copies on these servers and no others. `anew`: the first orders of a generation."""
+
+    def stop_serving(self, holding: Holding) -> None:
+        """Refuse what waits for this segment's clock."""
+
+    def withdraw(self, holding: Holding) -> None:
+        """Refuse the answers too that wait for its copies, and drop the copies."""
+
+
+class Holdings:
+    """All spaces of one server."""
+
+    def __init__(self, acts: Acts) -> None:
+        self.spaces: dict[int, Held] = {}
+        self.forgotten: set[int] = set()
+        self._acts = acts
+
+    def learn(self, space: Space) -> Held:
+        """A space that something is to be held of, or its new quota."""
+        held = self.spaces.get(space.number)
+        if held is None:
+            held = self.spaces[space.number] = Held(space)
+            self.forgotten.discard(space.number)
+        else:
+            held.space = space
+        return held
+
+    def forget(self, number: int) -> None:
+        """A space is closed."""
+        self.forgotten.add(number)
+        held = self.spaces.get(number)
+        if held is not None:
+            for holding in list(held.holdings.values()):
+                self._end(holding)
+            del self.spaces[number]
+
+    def obey(self, held: Held, orders: Iterable[Order]) -> None:
+        """Make it so."""
+        for order in orders:
+            holding = held.holdings.get(order.segment)
+            if holding is not None and order.generation < holding.generation:
+                continue  # of the past
+            match order.role:
+                case Role.PRIMARY:
+                    self._primary(held, holding, order)
+                case Role.LEAVING:
+                    self._leaving(holding, order)
+                case Role.COPY:
+                    self._copy(held, holding, order)
+                case Role.NONE:
+                    if holding is not None:
+                        self._end(holding)
+
+    def branch(self, held: Held, parent: Held, index: int, generation: int) -> bool:
+        """Begin a segment of a space with what its parent's holds here; False where that is not here."""
+        base = parent.holdings.get(index)
+        if base is None or base.segment is None or not base.serves or not base.usable:
+            held.unborn.add((index, generation))
+            return False
+        known = held.holdings.get(index)
+        if known is not None and known.generation >= generation and known.usable:
+            return True
+        segment: Segment
+        if isinstance(base.segment, DenseSegment):
+            segment = base.segment.branch(held.space, factory=held.factory)
+        elif isinstance(base.segment, TableSegment):
+            segment = base.segment.branch(held.space.workers, held.space.strategy, held.scheduled)
+        else:
+            segment = base.segment.branch()
+        held.holdings[index] = Holding(held, index, Role.PRIMARY, generation, segment, line=generation, since=_now())
+        self._acts.report(Report(held.number, Event.READY, index, generation))
+        return True
+
+    def is_to_be_copy(self, held: Held, index: int, generation: int, source: object) -> Holding | None:
+        """A state came from a primary of that generation: become its copy; None where that is of the past.
+
+        It may come before the orders do, and says the same: nobody but the manager makes a generation.
+        """
+        holding = held.holdings.get(index)
+        if holding is not None and (
+            generation < holding.generation or (holding.serves and generation == holding.generation)
+        ):
+            return None
+        self._copy(held, holding, Order(index, Role.COPY, generation, {}))
+        holding = held.holdings[index]
+        holding.source = source
+        return holding
+
+    # ---- roles
+
+    def _primary(self, held: Held, holding: Holding | None, order: Order) -> None:
+        anew = holding is None or holding.generation < order.generation or holding.role != Role.PRIMARY
+        if holding is None and (order.segment, order.generation) in held.unborn:
+            return
+        if holding is None:
+            dense = held.space.table_of(order.segment) is None
+            usable = not dense and not order.lost
+            holding = Holding(held, order.segment, Role.PRIMARY, order.generation, held.make(order.segment), usable)
+            holding.line = order.generation
+            held.holdings[order.segment] = holding
+        elif holding.segment is None:
+            self._acts.report(Report(held.number, Event.ASKED, order.segment, order.generation))
+            return
+        elif anew:
+            if holding.serves:  # what waits was said to an older generation
+                self._acts.stop_serving(holding)
+            elif holding.role == Role.COPY:
+                getattr(holding.segment, "promoted", _nothing)()
+            holding.role, holding.generation, holding.handed = Role.PRIMARY, order.generation, False
+            holding.source = None
+        if anew:
+            holding.since = _now()
+            self._acts.report(Report(held.number, Event.READY, order.segment, order.generation))
+        self._acts.want_copies(holding, order.copies, anew=anew)
+
+    def _leaving(self, holding: Holding | None, order: Order) -> None:
+        if holding is None or holding.segment is None or holding.role == Role.COPY:
+            return  # nothing to hand over
+        if holding.role != Role.LEAVING:
+            holding.role, holding.handed, holding.since = Role.LEAVING, False, _now()
+            self._acts.stop_serving(holding)
+        holding.generation = order.generation
+        self._acts.want_copies(holding, order.copies, anew=False)
+
+    def _copy(self, held: Held, holding: Holding | None, order: Order) -> None:
+        if holding is None:
+            held.holdings[order.segment] = Holding(held, order.segment, Role.COPY, order.generation, since=_now())
+            return
+        if holding.role != Role.COPY:
+            self._acts.stop_serving(holding)
+            self._acts.withdraw(holding)
+            if not holding.usable:
+                holding.segment = None
+            holding.role, holding.since = Role.COPY, _now()
+        holding.generation = order.generation
+
+    def _end(self, holding: Holding) -> None:
+        self._acts.stop_serving(holding)
+        self._acts.withdraw(holding)
+        getattr(holding.segment, "close", _nothing)()
+        del holding.space.holdings[holding.index]
+
+
+def _nothing() -> None:
+    """For segments that have no such hook."""
+
+
+def _now() -> float:
+    return time.monotonic()

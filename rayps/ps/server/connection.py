@@ -1,0 +1,66 @@
+"""Who is connected to a server, what they ask, and what they have not been told yet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from rayps.comm.link import Link, Message
+from rayps.core.errors import StaleGeneration
+from rayps.ps.protocol.messages import Piece
+from rayps.ps.server.assignments import Holding
+from rayps.ps.server.replication import Peer
+
+PATIENCE = 60.0  # seconds that a pull may wait where its worker does not say
+NOBODY = -2  # no rank yet, or fenced
+
+
+class Guest:
+    """A connection of a worker, a reader, or another server's primaries."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.descriptor = link.fileno()
+        self.space = -1
+        self.rank = NOBODY
+        self.incarnation = 0
+        self.patience = PATIENCE
+        self.full = False  # takes no more for now
+        self.paused = False  # is not read for now
+        self.gone = False
+        self.applied = 0  # as a primary's link: the last message that is applied
+        self.told = 0  # and the last that it knows of
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """What a guest asks for."""
+
+    guest: Guest
+    kind: int
+    tag: int
+    a: int
+    b: int
+    weight: float
+    payload: Any
+    pieces: list[Piece] = field(default_factory=list)
+    deadline: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Withheld:
+    """An answer that waits until copies have what it says."""
+
+    request: Request
+    message: Message
+    payload: Any
+    holdings: list[Holding]
+    needs: dict[Peer, int]
+    deadline: float
+
+
+def fenced(guest: Guest) -> StaleGeneration:
+    """What a guest hears whose rank a newer worker has taken."""
+    return StaleGeneration(
+        f"{guest.link.peer} does not hold its rank any more: a newer worker has joined with it", peer=guest.link.peer
+    )

@@ -1,0 +1,299 @@
+"""A segment of the dense vector: a `rayps.ps.fixed.shard.Shard` that says what its copies must apply, and can be one.
+
+What a change is depends on the strategy. Where each push has effect at once, a change is a push. Where a round gathers
+all pushes, a change is the close of a round: their weighted mean where the strategy says that only this matters (its
+`means`), which is one vector however many workers there are; else everyone's values in the order of ranks.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rayps.core.errors import CheckpointError, ConfigError
+from rayps.core.ledger import WINDOW, Ledger
+from rayps.ps.fixed.shard import ShardPart
+from rayps.ps.fixed.shared_memory import flat_bytes
+from rayps.ps.protocol.space import Space
+from rayps.ps.server.replicated_shard import CHANGE, MEAN, NEVER, ONE, PUSHED, VALUES, HeldShard, changes_by
+from rayps.tensors.flat import Layout
+from rayps.tensors.optim import Factory, Moments
+from rayps.tensors.optim import cut as cut_moments
+from rayps.tensors.packing import full_moments, pack_state, plain_moments, tensor_of, unpack_state
+
+
+class DenseSegment:
+    """Elements lo to hi of a space's dense vector. Implements `rayps.ps.protocol.segment.Segment`."""
+
+    def __init__(self, space: Space, index: int, factory: Factory, *, base: DenseSegment | None = None) -> None:
+        """Zeros, until a state is loaded; or what `base` holds, in its memory, until one of the two steps."""
+        if space.layout is None:
+            raise ConfigError(f"space {space.name!r} has no dense vector, so no segment {index}", field="segment")
+        self.space, self.index, self.factory = space, index, factory
+        self.layout: Layout = space.layout
+        self.lo, self.hi = space.cuts[index]
+        self.rows = self.hi - self.lo
+        self.operations = 0
+        self.copied = True  # whether changes go to copies; where not, they come back empty
+        self.by = changes_by(space.strategy)
+        self._size = self.rows * self.layout.dtype.itemsize
+        self._base = base
+        self._branches: list[weakref.ref[DenseSegment]] = []
+        if base is None:
+            self._settle(torch.zeros(self.rows, dtype=self.layout.dtype), Ledger([0] * space.workers))
+
+    def _settle(self, params: Tensor, ledger: Ledger) -> None:
+        """Stand on memory of its own."""
+        self._base = None
+        self._shard = HeldShard(
+            self.index,
+            self.layout,
+            self.lo,
+            self.hi,
+            params=params,
+            factory=self.factory,
+            strategy=self.space.strategy,
+            start=ledger,
+            boundary=NEVER,
+            private=True,
+            ticks=self.space.ticks,
+        )
+        self._buffer = flat_bytes(self._shard.params).data if self.rows else memoryview(b"")
+
+    # ---- what is the same in both lives
+
+    @property
+    def shard(self) -> HeldShard:
+        """The shard, of its own or still its parent's: to be read only, where it is the parent's."""
+        return self._shard if self._base is None else self._base.shard
+
+    @property
+    def seq(self) -> int:
+        """Changes that were applied."""
+        return 0 if self._base is not None else self._shard.seq
+
+    @seq.setter
+    def seq(self, value: int) -> None:
+        self._own().seq = value
+
+    @property
+    def version(self) -> int:
+        """Steps that the optimizer has taken here."""
+        return 0 if self._base is not None else self._shard.version
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of parameters and optimizer state that are its own."""
+        return 0 if self._base is not None else self._shard.nbytes
+
+    # ---- pushes
+
+    def check(self, rank: int, step: int, weight: float, data: memoryview) -> None:
+        """Raises ValueError where `push` would."""
+        size = len(data)
+        if size and size != self._size:
+            raise ValueError(f"a push of {size} bytes does not fit into segment {self.index} of {self._size} bytes")
+        if not 0 <= weight < float("inf"):
+            raise ValueError(f"a push of weight {weight}: give the number of samples, 0 or more")
+        marks = self.marks()
+        if rank not in marks:
+            raise ValueError(f"rank {rank} is not one of {len(marks)} workers (0 to {len(marks) - 1})")
+        if step - marks[rank] >= WINDOW:
+            raise ValueError(f"rank {rank} pushed step {step} before step {marks[rank]}: at most {WINDOW - 1} are kept")
+
+    def push(self, rank: int, step: int, weight: float, data: memoryview) -> list[bytes]:
+        """File a push of this segment's elements (or of none: zeros). What copies must apply for it."""
+        self.check(rank, step, weight, data)
+        self.operations += 1
+        shard = self._own()
+        if shard.ledger.seen(rank, step):
+            return []
+        value = tensor_of(data, self.layout.dtype)
+        if shard.by == PUSHED:
+            change = b"".join([CHANGE.pack(PUSHED, rank, step, weight), data]) if self.copied else b""
+            shard.push(rank, step, value, weight)
+            shard.seq += 1
+            return [change]
+        shard.writes = self.copied
+        before = shard.seq
+        shard.push(rank, step, value, weight)
+        changes, shard.changes = shard.changes, []
+        return changes if self.copied else [b""] * (shard.seq - before)
+
+    def replay(self, change: memoryview) -> None:
+        """Apply one item of what `push` gave on the primary. Raises ValueError."""
+        view = memoryview(change).cast("B")
+        what, first, second, weight = CHANGE.unpack_from(view)
+        shard, rest = self._own(), view[CHANGE.size :]
+        shard.writes = False
+        if what == PUSHED:
+            shard.push(first, second, tensor_of(rest, self.layout.dtype), weight)
+            shard.seq += 1
+        elif what == MEAN:
+            shard.close_as(first, tensor_of(rest, self.layout.dtype) if second else None)
+        elif what == VALUES:
+            self._replay_values(shard, first, second, rest)
+        else:
+            raise ValueError(f"a change of kind {what} is none of a dense segment")
+
+    def promoted(self) -> None:
+        """A copy has become the primary: what its state knows of rounds that are complete is applied now."""
+        if self._base is None:
+            self._shard.catch_up()
+
+    def close(self) -> None:
+        """Its memory is given up; who shares it gets memory of its own."""
+        self._part_from_branches()
+
+    def _replay_values(self, shard: HeldShard, finished: int, count: int, rest: memoryview) -> None:
+        at = count * ONE.size
+        for i in range(count):
+            rank, size, weight = ONE.unpack_from(rest, i * ONE.size)
+            value = tensor_of(rest[at : at + size], self.layout.dtype).clone()
+            at += size
+            shard.push(rank, finished, value, weight)  # what a state brought along is known
+
+    # ---- pulls
+
+    def may_pull(self, rank: int) -> bool:
+        """Whether the clock allows a pull of `rank`."""
+        return self._base is not None or self._shard.may_pull(rank)
+
+    def laggards(self) -> list[int]:
+        """The ranks that pulls wait for."""
+        return list(range(self.space.workers)) if self._base is not None else self._shard.clock.laggards()
+
+    def pull(self, rank: int, data: memoryview = memoryview(b"")) -> tuple[Any, int, list[bytes]]:
+        """All elements, as a view that is good until the next push; the lead; nothing for copies."""
+        self.operations += 1
+        if rank not in range(self.space.workers):
+            raise ValueError(f"rank {rank} is not one of {self.space.workers} workers")
+        return self.read(data), 0 if self._base is not None else self._shard.pulled(rank), []
+
+    def read(self, data: memoryview = memoryview(b"")) -> Any:
+        """All elements, as a view that is good until the next push."""
+        return self._buffer if self._base is None else self._base.read(data)
+
+    def marks(self) -> dict[int, int]:
+        """By rank: its next step here."""
+        return dict.fromkeys(range(self.space.workers), 0) if self._base is not None else self._shard.ledger.marks
+
+    def durable(self, rank: int) -> int:
+        """Below this step all of a rank's pushes are applied."""
+        if self._base is not None:
+            return 0
+        return self._shard.ledger.marks.get(rank, 0) if self.by == PUSHED else self._shard.closed
+
+    # ---- states
+
+    def dump(self) -> bytes:
+        """The whole state: what `load` takes, and what `state_of` makes."""
+        if self._base is None:
+            return self._shard.state()
+        shard = self.shard
+        return _state(shard.params, shard.moments(), shard.groups(), Ledger([0] * self.space.workers))
+
+    def load(self, state: Any) -> None:
+        """Become what `dump` gave. Raises CheckpointError: it is of another segment, or torn."""
+        head, tensors = unpack_state(state)
+        ledger = Ledger.from_json(head["ledger"])
+        params = tensors[0]
+        if params.numel() != self.rows or params.dtype != self.layout.dtype:
+            raise CheckpointError(
+                f"a state of {params.numel()} elements {params.dtype} was given for segment {self.index} "
+                f"of {self.rows} elements {self.layout.dtype}"
+            )
+        if len(ledger.marks) != self.space.workers:
+            raise CheckpointError(f"a state of {len(ledger.marks)} workers was given to {self.space.workers} workers")
+        self._part_from_branches()
+        self._settle(params.clone(), ledger)
+        self._shard.restore(head, tensors)
+
+    def keep(self, rounds: Sequence[int]) -> None:
+        """After which rounds to keep a state."""
+        self._own().wanted.update(r for r in rounds if r > self._own().closed)
+
+    def part(self, rounds: int) -> bytes | None:
+        """The state after `rounds`, if it is kept."""
+        return None if self._base is not None else self._shard.kept.get(rounds)
+
+    # ---- branches
+
+    def branch(
+        self, space: Space | None = None, index: int | None = None, factory: Factory | None = None
+    ) -> DenseSegment:
+        """Another segment that begins with the same values; of another space, with workers and a strategy of its own,
+        and its optimizer's schedule (`factory`).
+
+        The memory is this one's until one of the two is pushed to.
+        """
+        base = self if self._base is None else self._base
+        made = DenseSegment(
+            space or self.space, self.index if index is None else index, factory or self.factory, base=base
+        )
+        base._branches = [ref for ref in base._branches if ref() is not None] + [weakref.ref(made)]
+        return made
+
+    def _own(self) -> HeldShard:
+        """The shard, to write to: in memory that nobody else reads."""
+        self._part_from_branches()
+        if self._base is not None:
+            self._leave(self._base)
+        return self._shard
+
+    def _part_from_branches(self) -> None:
+        if self._branches:
+            branches, self._branches = self._branches, []
+            for branch in filter(None, (ref() for ref in branches)):
+                if branch._base is self:
+                    branch._leave(self)
+
+    def _leave(self, base: DenseSegment) -> None:
+        head, tensors = unpack_state(self.dump())
+        self._settle(base.shard.params.clone(), Ledger([0] * self.space.workers))
+        self._shard.restore(head, tensors)
+
+
+def _state(params: Tensor, moments: Moments, groups: list[dict[str, Any]], ledger: Ledger, version: int = 0) -> bytes:
+    tensors = [params.detach().reshape(-1)]
+    plain = plain_moments(moments, tensors)
+    head = {
+        "seq": 0,
+        "version": version,
+        "ledger": ledger.to_json(),
+        "moments": plain,
+        "groups": groups,
+        "inbox": [],
+        "kept": {},
+        "wanted": [],
+    }
+    return pack_state(head, tensors)
+
+
+def state_of(
+    piece: Tensor,
+    layout: Layout,
+    lo: int,
+    *,
+    moments: Moments | None = None,
+    marks: Ledger | Sequence[int],
+    version: int = 0,
+) -> bytes:
+    """A state to LOAD: of the elements from `lo` of a vector, given as `piece`.
+
+    `moments` is the optimizer's state of whole parameters by name (other parameters than the piece's are left out);
+    `marks` the next step of each rank, or a ledger.
+    """
+    ledger = marks if isinstance(marks, Ledger) else Ledger(marks)
+    return _state(piece, cut_moments(moments or {}, layout, lo, lo + piece.numel()), [], ledger, version)
+
+
+def part_of(state: Any, rounds: int, lo: int) -> ShardPart:
+    """A dense segment's state as a shard's share of a checkpoint. Raises CheckpointError."""
+    head, tensors = unpack_state(state)
+    moments = full_moments(head["moments"], tensors)
+    return ShardPart(rounds, lo, tensors[0].clone(), moments, Ledger.from_json(head["ledger"]))

@@ -1,0 +1,166 @@
+"""A shard that can be a copy: it writes down how its rounds are closed, and closes them as another one did."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rayps.ps.fixed.retained_parts import Parts
+from rayps.ps.fixed.shard import Boundary, Shard
+from rayps.ps.fixed.shared_memory import flat_bytes
+from rayps.strategies.base import Strategy, weighted_mean
+from rayps.tensors.optim import Moments
+from rayps.tensors.packing import full_moments, pack_state, plain_moments, tensor_of
+
+CHANGE = struct.Struct("<qqqd")  # what it is; then rank, step, weight, or round, number of values, 0
+ONE = struct.Struct("<qqd")  # rank, bytes and weight of one value of a round
+PUSHED, MEAN, VALUES = 1, 2, 3
+NEVER = Boundary(0, -1)
+
+
+def changes_by(strategy: Strategy) -> int:
+    """What a change of a segment is under this strategy: PUSHED, MEAN or VALUES."""
+    if strategy.gathers and getattr(strategy, "means", False):
+        return MEAN
+    if strategy.gathers and type(strategy).on_push is Strategy.on_push:
+        return VALUES
+    return PUSHED
+
+
+class HeldShard(Shard):
+    """A shard that writes down how its rounds are closed, and can close them as another one did."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.writes = False  # whether the closes of rounds are written down
+        self.changes: list[bytes] = []
+        self.by = changes_by(self.strategy)
+        self.wanted: set[int] = set()
+        self.kept: Parts[bytes] = Parts()
+        self.seq = 0
+        self._mean: bytes = b""
+
+    @property
+    def closed(self) -> int:
+        """Rounds that are closed."""
+        return self._slowest
+
+    def step(self, grad: Tensor, scale: float = 1.0, decays: float | None = None) -> None:
+        if self.writes and self.by == MEAN:
+            self._mean = flat_bytes(grad).tobytes()
+        super().step(grad, scale, decays)
+
+    def step_mean(self, values: Sequence[Tensor], weights: Sequence[float]) -> None:
+        whole = self._touched == self._whole
+        self.step(self._optimizer.mean(values, weights) if whole else weighted_mean(list(values), list(weights)))
+
+    def _close(self, finished: int) -> None:
+        write = self.writes and self.by != PUSHED
+        if write and self.by == VALUES:
+            self.changes.append(self._values(finished))
+        super()._close(finished)
+        if write and self.by == MEAN:
+            self.changes.append(CHANGE.pack(MEAN, finished, bool(self._mean), 0.0) + self._mean)
+            self._mean = b""
+        if self.by != PUSHED:
+            self.seq += 1
+        self._keep(finished + 1)
+
+    def _values(self, finished: int) -> bytes:
+        held = sorted(self._inbox.get(finished, {}).items())
+        values = [flat_bytes(value).data if self._filled(area) else b"" for _, (value, _, area) in held]
+        heads = [ONE.pack(held[i][0], len(value), held[i][1][1]) for i, value in enumerate(values)]
+        return b"".join([CHANGE.pack(VALUES, finished, len(held), 0.0), *heads, *values])
+
+    def _filled(self, area: Any) -> bool:
+        """Whether a push was of all elements, and not of none."""
+        return list(area) == [0, self._count] and self._count > 0
+
+    def close_as(self, finished: int, mean: Tensor | None) -> None:
+        """Close a round with the mean that the primary made."""
+        for rank in self.ledger.marks:
+            self.ledger.skip(rank, finished + 1)
+        self._inbox.pop(finished, None)
+        self._slowest = finished + 1  # a state may have brought later rounds along: they are closed by later changes
+        if mean is not None:
+            self._touched = self._whole
+            if self._pace is not None:
+                self._pace.at(finished)
+            self.step(mean)
+        self.seq += 1
+        self._keep(finished + 1)
+
+    def catch_up(self) -> None:
+        """Close what nobody else will close now."""
+        self.writes = False
+        self._finish()
+
+    def _keep(self, rounds: int) -> None:
+        if rounds in self.wanted:
+            self.kept.wanted = rounds
+            self.kept.keep(rounds, self.state(parts=False))
+            self.wanted = {wanted for wanted in self.wanted if wanted > rounds}
+
+    def state(self, parts: bool = True) -> bytes:
+        """All of it; without `parts`, as it is kept."""
+        tensors = [self.params]
+        moments = plain_moments(self._optimizer.moments(), tensors)
+        inbox = []
+        for step, of_step in self._inbox.items():
+            for rank, (value, weight, area) in of_step.items():
+                inbox.append([step, rank, weight, self._filled(area), len(tensors)])
+                tensors.append(value)
+        kept = {}
+        for rounds in sorted(self.kept) if parts else []:
+            kept[str(rounds)] = len(tensors)
+            tensors.append(tensor_of(self.kept[rounds], torch.uint8))
+        head = {
+            "seq": self.seq,
+            "version": self.version,
+            "ledger": self.ledger.to_json(),
+            "moments": moments,
+            "groups": plain_groups(self._optimizer.optimizer.param_groups),
+            "inbox": inbox,
+            "kept": kept,
+            "wanted": sorted(self.wanted),
+        }
+        return pack_state(head, tensors)
+
+    def restore(self, head: dict[str, Any], tensors: list[Tensor]) -> None:
+        """Take over the rest of what `state` gave: all but parameters and ledger."""
+        self.seq, self.version = head["seq"], head["version"]
+        self._optimizer.restore(full_moments(head["moments"], tensors))
+        for mine, given in zip(self._optimizer.optimizer.param_groups, head.get("groups", []), strict=False):
+            mine.update({key: tuple(value) if isinstance(value, list) else value for key, value in given.items()})
+        for step, rank, weight, whole, number in head["inbox"]:
+            area = self._whole if whole else (0, 0)
+            self._inbox.setdefault(step, {})[rank] = (tensors[number].clone(), weight, area)
+        for rounds, number in head["kept"].items():
+            self.kept[int(rounds)] = flat_bytes(tensors[number]).tobytes()
+        self.wanted = set(head["wanted"])
+
+    def moments(self) -> Moments:
+        """The optimizer's state by parameter name; copies."""
+        return self._optimizer.moments()
+
+    def groups(self) -> list[dict[str, Any]]:
+        """The numbers of the optimizer's groups."""
+        return plain_groups(self._optimizer.optimizer.param_groups)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of parameters and optimizer state."""
+        held = [t for state in self._optimizer.optimizer.state.values() for t in state.values()]
+        return sum(t.numel() * t.element_size() for t in [self.params, *held] if isinstance(t, Tensor))
+
+
+def plain_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The numbers of an optimizer's groups, JSON-ready."""
+    plain = (int, float, str, bool, type(None), tuple)
+    return [
+        {key: value for key, value in group.items() if key != "params" and isinstance(value, plain)} for group in groups
+    ]

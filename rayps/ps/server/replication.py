@@ -1,0 +1,347 @@
+"""From a primary to its copies: a state, then every change in order; and which answers have to wait for them.
+
+There is one link for each space and server. What is sent carries a tag that counts up, and COPIED names the last that
+was applied. A copy that is *due* was promised everything that was answered so far, and has not been told yet: answers
+wait for it. One that is *new* was promised nothing before its state is on its way.
+
+Where a promotion finds a copy that may have everything already, the state that is sent is its mark alone: how many
+changes, and the generation of the last. Two segments with the same mark are the same to the bit, for within a
+generation there is one primary; whoever has another mark refuses, and is sent all of it. Raft compares its logs so:
+Ongaro and Ousterhout, "In search of an understandable consensus algorithm", USENIX ATC 2014.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import struct
+from collections import deque
+from collections.abc import Iterable
+from typing import Protocol
+
+from rayps.comm.link import Link, Message
+from rayps.core.errors import LinkError
+from rayps.core.failpoint import passing
+from rayps.ps.protocol.messages import Event, Kind, Piece, Role, pack, read_numbers
+from rayps.ps.server.assignments import Holding, Report
+
+log = logging.getLogger(__name__)
+
+MARK = struct.Struct("<qq")  # changes, generation of the last
+NEVER = 1 << 62  # a tag that is not reached
+SMALL = 1 << 16  # bytes of a change that is copied once more, to go with others
+ROOM = 32 << 20  # bytes that wait on a link before a further state is made
+
+
+class Stage(enum.Enum):
+    """How far a copy is."""
+
+    NEW = "new"
+    DUE = "due"
+    SENT = "sent"
+    LOST = "lost"
+
+
+class Peer:
+    """The way to one server for one space."""
+
+    def __init__(self, space: int, server: str, address: str) -> None:
+        self.space, self.server, self.address = space, server, address
+        self.link: Link | None = None
+        self.lost = False
+        self.sent = 0  # tag of the last message
+        self.acked = 0
+        self.copies: dict[int, Copy] = {}
+        self.todo: deque[Copy] = deque()  # whose state is to be sent
+        self.watched: set[Copy] = set()  # of whom something is to be said once they have got everything
+        self.bytes = 0  # of states
+
+
+class Copy:
+    """One segment's copy on one server."""
+
+    def __init__(self, holding: Holding, peer: Peer, stage: Stage, whole: bool) -> None:
+        self.holding, self.peer, self.stage = holding, peer, stage
+        self.whole = whole  # its state must be sent, and not only the mark
+        self.first = NEVER  # tag of its state
+        self.tag = 0  # of its last message
+        self.synced = False
+
+
+class Calls(Protocol):
+    """What the links need of their host."""
+
+    def dial(self, peer: Peer) -> None:
+        """Connect to a peer; `connected` or `lost` is called later."""
+
+    def hang_up(self, peer: Peer) -> None:
+        """Its link is not needed any more, or failed."""
+
+    def report(self, report: Report) -> None:
+        """Tell the manager."""
+
+    def settled(self, space: int, *, anew: bool) -> None:
+        """Answers of this space may have become free; `anew`: what they wait for may be something else now."""
+
+
+class Copies:
+    """All copies that one server's primaries keep."""
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+        self._peers: dict[tuple[int, str], Peer] = {}
+        self.bytes = 0  # of states sent, ever
+
+    # ---- which copies there are
+
+    def want(self, holding: Holding, servers: dict[str, str], *, anew: bool) -> None:
+        """Keep copies on these servers (name -> address) and no others.
+
+        `anew`: the manager takes them as complete from this moment on, so every answer waits for them.
+        """
+        space = holding.space.number
+        for server in [name for name in holding.copies if name not in servers]:
+            self._drop(holding, server)
+        for server, address in servers.items():
+            known: Copy | None = holding.copies.get(server)
+            if known is not None and not known.peer.lost and known.stage != Stage.LOST:
+                if anew:
+                    known.whole, known.synced = known.whole and known.stage != Stage.SENT, False
+                    self._due(known)
+                continue
+            promised = anew or (known is not None and known.stage != Stage.NEW)
+            peer = self._peer(space, server, address)
+            copy = Copy(holding, peer, Stage.DUE if promised else Stage.NEW, whole=not anew)
+            holding.copies[server] = peer.copies[holding.index] = copy
+            peer.todo.append(copy)
+            _tell(holding)
+            self.pump(peer)
+        _tell(holding)
+        self._hand(holding)
+        self._calls.settled(space, anew=True)
+
+    def drop_all(self, holding: Holding) -> None:
+        """This segment has no copies any more."""
+        for server in list(holding.copies):
+            self._drop(holding, server)
+
+    def restate(self, holding: Holding) -> None:
+        """Something was loaded: each copy gets all of it again."""
+        for copy in holding.copies.values():
+            if copy.stage in (Stage.SENT, Stage.DUE):
+                copy.whole = True
+                self._due(copy)
+
+    def _due(self, copy: Copy) -> None:
+        copy.stage, copy.first = Stage.DUE, NEVER
+        if copy not in copy.peer.todo:
+            copy.peer.todo.append(copy)
+        self.pump(copy.peer)
+
+    def _peer(self, space: int, server: str, address: str) -> Peer:
+        peer = self._peers.get((space, server))
+        if peer is not None and peer.address != address:
+            self.lost(peer, "it is somewhere else now")
+            peer = None
+        if peer is None or peer.lost:
+            peer = self._peers[space, server] = Peer(space, server, address)
+            self._calls.dial(peer)
+        return peer
+
+    def _drop(self, holding: Holding, server: str) -> None:
+        copy: Copy = holding.copies.pop(server)
+        peer = copy.peer
+        if peer.copies.get(holding.index) is copy:
+            del peer.copies[holding.index]
+        if copy in peer.todo:
+            peer.todo.remove(copy)
+        peer.watched.discard(copy)
+        if not peer.copies and not peer.lost:
+            peer.lost = True
+            self._peers.pop((peer.space, peer.server), None)
+            self._calls.hang_up(peer)
+
+    # ---- what is sent
+
+    def forward(self, changed: Iterable[tuple[Holding, list[bytes]]]) -> None:
+        """Send what was just applied to all copies that have, or will have got, their state before it.
+
+        Small changes for one server go in one message (FORWARD with b = -1: head and pieces), each of them once.
+        """
+        small: dict[Peer, list[tuple[Copy, bytes]]] = {}
+        for holding, changes in changed:
+            holding.line = holding.generation
+            for copy in holding.copies.values():
+                if copy.stage != Stage.SENT:
+                    continue
+                if len(changes) == 1 and len(changes[0]) <= SMALL:
+                    small.setdefault(copy.peer, []).append((copy, changes[0]))
+                    continue
+                for change in changes:
+                    self._send(copy, Kind.FORWARD, change)
+        for peer, items in small.items():
+            self._send_many(peer, items)
+
+    def pump(self, peer: Peer) -> None:
+        """Send the states that are due, as the link takes them."""
+        while peer.todo and peer.link is not None and peer.link.queued < ROOM and not peer.lost:
+            copy = peer.todo.popleft()
+            holding = copy.holding
+            segment = holding.segment
+            if segment is None:
+                continue
+            if copy.whole:
+                holding.line = holding.generation
+                state = segment.dump()
+                peer.bytes += len(state)
+                self.bytes += len(state)
+            else:
+                state = MARK.pack(segment.seq, holding.line)
+            copy.stage = Stage.SENT
+            copy.first = peer.sent + 1
+            self._send(copy, Kind.STATE, state)
+            peer.watched.add(copy)
+            passing("host: state sent, not synced")
+            self._calls.settled(peer.space, anew=True)
+
+    def _send(self, copy: Copy, kind: Kind, payload: bytes) -> None:
+        copy.tag = copy.peer.sent + 1
+        # a state that nobody has loaded yet says so by half a generation: it must not be served by its copy either
+        generation = copy.holding.generation + (0.0 if copy.holding.usable else 0.5)
+        self._say(copy.peer, kind, copy.holding.index, generation, payload)
+
+    def _send_many(self, peer: Peer, items: list[tuple[Copy, bytes]]) -> None:
+        if len(items) == 1:
+            self._send(items[0][0], Kind.FORWARD, items[0][1])
+            return
+        for copy, _ in items:
+            copy.tag = peer.sent + 1
+        pieces = [Piece(copy.holding.index, copy.holding.generation, change) for copy, change in items]
+        self._say(peer, Kind.FORWARD, -1, 0.0, pack(pieces))
+
+    def _say(self, peer: Peer, kind: Kind, index: int, generation: float, payload: bytes | bytearray) -> None:
+        peer.sent += 1
+        if peer.link is None or peer.lost:
+            return
+        try:
+            peer.link.queue(Message(kind, peer.sent, peer.space, index, generation), payload, copy=False)
+        except LinkError as error:
+            self.lost(peer, str(error))
+
+    # ---- what is heard
+
+    def connected(self, peer: Peer, link: Link) -> None:
+        """It can be reached."""
+        link.queue_limit = 1 << 60  # bounded by what workers have under way, and by ROOM
+        peer.link = link
+        self.pump(peer)
+
+    def heard(self, peer: Peer, message: Message) -> None:
+        """COPIED, or a refusal."""
+        if message.kind == Kind.COPIED:
+            peer.acked = max(peer.acked, message.tag)
+            for copy in list(peer.watched):
+                self._look(copy)
+            self._calls.settled(peer.space, anew=False)
+        elif message.kind == Kind.STALE:
+            for index in read_numbers(message.payload):
+                self._refused(peer, index, message.tag)
+            self._calls.settled(peer.space, anew=True)
+
+    def _look(self, copy: Copy) -> None:
+        """Say what has become true of a copy."""
+        if copy.stage != Stage.SENT or copy.first > copy.peer.acked:
+            return
+        if not copy.synced:
+            copy.synced = True
+            self._report(Event.SYNCED, copy)
+        self._hand(copy.holding)
+        if copy.holding.role != Role.LEAVING or copy.holding.handed:
+            copy.peer.watched.discard(copy)
+
+    def _refused(self, peer: Peer, index: int, tag: int) -> None:
+        copy = peer.copies.get(index)
+        if copy is None or copy.stage != Stage.SENT or tag < copy.first:
+            return  # about what was sent before
+        if not copy.whole and tag == copy.first:
+            copy.whole = True
+            self._due(copy)
+        else:
+            self._give_up(copy)
+
+    def lost(self, peer: Peer, why: str) -> None:
+        """The link failed: its copies may lack something, until orders say what becomes of them."""
+        if peer.lost:
+            return
+        peer.lost = True
+        log.info("space %d: lost the copies on %s: %s", peer.space, peer.server, why)
+        if self._peers.get((peer.space, peer.server)) is peer:
+            del self._peers[peer.space, peer.server]
+        for copy in list(peer.copies.values()):
+            self._give_up(copy)
+        self._calls.hang_up(peer)
+        self._calls.settled(peer.space, anew=True)
+
+    def _give_up(self, copy: Copy) -> None:
+        if copy.stage != Stage.NEW:  # one that was promised nothing is not waited for
+            copy.stage = Stage.LOST
+        copy.peer.watched.discard(copy)
+        self._report(Event.COPY_LOST, copy)
+
+    # ---- who waits for whom
+
+    def needs(self, holdings: Iterable[Holding]) -> dict[Peer, int]:
+        """Which tags must be acknowledged before an answer about these segments may leave."""
+        found: dict[Peer, int] = {}
+        for holding in holdings:
+            for copy in holding.copies.values():
+                if copy.stage == Stage.SENT:
+                    if copy.tag > copy.peer.acked and copy.tag > found.get(copy.peer, 0):
+                        found[copy.peer] = copy.tag
+                elif copy.stage != Stage.NEW:
+                    found[copy.peer] = NEVER
+        return found
+
+    def _hand(self, holding: Holding) -> None:
+        """Say HANDED once the copies of a segment that leaves have everything."""
+        if holding.role != Role.LEAVING or holding.handed:
+            return
+        behind = [c for c in holding.copies.values() if c.stage != Stage.SENT or c.peer.acked < c.tag]
+        for copy in behind:
+            copy.peer.watched.add(copy)
+        if behind:
+            return
+        passing("host: leaving, not handed")
+        holding.handed = True
+        self._calls.report(Report(holding.space.number, Event.HANDED, holding.index, holding.generation))
+
+    def _report(self, event: Event, copy: Copy) -> None:
+        holding = copy.holding
+        report = Report(holding.space.number, event, holding.index, holding.generation, copy.peer.server)
+        self._calls.report(report)
+
+    def all_of(self, holding: Holding) -> list[Report]:
+        """What is so about a segment's copies, for a manager that does not know."""
+        number = holding.space.number
+        found = []
+        for server, copy in holding.copies.items():
+            if copy.synced or copy.stage == Stage.LOST:
+                event = Event.COPY_LOST if copy.stage == Stage.LOST else Event.SYNCED
+                found.append(Report(number, event, holding.index, holding.generation, server))
+        if holding.handed:
+            found.append(Report(number, Event.HANDED, holding.index, holding.generation))
+        return found
+
+
+def _tell(holding: Holding) -> None:
+    """Let a segment write its changes down only where there are copies; before the state that they follow is made."""
+    if holding.segment is not None:
+        holding.segment.copied = bool(holding.copies)
+
+
+def stuck_on(needs: dict[Peer, int]) -> list[str]:
+    """The servers that an answer waits for."""
+    return sorted(peer.server for peer, tag in needs.items() if peer.acked < tag)
+
+
+__all__ = ["MARK", "Copies", "Copy", "Peer", "Stage", "stuck_on"]

@@ -1,0 +1,320 @@
+"""What a server answers to the workers of its spaces.
+
+All of a request has effect, or none of it: its segments' generations are looked at first, then each push is checked,
+then all are applied. No answer leaves before copies have what it says (`Copies.needs`).
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rayps.core.errors import ConfigError, RaypsError, StaleGeneration
+from rayps.core.failpoint import passing
+from rayps.ps.protocol.messages import Kind, Piece, numbers, pack, read_numbers, unpack
+from rayps.ps.protocol.segment import Segment
+from rayps.ps.server.assignments import Held, Holding
+from rayps.ps.server.connection import NOBODY, Request, fenced
+from rayps.ps.server.dense_segment import DenseSegment
+from rayps.ps.server.pending_replies import Answers, Mouth, remove, segment_of
+from rayps.ps.server.replication import Copies
+from rayps.ps.tables.delta import delta
+from rayps.ps.tables.table_segment import TableSegment
+
+READER = -1
+OPERATIONS = frozenset({Kind.PUSH, Kind.PULL, Kind.PUSH_PULL, Kind.READ})
+_SECONDS = struct.Struct("<d")
+
+
+class Serving(Answers):
+    """Answers requests about what is held."""
+
+    def __init__(self, copies: Copies, mouth: Mouth, name: str) -> None:
+        super().__init__(copies, mouth, name)
+        self._answers: dict[int, Callable[[Held, Request], None]] = {
+            Kind.PUSH: self._push,
+            Kind.PULL: self._wait,
+            Kind.PUSH_PULL: self._push_pull,
+            Kind.READ: self._read,
+            Kind.LOAD: self._load,
+            Kind.PART: self._part,
+            Kind.SAVED: self._saved,
+            Kind.FLUSH: self._wait,
+            Kind.CHANGES: self._changes,
+        }
+
+    def answer(self, held: Held, request: Request) -> None:
+        """Serve one request, or park it."""
+        try:
+            if request.kind == Kind.JOIN:
+                self._join(held, request)
+                return
+            handler = self._answers.get(request.kind)
+            if handler is None:
+                raise ValueError(f"there is no request of kind {request.kind}")
+            if request.guest.rank == NOBODY:
+                raise fenced(request.guest)
+            if request.kind != Kind.SAVED:
+                request.pieces = unpack(request.payload)
+                if self._is_stale(held, request):
+                    return
+            if request.kind in OPERATIONS:
+                held.operations += 1
+            handler(held, request)
+        except Exception as error:
+            self.fail(held, request, error)
+
+    # ---- who asks
+
+    def _join(self, held: Held, request: Request) -> None:
+        guest, rank, incarnation = request.guest, request.b, int(request.weight)
+        if not READER <= rank < held.space.workers:
+            raise ValueError(f"rank {rank} is not one of {held.space.workers} workers (0 to {held.space.workers - 1})")
+        if rank != READER:
+            seen = held.incarnations.get(rank, -1)
+            if incarnation < seen:
+                raise StaleGeneration(
+                    f"{guest.link.peer} is incarnation {incarnation} of rank {rank}, and {seen} has joined",
+                    peer=guest.link.peer,
+                    generation=incarnation,
+                    expected=seen,
+                )
+            held.incarnations[rank] = incarnation
+            self._fence(held, rank, incarnation)
+        guest.space, guest.rank, guest.incarnation = held.number, rank, incarnation
+        if len(request.payload) == _SECONDS.size:
+            (guest.patience,) = _SECONDS.unpack(request.payload)
+        mine = [holding for holding in held.primaries() if holding.usable]
+        pairs = [] if rank == READER else [v for h in mine for v in (h.index, segment_of(h).durable(rank))]
+        self.reply(request, Kind.JOINED, mine, payload=numbers(pairs))
+
+    def _fence(self, held: Held, rank: int, incarnation: int) -> None:
+        """What an older worker of this rank waits for, it hears no more."""
+        for request in [r for r in held.parked if r.guest.rank == rank and r.guest.incarnation < incarnation]:
+            remove(held.parked, request)
+            self.fail(held, request, fenced(request.guest))
+
+    def fences(self, held: Held, request: Request) -> bool:
+        """Whether a request comes from a rank that a newer worker has taken."""
+        guest = request.guest
+        return guest.rank >= 0 and guest.incarnation < held.incarnations.get(guest.rank, 0)
+
+    def _is_stale(self, held: Held, request: Request) -> bool:
+        """Refuse a request that names a segment which is not served here in that generation."""
+        if self.fences(held, request):
+            raise fenced(request.guest)
+        here = held.holdings
+        loads = request.kind == Kind.LOAD
+        wrong = []
+        for piece in request.pieces:
+            holding = here.get(piece.segment)
+            here_now = holding is not None and holding.serves and holding.generation == piece.generation
+            if holding is None or not here_now or not (holding.usable or loads):
+                wrong.append(piece.segment)
+        if wrong:
+            self.say_stale(request, wrong)
+        return bool(wrong)
+
+    # ---- pushes
+
+    def _push(self, held: Held, request: Request) -> None:
+        self.reply(request, Kind.ACK, self._apply(held, request))
+
+    def _push_pull(self, held: Held, request: Request) -> None:
+        self._apply(held, request)
+        request.kind = Kind.PULL
+        request.a += 1
+        request.pieces = [Piece(piece.segment, piece.generation, b"") for piece in request.pieces]
+        self._wait(held, request)
+
+    def _apply(self, held: Held, request: Request) -> list[Holding]:
+        rank, step, weight = request.guest.rank, request.a, request.weight
+        if rank == READER:
+            raise ValueError(f"{request.guest.link.peer} joined as a reader, and cannot push")
+        touched = [held.holdings[piece.segment] for piece in request.pieces]
+        self._check_bytes(held, touched)
+        if len(touched) > 1:  # one alone checks itself
+            for holding, piece in zip(touched, request.pieces, strict=True):
+                segment_of(holding).check(rank, step, weight, piece.data)
+        changed = []
+        for holding, piece in zip(touched, request.pieces, strict=True):
+            changes = segment_of(holding).push(rank, step, weight, piece.data)
+            if changes:
+                changed.append((holding, changes))
+        passing("host: applied, not forwarded")
+        self._copies.forward(changed)
+        passing("host: forwarded, not copied")
+        if held.parked:
+            self.wake(held)
+        return touched
+
+    def _check_bytes(self, held: Held, touched: list[Holding]) -> None:
+        """Refuse what makes rows where the space has all the bytes that it may have."""
+        most = held.space.quota.bytes
+        if most is None or all(held.space.table_of(holding.index) is None for holding in touched):
+            return
+        tables = sum(table.segments for table in held.space.tables)
+        here = [h for h in held.primaries() if held.space.table_of(h.index) is not None]
+        used = sum(segment_of(holding).nbytes for holding in here)
+        layout = held.space.layout
+        dense = 0 if layout is None else layout.size * layout.dtype.itemsize
+        if used > (most - dense) * len(here) / tables:
+            raise _over(held, dense + used * tables // len(here), used, most)
+
+    # ---- pulls
+
+    def _wait(self, held: Held, request: Request) -> None:
+        """Serve what waits for the clock now, or park it."""
+        if request.guest.rank == READER and request.kind == Kind.PULL:
+            raise ValueError(f"{request.guest.link.peer} joined as a reader, which has no clock: READ, not PULL")
+        if not self._serve_waiting(held, request):
+            seconds = request.b / 1000 if request.b > 0 else request.guest.patience
+            if request.kind == Kind.PART and request.b <= 0:
+                seconds = math.inf  # its link says when nobody waits any more
+            request.deadline = time.monotonic() + seconds
+            held.parked.append(request)
+
+    def _serve_waiting(self, held: Held, request: Request, shared: dict[Any, Any] | None = None) -> bool:
+        rank = request.guest.rank
+        touched = [held.holdings[piece.segment] for piece in request.pieces]
+        if request.kind == Kind.FLUSH:
+            if rank != READER and any(h.marks().get(rank, 0) > segment_of(h).durable(rank) for h in touched):
+                return False
+            self.reply(request, Kind.ACK, touched)
+        elif request.kind == Kind.PART:
+            return self._serve_part(request, touched)
+        else:
+            for holding in touched:
+                segment = segment_of(holding)
+                if not segment.may_pull(rank) or segment.marks().get(rank, 0) < request.a:
+                    return False
+            self._serve_pull(request, touched, shared)
+        return True
+
+    def _serve_pull(self, request: Request, touched: list[Holding], shared: dict[Any, Any] | None) -> None:
+        """Answer with the values of now. `shared`: those of pulls that are served in the same moment, by segments."""
+        rank, lead, pieces, changed = request.guest.rank, 0, [], []
+        for holding, piece in zip(touched, request.pieces, strict=True):
+            value, ahead, changes = segment_of(holding).pull(rank, piece.data)
+            lead = max(lead, ahead)
+            pieces.append(Piece(piece.segment, piece.generation, value))
+            if changes:
+                changed.append((holding, changes))
+        self._copies.forward(changed)
+        key = None
+        if shared is not None and all(isinstance(holding.segment, DenseSegment) for holding in touched):
+            key = tuple(holding.index for holding in touched)
+        payload = shared.get(key) if shared and key else None
+        if payload is None:
+            payload = pack(pieces)
+            if shared is not None and key:
+                shared[key] = payload
+        self.reply(request, Kind.VALUE, touched, lead=lead, payload=payload)
+
+    def _read(self, held: Held, request: Request) -> None:
+        self._say(held, request, lambda segment, data: segment.read(data))
+
+    def _changes(self, held: Held, request: Request) -> None:
+        self._say(held, request, _changed)
+
+    def _say(self, held: Held, request: Request, look: Callable[[Segment, memoryview], Any]) -> None:
+        touched = [held.holdings[piece.segment] for piece in request.pieces]
+        pieces = [
+            Piece(p.segment, p.generation, look(segment_of(h), p.data))
+            for h, p in zip(touched, request.pieces, strict=True)
+        ]
+        self.reply(request, Kind.VALUE, touched, payload=pack(pieces))
+
+    def wake(self, held: Held) -> None:
+        """Serve the parked requests that need not wait any more."""
+        shared: dict[Any, Any] = {}
+        for request in list(held.parked):
+            if request not in held.parked:
+                continue  # its guest was lost while another was served
+            try:
+                if self._serve_waiting(held, request, shared):
+                    remove(held.parked, request)
+            except Exception as error:
+                remove(held.parked, request)
+                self.fail(held, request, error)
+
+    # ---- states
+
+    def _load(self, held: Held, request: Request) -> None:
+        if request.guest.rank != READER:
+            raise ValueError(f"{request.guest.link.peer} joined as a worker, and cannot load a state")
+        made: list[tuple[Holding, Segment]] = []
+        for piece in request.pieces:
+            segment = held.make(piece.segment)
+            segment.load(piece.data)
+            made.append((held.holdings[piece.segment], segment))
+        most = held.space.quota.bytes
+        replaced = {holding.index for holding, _ in made}
+        used = sum(segment.nbytes for _, segment in made)
+        used += sum(segment_of(h).nbytes for h in held.primaries() if h.usable and h.index not in replaced)
+        if most is not None and used > most:
+            raise _over(held, used * held.space.segments // max(1, len(held.primaries())), used, most)
+        for holding, segment in made:
+            old = segment_of(holding)
+            segment.seq = max(segment.seq, old.seq) + 1  # no copy of what was before looks like this one
+            getattr(old, "close", lambda: None)()
+            holding.segment, holding.usable, holding.line = segment, True, holding.generation
+            segment.copied = bool(holding.copies)
+            self._copies.restate(holding)
+        self.reply(request, Kind.ACK, [holding for holding, _ in made])
+        self.wake(held)
+
+    def _part(self, held: Held, request: Request) -> None:
+        touched = [held.holdings[piece.segment] for piece in request.pieces]
+        rounds = request.a
+        if rounds >= 0:
+            for holding in touched:
+                segment = segment_of(holding)
+                closed = min(segment.marks().values(), default=0)
+                if segment.part(rounds) is None and closed != rounds:
+                    if closed > rounds:
+                        raise RaypsError(
+                            f"the state after round {rounds} is not kept any more, or was not asked for "
+                            f"in time (segment {holding.index} of {held.space.name!r})"
+                        )
+                    segment.keep([rounds])
+        self._wait(held, request)
+
+    def _serve_part(self, request: Request, touched: list[Holding]) -> bool:
+        rounds, states = request.a, []
+        for segment in map(segment_of, touched):
+            now = rounds < 0 or min(segment.marks().values(), default=0) == rounds
+            state = segment.part(rounds) or (segment.dump() if now else None)
+            if state is None:
+                return False
+            states.append(state)
+        for holding in touched:
+            holding.saving[rounds] = {r: min(s, rounds) if rounds >= 0 else s for r, s in holding.marks().items()}
+        pieces = [Piece(p.segment, p.generation, s) for p, s in zip(request.pieces, states, strict=True)]
+        self.reply(request, Kind.VALUE, touched, payload=pack(pieces))
+        return True
+
+    def _saved(self, held: Held, request: Request) -> None:
+        for holding in held.primaries():
+            holding.state_is_kept(request.a)
+
+
+def _changed(segment: Segment, data: memoryview) -> bytes:
+    if not isinstance(segment, TableSegment):
+        raise ConfigError("changes are told of tables; READ the dense vector, or PART it", field="table")
+    since = read_numbers(data)[0]
+    return delta(segment, since if since <= segment.version else 0)  # else it was loaded from an earlier state
+
+
+def _over(held: Held, total: int, here: int, most: int) -> ConfigError:
+    """`total`: on all servers, as far as this one, which holds `here` of them, can tell."""
+    return ConfigError(
+        f"space {held.space.name!r} has about {total} bytes on all servers ({here} on this one) and may have {most}: "
+        "raise its `quota.bytes` (`rayps servers quota`), or let rows be evicted",
+        field="quota.bytes",
+        used=total,
+        limit=most,
+    )

@@ -1,0 +1,375 @@
+"""A server of an elastic group: one thread that serves segments of many spaces, and keeps copies of them elsewhere.
+
+The loop reads what is there, lets the spaces take turns (`fair`), answers (`serving`), and obeys the manager
+(`command`). Whatever waits, such as a connection, is another thread's business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import queue
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from rayps.comm.link import Listener, Message
+from rayps.core.errors import LinkError, NotFound, StaleGeneration
+from rayps.ps.protocol.messages import Kind, numbers
+from rayps.ps.protocol.space import Space
+from rayps.ps.server import replica
+from rayps.ps.server.assignments import Held, Holding, Holdings, Report
+from rayps.ps.server.connection import Guest, Request
+from rayps.ps.server.fair_queue import Fair
+from rayps.ps.server.load import Load
+from rayps.ps.server.orders import Address, Command
+from rayps.ps.server.outbound import Reach
+from rayps.ps.server.replication import Copies, Peer
+from rayps.ps.server.requests import OPERATIONS, Serving
+
+log = logging.getLogger(__name__)
+
+NAP_SECONDS = 0.05  # how long the loop may sleep before it looks at its deadlines again
+TURN_SECONDS = 0.002  # how long it serves before it looks who else has come
+STRANGE_SECONDS = 5.0  # how long a request waits for its space to be heard of
+FROM_SERVERS = frozenset({Kind.STATE, Kind.FORWARD})
+
+
+class Host:
+    """Serves until it is closed."""
+
+    def __init__(
+        self, name: str, listener: Listener, manager: Address, secret: bytes, *, host: str = "", heartbeat: float = 0.1
+    ) -> None:
+        """`manager` is the address of the manager's listener, or gives the one where it is now."""
+        warm_up()
+        self.name, self.address, self.where = name, listener.address, host or socket.gethostname()
+        self._listener, self._secret = listener, secret
+        self._fair: Fair[Request] = Fair()
+        self._copies = Copies(self)
+        self._holdings = Holdings(self)
+        self._serving = Serving(self._copies, self, name)
+        self._command = Command(self, self._holdings, self._copies, heartbeat)
+        self._load = Load()
+        self._guests: dict[int, Guest] = {}
+        self._paused: set[Guest] = set()
+        self._more = False  # to serve
+        self._again: set[Guest] = set()  # those of whom more may be there to read
+        self._copied: set[Guest] = set()  # to be told what is applied
+        self._strange: dict[int, float] = {}  # spaces that nobody told of, and since when they are waited for
+        self._arrived: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poll = select.poll()
+        self._poll.register(listener.fileno(), select.POLLIN)
+        self._poll.register(self._bell, select.POLLIN)
+        self._closing = threading.Event()
+        self._reach = Reach(name, secret, manager, self._poll, self._later, self._copies, self._command)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether it serves."""
+        return self._thread.is_alive()
+
+    @property
+    def linked(self) -> bool:
+        """Whether the manager is there."""
+        return self._command.link is not None
+
+    @property
+    def alone(self) -> float:
+        """Seconds since the manager was lost, or since the beginning; 0 while it is there."""
+        since = self._command.alone_since
+        return 0.0 if since is None else time.monotonic() - since
+
+    def close(self) -> None:
+        """End the loop and its links; the listener stays open. Safe to call twice."""
+        self._closing.set()
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self._bell, 1)
+        self._thread.join()
+
+    def facts(self) -> dict[str, Any]:
+        """Its load: see `rayps.ps.server.load`."""
+        fair = self._fair
+        return self._load.now(self._holdings, len(self._guests), lambda n: (fair.throttled(n), fair.queued(n)))
+
+    # ---- the loop
+
+    def _run(self) -> None:
+        try:
+            while not self._closing.is_set():
+                self._look(self._patience())
+                self._serve_all()
+                self._tend()
+        except Exception:  # it is dead, and its links say so to everyone
+            log.exception("%s failed", self.name)
+        finally:
+            for guest in list(self._guests.values()):
+                self._lose(guest, "this server is closing")
+            self._reach.close()
+            os.close(self._bell)
+
+    def _patience(self) -> float:
+        now = time.monotonic()
+        if self._again or self._more:
+            return 0.0
+        wake = self._fair.wake_at(now)
+        return max(0.0, min(NAP_SECONDS, self._command.next_beat - now, NAP_SECONDS if wake is None else wake - now))
+
+    def _look(self, seconds: float) -> None:
+        again, self._again = self._again, set()
+        for guest in again:
+            if not guest.gone:
+                self._read(guest)
+        for descriptor, events in self._poll.poll(0 if again else int(1000 * seconds + 0.999)):
+            guest_or_none = self._guests.get(descriptor)
+            if guest_or_none is not None:
+                self._attend(guest_or_none, events)
+            elif descriptor == self._bell:
+                self._answer_bell()
+            elif not self._reach.attend(descriptor):
+                self._accept()
+
+    def _accept(self) -> None:
+        while (link := self._listener.accept_ready()) is not None:
+            guest = Guest(link)
+            self._guests[guest.descriptor] = guest
+            self._poll.register(guest.descriptor, select.POLLIN)
+            self._attend(guest, select.POLLIN)  # its first request may have come along with the handshake
+
+    def _attend(self, guest: Guest, events: int) -> None:
+        if events & ~select.POLLOUT:
+            self._read(guest)
+        if not guest.gone:
+            self._flush(guest)
+
+    def _read(self, guest: Guest) -> None:
+        """Queue what a guest says; its space pays for the time, since who says much makes all others wait for it."""
+        began = time.monotonic()
+        self._take_in(guest)
+        if guest.space in self._holdings.spaces:
+            self._fair.spent(guest.space, time.monotonic() - began)
+
+    def _take_in(self, guest: Guest) -> None:
+        """As far as its space has room."""
+        try:
+            for _ in range(64):
+                if not self._fair.room(guest.space):
+                    self._paused.add(guest)
+                    if not guest.paused:
+                        guest.paused = True
+                        self._watch(guest)
+                    return
+                try:
+                    message = guest.link.try_recv()
+                except StaleGeneration as error:
+                    if error.data.get("refused"):
+                        raise
+                    continue
+                if message is None:
+                    break
+                self._queue(guest, message)
+            else:
+                self._again.add(guest)
+            if guest.paused:
+                guest.paused = False
+                self._watch(guest)
+        except LinkError as error:
+            self._lose(guest, str(error))
+
+    def _queue(self, guest: Guest, m: Message) -> None:
+        request = Request(guest, m.kind, m.tag, m.a, m.b, m.weight, m.payload)
+        from_server = m.kind in FROM_SERVERS
+        if m.kind == Kind.JOIN or from_server:
+            guest.space = m.a
+        number = guest.space
+        if number not in self._holdings.spaces and number >= 0 and number not in self._strange:
+            self._strange[number] = time.monotonic()
+            self._fair.block(number, True)
+        counts = m.kind in OPERATIONS
+        self._fair.put(number, request, len(m.payload) + 128, counts=counts, urgent=from_server)
+
+    def _serve_all(self) -> None:
+        end, self._more = time.monotonic() + TURN_SECONDS, False
+        while (found := self._fair.next(began := time.monotonic())) is not None:
+            number, request = found
+            held = self._holdings.spaces.get(number)
+            self._serve(held, request)
+            now = time.monotonic()
+            self._fair.spent(number, now - began)
+            if held is not None:
+                held.seconds += now - began
+            if now > end:
+                self._more = True
+                break
+        if self._paused:
+            ready = {guest for guest in self._paused if self._fair.room(guest.space)}
+            self._paused -= ready
+            self._again |= ready
+
+    def _serve(self, held: Held | None, request: Request) -> None:
+        if held is None:
+            self._refuse_strange(request)
+        elif request.kind in FROM_SERVERS:
+            self._copy(held, request)
+        elif not request.guest.gone or request.kind in (Kind.PUSH, Kind.SAVED):
+            self._serving.answer(held, request)
+
+    def _copy(self, held: Held, request: Request) -> None:
+        guest = request.guest
+        refused = replica.take(self._holdings, held, request)
+        if refused:
+            self.say(guest, Message(Kind.STALE, request.tag), numbers(refused))
+        guest.applied = request.tag
+        self._copied.add(guest)
+
+    def _refuse_strange(self, request: Request) -> None:
+        if request.kind in FROM_SERVERS:
+            self.say(request.guest, Message(Kind.STALE, request.tag), numbers([request.b]))
+        elif request.guest.space < 0:
+            self._serving.fail(None, request, ValueError("the first request is JOIN"))
+        else:
+            self._serving.fail(None, request, NotFound(f"there is no space {request.guest.space} on {self.name}"))
+
+    # ---- what is to be done between two looks
+
+    def _tend(self) -> None:
+        now = time.monotonic()
+        if self._copied:
+            copied, self._copied = self._copied, set()
+            for guest in copied:
+                if not guest.gone and guest.applied > guest.told:
+                    guest.told = guest.applied
+                    self.say(guest, Message(Kind.COPIED, guest.applied), None)
+        for held in list(self._holdings.spaces.values()):
+            if held.parked or held.withheld:
+                self._serving.expire(held, now)
+        for number, since in list(self._strange.items()):
+            if now - since > STRANGE_SECONDS or number in self._holdings.forgotten:
+                del self._strange[number]
+                for request in self._fair.drop(number):
+                    self._refuse_strange(request)
+        self._command.turn(now)
+        self._reach.flush_peers()
+        self._reach.flush_manager()
+
+    # ---- who comes and goes
+
+    def say(self, guest: Guest, message: Message, payload: Any) -> None:
+        """Queue an answer; its payload must not change any more."""
+        if not guest.gone:
+            try:
+                guest.link.queue(message, payload, copy=False)
+                self._flush(guest)
+            except LinkError as error:
+                self._lose(guest, str(error))
+
+    def report(self, report: Report) -> None:
+        """Tell the manager, at the end of this turn."""
+        self._command.say(report)
+
+    def _flush(self, guest: Guest) -> None:
+        try:
+            full = not guest.link.flush()
+        except LinkError as error:
+            self._lose(guest, str(error))
+            return
+        if full != guest.full:
+            guest.full = full
+            self._watch(guest)
+
+    def _watch(self, guest: Guest) -> None:
+        events = (0 if guest.paused else select.POLLIN) | (select.POLLOUT if guest.full else 0)
+        if events:
+            self._poll.register(guest.descriptor, events)
+        else:  # not even that its peer is gone: it would be said again and again
+            self._poll.unregister(guest.descriptor)
+
+    def _lose(self, guest: Guest, why: str) -> None:
+        if guest.gone:
+            return
+        guest.gone = True
+        self._paused.discard(guest)
+        log.info("%s: lost %s: %s", self.name, guest.link.peer, why)
+        del self._guests[guest.descriptor]
+        with contextlib.suppress(KeyError):  # it was not read
+            self._poll.unregister(guest.descriptor)
+        held = self._holdings.spaces.get(guest.space)
+        if held is not None:
+            self._serving.forget(held, guest)
+        guest.link.close()
+
+    def dial(self, peer: Peer) -> None:
+        """See `rayps.ps.server.outbound`."""
+        self._reach.dial(peer)
+
+    def hang_up(self, peer: Peer) -> None:
+        """See `rayps.ps.server.outbound`."""
+        self._reach.hang_up(peer)
+
+    # ---- what orders lead to
+
+    def want_copies(self, holding: Holding, copies: dict[str, str], *, anew: bool) -> None:
+        """See `rayps.ps.server.replication`."""
+        self._copies.want(holding, copies, anew=anew)
+
+    def stop_serving(self, holding: Holding) -> None:
+        """See `rayps.ps.server.requests`."""
+        self._serving.stop_serving(holding)
+
+    def withdraw(self, holding: Holding) -> None:
+        """See `rayps.ps.server.requests`."""
+        self._serving.withdraw(holding)
+        self._copies.drop_all(holding)
+        self.settled(holding.space.number, anew=True)
+
+    def settled(self, space: int, *, anew: bool) -> None:
+        """See `rayps.ps.server.requests`."""
+        held = self._holdings.spaces.get(space)
+        if held is not None and held.withheld:
+            self._serving.settled(held, anew=anew)
+
+    def learnt(self, space: Space) -> None:
+        """A space is known: who waited for it is served; its share of the quota is this server's share of it."""
+        if self._strange.pop(space.number, None) is not None:
+            self._fair.block(space.number, False)
+        most, rate = space.quota.operations, None
+        if most is not None:
+            mine = len(self._holdings.spaces[space.number].primaries())
+            rate = most * max(1, mine) / max(1, space.segments)
+        self._fair.limit_rate(space.number, rate, time.monotonic())
+
+    def forgotten(self, number: int) -> None:
+        """A space is closed: who still asks for it hears so."""
+        for request in self._fair.drop(number):
+            self._refuse_strange(request)
+
+    def _later(self, work: Callable[[], None]) -> None:
+        """Let the loop do this."""
+        self._arrived.put(work)
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self._bell, 1)
+
+    def _answer_bell(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._bell)
+        while not self._arrived.empty():
+            self._arrived.get()()
+
+
+@functools.cache
+def warm_up() -> None:
+    """Let torch import what it needs for an optimizer's first step: seconds in which nobody would be served."""
+    for kind in (torch.optim.SGD, torch.optim.Adam):
+        param = torch.nn.Parameter(torch.zeros(1))
+        param.grad = torch.zeros(1)
+        kind([param], lr=0.1).step()

@@ -1,0 +1,105 @@
+"""The process of one server of a group. Thin: what it does is `Host`'s.
+
+Importing torch and what an optimizer's first step needs takes seconds of a core. A server that joins a group which
+trains must not take these from whoever trains beside it: it imports in a thread of the lowest rank there is, which runs
+where nobody else wants the core, and serves in ordinary ones. So this module imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from rayps.cluster.local import LocalCluster, host_address, rendezvous, surrounding
+from rayps.comm.link import Listener
+from rayps.ps.manager.registry import key_of
+
+if TYPE_CHECKING:
+    from rayps.ps.server.server import Host
+
+log = logging.getLogger(__name__)
+
+ALONE_SECONDS = 60.0  # a server whose manager does not come back ends itself
+LOOK_SECONDS = 1.0
+LOWEST = 19  # niceness; where others started Ray, workers have 15. SCHED_IDLE would never end beside busy threads
+QUIET_SECONDS = 60.0  # for what is done quietly; then it is waited for no longer
+HOST = "rayps.ps.server.server"
+
+
+class HostActor:
+    """One server's process."""
+
+    def __init__(self, server: str, group: str, secret: bytes, manager: str, *, gently: bool = False) -> None:
+        """`gently`: it leaves the cores to others until it can serve, and begins later where they are busy."""
+        if gently and HOST not in sys.modules:
+            quietly(_serving)
+        self._group, self._address = group, manager
+        self._listener = Listener(server, secret, host=host_address())
+        self._host = _serving()(server, self._listener, self._manager, secret, host=socket.gethostname())
+        self._closing = threading.Event()
+        self._watch = threading.Thread(target=self._look, daemon=True, name=f"{server}-watch")
+        self._watch.start()
+
+    def ping(self) -> int:
+        """The process id: a sign of life."""
+        return os.getpid()
+
+    def facts(self) -> dict[str, Any]:
+        """As a heartbeat."""
+        return self._host.facts()
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._closing.set()
+        self._host.close()
+        self._listener.close()
+
+    def _manager(self) -> str:
+        """Where the manager is now: another one may have begun in its place."""
+        found = rendezvous().get(key_of(self._group))
+        return self._address if found is None else found.decode()
+
+    def _look(self) -> None:
+        while not self._closing.wait(LOOK_SECONDS):
+            if self._host.alone > ALONE_SECONDS:
+                log.warning("the manager of server group %s does not come back: this server ends", self._group)
+                with contextlib.suppress(Exception):
+                    self.close()
+                if not isinstance(surrounding(), LocalCluster):  # then it is a process of its own
+                    os._exit(0)
+                return
+
+
+def _serving() -> type[Host]:
+    """What serves, with all that it imports."""
+    importlib.import_module("torch").set_num_threads(1)  # several servers share a machine with the workers
+    found: Any = importlib.import_module(HOST)
+    found.warm_up()
+    served: type[Host] = found.Host
+    return served
+
+
+def quietly(work: Callable[[], object]) -> None:
+    """Do something in a thread that runs only while the cores have nothing else to do; where there is no such thing,
+    as any other. An error of it is only logged, and it is left alone after `QUIET_SECONDS`.
+    """
+
+    def run() -> None:
+        if sys.platform == "linux":  # elsewhere it would be the whole process, for ever
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST)
+        try:
+            work()
+        except Exception as error:
+            log.warning("what was to be done quietly failed: %s: %s", type(error).__name__, error)
+
+    thread = threading.Thread(target=run, daemon=True, name="quietly")
+    thread.start()
+    thread.join(QUIET_SECONDS)

@@ -1,0 +1,318 @@
+"""A parameter server of one's own, shared by any actors of the user's: on fixed servers, or on an elastic group.
+
+group = rayps.ServerGroup(params, shards=2, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), workers=4)
+server = group.join(rank)            # in each actor, which was given `group` as an argument
+server.push(grad); params = server.pull()
+
+With `replicas` or `group` the servers are elastic: they may die, and `group.resize(4)` while pushes and pulls go on.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rayps.cluster.local import Cluster, Handle, surrounding
+from rayps.comm.link import connect
+from rayps.core.errors import ConfigError
+from rayps.ps import group as elastic
+from rayps.ps.client.client import ElasticServer
+from rayps.ps.fixed import Server
+from rayps.ps.fixed.compressed import compress
+from rayps.ps.fixed.parameters import SharedParameters
+from rayps.ps.fixed.rows import cuts
+from rayps.ps.fixed.shard import Boundary
+from rayps.ps.own_space import OwnSpace, cut
+from rayps.ps.protocol.space import Quota, Space
+from rayps.runtime.worker_actor import ShardPlan
+from rayps.strategies.parameter_server import ParameterServer
+from rayps.tensors import optim
+from rayps.tensors.flat import Layout
+from rayps.worker.snapshot import Snapshot
+from rayps.workload.base import pack
+
+log = logging.getLogger(__name__)
+
+START_SECONDS = 180.0
+
+
+class ServerGroup:
+    """Shared parameters on servers. Pass it to your actors; whoever made it ends it with `close()`.
+
+    `params` is a tensor or a state dict of floating tensors. `optimizer` builds a torch optimizer over a list of
+    parameters (default: SGD with lr=1, which subtracts what is pushed). `staleness` is 0 (each round waits for all
+    `workers`), a number of rounds, or None (asynchronous). `timeout` is in seconds.
+
+    Without `replicas` and `group`, `shards` servers hold a part each, for as long as all of them live; `compression`
+    says how pushes travel, as a strategy's does.
+
+    With `replicas` an elastic group of `shards` servers is started and ended with this one. With replicas=1, every
+    part is on two servers, and a push is acknowledged once both have it (in step: once its round is closed, see
+    `SharedParameters.flush`); a server that dies is replaced, and nothing is lost unless two die within moments. With
+    replicas=0 the death of a server loses its parts, which is said. With `group`, a name or a
+    `rayps.ps.group.Group`, the parameters are a space named `name` on a group that others use too, within `quota`.
+    `segments` is how many parts there are to move about.
+
+    Raises:
+        ConfigError, WorkloadError: the arguments cannot work.
+        Conflict: the group has a space of that name.
+    """
+
+    def __init__(
+        self,
+        params: Tensor | dict[str, Tensor],
+        *,
+        shards: int = 1,
+        replicas: int | None = None,
+        group: str | elastic.Group | None = None,
+        name: str | None = None,
+        segments: int | None = None,
+        quota: Quota | None = None,
+        optimizer: optim.Factory | None = None,
+        staleness: int | None = 0,
+        workers: int = 1,
+        compression: str | None = None,
+        timeout: float = 60.0,
+        cluster: Cluster | None = None,
+    ) -> None:
+        is_elastic = replicas is not None or group is not None
+        _refuse_mixtures(is_elastic, replicas, group, name, segments, quota, compression)
+        own = replicas if group is None else None
+        strategy = ParameterServer(shards=shards, staleness=staleness, compression=compression, replicas=own)
+        if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
+            raise ConfigError(
+                f"workers is {workers!r}: give the number of actors that will join, at least 1", field="workers"
+            )
+        named = _named(params)
+        self.layout = Layout.of(named.items())
+        self.workers, self.timeout, self.generation = workers, timeout, 1
+        self._as_dict = not isinstance(params, Tensor)
+        self._consistent, self._independent = staleness is not None, not strategy.lockstep
+        self._compression = compression
+        self._secret = secrets.token_bytes(32)
+        factory = optimizer or _sgd
+        optim.check_elementwise(factory, self.layout)
+        warning = strategy.scale_warning(workers)
+        if warning is not None and optim.ignores_scale(factory, self.layout):
+            log.warning(warning)
+        vector = torch.cat([value.detach().reshape(-1).cpu() for value in named.values()])
+        self._cluster: Cluster | None = cluster or surrounding()
+        self._handles: list[Handle] = []
+        self._addresses: list[str] = []
+        self._own: OwnSpace | None = None
+        if is_elastic:
+            space = Space(
+                name or f"shared-{secrets.token_hex(4)}",
+                0,
+                workers,
+                strategy,
+                self.layout,
+                cut(self.layout, segments),
+                pack(factory),
+                quota=quota or Quota(),
+            )
+            self._own = self._opened(group, space, vector)
+            return
+        self._ranges = cuts(self.layout, shards)
+        snapshot = Snapshot(self.layout, vector, positions=[0] * workers)
+        self._addresses = self._start(factory, strategy, snapshot)
+
+    def _opened(self, group: str | elastic.Group | None, space: Space, vector: Tensor) -> OwnSpace:
+        """The space on the group that was named, or on one that is started for it."""
+        assert self._cluster is not None
+        strategy, private = space.strategy, group is None
+        if group is None:
+            group = elastic.start(
+                self._cluster,
+                f"own-{secrets.token_hex(4)}",
+                strategy.shards,
+                strategy.replicas or 0,
+                detached=False,
+                timeout=START_SECONDS,
+            )
+        elif isinstance(group, str):
+            group = elastic.find(self._cluster, group)
+        try:
+            return OwnSpace.open(group, space, vector, self.timeout, private=private, marks=[0] * self.workers)
+        except BaseException:
+            if private:
+                group.stop()
+            raise
+
+    def _start(self, factory: optim.Factory, strategy: ParameterServer, snapshot: Snapshot) -> list[str]:
+        assert self._cluster is not None
+        packed, shared = pack(factory), self._cluster.share(snapshot)
+        for index in range(len(self._ranges)):
+            handle = self._cluster.spawn(
+                "rayps.runtime.worker_actor:ShardActor", index, self._secret, packed, threads=1
+            )
+            self._handles.append(handle)
+        try:
+            plans = [
+                ShardPlan(self.generation, i, lo, hi, strategy, Boundary(0, -1))
+                for i, (lo, hi) in enumerate(self._ranges)
+            ]
+            for begun in [h.call("begin", plan, shared) for h, plan in zip(self._handles, plans, strict=True)]:
+                begun.result(START_SECONDS)
+            return [place.result(START_SECONDS).address for place in [h.call("place") for h in self._handles]]
+        except BaseException:
+            self.close()
+            raise
+
+    def join(self, rank: int, *, resident: bool = True) -> SharedParameters:
+        """Become worker `rank`; a former holder of the rank is fenced, and the steps it has pushed stay counted.
+
+        `resident=False` sends messages also to shards of this host, whose memory would else be shared.
+
+        Raises:
+            ConfigError: there is no such rank.
+            PeerTimeout, PeerLost: a shard does not answer.
+        """
+        return SharedParameters(self.server(rank, resident=resident), self.layout, self._as_dict)
+
+    def server(self, rank: int, *, resident: bool = True) -> Server | ElasticServer:
+        """As `join`, with the parameters as one flat vector."""
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.workers:
+            raise ConfigError(
+                f"rank {rank} is not one of {self.workers} workers (0 to {self.workers - 1})", field="rank"
+            )
+        if self._own is not None:
+            return self._own.server(rank)
+        links = [
+            connect(
+                address, name=f"worker-{rank}", secret=self._secret, generation=self.generation, timeout=self.timeout
+            )
+            for address in self._addresses
+        ]
+        server = Server(
+            rank,
+            self.layout.dtype,
+            self._ranges,
+            links,
+            timeout=self.timeout,
+            defer=True,
+            consistent=self._consistent,
+            resident=resident,
+            independent=self._independent,
+            layout=self.layout,
+        )
+        if self._compression is not None:
+            log.info(compress(server, self._compression)["message"])
+        return server
+
+    # ---- elastic
+
+    def resize(self, servers: int) -> None:
+        """Have so many servers; parts move while pushes and pulls go on. `wait_settled` waits for it.
+
+        Raises:
+            ConfigError: none, or too few for the replicas; or the servers are fixed.
+            Conflict: a resize is under way.
+        """
+        self._elastic("resize").group.resize(servers)
+
+    def facts(self) -> dict[str, Any]:
+        """What the group's manager knows: servers, spaces, who holds what, moves, events. Raises ConfigError."""
+        return self._elastic("facts").facts()
+
+    def wait_settled(self, timeout: float | None = None) -> None:
+        """Return once every part has its server and its replicas, and none moves. Raises PeerTimeout, ConfigError."""
+        self._elastic("wait_settled").group.wait_settled(self.timeout if timeout is None else timeout)
+
+    def branch(self, name: str | None = None, *, quota: Quota | None = None) -> ServerGroup:
+        """Another group of parameters on the same servers that begins with these values and goes its own way.
+
+        Memory is shared until they differ. Its steps begin at 0. `close()` drops it, and leaves this one as it is.
+        Raises ConfigError, Conflict.
+        """
+        own = self._elastic("branch")
+        found = ServerGroup.__new__(ServerGroup)
+        found.__dict__.update(self.__dict__)
+        found._own = own.branch(name or f"{own.space.name}-{secrets.token_hex(4)}", quota)
+        return found
+
+    @property
+    def group(self) -> elastic.Group | None:
+        """The elastic group that this is on; None: the servers are fixed."""
+        return None if self._own is None else self._own.group
+
+    @property
+    def space(self) -> Space | None:
+        """These parameters' space on the elastic group; None: the servers are fixed."""
+        return None if self._own is None else self._own.space
+
+    def _elastic(self, call: str) -> OwnSpace:
+        if self._own is None:
+            raise ConfigError(
+                f"{call} needs an elastic group: make this one with replicas=1 (or 0, which loses what a dead server "
+                "held), or with group=NAME on one that runs",
+                field="replicas",
+            )
+        return self._own
+
+    def close(self) -> None:
+        """End the servers, or drop the space on a group. Only where the group was made; elsewhere it does nothing."""
+        if self._cluster is not None and self._own is not None:
+            self._own.close()
+        elif self._cluster is not None:
+            for handle in self._handles:
+                self._cluster.kill(handle)
+            self._handles = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_cluster": None, "_handles": []}  # whoever made the group keeps the right to end it
+
+    def __enter__(self) -> ServerGroup:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _refuse_mixtures(
+    is_elastic: bool,
+    replicas: object,
+    group: object,
+    name: object,
+    segments: object,
+    quota: object,
+    compression: object,
+) -> None:
+    """Say which arguments do not go together. Raises ConfigError."""
+    if group is not None and replicas is not None:
+        raise ConfigError("a group that runs has its replicas: leave out `replicas`, or `group`", field="replicas")
+    if is_elastic and compression is not None:
+        raise ConfigError(
+            "an elastic group takes pushes as they are: leave out `compression`, or `replicas` and `group`",
+            field="compression",
+        )
+    given = [key for key, value in [("name", name), ("segments", segments), ("quota", quota)] if value is not None]
+    if not is_elastic and given:
+        raise ConfigError(f"{given[0]} is for an elastic group: give replicas=1 or group=NAME too", field=given[0])
+
+
+def _named(params: Any) -> dict[str, Tensor]:
+    named = {"": params} if isinstance(params, Tensor) else params
+    if not isinstance(named, dict) or not all(isinstance(value, Tensor) for value in named.values()):
+        raise ConfigError(
+            f"params is {type(params).__name__}: give a tensor, or a dict of tensors such as model.state_dict()",
+            field="params",
+        )
+    kinds = sorted({str(value.dtype).removeprefix("torch.") for value in named.values()})
+    if len(kinds) != 1 or not next(iter(named.values())).is_floating_point():
+        found = ", ".join(kinds) or "nothing"
+        raise ConfigError(f"params are of {found}: give tensors of one float dtype, e.g. float32", field="params")
+    if not any(value.numel() for value in named.values()):
+        raise ConfigError("params have no elements: there is nothing to share", field="params")
+    return dict(named)
+
+
+def _sgd(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=1.0)
+
+
+__all__ = ["ServerGroup", "SharedParameters"]

@@ -1,0 +1,148 @@
+"""Where the row of an id is: a hash index of open addressing, looked up for many ids at a time. Pure numpy.
+
+A cell holds the slot whose key it stands for, so that a lookup reads a cell and a key; 10 to 24 bytes of cells and 8 of
+keys a row. Slots are given by the index: those that were freed last come back first. Knuth, "The Art of Computer
+Programming", vol. 3, section 6.4 (open addressing; deleted cells are marked and go with the next rebuilding);
+steps of 1, 2, 3, ... reach every cell of a table whose size is a power of two (exercise 20).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from rayps.ps.tables.wire_format import Ids, mix
+
+ABSENT = 0  # the slot of an id that is not there; nobody's key
+_GONE = 1  # in a cell: its key was deleted
+FIRST = 2  # the first slot that is given
+_LEAST = 64
+_SPARSE = 3  # at most one cell in so many is filled: a look-up goes on until the unluckiest id has found its own
+
+
+class HashIndex:
+    """From ids to slots, which are whole numbers from `FIRST` on, nearly without gaps."""
+
+    def __init__(self) -> None:
+        self._cells = np.zeros(_LEAST, np.int32)
+        self.keys = np.full(_LEAST, -1, np.int64)  # by slot: its id, -1 = nobody's
+        self.top = FIRST  # no slot from here on was ever given
+        self._free: list[Any] = []  # arrays of slots below `top` that are nobody's
+        self._filled = 0  # cells that are not empty
+        self._live = 0
+        self._shared = False
+        self.lost = 0  # deletions so far: slots that were found before the last of them may be another's
+
+    def __len__(self) -> int:
+        return self._live
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of cells and keys."""
+        return int(self._cells.nbytes + self.keys.nbytes)
+
+    def find(self, ids: Ids) -> Any:
+        """The slot of each id, int64 [n]; `ABSENT` where it is not there."""
+        cells, keys, mask = self._cells, self.keys, len(self._cells) - 1
+        place = (mix(ids) & np.uint64(mask)).view(np.int64)
+        slots = cells.take(place).astype(np.int64)
+        rest = np.flatnonzero(keys.take(slots, mode="clip") != ids)
+        if len(rest):
+            rest = rest[slots.take(rest) != ABSENT]
+        at, wanted = place.take(rest), ids.take(rest)
+        step = 0
+        while len(rest):
+            step += 1
+            at = (at + step) & mask
+            found = cells.take(at)
+            slots[rest] = found
+            other = np.flatnonzero((keys.take(found) != wanted) & (found != ABSENT))
+            rest, at, wanted = rest.take(other), at.take(other), wanted.take(other)
+        return slots
+
+    def insert(self, ids: Ids) -> Any:
+        """A slot for each id, int64 [n]; none of them may be there, or twice."""
+        count = len(ids)
+        self._own()
+        if (self._filled + count) * _SPARSE > len(self._cells):
+            self._rebuild(self._live + count)
+        slots = self._give(count)
+        self.keys[slots] = ids
+        self._place(ids, slots)
+        self._live += count
+        return slots
+
+    def delete(self, ids: Ids) -> Any:
+        """Forget these ids, all of which are there and none twice; the slots that they had."""
+        self._own()
+        cells, mask = self._cells, len(self._cells) - 1
+        slots = self.find(ids)
+        place = (mix(ids) & np.uint64(mask)).view(np.int64)
+        rest, step = np.arange(len(ids)), 0
+        while len(rest):
+            step += 1
+            rest = rest[cells[place[rest]] != slots[rest]]
+            place[rest] = (place[rest] + step) & mask
+        cells[place] = _GONE
+        self.keys[slots] = -1
+        if len(slots):
+            self.lost += 1
+            self._free.append(slots)
+        self._live -= len(ids)
+        return slots
+
+    def slots(self) -> Any:
+        """The slots in use, ascending."""
+        return np.flatnonzero(self.keys[: self.top] >= 0)
+
+    def branch(self) -> HashIndex:
+        """Another index that says the same; memory is shared until one of them changes."""
+        other = HashIndex()
+        other._cells, other.keys, other.top = self._cells, self.keys, self.top
+        other._free, other._filled, other._live = list(self._free), self._filled, self._live
+        self._shared = other._shared = True
+        return other
+
+    def _own(self) -> None:
+        if self._shared:
+            self._cells, self.keys, self._shared = self._cells.copy(), self.keys.copy(), False
+
+    def _give(self, count: int) -> Any:
+        parts, wanted = [], count
+        while wanted and self._free:
+            last = self._free.pop()
+            parts.append(last[max(0, len(last) - wanted) :])
+            if len(last) > wanted:
+                self._free.append(last[: len(last) - wanted])
+            wanted -= len(parts[-1])
+        parts.append(np.arange(self.top, self.top + wanted))
+        self.top += wanted
+        if self.top > len(self.keys):
+            wider = np.full(max(self.top, len(self.keys) * 3 // 2), -1, np.int64)
+            wider[: len(self.keys)] = self.keys
+            self.keys = wider
+        return np.concatenate(parts) if len(parts) > 1 else parts[0]
+
+    def _rebuild(self, wanted: int) -> None:
+        size = _LEAST
+        while size < (wanted + wanted // 4) * _SPARSE:  # room to grow: rebuilding costs as much as all the inserting
+            size *= 2
+        self._cells = np.zeros(size, np.int32)
+        self._filled = 0
+        held = self.slots()
+        self._place(self.keys[held], held)
+
+    def _place(self, ids: Ids, slots: Any) -> None:
+        """Put slots into the first cells that are free on their ids' ways; of several for one cell the last wins."""
+        cells, mask = self._cells, len(self._cells) - 1
+        place = (mix(ids) & np.uint64(mask)).view(np.int64)
+        slots, step = slots.astype(np.int32), 0
+        while len(slots):
+            step += 1
+            before = cells[place]
+            free = before <= _GONE
+            cells[place[free]] = slots[free]
+            lost = cells[place] != slots
+            self._filled += int(np.count_nonzero(~lost & (before == ABSENT)))
+            slots, place = slots[lost], (place[lost] + step) & mask

@@ -1,0 +1,119 @@
+"""How a row begins: the same value everywhere, from the table's seed and the id alone. Pure.
+
+A counter-based generator (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011): element j of row i
+is a hash of (seed, i, j), so rows may be made in any order, at any time, on any server. Only whole-number arithmetic
+and exactly rounded operations are used: no processor and no library gives another bit.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import numpy as np
+
+from rayps.core.errors import ConfigError
+from rayps.ps.protocol.space import Table
+from rayps.ps.tables.wire_format import Ids, mix
+
+KINDS = ("normal", "uniform", "zeros", "constant")
+_GOLDEN = 0x9E3779B97F4A7C15
+_LEVELS = 1 << 16
+_BLOCK = 4096  # rows made at a time: what is made on the way stays in the cache
+
+
+def check(table: Table) -> None:
+    """Raises ConfigError where `table.init` cannot be read."""
+    _read(table)
+
+
+def _read(table: Table) -> tuple[str, float]:
+    given = dict(table.init)
+    name = given.pop("name", None)
+    knob = {"normal": "scale", "uniform": "scale", "constant": "value"}.get(str(name), "")
+    value = given.pop(knob, 0.01 if knob == "scale" else 0.0) if knob else 0.0
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < float("inf")
+    if name not in KINDS or given or not number or (knob == "scale" and value < 0):
+        raise ConfigError(
+            f'table {table.name!r}: init is {table.init!r}: give {{"name": "normal" or "uniform", '
+            '"scale": 0 or more}, {"name": "zeros"} or {"name": "constant", "value": a number}',
+            field="init",
+            table=table.name,
+        )
+    return str(name), float(value)
+
+
+def initial(table: Table, ids: Ids) -> Any:
+    """The first values of these rows, [n, dim] of the table's dtype.
+
+    normal: mean 0, standard deviation `scale`, one of 65,536 equally likely quantiles; uniform: within -scale and
+    scale, of 2^32 levels; constant: `value`.
+    """
+    name, value = _read(table)
+    dtype, count = np.dtype(table.dtype), len(ids)
+    if name in ("zeros", "constant"):
+        return np.full((count, table.dim), value, dtype)
+    found = np.empty((count, table.dim), dtype)
+    for lo in range(0, count, _BLOCK):
+        part = found[lo : lo + _BLOCK]
+        if name == "normal":
+            np.multiply(
+                _normals(dtype.name).take(_bits(table, ids[lo : lo + _BLOCK], np.uint16)), dtype.type(value), out=part
+            )
+        else:
+            spread = _bits(table, ids[lo : lo + _BLOCK], np.uint32).astype(np.float64)
+            np.multiply(spread + 0.5, 2.0**-31, out=spread)
+            part[:] = (spread - 1.0) * value
+    return found
+
+
+def _bits(table: Table, ids: Ids, kind: Any) -> Any:
+    """Random whole numbers [n, dim] of 16 or 32 bits."""
+    words = -(-table.dim * np.dtype(kind).itemsize // 8)
+    key = mix(ids ^ np.int64(key_of(table.seed)))
+    steps = (np.arange(1, words + 1, dtype=np.uint64) * np.uint64(_GOLDEN))[None, :]
+    return mix((key[:, None] + steps).view(np.int64)).view(kind)[:, : table.dim]
+
+
+def key_of(seed: int) -> int:
+    """A seed as 63 bits that look like any others."""
+    return int(mix(np.array([seed % (1 << 63)], np.int64) ^ np.int64(0x5DEECE66D))[0]) >> 1
+
+
+@functools.cache
+def _normals(dtype: str) -> Any:
+    """The quantiles of the normal distribution at (i + 1/2) / 65536, scaled to a variance of 1."""
+    half = quantile((np.arange(_LEVELS // 2) + 0.5) / _LEVELS)
+    values = np.concatenate([half, -half[::-1]])
+    return (values / math.sqrt(math.fsum(values * values) / _LEVELS)).astype(dtype)  # fsum: exact in any order
+
+
+def quantile(p: Any) -> Any:
+    """Where the normal distribution has the probability p below it, 0 < p <= 1/2, float64, by its series.
+
+    The distribution function is 1/2 - x phi(x) (1 + x^2/3 + x^4/(3 5) + ...) for -x; Newton's method on it from a
+    start that is too small converges from one side. Abramowitz and Stegun, 26.2.11.
+    """
+    x = np.zeros_like(p)
+    for _ in range(16):
+        density = _exp(-0.5 * x * x) * 0.3989422804014327
+        term = x.copy()
+        total = x.copy()
+        for k in range(1, 46):
+            term = term * x * x / (2 * k + 1)
+            total = total + term
+        below = 0.5 - density * total
+        x = x + (below - p) / density
+    return -x
+
+
+def _exp(x: Any) -> Any:
+    """e^x for -16 <= x <= 0, by exactly rounded operations only."""
+    small = x * 2.0**-8
+    total = np.ones_like(x)
+    for k in range(12, 0, -1):
+        total = 1.0 + small * total / k
+    for _ in range(8):
+        total = total * total
+    return total

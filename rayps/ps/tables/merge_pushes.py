@@ -1,0 +1,32 @@
+"""The pushes of one round, made one: over all ids that somebody named. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rayps.ps.protocol.space import Table
+from rayps.ps.tables.wire_format import DTYPES, Counts, Ids, Push
+
+
+def union(table: Table, pushes: Sequence[Push]) -> tuple[Ids, Counts, list[Tensor]]:
+    """All ids that somebody pushed, their counts together, and each push over all of them: zeros where it has none."""
+    several = [push.ids for push in pushes]
+    if not any(len(ids) for ids in several):
+        return np.empty(0, np.int64), np.empty(0, np.uint32), []
+    if all(np.array_equal(ids, several[0]) for ids in several[1:]):
+        counts = np.sum([push.counts for push in pushes], axis=0, dtype=np.uint32)
+        return several[0], counts, [push.rows for push in pushes]
+    ids = np.unique(np.concatenate(several))
+    counts = np.zeros(len(ids), np.uint32)
+    values = []
+    for push in pushes:
+        at = np.searchsorted(ids, push.ids)
+        counts[at] += push.counts
+        value = torch.zeros(len(ids), table.dim, dtype=DTYPES[table.dtype])
+        value[torch.from_numpy(at)] = push.rows
+        values.append(value)
+    return ids, counts, values

@@ -1,0 +1,98 @@
+"""Who keeps what of whom, and from which round a broken grid goes on. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rayps.core.grid import Grid
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The rounds whose states somebody has of a worker; not `whole`: only what the worker's twins lack."""
+
+    rounds: tuple[int, ...]
+    whole: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """From whom a replaced worker gets its state: `giver` has that of `owner`; what a twin lacks is with `rest`."""
+
+    giver: int
+    owner: int
+    rest: int | None = None
+
+    @property
+    def twin(self) -> bool:
+        """Whether it is the giver's own state."""
+        return self.giver == self.owner
+
+
+@dataclass(frozen=True, slots=True)
+class Mending:
+    """Everyone goes on from `round`: survivors from their own states, the lost from their sources."""
+
+    round: int
+    sources: dict[int, Source]
+
+    @property
+    def complete(self) -> bool:
+        """Whether what twins lack is there too."""
+        return all(not source.twin or source.rest is not None for source in self.sources.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Bond:
+    """What ties a worker to its neighbours in one generation, so that its death is no loss."""
+
+    line: int  # see `rayps.recovery.slots.Vault`
+    doors: tuple[str, ...]  # addresses of everyone's keeper
+    keeper: int  # who keeps this worker's mirror
+    twin: bool  # whether it has one
+    recalls: bool = False  # whether it begins from a kept state, not from the snapshot
+    source: Source | None = None  # where that is, if it is not this worker's own
+
+
+def keepers(grid: Grid, hosts: Sequence[str]) -> list[int | None]:
+    """For each rank, who keeps its mirror: a twin where it has one, else a neighbour of its replica.
+
+    The next one in a circle that is on another host, else the next one. None: it is alone.
+    """
+    return [_keeper(grid, hosts, rank) for rank in range(grid.size)]
+
+
+def _keeper(grid: Grid, hosts: Sequence[str], rank: int) -> int | None:
+    circle = grid.along("data", rank) if grid.data > 1 else grid.replica(grid.at(rank).data)
+    at = circle.index(rank)
+    others = circle[at + 1 :] + circle[:at]
+    elsewhere = [other for other in others if hosts[other] != hosts[rank]]
+    return next(iter(elsewhere or others), None)
+
+
+def mending(grid: Grid, holdings: Mapping[int, Mapping[int, Held]]) -> Mending | None:
+    """The newest round that every worker has or can be given. `holdings`: of each survivor, what it has of whom.
+
+    An older one is taken where a twin alone has the newest: buffers and random numbers are each worker's own.
+    None: there is no such round, because a worker, its twins and its mirror are gone together.
+    """
+    lost = [rank for rank in range(grid.size) if rank not in holdings]
+    if not holdings:
+        return None
+    own = [set(held[rank].rounds) if rank in held else set[int]() for rank, held in holdings.items()]
+    ways: list[Mending] = []
+    for found in sorted(set.intersection(*own), reverse=True):
+        sources = {rank: _source(grid, holdings, rank, found) for rank in lost}
+        if None not in sources.values():
+            ways.append(Mending(found, {rank: source for rank, source in sources.items() if source is not None}))
+    return next((way for way in ways if way.complete), ways[0] if ways else None)
+
+
+def _source(grid: Grid, holdings: Mapping[int, Mapping[int, Held]], rank: int, found: int) -> Source | None:
+    having = [giver for giver, held in holdings.items() if rank in held and found in held[rank].rounds]
+    twins = [t for t in grid.along("data", rank) if t in holdings and t != rank and found in holdings[t][t].rounds]
+    if twins:
+        return Source(twins[0], twins[0], next(iter(having), None))
+    mirrors = [giver for giver in having if holdings[giver][rank].whole]
+    return Source(mirrors[0], rank) if mirrors else None

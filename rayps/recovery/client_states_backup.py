@@ -1,0 +1,128 @@
+"""The driver's copy of all clients' states, as they were at its newest snapshot: for deaths, checkpoints and resuming.
+
+After a snapshot the driver asks each worker for what changed since the last one, in pieces; before a generation begins,
+each worker is given the states of the clients that live there. A checkpoint holds them as one Parquet file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rayps.core.errors import CheckpointError, ClusterError
+from rayps.federated.client_states import Row, States
+from rayps.federated.cohort import Ints, homes
+
+_FOLDER, _FILE = "clients", "states.parquet"
+_STRATEGY = b"rayps.strategy"
+_BATCH = 64  # states of a file that are read at once
+_SCHEMA = pa.schema([("client", pa.int64()), ("round", pa.int64()), ("state", pa.binary())])
+
+
+class Vault:
+    """States of a job's clients, where its strategy keeps any; else it does nothing."""
+
+    def __init__(self) -> None:
+        self._sizes: Ints | None = None  # samples of each client, by which they are given homes
+        self._states: States | None = None
+        self._strategy = ""  # whose states these are
+        self._at = 0  # the round of the newest snapshot
+
+    def deal(self, workers: list[Any], strategy: Any, round: int, timeout: float) -> None:
+        """Give each worker the states of its clients after `round`, before it begins; to be called for any strategy.
+
+        A worker that is lost meanwhile is missed by who calls it next.
+        """
+        if not strategy.federated or not strategy.stateful or strategy.remote:  # real clients keep their own
+            self.close()
+            return
+        if strategy.name != self._strategy:  # another one's states say nothing to this one
+            self.close()
+        self._strategy, self._at = strategy.name, round
+        try:
+            if self._sizes is None:
+                self._sizes = workers[0].handle.call("client_sizes").result(timeout)
+            if self._states is not None:
+                self._states.back(round)
+            home = homes(self._sizes, len(workers))
+            for worker in workers:
+                worker.handle.call("take_states", None, round).result(timeout)
+            for rows in self._all(round):
+                self._must_know(rows)
+                shares: list[list[Row]] = [[] for _ in workers]
+                for row in rows:
+                    shares[int(home[row[0]])].append(row)
+                for worker, share in zip(workers, shares, strict=True):
+                    worker.handle.call("take_states", share, round).result(timeout)
+        except (ClusterError, TimeoutError):
+            return
+
+    def gather(self, workers: list[Any], round: int, timeout: float) -> bool:
+        """Take over what changed up to `round`; False where a worker was lost meanwhile: nothing has changed here."""
+        if not self._strategy:
+            return True
+        if self._states is None:
+            self._states = States()
+        try:
+            for worker in workers:
+                after = -1
+                while rows := worker.handle.call("give_states", self._at, round, after).result(timeout):
+                    self._states.file(rows)
+                    after = rows[-1][0]
+        except (ClusterError, TimeoutError):
+            self._states.end(keep=False)
+            return False
+        self._states.end()
+        self._at = self._states.saved = round
+        return True
+
+    @property
+    def beside(self) -> Callable[[Path], list[Path]] | None:
+        """What writes them into a checkpoint; None where there are none."""
+        return self.write if self._states is not None else None
+
+    def write(self, folder: Path) -> list[Path]:
+        """The states into a checkpoint's folder of tables; which files there are now."""
+        path = folder / _FOLDER / _FILE
+        path.parent.mkdir(parents=True)
+        with pq.ParquetWriter(path, _SCHEMA.with_metadata({_STRATEGY: self._strategy.encode()})) as writer:
+            for rows in self._all(self._at):
+                columns = [list(column) for column in zip(*rows, strict=True)]
+                writer.write_batch(pa.record_batch(columns, schema=_SCHEMA))
+        return [path]
+
+    def read(self, folder: Path, round: int) -> None:
+        """What a checkpoint of `round` holds, if it holds any."""
+        path = folder / _FOLDER / _FILE
+        if not path.exists():
+            return
+        file, self._states = pq.ParquetFile(path), States()
+        self._strategy = (file.schema_arrow.metadata or {}).get(_STRATEGY, b"").decode()
+        for batch in file.iter_batches(batch_size=_BATCH):
+            self._states.file(zip(*(batch.column(i).to_pylist() for i in range(3)), strict=True))
+        self._states.end()
+        self._at = self._states.saved = round
+
+    def _must_know(self, rows: list[Row]) -> None:
+        assert self._sizes is not None
+        if rows[-1][0] >= len(self._sizes):
+            raise CheckpointError(
+                f"the checkpoint holds a state of client {rows[-1][0]}, and the data has {len(self._sizes)} clients:\n"
+                "give the same data divided alike, or start without resume"
+            )
+
+    def _all(self, round: int) -> Iterator[list[Row]]:
+        after = -1
+        while self._states is not None and (rows := self._states.rows(-1, round, after)):
+            yield rows
+            after = rows[-1][0]
+
+    def close(self) -> None:
+        """Forget everything."""
+        if self._states is not None:
+            self._states.close()
+        self._states, self._strategy, self._at = None, "", 0

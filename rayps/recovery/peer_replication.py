@@ -1,0 +1,329 @@
+"""What a worker keeps of its neighbours' states, and how it gives its own to one of them.
+
+On one host the keeper holds the descriptors of its neighbour's vault: nothing is copied. On another host it gets the
+bytes over a link of their own while the neighbour's next step goes on; the neighbour waits only where the bytes of
+the round before have not arrived yet. Where the worker has a twin, only what the twin lacks travels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from rayps.comm.link import Link, Listener, Message, Prefer, connect
+from rayps.comm.link.shared_memory_link import SharedLink
+from rayps.core.errors import LinkError, PeerLost, PeerTimeout
+from rayps.recovery.backup_assignment import Held, Source
+from rayps.recovery.slots import OWN, SLOTS, State, Vault, glance, look, pack, parse
+
+log = logging.getLogger(__name__)
+
+SLOTS_ELSEWHERE = 3  # of a worker whose bytes travel: a round may be on its way while the others are one ahead
+_KEPT_ROUNDS = 3  # of a worker on another host
+_LOOK_SECONDS = 1.0
+_DOOR = 0  # the generation of these links: a keeper outlives generations
+
+
+class Kind(IntEnum):
+    """Messages between a keeper and its neighbours. `a` is the rank whose state it is about, `b` a round."""
+
+    OFFER = 1  # the descriptors that came before are those of `a`'s vault; payload: nothing
+    STATE = 2  # payload: `a`'s state; tag 1 = whole
+    KEPT = 3  # the answer
+    ASK = 4  # give the state of `a` after round `b`, on the line `tag`; weight 1 = only what a twin lacks
+    GIVEN = 5  # the answer; no payload: it is not here
+
+
+@dataclass(slots=True)
+class _Kept:
+    descriptors: list[int] = field(default_factory=list)
+    blobs: dict[tuple[int, int], tuple[memoryview, bool]] = field(default_factory=dict)  # (line, round): state, whole
+
+    def close(self) -> None:
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+        self.descriptors, self.blobs = [], {}
+
+
+class Keeper:
+    """One worker's own vault and what it keeps of others. Anybody of the job may ask; a thread of its own answers."""
+
+    def __init__(self, rank: int, secret: bytes, host: str = "127.0.0.1") -> None:
+        self.rank = rank
+        self._vault: Vault | None = None
+        self._listener = Listener(f"keeper-{rank}", secret, _DOOR, host=host)
+        self.address = self._listener.address
+        self._kept: dict[int, _Kept] = {}
+        self._links: dict[int, Link] = {}
+        self._lock = threading.Lock()
+        self._wake, self._bell = socket.socketpair()
+        self._closed = False
+        self._thread = threading.Thread(target=self._serve, daemon=True, name=f"keeper-{rank}")
+        self._thread.start()
+
+    def own(self, slots: int) -> Vault:
+        """This worker's vault, with so many slots; a smaller one is replaced. Raises LinkError."""
+        if self._vault is None or len(self._vault.descriptors) < slots:
+            if self._vault is not None:
+                self._vault.close()
+            self._vault = Vault(slots)
+        return self._vault
+
+    def shut(self) -> None:
+        """No more commits to this worker's vault."""
+        if self._vault is not None:
+            self._vault.shut()
+
+    def holdings(self, line: int) -> dict[int, Held]:
+        """What is here of a line: the rounds of each worker."""
+        found: dict[int, Held] = {}
+        with self._lock:
+            for owner, kept in self._kept.items():
+                sealed = [glance(descriptor) for descriptor in kept.descriptors]
+                rounds = sorted(at[1] for at in sealed if at is not None and at[0] == line)
+                blobs = {at[1]: whole for at, (_, whole) in kept.blobs.items() if at[0] == line}
+                found[owner] = Held(tuple(rounds or sorted(blobs)), not blobs or all(blobs.values()))
+        if self._vault is not None:
+            found[self.rank] = Held(tuple(self._vault.rounds()))
+        return found
+
+    def forget(self, line: int, upto: int) -> None:
+        """Bytes of other lines, and of rounds above `upto`, are of no use any more."""
+        with self._lock:
+            for kept in self._kept.values():
+                kept.blobs = {at: held for at, held in kept.blobs.items() if at[0] == line and at[1] <= upto}
+
+    def state(self, owner: int, line: int, rounds: int) -> State | None:
+        """A copy of a state that is here."""
+        if owner == self.rank:
+            state = None if self._vault is None else self._vault.read(rounds)
+            return state if state is not None and state.line == line else None
+        with self._lock:
+            kept = self._kept.get(owner, _Kept())
+            for descriptor in kept.descriptors:
+                if glance(descriptor) == (line, rounds):
+                    return look(descriptor)
+            held = kept.blobs.get((line, rounds))
+        return None if held is None else parse(bytes(held[0]))
+
+    def close(self) -> None:
+        """Let go of everything. Safe to call twice."""
+        if not self._closed:
+            self._closed = True
+            with contextlib.suppress(OSError):
+                self._bell.send(b"x")
+            self._thread.join(_LOOK_SECONDS)
+            if self._vault is not None:
+                self._vault.close()
+
+    # ---- the thread
+
+    def _serve(self) -> None:
+        try:
+            while not self._closed:
+                for key in self._stirred():
+                    self._attend(key)
+        except Exception:  # a fault of ours: this keeper is of no use any more, the run goes on without it
+            log.exception("keeper-%d failed", self.rank)
+        finally:
+            self._listener.close()
+            for link in self._links.values():
+                link.close()
+            with self._lock:
+                for kept in self._kept.values():
+                    kept.close()
+                self._kept.clear()
+            self._wake.close()
+            self._bell.close()
+
+    def _stirred(self) -> list[int]:
+        with selectors.DefaultSelector() as selector:
+            for fd in (self._wake.fileno(), self._listener.fileno(), *self._links):
+                selector.register(fd, selectors.EVENT_READ)
+            return [key.fd for key, _ in selector.select(_LOOK_SECONDS)]
+
+    def _attend(self, fd: int) -> None:
+        link = self._links.get(fd)
+        if link is None:
+            while fd == self._listener.fileno() and (new := self._listener.accept_ready()) is not None:
+                self._links[new.fileno()] = new
+            return
+        try:
+            for message in link.feed():
+                self._hear(link, message)
+        except LinkError:  # what it gave stays: it is for this moment
+            del self._links[fd]
+            link.close()
+
+    def _hear(self, link: Link, message: Message) -> None:
+        if message.kind == Kind.OFFER and isinstance(link, SharedLink):
+            with self._lock:
+                self._kept.setdefault(message.a, _Kept()).close()
+                self._kept[message.a].descriptors = [link.descriptors.pop(key) for key in sorted(link.descriptors)]
+            link.send(Message(Kind.KEPT, a=message.a), timeout=_LOOK_SECONDS)
+        elif message.kind == Kind.STATE:
+            self._take(message)
+            link.send(Message(Kind.KEPT, a=message.a, b=message.b), timeout=_LOOK_SECONDS)
+        elif message.kind == Kind.ASK:
+            state = self.state(message.a, message.tag, message.b)
+            payload = b"" if state is None else pack(state, OWN if message.weight else None)
+            link.send(Message(Kind.GIVEN, a=message.a, b=message.b), payload, timeout=10 * _LOOK_SECONDS)
+
+    def _take(self, message: Message) -> None:
+        blob = memoryview(message.payload)
+        state = parse(blob)
+        if state is None:
+            return
+        with self._lock:
+            kept = self._kept.setdefault(message.a, _Kept())
+            kept.blobs[state.line, state.round] = (blob, bool(message.tag))
+            for at in sorted(kept.blobs)[:-_KEPT_ROUNDS]:
+                del kept.blobs[at]
+
+
+def fetch(source: Source, addresses: list[str], secret: bytes, line: int, rounds: int, timeout: float) -> State:
+    """The state of a worker that has died, from its twin or from who keeps its mirror. `addresses` are the keepers'.
+
+    Raises PeerTimeout, PeerLost (the giver is gone too), LinkError (it has the state no more).
+    """
+    state = _asked(addresses[source.giver], source.owner, secret, (line, rounds), timeout)
+    if state is None:
+        raise PeerLost(
+            f"worker-{source.giver} has the state of worker-{source.owner} after round {rounds} no more",
+            peer=f"worker-{source.giver}",
+        )
+    if source.twin:
+        state.tensors.pop("rng", None)  # the twin's own
+    return state
+
+
+def fetch_rest(
+    source: Source, rank: int, addresses: list[str], secret: bytes, line: int, rounds: int, timeout: float
+) -> State | None:
+    """What the twin of `rank` lacks, if somebody still has it."""
+    if source.rest is None:
+        return None
+    with contextlib.suppress(LinkError):
+        return _asked(addresses[source.rest], rank, secret, (line, rounds), timeout, rest=True)
+    return None
+
+
+def _asked(
+    address: str, owner: int, secret: bytes, at: tuple[int, int], timeout: float, rest: bool = False
+) -> State | None:
+    line, rounds = at
+    with connect(address, name="asks", secret=secret, generation=_DOOR, timeout=timeout) as link:
+        link.send(Message(Kind.ASK, tag=line, a=owner, b=rounds, weight=float(rest)), timeout=timeout)
+        answer = link.recv(timeout)
+    return parse(answer.payload) if len(answer.payload) else None
+
+
+class Mirror:
+    """A worker's line to the keeper of its mirror."""
+
+    def __init__(
+        self,
+        keeper: Keeper,
+        address: str,
+        secret: bytes,
+        *,
+        timeout: float,
+        twin: bool = False,
+        prefer: Prefer = "auto",
+    ) -> None:
+        """`keeper` is this worker's own, `address` that of the one that keeps its mirror.
+
+        `twin`: only what a twin lacks need travel to another host. Raises PeerTimeout, PeerLost, LinkError.
+        """
+        rank = self.rank = keeper.rank
+        self._timeout, self._twin = timeout, twin
+        self._link = connect(
+            address, name=f"mirror-{rank}", secret=secret, generation=_DOOR, timeout=timeout, prefer=prefer
+        )
+        self.here = isinstance(self._link, SharedLink)
+        vault = self.vault = keeper.own(SLOTS if self.here or twin else SLOTS_ELSEWHERE)
+        self.bytes = 0  # that travelled for the latest round
+        self.seconds_waiting = 0.0
+        self._due = threading.Condition()
+        self._wanted, self._kept = -1, -1  # rounds
+        self._over: LinkError | None = None
+        self._thread: threading.Thread | None = None
+        if isinstance(self._link, SharedLink):
+            for key, descriptor in enumerate(vault.descriptors, start=1):
+                self._link.offer_descriptor(key, descriptor)
+            self._link.send(Message(Kind.OFFER, a=rank), timeout=timeout)
+            self._link.recv(timeout)
+        else:
+            self._thread = threading.Thread(target=self._post, daemon=True, name=f"mirror-{rank}")
+            self._thread.start()
+
+    def committed(self, rounds: int) -> None:
+        """The vault has a new round: let it go to the keeper. Waits while the round before it is still on its way."""
+        if self.here or self._over is not None:
+            return
+        began = time.perf_counter()
+        with self._due:
+            before, self._wanted = self._wanted, rounds
+            self._due.notify_all()
+            arrived = self._due.wait_for(lambda: self._kept >= before or self._over is not None, timeout=self._timeout)
+            if not arrived:
+                self._over = PeerTimeout(f"{self._link.peer} did not keep round {before}", peer=self._link.peer)
+        self.seconds_waiting += time.perf_counter() - began
+        if self._over is not None:
+            log.warning("worker-%d has no mirror any more: %s", self.rank, self._over)
+
+    @property
+    def lost(self) -> str:
+        """Why there is no mirror any more; empty while there is one."""
+        return "" if self._over is None else str(self._over)
+
+    def close(self) -> None:
+        """Leave; the keeper keeps what it has. Safe to call twice."""
+        with self._due:
+            self._over = self._over or LinkError("this mirror has been closed on this side", peer=self._link.peer)
+            self._due.notify_all()
+        self._link.hang_up()
+        if self._thread is not None:
+            self._thread.join(self._timeout)
+        self._link.close()
+
+    def _post(self) -> None:
+        try:
+            for rounds in self._rounds():
+                blob = self.vault.blob(rounds)
+                if blob is None:
+                    continue  # its slot's turn has come again
+                if self._twin:
+                    state = parse(blob)
+                    blob = memoryview(pack(state, OWN)) if state is not None else blob
+                self.bytes = len(blob)
+                message = Message(Kind.STATE, a=self.rank, b=rounds, tag=int(not self._twin))
+                self._link.send(message, blob, timeout=self._timeout)
+                self._link.recv(self._timeout)
+                with self._due:
+                    self._kept = rounds
+                    self._due.notify_all()
+        except LinkError as error:
+            with self._due:
+                self._over = self._over or error
+                self._due.notify_all()
+
+    def _rounds(self) -> Iterator[int]:
+        done = -1
+        while True:
+            with self._due:
+                fresh: Callable[[], bool] = lambda: self._wanted > done or self._over is not None  # noqa: B023, E731
+                while not self._due.wait_for(fresh, timeout=60.0):
+                    pass
+                if self._over is not None:
+                    return
+                done = self._wanted
+            yield done

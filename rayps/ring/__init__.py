@@ -1,5 +1,0 @@
-"""Talk among equals: sums, means and moves over tensors between the ranks of one generation."""
-
-from rayps.ring.ring import Ring
-
-__all__ = ["Ring"]

@@ -1,0 +1,185 @@
+"""What a phase cost, measured from its points beside its formulas: one event at its end."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from statistics import fmean, median
+from typing import Any
+
+from rayps.core.grid import Grid
+from rayps.core.metrics import Point
+from rayps.core.pipeline.schedule import table
+from rayps.core.pipeline.simulate import simulate
+from rayps.strategies.catalogue import Strategy
+from rayps.strategies.costs import Costs, amount
+from rayps.strategies.pipeline import Pipeline
+
+_KEPT = 1_000  # newest rounds of each worker
+_WARM = 1  # rounds of each worker that do not count: memory is still being made, and rings formed
+
+
+class Tally:
+    """Hears a phase's points of single workers; `event()` says what its steps cost."""
+
+    def __init__(self, strategy: Strategy, workers: int, formula: Callable[[], Costs]) -> None:
+        """`formula` gives the costs by formula; it is called at the end only."""
+        self._strategy, self._grid, self._formula = strategy.name, strategy.grid(workers), formula
+        self._turn = "round" if strategy.federated else "step"
+        self._replica = strategy.replica if self._grid.stage > 1 else None
+        self._spans: dict[int, list[Any]] = {}  # of one step of each rank
+        self._points: dict[int, list[Point]] = defaultdict(list)
+        self._seen: dict[int, int] = defaultdict(int)
+
+    def hear(self, points: list[Point]) -> list[dict[str, Any]]:
+        """Take in points of single ranks, before they are merged; what is to be filed of them, as events."""
+        for point in points:
+            if point["kind"] == "round":
+                if point.get("spans"):
+                    self._spans[point["rank"]] = point.pop("spans")
+                rank = point["rank"]
+                self._seen[rank] += 1
+                kept = self._points[rank]
+                if self._seen[rank] == _WARM + 1:
+                    kept.clear()
+                kept.append({key: value for key, value in point.items() if isinstance(value, (int, float))})
+                del kept[:-_KEPT]
+        return self._drawn()
+
+    def _drawn(self) -> list[dict[str, Any]]:
+        """Once: how a step of the first replica really went, beside the schedule."""
+        grid, replica = self._grid, self._replica
+        ranks = [grid.rank(0, stage) for stage in range(grid.stage)]
+        if not isinstance(replica, Pipeline) or not self._spans.keys() >= set(ranks):
+            return []
+        theory = simulate(table(replica.schedule, replica.stages, replica.micro_batches, replica.chunks))
+        rows = aligned([self._spans[rank] for rank in ranks])
+        self._replica = None
+        whole = max((end for row in rows for _, _, end in row), default=0.0)
+        message = (
+            f"a step under {replica.schedule} took {1000 * whole:.3g} ms; by its table {float(theory.idle):.1%} of the "
+            "time is waiting"
+        )
+        drawn = [[[str(action), start, end] for action, start, end in row] for row in theory.rows]
+        return [{"kind": "schedule", "message": message, "theory": drawn, "measured": rows}]
+
+    def event(self) -> dict[str, Any] | None:
+        """The phase's costs a step, measured and by formula, see `measured`; None where no step was heard of."""
+        found = measured(self._points, self._grid)
+        if not found:
+            return None
+        costs = self._formula()
+        return {
+            "kind": "costs",
+            "message": words(costs, found, self._turn),
+            "strategy": self._strategy,
+            "measured": found,
+            "formula": costs.to_dict(),
+        }
+
+
+def measured(points: dict[int, list[Point]], grid: Grid) -> dict[str, Any]:
+    """What a step took, from points of each rank.
+
+    bytes: of all workers; stage_bytes, messages: those between stages. idle: the share of the engines' time in which
+    they waited, in all and by stage. activations: the most held at once, by stage. compute: each worker's seconds, and
+    imbalance: how much the longest is above the mean. exposed: the share of a step that communication and waiting add
+    to the compute. hidden: the share of the seconds of communication, waiting among them, in which the worker went
+    on computing; not of stages. What is not known is left out.
+    """
+    ranks = sorted(rank for rank in points if points[rank])
+    if not ranks:
+        return {}
+    found: dict[str, Any] = {"rounds": max(len(points[rank]) for rank in ranks)}
+    for key in ("bytes", "stage_bytes", "messages"):
+        if all(key in point for rank in ranks for point in points[rank]):
+            found[key] = sum(fmean(point[key] for point in points[rank]) for rank in ranks)
+    seconds = {key: [_middle(points[rank], key) for rank in ranks] for key in ("seconds", "compute", "idle", "busy")}
+    work = seconds["busy"] if None not in seconds["busy"] else seconds["compute"]
+    known = [each for each in work if each is not None]
+    if known and fmean(known) > 0:
+        found |= {"compute": known, "imbalance": max(known) / fmean(known) - 1}
+        found["slowest"] = ranks[known.index(max(known))]
+    whole = sum(each for each in seconds["seconds"] if each is not None)
+    if whole > 0 and known:
+        found["exposed"] = max(0.0, 1 - sum(known) / whole)
+    if None not in seconds["idle"] and None not in seconds["busy"]:
+        stages: dict[int, list[tuple[float, float]]] = defaultdict(list)
+        for rank, idle, busy in zip(ranks, seconds["idle"], seconds["busy"], strict=True):
+            stages[grid.at(rank).stage].append((idle or 0.0, busy or 0.0))
+        found["idle"] = _share([pair for stage in stages.values() for pair in stage])
+        found["idles"] = [_share(stages[stage]) for stage in sorted(stages)]
+    held = [
+        (grid.at(rank).stage, point["activations"])
+        for rank in ranks
+        for point in points[rank]
+        if "activations" in point
+    ]
+    if held:
+        found["activations"] = [max(n for at, n in held if at == s) for s in sorted({at for at, _ in held})]
+    every = [point for rank in ranks for point in points[rank] if "talk" in point]
+    talk = sum(point["talk"] for point in every)
+    if talk > 0 and "idle" not in found:  # a stage waits for its turn, not for bytes
+        found["hidden"] = max(0.0, 1 - sum(point["wait"] + point["move"] for point in every) / talk)
+    return found
+
+
+def aligned(stages: list[list[tuple[str, float, float]]]) -> list[list[list[Any]]]:
+    """What each stage did in a step, (action, start, end) by its own clock, on the clock of the first one.
+
+    A stage's first forward pass is taken to have begun when the one before it had ended: clocks of different hosts
+    cannot be compared, and a stage waits for nothing else then.
+    """
+    rows: list[list[list[Any]]] = []
+    shift = 0.0
+    for stage in stages:
+        if rows and rows[-1] and stage:
+            shift = float(rows[-1][0][2]) - stage[0][1]
+        elif stage:
+            shift = -stage[0][1]
+        rows.append([])
+        for action, start, end in stage:
+            if rows[-1] and rows[-1][-1][0] == str(action):  # the loss belongs to the last forward pass
+                rows[-1][-1][2] = round(end + shift, 6)
+            else:
+                rows[-1].append([str(action), round(start + shift, 6), round(end + shift, 6)])
+    return rows
+
+
+def words(costs: Costs, found: dict[str, Any], turn: str = "step") -> str:
+    """One sentence of what was measured, with the formula's value beside each."""
+    said = []
+    if "bytes" in found:
+        heads = ", headers of messages included" if costs.grid.columns > 1 else ""
+        said.append(f"a {turn} sends {amount(found['bytes'])}{heads}{_beside(costs.bytes, amount)}")
+    if "messages" in found and "stage_bytes" in found:
+        between = next((cost for cost in costs.traffic if cost.axis == "stage"), None)
+        sent = _beside(None if between is None else between.bytes, amount)
+        often = _beside(None if between is None else between.messages, "{:.4g}".format)
+        said.append(
+            f"{amount(found['stage_bytes'])}{sent} of it in {found['messages']:.4g} messages{often} between stages"
+        )
+    if "idle" in found:
+        said.append(f"stages wait {found['idle']:.1%} of the time{_beside(costs.idle, lambda x: f'{float(x):.1%}')}")
+    if "activations" in found:
+        wanted = f" ({'/'.join(map(str, costs.peaks))} by formula)" if costs.peaks else ""
+        said.append(f"they hold {'/'.join(map(str, found['activations']))} activations at most{wanted}")
+    if len(found.get("compute", ())) > 1:
+        said.append(f"worker-{found['slowest']} computes {found['imbalance']:.0%} longer than the mean")
+    if "hidden" in found:
+        said.append(f"{found['hidden']:.0%} of the communication is hidden behind compute")
+    return "; ".join(said) or f"no {turn} was measured"
+
+
+def _beside(formula: Any, write: Any) -> str:
+    return "" if formula is None else f" ({write(formula)} by formula)"
+
+
+def _middle(points: list[Point], key: str) -> float | None:
+    values = [point[key] for point in points if key in point]
+    return median(values) if values else None
+
+
+def _share(pairs: list[tuple[float, float]]) -> float:
+    whole = sum(idle + busy for idle, busy in pairs)
+    return sum(idle for idle, _ in pairs) / whole if whole else 0.0

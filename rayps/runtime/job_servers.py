@@ -1,0 +1,164 @@
+"""The servers of a generation, as the driver sees them: fixed shards of its own, or a space on an elastic group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from rayps.cluster.local import Cluster, Reply
+from rayps.parallel.division.division import shares
+from rayps.ps.fixed.rows import cuts
+from rayps.ps.fixed.shard import ShardFacts, ShardPart
+from rayps.runtime.members import Member, place, settle
+from rayps.runtime.worker_actor import ShardPlan
+from rayps.strategies.catalogue import Strategy
+from rayps.worker.plan import Orders, Seat
+from rayps.worker.snapshot import Snapshot
+
+
+class Servers(Protocol):
+    """Who holds a generation's parameters, or a part of them."""
+
+    def serves(self, strategy: Strategy) -> bool:
+        """Whether a generation under this strategy needs it."""
+
+    def seat(self, rank: int) -> Seat | None:
+        """A new place for a worker, which fences the one before; None where it needs none."""
+
+    def poll(self, orders: Orders, wanted: int) -> None:
+        """Ask everyone, without waiting; the share of `wanted` is to be kept."""
+
+    def held(self, slowest: int) -> list[tuple[int, list[int]]] | None:
+        """How far each has come, and the rounds whose shares it holds; None while that is not known.
+
+        `slowest` is the position of the slowest worker.
+        """
+
+    def parts(self, rounds: int) -> Callable[[float], list[ShardPart | None]]:
+        """Ask for everyone's share after `rounds`; what is given back waits for it, so many seconds.
+
+        Raises (when waited for): ClusterError, TimeoutError: somebody died or is silent.
+        """
+
+    def saved(self, snapshot: Snapshot) -> None:
+        """Tell that this state is kept elsewhere."""
+
+    def close(self) -> None:
+        """End what is the job's own."""
+
+
+class Shards:
+    """Fixed shards: one actor for each slice of the vector, of this job alone."""
+
+    def __init__(self, cluster: Cluster, packed: bytes, secret: bytes, working_dir: str | None) -> None:
+        self.members: list[Member] = []
+        self._cluster, self._packed, self._secret, self._working_dir = cluster, packed, secret, working_dir
+        self._orders: Orders | None = None
+        self._ranges: list[list[tuple[int, int]]] = []  # of each column's shards, in its own vector
+
+    def prepare(self, wanted: int) -> list[Member]:
+        """Have `wanted` living shards, or fewer processes; those that are new and have not said where they are."""
+        kept = self.members[:wanted]
+        for member in [*self.members[wanted:], *(m for m in kept if m.dead)]:
+            self._cluster.kill(member.handle)
+        self.members = [self._spawn(i) if i >= len(kept) or kept[i].dead else kept[i] for i in range(wanted)]
+        return [member for member in self.members if member.place is None]
+
+    def begin(self, orders: Orders, parts: Sequence[Snapshot], shared: Sequence[Any]) -> None:
+        """Hold a state in a new generation: `parts` by column, and the same as actors take them. After `prepare`."""
+        self._orders = orders
+        counts = shares(len(self.members), [part.layout.size for part in parts]) if self.members else []
+        self._ranges = [cuts(part.layout, count) for part, count in zip(parts, counts, strict=bool(counts))]
+        settle(
+            [m.handle.call("begin", self._plan(i), shared[self.column(i)[0]]) for i, m in enumerate(self.members)],
+            self.members,
+        )
+
+    def column(self, index: int) -> tuple[int, int]:
+        """Of which column a shard is, and its number there."""
+        for column, ranges in enumerate(self._ranges):
+            if index < len(ranges):
+                return column, index
+            index -= len(ranges)
+        raise IndexError(f"there are only {len(self.members)} shards")
+
+    def of(self, column: int) -> range:
+        """The numbers of a column's shards."""
+        before = sum(len(ranges) for ranges in self._ranges[:column])
+        return range(before, before + (len(self._ranges[column]) if self._ranges else 0))
+
+    def serves(self, strategy: Strategy) -> bool:
+        """See Servers."""
+        return strategy.shards > 0
+
+    def seat(self, rank: int) -> None:
+        """See Servers."""
+        return
+
+    def replace(self, index: int, snapshot: Snapshot) -> str | None:
+        """Restore a shard from a snapshot: where it is now, or None when it died again."""
+        self._cluster.kill(self.members[index].handle)
+        self.members[index] = shard = self._spawn(index)
+        place([shard])
+        if shard.dead:
+            return None
+        assert self._orders is not None, "begin() comes first"
+        division = self._orders.division
+        part = snapshot if division is None else division.cut(snapshot, self.column(index)[0])
+        settle([shard.handle.call("begin", self._plan(index), self._cluster.share(part))], [shard])
+        return shard.address
+
+    def doors(self, column: int) -> list[tuple[str, int, int]]:
+        """For workers of a column: each shard's address and slice."""
+        return [
+            (self.members[i].address, lo, hi)
+            for i, (lo, hi) in zip(self.of(column), self._ranges[column] if self._ranges else [], strict=True)
+        ]
+
+    def poll(self, orders: Orders, wanted: int) -> None:
+        """See Servers."""
+        for member in self.members:
+            member.ask(wanted, orders.timeout)
+
+    def held(self, slowest: int) -> list[tuple[int, list[int]]] | None:
+        """See Servers."""
+        facts = [member.facts for member in self.members]
+        return [(f.reached, f.snapshots) for f in facts] if all(isinstance(f, ShardFacts) for f in facts) else None
+
+    def parts(self, rounds: int) -> Callable[[float], list[ShardPart | None]]:
+        """See Servers."""
+        return _waiting([member.handle.call("part", rounds) for member in self.members])
+
+    def saved(self, snapshot: Snapshot) -> None:
+        """See Servers."""
+        for member in [member for member in self.members if not member.dead]:
+            member.handle.call("saved", snapshot.round)  # where it is not heard, workers keep their pushes for longer
+
+    def close(self) -> None:
+        """See Servers."""
+        for member in self.members:
+            self._cluster.kill(member.handle)
+        self.members = []
+
+    def _spawn(self, index: int) -> Member:
+        handle = self._cluster.spawn(
+            "rayps.runtime.worker_actor:ShardActor",
+            index,
+            self._secret,
+            self._packed,
+            working_dir=self._working_dir,
+            threads=1,
+        )
+        return Member(f"shard-{index}", handle)
+
+    def _plan(self, index: int) -> ShardPlan:
+        orders = self._orders
+        assert orders is not None, "begin() comes first"
+        column, number = self.column(index)
+        lo, hi = self._ranges[column][number]
+        whole = None if orders.division is None else orders.division.layout
+        return ShardPlan(orders.generation, index, lo, hi, orders.strategy, orders.boundary, whole, orders.ticks)
+
+
+def _waiting(replies: Sequence[Reply]) -> Callable[[float], list[ShardPart | None]]:
+    return lambda timeout: [reply.result(timeout) for reply in replies]

@@ -1,0 +1,589 @@
+"""A training loop of one's own: `run` starts it on several workers, `wrap` gives it a strategy.
+
+A strategy's `round` wants to ask for a batch and a gradient; a user's loop wants to offer them. `wrap` runs the
+round in a thread of its own and hands the turn to and fro: exactly one of the two runs at any time.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import logging
+import math
+import pickle
+import threading
+import time
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any
+
+import cloudpickle
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from rayps.cluster.local import Cluster, Handle, LocalCluster, Reply, rendezvous, until
+from rayps.comm.ring import Ring
+from rayps.comm.ring.compressed_mean import compressed
+from rayps.core.errors import ActorDied, ConfigError, LinkError, PeerTimeout, RaypsError, WorkloadError
+from rayps.core.logs import LogBuffer
+from rayps.core.user_code import placed, user_code
+from rayps.ps.server_group import ServerGroup
+from rayps.ps.tables.embedding import tables_of
+from rayps.runtime.loop_watch import Said, Watch
+from rayps.runtime.progress import Display
+from rayps.strategies.catalogue import for_a_loop
+from rayps.tensors.flat import FlatModel, Gradient, beside
+from rayps.tensors.gradient_watch import GradWatch
+from rayps.tensors.learning_rate import Maker, Pace, Recipe, Ticks, pace_of
+from rayps.tensors.optim import plain_values
+from rayps.workload.base import pack, unpack
+
+log = logging.getLogger(__name__)
+
+TOLD_SECONDS = 0.1  # between two steps of a worker of which the caller hears at once
+REASON_SECONDS = 3.0  # after the first failure, for the failure behind it to be heard
+
+
+def _nothing() -> None:
+    """What follows a step of a loop that is not watched."""
+
+
+@dataclass(slots=True)
+class World:
+    """Where this worker stands in a `run`: its rank among `size` workers."""
+
+    rank: int
+    size: int
+    name: str
+    timeout: float
+    closing: list[Callable[[bool], None]] = field(default_factory=list)  # given whether the loop failed
+    steps: int = 0  # of wrapped optimizers, so far
+    stepped: Callable[[], None] = _nothing  # called after each of them
+    wraps: Any = field(default_factory=itertools.count)
+
+
+_world: ContextVar[World] = ContextVar("rayps_world")
+
+
+def world() -> World:
+    """This worker's rank and the number of workers, inside a `run`.
+
+    Raises:
+        ConfigError: called outside a `run`.
+    """
+    try:
+        return _world.get()
+    except LookupError:
+        raise ConfigError("there is no world here: start your loop by rayps.run(train_fn, workers=4)") from None
+
+
+def run(
+    train_fn: Callable[[], Any],
+    *,
+    workers: int,
+    resources: dict[str, float] | None = None,
+    address: str | None = None,
+    timeout: float = 60.0,
+    cluster: Cluster | None = None,
+) -> list[Any]:
+    """Call `train_fn()` on `workers` Ray actors at once, and give back what they returned, by rank.
+
+    Inside it, `rayps.world()` tells rank and size, and `rayps.wrap` gives model and optimizer a strategy. What
+    workers print is shown on stderr while they work, each line after the worker's name. A worker that dies is not
+    replaced, and ends the run. `address` is the Ray cluster to join, as for `rayps.train`.
+
+    Raises:
+        ConfigError, ClusterError, NoResources: it cannot be started.
+        ActorDied: a worker's process died: which one, after how many optimizer steps, and why.
+        WorkloadError: `train_fn` returned on one worker while another one takes more steps, which needs all of them.
+        RaypsError: what the first failing worker raised.
+    """
+    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
+        raise ConfigError(f"workers is {workers!r}: give a whole number of at least 1", field="workers")
+    packed = pack(train_fn)
+    wanted = {"cpu": 1.0} | (resources or {})
+    opened = cluster if cluster is not None else _open(address, workers, wanted)
+    try:
+        gang = opened.reserve([wanted] * workers, timeout)
+        name = f"run-{time.time_ns()}"
+        handles = [
+            opened.spawn(
+                "rayps.runtime.loop:LoopActor",
+                packed,
+                World(rank, workers, name, timeout),
+                capture=not isinstance(opened, LocalCluster),  # threads print here already
+                cpus=wanted["cpu"],
+                gpus=wanted.get("gpu", 0.0),
+                gang=gang,
+                index=rank,
+            )
+            for rank in range(workers)
+        ]
+        try:
+            return _results(handles, Watch(handles, Display(bar=False).lines))
+        finally:
+            for handle in handles:
+                opened.kill(handle)
+            if gang is not None:
+                gang.release()
+    finally:
+        if opened is not cluster:
+            opened.close()
+
+
+def _results(handles: list[Handle], watch: Watch) -> list[Any]:
+    """Everyone's answer; the first failure ends the wait for the others, who would miss their peer."""
+    replies = [handle.call("run") for handle in handles]
+    until(lambda: all(reply.done() for reply in replies) or bool(_failures(replies)), math.inf)
+    # a rank that failed is missed by its peers at once: what they say of it is not the reason
+    until(lambda: all(reply.done() for reply in replies) or bool(_reasons(replies)), REASON_SECONDS)
+    watch.finish([rank for rank, reply in enumerate(replies) if reply.done()])
+    uneven = None if _reasons(replies) or not _failures(replies) else watch.uneven()
+    if uneven is not None:
+        raise uneven
+    for rank, error in [*_reasons(replies), *_failures(replies)]:
+        raise watch.died(rank, error) if isinstance(error, ActorDied) else error
+    return [reply.result(0) for reply in replies]
+
+
+def _reasons(replies: list[Reply]) -> list[tuple[int, RaypsError]]:
+    return [(rank, error) for rank, error in _failures(replies) if not isinstance(error, LinkError)]
+
+
+def _failures(replies: list[Reply]) -> list[tuple[int, RaypsError]]:
+    found = []
+    for rank, reply in enumerate(replies):
+        try:
+            if reply.done():
+                reply.result(0)
+        except RaypsError as error:
+            found.append((rank, error))
+    return found
+
+
+def _open(address: str | None, workers: int, wanted: dict[str, float]) -> Cluster:
+    from rayps.cluster.ray_cluster import RayCluster
+
+    if address is not None:
+        return RayCluster.join(address)
+    return RayCluster.local(max(1, math.ceil(workers * wanted["cpu"])), None if wanted.get("gpu") else 0)
+
+
+class _Nowhere:
+    """A file that keeps nothing."""
+
+    def write(self, data: Any) -> int:
+        return len(data)
+
+
+def _sendable(result: Any) -> None:
+    """Refuse what the caller's process cannot be sent. Raises WorkloadError."""
+    try:
+        cloudpickle.Pickler(_Nowhere()).dump(result)
+    except Exception as error:  # whatever the user's objects raise
+        raise WorkloadError(
+            f"train_fn() returned {type(result).__name__}, which cannot be sent to the caller:\n"
+            f"{type(error).__name__}: {error}\nreturn data such as numbers, tensors or model.state_dict()"
+        ) from error
+
+
+class LoopActor:
+    """One worker's process of a `run`."""
+
+    def __init__(self, packed: bytes, place: World, *, capture: bool = False) -> None:
+        self._packed, self._place = packed, place
+        self._logs, self._returned, self._over = LogBuffer(), False, False
+        self._sends = capture  # to another process
+        self._told = 0.0  # when the caller was last woken to hear of a step
+        place.stepped = self._stepped
+        if capture:  # log records reach stderr by the user's own handlers, as in a plain process
+            self._logs.capture(records=False)
+        torch.set_num_threads(1)
+
+    def run(self) -> Any:
+        """Call the user's function in its world."""
+        _world.set(self._place)
+        failed = True
+        try:
+            with user_code("train_fn"):
+                result = unpack(self._packed)()
+            if self._sends:
+                _sendable(result)
+            self._returned, failed = True, False
+        except WorkloadError as error:
+            place = self._place
+            message = placed(error.message, f"on worker-{place.rank}, after {place.steps} optimizer steps")
+            raise WorkloadError(message, **error.data | {"rank": place.rank}) from error
+        finally:
+            try:
+                for close in reversed(self._place.closing):
+                    close(failed)
+            finally:
+                self._logs.release()
+                self._over = True  # there is no line after this
+                self._logs.release()
+        return result
+
+    def _stepped(self) -> None:
+        """Let the caller hear of the step, at most every tenth of a second: a death names the steps it knows of."""
+        now = time.monotonic()
+        if now - self._told >= TOLD_SECONDS:
+            self._told = now
+            self._logs.wake()
+
+    def said(self, seconds: float) -> Said:
+        """What was printed since the last call; waits `seconds` for a line or a step where there is none."""
+        if not self._over:
+            self._logs.wait(seconds)
+        over = self._over
+        return Said(self._logs.drain(), self._place.steps, self._returned, over)
+
+
+def wrap(
+    model: nn.Module, optimizer: Optimizer, strategy: Any = "all_reduce", *, schedule: Maker | None = None
+) -> tuple[nn.Module, Optimizer]:
+    """Let `optimizer.step()` be one round of a strategy; all workers begin with rank 0's parameters.
+
+    The loop stays as it is: zero_grad, loss, backward, step. Nothing is sent before `step`, so that several backwards
+    may add up first. `optimizer.samples` may be set to the number of samples they were means over (default 1), by
+    which means are weighted.
+
+    `schedule` is what `Workload.schedule` is, stepped once a step, right under every strategy: e.g.
+    `rayps.wrap(model, optimizer, strategy, schedule=lambda optimizer: CosineAnnealingLR(optimizer, T_max=1000))`. A
+    scheduler of the loop's own does too where the worker's optimizer steps. Under a parameter server the optimizer's
+    rule runs on the shards: there a change of its groups on the worker is an error at the next step.
+
+    `optimizer.clip_grad_norm_(max_norm)`, between the last backward and `step`, is
+    `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)` of the mean gradient over all workers: it exchanges,
+    once for each step, and `step` does not do so again. All workers must call it alike; it returns the norm, the same
+    on all. Where the gradients go to servers it clips what this worker pushes, and returns that norm. torch's own
+    function would see one worker's gradient, so a `.grad` that was changed between backward and `step` is an error;
+    zero_grad, several backwards, and gradients that no backward made are as in plain torch.
+
+    Raises:
+        ConfigError: outside a `run`, a strategy that changes during the run or is for `train` alone, or a model with
+            sparse tables.
+    """
+    here = world()
+    chosen = for_a_loop(strategy)
+    if tables_of(model):
+        raise ConfigError("wrap takes no model with sparse tables: use rayps.train, which gives them servers")
+    name = f"{here.name}/{next(here.wraps)}"
+    flat = FlatModel(model)
+    flat.drop_grad()  # none yet, as in plain torch: what has none after backward was not used
+    ring = Ring.join(name, here.rank, here.size, timeout=here.timeout)
+    if here.rank == 0 and here.size > 1:
+        log.info(ring.choice)
+    for value in [flat.vector, *beside(model).values()]:
+        ring.broadcast(value)
+    factory = _same_kind(optimizer, flat)
+    if schedule is not None:
+        factory = Recipe(factory, schedule)
+    pace = None if chosen.shards else pace_of(factory, flat.layout, optimizer, Ticks())
+    group, server = None, None
+    if chosen.shards:
+        group = _share(
+            name,
+            here,
+            lambda: ServerGroup(
+                dict(zip((e.name for e in flat.layout.entries), flat.parameters, strict=True)),
+                shards=chosen.shards,
+                replicas=chosen.replicas,
+                staleness=chosen.staleness,
+                compression=chosen.compression,
+                workers=here.size,
+                timeout=here.timeout,
+                optimizer=factory,
+            ),
+        )
+        server = group.server(here.rank)
+    talk = ring
+    if chosen.compression is not None and server is None:
+        talk, choice = compressed(ring, chosen.compression, Gradient(flat.packed, 0))
+        log.info(choice["message"])
+    turns = _Turns(chosen, flat, _Stepper(optimizer, pace, chosen.shards > 0), here, talk, server)
+    here.closing.append(lambda failed: _leave(turns, ring, server, group, failed))
+    optimizer.samples = 1  # type: ignore[attr-defined]
+
+    def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+        loss = turns.step(closure, self.samples)
+        here.steps += 1
+        here.stepped()
+        return loss
+
+    def clip_grad_norm_(self: Any, max_norm: float) -> Tensor:
+        return turns.clip(_norm(max_norm), self.samples, [p for group in self.param_groups for p in group["params"]])
+
+    # bound, as torch's schedulers of the learning rate expect it
+    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+    optimizer.clip_grad_norm_ = MethodType(clip_grad_norm_, optimizer)  # type: ignore[attr-defined]
+    turns.start()
+    return model, optimizer
+
+
+def _leave(turns: _Turns, ring: Ring, server: Any, group: ServerGroup | None, failed: bool) -> None:
+    if failed:
+        ring.abort()  # the others must not wait for this rank
+    turns.close()
+    if server is not None:
+        server.close()
+    if not failed:
+        ring.barrier()  # nobody ends the shards before everyone has left them
+    ring.close()
+    if group is not None:
+        group.close()
+
+
+def _share(name: str, here: World, make: Callable[[], ServerGroup]) -> ServerGroup:
+    """Rank 0 makes the group, the others find it."""
+    values, key = rendezvous(), f"rayps/group/{name}"
+    if here.rank == 0:
+        group = make()
+        values.put(key, pickle.dumps(group))
+        return group
+    if not until(lambda: values.get(key) is not None, here.timeout):
+        raise PeerTimeout(
+            f"worker-0 did not start its shards within {here.timeout:g} s: raise timeout",
+            peer="worker-0",
+            seconds=here.timeout,
+        )
+    shared: ServerGroup = pickle.loads(values.get(key) or b"")
+    return shared
+
+
+def _same_kind(optimizer: Optimizer, flat: FlatModel) -> Callable[[list[nn.Parameter]], Optimizer]:
+    """A factory of optimizers like this one, with its parameter groups, for slices of the same parameters."""
+    order = {id(p): i for i, p in enumerate(flat.parameters)}
+    kind = type(optimizer)
+    # not every default is an argument: AdamW has decoupled_weight_decay, and its groups carry it
+    defaults = {key: value for key, value in optimizer.defaults.items() if key in inspect.signature(kind).parameters}
+    groups = [
+        (
+            {key: value for key, value in group.items() if key not in ("params", "param_names")},
+            [order[id(p)] for p in group["params"] if id(p) in order],
+        )
+        for group in optimizer.param_groups
+    ]
+
+    def build(params: list[nn.Parameter]) -> Optimizer:
+        return kind([{**options, "params": [params[i] for i in members]} for options, members in groups], **defaults)
+
+    return build
+
+
+def _norm(given: Any) -> float:
+    """A norm to clip to. Raises ConfigError."""
+    if isinstance(given, bool) or not isinstance(given, (int, float)) or not given > 0:
+        raise ConfigError(f"max_norm is {given!r}: give a number above 0 (inf = only measure)", field="max_norm")
+    return float(given)
+
+
+class _Ended(Exception):
+    pass
+
+
+class _Stepper:
+    """The user's optimizer: stepped here, by its schedule; or on servers, and then its groups must stay as they are."""
+
+    def __init__(self, optimizer: Optimizer, pace: Pace | None, remote: bool) -> None:
+        self._step, self._pace, self._optimizer, self._number = optimizer.step, pace, optimizer, 0
+        self._begun = [plain_values(group) for group in optimizer.param_groups] if remote else []
+
+    def __call__(self) -> None:
+        """A step with the gradients that are there."""
+        if self._pace is not None:
+            self._pace.at(self._number)
+        self._number += 1
+        self._step()
+
+    def check(self) -> None:
+        """Raises ConfigError: the groups were changed, and the servers would not know."""
+        for begun, group in zip(self._begun, self._optimizer.param_groups, strict=False):
+            now = plain_values(group)
+            for key, value in begun.items():
+                if now.get(key) != value:
+                    raise ConfigError(
+                        f"{key} of the optimizer was changed from {value!r} to {now.get(key)!r}, and under a parameter "
+                        "server the shards step, with what they were given: say how it changes by rayps.wrap(..., "
+                        "schedule=lambda optimizer: SomeLR(optimizer, ...)), and step no scheduler in the loop; or use "
+                        "all_reduce",
+                        field="schedule",
+                    )
+
+
+class _Turns:
+    """The worker that the strategy's round sees, played by the user's loop."""
+
+    def __init__(
+        self, strategy: Any, flat: FlatModel, own_step: _Stepper, here: World, ring: Ring, server: Any
+    ) -> None:
+        self.rank, self.size, self.ring, self.server = here.rank, here.size, ring, server
+        self._strategy, self._flat, self._own_step = strategy, flat, own_step
+        self._gradient: Gradient | None = None
+        self._used: list[bool] = []  # which parameters have a gradient
+        self._unused: list[int] = []  # those that no rank has used
+        self._users = threading.Semaphore(0)  # the user's turn
+        self._rounds = threading.Semaphore(0)  # the round's turn
+        self._error: BaseException | None = None
+        self._ending = False
+        self._watch = GradWatch(flat)
+        # of the user's step: "" = not begun, "asked" = to stop once the mean is there, "held" = it is in `.grad`,
+        # "dropped" = the loop has gone on to another gradient
+        self._clip = ""
+        self._thread = threading.Thread(target=self._run, name="rayps-round", daemon=True)
+
+    # ---- the user's side
+
+    def start(self) -> None:
+        """Begin the first round; returns when it asks for a batch."""
+        self._thread.start()
+        self._wait()
+
+    def step(self, closure: Callable[[], Any] | None, samples: int) -> Any:
+        """Offer the gradient that is in `.grad`; returns when the next round asks for a batch."""
+        self._own_step.check()
+        loss = closure() if closure is not None else None
+        if self._holds():
+            self._rounds.release()
+        else:
+            self._offer(samples)
+        self._wait()
+        self._watch.clear()
+        return loss
+
+    def clip(self, max_norm: float, samples: int, params: list[nn.Parameter]) -> Tensor:
+        """Exchange the gradient, if this step has not done so, and clip what its optimizer will see; the norm."""
+        if self.server is not None:
+            self._must_be_unchanged()
+            self._flat.collect_used()
+        elif not self._holds():
+            self._clip = "asked"
+            self._offer(samples)
+            self._wait()
+            if self._clip != "held":
+                self._clip = ""
+                raise ConfigError(
+                    f"clip_grad_norm_ found no gradient to clip: {type(self._strategy).__name__} takes no step of this "
+                    "worker's optimizer",
+                    field="strategy",
+                )
+        norm = nn.utils.clip_grad_norm_(params, max_norm)
+        self._watch.keep()
+        return norm
+
+    def _holds(self) -> bool:
+        """Whether the mean of this step is in `.grad`. Raises ConfigError: something else was done to it."""
+        held = self._clip == "held" and not self._watch.replaced()
+        self._must_be_unchanged(held)
+        if self._clip == "held" and not held:  # the step was left out, and there is a new gradient
+            self._clip = "dropped"
+            self._rounds.release()
+            self._wait()
+        return held
+
+    def _must_be_unchanged(self, held: bool = False) -> None:
+        name = self._watch.changed_since_keep() if held else self._watch.changed()
+        if name is not None:
+            raise ConfigError(
+                f"the gradient of {name!r} was changed between {'clip_grad_norm_' if held else 'backward'} and "
+                "optimizer.step(), by something else than this optimizer:\nit is one worker's own until step() makes "
+                "the mean over all workers; to clip that, call optimizer.clip_grad_norm_(max_norm) on the wrapped "
+                "optimizer, after the last backward; to scale it, scale the loss",
+                parameter=name,
+            )
+
+    def _offer(self, samples: int) -> None:
+        """Give the round the gradient that is in `.grad`."""
+        self._used, self._unused = [p.grad is not None for p in self._flat.parameters], []
+        self._gradient = Gradient(self._flat.collect_grad(), samples)
+        self._rounds.release()
+
+    def close(self) -> None:
+        """End the round that is waiting for a batch."""
+        self._ending = True
+        self._watch.close()
+        self._rounds.release()
+        self._thread.join()
+
+    def _wait(self) -> None:
+        self._users.acquire()  # the round's own waits have deadlines
+        if self._error is not None:
+            raise self._error
+
+    # ---- the strategy's side
+
+    @property
+    def params(self) -> Tensor:
+        """The parameters as one vector."""
+        return self._flat.vector
+
+    @params.setter
+    def params(self, vector: Tensor) -> None:
+        with torch.no_grad():
+            self._flat.vector.copy_(vector)
+
+    def batch(self) -> None:
+        """Let the user's loop run until it offers a gradient."""
+        self._users.release()
+        self._rounds.acquire()
+        if self._ending:
+            raise _Ended
+
+    def grad(self, batch: None) -> Gradient:
+        """The gradient that the user's loop offered."""
+        assert self._gradient is not None
+        return self._gradient
+
+    def mean_grad(self, batch: None) -> Tensor:
+        """The mean of what everyone's loop offered; a parameter that no rank used has no gradient in the next step."""
+        mean: Tensor = self.ring.mean(self.grad(batch))
+        used = self.ring.max(torch.tensor(self._used, dtype=torch.uint8))
+        self._unused = [i for i, some in enumerate(used.tolist()) if not some]
+        return mean
+
+    def step_own(self, grad: Gradient | Tensor) -> None:
+        """Let the user's own optimizer apply a gradient."""
+        self._flat.load_grad(grad.vector if isinstance(grad, Gradient) else grad)
+        for i in self._unused:
+            self._flat.parameters[i].grad = None
+        if self._clip == "asked":
+            self._clip = "held"
+            self.batch()  # the user's turn, until it steps
+            dropped, self._clip = self._clip == "dropped", ""
+            if dropped:
+                return
+        self._own_step()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self._strategy.round(_RoundView(self))
+        except _Ended:
+            return
+        except BaseException as error:  # carried over to the user's thread, whatever it is
+            self._error = error
+            self._users.release()
+
+
+class _RoundView:
+    """`_Turns` with the names that a strategy uses."""
+
+    def __init__(self, turns: _Turns) -> None:
+        self.rank, self.size, self.ring, self.server = turns.rank, turns.size, turns.ring, turns.server
+        self.tables: Any = None
+        self.batch, self.grad, self.mean_grad, self.step = turns.batch, turns.grad, turns.mean_grad, turns.step_own
+        self._turns = turns
+
+    @property
+    def params(self) -> Tensor:
+        return self._turns.params
+
+    @params.setter
+    def params(self, vector: Tensor) -> None:
+        self._turns.params = vector
+
+
+__all__ = ["LoopActor", "World", "run", "world", "wrap"]

@@ -1,0 +1,88 @@
+"""One phase of a run, as its driver sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from rayps.parallel.division.divide import words
+from rayps.parallel.division.division import Division
+from rayps.ps.fixed.shard import Boundary
+from rayps.runtime.cost_report import Tally
+from rayps.runtime.expected_cost import tally_of
+from rayps.runtime.journal import Journal
+from rayps.strategies.calendar import Calendar, Span
+from rayps.strategies.catalogue import Phase
+from rayps.strategies.job import JobSpec
+from rayps.tensors.flat import Layout
+from rayps.tensors.learning_rate import Ticks
+from rayps.worker.plan import Orders
+from rayps.worker.snapshot import Snapshot
+from rayps.workload.base import Workload
+
+FEDERATED_EPOCHS = 10  # between states that are kept, unless the job says otherwise: such an epoch is one round
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """A phase, its rounds, and how the model is divided in it (None = a replica is one worker)."""
+
+    phase: Phase
+    span: Span
+    division: Division | None
+
+    @property
+    def end(self) -> int:
+        """The round after which it is over."""
+        return self.span.end
+
+    @property
+    def name(self) -> str:
+        """That of its strategy."""
+        return self.phase.strategy.name or type(self.phase.strategy).__name__
+
+    def enter(self, snapshot: Snapshot, workers: int) -> None:
+        """Let a state go on in this phase."""
+        snapshot.enter(self.span)
+        snapshot.under(self.name, workers)
+
+    def met(self, journal: Journal, calendar: Calendar, at: int, reason: str) -> Leg:
+        """File that its strategy's stop rule was met after round `at`, and end it there: so it is now."""
+        journal.event("met", f"{self.name} ends after round {at} of {self.end}: {reason}", round=at, end=self.end)
+        calendar.cut(self.end, at)
+        return replace(self, span=replace(self.span, end=at))
+
+    def tell(self, journal: Journal, now: int) -> None:
+        """File that it begins, after round `now`."""
+        strategy = self.phase.strategy
+        journal.event("phase", f"{self.name} until round {self.end}", round=now, end=self.end, strategy=strategy.name)
+        if self.division is not None:
+            journal.event("divided", words(self.division), columns=self.division.facts())
+
+    def tally(self, workload: Workload, workers: int, layout: Layout) -> Tally | None:
+        """What hears the points of its rounds; None where one worker waits for real clients."""
+        if self.phase.strategy.remote:
+            return None
+        return tally_of(workload, self.phase.strategy, workers, self.division, layout)
+
+    def orders(self, spec: JobSpec, generation: int, evaluated: int, mailbox: str | None = None) -> Orders:
+        """What a generation is told; the evaluation after round `evaluated` is filed."""
+        every, begin = spec.checkpoint_every, self.span.begin
+        if every is None:
+            strategy = self.phase.strategy  # a round of real clients is too dear to be made twice
+            epochs = FEDERATED_EPOCHS if strategy.federated and not strategy.remote else 1
+            boundary = Boundary(self.span.steps * epochs, self.end, begin)
+        else:
+            boundary = Boundary(every, self.end)
+        return Orders(
+            generation,
+            self.phase.strategy,
+            spec.seed,
+            self.end,
+            boundary,
+            evaluated,
+            spec.timeout,
+            self.span.origin,
+            self.division,
+            mailbox,
+            Ticks(self.span.origin, self.span.steps),
+        )

@@ -1,0 +1,62 @@
+"""The resources of a job's workers, reserved together, with replicas inside one host where they fit."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from rayps.cluster.local import Bundle, Cluster, Gang, not_free
+from rayps.cluster.placement import bundles, seat, words
+from rayps.core.errors import NoResources
+from rayps.core.grid import Grid
+
+_LOOK_SECONDS = 3.0  # then hosts may have other resources free; doubled each time
+
+
+@dataclass(frozen=True, slots=True)
+class Berths:
+    """Reserved bundles, and in which of them each rank is; `message` says where replicas are."""
+
+    gang: Gang | None = None
+    index: list[int] = field(default_factory=list)
+    message: str | None = None
+
+    def release(self) -> None:
+        """Give them back."""
+        if self.gang is not None:
+            self.gang.release()
+
+
+def reserve(cluster: Cluster, resources: Bundle, grid: Grid, timeout: float) -> Berths:
+    """Reserve the workers' resources together, all or none.
+
+    Where hosts have no room for all now, it waits for room that keeps replicas whole if the cluster is large enough for
+    that, and looks again from time to time.
+
+    Raises:
+        NoResources: there is too little of them, or too little is free until the timeout.
+    """
+    one_each = [resources] * grid.size
+    if grid.columns == 1 or not any(resources.values()):
+        return Berths(cluster.reserve(one_each, timeout), list(range(grid.size)))
+    end, patience = time.monotonic() + timeout, _LOOK_SECONDS
+    while True:
+        seating = seat(cluster.hosts(), grid, resources) or seat(cluster.hosts(free=False), grid, resources)
+        wanted, index = one_each, list(range(grid.size))
+        if seating is not None:
+            wanted, index = bundles(seating.hosts, grid, resources)
+        left = end - time.monotonic()
+        try:
+            gang = cluster.reserve(wanted, max(min(patience, left), 0.1))
+        except NoResources as error:
+            if "free" not in error.data:  # never enough
+                raise
+            if left <= patience:
+                raise not_free(one_each, error.data["free"], timeout) from None
+            patience *= 2
+            continue
+        if gang is None:
+            return Berths(None, index)
+        held = gang.hosts()
+        reasons = {} if seating is None else seating.reasons
+        return Berths(gang, index, words([held[i] for i in index], grid, reasons))

@@ -1,0 +1,272 @@
+"""`rayps.train`: a workload trained by several Ray actors, from one call, to a result."""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from torch import nn
+
+from rayps.cluster.local import Cluster
+from rayps.core import metrics
+from rayps.core.errors import CheckpointError, ConfigError, RaypsError, TrainingError
+from rayps.ps.tables.embedding import load, load_states, tables_of
+from rayps.runtime.driver import Driver
+from rayps.runtime.interrupt import stops
+from rayps.runtime.journal import Journal
+from rayps.runtime.outcome import Outcome
+from rayps.runtime.progress import Display
+from rayps.strategies.catalogue import parse, wire
+from rayps.strategies.job import LOCAL_CPUS, JobSpec, Status
+from rayps.tensors import checkpoint as checkpoints
+from rayps.worker.snapshot import Snapshot
+from rayps.workload.base import Workload, check_clip_norm
+from rayps.workload.base import load as load_workload
+
+
+@dataclass(slots=True, repr=False)
+class Result:
+    """What a run gave: final metrics, the history of its rounds, its events, its model."""
+
+    metrics: dict[str, float]
+    history: pa.Table
+    events: list[dict[str, Any]]
+    checkpoint: Path | None
+    workload: Workload
+    snapshot: Snapshot
+    tables: dict[str, list[Any]] = field(default_factory=dict)  # states of sparse tables, where no checkpoint has them
+
+    def __repr__(self) -> str:
+        found = ", ".join(f"{name}={value:.4g}" for name, value in self.metrics.items())
+        saved = f", checkpoint={str(self.checkpoint)!r}" if self.checkpoint else ""
+        return f"Result({found or 'no metrics'}, {self.history.num_rows} rounds, {len(self.events)} events{saved})"
+
+    @property
+    def costs(self) -> list[dict[str, Any]]:
+        """Of each phase what a step cost, `measured` beside the `formula`: see `rayps.runtime.cost_report.measured`."""
+        return [event for event in self.events if event["kind"] == "costs"]
+
+    def model(self) -> nn.Module:
+        """The trained model, on the CPU, with its sparse tables in this process, in evaluation mode.
+
+        `eval()` was called on it: dropout is off, and BatchNorm uses its running statistics. Call `.train()` on it to
+        train it further.
+        """
+        model = self.snapshot.fill(self.workload.model())
+        if self.tables:
+            model = load_states(model, self.tables)
+        elif self.checkpoint and tables_of(model):
+            model = load(model, self.checkpoint / checkpoints.TABLES)
+        return model.eval()
+
+
+def train(
+    workload: Workload | str,
+    *,
+    strategy: Any = "all_reduce",
+    workers: int = 1,
+    epochs: int | None = None,
+    steps: int | None = None,
+    seed: int = 0,
+    checkpoint: str | Path | None = None,
+    checkpoint_every: int | None = None,
+    resume: bool | str | Path = False,
+    resources: dict[str, float] | None = None,
+    address: str | None = None,
+    max_failures: int = 3,
+    timeout: float = 60.0,
+    progress: bool | Callable[[dict[str, Any]], None] = True,
+    cluster: Cluster | None = None,
+    server_group: str | None = None,
+    branch: str | None = None,
+    quota: dict[str, float] | None = None,
+    name: str | None = None,
+) -> Result:
+    """Train a workload with `workers` Ray actors and give back the result.
+
+    `workload` is a Workload or its name ("digits.py:Digits"). `strategy` is a Strategy, its name
+    ("parameter_server:staleness=3,shards=2"), or a list of (epochs, strategy) to change it during the run.
+    Where its `replica` is several workers, `workers` are a whole number of replicas and each holds its part of the
+    model; the parameters that it begins with are drawn in this process.
+    Without `epochs` or `steps` (batches per worker) it trains one epoch.
+
+    `address` is the Ray cluster to join: "host:port" of its head, or "auto" for the one that RAY_ADDRESS names or that
+    runs on this machine. A process can be in one Ray: one that rayps started or joined is left for the address, unless
+    a run uses it; in one of the user's own ray.init() another address is refused. Without `address` the Ray in which
+    the process is already is used; where it is in none, a private one is started on this machine, with as many logical
+    CPUs as are asked for, and ended without a trace.
+
+    `checkpoint` is a folder: a state is saved there after every epoch (of federated clients, after every tenth), or
+    every `checkpoint_every` rounds (those that pass while one is being saved are left out), and `resume=True` goes on
+    from the newest one that is whole and finite (or from the checkpoint whose path is given). `resources` are those of
+    one worker: {"cpu": 1, "gpu": 1}. A worker or shard that dies is replaced up to `max_failures` times; a peer that is
+    silent for `timeout` seconds counts as dead, and so does a worker in which one call of your code takes longer (a
+    method's first call has three minutes). Code of yours that exits or raises ends the run with the method, the worker
+    and the round. On a Ray of the run's own, or at an address, one batch is tried in a process beside while workers
+    start, so that a mistake in shapes, labels or dtypes is answered first. `progress` is shown on stderr, or given to
+    your function.
+
+    `server_group` names an elastic server group of the cluster at `address` (`rayps servers start`), on which the job
+    has a space of its own `name`, within `quota`: {"bytes": ..., "operations": a second}. `branch` is the name of
+    another space there, with whose parameters it begins.
+
+    Raises:
+        UserError: what was given cannot work (ConfigError, WorkloadError, DataError, CheckpointError).
+        NoResources: the cluster cannot hold the workers.
+        ClusterError: no Ray cluster answers at `address`, it refuses the token, or the process is in another Ray.
+        KeyboardInterrupt: Ctrl-C; says what was kept. With a `checkpoint` folder a state is saved first.
+        TrainingError: the run failed more often than max_failures, or its loss, a gradient, a parameter, a table's row
+            or an optimizer's moment is not finite: neither a result nor a checkpoint is made of these.
+    """
+    phases = parse(strategy)
+    kind = workload if isinstance(workload, str) else f"{type(workload).__module__}:{type(workload).__qualname__}"
+    spec = JobSpec(
+        kind,
+        wire(phases),
+        workers,
+        epochs,
+        steps,
+        seed,
+        {"cpu": 1.0} | (resources or {}),
+        str(Path.cwd()),
+        checkpoint_every,
+        max_failures,
+        timeout,
+        name=name,
+        server_group=server_group,
+        branch=branch,
+        quota=quota,
+    ).check()
+    if server_group is not None and cluster is None and address is None:
+        raise ConfigError(
+            f"server_group is {server_group!r}: give the address of the cluster on which it runs too", field="address"
+        )
+    workload = _workload(workload)
+    folder = Path(checkpoint) if checkpoint is not None else None
+    resumed, passed = _resume(resume, folder)
+    if folder is not None:
+        _must_take_checkpoints(folder, resumed)
+    display = Display() if progress is True else None
+    on_progress = display.progress if display else progress if callable(progress) else None
+    told = (display.event, display.lines) if display else (None, None)
+    journal = Journal(on_progress=on_progress, on_event=told[0], on_lines=told[1])
+    for warning in passed:
+        journal.event("warning", warning)
+    own = cluster is None
+    driver = Driver(workload, spec, journal, checkpoints=folder, resume=resumed, phases=phases, capture=own, tries=own)
+    try:
+        outcome = _run(driver, cluster, address)
+    finally:
+        if display:
+            display.close()
+    if outcome.status is not Status.SUCCEEDED or outcome.snapshot is None:
+        raise outcome.error if isinstance(outcome.error, RaypsError) else TrainingError(outcome.message)
+    return Result(
+        outcome.metrics,
+        metrics.history(journal.points),
+        journal.events,
+        outcome.checkpoint,
+        workload,
+        outcome.snapshot,
+        outcome.tables,
+    )
+
+
+def _workload(given: Workload | str) -> Workload:
+    if isinstance(given, str):
+        given = load_workload(given)
+    if not isinstance(given, Workload):
+        what = f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
+        example = f"{given.__name__}()" if isinstance(given, type) else "Digits()"
+        raise ConfigError(
+            f"workload is {what}: give an instance of a class derived from rayps.Workload, such as {example}, "
+            "or its name 'digits.py:Digits'"
+        )
+    check_clip_norm(given)
+    return given
+
+
+def _run(driver: Driver, cluster: Cluster | None, address: str | None) -> Outcome:
+    """Run the driver on the cluster, or on one that is opened and closed for it. Ctrl-C says what was kept."""
+    opened = None
+    try:
+        driver.preflight()  # what cannot work is said before Ray takes seconds to start
+        opened = cluster if cluster is not None else _open(address, driver.spec, driver.journal)
+        with stops(driver, lambda text: driver.journal.event("stopping", text)) as interrupts:
+            outcome = driver.run(opened)
+    finally:
+        driver.close()
+        if opened is not None and opened is not cluster:
+            opened.close()
+    if interrupts and outcome.status is Status.STOPPED:
+        way_on = (
+            "--resume (resume=True) goes on from there"
+            if outcome.checkpoint
+            else ("give a folder for checkpoints (--checkpoint DIR, checkpoint=DIR) to be able to go on")
+        )
+        raise KeyboardInterrupt(f"{outcome.message}\n{way_on}")
+    return outcome
+
+
+def _open(address: str | None, spec: JobSpec, journal: Journal) -> Cluster:
+    """The cluster at the address, or a private Ray with the logical CPUs that the job asks for."""
+    from rayps.cluster.ray_cluster import RayCluster
+
+    if address is not None:
+        return RayCluster.join(address)
+    cpus = math.ceil(spec.workers * spec.resources["cpu"])
+    cores = os.cpu_count() or 1
+    if cpus > (most := max(LOCAL_CPUS, cores)):
+        raise ConfigError(
+            f"the job needs {cpus} CPUs ({spec.workers} workers x {spec.resources['cpu']:g}) and a Ray of its own on "
+            f"this machine has {most}:\nask for fewer workers, give each less (--cpus-per-worker, resources), if the "
+            "memory holds so many processes, or join a cluster with address=",
+            field="workers",
+            code="too_large",
+        )
+    if cpus > cores:
+        journal.event("warning", f"{spec.workers} workers share {cores} cores: right for trying out, not for speed")
+    gpus = math.ceil(spec.workers * spec.resources.get("gpu", 0)) or None
+    return RayCluster.local(max(cpus, 1), None if gpus else 0)
+
+
+def _must_take_checkpoints(folder: Path, resumed: Path | None) -> None:
+    """Refuse a folder that would lose an earlier run's checkpoints, or that cannot be written, before hours of work."""
+    if resumed is None and folder.is_dir() and (held := checkpoints.newest(folder)) is not None:
+        raise CheckpointError(
+            f"{folder} holds the checkpoints of an earlier run ({held.name}), which a new run would replace:\n"
+            "give resume=True (--resume) to go on from them, or another folder"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise CheckpointError(
+            f"checkpoints cannot be written to {folder}: {error.strerror or error}\ngive a folder that can be written"
+        ) from error
+
+
+def _resume(resume: bool | str | Path, folder: Path | None) -> tuple[Path | None, list[str]]:
+    """The checkpoint to go on from, and what to say of newer ones that cannot be used."""
+    if resume is False:
+        return None, []
+    if resume is not True:
+        return Path(resume), []
+    if folder is None:
+        raise ConfigError(
+            "resume=True needs checkpoint=FOLDER: the folder in which the earlier run saved its checkpoints"
+        )
+    newest, passed = checkpoints.usable(folder)
+    if newest is None:
+        why = f" ({passed[0]})" if passed else ""
+        raise CheckpointError(
+            f"there is no whole checkpoint in {folder}{why}: start without resume, or give another folder"
+        )
+    return newest, passed

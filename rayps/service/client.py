@@ -1,0 +1,387 @@
+"""A job service, seen from Python: submit, list, follow, stop. Imports neither torch nor ray.
+
+Calls that change nothing, or that carry an Idempotency-Key, are repeated when the connection fails. Following
+survives a restart of the service: a stream goes on from its cursor and is over only when the service says so.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Self
+
+import httpx2
+
+from rayps.core.errors import ConfigError, Conflict, NotFound, RaypsError, ServiceError, Unauthorized, Unreachable
+from rayps.service.remote_group import RemoteGroup
+from rayps.service.settings import Settings
+from rayps.strategies.job import Status
+
+_ERRORS: dict[int, type[RaypsError]] = {
+    400: ConfigError,
+    401: Unauthorized,
+    403: Unauthorized,
+    404: NotFound,
+    409: Conflict,
+    413: ConfigError,
+    422: ConfigError,
+}
+_RETRIES = 4
+_PATIENCE = 60.0  # seconds that a follower waits for a service that is gone
+
+
+class Client:
+    """A job service. Without arguments: the one of this machine and user (RAYPS_URL, RAYPS_TOKEN)."""
+
+    def __init__(self, url: str | None = None, token: str | None = None, *, timeout: float = 30.0) -> None:
+        settings = Settings.read(url=url)
+        self.url = settings.url or _running(settings) or f"http://127.0.0.1:{settings.port}"
+        self._token = token if token is not None else _token(settings)
+        self._state_dir = settings.state_dir
+        self._http = httpx2.Client(
+            base_url=self.url,
+            timeout=timeout,
+            trust_env=False,
+            headers={"Authorization": f"Bearer {self._token or 'none'}", "User-Agent": "rayps"},
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the connection."""
+        self._http.close()
+
+    def submit(self, workload: str, *, working_dir: str | Path | None = ".", **spec: Any) -> Job:
+        """File a job and give it back at once; see `rayps.strategies.job.JobSpec` for what it may have.
+
+        `strategy` is a name, text with options, or a dict. `working_dir` is the directory on the service's
+        machine from which the workload is imported.
+
+        Raises:
+            ConfigError: the service refused the job.
+            Unreachable, Unauthorized.
+        """
+        body = {key: value for key, value in spec.items() if value is not None}
+        body["workload"] = workload
+        if working_dir is not None:
+            body["working_dir"] = str(Path(working_dir).expanduser().resolve())
+        found = self.call("POST", "/api/v1/jobs", json=body, headers={"Idempotency-Key": uuid.uuid4().hex})
+        return Job(self, found)
+
+    def job(self, job_id: str) -> Job:
+        """A job by its id, or the beginning of it.
+
+        Raises:
+            NotFound: there is none.
+            ConfigError: there are several.
+        """
+        return Job(self, self.call("GET", f"/api/v1/jobs/{_part(job_id)}"))
+
+    def jobs(self, *, status: Status | str | None = None, limit: int = 50) -> list[Job]:
+        """The newest jobs, newest first."""
+        found: list[Job] = []
+        cursor: str | None = None
+        while len(found) < limit:
+            params = {"limit": min(200, limit - len(found)), "status": status, "cursor": cursor}
+            page = self.call("GET", "/api/v1/jobs", params={k: v for k, v in params.items() if v is not None})
+            found += [Job(self, data) for data in page["jobs"]]
+            cursor = page["next_cursor"]
+            if cursor is None:
+                break
+        return found
+
+    def start_servers(
+        self, name: str, *, servers: int = 2, replicas: int = 1, silence: float | None = None
+    ) -> RemoteGroup:
+        """Start a server group and give it back at once; `.wait()` waits until its servers are there.
+
+        A server that says nothing for `silence` seconds (10) is taken for dead; one whose process ends, at once.
+
+        Raises:
+            ConfigError: it can never be, Conflict: there is one of that name, Unreachable, Unauthorized.
+        """
+        body = {"name": name, "servers": servers, "replicas": replicas}
+        if silence is not None:
+            body["silence"] = silence
+        return RemoteGroup(self.call, self.call("POST", "/api/v1/server-groups", json=body))
+
+    def servers(self, name: str) -> RemoteGroup:
+        """A server group by its name. Raises NotFound, naming those that exist."""
+        return RemoteGroup(self.call, {"name": name}).refresh()
+
+    def server_groups(self) -> list[dict[str, Any]]:
+        """Every server group, in short."""
+        found: list[dict[str, Any]] = self.call("GET", "/api/v1/server-groups")["groups"]
+        return found
+
+    def strategies(self) -> list[dict[str, Any]]:
+        """The strategies that the service knows."""
+        found: list[dict[str, Any]] = self.call("GET", "/api/v1/strategies")
+        return found
+
+    def cluster(self) -> dict[str, Any]:
+        """The Ray behind the service."""
+        found: dict[str, Any] = self.call("GET", "/api/v1/cluster")
+        return found
+
+    def page_address(self) -> str:
+        """The dashboard's address with a code that opens it once, within five minutes."""
+        return f"{self.url}/#code={self.call('POST', '/api/v1/codes')['code']}"
+
+    def call(self, method: str, path: str, **kwargs: Any) -> Any:
+        """One call, repeated while the connection fails if that is harmless; gives the JSON.
+
+        Raises:
+            Unreachable, Unauthorized, NotFound, Conflict, ConfigError, ServiceError.
+            ConfigError also for a value in `json` that JSON cannot hold (NaN, infinity, an object): nothing was sent.
+        """
+        harmless = method == "GET" or "Idempotency-Key" in kwargs.get("headers", {})
+        for field, value in (kwargs.get("json") or {}).items():
+            _json_only(field, value)
+        failure: Exception | None = None
+        for attempt in range(_RETRIES if harmless else 1):
+            if attempt:
+                time.sleep(_pause(attempt))
+            try:
+                answer = self._http.request(method, path, **kwargs)
+            except httpx2.TransportError as error:
+                failure = error
+                continue
+            if answer.status_code in (502, 503, 504) and harmless and attempt < _RETRIES - 1:
+                failure = None
+                continue
+            return self._checked(answer)
+        raise self._unreachable(failure)
+
+    def stream(self, job_id: str, topics: str, cursor: str = "") -> Iterator[tuple[str, Any]]:
+        """(event, data) as they happen, until the job has ended; goes on after lost connections.
+
+        Raises:
+            Unreachable: nobody answered for a minute.
+            NotFound, Unauthorized.
+        """
+        silent_since: float | None = None
+        attempt = 0
+        while True:
+            try:
+                params = {"job": job_id, "topics": topics, "cursor": cursor}
+                with self._http.stream("GET", "/api/v1/stream", params=params) as answer:
+                    if answer.status_code >= 500 or answer.status_code == 429:
+                        raise httpx2.ReadError(f"the service answered {answer.status_code}")
+                    if answer.status_code != 200:
+                        answer.read()
+                        self._checked(answer)
+                    silent_since, attempt = None, 0
+                    for event, data, at in _events(answer.iter_lines()):
+                        cursor = at or cursor
+                        yield event, data
+                        if event == "end":
+                            return
+            except httpx2.TransportError as error:
+                silent_since = silent_since if silent_since is not None else time.monotonic()
+                if time.monotonic() - silent_since > _PATIENCE:
+                    raise self._unreachable(error) from error
+            attempt += 1
+            time.sleep(_pause(attempt))
+
+    def _checked(self, answer: httpx2.Response) -> Any:
+        if answer.status_code == 401 and not self._token:
+            raise Unauthorized(
+                f"there is no token in {self._state_dir}: give the service's state directory in RAYPS_STATE_DIR (what "
+                "`rayps serve`\nwas given as --state-dir), or its token in RAYPS_TOKEN",
+                status=401,
+            )
+        return checked(answer)
+
+    def _unreachable(self, error: Exception | None) -> Unreachable:
+        cause = f" ({error})" if error is not None and str(error) else ""
+        return Unreachable(
+            f"no rayps service answers at {self.url}{cause}:\nstart one with `rayps serve`, or give its address "
+            "in RAYPS_URL",
+            url=self.url,
+        )
+
+
+def _json_only(field: str, value: Any) -> None:
+    """Refuse a value that JSON cannot hold, by the name of its field."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"{field} is {value!r}, which JSON cannot hold: give finite numbers, text, lists and dicts of them",
+            field=field,
+        ) from None
+
+
+class Job:
+    """One job of a service; `data` is what it last said."""
+
+    def __init__(self, client: Client, data: dict[str, Any]) -> None:
+        self._client = client
+        self.data = data
+
+    def __repr__(self) -> str:
+        return f"Job({self.id!r}, {self.data['status']})"
+
+    @property
+    def id(self) -> str:
+        """The job's id."""
+        return str(self.data["id"])
+
+    @property
+    def status(self) -> Status:
+        """Where it stands now: asks the service, unless it has ended."""
+        if not Status(self.data["status"]).terminal:
+            self.refresh()
+        return Status(self.data["status"])
+
+    @property
+    def result(self) -> dict[str, float]:
+        """The final metrics; empty before the end."""
+        return dict(self.data.get("metrics") or {})
+
+    def refresh(self) -> Self:
+        """Ask the service how it stands."""
+        self.data = self._client.call("GET", f"/api/v1/jobs/{self.id}")
+        return self
+
+    def stop(self) -> Self:
+        """Ask it to stop.
+
+        Raises:
+            Conflict: it has ended.
+        """
+        self.data = self._client.call("POST", f"/api/v1/jobs/{self.id}/stop")
+        return self
+
+    def delete(self) -> None:
+        """Delete it with its logs, metrics and checkpoints.
+
+        Raises:
+            Conflict: it has not ended, or a job that has not ended resumes one of its checkpoints.
+        """
+        self._client.call("DELETE", f"/api/v1/jobs/{self.id}")
+
+    def wait(self, timeout: float | None = None, pause: float = 0.5) -> Self:
+        """Wait until it has ended; survives a restart of the service.
+
+        Raises:
+            TimeoutError: it had not ended within `timeout` seconds.
+            Unreachable: nobody answered for a minute.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        silent_since: float | None = None
+        while True:
+            try:
+                if self.status.terminal:
+                    return self
+                silent_since = None
+            except Unreachable:
+                silent_since = silent_since if silent_since is not None else time.monotonic()
+                if time.monotonic() - silent_since > _PATIENCE:
+                    raise
+            if deadline is not None and time.monotonic() >= deadline:
+                raise TimeoutError(
+                    f"job {self.id} is {self.data['status']} after {timeout:g} s: wait longer with timeout=, or stop it"
+                )
+            time.sleep(pause)
+
+    def logs(self, *, follow: bool = False) -> Iterator[dict[str, str]]:
+        """Log lines ({"time", "source", "text"}); with `follow` until the job has ended."""
+        return self._all("logs", "lines", follow)
+
+    def metrics(self, *, follow: bool = False) -> Iterator[dict[str, Any]]:
+        """Metric points, one a round and one an evaluation."""
+        return self._all("metrics", "points", follow)
+
+    def events(self, *, follow: bool = False) -> Iterator[dict[str, Any]]:
+        """What happened to the job."""
+        return self._all("events", "events", follow)
+
+    def follow(self) -> Iterator[tuple[str, Any]]:
+        """(topic, data) of everything, as it happens, until the job has ended."""
+        for event, data in self._client.stream(self.id, "job,logs,events"):
+            if event == "job":
+                self.data = data
+            yield event, data
+        self.refresh()
+
+    def _all(self, topic: str, key: str, follow: bool) -> Iterator[Any]:
+        if follow:
+            for event, data in self._client.stream(self.id, topic):
+                if event == topic:
+                    yield from data[key]
+            return
+        cursor: int = 0
+        while True:
+            page = self._client.call("GET", f"/api/v1/jobs/{self.id}/{topic}", params={"cursor": cursor})
+            yield from page[key]
+            if page["cursor"] == cursor:
+                return
+            cursor = page["cursor"]
+
+
+def _events(lines: Iterator[str]) -> Iterator[tuple[str, Any, str]]:
+    """The messages of a server-sent-event stream: name, data, id."""
+    event, data, at = "message", "", ""
+    for line in lines:
+        if line == "":
+            if data:
+                yield event, json.loads(data), at
+            event, data, at = "message", "", ""
+            continue
+        key, _, value = line.partition(":")
+        value = value.removeprefix(" ")
+        if key == "event":
+            event = value
+        elif key == "data":
+            data += value
+        elif key == "id":
+            at = value
+
+
+def checked(answer: httpx2.Response) -> Any:
+    """The JSON of an answer; what it says went wrong is raised, by its status."""
+    if answer.is_success:
+        return answer.json() if answer.content else None
+    try:
+        problem = answer.json()
+    except ValueError:
+        problem = {}
+    detail = str(problem.get("detail") or f"the service answered {answer.status_code}")
+    kind = _ERRORS.get(answer.status_code, ServiceError)
+    raise kind(detail, status=answer.status_code, code=problem.get("code"), request_id=problem.get("request_id"))
+
+
+def _pause(attempt: int) -> float:
+    return random.uniform(0.5, 1.0) * min(5.0, 0.1 * 2.0**attempt)
+
+
+def _part(text: str) -> str:
+    if not text or not text.isascii() or not text.isalnum():
+        raise NotFound(f"there is no job {text!r}: `rayps ls` lists them", status=404)
+    return text
+
+
+def _running(settings: Settings) -> str | None:
+    try:
+        return str(json.loads(settings.service_file.read_text())["url"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _token(settings: Settings) -> str:
+    if settings.token is not None:
+        return settings.token
+    try:
+        return settings.token_file.read_text().strip()
+    except OSError:
+        return ""  # the service will say what is missing

@@ -1,0 +1,114 @@
+"""Which rounds belong to which phase and epoch of a run. Pure.
+
+A round is one batch of every replica, so an epoch has as many rounds as the strategy of its phase leaves it replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from rayps.core.errors import ConfigError
+from rayps.strategies.catalogue import Phase, phase_ends
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One phase: rounds `begin` to `end`, counted from the run's begin, of which the first is of epoch `epoch`."""
+
+    begin: int
+    end: int
+    epoch: int
+    steps: int  # rounds in an epoch
+    replicas: int
+    columns: int  # workers of a replica
+
+    @property
+    def origin(self) -> tuple[int, int]:
+        """The round and the epoch that its epochs are counted from."""
+        return self.begin, self.epoch
+
+    def epoch_of(self, done: int) -> int:
+        """Whole epochs of the run that lie behind after `done` rounds, in this phase."""
+        return self.epoch + (done - self.begin) // self.steps
+
+
+class Calendar:
+    """The phases of one run, one behind another."""
+
+    def __init__(
+        self, phases: Sequence[Phase], steps: Sequence[int], workers: int, *, epochs: int | None, rounds: int | None
+    ) -> None:
+        """`steps` are the rounds of an epoch in each phase; the job has so many `epochs`, or `rounds`.
+
+        Raises:
+            ConfigError: the phases' epochs and the job's epochs or rounds do not fit together.
+        """
+        if len(set(steps)) == 1:
+            ends = phase_ends(list(phases), steps[0], epochs=epochs, steps=rounds)
+        else:
+            ends = _ends(phases, steps, epochs, rounds)
+        self.spans: list[Span] = []
+        begin = epoch = 0
+        for phase, end, count in zip(phases, ends, steps, strict=True):
+            grid = phase.strategy.grid(workers)
+            self.spans.append(Span(begin, end, epoch, count, grid.data, grid.columns))
+            begin, epoch = end, epoch + (phase.epochs or 0)
+
+    @property
+    def rounds(self) -> int:
+        """In all."""
+        return self.spans[-1].end
+
+    @property
+    def epochs(self) -> int:
+        """In all; the last may be cut short."""
+        last = self.spans[-1]
+        return last.epoch - (last.begin - last.end) // last.steps
+
+    def at(self, done: int) -> Span:
+        """The phase that goes on after `done` rounds; the last one when the run is over."""
+        return next((span for span in self.spans if done < span.end), self.spans[-1])
+
+    def epoch_of(self, number: int) -> int:
+        """The epoch of the round with this number."""
+        return self.at(number).epoch_of(number)
+
+    def cut(self, planned: int, at: int) -> bool:
+        """Let the phase that was to end at round `planned` end at `at`, and those after it begin the sooner.
+
+        False where there is no such phase: the run has others by now.
+        """
+        number = next((i for i, span in enumerate(self.spans) if span.end == planned and span.begin <= at), None)
+        if number is None:
+            return False
+        self.spans[number] = replace(self.spans[number], end=at)
+        for i in range(number + 1, len(self.spans)):
+            span = self.spans[i]
+            self.spans[i] = replace(span, begin=span.begin - planned + at, end=span.end - planned + at)
+        return True
+
+    def after(self, epochs: int) -> int:
+        """The rounds that so many whole epochs take."""
+        span = next((span for span in reversed(self.spans) if span.epoch <= epochs), self.spans[0])
+        return span.begin + (epochs - span.epoch) * span.steps
+
+
+def _ends(phases: Sequence[Phase], steps: Sequence[int], epochs: int | None, rounds: int | None) -> list[int]:
+    """The rounds at which phases end, where an epoch has not as many in each."""
+    by_epoch = phase_ends(list(phases), 1, epochs=epochs, steps=None) if rounds is None else []
+    found, at, before = [], 0, 0
+    for i, phase in enumerate(phases):
+        if i < len(phases) - 1:
+            at += (phase.epochs or 0) * steps[i]
+            before += phase.epochs or 0
+        else:
+            at = rounds if rounds is not None else at + (by_epoch[-1] - before) * steps[i]
+        found.append(at)
+    if len(found) > 1 and found[-2] >= found[-1]:
+        raise ConfigError(
+            f"the phases before the last take {before} epochs = {found[-2]} rounds, and the job has {found[-1]}: raise "
+            "steps",
+            field="steps",
+        )
+    return found

@@ -1,0 +1,204 @@
+"""A job: what was asked for, and the legal moves of its status. Pure data; no I/O."""
+
+from __future__ import annotations
+
+import enum
+import math
+import re
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
+
+from rayps.core.errors import ConfigError
+from rayps.strategies.catalogue import parse
+
+LOCAL_CPUS = 16  # logical CPUs of a Ray that rayps starts itself, where the machine has fewer cores
+
+
+class Status(enum.StrEnum):
+    """Where a job stands."""
+
+    QUEUED = "QUEUED"
+    STARTING = "STARTING"
+    RUNNING = "RUNNING"
+    RECOVERING = "RECOVERING"
+    STOPPING = "STOPPING"
+    UNKNOWN = "UNKNOWN"  # a failed look is not a failed job
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+    STOPPED = "STOPPED"
+
+    @property
+    def terminal(self) -> bool:
+        """Whether the job has ended; such a status is written once."""
+        return not MOVES[self]
+
+
+_ENDS = {Status.SUCCEEDED, Status.FAILED, Status.STOPPED}
+_ALIVE = {Status.STARTING, Status.RUNNING, Status.RECOVERING, Status.STOPPING, Status.UNKNOWN}
+
+MOVES: dict[Status, set[Status]] = {
+    Status.QUEUED: {Status.STARTING, Status.STOPPED, Status.FAILED},
+    Status.STARTING: (_ALIVE | _ENDS) - {Status.STARTING},
+    Status.RUNNING: (_ALIVE | _ENDS) - {Status.RUNNING, Status.STARTING},
+    Status.RECOVERING: (_ALIVE | _ENDS) - {Status.RECOVERING},
+    Status.STOPPING: _ENDS | {Status.UNKNOWN},
+    Status.UNKNOWN: (_ALIVE | _ENDS) - {Status.UNKNOWN},
+    Status.SUCCEEDED: set(),
+    Status.FAILED: set(),
+    Status.STOPPED: set(),
+}
+
+
+def may_move(old: Status, new: Status) -> bool:
+    """Whether a job in `old` may become `new`."""
+    return new in MOVES[old]
+
+
+@dataclass(frozen=True, slots=True)
+class JobSpec:
+    """What was asked for. `strategy` is in wire form: `{"name": ..., option: ...}`, or a list of
+    `{"epochs": n, "strategy": {...}}` (the last may leave `epochs` out) for a strategy that changes during the run.
+    """
+
+    workload: str
+    strategy: Any = field(default_factory=lambda: {"name": "all_reduce"})
+    workers: int = 1
+    epochs: int | None = None
+    steps: int | None = None
+    seed: int = 0
+    resources: dict[str, float] = field(default_factory=lambda: {"cpu": 1})
+    working_dir: str | None = None
+    checkpoint_every: int | None = None
+    max_failures: int = 3
+    timeout: float = 60.0
+    resume: str | None = None
+    name: str | None = None
+    server_group: str | None = None  # an elastic server group of the cluster; None = servers of its own
+    branch: str | None = None  # another space on that group: begin with its parameters
+    quota: dict[str, float] | None = None  # on that group: "bytes", and "operations" a second
+
+    def check(self) -> Self:
+        """Refuse what can never run.
+
+        Raises:
+            ConfigError: naming the field, what was given and what is expected.
+        """
+        _positive("workers", self.workers)
+        for field_name in ("epochs", "steps", "checkpoint_every"):
+            value = getattr(self, field_name)
+            if value is not None:
+                _positive(field_name, value)
+        if self.epochs is not None and self.steps is not None:
+            raise ConfigError("epochs and steps were both given: give one of them", field="epochs")
+        if not isinstance(self.workload, str) or ":" not in self.workload:
+            raise ConfigError(
+                f"workload {self.workload!r} should name a module or file and a class: 'digits:Digits' "
+                "or 'examples/digits.py:Digits'",
+                field="workload",
+            )
+        if not _whole(self.max_failures) or self.max_failures < 0:
+            raise ConfigError(
+                f"max_failures is {self.max_failures!r}: give a whole number, 0 or more", field="max_failures"
+            )
+        if not _whole(self.seed):
+            raise ConfigError(f"seed is {self.seed!r}: give a whole number", field="seed")
+        if not _number(self.timeout) or not 0 < self.timeout < math.inf:
+            raise ConfigError(f"timeout is {self.timeout!r}: give a finite number of seconds above 0", field="timeout")
+        self._check_resources()
+        self._check_group()
+        self._check_layout()
+        return self
+
+    def _check_layout(self) -> None:
+        try:
+            phases = parse(self.strategy)
+        except ConfigError:
+            return  # who reads it says so; one of the user's own has no name here, and is looked at before the run
+        for number, phase in enumerate(phases, 1):
+            try:
+                phase.strategy.grid(self.workers)
+            except ConfigError as error:
+                which = f"strategy {number} of {len(phases)}: " if len(phases) > 1 else ""
+                raise ConfigError(f"{which}{error.message}", **error.data) from None
+
+    def _check_group(self) -> None:
+        for name in ("server_group", "branch"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value.strip()):
+                raise ConfigError(f"{name} is {value!r}: give a name, or none", field=name)
+        for name in ("branch", "quota"):
+            if getattr(self, name) is not None and self.server_group is None:
+                raise ConfigError(f"{name} is of a space on a server group: give server_group too", field=name)
+        quota = {} if self.quota is None else self.quota
+        if not isinstance(quota, dict) or any(
+            key not in ("bytes", "operations") or not _number(amount) or not 0 < amount < math.inf
+            for key, amount in quota.items()
+        ):
+            raise ConfigError(
+                f'quota is {self.quota!r}: give {{"bytes": ..., "operations": ...}}, of which one may be left out, '
+                "each above 0",
+                field="quota",
+            )
+
+    def _check_resources(self) -> None:
+        if not isinstance(self.resources, dict):
+            raise ConfigError(f'resources is {self.resources!r}: give e.g. {{"cpu": 1}}', field="resources")
+        for key, amount in self.resources.items():
+            if key not in ("cpu", "gpu", "memory") or not _number(amount) or not 0 <= amount < math.inf:
+                raise ConfigError(
+                    f"resources has {key}={amount!r}: give cpu, gpu or memory (bytes) per worker, 0 or more",
+                    field="resources",
+                )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The spec as JSON-ready data."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Self:
+        """The spec from JSON-ready data.
+
+        Raises:
+            ConfigError: for a field that does not exist.
+        """
+        known = set(cls.__dataclass_fields__)
+        for key in data:
+            if key not in known:
+                raise ConfigError(f"a job has no field {key!r}: the fields are {', '.join(sorted(known))}", field=key)
+        if "workload" not in data:
+            raise ConfigError("a job needs a workload: 'module:Class' or 'file.py:Class'", field="workload")
+        return cls(**data).check()
+
+
+def misnamed(workload: str) -> str | None:
+    """Why a text cannot name a workload's class, and the way out; None where it can.
+
+    A name is `module:Class` (of a module such as `package.digits`) or `file.py:Class`. It cannot carry arguments: the
+    class is created without any.
+    """
+    place, colon, name = workload.rpartition(":")
+    module = all(part.isidentifier() for part in place.split("."))
+    if colon and name.isidentifier() and (module or place.endswith(".py")):
+        return None
+    called = re.match(r"(.+?):(\w+)\(", workload)
+    if called is None:
+        return f"workload {workload!r} should name a module or file and a class: 'digits:Digits' or 'digits.py:Digits'"
+    place, name = called.groups()
+    return (
+        f"workload {workload!r} has arguments, and a workload is named by its class alone: write {place}:{name}\n"
+        f"and give the arguments of {name}.__init__ defaults, or derive a class that sets them; in Python, rayps.train "
+        f"takes an instance such as {name}(...)"
+    )
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _positive(name: str, value: Any) -> None:
+    if not _whole(value) or value < 1:
+        raise ConfigError(f"{name} is {value!r}: give a whole number of at least 1", field=name)

@@ -1,0 +1,406 @@
+"""A run's state on disk: tensors as safetensors, facts as JSON, never pickle. Keys are only names here.
+
+    step-00000171/
+        model.safetensors  optim.safetensors ...   one file for each prefix of the keys
+        tables/NAME/rows-00000.parquet ...         sparse tables, where there are some: see `rayps.ps.tables.parquet`
+    manifest.json                              last: sizes, SHA-256, shapes, dtypes, meta, its own hash
+
+A checkpoint is written beside its place and renamed into it: a name without ".tmp-" was whole at that time.
+
+Parameters, optimizer moments, rows of tables and the strategies' own tensors are finite in every checkpoint; the
+manifest's entry "finite" says that this was checked when it was written. Where it is missing (older versions) they are
+checked when the checkpoint is read. Buffers may hold infinities.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+
+from rayps.core.errors import CheckpointError, TrainingError
+from rayps.tensors.finite import Fault, fault_in
+
+FORMAT = "rayps-checkpoint"
+VERSION = 1
+MANIFEST = "manifest.json"
+TABLES = "tables"
+
+_log = logging.getLogger(__name__)
+_STEP = re.compile(r"step-(\d{8,})")
+_PREFIX = re.compile(r"[A-Za-z0-9_]+")
+_FILE = re.compile(r"[A-Za-z0-9_]+\.safetensors")
+_BESIDE = re.compile(rf"{TABLES}/[A-Za-z0-9_][A-Za-z0-9_.-]*/[A-Za-z0-9_-]+\.parquet")
+
+
+@dataclass(slots=True)
+class State:
+    """Named tensors ("model/0.weight", "optim/0.weight/exp_avg", "rng/0") and JSON-ready facts."""
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    meta: dict[str, Any] = field(default_factory=dict)
+
+
+# ---------------------------------------------------------------------------------------------- write
+
+
+def save(
+    folder: str | Path, step: int, state: State, keep: int = 2, *, beside: Callable[[Path], list[Path]] | None = None
+) -> Path:
+    """Write a checkpoint of `step` and remove all but the last `keep`. The folder has one writer.
+
+    `beside` writes further files into the folder `tables` that it is given, and says which: they are part of the
+    checkpoint, hashed as all.
+
+    Checkpoints of later steps are removed too: the run went back, and those belong to a course it left.
+
+    Raises:
+        CheckpointError: if it cannot be written, e.g. for want of space; what was there before stays.
+        TrainingError: the state is not finite; nothing is written.
+    """
+    folder = Path(folder)
+    must_be_finite(state, f"in the state of round {step}")
+    final = folder / f"step-{step:08d}"
+    draft = folder / f"{final.name}.tmp-{uuid.uuid4().hex}"
+    try:
+        draft.mkdir(parents=True)
+        _write(draft, step, state, beside(draft / TABLES) if beside is not None else [])
+        if final.exists():
+            final.rename(folder / f"{final.name}.tmp-{uuid.uuid4().hex}")
+        draft.rename(final)
+        _sync(folder)
+    except OSError as error:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise CheckpointError(
+            f"the checkpoint {final} cannot be written: {error.strerror or error}", path=str(final)
+        ) from error
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+    _prune(folder, step, keep)
+    return final
+
+
+def _write(draft: Path, step: int, state: State, more: list[Path]) -> None:
+    files: dict[str, Any] = {}
+    for prefix, tensors in sorted(_by_prefix(state.tensors).items()):
+        path = draft / f"{prefix}.safetensors"
+        plain = _plain(tensors)
+        safetensors.torch.save_file(plain, path)
+        _sync(path)
+        files[path.name] = {"size": path.stat().st_size, "sha256": _hash(path), "tensors": _kinds(plain)}
+    try:
+        meta = json.loads(json.dumps(state.meta))  # as it will be read again: text keys, no tuples
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"the checkpoint's meta is not plain JSON: {error}") from error
+    body = {
+        "format": FORMAT,
+        "version": VERSION,
+        "step": step,
+        "files": files,
+        "meta": meta,
+        "beside": {str(path.relative_to(draft)): _sealed(path) for path in more},
+        "finite": True,
+    }
+    text = json.dumps({**body, "sha256": _seal(body)}, indent=1)
+    with (draft / MANIFEST).open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    _sync(draft)
+
+
+def _sealed(path: Path) -> dict[str, Any]:
+    _sync(path)
+    return {"size": path.stat().st_size, "sha256": _hash(path)}
+
+
+def _by_prefix(tensors: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+    groups: dict[str, dict[str, torch.Tensor]] = {}
+    for key, value in tensors.items():
+        prefix = key.partition("/")[0]
+        if not _PREFIX.fullmatch(prefix):
+            raise CheckpointError(f"tensor {key!r} has no usable prefix: name it as in 'model/0.weight'", key=key)
+        groups.setdefault(prefix, {})[key] = value
+    return groups
+
+
+def _plain(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors on the host, each with memory of its own: safetensors refuses views of one vector."""
+    seen: set[int] = set()
+    plain: dict[str, torch.Tensor] = {}
+    for key, value in tensors.items():
+        value = value.detach().cpu().contiguous()
+        place = value.untyped_storage().data_ptr()
+        if place in seen or value.untyped_storage().nbytes() != value.nbytes:
+            value = value.clone()
+        seen.add(place)
+        plain[key] = value
+    return plain
+
+
+def _prune(folder: Path, step: int, keep: int) -> None:
+    """Remove drafts, later steps, and all but the last `keep`. What cannot be removed is only told."""
+    own = [path for path in _steps(folder) if _number(path) <= step]
+    old = own[max(keep, 1) :] + [path for path in _steps(folder) if _number(path) > step]
+    for path in [*old, *folder.glob("step-*.tmp-*")]:
+        try:
+            shutil.rmtree(path)
+        except OSError as error:
+            _log.warning("the old checkpoint %s cannot be removed: %s", path, error)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# ---------------------------------------------------------------------------------------------- read
+
+
+def load(path: str | Path) -> State:
+    """The state of one checkpoint, after its hashes were found right.
+
+    Raises:
+        CheckpointError: if it is missing, torn, changed, of a newer format, or no checkpoint of ours.
+    """
+    path = Path(path)
+    manifest = _manifest(path)
+    _verify_beside(path, manifest)
+    for name, facts in _files(path, manifest):
+        _verify(path, name, facts)
+    state = _state(path, manifest)
+    if manifest.get("finite") is not True:
+        _verify_finite(path, manifest, state)
+    return state
+
+
+def _state(path: Path, manifest: dict[str, Any]) -> State:
+    state = State(meta=manifest["meta"])
+    for name, facts in _files(path, manifest):
+        state.tensors.update(_tensors(path, name, facts["tensors"]))
+    return state
+
+
+def verify(path: str | Path) -> None:
+    """Read all bytes of a checkpoint and compare them with its manifest, without keeping them.
+
+    The tensors of one that an older version wrote are also checked to be finite.
+
+    Raises:
+        CheckpointError: as `load` does.
+    """
+    path = Path(path)
+    manifest = _manifest(path)
+    _verify_beside(path, manifest)
+    for name, facts in _files(path, manifest):
+        _verify(path, name, facts)
+    if manifest.get("finite") is not True:
+        _verify_finite(path, manifest, _state(path, manifest))
+
+
+def fault_of(state: State) -> Fault | None:
+    """The first parameter, moment or strategy tensor of a state that is not finite; None = all are."""
+    return fault_in(state.tensors, state.meta.get("parameters", ()))
+
+
+def must_be_finite(state: State, when: str, **data: Any) -> None:
+    """Refuse a state that is not finite; `when` ends the sentence, e.g. "after round 7".
+
+    Raises:
+        TrainingError: with `parameter`, and `rank` where one worker alone holds it.
+    """
+    fault = fault_of(state)
+    if fault is None:
+        return
+    data |= {"parameter": fault.parameter} | ({} if fault.rank is None else {"rank": fault.rank})
+    raise TrainingError(
+        f"{fault.where} is not finite (NaN or infinite) {when}:\nlower the learning rate, clip the gradient "
+        "(clip_norm), or look for bad values in the data",
+        **data,
+    )
+
+
+def newest(folder: str | Path) -> Path | None:
+    """The newest whole and finite checkpoint in a folder, or None; each one passed over is in a warning."""
+    found, torn = scan(folder)
+    for path, reason in torn.items():
+        _log.warning("passed over the checkpoint %s: %s", path, reason)
+    return found
+
+
+def usable(folder: str | Path) -> tuple[Path | None, list[str]]:
+    """The newest whole and finite checkpoint, and a warning for each newer one, as text for a job's events."""
+    found, torn = scan(folder)
+    return found, [f"passed over the checkpoint {path}: {reason}" for path, reason in torn.items()]
+
+
+def scan(folder: str | Path) -> tuple[Path | None, dict[Path, str]]:
+    """The newest whole and finite checkpoint, and the newer ones that are not, each with the reason."""
+    torn: dict[Path, str] = {}
+    for path in _steps(Path(folder)):
+        try:
+            verify(path)
+        except CheckpointError as error:
+            torn[path] = str(error.data.get("reason", error.message))
+        else:
+            return path, torn
+    return None, torn
+
+
+def _steps(folder: Path) -> list[Path]:
+    """Finished checkpoints, newest first."""
+    paths = folder.iterdir() if folder.is_dir() else iter(())
+    return sorted((path for path in paths if _STEP.fullmatch(path.name)), key=_number, reverse=True)
+
+
+def _number(path: Path) -> int:
+    return int(path.name[5:])
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    try:
+        text = (path / MANIFEST).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise _unreadable(path, error) from error
+    try:
+        manifest = json.loads(text)
+    except ValueError as error:
+        raise _torn(path, f"its manifest is not whole: {error}") from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise CheckpointError(f"{path} is not a checkpoint of rayps: its {MANIFEST} is another", path=str(path))
+    version = manifest.get("version")
+    if isinstance(version, int) and version > VERSION:
+        raise CheckpointError(
+            f"{path} has format {version}, this rayps reads up to {VERSION}: use a newer one",
+            path=str(path),
+            version=version,
+        )
+    if manifest.pop("sha256", None) != _seal(manifest):
+        raise _torn(path, "its manifest was changed after it was written")
+    if not _complete(manifest):
+        raise _torn(path, "its manifest lacks something")
+    return manifest
+
+
+def _complete(manifest: dict[str, Any]) -> bool:
+    files = manifest.get("files")
+    return (
+        isinstance(manifest.get("meta"), dict)
+        and isinstance(files, dict)
+        and all(isinstance(facts, dict) and {"size", "sha256", "tensors"} <= set(facts) for facts in files.values())
+    )
+
+
+def _unreadable(path: Path, error: Exception) -> CheckpointError:
+    inside = _steps(path)
+    if inside:
+        return CheckpointError(f"{path} is a folder of checkpoints: give one of them, e.g. {inside[0]}", path=str(path))
+    if not path.exists():
+        return CheckpointError(
+            f"there is no checkpoint {path}: give a folder such as .../step-00000171", path=str(path)
+        )
+    return _torn(path, f"its {MANIFEST} cannot be read: {getattr(error, 'strerror', None) or error}")
+
+
+def _torn(path: Path, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint {path} cannot be used: {reason}\ngive an earlier one", path=str(path), reason=reason
+    )
+
+
+def _files(path: Path, manifest: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for name, facts in manifest["files"].items():
+        if not _FILE.fullmatch(name):
+            raise _torn(path, f"its manifest names the file {name!r}")
+        yield name, facts
+
+
+def _verify_beside(path: Path, manifest: dict[str, Any]) -> None:
+    for name, facts in manifest.get("beside", {}).items():
+        if not _BESIDE.fullmatch(name):
+            raise _torn(path, f"its manifest names the file {name!r}")
+        _verify(path, name, facts)
+
+
+def _verify(path: Path, name: str, facts: dict[str, Any]) -> None:
+    try:
+        size = (path / name).stat().st_size
+        if size != facts["size"]:
+            raise _torn(path, f"{name} has {size} bytes where its manifest says {facts['size']}")
+        if _hash(path / name) != facts["sha256"]:
+            raise _torn(path, f"the bytes of {name} are not those that were written (SHA-256)")
+    except OSError as error:
+        raise _torn(path, f"{name} cannot be read: {error.strerror or error}") from error
+
+
+def _verify_finite(path: Path, manifest: dict[str, Any], state: State) -> None:
+    fault = fault_of(state)
+    if fault is not None:
+        raise _torn(path, f"{fault.where} is not finite (NaN or infinite)")
+    for name in manifest.get("beside", {}):
+        wrong = rows_fault(path / name)
+        if wrong is not None:
+            raise _torn(path, f"{wrong} in {name} is not finite (NaN or infinite)")
+
+
+def rows_fault(path: Path) -> str | None:
+    """The first row of a table's Parquet file that is not finite, with its optimizer state; None = all are."""
+    try:
+        file = pq.ParquetFile(path)
+        for batch in file.iter_batches():
+            for name, column in zip(batch.schema.names, batch.columns, strict=True):
+                values = column.flatten() if isinstance(column, pa.FixedSizeListArray) else column
+                if not pa.types.is_floating(values.type) or not len(values):
+                    continue
+                wrong = np.flatnonzero(~np.isfinite(values.to_numpy(zero_copy_only=False)))
+                if len(wrong):
+                    row = int(wrong[0]) // (len(values) // len(column))
+                    return f"{name!r} of id {batch.column('id')[row].as_py()}"
+    except (OSError, pa.ArrowException) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}", path=str(path)) from error
+    return None
+
+
+def _tensors(path: Path, name: str, expected: dict[str, Any]) -> dict[str, torch.Tensor]:
+    try:
+        tensors = safetensors.torch.load_file(path / name)
+    except (OSError, SafetensorError) as error:
+        raise _torn(path, f"{name} cannot be read: {error}") from error
+    if _kinds(tensors) != expected:
+        raise _torn(path, f"{name} does not hold the tensors that its manifest names")
+    return tensors
+
+
+def _kinds(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    return {
+        key: {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
+        for key, value in tensors.items()
+    }
+
+
+def _seal(body: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,111 @@
+"""Find numbers that are not finite (NaN, infinities) in tensors, in gradients and in a run's state. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rayps.tensors.flat import Entry, FlatModel
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def is_finite(values: Tensor) -> bool:
+    """Whether all elements are finite; True for dtypes that hold only finite numbers.
+
+    Costs one read of the memory: a finite sum has finite terms only. Elements are compared one by one only if the sum
+    is not finite, which large finite elements can cause too.
+    """
+    if values.layout is not torch.strided:
+        values = values.detach()._values()  # duplicates of an index need not be added up for this
+    if not values.is_floating_point() or not values.numel():
+        return True
+    with torch.no_grad():
+        total = values.sum(dtype=torch.float32 if values.dtype in _HALF else None).item()
+        return math.isfinite(total) or bool(torch.isfinite(values).all())
+
+
+def first_not_finite(values: Tensor) -> int:
+    """The flat number of the first element that is not finite; there must be one."""
+    return int(torch.isfinite(values.detach().reshape(-1)).logical_not().nonzero()[0])
+
+
+def gradient_fault(flat: FlatModel) -> str | None:
+    """The name of the first parameter whose collected gradient is not finite; None = all are."""
+    if not flat.sparse_grads and is_finite(flat.packed[:-1]):
+        return None
+    for entry, p in zip(flat.layout.entries, flat.parameters, strict=True):
+        if p.grad is not None and not is_finite(p.grad):
+            return entry.name
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Where a state is not finite: `what` in words, the `parameter` by name, and the worker that alone holds it."""
+
+    what: str
+    parameter: str
+    rank: int | None = None
+
+    @property
+    def where(self) -> str:
+        """The fault as a noun, with its worker."""
+        return self.what if self.rank is None else f"{self.what} of worker-{self.rank}"
+
+
+def fault_in(tensors: Mapping[str, Tensor], parameters: Iterable[tuple[str, Sequence[int]]]) -> Fault | None:
+    """The first parameter, optimizer moment or strategy tensor of a checkpoint's state that is not finite, or None.
+
+    `tensors` are named as in `rayps.worker.snapshot.Snapshot.to_state`; `parameters` are names and shapes in the
+    order of the vector. Buffers and frozen parameters may hold infinities, and numbers beside the moments anything.
+    """
+    entries = _entries(parameters)
+    for name, value in tensors.items():
+        place, _, rest = name.partition("/")
+        rank: int | None = None
+        if place == "own":
+            number, _, rest = rest.partition("/")
+            rank = int(number)
+            place, _, rest = rest.partition("/")
+        if place not in _KINDS or (place == "optim" and value.dim() == 0) or is_finite(value):
+            continue
+        return Fault(*_KINDS[place](rest, value, entries), rank)
+    return None
+
+
+def _entries(parameters: Iterable[tuple[str, Sequence[int]]]) -> list[Entry]:
+    found: list[Entry] = []
+    for name, shape in parameters:
+        lo = found[-1].hi if found else 0
+        found.append(Entry(name, lo, lo + math.prod(shape), tuple(shape)))
+    return found
+
+
+def _parameter(name: str, value: Tensor, entries: list[Entry]) -> tuple[str, str]:
+    return f"parameter {name!r}", name
+
+
+def _in_vector(name: str, value: Tensor, entries: list[Entry]) -> tuple[str, str]:
+    at = first_not_finite(value)
+    held = next((entry.name for entry in entries if entry.lo <= at < entry.hi), "")
+    return f"parameter {held!r}", held
+
+
+def _moment(name: str, value: Tensor, entries: list[Entry]) -> tuple[str, str]:
+    parameter, _, key = name.rpartition("/")
+    return f"the optimizer's {key!r} of parameter {parameter!r}", parameter
+
+
+def _named(name: str, value: Tensor, entries: list[Entry]) -> tuple[str, str]:
+    parameter = ""
+    if entries and value.numel() == entries[-1].hi:  # one element for each of the vector
+        parameter = _in_vector(name, value, entries)[1]
+    return f"the strategy's {name!r}" + (f" of parameter {parameter!r}" if parameter else ""), parameter
+
+
+_KINDS = {"model": _parameter, "optim": _moment, "params": _in_vector, "memory": _named, "shared": _named}

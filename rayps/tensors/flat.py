@@ -1,0 +1,210 @@
+"""A model as one vector: every parameter and every gradient is a view of it.
+
+A gradient is a vector, a shard is a slice, a ring chunk is a slice: one idea. Buffers (BatchNorm
+statistics) and parameters that need no gradient are not part of the vector: they stand beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from rayps.core.errors import ConfigError, WorkloadError
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One parameter's place in the vector: elements lo to hi, of the given shape."""
+
+    name: str
+    lo: int
+    hi: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Which parameter stands where in the vector. Plain data, the same on every worker and shard."""
+
+    entries: tuple[Entry, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, named: Iterable[tuple[str, Tensor]]) -> Layout:
+        """Lay named tensors one behind another.
+
+        Raises:
+            WorkloadError: there are none, or their dtypes differ.
+        """
+        entries: list[Entry] = []
+        dtypes: dict[torch.dtype, str] = {}
+        lo = 0
+        for name, tensor in named:
+            hi = lo + tensor.numel()
+            entries.append(Entry(name, lo, hi, tuple(tensor.shape)))
+            dtypes.setdefault(tensor.dtype, name)
+            lo = hi
+        if not entries:
+            raise WorkloadError("the model has no parameter that requires a gradient: nothing can be learnt")
+        if len(dtypes) > 1:
+            found = ", ".join(f"{str(dtype).removeprefix('torch.')} ({name})" for dtype, name in dtypes.items())
+            raise WorkloadError(
+                f"the model's parameters have several dtypes: {found}\nconvert the model to one: model.float()"
+            )
+        return cls(tuple(entries), next(iter(dtypes)))
+
+    @property
+    def size(self) -> int:
+        """Elements in the vector."""
+        return self.entries[-1].hi if self.entries else 0
+
+    def pieces(self, lo: int, hi: int) -> list[Entry]:
+        """What of each parameter lies in [lo, hi): entries with their bounds cut, shape as a flat length."""
+        cut = ((entry.name, max(lo, entry.lo), min(hi, entry.hi)) for entry in self.entries)
+        return [Entry(name, a, b, (b - a,)) for name, a, b in cut if a < b]
+
+
+@dataclass(slots=True)
+class Gradient:
+    """A gradient that knows how many samples it is the mean over.
+
+    `packed` is the vector with one spare element behind it, in which a ring carries the number of samples.
+    """
+
+    packed: Tensor
+    samples: int
+    loss: float = math.nan
+
+    @property
+    def vector(self) -> Tensor:
+        """The gradient itself, of the layout's size."""
+        return self.packed[:-1]
+
+
+def beside(model: nn.Module) -> dict[str, Tensor]:
+    """What belongs to a model but not to the vector, by name: buffers, and parameters that need no gradient."""
+    frozen = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
+    return frozen | dict(model.named_buffers())
+
+
+class FlatModel:
+    """A model whose parameters and gradients are views of two vectors."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        buffer: Callable[[int, torch.dtype], Tensor] | None = None,
+        part: tuple[Layout, Sequence[nn.Parameter]] | None = None,
+        home: Callable[[int, torch.dtype], Tensor] | None = None,
+    ) -> None:
+        """Flatten in place. `buffer(n, dtype)` gives the memory of the gradients, e.g. a ring's that peers can read.
+
+        `part` are the vector's layout and its parameters in order, where it is not of all that learn. `home` gives the
+        memory of the vector itself, where others step it too: then sparse gradients stay sparse, and a step touches
+        their rows only.
+        """
+        self.model = model
+        self._params = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        if part is None:
+            self.layout = Layout.of(self._params)
+        else:
+            self.layout = part[0]
+            self._params = [(entry.name, p) for entry, p in zip(part[0].entries, part[1], strict=True)]
+        device = self._params[0][1].device if self._params else torch.device("cpu")
+        self._shared = home is not None
+        if home is None:
+            self.vector = torch.empty(self.layout.size, dtype=self.layout.dtype, device=device)
+        elif device.type == "cpu":
+            self.vector = home(self.layout.size, self.layout.dtype)
+        else:
+            raise ConfigError(f"the model is on {device.type}: this strategy needs it on the CPU", field="strategy")
+        if buffer is not None and device.type == "cpu":
+            self.packed = buffer(self.layout.size + 1, self.layout.dtype)
+        else:
+            self.packed = torch.zeros(self.layout.size + 1, dtype=self.layout.dtype, device=device)
+        self.views: list[Tensor] = []  # where each parameter's gradient stands in the gradient vector
+        self._bound: list[Tensor] = []  # views of another vector that was bound last
+        with torch.no_grad():
+            for (_, p), entry in zip(self._params, self.layout.entries, strict=True):
+                view = self.vector[entry.lo : entry.hi].view(entry.shape)
+                view.copy_(p)
+                p.data = view
+                # .data: a version counter of its own, so that a write to one gradient is not counted for all
+                self.views.append(self.packed[entry.lo : entry.hi].view(entry.shape).data)
+        for (_, p), view in zip(self._params, self.views, strict=True):
+            p.grad = view  # zeros; untouched, what is never written takes no memory
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters that learn, in the model's order."""
+        return [p for _, p in self._params]
+
+    def zero_grad(self) -> None:
+        """Zero the gradient vector and make every `.grad` a view of it again."""
+        self.packed.zero_()
+        for (_, p), view in zip(self._params, self.views, strict=True):
+            p.grad = view
+
+    def drop_grad(self) -> None:
+        """Leave no gradient, so that the next backward's are made, not added; `collect_grad` takes them over."""
+        for _, p in self._params:
+            p.grad = None
+
+    def collect_grad(self) -> Tensor:
+        """The gradient vector after a backward; a `.grad` that was replaced is copied back and bound again."""
+        for (_, p), view in zip(self._params, self.views, strict=True):
+            if self._keeps(p.grad):
+                continue
+            if p.grad is None:
+                view.zero_()
+            elif p.grad.data_ptr() != view.data_ptr() or p.grad.shape != view.shape:
+                view.copy_(dense(p.grad))
+            p.grad = view
+        return self.packed
+
+    def collect_used(self) -> None:
+        """As `collect_grad`, but what has no gradient keeps none."""
+        unused = [p for _, p in self._params if p.grad is None]
+        self.collect_grad()
+        for p in unused:
+            p.grad = None
+
+    @property
+    def sparse_grads(self) -> bool:
+        """Whether gradients of sparse layout stay in `.grad` beside the vector."""
+        return self._shared
+
+    def load_grad(self, vector: Tensor) -> None:
+        """Make a copy of `vector` the gradient that the optimizer will see."""
+        if vector.data_ptr() != self.packed.data_ptr():
+            self.packed[:-1].copy_(vector)
+        self.bind(self.packed)
+
+    def bind(self, vector: Tensor) -> None:
+        """Make `vector`, where it lies, the gradient that the optimizer will see."""
+        bound = self.views
+        if vector.data_ptr() != self.packed.data_ptr():
+            bound = self._bound
+            if not bound or bound[0].data_ptr() != vector.data_ptr():
+                bound = self._bound = [vector[e.lo : e.hi].view(e.shape) for e in self.layout.entries]
+        for (_, p), view in zip(self._params, bound, strict=True):
+            if not self._keeps(p.grad):
+                p.grad = view
+
+    def _keeps(self, grad: Tensor | None) -> bool:
+        return self._shared and grad is not None and grad.layout is not torch.strided
+
+
+def dense(grad: Tensor) -> Tensor:
+    """A gradient as numbers without a history; those of sparse embeddings are filled up with zeros."""
+    grad = grad.detach()
+    return grad if grad.layout is torch.strided else grad.to_dense()
+
+
+def square_of(values: Tensor) -> Tensor:
+    """The squared Euclidean norm, as a float64 number on the CPU."""
+    return torch.sum(values.to(torch.float64) ** 2).cpu()

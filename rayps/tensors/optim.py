@@ -1,0 +1,533 @@
+"""A torch optimizer cut into slices of the parameter vector, and its state as named tensors.
+
+Only an elementwise optimizer gives the same result slice by slice (SGD, Adam, Adagrad: yes; Adafactor,
+Muon, L-BFGS: no). Whether one is, is found out by a probe, not by its name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from rayps.core.errors import WorkloadError
+from rayps.core.user_code import user_code
+from rayps.tensors.flat import Entry, Layout
+from rayps.tensors.torch_compat import spare_compiler
+
+Factory = Callable[[list[nn.Parameter]], Optimizer]
+_BLOCK = 1 << 17  # elements of a gradient that are added up at a time: they stay in the cache
+Moments = dict[str, dict[str, Any]]  # parameter name -> state key -> tensor (whole or slice) or number
+EDITS = "group edits"  # a key of such a state, where the parameter's group is not as `optimizer` made it: see `edits`
+
+spare_compiler()
+
+
+class SlicedOptimizer:
+    """The user's optimizer over elements lo to hi of the vector; its parameter groups survive the slicing.
+
+    Neighbours of one group whose states allow it are one leaf: a step costs per leaf, and elementwise it is the same.
+    """
+
+    def __init__(self, factory: Factory, layout: Layout, params: Tensor, lo: int, hi: int) -> None:
+        self.params = params
+        self._pieces = layout.pieces(lo, hi)
+        self._lo = lo
+        self.optimizer, self._members, state = _retarget(build(factory, layout), layout, self._pieces)
+        # what a class of the user's keeps beside its tensors could not be told apart again
+        self._merges = type(self.optimizer).__module__.startswith("torch.optim")
+        self._made_by = factory, layout
+        self._decays_alone: bool | None = None  # see `decays_alone`; found out at the first step that asks
+        self._sgd = type(self.optimizer) is SGD and "step" not in vars(self.optimizer)
+        self._scratch: Tensor | None = None
+        self._leaves: list[_Leaf] = []
+        self._arrange(state)
+
+    def step(self, grad: Tensor, scale: float = 1.0, decays: float | None = None) -> None:
+        """Apply `scale` times the gradient slice (same length as `params`), which is only read.
+
+        `decays`: how many whole steps this one counts for, by which weight decay is multiplied; None = |`scale`|. See
+        `decaying`.
+        """
+        if self._sgd and self._step_plainly(grad, scale):
+            return
+        if scale != 1.0:
+            grad = torch.mul(grad, scale, out=self._spare())
+        for leaf in self._leaves:
+            leaf.param.grad = grad[leaf.cut]
+        with self.decaying(abs(scale) if decays is None else decays), user_code("optimizer.step"):
+            self.optimizer.step()
+        for leaf in self._leaves:
+            leaf.param.grad = None  # the memory is the caller's
+
+    @contextlib.contextmanager
+    def decaying(self, times: float) -> Iterator[None]:
+        """Within it a step decays by `times` the `weight_decay` of its group.
+
+        So N pushes of 1/N decay as one step does, and a push that is the sum of n gradients as n steps do: the
+        regularised optimum stays where it is. The decay stays whole where it `decays_alone`.
+        """
+        groups = [] if times == 1 else [group for group in self.optimizer.param_groups if _decays_inside(group)]
+        if groups and self._decays_alone is None:
+            self._decays_alone = not self._merges and decays_alone(*self._made_by)
+        if not groups or self._decays_alone:
+            yield
+            return
+        whole = [group["weight_decay"] for group in groups]
+        for group, decay in zip(groups, whole, strict=True):
+            group["weight_decay"] = decay * times
+        try:
+            yield
+        finally:
+            for group, decay in zip(groups, whole, strict=True):
+                group["weight_decay"] = decay
+
+    def step_mean(self, values: Sequence[Tensor], weights: Sequence[float]) -> None:
+        """Apply sum(w_i v_i) / sum(w_i), added up in the order given; the weights must not add up to zero."""
+        self.step(self.mean(values, weights))
+
+    def mean(self, values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+        """What `step_mean` applies; good until the next call of this optimizer.
+
+        A block of the sum is made while it fits into the cache, so that each value is read once. Half precision adds
+        in float32 and is rounded once. A value of weight 0 is not read: it may be NaN.
+        """
+        total, spare = sum(weights), self._spare()
+        shares = [(value, weight / total) for value, weight in zip(values, weights, strict=True) if weight]
+        half = spare.dtype in (torch.float16, torch.bfloat16)
+        for at in range(0, spare.numel(), _BLOCK):
+            block = slice(at, at + _BLOCK)
+            first, share = shares[0]
+            mean = first[block].float().mul_(share) if half else torch.mul(first[block], share, out=spare[block])
+            for value, share in shares[1:]:
+                mean.add_(value[block].float() if half else value[block], alpha=share)
+            if half:
+                spare[block].copy_(mean)
+        return spare
+
+    def _spare(self) -> Tensor:
+        """Room for one gradient, kept."""
+        if self._scratch is None:
+            self._scratch = torch.empty_like(self.params)
+        return self._scratch
+
+    def plain_rate(self, leaf: nn.Parameter) -> float | None:
+        """The factor of the gradient, where a step of this leaf adds it to the parameters and does nothing else."""
+        if not self._sgd or self._hooked:
+            return None
+        group = next(group for group in self.optimizer.param_groups if any(p is leaf for p in group["params"]))
+        return (group["lr"] if group["maximize"] else -group["lr"]) if _is_plain(group) else None
+
+    @property
+    def _hooked(self) -> bool:
+        return bool(self.optimizer._optimizer_step_pre_hooks or self.optimizer._optimizer_step_post_hooks)
+
+    def _step_plainly(self, grad: Tensor, scale: float) -> bool:
+        """SGD without memory is one operation, bit for bit what torch's own loop does; False where it is not that."""
+        if self._hooked:
+            return False
+        groups = self.optimizer.param_groups
+        for group in groups:
+            if not _is_plain(group):
+                return False
+        single = len(self._leaves) == 1 and grad.numel() == self._leaves[0].size
+        for leaf in self._leaves:
+            group = groups[leaf.group]
+            lr = group["lr"] * scale
+            leaf.value.add_(grad if single else grad[leaf.cut], alpha=lr if group["maximize"] else -lr)
+        return True
+
+    def leaves(self) -> list[tuple[nn.Parameter, slice]]:
+        """What the optimizer steps, and where it lies in `params`."""
+        return [(leaf.param, leaf.cut) for leaf in self._leaves]
+
+    def moments(self) -> Moments:
+        """The state of every piece of a parameter, by the parameter's name; tensors are copies. See `edits` too."""
+        found, edited = self._states(), edits(self.optimizer)
+        for leaf in self._leaves:
+            if edited[leaf.group]:
+                for piece in leaf.pieces:
+                    found[piece.name][EDITS] = edited[leaf.group]
+        return found
+
+    def _states(self) -> Moments:
+        found: Moments = {}
+        for leaf in self._leaves:
+            state = self.optimizer.state.get(leaf.param, {})
+            for piece in leaf.pieces:
+                a = piece.lo - leaf.pieces[0].lo
+                found[piece.name] = {
+                    key: _copied(value[a : a + piece.hi - piece.lo] if _elementwise(key, value, leaf.size) else value)
+                    for key, value in state.items()
+                }
+        return found
+
+    def load(self, moments: Moments, layout: Layout) -> None:
+        """Take over a state of whole parameters; each piece gets its slice."""
+        self.restore(cut(moments, layout, self._lo, self._lo + self.params.numel()))
+
+    def restore(self, moments: Moments) -> None:
+        """Take over what `moments` gave, of the same elements; the tensors are this optimizer's from now on."""
+        for number, members in enumerate(self._members):
+            edit(self.optimizer.param_groups[number], (moments.get(self._pieces[i].name, {}) for i in members))
+        plain = {name: {key: state[key] for key in state if key != EDITS} for name, state in moments.items()}
+        self._arrange(self._states() | plain)
+
+    def _arrange(self, state: Moments) -> None:
+        """Make the leaves anew, as few as there can be, with the state of each piece by name."""
+        self._leaves = []
+        self.optimizer.state.clear()
+        for number, (group, members) in enumerate(zip(self.optimizer.param_groups, self._members, strict=True)):
+            group["params"] = []
+            for run in self._runs(members, state):
+                cut = slice(run[0].lo - self._lo, run[-1].hi - self._lo)
+                leaf = _Leaf(nn.Parameter(self.params[cut]), self.params[cut], cut, number, run)
+                group["params"].append(leaf.param)
+                self._leaves.append(leaf)
+                held = [state.get(piece.name, {}) for piece in run]
+                if held[0]:
+                    self.optimizer.state[leaf.param] = _merged(held, run)
+
+    def _runs(self, members: list[int], state: Moments) -> list[list[Entry]]:
+        runs: list[list[Entry]] = []
+        for i in members:
+            piece = self._pieces[i]
+            last = runs[-1][-1] if runs else None
+            if last is not None and self._merges and last.hi == piece.lo and _alike(last, piece, state):
+                runs[-1].append(piece)
+            else:
+                runs.append([piece])
+        return runs
+
+
+@dataclass(slots=True)
+class _Leaf:
+    """What the optimizer takes for one parameter: a run of pieces that lie side by side."""
+
+    param: nn.Parameter
+    value: Tensor  # the same memory
+    cut: slice  # of the shard's slice
+    group: int
+    pieces: list[Entry]
+
+    @property
+    def size(self) -> int:
+        return self.cut.stop - self.cut.start  # type: ignore[no-any-return]
+
+
+def _is_plain(group: dict[str, Any]) -> bool:
+    """Whether this group of an SGD steps by `p -= lr * grad` and nothing else."""
+    return (
+        type(group["lr"]) is float
+        and not group["momentum"]
+        and not group["weight_decay"]
+        and not (group["foreach"] or group["fused"] or group["differentiable"])
+    )
+
+
+def _decays_inside(group: dict[str, Any]) -> bool:
+    """Whether this group has a weight decay that torch does not keep beside the gradient, as AdamW does."""
+    return bool(group.get("weight_decay")) and not group.get("decoupled_weight_decay")
+
+
+def _elementwise(key: str, value: Any, size: int) -> bool:
+    """Whether a piece of state has one number for each of the leaf's elements; counts such as Adam's step have not."""
+    return isinstance(value, Tensor) and value.dim() == 1 and len(value) == size and key != "step"
+
+
+def _alike(last: Entry, piece: Entry, state: Moments) -> bool:
+    """Whether two neighbours' states can be one: the same keys, and the same numbers beside the elements'."""
+    a, b = state.get(last.name, {}), state.get(piece.name, {})
+    if a.keys() != b.keys():
+        return False
+    for key in a:
+        ours = _elementwise(key, a[key], last.hi - last.lo), _elementwise(key, b[key], piece.hi - piece.lo)
+        if ours == (False, False):
+            if isinstance(a[key], Tensor) != isinstance(b[key], Tensor):
+                return False
+            if not (torch.equal(a[key], b[key]) if isinstance(a[key], Tensor) else a[key] == b[key]):
+                return False
+        elif ours != (True, True):
+            return False
+    return True
+
+
+def _merged(held: list[dict[str, Any]], run: list[Entry]) -> dict[str, Any]:
+    size = run[0].hi - run[0].lo
+    return {
+        key: torch.cat([state[key] for state in held]) if _elementwise(key, first, size) else first
+        for key, first in held[0].items()
+    }
+
+
+def made(factory: Factory, params: list[nn.Parameter]) -> Optimizer:
+    """The user's optimizer of these parameters.
+
+    Raises:
+        WorkloadError: the user's code failed, or did not give an optimizer of them.
+    """
+    with user_code("optimizer"):
+        optimizer = factory(params)
+    if not isinstance(optimizer, Optimizer):
+        raise WorkloadError(
+            f"optimizer(params) gave {type(optimizer).__name__}: return a torch.optim.Optimizer over params"
+        )
+    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        raise WorkloadError(
+            "optimizer(params) made a learning-rate scheduler, which nobody would step: return it from a method "
+            "schedule(self, optimizer) of the workload, which says so to every process that steps (under rayps.wrap: "
+            "the argument `schedule`)"
+        )
+    optimizer.rayps_made = [plain_values(group) for group in optimizer.param_groups]  # type: ignore[attr-defined]
+    known = {id(p) for p in params}
+    for group in optimizer.param_groups:
+        if any(id(p) not in known for p in group["params"]):
+            raise WorkloadError(
+                "optimizer(params) holds parameters that it was not given: build it from `params`, "
+                "e.g. torch.optim.SGD(params, lr=0.1)"
+            )
+    return optimizer
+
+
+def build(factory: Factory, layout: Layout) -> Optimizer:
+    """The user's optimizer over stand-ins of the right shapes that take no memory.
+
+    Raises:
+        WorkloadError: the user's code failed, or did not give an optimizer.
+    """
+    stand_ins = [nn.Parameter(torch.zeros((), dtype=layout.dtype).expand(entry.shape)) for entry in layout.entries]
+    optimizer = made(factory, stand_ins)
+    optimizer.rayps_order = {id(p): i for i, p in enumerate(stand_ins)}  # type: ignore[attr-defined]
+    return optimizer
+
+
+def _retarget(optimizer: Optimizer, layout: Layout, pieces: list[Entry]) -> tuple[Optimizer, list[list[int]], Moments]:
+    """The optimizer without its stand-ins; which pieces are of which group; the state that it made at once."""
+    order: dict[int, int] = optimizer.rayps_order  # type: ignore[attr-defined]
+    here = {piece.name: i for i, piece in enumerate(pieces)}
+    members: list[list[int]] = []
+    state: Moments = {}
+    for group in optimizer.param_groups:
+        group.pop("param_names", None)
+        entries = [(stand_in, layout.entries[order[id(stand_in)]]) for stand_in in group["params"]]
+        members.append([here[entry.name] for _, entry in entries if entry.name in here])
+        for stand_in, entry in entries:
+            if entry.name in here and stand_in in optimizer.state:  # Adagrad makes its state at once
+                state[entry.name] = _cut_all(optimizer.state[stand_in], entry, pieces[here[entry.name]])
+    return optimizer, members, state
+
+
+def cut(moments: Moments, layout: Layout, lo: int, hi: int) -> Moments:
+    """What of the state of whole parameters belongs to elements lo to hi; tensors are copies."""
+    whole = {entry.name: entry for entry in layout.entries}
+    return {
+        piece.name: _cut_all(moments[piece.name], whole[piece.name], piece)
+        for piece in layout.pieces(lo, hi)
+        if moments.get(piece.name)
+    }
+
+
+def _cut_all(state: Mapping[str, Any], entry: Entry, piece: Entry) -> dict[str, Any]:
+    return {key: _cut(value, entry, piece, counts=key == "step") for key, value in state.items()}
+
+
+def _cut(value: Any, entry: Entry, piece: Entry, *, counts: bool) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if tuple(value.shape) == entry.shape and not counts:  # of a parameter that is a number, the slice is a vector
+        return value.reshape(-1)[piece.lo - entry.lo : piece.hi - entry.lo].clone()
+    return value.clone()
+
+
+def _copy(state: Mapping[str, Any], device: torch.device | str = "cpu") -> dict[str, Any]:
+    return {key: _copied(value, device) for key, value in state.items()}
+
+
+def _copied(value: Any, device: torch.device | str = "cpu") -> Any:
+    # numbers such as Adam's step stay on the CPU, as torch keeps them
+    return value.detach().to(device if value.dim() else "cpu", copy=True) if isinstance(value, Tensor) else value
+
+
+def moments(optimizer: Optimizer, layout: Layout, params: list[nn.Parameter]) -> Moments:
+    """The state of a whole optimizer by parameter name; tensors are copies. See `edits` too."""
+    held = {entry.name: _copy(optimizer.state.get(p, {})) for entry, p in zip(layout.entries, params, strict=True)}
+    return with_edits(held, optimizer, layout, params)
+
+
+def with_edits(held: Moments, optimizer: Optimizer, layout: Layout, params: list[nn.Parameter]) -> Moments:
+    """An optimizer's states by parameter name, with the edits of each parameter's group where there are some."""
+    edited = edits(optimizer)
+    if any(edited):
+        of = {id(p): edited[number] for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        for entry, p in zip(layout.entries, params, strict=True):
+            if of.get(id(p)):
+                held[entry.name] = {**held[entry.name], EDITS: of[id(p)]}
+    return held
+
+
+def edits(optimizer: Optimizer) -> list[list[list[Any]]]:
+    """By group: [name, value that it was made with, value now] of what was changed since `made`, JSON-ready.
+
+    A step hook that changes a rate so survives a resume, a change of phase and a death.
+    """
+    known: list[dict[str, Any]] = getattr(optimizer, "rayps_made", [])
+    return [
+        [[key, first, now] for key, now in plain_values(group).items() if (first := made.get(key)) != now]
+        for made, group in zip(known, optimizer.param_groups, strict=False)
+    ] + [[] for _ in optimizer.param_groups[len(known) :]]
+
+
+def edit(group: dict[str, Any], states: Iterable[Mapping[str, Any]]) -> None:
+    """Change a group as the edits say that one of its parameters' states has.
+
+    A value that `optimizer` makes otherwise by now stays as it is made: whoever changed it in the workload means it.
+    """
+    found: list[list[Any]] = next((state[EDITS] for state in states if EDITS in state), [])
+    mine = plain_values(group)
+    for key, first, now in found:
+        if key not in group or mine.get(key) == first:
+            value = tuple(now) if isinstance(now, list) else now
+            if isinstance(group.get(key), Tensor):
+                group[key].fill_(value)
+            else:
+                group[key] = value
+
+
+def plain_values(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The plain values of a group, as JSON has them."""
+    found: dict[str, Any] = {}
+    for key, value in group.items():
+        if isinstance(value, Tensor) and value.numel() == 1:
+            found[key] = value.item()
+        elif isinstance(value, (tuple, list)) and key != "params":
+            if all(isinstance(each, (int, float)) for each in value):
+                found[key] = list(value)
+        elif isinstance(value, (int, float, str, bool, type(None))):
+            found[key] = value
+    return found
+
+
+def load(optimizer: Optimizer, state: Moments, layout: Layout, params: list[nn.Parameter]) -> None:
+    """Put a state by parameter name into a whole optimizer."""
+    names = {id(p): entry.name for entry, p in zip(layout.entries, params, strict=True)}
+    for group in optimizer.param_groups:
+        edit(group, (state.get(names[id(p)], {}) for p in group["params"] if id(p) in names))
+    for entry, p in zip(layout.entries, params, strict=True):
+        held = {key: value for key, value in state.get(entry.name, {}).items() if key != EDITS}
+        if held:
+            optimizer.state[p] = _copy(held, p.device)
+
+
+def join(parts: list[Moments], layout: Layout) -> Moments:
+    """The states of consecutive slices as the state of whole parameters."""
+    whole: Moments = {}
+    for entry in layout.entries:
+        held = [part[entry.name] for part in parts if part.get(entry.name)]
+        if held:
+            whole[entry.name] = {key: _join([piece[key] for piece in held], entry) for key in held[0] if key != EDITS}
+            edited = [piece[EDITS] for piece in held if EDITS in piece]  # shards out of step may differ
+            whole[entry.name] |= {EDITS: edited[0]} if edited else {}
+    return whole
+
+
+def _join(values: list[Any], entry: Entry) -> Any:
+    first = values[0]
+    if isinstance(first, Tensor) and first.dim() > 0 and sum(v.numel() for v in values) == entry.hi - entry.lo:
+        return torch.cat([v.reshape(-1) for v in values]).reshape(entry.shape)
+    return first
+
+
+def check_elementwise(factory: Factory, layout: Layout) -> None:
+    """Refuse an optimizer whose step on whole parameters differs from its steps on their flat slices.
+
+    It is tried on small stand-ins of the layout's parameters, as many and with as many dimensions.
+
+    Raises:
+        WorkloadError: saying why, and what to use instead.
+    """
+    layout = _probe(layout)
+    generator = torch.Generator().manual_seed(17)
+    start = torch.randn(layout.size, generator=generator)
+    grads = [torch.randn(layout.size, generator=generator) for _ in range(3)]
+    name = type(build(factory, layout)).__name__
+    widest = max(layout.entries, key=lambda entry: (len(entry.shape) > 1, entry.hi - entry.lo))
+    cut = widest.lo + (widest.hi - widest.lo) // 3  # within a parameter, and within a row of it
+    try:
+        whole = _step_whole(factory, layout, start, grads)
+        bounds = ((0, cut), (cut, layout.size))
+        sliced = torch.cat([_step_slice(factory, layout, start, grads, lo, hi) for lo, hi in bounds])
+        same = torch.equal(whole, sliced)
+    except Exception as error:  # the optimizer is the user's: whatever it raises is the reason
+        raise WorkloadError(
+            f"{name} cannot run on a parameter server, which gives it flat slices: {str(error).partition(chr(10))[0]}\n"
+            "use an elementwise optimizer such as SGD, Adam or Adagrad, or the strategy all_reduce"
+        ) from error
+    if not same:
+        raise WorkloadError(
+            f"{name} is not elementwise: on slices of the parameters it takes other steps than on the whole.\n"
+            "a parameter server needs an elementwise optimizer such as SGD, Adam or Adagrad; "
+            "with all_reduce any will do"
+        )
+
+
+def _probe(layout: Layout) -> Layout:
+    return Layout.of((e.name, torch.empty([min(extent, 5) for extent in e.shape])) for e in layout.entries)
+
+
+def _step_whole(factory: Factory, layout: Layout, start: Tensor, grads: list[Tensor]) -> Tensor:
+    vector = start.clone()
+    params = [nn.Parameter(vector[e.lo : e.hi].view(e.shape)) for e in layout.entries]
+    optimizer = factory(params)
+    for grad in grads:
+        for p, e in zip(params, layout.entries, strict=True):
+            p.grad = grad[e.lo : e.hi].view(e.shape).clone()
+        optimizer.step()
+    return vector
+
+
+def _step_slice(factory: Factory, layout: Layout, start: Tensor, grads: list[Tensor], lo: int, hi: int) -> Tensor:
+    sliced = SlicedOptimizer(factory, layout, start[lo:hi].clone(), lo, hi)
+    for grad in grads:
+        sliced.step(grad[lo:hi].clone())
+    return sliced.params
+
+
+def ignores_scale(factory: Factory, layout: Layout) -> bool:
+    """Whether the first step hardly depends on the gradient's size (Adam-like), so that 1/N is lost on it."""
+    layout = _probe(layout)
+    grad = torch.randn(layout.size, generator=torch.Generator().manual_seed(17))
+    moved: list[float] = []
+    for scale in (1.0, 0.25):
+        sliced = SlicedOptimizer(factory, layout, torch.zeros(layout.size), 0, layout.size)
+        sliced.step(grad * scale)
+        moved.append(sliced.params.norm().item())
+    return moved[0] > 0 and moved[1] / moved[0] > 0.5
+
+
+def decays_alone(factory: Factory, layout: Layout) -> bool:
+    """Whether weight decay stays whole in a step that counts for a part of one, or for several.
+
+    That is so where it stands beside the gradient and the gradient's size is ignored, as in AdamW (Loshchilov, Hutter,
+    "Decoupled Weight Decay Regularization", ICLR 2019): each push is then one whole step of the optimizer, with its
+    whole decay, and the two stay in balance. It is not so where the decay is a part of the gradient (SGD, Adagrad,
+    Adam), nor where the step follows the gradient's size.
+    """
+    groups = build(factory, layout).param_groups
+    if any("decoupled_weight_decay" in group for group in groups):  # torch's own say it
+        return all(group.get("decoupled_weight_decay", False) for group in groups)
+    if not ignores_scale(factory, layout):
+        return False
+    layout = _probe(layout)
+    moved: list[float] = []
+    for scale in (1.0, 0.25):
+        sliced = SlicedOptimizer(factory, layout, torch.ones(layout.size), 0, layout.size)
+        for group in sliced.optimizer.param_groups:
+            group["weight_decay"] = 0.1 * scale
+        sliced.step(torch.zeros(layout.size))
+        moved.append((sliced.params - 1).norm().item())
+    return moved[0] > 0 and moved[1] / moved[0] < 0.5

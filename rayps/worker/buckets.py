@@ -1,0 +1,203 @@
+"""The mean gradient of a model over a ring, in buckets that leave while backward goes on.
+
+Li et al., "PyTorch distributed: experiences on accelerating data parallel training", VLDB 2020. The gradient vector is
+cut at the parameters' bounds, from the last parameter to the first; a bucket leaves when all its gradients are there.
+Which these are is learnt from the round before, so that a parameter that is never used holds nothing up, and one
+whose gradient comes in several parts is waited for. What comes after its bucket has left is added by a second mean.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rayps.comm.ring import Ring
+from rayps.comm.ring.bucketed_mean import Sent, pieces
+from rayps.tensors.finite import is_finite
+from rayps.tensors.flat import FlatModel, Gradient, Layout, dense
+
+AUTO_MB = 4.0
+HELD_ELEMENTS = 1 << 14  # fewer are copied: another call takes longer
+
+
+class Buckets:
+    """The mean over a ring of the gradients that backward makes. All ranks must make it, begin and finish alike.
+
+    Call `begin`, then backward, then `finish`. Between them the gradients are taken out of `.grad` as they come.
+    """
+
+    def __init__(self, flat: FlatModel, ring: Ring, bucket_mb: float | None = None) -> None:
+        """`bucket_mb` is in 10^6 bytes; None = chosen here, 0 = one bucket after backward."""
+        self._flat, self._ring = flat, ring
+        size, self._why = (bucket_mb, "as given") if bucket_mb is not None else chosen(flat, ring)
+        self.early = size > 0
+        self._buckets = cut(flat.layout, 1e6 * size or math.inf)
+        self._bucket_of = {i: b for b, members in enumerate(self._buckets) for i in members}
+        entries = flat.layout.entries
+        spans = [slice(entries[members[-1]].lo, entries[members[0]].hi) for members in self._buckets]
+        self._pieces = pieces(ring, flat.packed[:-1], spans, len(entries) + 1)
+        self._active, self._samples = False, 0
+        self._arrivals: list[int] = []  # parameters as their gradients came
+        self._times = [0] * len(entries)  # that each gradient has come in this round
+        self._expected: list[int] | None = None  # the same in the round before
+        self._missing: list[int] = []  # gradients that each bucket waits for
+        self._left: list[int] = []  # buckets that have left, in order
+        self._late: Tensor | None = None
+        self.fault: tuple[int, str] | None = None  # a rank whose gradient is not finite (-1 = their sum), the parameter
+        self._ordered = not (self.early and len(self) > 1 and isinstance(self._pieces, Sent))
+        for i, p in enumerate(flat.parameters):
+            p.register_post_accumulate_grad_hook(_hook(weakref.ref(self), i))  # type: ignore[no-untyped-call]
+
+    def __len__(self) -> int:
+        return len(self._buckets)
+
+    @property
+    def choice(self) -> dict[str, Any]:
+        """How the gradients leave, as an event."""
+        when = "while backward goes on" if self.early else "after backward"
+        size = self._flat.layout.size * self._flat.layout.dtype.itemsize / 1e6
+        message = f"{size:.3g} MB of gradients leave {when}, in {len(self)} bucket{'s'[: len(self) != 1]}: {self._why}"
+        return {"kind": "choice", "message": message, "buckets": len(self)}
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the caller's thread that went into communication, ever."""
+        return self._pieces.seconds
+
+    def begin(self, samples: int) -> None:
+        """Expect the gradients of a mean over `samples` samples."""
+        self._flat.drop_grad()
+        self._active, self._samples = True, samples
+        self._times = [0] * len(self._times)
+        self._arrivals.clear()
+        self._left.clear()
+        self._late, self.fault = None, None
+        if self.early and self._expected is not None:
+            self._missing = [sum(self._expected[i] > 0 for i in members) for members in self._buckets]
+        else:
+            self._missing = [len(members) + 1 for members in self._buckets]  # none leaves before the end
+        self._pieces.begin(samples)
+
+    def finish(self) -> tuple[Tensor, Collection[int]]:
+        """The mean over all ranks' samples, and the numbers of the parameters that no rank has used.
+
+        The mean is to be read only, where it lies, until the next `begin`. Raises LinkError.
+        """
+        self._active = False
+        for b in [b for b in range(len(self)) if b not in self._left]:
+            self._leave(b)
+        marks = torch.tensor([times > 0 for times in self._times] + [self._late is not None], dtype=torch.uint8)
+        mean = self._pieces.finish(marks)
+        if self._pieces.fault is not None:
+            rank, at = self._pieces.fault
+            self.fault = rank, next(e.name for e in self._flat.layout.entries if e.lo <= at < e.hi)
+        if marks[-1]:
+            mean = self._with_late(mean)
+        if self._samples:
+            self._expected = list(self._times)
+        if not self._ordered:
+            self._agree_on_order()
+        unused = [i for i, used in enumerate(marks[:-1].tolist()) if not used]
+        return mean, unused
+
+    def _take(self, i: int, p: Tensor) -> None:
+        """Autograd's hook: parameter `i` has a gradient, or a further part of it."""
+        if not self._active or p.grad is None:
+            return
+        grad, p.grad = dense(p.grad), None
+        bucket = self._bucket_of[i]
+        late = bucket in self._left
+        if (late or not self._pieces.checks) and self.fault is None and not is_finite(grad):
+            self.fault = self._ring.rank, self._flat.layout.entries[i].name
+        self._times[i] += 1
+        self._arrivals.append(i)
+        with torch.no_grad():
+            if late:
+                self._add_late(i, grad)
+            elif self._times[i] > 1:
+                self._pieces.let_go(bucket)
+                self._flat.views[i].add_(grad)
+            else:
+                self._put(i, bucket, grad)
+        if self._expected is not None and self._times[i] == self._expected[i]:
+            self._missing[bucket] -= 1
+            if not self._missing[bucket]:
+                self._leave(bucket)
+
+    def _put(self, i: int, bucket: int, grad: Tensor) -> None:
+        """Copy a gradient to where it stands in the vector, but for what only this rank will read of it."""
+        entry, mine = self._flat.layout.entries[i], self._pieces.mine(bucket)
+        lo, hi = max(entry.lo, mine.start), min(entry.hi, mine.stop)
+        if hi - lo < HELD_ELEMENTS or not grad.is_contiguous():
+            self._flat.views[i].copy_(grad)
+            return
+        vector, flat = self._flat.packed, grad.view(-1)
+        vector[entry.lo : lo].copy_(flat[: lo - entry.lo])
+        vector[hi : entry.hi].copy_(flat[hi - entry.lo :])
+        self._pieces.hold(bucket, lo, flat[lo - entry.lo : hi - entry.lo])
+
+    def _leave(self, bucket: int) -> None:
+        for i in self._buckets[bucket]:
+            if not self._times[i]:
+                self._flat.views[i].zero_()
+        self._left.append(bucket)
+        self._pieces.give(bucket)
+
+    def _add_late(self, i: int, grad: Tensor) -> None:
+        if self._late is None:
+            self._late = torch.zeros_like(self._flat.packed)
+        entry = self._flat.layout.entries[i]
+        self._late[entry.lo : entry.hi].view(entry.shape).add_(grad)
+
+    def _with_late(self, mean: Tensor) -> Tensor:
+        late = torch.zeros_like(self._flat.packed) if self._late is None else self._late
+        return mean + self._ring.mean(Gradient(late, self._samples))
+
+    def _agree_on_order(self) -> None:
+        """Buckets leave in the order in which rank 0's first backward completed them."""
+        last = {self._bucket_of[i]: at for at, i in enumerate(self._arrivals)}
+        order = torch.tensor(sorted(range(len(self)), key=lambda b: last.get(b, len(self._arrivals) + b)))
+        self._pieces.reorder(self._ring.broadcast(order).tolist())
+        self._ordered = True
+
+
+def _hook(buckets: weakref.ref[Buckets], i: int) -> Callable[[Tensor], None]:
+    """Weak, for a model may outlive its ring."""
+
+    def hook(p: Tensor) -> None:
+        found = buckets()
+        if found is not None:
+            found._take(i, p)
+
+    return hook
+
+
+def chosen(flat: FlatModel, ring: Ring) -> tuple[float, str]:
+    """The size of buckets in 10^6 bytes where none is given, and why; 0 = one bucket after backward."""
+    if "hosts" not in ring.choices:
+        return 0.0, "a process group adds them"
+    if len(ring.choices["hosts"]) > 1:
+        return AUTO_MB, "they travel between hosts, which takes longer than it takes a thread to send them"
+    if flat.packed.device.type == "cpu":
+        return AUTO_MB, "ranks of one host read them where they lie, without a thread"
+    return 0.0, "between ranks of one host a thread that sends takes a core from those that compute"
+
+
+def cut(layout: Layout, size: float) -> list[list[int]]:
+    """Parameters by number in buckets of at least `size` bytes, from the last to the first."""
+    width = layout.dtype.itemsize
+    buckets: list[list[int]] = [[]]
+    held = 0
+    for i in reversed(range(len(layout.entries))):
+        entry = layout.entries[i]
+        if held >= size:
+            buckets.append([])
+            held = 0
+        buckets[-1].append(i)
+        held += width * (entry.hi - entry.lo)
+    return buckets

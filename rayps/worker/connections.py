@@ -1,0 +1,161 @@
+"""What binds a worker to its peers in one generation: a ring, servers, a place on an elastic server group."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rayps.comm.link import Link, Listener, connect
+from rayps.comm.ring import Ring
+from rayps.core.errors import LinkError, PeerLost
+from rayps.ps.client.client import ElasticServer
+from rayps.ps.client.session import Talk
+from rayps.ps.fixed import Server
+from rayps.tensors.flat import Layout
+from rayps.worker.plan import WorkerPlan
+from rayps.worker.shard_addresses import Addresses
+from rayps.worker.snapshot import Snapshot
+
+log = logging.getLogger(__name__)
+
+TRY_SECONDS = 1.0  # to reach a shard that has just been replaced, before its address is looked up again
+
+
+class Ties:
+    """One generation's; a thread that ends late must not part those of the next. `shards` are fixed servers' addresses,
+    `ranges` their slices.
+    """
+
+    def __init__(self, shards: list[str], ranges: list[tuple[int, int]]) -> None:
+        self.ring: Ring | None = None
+        self.rings: dict[str, Ring] = {}  # within a replica of several workers, by axis
+        self.server: Server | ElasticServer | None = None
+        self.talk: Talk | None = None  # about the job's space on an elastic group
+        self._shards, self._ranges = Addresses(shards), ranges
+        self._link: Callable[[int], Link] | None = None
+
+    def form(self, plan: WorkerPlan, snapshot: Snapshot, listener: Listener) -> None:
+        """Meet everyone that the plan names.
+
+        Raises:
+            PeerTimeout, PeerLost, StaleGeneration: somebody did not come, or this generation has ended.
+        """
+        strategy, seat = plan.strategy, plan.seat
+        if seat is not None:
+            # in step a round that is open must be kept whole, whatever its size: nobody goes back for a server's death
+            keep = max(strategy.group_bytes, 4 * _bytes(snapshot.layout) if seat.space.strategy.lockstep else 0)
+            self.talk = Talk(
+                seat.door,
+                seat.space,
+                plan.rank,
+                incarnation=seat.incarnation,
+                timeout=plan.timeout,
+                name=f"worker-{plan.rank}",
+                keep=keep,
+            )
+        if strategy.shards == 0:
+            self.ring = self._ring(plan, "data", plan.ring, listener, snapshot)
+        elif self.talk is not None:
+            self.server = ElasticServer(self.talk)
+        else:
+            self.server = self._join(plan, snapshot)
+        if self.ring is not None and self.talk is not None:
+            self.talk.join()
+        for axis, addresses in plan.axes.items():
+            self.rings[axis] = self._ring(plan, axis, addresses, listener, snapshot)
+
+    def _ring(self, plan: WorkerPlan, axis: str, addresses: list[str], listener: Listener, snapshot: Snapshot) -> Ring:
+        """A ring of all ranks that differ from this one along an axis only."""
+        place = plan.strategy.grid(plan.size).at(plan.rank)
+        label, table = "worker", snapshot.ring
+        if plan.division is not None:
+            label = place.line(axis)
+            table = (snapshot.ring or {}).get(label)
+            label += f"#{plan.attempt}"  # who calls for an earlier attempt is not let in
+        pairs = axis == "stage"  # they speak in pairs, so there is nothing to measure
+        return Ring.form(
+            getattr(place, axis),
+            addresses,
+            listener,
+            secret=plan.secret,
+            generation=plan.generation,
+            timeout=plan.timeout,
+            label=label,
+            table=table,
+            algorithm="ring" if pairs else "auto",
+            streams=int(pairs),
+        )
+
+    def rewire(self, shard: int, address: str) -> None:
+        """A fixed shard has been replaced and is there now; what it lacks of this worker is said again. Any thread."""
+        self._shards.change(shard, address)
+        server, link = self.server, self._link
+        if isinstance(server, Server) and link is not None:
+            try:
+                # at once: the plan's thread may wait for another shard, or have ended, and others wait for its pushes
+                server.replay(shard, lambda: link(shard), lambda: shard in self._shards.unseen())
+            except LinkError as error:  # it died again, and its next replacement will be told
+                log.info("%s", str(error))
+
+    def part(self) -> None:
+        """From any thread: whoever waits for this worker sees it leave."""
+        self._shards.close()
+        for tie in self._all():
+            tie.abort() if isinstance(tie, Ring) else tie.hang_up()
+
+    def close(self) -> None:
+        """Once the thread has ended."""
+        for tie in self._all():
+            tie.close()
+
+    def _all(self) -> list[Any]:
+        return [tie for tie in (self.ring, *self.rings.values(), self.server, self.talk) if tie is not None]
+
+    # ---- fixed shards
+
+    def _join(self, plan: WorkerPlan, snapshot: Snapshot) -> Server:
+        def link(shard: int, timeout: float = TRY_SECONDS) -> Link:
+            return connect(
+                self._shards.current(shard),
+                name=f"worker-{plan.rank}",
+                secret=plan.secret,
+                generation=plan.generation,
+                timeout=timeout,
+            )
+
+        self._link = link
+        links = [link(i, plan.timeout) for i in range(len(self._ranges))]
+        relink = None if plan.strategy.lockstep else lambda shard: self._relink(plan, shard, link)
+        return Server(
+            plan.strategy.grid(plan.size).at(plan.rank).data,
+            snapshot.layout.dtype,
+            self._ranges,
+            links,
+            timeout=plan.timeout,
+            step=plan.start,
+            relink=relink,
+            defer=True,
+            consistent=plan.strategy.staleness is not None,
+            independent=not plan.strategy.lockstep,
+            keep=plan.strategy.kept_bytes,
+            layout=snapshot.layout,
+        )
+
+    def _relink(self, plan: WorkerPlan, shard: int, link: Callable[[int], Link]) -> Link:
+        log.info("worker-%d lost shard-%d and waits for its replacement", plan.rank, shard)
+        deadline = time.monotonic() + plan.timeout
+        self._shards.changed(shard, plan.timeout)
+        while True:
+            try:
+                return link(shard)
+            except PeerLost:  # perhaps the replacement has died too, and there is another one by now
+                if time.monotonic() > deadline:
+                    raise
+                if shard in self._shards.unseen():
+                    self._shards.changed(shard, plan.timeout)
+
+
+def _bytes(layout: Layout) -> int:
+    return layout.size * layout.dtype.itemsize

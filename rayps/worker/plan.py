@@ -1,0 +1,86 @@
+"""What a driver tells the members of a generation, and what it gets of a worker: plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from rayps.parallel.division.division import Division
+from rayps.ps.fixed.shard import Boundary
+from rayps.ps.protocol.space import Space
+from rayps.recovery.backup_assignment import Bond
+from rayps.strategies.catalogue import Strategy
+from rayps.tensors import optim
+from rayps.tensors.learning_rate import Ticks
+from rayps.worker.local_state import Own
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """What every member of a generation is told."""
+
+    generation: int
+    strategy: Strategy
+    seed: int
+    end: int
+    boundary: Boundary
+    evaluated: int  # the last round whose evaluation is filed
+    timeout: float
+    origin: tuple[int, int] = (0, 0)  # the round and the epoch that the phase's epochs are counted from
+    division: Division | None = None  # how the model is divided, where a replica is several workers
+    mailbox: str | None = None  # the folder of the job's real clients, where it has some
+    ticks: Ticks = field(default_factory=Ticks)  # the epochs of the phase, for schedules on servers
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A rank's place in a space on an elastic server group; a later incarnation of the rank fences this one."""
+
+    door: dict[str, Any]  # the manager's address and the group's secret
+    space: Space
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlan:
+    """One generation's orders to one worker. Positions count the batches that a rank consumes, from the run's begin.
+
+    `rank` is among all workers; `ring` and `shards` are those of its column.
+    """
+
+    generation: int
+    rank: int
+    size: int
+    strategy: Strategy
+    ring: list[str]  # everyone's address, in the order of data ranks
+    shards: list[tuple[str, int, int]]  # address, lo, hi
+    secret: bytes
+    seed: int
+    start: int  # position; -1 = ask the servers (a worker that replaces another)
+    end: int
+    boundary: Boundary
+    evaluated: int  # the last round after which this rank's evaluation was heard
+    timeout: float
+    seat: Seat | None = None
+    origin: tuple[int, int] = (0, 0)  # see Orders
+    division: Division | None = None
+    axes: dict[str, list[str]] = field(default_factory=dict)  # addresses along each axis within the replica
+    bond: Bond | None = None  # where workers keep each other's states
+    attempt: int = 0  # how often this replica has begun anew in this generation
+    mailbox: str | None = None  # see Orders
+
+
+@dataclass(slots=True)
+class WorkerPart:
+    """A worker's share of a checkpoint; parameters and moments from data rank 0 of a strategy without servers."""
+
+    round: int
+    params: Tensor | None
+    moments: optim.Moments
+    buffers: dict[str, Tensor]
+    rng: Tensor
+    own: Own | None = None  # where workers learn apart
+    shared: dict[str, Tensor] = field(default_factory=dict)  # of rank 0
+    met: bool = False  # the phase ends here: its strategy has met its stop rule

@@ -1,0 +1,217 @@
+"""The state of a run between two rounds: what a restart, a resume or the next strategy begins from.
+
+Parameters as one vector, the optimizer's state and the buffers by name, each worker's position in the
+data and its random state. `checkpoint` writes it to disk and reads it back.
+
+Buffers (BatchNorm statistics): each worker keeps its own while it trains; rank 0's are evaluated, saved,
+returned, and given to everyone when a run starts or restarts. Parameters that need no gradient travel with
+them, so that everyone has the same ones.
+
+Where workers learn apart (`Strategy.apart`) `params` are what they agree on (`Strategy.consensus`), and `own` holds
+what each of them has: with it everyone goes on from where it was.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rayps.core.errors import CheckpointError
+from rayps.core.ledger import Ledger, anywhere
+from rayps.strategies.calendar import Calendar, Span
+from rayps.tensors.checkpoint import State
+from rayps.tensors.flat import Layout
+from rayps.tensors.optim import Moments
+from rayps.worker.local_state import Own, below, by_name, moments_of
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """Everything that a run goes on from. `positions[data]` counts the batches that a replica has consumed,
+    `rng` is by worker.
+    """
+
+    layout: Layout
+    params: Tensor
+    moments: Moments = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    rng: dict[int, Tensor] = field(default_factory=dict)
+    positions: list[int] = field(default_factory=list)
+    steps_per_epoch: int = 1
+    ring: dict[str, Any] | None = None  # the ring's `choices`: with them the same sums come out bit for bit; of a
+    # replica of several workers those of each ring, by `Point.line`
+    ledgers: list[tuple[int, int, Ledger]] = field(default_factory=list)  # of each shard: lo, hi, what it had applied
+    divided: str = ""  # of which division's columns, one behind another, the ledgers' elements are; "" = the vector's
+    columns: int = 1  # workers of one replica
+    origin: tuple[int, int] = (0, 0)  # the round and the epoch that `steps_per_epoch` counts from
+    strategy: str = ""  # whose `own` and `shared` are
+    own: dict[int, Own] = field(default_factory=dict)  # by worker, where they learn apart
+    shared: dict[str, Tensor] = field(default_factory=dict)  # what the strategy remembers, the same on all workers
+    ended: list[tuple[int, int]] = field(default_factory=list)  # of phases that met their stop rule: the round at which
+    # each would have ended, and that at which it did
+
+    @property
+    def round(self) -> int:
+        """The position of the slowest worker."""
+        return min(self.positions, default=0)
+
+    def ledger(self, lo: int, hi: int) -> Ledger:
+        """Which pushes the elements lo to hi hold.
+
+        Where they were held by several shards, a push that only some of those had applied counts as applied: it is
+        missing in a part, rather than added twice to another.
+        """
+        held = [ledger for a, b, ledger in self.ledgers if a < hi and lo < b]
+        return anywhere(held) if held else Ledger(self.positions)
+
+    def align(self) -> None:
+        """Let everyone go on from the slowest worker's position, for a strategy that works in step."""
+        self.positions = [self.round] * len(self.positions)
+        self.ledgers = []
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Parameters and buffers by name, as `model.load_state_dict` takes them (strict=False if some are frozen)."""
+        named = {e.name: self.params[e.lo : e.hi].view(e.shape).clone() for e in self.layout.entries}
+        return named | {name: value.clone() for name, value in self.buffers.items()}
+
+    def fill(self, model: nn.Module) -> nn.Module:
+        """Put parameters and buffers into a model of the same kind, and give it back."""
+        model.load_state_dict(self.state_dict(), strict=False)
+        return model
+
+    def to_state(self, **facts: Any) -> State:
+        """As tensors and JSON-ready facts, for a checkpoint."""
+        tensors: dict[str, Tensor] = {
+            f"model/{e.name}": self.params[e.lo : e.hi].view(e.shape) for e in self.layout.entries
+        }
+        tensors |= {f"buffer/{name}": value for name, value in self.buffers.items()}
+        tensors |= {f"rng/{rank}": value for rank, value in self.rng.items()}
+        moments, numbers = by_name(self.moments)
+        tensors |= moments | {f"shared/{name}": value for name, value in self.shared.items()}
+        own_numbers = dict[str, Any]()
+        for rank, own in self.own.items():
+            found, own_numbers[str(rank)] = own.named()
+            tensors |= {f"own/{rank}/{name}": value for name, value in found.items()}
+        meta = {
+            "parameters": [[e.name, list(e.shape)] for e in self.layout.entries],
+            "optimizer_numbers": numbers,
+            "positions": self.positions,
+            "steps_per_epoch": self.steps_per_epoch,
+            "ring": self.ring,
+            "divided": self.divided,
+            "columns": self.columns,
+            "origin": list(self.origin),
+            "ledgers": [[lo, hi, ledger.to_json()] for lo, hi, ledger in self.ledgers],
+            "apart": {"strategy": self.strategy, "numbers": own_numbers, "ended": self.ended},
+            **facts,
+        }
+        return State(tensors, meta)
+
+    @classmethod
+    def from_state(cls, state: State) -> Snapshot:
+        """Read back what `to_state` wrote."""
+        shapes = {name: tuple(shape) for name, shape in state.meta["parameters"]}
+        layout = Layout.of((name, state.tensors[f"model/{name}"]) for name in shapes)
+        params = torch.cat([state.tensors[f"model/{name}"].reshape(-1) for name in shapes])
+        apart = state.meta.get("apart", {})
+        return cls(
+            layout,
+            params,
+            moments_of(state.tensors, state.meta["optimizer_numbers"]),
+            positions=list(state.meta["positions"]),
+            buffers={k.removeprefix("buffer/"): v for k, v in state.tensors.items() if k.startswith("buffer/")},
+            rng={int(k.removeprefix("rng/")): v for k, v in state.tensors.items() if k.startswith("rng/")},
+            steps_per_epoch=state.meta["steps_per_epoch"],
+            ring=state.meta.get("ring"),
+            ledgers=[(lo, hi, Ledger.from_json(data)) for lo, hi, data in state.meta.get("ledgers", [])],
+            divided=state.meta.get("divided", ""),
+            columns=state.meta.get("columns", 1),
+            origin=tuple(state.meta.get("origin", (0, 0))),
+            strategy=apart.get("strategy", ""),
+            own={
+                int(rank): Own.of(below(f"own/{rank}/", state.tensors), numbers)
+                for rank, numbers in apart.get("numbers", {}).items()
+            },
+            shared=below("shared/", state.tensors),
+            ended=[(planned, at) for planned, at in apart.get("ended", [])],
+        )
+
+    def check(self, layout: Layout) -> None:
+        """Refuse a snapshot of another model.
+
+        Raises:
+            CheckpointError: naming the first parameter that differs.
+        """
+        mine, other = _shapes(self.layout), _shapes(layout)
+        for name in sorted(mine.keys() | other.keys()):
+            if mine.get(name) != other.get(name):
+                raise CheckpointError(
+                    f"the checkpoint is of another model: parameter {name!r} has shape {mine.get(name)} there "
+                    f"and {other.get(name)} here:\ngive the checkpoint of this model, or start without resume"
+                )
+
+    def hear(self, point: dict[str, Any]) -> None:
+        """Take over what the rings have chosen, if this point of a worker says it."""
+        if "ring" in point:
+            self.ring = point["ring"]
+        elif "rings" in point:
+            self.ring = (self.ring or {}) | point["rings"]
+
+    def resume(self, calendar: Calendar) -> None:
+        """Go on in this run, which may have another number of replicas or batches per epoch than the one before.
+
+        Raises:
+            CheckpointError: it has, and the snapshot lies in the middle of an epoch.
+        """
+        self.ended = [(planned, at) for planned, at in self.ended if calendar.cut(planned, at)]
+        span = calendar.at(self.round)
+        if any(at == self.round for _, at in self.ended):  # the end of a phase, wherever it lies in an epoch
+            self.enter(span)
+            return
+        began, epoch = self.origin
+        counts_alike = epoch * self.steps_per_epoch - began == span.epoch * span.steps - span.begin
+        if not counts_alike or (len(self.positions), self.steps_per_epoch) != (span.replicas, span.steps):
+            done = self.round - began
+            if len(set(self.positions)) != 1 or done % self.steps_per_epoch:
+                raise CheckpointError(
+                    f"the checkpoint was written in the middle of an epoch by {self._workers()}:\n"
+                    "resume with as many and the same batch size, or from a checkpoint at an epoch's end"
+                )
+            self.positions = [calendar.after(epoch + done // self.steps_per_epoch)] * len(self.positions)
+            self.ledgers = []
+            if self.steps_per_epoch != span.steps:
+                self.rng = {}
+        self.enter(calendar.at(self.round))
+
+    def _workers(self) -> str:
+        count = len(self.positions)
+        return f"{count} workers" if self.columns == 1 else f"{count} replicas of {self.columns} workers each"
+
+    def under(self, strategy: str, workers: int) -> None:
+        """Go on under a strategy, by name: what workers had apart under another, or when there were more or fewer of
+        them, is dropped, and all go on from what they agreed on.
+        """
+        if self.strategy != strategy:
+            self.shared = {}
+        if self.strategy != strategy or len(self.own) != workers:
+            self.own = {}
+        self.strategy = strategy
+
+    def enter(self, span: Span) -> None:
+        """Go on under a phase's layout; at its begin all positions are equal, or their number stays the same."""
+        if len(self.positions) != span.replicas:
+            self.positions = [self.round] * span.replicas
+            self.ledgers, self.ring, self.rng = [], None, {}
+        if self.columns != span.columns:
+            self.ring, self.rng = None, {}
+        if span.columns == 1 and self.divided:  # the ledgers are of other elements now
+            held = [ledger for _, _, ledger in self.ledgers]
+            self.ledgers, self.divided = ([(0, self.layout.size, anywhere(held))] if held else []), ""
+        self.columns, self.steps_per_epoch, self.origin = span.columns, span.steps, span.origin
+
+
+def _shapes(layout: Layout) -> dict[str, tuple[int, ...]]:
+    return {entry.name: entry.shape for entry in layout.entries}

@@ -1,0 +1,535 @@
+"""Learning-rate schedules: under every strategy the rate of a step is the one that plain torch has at that step."""
+
+import importlib
+
+import pytest
+import torch
+from small_work import SCHEDULES, Paced, Small, Watched, distance, plain, train
+from test_ps_job_tables import ROWS as TALLY_ROWS
+from test_ps_job_tables import Tally
+from test_ps_job_tables import values as tally_values
+from torch import nn
+
+import rayps
+from rayps import ADMM, AllReduce, DiLoCo, Downpour, FedAvg, Hogwild, LocalSGD, ParameterServer, Pipeline
+from rayps.cluster.local import LocalCluster
+from rayps.core.errors import WorkloadError
+from rayps.ps.fixed.shard import Boundary, Shard
+from rayps.ps.protocol.space import Space, Table
+from rayps.ps.server.dense_segment import DenseSegment
+from rayps.ps.tables.row_optimizers import Scheduled
+from rayps.ps.tables.table_segment import TableSegment
+from rayps.ps.tables.wire_format import encode_push
+from rayps.tensors import checkpoint, learning_rate
+from rayps.tensors.flat import Layout
+
+EXACT = 1e-12
+FIXED = ParameterServer(shards=2)
+ELASTIC = ParameterServer(shards=2, replicas=1)
+IN_STEP = [AllReduce(), FIXED, ELASTIC]
+PUSHES: list[tuple[float, float]] = []  # of `Traced`: what was pushed, and the rate it was applied with
+
+
+# ---- in step
+
+
+@pytest.mark.parametrize("strategy", IN_STEP, ids=str)
+@pytest.mark.parametrize(
+    ("schedule", "optimizer"),
+    [
+        ("cosine", "sgd"),
+        ("onecycle", "momentum"),
+        ("onecycle", "adamw_groups"),
+        ("warm", "adam"),
+        ("chained", "momentum"),
+        ("restarts", "sgd"),
+        ("function", "adamw_groups"),
+    ],
+)
+def test_in_step_it_is_torchs_scheduler(strategy, schedule, optimizer):
+    work = Paced(schedule, n=30, optimizer=optimizer)
+    result = train(work, strategy, workers=2, epochs=3)
+    assert distance(result.model(), plain(work, 2, epochs=3)[0]) < EXACT
+    assert distance(result.model(), plain(Small(n=30, optimizer=optimizer), 2, epochs=3)[0]) > 1e-4
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        *IN_STEP,
+        ParameterServer(staleness=2),
+        ParameterServer(staleness=None, replicas=0),
+        Downpour(),
+        Hogwild(),
+        LocalSGD(period=3),
+        ParameterServer(staleness=None),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("schedule", ["onecycle", "function"])
+def test_one_worker_is_plain_torch_with_its_scheduler(strategy, schedule):
+    work = Paced(schedule, n=24, optimizer="momentum")
+    result = train(work, strategy, workers=1, epochs=3)
+    assert distance(result.model(), plain(work, epochs=3)[0]) < EXACT
+
+
+def test_in_step_it_is_torchs_scheduler_to_the_bit():
+    work = Paced("onecycle", n=24, optimizer="momentum")
+    assert distance(train(work, AllReduce(), workers=1, epochs=3).model(), plain(work, epochs=3)[0]) == 0
+
+
+@pytest.mark.parametrize("strategy", [AllReduce(), FIXED, ELASTIC, LocalSGD(period=1)], ids=str)
+def test_a_schedule_of_epochs(strategy):
+    work = Paced("restarts", every="epoch", n=24)
+    result = train(work, strategy, workers=2, epochs=5)
+    assert distance(result.model(), plain(work, 2, epochs=5)[0]) < EXACT
+
+
+def test_workers_of_a_pipeline_follow_it():
+    work = Paced("onecycle", n=24, batch=4, optimizer="adamw_groups")
+    law = train(work, AllReduce(), workers=1, epochs=2)
+    result = train(work, AllReduce(replica=Pipeline(stages=2, micro_batches=1)), workers=2, epochs=2)
+    assert distance(result.model(), law.model()) < EXACT
+    served = train(work, ParameterServer(shards=2, replica=Pipeline(stages=2, micro_batches=1)), workers=2, epochs=2)
+    assert distance(served.model(), law.model()) < EXACT
+
+
+# ---- resume, phases, deaths
+
+
+@pytest.mark.parametrize("strategy", IN_STEP, ids=str)
+@pytest.mark.parametrize(("schedule", "every"), [("onecycle", "step"), ("restarts", "epoch")])
+def test_a_resumed_run_goes_on_counting(tmp_path, strategy, schedule, every):
+    work = Paced(schedule, every, optimizer="momentum")  # 6 rounds an epoch with two workers
+    train(work, strategy, workers=2, steps=9, checkpoint=tmp_path)
+    resumed = train(work, strategy, workers=2, steps=18, checkpoint=tmp_path, resume=True)
+    assert distance(resumed.model(), plain(work, 2, steps=18)[0]) < EXACT
+
+
+@pytest.mark.parametrize("strategy", [LocalSGD(period=3), DiLoCo(period=3)], ids=lambda s: s.name)
+@pytest.mark.parametrize("kind", [Paced, lambda optimizer: Hooked(optimizer=optimizer)], ids=["schedule", "hook"])
+def test_workers_that_learn_apart_go_on_counting(tmp_path, strategy, kind):
+    work = kind(optimizer="momentum")
+    whole = train(work, strategy, workers=2, steps=18)
+    train(work, strategy, workers=2, steps=9, checkpoint=tmp_path)  # the end of a run is a meeting, as here any third
+    resumed = train(work, strategy, workers=2, steps=18, checkpoint=tmp_path, resume=True)
+    assert distance(resumed.model(), whole.model()) < EXACT
+
+
+@pytest.mark.parametrize("schedule", [("cosine", "step"), ("restarts", "epoch")])
+def test_a_later_phase_goes_on_counting(schedule):
+    work = Paced(*schedule, optimizer="momentum")
+    law = plain(work, 2, epochs=4)[0]
+    for phases in ([(1, FIXED), (1, AllReduce()), (1, ELASTIC), AllReduce()], [(2, AllReduce()), (1, ELASTIC), FIXED]):
+        assert distance(train(work, phases, workers=2, epochs=4).model(), law) < EXACT
+
+
+def died(work, strategy, victim, steps):
+    """The result of a run in which somebody dies."""
+    cluster = Watched()
+    try:
+        killer = cluster.kill_when(work.tag, steps * 2 // 3, (victim, 1))
+        result = train(work, strategy, cluster, workers=2, steps=steps, checkpoint_every=4)
+        killer.join(60)
+    finally:
+        cluster.close()
+    assert not killer.is_alive()
+    return result
+
+
+@pytest.mark.parametrize(
+    ("strategy", "victim"),
+    [
+        (AllReduce(), "WorkerActor"),
+        (FIXED, "WorkerActor"),
+        (FIXED, "ShardActor"),
+        (ELASTIC, "WorkerActor"),
+        (LocalSGD(period=3), "WorkerActor"),
+        (ADMM(local_steps=4), "WorkerActor"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("hook", [False, True], ids=["schedule", "hook"])
+def test_a_death_changes_nothing(strategy, victim, hook):
+    options = {"optimizer": "momentum", "pause": 0.005, "tag": f"paced-{hook}-{strategy}-{victim}"}
+    work = Hooked(**options) if hook else Paced("onecycle", **options)
+    law = train(
+        Hooked(optimizer="momentum") if hook else Paced("onecycle", optimizer="momentum"), strategy, workers=2, steps=24
+    )
+    assert distance(died(work, strategy, victim, 24).model(), law.model()) < EXACT
+
+
+class Hooked(Small):
+    """A step hook that lowers the rate."""
+
+    def optimizer(self, params):
+        optimizer = super().optimizer(params)
+
+        def lower(optimizer, args, kwargs):
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.9
+
+        optimizer.register_step_post_hook(lower)
+        return optimizer
+
+
+@pytest.mark.parametrize("strategy", IN_STEP, ids=str)
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw_groups"])
+def test_a_hook_that_edits_groups_survives_resume_and_phase(tmp_path, strategy, optimizer):
+    work = Hooked(optimizer=optimizer)
+    law = plain(work, 2, steps=18)[0]
+    train(work, strategy, workers=2, steps=9, checkpoint=tmp_path)
+    resumed = train(work, strategy, workers=2, steps=18, checkpoint=tmp_path, resume=True)
+    assert distance(resumed.model(), law) < EXACT
+    phases = [(1, strategy), (1, AllReduce()), strategy]
+    assert distance(train(work, phases, workers=2, steps=18).model(), law) < EXACT
+
+
+def test_a_checkpoint_says_where_the_schedule_stands_and_what_the_groups_hold(tmp_path):
+    work = Paced("onecycle", optimizer="momentum")
+    train(work, FIXED, workers=2, steps=9, checkpoint=tmp_path / "paced")
+    meta = checkpoint.load(tmp_path / "paced" / "step-00000009").meta
+    expected = learning_rate.rates_of(learning_rate.recipe_of(work), Layout.of([("w", torch.zeros(1))])).at(8)
+    assert meta["schedule"] == {
+        "every": "step",
+        "tick": 8,
+        "groups": [{"lr": expected[0, "lr"], "momentum": expected[0, "momentum"]}],
+    }
+    train(Hooked(), FIXED, workers=2, steps=3, checkpoint=tmp_path / "hooked")
+    meta = checkpoint.load(tmp_path / "hooked" / "step-00000003").meta
+    edits = {name: numbers["group edits"] for name, numbers in meta["optimizer_numbers"].items()}
+    assert edits.keys() == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    assert list(edits.values()) == [[["lr", 0.1, 0.1 * 0.9 * 0.9 * 0.9]]] * 4
+
+
+def test_a_resume_with_another_schedule_is_said_and_goes_on_with_its_own(tmp_path):
+    train(Paced("onecycle"), workers=2, steps=6, checkpoint=tmp_path)
+    result = train(Paced("function"), workers=2, steps=9, checkpoint=tmp_path, resume=True)
+    assert any("was made with the schedule at" in event["message"] for event in result.events)
+    train(Paced("function"), workers=2, steps=6, checkpoint=tmp_path / "same")
+    same = train(Paced("function"), workers=2, steps=9, checkpoint=tmp_path / "same", resume=True)
+    assert not any("was made with the schedule at" in event["message"] for event in same.events)
+
+
+def test_a_checkpoint_without_such_entries_still_opens(tmp_path):
+    work = Small(optimizer="momentum")
+    train(work, workers=2, steps=6, checkpoint=tmp_path)
+    meta = checkpoint.load(tmp_path / "step-00000006").meta
+    assert "schedule" not in meta and not meta["optimizer_numbers"]
+    resumed = train(work, workers=2, steps=9, checkpoint=tmp_path, resume=True)
+    assert distance(resumed.model(), plain(work, 2, steps=9)[0]) < EXACT
+
+
+class Other(Small):
+    def optimizer(self, params):
+        return torch.optim.SGD(params, lr=0.02)
+
+
+def test_a_rate_that_the_workload_changes_between_two_runs_is_the_new_one(tmp_path):
+    train(Hooked(), AllReduce(), workers=1, steps=4, checkpoint=tmp_path)
+    before = train(Other(), AllReduce(), workers=1, steps=4, checkpoint=tmp_path, resume=True).model()
+    after = train(Other(), AllReduce(), workers=1, steps=5, checkpoint=tmp_path, resume=True).model()
+    batches = [b for epoch in range(1) for b in Other().data().batches(rank=0, size=1, seed=0, epoch=epoch)]
+    batch = batches[4]
+    optimizer = torch.optim.SGD(before.parameters(), lr=0.02)
+    ((before(batch.x) - batch.y) ** 2).mean().backward()
+    optimizer.step()
+    assert distance(before, after) < EXACT
+
+
+# ---- out of step: each push is applied with the rate of its round
+
+
+class One(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+
+
+class Tracing(torch.optim.SGD):
+    """Plain SGD that writes down what it is given."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                importlib.import_module("test_learning_rate").PUSHES.append((p.grad.sum().item(), group["lr"]))
+        super().step()
+
+
+class Traced(rayps.Workload):
+    """Row i has the gradient 2^i: the sum of a push says which rows are in it."""
+
+    rows, workers = 40, 4
+
+    def model(self):
+        return One()
+
+    def data(self):
+        x = 2.0 ** torch.arange(self.rows, dtype=torch.float64).view(-1, 1)
+        return rayps.data.tensors(x, x, batch_size=1)
+
+    def loss(self, model, batch):
+        return (model.w * batch.x).sum()
+
+    def evaluate(self, model, batch):
+        return {}
+
+    def optimizer(self, params):
+        return Tracing(params, lr=1.0)
+
+    def schedule(self, optimizer):
+        return lambda step: 1 / (1 + step)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "scale"),
+    [
+        (ParameterServer(staleness=2), 4),
+        (ParameterServer(shards=1, staleness=None), 4),
+        (ParameterServer(staleness=2, replicas=0), 4),
+        (ParameterServer(shards=2, staleness=None, replicas=1), 4),
+        (Downpour(n_push=1), 1),
+        (Downpour(n_push=3, n_fetch=4), 1),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("n_epochs", [2])
+def test_a_push_is_applied_with_the_rate_of_its_last_round(strategy, scale, n_epochs):
+    work = Traced()
+    PUSHES.clear()
+    train(work, strategy, workers=4, epochs=n_epochs)
+    ends = {}  # by the rows of some rounds in a row of one worker: which of them are the last
+    for rank in range(4):
+        rows = [
+            round(batch.x.item())
+            for epoch in range(n_epochs)
+            for batch in work.data().batches(rank=rank, size=4, seed=0, epoch=epoch)
+        ]
+        for end in range(len(rows)):
+            for begin in range(max(0, end - 2), end + 1):
+                ends.setdefault(sum(rows[begin : end + 1]), set()).add(end)
+    scaled = [(total * scale, rate) for total, rate in PUSHES]
+    pushes = [(rows, rate) for rows, rate in scaled if rows >= 1 and rows == int(rows)]  # not those of a probe
+    assert len(pushes) >= (80 if scale == 4 else 24)
+    for rows, rate in pushes:
+        assert rate in {1 / (1 + end) for end in ends[int(rows)]}
+
+
+def recipe(kind="function", optimizer=lambda p: torch.optim.SGD(p, lr=1.0)):
+    return learning_rate.Recipe(optimizer, SCHEDULES[kind])
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+def test_late_and_repeated_pushes_get_the_rate_of_their_round(elastic):
+    """In any order, and said twice: w is minus the sum of what each push says times the rate of its round."""
+    layout = Layout.of([("w", torch.zeros(1, dtype=torch.float64))])
+    strategy = ParameterServer(staleness=None)
+    if elastic:
+        space = Space("s", 0, 2, strategy, layout, ((0, 1),))
+        one, copy = (DenseSegment(space, 0, recipe()) for _ in range(2))
+    else:
+        one = Shard(
+            0,
+            layout,
+            0,
+            1,
+            params=torch.zeros(1, dtype=torch.float64),
+            factory=recipe(),
+            strategy=strategy,
+            start=[0, 0],
+            boundary=Boundary(0, -1),
+        )
+    order = [(0, 0), (0, 2), (1, 0), (0, 1), (0, 2), (0, 3), (1, 2), (0, 1), (1, 1), (1, 0)]
+    for rank, step in order:
+        value = torch.full((1,), 2.0 + rank + step, dtype=torch.float64)
+        if elastic:
+            for change in one.push(rank, step, 1.0, memoryview(bytearray(value.numpy().tobytes()))):
+                copy.replay(memoryview(change))
+        else:
+            one.push(rank, step, value, 1.0)
+    law = -sum((2.0 + rank + step) / 2 * 0.9**step for rank, step in set(order))
+    shards = [one.shard, copy.shard] if elastic else [one]
+    for shard in shards:
+        assert shard.params.item() == pytest.approx(law, abs=1e-14)
+
+
+# ---- apart, federated, tables
+
+
+def test_local_steps_are_counted_across_meetings():
+    work = Paced("cosine", n=24)
+    law = plain(work, 2, epochs=3)[0]
+    assert distance(train(work, LocalSGD(period=1), workers=2, epochs=3).model(), law) < EXACT
+
+
+class Clients(Paced):
+    def data(self):
+        data = super().data()
+        return rayps.data.tensors(data.x, data.y, batch_size=self.batch, client=[i % 3 for i in range(self.n)])
+
+    def evaluation_data(self):
+        return super().data()
+
+
+@pytest.mark.parametrize(("schedule", "every"), [("onecycle", "step"), ("function", "step"), ("cosine", "epoch")])
+def test_federated_rounds(schedule, every):
+    work = Clients(schedule, every, n=30)
+    result = train(work, FedAvg(local_steps=1, batch_size=0), workers=2, epochs=6)
+    torch.manual_seed(0)
+    model = work.model()
+    optimizer = work.optimizer(list(model.parameters()))
+    scheduler = work.schedule(optimizer)
+    scheduler = scheduler if hasattr(scheduler, "step") else torch.optim.lr_scheduler.LambdaLR(optimizer, scheduler)
+    data = work.data()
+    for _ in range(6):
+        optimizer.zero_grad()
+        ((model(data.x) - data.y) ** 2).mean().backward()
+        rate = {**optimizer.param_groups[0]}  # each client begins a round with a fresh optimizer
+        torch.optim.SGD(model.parameters(), lr=rate["lr"]).step()
+        optimizer._opt_called = True
+        scheduler.step()
+    assert distance(result.model(), model) < 1e-9
+
+
+KNOBS = {
+    "sgd": (
+        {"name": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.01},
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
+    ),
+    "adagrad": ({"name": "adagrad", "lr": 0.1}, lambda p: torch.optim.Adagrad(p, lr=0.1)),
+    "adam": ({"name": "adam", "lr": 0.01}, lambda p: torch.optim.SparseAdam(p, lr=0.01)),
+}
+
+
+@pytest.mark.parametrize("staleness", [0, None])
+@pytest.mark.parametrize(
+    ("kind", "schedule"),
+    [
+        ("sgd", "onecycle"),
+        ("sgd", "warm"),
+        ("adagrad", "function"),
+        ("adagrad", "cosine"),
+        ("adam", "onecycle"),
+        ("adam", "cosine"),
+    ],
+)
+def test_rows_of_tables_follow_it_and_so_do_their_copies(kind, schedule, staleness):
+    knobs, make = KNOBS[kind]
+    table = Table("t", 3, 1, dtype="float64", optimizer=knobs)
+    scheduled = Scheduled(recipe(schedule), learning_rate.Ticks())
+    segment, copy = (
+        TableSegment(table, 0, ParameterServer(staleness=staleness), 1, scheduled=scheduled) for _ in range(2)
+    )
+    ids = torch.arange(4).numpy()
+    law = nn.Parameter(torch.from_numpy(segment.store.read(ids, segment.store.find(ids)).copy()))
+    slow = make([law])
+    like = torch.optim.Adam([law], lr=0.01) if kind == "adam" else slow
+    scheduler = SCHEDULES[schedule](like)
+    if not hasattr(scheduler, "step"):
+        scheduler = torch.optim.lr_scheduler.LambdaLR(like, scheduler)
+    for step in range(9):
+        grad = torch.randn(4, 3, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        law.grad = grad.clone()
+        if kind == "adam":
+            law.grad = torch.sparse_coo_tensor(torch.arange(4).view(1, -1), grad, grad.shape).coalesce()
+            slow.param_groups[0].update({key: like.param_groups[0][key] for key in ("lr", "betas")})
+        slow.step()
+        like._opt_called = True
+        scheduler.step()
+        for change in segment.push(0, step, 1.0, encode_push(ids, grad)):
+            copy.replay(memoryview(change))
+        for each in (segment, copy):
+            assert torch.equal(torch.from_numpy(each.store.read(ids, each.store.find(ids))), law.detach())
+
+
+class Falling(Tally):
+    def schedule(self, optimizer):
+        return (lambda step: 1 / (1 + step)) if "table" in optimizer.param_groups[0] else None
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    ["hybrid:servers=2", "hybrid:servers=2,staleness=0", "parameter_server:shards=2,replicas=1,staleness=none"],
+)
+def test_each_push_of_a_row_is_applied_with_the_rate_of_its_round(strategy):
+    work = Falling(segments=3)
+    cluster = LocalCluster()
+    try:
+        result = rayps.train(work, strategy=strategy, cluster=cluster, workers=2, epochs=2, progress=False)
+    finally:
+        cluster.close()
+    law = torch.zeros(TALLY_ROWS, dtype=torch.float64)
+    for epoch in range(2):
+        for rank in range(2):
+            batches = list(work.data().batches(rank=rank, size=2, seed=0, epoch=epoch))
+            for index, batch in enumerate(batches):
+                law[batch.x] -= 1 / (1 + epoch * len(batches) + index) / 2
+    assert torch.allclose(tally_values(result.model()), law.view(-1, 1).expand(-1, 2), atol=1e-14, rtol=0)
+
+
+# ---- what cannot be
+
+
+class Bad(Small):
+    def __init__(self, given, every="step"):
+        super().__init__()
+        self.given, self.schedule_every = given, every
+
+    def schedule(self, optimizer):
+        return self.given(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("work", "words"),
+    [
+        (
+            Bad(lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o)),
+            ["ReduceLROnPlateau", "metric", "CosineAnnealing"],
+        ),
+        (Bad(lambda o: 0.1), ["schedule(optimizer) gave float", "lambda step"]),
+        (Bad(lambda o: lambda step: float("nan")), ["factor nan"]),
+        (Bad(lambda o: 1 / 0), ["schedule() raised ZeroDivisionError"]),
+        (Bad(lambda o: None, every="round"), ["schedule_every is 'round'", "'step' or 'epoch'"]),
+        (
+            Bad(lambda o: torch.optim.lr_scheduler.StepLR(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1), 2)),
+            ["another optimizer"],
+        ),
+    ],
+)
+def test_a_schedule_that_cannot_be(work, words):
+    with pytest.raises(WorkloadError) as caught:
+        train(work, AllReduce(), workers=1, steps=2)
+    for word in words:
+        assert word in str(caught.value)
+
+
+class Within(Small):
+    def optimizer(self, params):
+        optimizer = super().optimizer(params)
+        torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        return optimizer
+
+
+@pytest.mark.parametrize("strategy", [AllReduce(), FIXED], ids=str)
+def test_a_scheduler_made_in_optimizer_is_answered_with_schedule(strategy):
+    with pytest.raises(WorkloadError, match=r"schedule\(self, optimizer\)"):
+        train(Within(), strategy, workers=1, steps=2)
+
+
+def test_a_schedule_that_ends_before_the_run_says_so():
+    with pytest.raises(WorkloadError, match=r"schedule\(\) raised ValueError"):
+        train(
+            Bad(lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=3)),
+            AllReduce(),
+            workers=1,
+            steps=8,
+        )
+
+
+def test_only_what_moves_is_kept_and_any_tick_can_be_asked_for():
+    layout = Layout.of([("w", torch.zeros(4))])
+    found = learning_rate.rates_of(recipe("onecycle", lambda p: torch.optim.Adam(p, lr=0.1)), layout)
+    late = found.at(30)
+    assert {key for _, key in late} == {"lr", "betas"}
+    assert found.at(0) == {cell: found.at(0)[cell] for cell in late}
+    assert found.at(30) == late

@@ -1,0 +1,182 @@
+"""An elastic group is what fixed servers are, and one process: to the bit, whatever happens to its servers."""
+
+import secrets
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch.optim import SGD, Adam
+
+import rayps
+from rayps.cluster.local import LocalCluster, until
+from rayps.ps import group as elastic
+
+STEPS, SIZE = 12, 203
+
+
+def gradient(rank, step, params):
+    """Of params, so that an error would grow; in eighths, so that a mean of 2 or 4 is exact in float64."""
+    noise = torch.randint(-8, 9, (SIZE,), generator=torch.Generator().manual_seed(1000 * rank + step)).double()
+    return torch.round(params) + noise / 8
+
+
+def weight(rank, step):
+    return float(1 + (rank + step) % 2 * 2)
+
+
+def start():
+    return torch.arange(SIZE).double() / 7
+
+
+def momentum(params):
+    return SGD(params, lr=0.25, momentum=0.5)
+
+
+def adam(params):
+    return Adam(params, lr=0.01)
+
+
+def alone(workers, optimizer, steps=STEPS):
+    """One process on the union of all batches."""
+    w = torch.nn.Parameter(start())
+    own = optimizer([w])
+    for step in range(steps):
+        pulled = w.detach().clone()
+        grads = [weight(rank, step) * gradient(rank, step, pulled) for rank in range(workers)]
+        w.grad = sum(grads) / sum(weight(rank, step) for rank in range(workers))
+        own.step()
+    return w.detach()
+
+
+def trained(shared, workers, events=None, steps=STEPS):
+    """Every worker's last pull, all in step. `events` are called by rank 0 before that step's push."""
+    events = events or {}
+
+    def work(rank):
+        server = shared.join(rank)
+        try:
+            for step in range(steps):
+                params = server.pull()
+                if rank == 0 and step in events:
+                    events[step]()
+                server.push(gradient(rank, step, params), weight=weight(rank, step))
+            return server.pull()
+        finally:
+            server.close()
+
+    with ThreadPoolExecutor(workers) as pool:
+        found = [call.result(120) for call in [pool.submit(work, rank) for rank in range(workers)]]
+    assert all(torch.equal(found[0], other) for other in found)
+    return found[0]
+
+
+@pytest.fixture
+def cluster():
+    found = LocalCluster()
+    yield found
+    found.close()
+
+    def left():
+        return [thread.name for thread in threading.enumerate() if "server-" in thread.name]
+
+    assert until(lambda: not left(), 60), left()
+
+
+def group(cluster, workers, **options):
+    return rayps.ServerGroup(start(), workers=workers, timeout=60.0, cluster=cluster, **options)
+
+
+@pytest.mark.parametrize("optimizer", [momentum, adam])
+@pytest.mark.parametrize(
+    ("servers", "replicas", "segments", "workers"),
+    [(1, 0, 1, 2), (2, 0, 7, 3), (2, 1, 8, 2), (3, 1, None, 4), (3, 2, 5, 3), (4, 1, SIZE, 2)],
+)
+def test_in_step_it_is_what_fixed_servers_are_and_one_process(cluster, servers, replicas, segments, workers, optimizer):
+    with group(cluster, workers, shards=2, optimizer=optimizer) as fixed:
+        law = trained(fixed, workers)
+    with group(cluster, workers, shards=servers, replicas=replicas, segments=segments, optimizer=optimizer) as shared:
+        found = trained(shared, workers)
+    assert torch.equal(found, law)
+    assert torch.allclose(found, alone(workers, optimizer), atol=1e-12)
+    if workers != 3 and optimizer is momentum:
+        assert torch.equal(found, alone(workers, optimizer))
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_resizes_in_the_middle_change_no_bit(cluster, workers):
+    with group(cluster, workers, shards=2, optimizer=adam) as fixed:
+        law = trained(fixed, workers, steps=30)
+    with group(cluster, workers, shards=2, replicas=1, optimizer=adam) as shared:
+
+        def settle():
+            shared.wait_settled(30)
+
+        found = trained(
+            shared, workers, {4: lambda: shared.resize(4), 14: settle, 15: lambda: shared.resize(3)}, steps=30
+        )
+        settle()
+        facts = shared.facts()
+    assert torch.equal(found, law)
+    assert len([each for each in facts["servers"] if each["state"] == "alive"]) == 3
+    assert facts["counts"]["moves"] > 0 and facts["moves"] == []
+
+
+def kill_one(cluster, shared):
+    """The server that holds the most, without a word."""
+    facts = shared.facts()
+    worst = max((each for each in facts["servers"] if each["state"] == "alive"), key=lambda each: each["primaries"])
+    handle = next(handle for name, handle in cluster._handles.items() if name.endswith(worst["name"]))
+    cluster.kill(handle)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_death_in_the_middle_changes_no_bit(cluster, workers):
+    with group(cluster, workers, shards=2, optimizer=adam) as fixed:
+        law = trained(fixed, workers)
+    with group(cluster, workers, shards=3, replicas=1, optimizer=adam) as shared:
+        found = trained(shared, workers, {3: lambda: kill_one(cluster, shared), 8: lambda: shared.wait_settled(30)})
+        counts = shared.facts()["counts"]
+    assert torch.equal(found, law)
+    assert counts["deaths"] == 1 and counts["promotions"] > 0 and counts["lost"] == 0
+
+
+def test_one_asynchronous_worker_is_a_single_process(cluster):
+    with group(cluster, 1, shards=3, replicas=1, staleness=None, optimizer=momentum) as shared:
+        found = trained(shared, 1, {2: lambda: shared.resize(4), 7: lambda: kill_one(cluster, shared)})
+    assert torch.equal(found, alone(1, momentum))
+
+
+def test_two_spaces_on_one_group_do_not_hear_of_each_other(cluster):
+    name = f"both-{secrets.token_hex(4)}"
+    running = elastic.start(cluster, name, 3, 1, detached=False)
+    try:
+        with (
+            group(cluster, 2, group=name, name="one", optimizer=adam) as one,
+            group(cluster, 3, group=running, name="two", optimizer=momentum) as two,
+        ):
+            with ThreadPoolExecutor(2) as pool:
+                calls = [pool.submit(trained, one, 2, {5: lambda: one.resize(4)}), pool.submit(trained, two, 3)]
+                found = [call.result(120) for call in calls]
+            assert {space["name"] for space in one.facts()["spaces"]} == {"one", "two"}
+        assert running.facts()["spaces"] == []
+    finally:
+        running.stop()
+    assert torch.allclose(found[0], alone(2, adam), atol=1e-12)
+    assert torch.allclose(found[1], alone(3, momentum), atol=1e-12)
+
+
+def test_a_branch_goes_its_own_way(cluster):
+    with group(cluster, 2, shards=2, replicas=1, optimizer=momentum) as shared:
+        law = trained(shared, 2)
+        with shared.branch() as other:
+            one = other.join(0)
+            assert torch.equal(one.read(), law)
+            two = other.join(1)
+            one.push(torch.ones(SIZE).double())
+            two.push(torch.ones(SIZE).double())
+            changed = one.pull()
+            assert not torch.equal(changed, law)
+            assert torch.equal(shared.join(0).read(), law)
+        assert torch.equal(shared.join(0).read(), law)
+        assert len(shared.facts()["spaces"]) == 1
