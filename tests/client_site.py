@@ -20,8 +20,8 @@ from fake_manager import ThreadPlace
 from service_site import Site
 
 import rayps
-from rayps.clients.client_folder import Kept
-from rayps.clients.client_process import Line, Outside
+from rayps.clients.client_folder import ClientFolder
+from rayps.clients.client_process import ClientProcess, ServiceConnection
 from rayps.cluster.local import surrounding
 from rayps.federated.remote.signed_orders import ClientToken
 from rayps.service.client import Client, Job
@@ -182,9 +182,9 @@ class Hospital(threading.Thread):
         self.ended: Any = None
         self.error: Exception | None = None
         workload, found = Own(k, pause, gate), ClientToken.read(token)
-        self.kept = Kept(state or clinic.path / f"hospital-{job.id}-{name or k}")
-        self.line = Line(clinic.url, token, 20.0, self.said.append, transport)
-        self.outside = Outside(
+        self.kept = ClientFolder(state or clinic.path / f"hospital-{job.id}-{name or k}")
+        self.line = ServiceConnection(clinic.url, token, 20.0, self.said.append, transport)
+        self.outside = ClientProcess(
             workload, workload.data(), found, job.id, self.line, self.kept, name=name or f"h{k}", say=self.said.append
         )
 

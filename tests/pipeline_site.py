@@ -11,7 +11,7 @@ from torch import nn
 from rayps.core.partition import slices
 from rayps.core.pipeline.schedule import table
 from rayps.parallel.pipeline import cut, skip
-from rayps.parallel.pipeline.engine import Engine
+from rayps.parallel.pipeline.engine import PipelineEngine
 
 SCHEDULES = ["gpipe", "1f1b", "zero_bubble", "interleaved"]
 
@@ -49,7 +49,7 @@ class Ran:
 
     loss: float
     grads: dict
-    engine: Engine
+    engine: PipelineEngine
 
 
 class Site:
@@ -64,7 +64,7 @@ class Site:
         routes = skip.routes([layer.module for layer in found], self.at)
         self.table = table(schedule, p, m, v)
         self.engines = [
-            Engine(
+            PipelineEngine(
                 cut.layers(model), self.at, self.table[ring.rank], ring if p > 1 else None, routes, seed=seed, data=data
             )
             for model, ring in zip(self.models, rings, strict=True)

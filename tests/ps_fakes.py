@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from rayps.comm.link import Message, connect
 from rayps.core.errors import LinkError
-from rayps.ps.protocol.messages import Event, Kind, Role
+from rayps.ps.protocol.messages import Event, GroupMessage, Role
 
 HOSTS = {}  # by name: the living ones, for the tests to look at
 
@@ -40,7 +40,7 @@ class FakeHost:
         for (space, index), (role, generation, _) in self.orders.items():
             holds.setdefault(str(space), []).append([index, role, generation])
         self._say(
-            Kind.REGISTER,
+            GroupMessage.REGISTER,
             {
                 "name": self.name,
                 "address": f"{self.name}@127.0.0.1:1/",
@@ -63,7 +63,7 @@ class FakeHost:
                 with self._lock:
                     if not self.mute and time.monotonic() - beat > 0.05:
                         beat = time.monotonic()
-                        self._say(Kind.HEARTBEAT, self.load)
+                        self._say(GroupMessage.HEARTBEAT, self.load)
                     for message in [] if self.mute else self._link.feed():
                         self._take(message)
             except LinkError:
@@ -76,15 +76,15 @@ class FakeHost:
         self._link.close()
 
     def _take(self, message):
-        if message.kind == Kind.SPACE:
+        if message.kind == GroupMessage.SPACE:
             self.spaces[message.a] = pickle.loads(bytes(message.payload))
-        elif message.kind == Kind.FORGET:
+        elif message.kind == GroupMessage.FORGET:
             self.forgotten.append(message.a)
             self.orders = {key: order for key, order in self.orders.items() if key[0] != message.a}
             self.spaces.pop(message.a, None)
-        elif message.kind == Kind.BRANCH:
+        elif message.kind == GroupMessage.BRANCH:
             self.branches.append((message.a, message.b, json.loads(bytes(message.payload))["segments"]))
-        elif message.kind == Kind.ORDERS:
+        elif message.kind == GroupMessage.ORDERS:
             body = json.loads(bytes(message.payload))
             assert body["space"] in self.spaces, "orders before the space"
             for index, role, generation, copies, _ in body["holdings"]:
@@ -109,7 +109,7 @@ class FakeHost:
     def report(self, space, tag, *events):
         events = [event for event in events if event[0] not in self.hold]
         if events:
-            self._say(Kind.REPORT, {"space": space, "events": events}, tag)
+            self._say(GroupMessage.REPORT, {"space": space, "events": events}, tag)
 
     def say_all(self):
         """What was held back."""

@@ -14,11 +14,11 @@ import torch
 
 from rayps.comm.link import Listener, Message
 from rayps.core.errors import LinkError, PeerTimeout
-from rayps.ps.client.client import ElasticServer
-from rayps.ps.client.session import Talk
+from rayps.ps.client.client import GroupServer
+from rayps.ps.client.session import Session
 from rayps.ps.fixed.messages import refusal
-from rayps.ps.protocol.messages import Kind, Piece, numbers, pack, unpack
-from rayps.ps.protocol.segment_map import Holding, SpaceMap
+from rayps.ps.protocol.messages import GroupMessage, SegmentPayload, numbers, pack, unpack
+from rayps.ps.protocol.segment_map import SegmentHolders, SpaceMap
 from rayps.ps.protocol.space import Space
 from rayps.strategies.parameter_server import ParameterServer
 from rayps.tensors.flat import Layout
@@ -74,12 +74,12 @@ class Manager(Loop):
         super().__init__("manager")
 
     def handle(self, link, message):
-        assert message.kind == Kind.WATCH and message.a == 7
+        assert message.kind == GroupMessage.WATCH and message.a == 7
         self.watching.append(link)
         self.tell(link)
 
     def tell(self, link):
-        link.queue(Message(Kind.MAP), json.dumps(self.group.map.to_json()).encode())
+        link.queue(Message(GroupMessage.MAP), json.dumps(self.group.map.to_json()).encode())
 
     def turn(self):
         if self.told != self.group.map.version:
@@ -100,7 +100,7 @@ class Server(Loop):
         with group.lock:
             if self.mute:
                 return
-            if message.kind == Kind.JOIN:
+            if message.kind == GroupMessage.JOIN:
                 self.ranks[link] = message.b
                 held = [
                     i
@@ -108,13 +108,13 @@ class Server(Loop):
                     if each.primary == self.name and i not in group.unheard
                 ]
                 pairs = [n for i in held for n in (i, group.marks[i].get(message.b, 0))]
-                link.queue(Message(Kind.JOINED, message.tag), numbers(pairs))
+                link.queue(Message(GroupMessage.JOINED, message.tag), numbers(pairs))
                 return
             pieces = unpack(message.payload)
             stale = [p.segment for p in pieces if not self.holds(p)]
-            group.heard.append((self.name, Kind(message.kind), message.a, [p.segment for p in pieces]))
+            group.heard.append((self.name, GroupMessage(message.kind), message.a, [p.segment for p in pieces]))
             if stale:
-                link.queue(Message(Kind.STALE, message.tag), numbers(stale))
+                link.queue(Message(GroupMessage.STALE, message.tag), numbers(stale))
             else:
                 self.serve(link, message, pieces)
 
@@ -125,7 +125,7 @@ class Server(Loop):
     def serve(self, link, message, pieces):
         group, rank = self.group, self.ranks[link]
         mark = 0
-        if message.kind in (Kind.PUSH, Kind.PUSH_PULL):
+        if message.kind in (GroupMessage.PUSH, GroupMessage.PUSH_PULL):
             for segment, _, data in pieces:
                 if group.files:
                     self.filed[segment, rank, message.a] = np.frombuffer(data, np.float64).copy()
@@ -134,28 +134,28 @@ class Server(Loop):
                     if len(data):
                         group.values[segment] += message.weight * np.frombuffer(data, np.float64)
             mark = 0 if group.files else message.a + 1
-        if message.kind in (Kind.PUSH, Kind.FLUSH):
-            link.queue(Message(Kind.ACK, message.tag, weight=mark))
-        elif group.parks and message.kind != Kind.READ:
+        if message.kind in (GroupMessage.PUSH, GroupMessage.FLUSH):
+            link.queue(Message(GroupMessage.ACK, message.tag, weight=mark))
+        elif group.parks and message.kind != GroupMessage.READ:
             self.parked.append((link, message, pieces, time.monotonic() + message.b / 1000))
         else:
             self.answer(link, message, pieces, mark)
 
     def answer(self, link, message, pieces, mark=0):
-        found = pack([Piece(s, g, self.group.values[s].tobytes()) for s, g, _ in pieces])
-        link.queue(Message(Kind.VALUE, message.tag, 3, 1, mark), found)
+        found = pack([SegmentPayload(s, g, self.group.values[s].tobytes()) for s, g, _ in pieces])
+        link.queue(Message(GroupMessage.VALUE, message.tag, 3, 1, mark), found)
 
     def turn(self):
         with self.group.lock:
             parked, self.parked = self.parked, []
             for link, message, pieces, until in parked:
                 if not all(map(self.holds, pieces)):
-                    link.queue(Message(Kind.STALE, message.tag), numbers(p.segment for p in pieces))
+                    link.queue(Message(GroupMessage.STALE, message.tag), numbers(p.segment for p in pieces))
                 elif not self.group.parks:
                     self.answer(link, message, pieces)
                 elif time.monotonic() > until:
                     said, body = refusal(message.tag, PeerTimeout("waits for rank 3", peer=self.name))
-                    said.kind = Kind.ERROR
+                    said.kind = GroupMessage.ERROR
                     link.queue(said, body)
                 else:
                     self.parked.append((link, message, pieces, until))
@@ -168,7 +168,7 @@ class FakeGroup:
         self.marks = [{} for _ in space.cuts]
         self.heard, self.files, self.parks = [], False, False
         self.unheard = set()  # segments that their new holder has no orders for yet
-        self.map = SpaceMap(0, tuple(Holding(None) for _ in space.cuts), {})
+        self.map = SpaceMap(0, tuple(SegmentHolders(None) for _ in space.cuts), {})
         self.servers = {}
         for i in range(servers):
             self.add(f"s{i}")
@@ -186,7 +186,7 @@ class FakeGroup:
         """Another primary, in another generation."""
         with self.lock:
             held = list(self.map.holdings)
-            held[segment] = Holding(server, (), held[segment].generation + 1)
+            held[segment] = SegmentHolders(server, (), held[segment].generation + 1)
             self.map = SpaceMap(self.map.version + 1, tuple(held), self.map.addresses)
 
     def kill(self, name):
@@ -212,7 +212,7 @@ class Handed:
         self.space, self.door, self.incarnation = space, door, incarnation
 
     def server(self, rank):
-        return ElasticServer(Talk(self.door, self.space, rank, incarnation=self.incarnation, timeout=60.0))
+        return GroupServer(Session(self.door, self.space, rank, incarnation=self.incarnation, timeout=60.0))
 
 
 class Pusher:

@@ -14,10 +14,10 @@ from torch.optim import SGD
 from rayps.cluster.local import until
 from rayps.comm.link import Listener, Message, connect
 from rayps.core.partition import slices
-from rayps.ps.protocol.messages import Kind, Piece, pack, read_numbers, unpack
+from rayps.ps.protocol.messages import GroupMessage, SegmentPayload, pack, read_numbers, unpack
 from rayps.ps.protocol.space import Space
 from rayps.ps.server.dense_segment import state_of
-from rayps.ps.server.server import Host
+from rayps.ps.server.server import GroupServerLoop
 from rayps.strategies.parameter_server import ParameterServer
 from rayps.tensors.flat import Layout
 
@@ -69,12 +69,12 @@ class Manager:
 
     def _hear(self, link, message):
         body = json.loads(bytes(message.payload))
-        if message.kind == Kind.REGISTER:
+        if message.kind == GroupMessage.REGISTER:
             self.links[body["name"]] = link
-            link.queue(Message(Kind.WELCOME), json.dumps({"heartbeat": 0.05}).encode())
-        elif message.kind == Kind.HEARTBEAT:
+            link.queue(Message(GroupMessage.WELCOME), json.dumps({"heartbeat": 0.05}).encode())
+        elif message.kind == GroupMessage.HEARTBEAT:
             self.loads[link.peer] = body
-        elif message.kind == Kind.REPORT:
+        elif message.kind == GroupMessage.REPORT:
             self.facts += [
                 (link.peer, what, body["space"], segment, generation, name)
                 for what, segment, generation, name in body["events"]
@@ -85,7 +85,7 @@ class Manager:
         self._todo.put((name, Message(kind, 0, a, b), payload))
 
     def orders(self, name, number, rows):
-        self.tell(name, Kind.ORDERS, {"space": number, "holdings": [list(row) for row in rows]})
+        self.tell(name, GroupMessage.ORDERS, {"space": number, "holdings": [list(row) for row in rows]})
 
     def heard(self, *fact, seconds=SECONDS):
         """Wait for a report (server, event, space, segment, generation, name)."""
@@ -108,7 +108,7 @@ class Site:
 
     def add(self, name):
         self.listeners[name] = Listener(name, SECRET)
-        self.hosts[name] = Host(name, self.listeners[name], self.manager.listener.address, SECRET)
+        self.hosts[name] = GroupServerLoop(name, self.listeners[name], self.manager.listener.address, SECRET)
         assert until(lambda: name in self.manager.links, SECONDS)
         return self.hosts[name]
 
@@ -122,7 +122,7 @@ class Site:
         """Tell everyone of a space; `primaries[i]` is the server of segment i, `copies[i]` the names of its copies."""
         copies = copies or [()] * len(primaries)
         for name in self.hosts:
-            self.manager.tell(name, Kind.SPACE, pickle.dumps(one))
+            self.manager.tell(name, GroupMessage.SPACE, pickle.dumps(one))
             rows = []
             for i, (primary, others) in enumerate(zip(primaries, copies, strict=True)):
                 if primary == name:
@@ -139,18 +139,18 @@ class Site:
         guest = Raw(self.address(name), number, rank, incarnation)
         self.guests.append(guest)
         if join:
-            assert guest.join().kind == Kind.JOINED
+            assert guest.join().kind == GroupMessage.JOINED
         return guest
 
     def load(self, one, primaries, vector, generation=1):
         for name in sorted(set(primaries)):
             opener = self.guest(name, one.number, rank=-1)
             pieces = [
-                Piece(i, generation, state_of(vector[lo:hi], one.layout, lo, marks=[0] * one.workers))
+                SegmentPayload(i, generation, state_of(vector[lo:hi], one.layout, lo, marks=[0] * one.workers))
                 for i, (lo, hi) in enumerate(one.cuts)
                 if primaries[i] == name
             ]
-            assert opener.ask(Kind.LOAD, pieces).kind == Kind.ACK
+            assert opener.ask(GroupMessage.LOAD, pieces).kind == GroupMessage.ACK
 
     def segment(self, name, index, number=1):
         """What a server holds, read from this thread: only while nothing is under way."""
@@ -211,8 +211,10 @@ class Raw:
 
     def join(self, patience=None):
         payload = b"" if patience is None else np.float64(patience).tobytes()
-        answer = self.hear(self.say(Kind.JOIN, a=self.number, b=self.rank, weight=self.incarnation, payload=payload))
-        if answer.kind == Kind.JOINED:
+        answer = self.hear(
+            self.say(GroupMessage.JOIN, a=self.number, b=self.rank, weight=self.incarnation, payload=payload)
+        )
+        if answer.kind == GroupMessage.JOINED:
             pairs = read_numbers(answer.payload)
             self.marks = dict(zip(pairs[::2], pairs[1::2], strict=True))
         return answer
@@ -227,5 +229,5 @@ def values(answer):
 
 
 def error(answer):
-    assert answer.kind == Kind.ERROR
+    assert answer.kind == GroupMessage.ERROR
     return json.loads(bytes(answer.payload))

@@ -21,7 +21,7 @@ from service_site import Site
 from rayps.cli import doctor
 from rayps.core.errors import NotFound
 from rayps.service import adoption, job_folders, processes
-from rayps.service.adoption import Standing, Trace, compare, filed
+from rayps.service.adoption import FolderRow, StoreRow, compare, filed
 from rayps.service.store import Store
 from rayps.strategies.job import JobSpec, Status
 
@@ -31,10 +31,10 @@ ROW = {"id": "a", "name": "n", "spec": JobSpec("w:W").to_dict(), "created_at": 5
 
 
 def test_every_difference_between_folders_and_rows_is_found() -> None:
-    row_cases = [None, *(Standing(status, attempt) for status in S for attempt in (0, 1, 2))]
+    row_cases = [None, *(StoreRow(status, attempt) for status in S for attempt in (0, 1, 2))]
     trace_cases = [
         None,
-        *(Trace(row, attempt) for row in (None, ROW, {**ROW, "spec": {"wokers": 1}}) for attempt in (0, 1, 2)),
+        *(FolderRow(row, attempt) for row in (None, ROW, {**ROW, "spec": {"wokers": 1}}) for attempt in (0, 1, 2)),
     ]
     for row, found in itertools.product(row_cases, trace_cases):
         findings = compare({} if row is None else {"a": row}, {} if found is None else {"a": found})
@@ -48,9 +48,9 @@ def test_every_difference_between_folders_and_rows_is_found() -> None:
 @pytest.mark.parametrize(
     ("found", "expected"),
     [
-        (Trace(ROW), {"status": S.QUEUED, "reason": None, "attempt": 0, "failures": 0}),
+        (FolderRow(ROW), {"status": S.QUEUED, "reason": None, "attempt": 0, "failures": 0}),
         (
-            Trace(ROW, 3, 2),
+            FolderRow(ROW, 3, 2),
             {
                 "status": S.UNKNOWN,
                 "reason": "its driver is looked for",
@@ -60,7 +60,7 @@ def test_every_difference_between_folders_and_rows_is_found() -> None:
             },
         ),
         (
-            Trace(ROW, 2, 1, END),
+            FolderRow(ROW, 2, 1, END),
             {
                 "status": S.SUCCEEDED,
                 "reason": "done",
@@ -72,7 +72,7 @@ def test_every_difference_between_folders_and_rows_is_found() -> None:
             },
         ),
         (
-            Trace(ROW, 1, 0, {"status": "RUNNING"}),
+            FolderRow(ROW, 1, 0, {"status": "RUNNING"}),
             {
                 "status": S.FAILED,
                 "reason": None,
@@ -85,7 +85,7 @@ def test_every_difference_between_folders_and_rows_is_found() -> None:
         ),
     ],
 )
-def test_how_a_lost_job_is_filed_again(found: Trace, expected: dict[str, Any]) -> None:
+def test_how_a_lost_job_is_filed_again(found: FolderRow, expected: dict[str, Any]) -> None:
     assert filed(found) == expected
 
 
@@ -217,7 +217,7 @@ def test_a_living_job_without_job_json_gets_one_at_the_next_start(tmp_path: Path
         kept = job_folders.read(tmp_path / "jobs" / job.id)
         assert kept is not None and (kept["name"], kept["spec"]["seed"], kept["status"]) == ("early", 3, "QUEUED")
         assert not (tmp_path / "jobs" / over.id).exists()
-        assert await adoption.adopt(store, tmp_path / "jobs") == adoption.Findings()
+        assert await adoption.adopt(store, tmp_path / "jobs") == adoption.FolderDifferences()
 
     with_store(tmp_path, body)
 

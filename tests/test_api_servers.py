@@ -21,7 +21,7 @@ from rayps.service import drivers as drivers_module
 from rayps.service import groups as groups_module
 from rayps.service.client import Client
 from rayps.service.groups import actor
-from rayps.service.plan import Facts, Seal, Start, Wait, plan
+from rayps.service.plan import OpenJob, Seal, Start, Wait, plan
 from rayps.service.remote_group import standing
 from rayps.strategies.job import JobSpec, Status
 
@@ -365,15 +365,15 @@ def test_the_command_line(run: Callable[..., tuple[int, str, str]], place: Threa
 
 
 def test_a_job_waits_for_its_group_and_holds_up_no_other() -> None:
-    waits = Facts("1", group="waits for server group 'g': its manager is starting")
-    actions = plan([waits, Facts("2")], [], {"cpu": 4.0}, {"cpu": 4.0})
+    waits = OpenJob("1", group="waits for server group 'g': its manager is starting")
+    actions = plan([waits, OpenJob("2")], [], {"cpu": 4.0}, {"cpu": 4.0})
     assert actions == [Wait("1", "waits for server group 'g': its manager is starting"), Start("2", 1)]
 
 
 def test_a_job_whose_driver_is_lost_is_started_again_once_its_group_is_there() -> None:
     total, why = {"cpu": 4.0}, "waits for server group 'g': its manager is starting"
     for status in (Status.STARTING, Status.RUNNING, Status.RECOVERING, Status.UNKNOWN):
-        lost = Facts("1", status=status, attempt=1, interrupted=True, group=why)
+        lost = OpenJob("1", status=status, attempt=1, interrupted=True, group=why)
         assert plan([lost], [], total, total) == [Wait("1", why)]
         assert plan([replace(lost, reason=why)], [], total, total) == []
         there = plan([replace(lost, group=None)], [], total, total)

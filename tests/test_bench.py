@@ -14,7 +14,7 @@ import pytest
 from rayps.bench.hosts import bench_hosts
 from rayps.bench.laws import ALGORITHMS, LawRow, bench_laws, picture, textbook
 from rayps.bench.netns import Hosts, bits
-from rayps.bench.picture import Chart, Line, page
+from rayps.bench.picture import Chart, ChartLine, page
 from rayps.bench.ring import bench_ring
 from rayps.cluster.local import LocalCluster
 from rayps.core.errors import ClusterError, ConfigError
@@ -88,7 +88,7 @@ def test_a_picture_has_every_point_where_it_belongs():
         "A <law>",
         "workers",
         "MB",
-        [Line("linear", [(2, 2.0), (4, 4.0), (8, 8.0)], [(2, 2.0), (8, 8.0)]), Line("none", [(2, 0.0)], [])],
+        [ChartLine("linear", [(2, 2.0), (4, 4.0), (8, 8.0)], [(2, 2.0), (8, 8.0)]), ChartLine("none", [(2, 0.0)], [])],
     )
     root = xml.etree.ElementTree.fromstring(page([chart, Chart("Empty", "x", "y", [])]))
     svg = "{http://www.w3.org/2000/svg}"

@@ -2,14 +2,14 @@
 
 import pytest
 
-from rayps.bench.admm import Sorted, bench_admm, contenders
+from rayps.bench.admm import SortedDigits, bench_admm, contenders
 from rayps.bench.robust import FOLDER
 from rayps.core.errors import ConfigError
 from rayps.strategies.catalogue import parse
 
 
 def test_each_worker_that_keeps_its_rows_has_few_labels():
-    data = Sorted(FOLDER, 4, 400, 10, 0.1, 0).data()
+    data = SortedDigits(FOLDER, 4, 400, 10, 0.1, 0).data()
     data.keeps_rows = True
     held = [labels(data, rank) for rank in range(4)]
     assert max(map(len, held)) <= 5 and set.union(*held) == set(range(10))

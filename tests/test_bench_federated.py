@@ -11,7 +11,7 @@ from small_work import train
 from rayps.bench import federated
 from rayps.bench.federated import SCENES, bench_federated, run_of
 from rayps.bench.federated_flower import model, plain_client, rows
-from rayps.bench.federated_own import Images, Nothing, Watched, WatchedStates, bare, on_disk, told
+from rayps.bench.federated_own import Nothing, PeerImages, Watched, WatchedStates, bare, on_disk, told
 from rayps.bench.peers import _install, run_script
 from rayps.core.errors import ClusterError, ConfigError
 
@@ -92,7 +92,7 @@ def test_own_contenders_do_what_the_peers_do(tmp_path):
     gc.collect()
     before = on_disk()  # of tests in this process whose runs are not collected yet
     config = SMALL | {"clients": 1, "batch": 4, "epochs": 3}
-    result = train(Images(config), Watched(local_epochs=3, log=str(tmp_path / "log")), workers=2, epochs=1)
+    result = train(PeerImages(config), Watched(local_epochs=3, log=str(tmp_path / "log")), workers=2, epochs=1)
     torch.manual_seed(0)
     net = model(5)
     x, y = rows(0, config)
@@ -108,14 +108,14 @@ def test_what_states_take_on_disk_is_seen(tmp_path):
     """Three clients' states of 3.97 KB model, on one worker, in a file that is nowhere to be found by name."""
     gc.collect()
     before = on_disk()
-    result = train(Images(SMALL), WatchedStates(log=str(tmp_path / "log")), workers=1, epochs=2)
+    result = train(PeerImages(SMALL), WatchedStates(log=str(tmp_path / "log")), workers=1, epochs=2)
     size = sum(4 * parameter.numel() for parameter in result.model().parameters())
     first, second = (held - before for held in told(tmp_path / "log")["disk"])
     assert 3 * size < first <= second < 3 * size + 100_000
 
 
 def test_clients_that_do_nothing_leave_the_model(tmp_path):
-    result = train(Images(SMALL | {"hidden": 0}), Nothing(log=str(tmp_path / "log")), workers=2, epochs=2)
+    result = train(PeerImages(SMALL | {"hidden": 0}), Nothing(log=str(tmp_path / "log")), workers=2, epochs=2)
     torch.manual_seed(0)
     begun = model(0)
     for ours, theirs in zip(result.model().parameters(), begun.parameters(), strict=True):

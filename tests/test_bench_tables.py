@@ -15,7 +15,7 @@ from rayps.cli.main import app
 from rayps.cluster.local import LocalCluster
 from rayps.core.errors import ConfigError
 from rayps.ps.manager.balance import Balance
-from rayps.ps.protocol.space import Table
+from rayps.ps.protocol.space import SparseTable
 
 
 def test_rows_are_measured_beside_torch():
@@ -33,7 +33,7 @@ def test_rows_are_measured_beside_torch():
 
 
 def test_a_table_is_filled_whole():
-    segments, seconds = filled(Table("bench", 4, 3), 1000)
+    segments, seconds = filled(SparseTable("bench", 4, 3), 1000)
     assert sorted(key for each in segments for key in each.store.export().ids.tolist()) == list(range(1000))
     assert seconds > 0
     assert 1.0 <= skew(100_000, 50_000, 1.2, 4) < 4.0

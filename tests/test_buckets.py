@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from rayps import AllReduce
-from rayps.comm.ring.bucketed_mean import Read, Sent, pieces
+from rayps.comm.ring.bucketed_mean import SentBuckets, SharedMemoryMean, pieces
 from rayps.core.errors import ConfigError, PeerLost
 from rayps.strategies.catalogue import parse
 from rayps.tensors.flat import FlatModel, Gradient, Layout
@@ -139,7 +139,7 @@ def test_a_bucket_is_added_before_backward_ends(pair):
     for ring, memory in zip(pair, every(pair, lambda ring: ring.buffer(40)), strict=True):
         flats[ring.rank].packed = memory
     made = every(pair, lambda ring: pieces(ring, flats[ring.rank].packed, [slice(20, 40), slice(0, 20)], 1))
-    assert all(isinstance(each, Read) for each in made)
+    assert all(isinstance(each, SharedMemoryMean) for each in made)
     for rank, each in enumerate(made):
         flats[rank].packed.fill_(rank + 1.0)
         each.begin(1)
@@ -161,7 +161,7 @@ def test_between_hosts_buckets_leave_in_the_order_of_rank_0s_first_backward():
     def work(ring):
         flat = FlatModel(net(), ring.buffer)
         buckets = Buckets(flat, ring, 1e-6)
-        assert isinstance(buckets._pieces, Sent)
+        assert isinstance(buckets._pieces, SentBuckets)
         for turn in range(3):
             buckets.begin(1)
             loss_of(flat.model, ring.rank, turn, swap=ring.rank == 0).backward()

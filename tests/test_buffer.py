@@ -8,9 +8,9 @@ import pytest
 
 from rayps.core.errors import ConfigError, TrainingError
 from rayps.federated.cohort import hashes
-from rayps.federated.population.async_events import Buffer
+from rayps.federated.population.async_events import AsyncBuffer
 from rayps.federated.population.events import clock_at, events_of
-from rayps.federated.population.population import World
+from rayps.federated.population.population import Population
 from rayps.strategies.fedavg import FedAvg
 from rayps.strategies.fedbuff import FedBuff
 
@@ -40,7 +40,7 @@ def test_events_by_hand():
     time 8   0 is done (tau 0): version 3; 0 begins
     time 9   1 is done with version 2 (tau 1), begins; time 10: 0 is done (tau 0): version 4
     """
-    plans, state = play(Buffer(World(0, [1] * 3, speed=[2, 3, 7]), 2, 3), 4)
+    plans, state = play(AsyncBuffer(Population(0, [1] * 3, speed=[2, 3, 7]), 2, 3), 4)
     assert [short(plan) for plan in plans] == [
         [(0, 0, 0, 2.0), (1, 0, 0, 3.0)],
         [(0, 1, 0, 5.0), (1, 1, 0, 6.0)],
@@ -54,17 +54,19 @@ def test_events_by_hand():
 
 
 def test_an_update_that_is_too_old_is_dropped_and_named():
-    plans, _ = play(Buffer(World(0, [1] * 3, speed=[2, 3, 7]), 2, 3, max_staleness=1), 4)
+    plans, _ = play(AsyncBuffer(Population(0, [1] * 3, speed=[2, 3, 7]), 2, 3, max_staleness=1), 4)
     assert plans[2].dropped == [(2, "stale")] and plans[3].dropped == []
-    kept, _ = play(Buffer(World(0, [1] * 3, speed=[2, 3, 7]), 2, 3, max_staleness=2), 4)  # one that is as old as may be
+    kept, _ = play(
+        AsyncBuffer(Population(0, [1] * 3, speed=[2, 3, 7]), 2, 3, max_staleness=2), 4
+    )  # one that is as old as may be
     assert short(kept[2]) == [(2, 0, 2, 7.0), (0, 2, 0, 8.0)] and kept[2].dropped == []
     assert all(each.staleness <= 1 for plan in plans for each in plan.trainings)
 
 
 @pytest.mark.parametrize("speed", [1, "lognormal(sigma=1,jitter=0.5)"])
 def test_all_clients_at_once_and_in_one_buffer_are_rounds_of_fedavg(speed):
-    world = World(3, [5 + k for k in range(9)], speed=speed)
-    plans, _ = play(Buffer(world, 9, 9), 5)
+    world = Population(3, [5 + k for k in range(9)], speed=speed)
+    plans, _ = play(AsyncBuffer(world, 9, 9), 5)
     now = 0.0
     for t, plan in enumerate(plans):
         sync = world.round(t, now)
@@ -75,7 +77,7 @@ def test_all_clients_at_once_and_in_one_buffer_are_rounds_of_fedavg(speed):
 
 
 def test_who_drops_out_begins_again_where_nobody_else_can():
-    plans, _ = play(Buffer(World(1, [1] * 4, dropout=0.5, speed=[1, 2, 3, 4]), 4, 4), 40)
+    plans, _ = play(AsyncBuffer(Population(1, [1] * 4, dropout=0.5, speed=[1, 2, 3, 4]), 4, 4), 40)
     for plan in plans:
         assert len(plan.trainings) == 4 and {reason for _, reason in plan.dropped} <= {"dropout"}
         keys = [(each.client, each.version, each.again) for each in plan.trainings]
@@ -107,8 +109,8 @@ def test_events_equal_a_plain_loop(seed):
     seconds = rng.permutation(30) + rng.random(30)  # no two ends at one moment
     size, concurrency = int(rng.integers(1, 8)), int(rng.integers(5, 20))
     print("seed", seed, "size", size, "concurrency", concurrency)
-    world = World(seed, [1] * 30, speed=seconds.tolist())
-    plans, _ = play(Buffer(world, size, concurrency), 25)
+    world = Population(seed, [1] * 30, speed=seconds.tolist())
+    plans, _ = play(AsyncBuffer(world, size, concurrency), 25)
     everyone = np.arange(30)
     order = [everyone[np.argsort(hashes(seed, "cohort", everyone, t))].tolist() for t in range(25)]
     exact = np.rint(np.array(seconds) * 1e6).astype(int).tolist()
@@ -123,7 +125,7 @@ HARD = {"speed": "lognormal(sigma=1)", "dropout": 0.2, "available": "diurnal(sha
 
 def test_a_run_goes_on_from_any_round_and_keeps_its_promises():
     def buffer():
-        return Buffer(World(5, [300 + 9 * k for k in range(40)], **HARD), 5, 12, max_staleness=6)
+        return AsyncBuffer(Population(5, [300 + 9 * k for k in range(40)], **HARD), 5, 12, max_staleness=6)
 
     plans, end = play(buffer(), 30)
     assert {"dropout", "offline", "deadline"} <= {reason for plan in plans for _, reason in plan.dropped}
@@ -144,28 +146,28 @@ def test_a_run_goes_on_from_any_round_and_keeps_its_promises():
 
 
 def test_nobody_is_there_for_a_while():
-    world = World(
+    world = Population(
         0, [10] * 2, speed=1, available={"name": "trace", "intervals": [[[30, 50]], [[40, 60]]], "period": 100}
     )
-    plans, _ = play(Buffer(world, 1, 2), 3)
+    plans, _ = play(AsyncBuffer(world, 1, 2), 3)
     assert short(plans[0]) == [(0, 0, 0, 40.0)] and plans[0].waited == 30
     assert [each.end for plan in plans for each in plan.trainings] == [40.0, 50.0, 50.0]
-    late, _ = Buffer(world, 1, 2).round(0, clock_at(60))
+    late, _ = AsyncBuffer(world, 1, 2).round(0, clock_at(60))
     assert short(late) == [(0, 0, 0, 140.0)] and late.waited == 70
 
 
 def test_a_buffer_that_can_never_fill_says_so():
     with pytest.raises(TrainingError, match=r"by offline.*deadline, available"):
         short_days = {"name": "trace", "intervals": [[[0, 5]]], "period": 10}
-        Buffer(World(0, [10], speed=1, available=short_days), 1).round(0, clock_at())
+        AsyncBuffer(Population(0, [10], speed=1, available=short_days), 1).round(0, clock_at())
     with pytest.raises(TrainingError, match="none of 1 clients"):
-        Buffer(World(0, [10], speed=1, available=[[[0, 5]]]), 1).round(0, clock_at())
+        AsyncBuffer(Population(0, [10], speed=1, available=[[[0, 5]]]), 1).round(0, clock_at())
     with pytest.raises(ConfigError, match="at most"):
-        Buffer(World(0, [1] * 3), 2, 4)
+        AsyncBuffer(Population(0, [1] * 3), 2, 4)
 
 
 def test_a_hundred_thousand_clients():
-    plans, state = play(Buffer(World(0, [10] * 100_000, speed="lognormal"), 100, 1000), 5)
+    plans, state = play(AsyncBuffer(Population(0, [10] * 100_000, speed="lognormal"), 100, 1000), 5)
     assert len(state) == 1000 and sum(len(plan.trainings) for plan in plans) == 500
 
 

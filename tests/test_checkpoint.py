@@ -11,12 +11,12 @@ import torch
 
 from rayps.core.errors import CheckpointError
 from rayps.tensors import checkpoint
-from rayps.tensors.checkpoint import State
+from rayps.tensors.checkpoint import SavedState
 
 
-def a_state(value: float = 1.0) -> State:
+def a_state(value: float = 1.0) -> SavedState:
     flat = torch.full((10,), value)
-    return State(
+    return SavedState(
         {
             "model/0.weight": flat[:6].view(2, 3),
             "model/0.bias": flat[6:],
@@ -35,7 +35,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def same(one: State, other: State) -> bool:
+def same(one: SavedState, other: SavedState) -> bool:
     return (
         one.meta == other.meta
         and one.tensors.keys() == other.tensors.keys()
@@ -61,7 +61,7 @@ def test_what_was_saved_comes_back(tmp_path: Path) -> None:
 
 
 def test_no_tensors_and_odd_keys_in_meta(tmp_path: Path) -> None:
-    path = checkpoint.save(tmp_path, 0, State({}, {"staleness": {10: 1, 2: 3}, "pair": (1, 2)}))
+    path = checkpoint.save(tmp_path, 0, SavedState({}, {"staleness": {10: 1, 2: 3}, "pair": (1, 2)}))
     assert checkpoint.load(path).meta == {"staleness": {"10": 1, "2": 3}, "pair": [1, 2]}
 
 
@@ -141,7 +141,7 @@ def test_any_flipped_bit_is_seen(tmp_path: Path) -> None:
     assert checkpoint.newest(tmp_path) == path
 
 
-def a_like(state: State) -> State:
+def a_like(state: SavedState) -> SavedState:
     """A flip may only pass where it changes nothing, such as one kind of white space into another."""
     first = a_state()
     first.tensors["optim/0.weight/exp_avg"] = state.tensors["optim/0.weight/exp_avg"]
@@ -217,8 +217,8 @@ def test_a_wrong_path_says_which_is_right(tmp_path: Path) -> None:
 def test_a_failed_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = checkpoint.save(tmp_path, 1, a_state())
     for state, word in (
-        (State({"weight": torch.ones(1), "../x/y": torch.ones(1)}), "prefix"),
-        (State(meta={"a": object()}), "JSON"),
+        (SavedState({"weight": torch.ones(1), "../x/y": torch.ones(1)}), "prefix"),
+        (SavedState(meta={"a": object()}), "JSON"),
     ):
         with pytest.raises(CheckpointError, match=word):
             checkpoint.save(tmp_path, 2, state)

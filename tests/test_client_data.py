@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from rayps import data
 from rayps.cli import main as cli
-from rayps.cluster.scratch import Shared, sweep
+from rayps.cluster.scratch import SharedScratch, sweep
 from rayps.core.errors import ConfigError, DataError, UserError
 from rayps.data import Clients, Data
 from rayps.data.clients import entropy
@@ -390,8 +390,8 @@ def test_a_shared_folder(tmp_path: Path) -> None:
         filled.append(folder)
         (folder / "x").write_text("x")
 
-    one = Shared("key", fill, what="filling", parent=tmp_path)
-    two = Shared("key", fill, what="filling", parent=tmp_path)
+    one = SharedScratch("key", fill, what="filling", parent=tmp_path)
+    two = SharedScratch("key", fill, what="filling", parent=tmp_path)
     assert filled == [one.path] and two.path == one.path
     one.close()
     one.close()
@@ -404,14 +404,14 @@ def test_a_shared_folder(tmp_path: Path) -> None:
         raise DataError("no")
 
     with pytest.raises(DataError, match="no"):
-        Shared("key", broken, what="filling", parent=tmp_path)
+        SharedScratch("key", broken, what="filling", parent=tmp_path)
     assert list(tmp_path.iterdir()) == []
 
     def slow(folder: Path) -> None:  # while it fills, another waits: not for ever
         with pytest.raises(DataError, match=f"process {os.getpid()} is still filling"):
-            Shared("key", fill, what="filling", timeout=0.1, parent=tmp_path)
+            SharedScratch("key", fill, what="filling", timeout=0.1, parent=tmp_path)
 
-    left = Shared("key", slow, what="filling", parent=tmp_path)
+    left = SharedScratch("key", slow, what="filling", parent=tmp_path)
     os.close(left._lock)  # as when its process is killed
     assert sweep(tmp_path) == [left.path] and not left.path.exists()
 

@@ -10,7 +10,7 @@ from torch.optim import SGD
 
 from rayps.core.errors import PeerLost, PeerTimeout
 from rayps.ps.fixed import Server
-from rayps.ps.fixed.messages import Kind
+from rayps.ps.fixed.messages import ShardMessage
 
 ONES = torch.ones(N, dtype=torch.float64)
 
@@ -61,7 +61,9 @@ def test_in_step_a_pull_is_never_torn_and_shards_are_not_held(house, monkeypatch
     kinds = []
     for loop in one.loops:
         own = loop._hold
-        monkeypatch.setitem(loop._answers, Kind.HOLD, lambda request, own=own: (kinds.append(request), own(request)))
+        monkeypatch.setitem(
+            loop._answers, ShardMessage.HOLD, lambda request, own=own: (kinds.append(request), own(request))
+        )
 
     servers = [one.join(rank) for rank in range(3)]
 
@@ -113,7 +115,7 @@ def test_a_shard_that_was_replaced_while_it_was_held_is_held_again(house, monkey
     reader = joined(one, 0)
     joined(one, 1)
     first, second = one.loops
-    aim, tries = second._answers[Kind.AIM], []
+    aim, tries = second._answers[ShardMessage.AIM], []
 
     def forgetful(request):
         if not tries:
@@ -122,7 +124,7 @@ def test_a_shard_that_was_replaced_while_it_was_held_is_held_again(house, monkey
         second.shard.push(1, 0, torch.ones(N - one.ranges[0][1], dtype=torch.float64), 1.0)  # and is told what it lacks
         aim(request)
 
-    monkeypatch.setitem(second._answers, Kind.AIM, forgetful)
+    monkeypatch.setitem(second._answers, ShardMessage.AIM, forgetful)
     with first._lock:
         first.shard.push(1, 0, torch.ones(one.ranges[0][1], dtype=torch.float64), 1.0)
     assert (moved(reader.pull()) == 0.5).all()

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayps.core.ledger import Ledger
-from rayps.ps.fixed.consistent_cut import Cut, furthest
+from rayps.ps.fixed.consistent_cut import ConsistentCut, furthest
 
 
 class Shard:
@@ -13,7 +13,7 @@ class Shard:
 
     def __init__(self, ranks):
         self.ledger = Ledger([0] * ranks)
-        self.cut = Cut(self.ledger)
+        self.cut = ConsistentCut(self.ledger)
         self.coming = [[] for _ in range(ranks)]
         self.held = []
 
@@ -74,7 +74,7 @@ def test_whatever_arrives_when_all_shards_are_read_with_the_same_pushes(shards, 
 
 def test_what_was_applied_may_be_said_again_while_the_shard_is_held():
     ledger = Ledger([2, 0])
-    cut = Cut(ledger)
+    cut = ConsistentCut(ledger)
     assert cut.hold("reader", 1.0) == [2, 0]
     assert cut.admits(0, 1)
     assert not cut.admits(0, 2)

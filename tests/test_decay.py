@@ -9,7 +9,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 import rayps
 from rayps import AllReduce, Downpour, ParameterServer
 from rayps.cluster.local import LocalCluster
-from rayps.ps.protocol.space import Table
+from rayps.ps.protocol.space import SparseTable
 from rayps.ps.tables.table_segment import TableSegment
 from rayps.ps.tables.wire_format import encode_push
 from rayps.tensors import optim
@@ -195,7 +195,7 @@ ROWS = {
 def test_rows_of_tables_are_decayed_by_the_share_of_each_push_that_touches_them(name):
     knobs = {"name": "sgd" if name == "momentum" else name, "lr": 0.1, "weight_decay": DECAY}
     knobs |= {"momentum": 0.9} if name == "momentum" else {}
-    table = Table("t", 3, 1, dtype="float64", optimizer=knobs)
+    table = SparseTable("t", 3, 1, dtype="float64", optimizer=knobs)
     strategy = ParameterServer(staleness=None)
     segment, copy = (TableSegment(table, 0, strategy, WORKERS) for _ in range(2))
     ids = torch.arange(4).numpy()
@@ -223,7 +223,7 @@ class Halves(ParameterServer):
 
 
 def test_a_copy_of_a_table_decays_as_its_primary():
-    table = Table("t", 3, 1, dtype="float64", optimizer={"name": "sgd", "lr": 0.1, "weight_decay": DECAY})
+    table = SparseTable("t", 3, 1, dtype="float64", optimizer={"name": "sgd", "lr": 0.1, "weight_decay": DECAY})
     segment, copy = (TableSegment(table, 0, Halves(), 2) for _ in range(2))
     ids = torch.arange(4).numpy()
     for step in range(3):

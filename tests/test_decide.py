@@ -12,7 +12,7 @@ from rayps.core.errors import (
     TrainingError,
     WorkloadError,
 )
-from rayps.runtime.decide import GRACE_SECONDS, Continue, Facts, Fail, Finish, Mend, Replace, Restart, Stop, decide
+from rayps.runtime.decide import GRACE_SECONDS, Continue, Fail, Finish, Mend, Replace, Restart, RunFacts, Stop, decide
 
 LOST = PeerLost("worker-1 closed the connection", peer="worker-1")
 SLOW = PeerTimeout("worker-1 was silent", peer="worker-1", seconds=5)
@@ -56,7 +56,7 @@ def law(facts):
 def test_every_combination_of_facts():
     kinds = set()
     for finished, errors, dead, broken, failures, lockstep, stop, mends in EVERY:
-        facts = Facts(2, finished, errors, dead, broken, failures, 3, lockstep, stop, mends)
+        facts = RunFacts(2, finished, errors, dead, broken, failures, 3, lockstep, stop, mends)
         decision = decide(facts)
         assert type(decision) is law(facts), facts
         kinds.add(type(decision))
@@ -71,25 +71,25 @@ def test_every_combination_of_facts():
 
 @pytest.mark.parametrize("error", [USERS, NAN, RaypsError("x"), ClusterError("y")])
 def test_what_no_retry_can_mend_is_not_tried_again(error):
-    decision = decide(Facts(2, errors=(("worker-1", error),), lockstep=False))
+    decision = decide(RunFacts(2, errors=(("worker-1", error),), lockstep=False))
     assert decision == Fail(error, f"worker-1: {error}")
 
 
 @pytest.mark.parametrize("stop", [False, True])
 def test_the_users_wish_comes_first(stop):
-    facts = Facts(1, finished=frozenset({"worker-0"}), errors=(("worker-0", USERS),), stop=stop)
+    facts = RunFacts(1, finished=frozenset({"worker-0"}), errors=(("worker-0", USERS),), stop=stop)
     assert isinstance(decide(facts), Stop if stop else Fail)
 
 
 def test_a_death_is_the_reason_not_the_lost_connections_behind_it():
-    decision = decide(Facts(3, errors=(("worker-0", LOST), ("worker-2", LOST)), dead=(("worker-1", "SIGKILL"),)))
+    decision = decide(RunFacts(3, errors=(("worker-0", LOST), ("worker-2", LOST)), dead=(("worker-1", "SIGKILL"),)))
     assert decision == Restart(("worker-1",), "worker-1 died (SIGKILL)")
 
 
 def test_the_silent_one_is_replaced_in_step():
     for peer, lost in [("worker-1", "worker-1"), ("worker:1", "worker-1"), ("shard-0", "shard-0")]:
         slow = PeerTimeout("silent", peer=peer, seconds=5)
-        decision = decide(Facts(3, errors=(("worker-0", slow), ("worker-2", slow)), broken_for=GRACE_SECONDS))
+        decision = decide(RunFacts(3, errors=(("worker-0", slow), ("worker-2", slow)), broken_for=GRACE_SECONDS))
         assert isinstance(decision, Restart)
         assert decision.lost == (lost,)
 
@@ -97,13 +97,13 @@ def test_the_silent_one_is_replaced_in_step():
 def test_nobody_is_blamed_without_a_name():
     slow = PeerTimeout("silent", peer="anyone", seconds=5)
     for error in (slow, LOST, STALE):
-        decision = decide(Facts(3, errors=(("worker-0", error),), broken_for=GRACE_SECONDS))
+        decision = decide(RunFacts(3, errors=(("worker-0", error),), broken_for=GRACE_SECONDS))
         assert isinstance(decision, Restart)
         assert decision.lost == ()
 
 
 def test_out_of_step_all_who_lost_a_connection_begin_anew_together():
-    decision = decide(Facts(3, errors=(("worker-2", LOST),), broken_for=GRACE_SECONDS, lockstep=False))
+    decision = decide(RunFacts(3, errors=(("worker-2", LOST),), broken_for=GRACE_SECONDS, lockstep=False))
     assert isinstance(decision, Replace)
     assert decision.lost == ("worker-2",)
 
@@ -111,7 +111,7 @@ def test_out_of_step_all_who_lost_a_connection_begin_anew_together():
 @pytest.mark.parametrize("limit", [0, 1, 3])
 def test_failures_are_bounded(limit):
     for failures in range(limit + 1):
-        decision = decide(Facts(2, dead=(("shard-0", "gone"),), failures=failures, max_failures=limit))
+        decision = decide(RunFacts(2, dead=(("shard-0", "gone"),), failures=failures, max_failures=limit))
         assert isinstance(decision, Fail if failures == limit else Restart)
     assert f"failure {limit + 1}" in decision.reason
     assert f"max_failures is {limit}" in decision.reason
@@ -121,12 +121,12 @@ def test_failures_are_bounded(limit):
     ("why", "told"), [("", "no reason given"), ("one\ntwo", "(one)"), ("x" * 500, "x" * 197 + "...")]
 )
 def test_reasons_are_short(why, told):
-    decision = decide(Facts(2, dead=(("worker-0", why),)))
+    decision = decide(RunFacts(2, dead=(("worker-0", why),)))
     assert told in decision.reason
     assert "\n" not in decision.reason
 
 
 def test_a_death_names_the_round_where_it_is_known():
     dead = (("worker-1", "SIGKILL"), ("shard-0", "gone"))
-    decision = decide(Facts(2, dead=dead, at={"worker-0": 7, "worker-1": 4}))
+    decision = decide(RunFacts(2, dead=dead, at={"worker-0": 7, "worker-1": 4}))
     assert decision == Restart(("worker-1", "shard-0"), "worker-1 died at round 4 (SIGKILL); shard-0 died (gone)")

@@ -14,7 +14,7 @@ import rayps
 from rayps.core.errors import CheckpointError, ConfigError, DataError, WorkloadError
 from rayps.ps.tables import embedding
 from rayps.ps.tables.embedding import Embedding, EmbeddingBag, hash_ids, ids_of, tables_of
-from rayps.ps.tables.row_lifecycle import Policy
+from rayps.ps.tables.row_lifecycle import RowPolicy
 from rayps.ps.tables.table_segment import TableSegment
 from rayps.ps.tables.wire_format import bucket
 from rayps.strategies.parameter_server import ParameterServer
@@ -238,7 +238,7 @@ def test_mode_that_cannot_be():
 
 
 def test_a_policy_may_be_an_object():
-    assert Embedding(4, "users", policy=Policy(admit=3)).table.policy == {"admit": 3}
+    assert Embedding(4, "users", policy=RowPolicy(admit=3)).table.policy == {"admit": 3}
 
 
 class Two(nn.Module):

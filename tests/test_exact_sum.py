@@ -9,7 +9,7 @@ import torch
 from test_ring import every, form
 
 from rayps.core.errors import ConfigError
-from rayps.federated.exact_sum import DIGIT, FIRST, LIMBS, NOT_FINITE, TOO_LARGE, Exact
+from rayps.federated.exact_sum import DIGIT, FIRST, LIMBS, NOT_FINITE, TOO_LARGE, ExactSum
 
 DTYPES = list(LIMBS)
 
@@ -31,7 +31,7 @@ def replies(dtype, count, size=257, seed=0, spread=6, whole=True):
 
 
 def summed(dtype, parts, size=257):
-    exact = Exact(size, dtype)
+    exact = ExactSum(size, dtype)
     for x, weight in parts:
         assert exact.add(x, weight) is None
     return exact
@@ -125,7 +125,7 @@ def test_over_a_ring(size, dtype):
         mine.meet(ring)
         alone = summed(dtype, [(lone, 9)] if ring.rank == size - 1 else [], 3)
         alone.meet(ring)
-        nobody = Exact(3, dtype)
+        nobody = ExactSum(3, dtype)
         nobody.meet(ring)
         return mine.mean(), mine.weight, alone.mean(), nobody.count
 
@@ -174,19 +174,19 @@ def test_a_fixed_divisor_and_beginning_anew():
 @pytest.mark.parametrize("weight", [0, -1, math.nan, math.inf, "3"])
 def test_weights_that_cannot_be(weight):
     with pytest.raises(ConfigError, match="weight"):
-        Exact(3, torch.float32).add(torch.zeros(3), weight)
+        ExactSum(3, torch.float32).add(torch.zeros(3), weight)
 
 
 def test_vectors_that_cannot_be():
     with pytest.raises(ConfigError, match="4 elements, the model 3"):
-        Exact(3, torch.float32).add(torch.zeros(4), 1)
+        ExactSum(3, torch.float32).add(torch.zeros(4), 1)
     with pytest.raises(ConfigError, match="int64"):
-        Exact(3, torch.int64)
+        ExactSum(3, torch.int64)
 
 
 def test_a_mean_whose_weights_are_too_small_to_be_counted_is_zero():
     """As FedBuff's are with a large decay where all updates of a buffer are old: 0/0 before."""
-    made = Exact(3, torch.float32)
+    made = ExactSum(3, torch.float32)
     for _ in range(2):
         made.add(torch.ones(3), 2.0**-200)
     assert made.weight == 0 and made.mean().tolist() == [0.0] * 3

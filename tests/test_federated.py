@@ -12,7 +12,7 @@ from torch import nn
 import rayps
 from rayps import AllReduce, Ditto, FedAdam, FedAvg, FedAvgM, FedBuff, FedProx, Scaffold
 from rayps.core.errors import ConfigError, DataError, WorkloadError
-from rayps.federated.reply_source import Simulated
+from rayps.federated.reply_source import SimulatedReplies
 from rayps.strategies.catalogue import parse, wire
 
 EXACT = 1e-12
@@ -170,11 +170,13 @@ def test_the_same_bits_on_any_number_of_workers(kind, strategy):
 def test_the_same_bits_in_any_order_of_replies(kind, strategy, monkeypatch):
     work = kind(rule="uneven", n=45)
     before = train(work, strategy, workers=2, epochs=4)
-    dealt = Simulated._dealt
+    dealt = SimulatedReplies._dealt
     seed = random.getrandbits(32)
     print("seed", seed)
     chance = np.random.default_rng(seed)
-    monkeypatch.setattr(Simulated, "_dealt", lambda self, who: [chance.permutation(each) for each in dealt(self, who)])
+    monkeypatch.setattr(
+        SimulatedReplies, "_dealt", lambda self, who: [chance.permutation(each) for each in dealt(self, who)]
+    )
     after = train(work, strategy, workers=2, epochs=4)
     assert torch.equal(after.snapshot.params, before.snapshot.params)
 

@@ -16,8 +16,8 @@ import rayps
 from rayps import Ditto, FedAdam, FedAvg, FedAvgM, FedBuff, FedYogi, Scaffold
 from rayps.core.errors import CheckpointError
 from rayps.federated import client_states as states_module
-from rayps.federated.client_states import States
-from rayps.recovery.client_states_backup import Vault
+from rayps.federated.client_states import ClientStates
+from rayps.recovery.client_states_backup import ClientStatesBackup
 
 # ------------------------------------------------------------------------------------- resuming in the middle
 
@@ -116,7 +116,7 @@ def state(value):
 
 
 def test_a_store_keeps_a_rounds_states_or_none():
-    store = States()
+    store = ClientStates()
     assert store.get(7) == {} and len(store) == 0
     store.put(7, state(1), 1)
     store.end()
@@ -130,7 +130,7 @@ def test_a_store_keeps_a_rounds_states_or_none():
 
 
 def test_a_store_can_go_back_to_the_snapshot_and_keeps_little_more():
-    store, seed = States(), random.getrandbits(32)
+    store, seed = ClientStates(), random.getrandbits(32)
     print("seed", seed)
     chance, told, kept = random.Random(seed), {}, [0]
     for round in range(1, 41):
@@ -163,7 +163,7 @@ def held(store):
 
 
 def test_between_two_snapshots_only_the_newest_state_is_kept():
-    store = States()
+    store = ClientStates()
     for round in range(1, 9):
         store.put(7, state(round), round)
         store.end()
@@ -184,7 +184,7 @@ class Member:
     """A worker with states, as a vault asks it."""
 
     def __init__(self, store=None):
-        self.handle, self.store, self.dies = self, store or States(), False
+        self.handle, self.store, self.dies = self, store or ClientStates(), False
 
     def call(self, name, *given):
         self.answer = lambda: getattr(self, name)(*given)
@@ -200,7 +200,7 @@ class Member:
 
     def take_states(self, rows, round):
         if rows is None:
-            self.store = States()
+            self.store = ClientStates()
         self.store.file(rows or ())
         self.store.end()
 
@@ -210,7 +210,7 @@ class Member:
 
 def test_a_worker_lost_while_it_tells_changes_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(states_module, "CHUNK", 400)
-    vault, members = Vault(), [Member(), Member()]
+    vault, members = ClientStatesBackup(), [Member(), Member()]
     vault.deal(members, Scaffold(), 0, 1.0)
     for at, member in enumerate(members):
         for client in range(at, 100, 2):
@@ -229,7 +229,7 @@ def test_a_worker_lost_while_it_tells_changes_nothing(tmp_path, monkeypatch):
     assert sorted(client for each in fresh for client, _, _ in all_of(each.store)) == list(range(100))
     (tmp_path / "tables").mkdir()
     assert [path.name for path in vault.write(tmp_path / "tables")] == ["states.parquet"]
-    other = Vault()
+    other = ClientStatesBackup()
     other.read(tmp_path / "tables", 1)
     single = [Member()]
     other.deal(single, Scaffold(), 1, 1.0)

@@ -13,7 +13,7 @@ from torch import nn
 import rayps
 from rayps import Ditto, FedAdagrad, FedAdam, FedAvg, FedAvgM, FedProx, FedYogi, Scaffold
 from rayps.core.errors import ConfigError
-from rayps.federated.client import Rows, Task, Trainer
+from rayps.federated.client import ClientRows, Task, Trainer
 from rayps.tensors.flat import FlatModel
 
 EXACT = 1e-12
@@ -288,7 +288,9 @@ def test_ditto_is_its_algorithm_and_a_large_lambda_leaves_no_own_way():
         trainer = Trainer(FlatModel(drawn(small)), small)
         data, w_t = small.data(), vector(drawn(small)) + 0.3
         task = Task(0, 0, 1, w_t, {}, {"v": w_t + 1.0})
-        reply = trainer.train(Ditto(lam=lam, local_epochs=5), task, Rows(data.clients.rows(1), data.clients.batch, 3))
+        reply = trainer.train(
+            Ditto(lam=lam, local_epochs=5), task, ClientRows(data.clients.rows(1), data.clients.batch, 3)
+        )
         far.append((reply.state["v"] - w_t).abs().max().item())
     assert far[0] > 0.5 and far[1] < 0.05
 
@@ -339,7 +341,7 @@ def view(strategy, kind="sgd", **options):
     trainer = Trainer(FlatModel(drawn(work)), work)
     data, w_t = work.data(), vector(drawn(work))
     task = Task(3, 1, 4, w_t, {}, **options)
-    return trainer.train(strategy, task, Rows(data.clients.rows(4), data.clients.batch, data.batch_size)), w_t
+    return trainer.train(strategy, task, ClientRows(data.clients.rows(4), data.clients.batch, data.batch_size)), w_t
 
 
 class Plain(FedAvg):

@@ -13,8 +13,8 @@ import rayps
 from rayps.cluster.local import LocalCluster
 from rayps.comm.link.socket_link import as_bytes
 from rayps.core.errors import ConfigError, LinkError
-from rayps.ps.client.session import Answers
-from rayps.ps.protocol.messages import Kind
+from rayps.ps.client.session import SegmentReplies
+from rayps.ps.protocol.messages import GroupMessage
 from rayps.ps.protocol.space import Space
 from rayps.ps.tables import embedding
 from rayps.ps.tables.embedding import Embedding, EmbeddingBag
@@ -111,11 +111,11 @@ class TalkOf:
         with self.servers.changed:
             for index, piece in pieces.items():
                 view = memoryview(as_bytes(piece))
-                if kind is Kind.PUSH:
+                if kind is GroupMessage.PUSH:
                     segments[index].push(self.rank, step, weight, view)
                     self.servers.changed.notify_all()
                     continue
-                if kind is Kind.PULL:
+                if kind is GroupMessage.PULL:
                     may = self.servers.changed.wait_for(lambda i=index: segments[i].may_pull(self.rank), self.timeout)
                     assert may, f"rank {self.rank} waits for {segments[index].laggards()}"
                 value = segments[index].read(view)
@@ -123,7 +123,7 @@ class TalkOf:
                     as_bytes(landing[index])[:] = as_bytes(value)
                 else:
                     found[index] = value
-        return Answers(found, 0, 0, 0)
+        return SegmentReplies(found, 0, 0, 0)
 
     def hang_up(self):
         pass
@@ -241,7 +241,7 @@ def test_in_step_a_prefetch_changes_nothing_and_pulls_all_tables_at_once():
     servers = Servers(embedding.tables_of(Model()), 1, 0)
     model, tables = work(servers, 0, given, lookups)
     assert torch.equal(values(model), values(alone(given)))
-    pulls = [segments for kind, segments in tables.talk.asked if kind is Kind.PULL]
+    pulls = [segments for kind, segments in tables.talk.asked if kind is GroupMessage.PULL]
     assert len(pulls) == 6 + 3  # one for each round, and three of `values`
     assert not tables.talk.readers
 
@@ -259,7 +259,7 @@ def test_what_was_pulled_ahead_is_one_round_older():
         tables.push(step, 8.0)
     tables.settle()
     tables.close()
-    assert not any(kind is Kind.PULL for kind, _ in tables.talk.asked)
+    assert not any(kind is GroupMessage.PULL for kind, _ in tables.talk.asked)
     assert torch.allclose(values(model), delayed(given), rtol=0, atol=1e-12)
     assert not torch.allclose(values(model), values(alone(given, rule="sgd:lr=0.3")), rtol=0, atol=1e-6)
 
@@ -383,7 +383,7 @@ def test_a_push_leaves_while_the_worker_goes_on_and_what_it_meets_is_said_by_the
 def test_a_push_names_every_segment():
     servers = Servers(embedding.tables_of(Model()), 1, 0)
     model, tables = work(servers, 0, batches(1, 1))
-    assert tables.talk.asked[-1] == (Kind.PUSH, list(range(12)))
+    assert tables.talk.asked[-1] == (GroupMessage.PUSH, list(range(12)))
     assert all(segment.version == 1 for segment in servers.segments)
     before = servers.rows
     values(model)

@@ -15,7 +15,7 @@ from rayps import ADMM, AllReduce, DiLoCo, Downpour, FedAvg, Hogwild, LocalSGD, 
 from rayps.cluster.local import LocalCluster
 from rayps.core.errors import WorkloadError
 from rayps.ps.fixed.shard import Boundary, Shard
-from rayps.ps.protocol.space import Space, Table
+from rayps.ps.protocol.space import Space, SparseTable
 from rayps.ps.server.dense_segment import DenseSegment
 from rayps.ps.tables.row_optimizers import Scheduled
 from rayps.ps.tables.table_segment import TableSegment
@@ -415,7 +415,7 @@ KNOBS = {
 )
 def test_rows_of_tables_follow_it_and_so_do_their_copies(kind, schedule, staleness):
     knobs, make = KNOBS[kind]
-    table = Table("t", 3, 1, dtype="float64", optimizer=knobs)
+    table = SparseTable("t", 3, 1, dtype="float64", optimizer=knobs)
     scheduled = Scheduled(recipe(schedule), learning_rate.Ticks())
     segment, copy = (
         TableSegment(table, 0, ParameterServer(staleness=staleness), 1, scheduled=scheduled) for _ in range(2)

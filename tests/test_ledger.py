@@ -14,10 +14,10 @@ from torch.optim import SGD
 from rayps.core.errors import CheckpointError
 from rayps.core.failpoint import VARIABLE, parse
 from rayps.core.ledger import WINDOW, Ledger, anywhere
-from rayps.ps.fixed.messages import Kind
-from rayps.ps.fixed.replay_buffer import Kept
+from rayps.ps.fixed.messages import ShardMessage
+from rayps.ps.fixed.replay_buffer import FixedReplayBuffer
 from rayps.ps.fixed.shard import Boundary, Shard
-from rayps.ps.fixed.transport import Ask
+from rayps.ps.fixed.transport import ShardCall
 from rayps.strategies.parameter_server import ParameterServer
 from rayps.tensors.flat import Layout
 
@@ -105,12 +105,12 @@ def test_what_is_no_ledger_is_refused(data):
 
 
 def said(step):
-    return [Ask(0, Kind.PUSH, step, 0)]
+    return [ShardCall(0, ShardMessage.PUSH, step, 0)]
 
 
 @given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 9)), max_size=30), st.integers(0, 120))
 def test_what_is_kept_is_bounded_and_has_no_holes(durable, limit):
-    kept, marks = Kept(2, limit), [0, 0]
+    kept, marks = FixedReplayBuffer(2, limit), [0, 0]
     for step in range(10):
         for shard in (0, 1):
             kept.keep(shard, step, said(step), 10)
@@ -166,7 +166,7 @@ class World:
     def __init__(self):
         self.saved = [(torch.zeros(SLOTS, dtype=torch.float64), Ledger([0] * RANKS)) for _ in range(2)]
         self.shards = [self.restored(i) for i in range(2)]
-        self.kept = [Kept(2, 10**9) for _ in range(RANKS)]
+        self.kept = [FixedReplayBuffer(2, 10**9) for _ in range(RANKS)]
         self.step = [0] * RANKS
         self.flying = []  # (shard, its life, rank, step)
         self.lives = [0, 0]
@@ -192,7 +192,7 @@ class World:
         if step < STEPS:
             self.step[rank] += 1
             for i in range(2):
-                self.kept[rank].keep(i, step, [Ask(i, Kind.PUSH, step, 0)], 8)
+                self.kept[rank].keep(i, step, [ShardCall(i, ShardMessage.PUSH, step, 0)], 8)
                 self.flying.append((i, self.lives[i], rank, step))
 
     def deliver(self, n, keep):
@@ -229,7 +229,7 @@ class World:
     def kill_worker(self, rank):
         self.flying = [message for message in self.flying if message[2] != rank]  # its links are fenced
         self.step[rank] = min(shard.ledger.marks[rank] for shard in self.shards)
-        self.kept[rank] = Kept(2, 10**9)
+        self.kept[rank] = FixedReplayBuffer(2, 10**9)
 
     def check(self):
         for i, shard in enumerate(self.shards):

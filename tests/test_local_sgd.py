@@ -6,7 +6,7 @@ from local_work import Halves, Loop, Normed
 from small_work import Small, distance, plain, train, vector
 from torch import nn
 
-from rayps.comm.compress import Blocks, ErrorFeedback
+from rayps.comm.compress import BlockQuantized, ErrorFeedback
 from rayps.core.errors import ConfigError
 from rayps.core.partition import slices
 from rayps.strategies.all_reduce import AllReduce
@@ -202,7 +202,7 @@ def test_compressed_meetings_carry_error_feedback():
     """x <- x + decode(encode(mean of decode(encode(w_k - x)))), rank k folding slice k."""
     work, period = Small(n=60), 3
     result = train(work, LocalSGD(period=period, compression="int8"), workers=2, epochs=2)
-    loop, codec = Loop(work, 2, 2), Blocks()
+    loop, codec = Loop(work, 2, 2), BlockQuantized()
     x = vector(loop.models[0])
     cuts = slices(len(x), 2)
     sent = [ErrorFeedback(codec, len(x), x.dtype) for _ in range(2)]

@@ -26,9 +26,9 @@ from rayps.cluster.local import LocalCluster, surrounding, until
 from rayps.core.errors import ConfigError
 from rayps.ps.manager import launcher
 from rayps.ps.manager.manager import Manager
-from rayps.ps.manager.record import Book
+from rayps.ps.manager.record import RecordFile
 from rayps.ps.protocol.segment_map import SpaceMap
-from rayps.ps.protocol.space import Quota, Space, Table
+from rayps.ps.protocol.space import Quota, Space, SparseTable
 from rayps.service.client import Client
 from rayps.strategies.downpour import Downpour
 from rayps.strategies.parameter_server import ParameterServer
@@ -53,7 +53,7 @@ SAME_PYTHON = pytest.mark.skipif(
     not sys.version.startswith(MADE["python"].rpartition(".")[0]),
     reason="the optimizer of an open space is packed as byte code of one Python",
 )
-WORDS = Table(  # of the old jobs
+WORDS = SparseTable(  # of the old jobs
     "words", 3, 4, dtype="float64", optimizer={"name": "adagrad", "lr": 0.1}, init={"name": "normal", "scale": 0.01}
 )
 CLOSE = 1e-9  # float64; another processor or torch may round otherwise
@@ -209,7 +209,7 @@ def test_a_manager_goes_on_from_an_old_record(state: Path, monkeypatch: pytest.M
         assert until(manager.settled, 120), manager.facts()
         held = SpaceMap.from_json(manager.map(2)).holdings  # the old servers are dead: new ones hold it
         assert all(h.generation > 1 and len(h.copies) == 1 for h in held)
-        made = manager.open(Space("new", 0, 1, ParameterServer(), tables=(Table("t", 2, 3),)))
+        made = manager.open(Space("new", 0, 1, ParameterServer(), tables=(SparseTable("t", 2, 3),)))
         assert made.number == old["next_space"]
         manager.close()
         assert {path.name for path in folder.iterdir()} == {
@@ -232,14 +232,14 @@ def test_a_manager_goes_on_from_an_old_record(state: Path, monkeypatch: pytest.M
 
 def test_an_old_record_is_read_and_replaced_by_json(state: Path) -> None:
     folder = state / "servers" / "main"
-    record = Book(folder).read()
+    record = RecordFile(folder).read()
     assert record is not None and record.spaces.keys() == {1, 2}
     assert {path.name for path in folder.iterdir()} >= {"space-1.pickle", "space-2.pickle"}  # reading changes nothing
-    book = Book(folder)
+    book = RecordFile(folder)
     assert book.read() == record
     book.write(record)
     assert {path.name for path in folder.iterdir()} == {"record.json", "space-1.json", "space-2.json", "wanted.json"}
-    assert Book(folder).read() == record
+    assert RecordFile(folder).read() == record
     for name in ("record.json", "space-1.json", "space-2.json"):
         text = (folder / name).read_text()
         assert "rayps." not in text and json.loads(text)
@@ -249,7 +249,7 @@ def test_an_old_record_is_read_and_replaced_by_json(state: Path) -> None:
 
 @SAME_PYTHON
 def test_an_old_optimizer_factory_makes_its_optimizer(state: Path) -> None:
-    record = Book(state / "servers" / "main").read()
+    record = RecordFile(state / "servers" / "main").read()
     assert record is not None
     recipe = record.spaces[1].unpack_factory()
     optimizer = recipe([torch.nn.Parameter(torch.zeros(2))])
@@ -284,7 +284,7 @@ def test_a_damaged_or_foreign_record_is_refused_and_left(state: Path, tmp_path: 
         space.write_bytes(data[what])
     before = {path: path.read_bytes() for path in folder.iterdir()}
     with pytest.raises(ConfigError, match=r"record.json is not the record of a server group") as caught:
-        Book(folder).read()
+        RecordFile(folder).read()
     assert caught.value.data["field"] == "folder" and not touched.exists()
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
@@ -294,10 +294,10 @@ def test_a_write_that_is_cut_off_leaves_the_old_record_or_the_new_one(
     state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: int
 ) -> None:
     source = state / "servers" / "main"
-    old = Book(source).read()
+    old = RecordFile(source).read()
     assert old is not None
     if format == 2:
-        book = Book(source)
+        book = RecordFile(source)
         book.read()
         book.write(old)
     new = replace(old, spaces={2: replace(old.spaces[2], quota=Quota(5)), 3: replace(old.spaces[1], number=3)})
@@ -306,7 +306,7 @@ def test_a_write_that_is_cut_off_leaves_the_old_record_or_the_new_one(
     for steps in range(20):
         folder = tmp_path / f"cut-{steps}"
         shutil.copytree(source, folder)
-        book = Book(folder)
+        book = RecordFile(folder)
         assert book.read() == old
         left = [steps]
 
@@ -328,7 +328,7 @@ def test_a_write_that_is_cut_off_leaves_the_old_record_or_the_new_one(
                 pass
             else:
                 break
-        found = Book(folder).read()
+        found = RecordFile(folder).read()
         assert found is not None
         if found.wanted == new.wanted:
             assert found == new
@@ -353,7 +353,7 @@ SPACES = [
         Layout((Entry("a.weight", 0, 6, (2, 3)), Entry("a.scale", 6, 7, ())), torch.bfloat16),
         ((0, 3), (3, 7)),
         bytes(range(256)),
-        (Table("t", 2, policy={"admit": 3, "evict": "lfu"}),),
+        (SparseTable("t", 2, policy={"admit": 3, "evict": "lfu"}),),
         Quota(10, 0.5),
         "plain",
         Ticks((12, 3), 4),
@@ -371,13 +371,13 @@ def test_a_space_survives_json(space: Space) -> None:
 
 
 def test_an_option_that_is_not_plain_data_is_refused() -> None:
-    table = Table("t", 2, policy={"folder": Path("/x"), "admit": np.int64(3)})
+    table = SparseTable("t", 2, policy={"folder": Path("/x"), "admit": np.int64(3)})
     assert Space("s", 1, 1, ParameterServer(), tables=(table,)).to_json()["tables"][0]["policy"] == {
         "folder": "/x",
         "admit": 3,
     }
     with pytest.raises(ConfigError, match="table 't' has the option <object"):
-        Space("s", 1, 1, ParameterServer(), tables=(Table("t", 2, policy={"admit": object()}),)).to_json()
+        Space("s", 1, 1, ParameterServer(), tables=(SparseTable("t", 2, policy={"admit": object()}),)).to_json()
 
 
 @pytest.mark.parametrize(

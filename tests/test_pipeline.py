@@ -12,9 +12,9 @@ from rayps.core.errors import ConfigError, LinkError, PeerLost, PeerTimeout, Wor
 from rayps.core.pipeline.schedule import peak, table
 from rayps.core.pipeline.simulate import simulate
 from rayps.parallel.pipeline import cut, random_numbers
-from rayps.parallel.pipeline.engine import Engine
-from rayps.parallel.pipeline.layer_segment import Segment
-from rayps.parallel.pipeline.random_numbers import Noise
+from rayps.parallel.pipeline.engine import PipelineEngine
+from rayps.parallel.pipeline.layer_segment import LayerSegment
+from rayps.parallel.pipeline.random_numbers import LayerRandomState
 from rayps.parallel.pipeline.skip import Stash, Unstash
 
 
@@ -373,7 +373,7 @@ def test_tied_weights_leave_each_stage_its_part_of_the_gradient(three):
 @pytest.fixture
 def serial(monkeypatch):
     """A segment's layers are seeded and run without another thread in between: stages are threads here."""
-    forward = Segment._forward
+    forward = LayerSegment._forward
 
     def held(self, *args):
         with one_at_a_time:
@@ -387,9 +387,9 @@ def serial(monkeypatch):
         with one_at_a_time:
             put_back(generator, state)
 
-    at, put_back = Noise.at, random_numbers.put_back
-    monkeypatch.setattr(Segment, "_forward", held)
-    monkeypatch.setattr(Noise, "at", seed)
+    at, put_back = LayerRandomState.at, random_numbers.put_back
+    monkeypatch.setattr(LayerSegment, "_forward", held)
+    monkeypatch.setattr(LayerRandomState, "at", seed)
     monkeypatch.setattr(random_numbers, "put_back", restore)
 
 
@@ -561,7 +561,7 @@ def test_a_silent_stage_is_named_with_what_was_waited_for():
 def test_a_table_of_another_model():
     model = deep()
     with pytest.raises(ConfigError, match="are not for stage 0"):
-        Engine(cut.layers(model), [], table("interleaved", 1, 2, 2)[0], None)
-    engine = Engine(cut.layers(model), [], table("gpipe", 1, 4)[0], None)
+        PipelineEngine(cut.layers(model), [], table("interleaved", 1, 2, 2)[0], None)
+    engine = PipelineEngine(cut.layers(model), [], table("gpipe", 1, 4)[0], None)
     with pytest.raises(ConfigError, match="4"):
         engine.backward(0, [0.5, 0.5], None, None)

@@ -20,7 +20,7 @@ from rayps.core.pipeline.validate import to_csv, to_json
 from rayps.parallel.division.divide import divide
 from rayps.parallel.pipeline.probe import probe
 from rayps.parallel.pipeline.skip import Stash, Unstash
-from rayps.runtime.cost_report import Tally, measured, words
+from rayps.runtime.cost_report import CostReport, measured, words
 from rayps.runtime.expected_cost import expected, sizes, tally_of
 from rayps.strategies.catalogue import CATALOGUE, parse
 from rayps.strategies.costs import Crossing, Sizes, amount, costs, held_bytes
@@ -318,7 +318,7 @@ def point(rank, n, **more):
 def test_what_is_said_after_a_run():
     strategy = of("pipeline:stages=2,micro_batches=4")
     formula = costs(strategy, 4, Sizes(100, owned=(50, 50), batch=8, crossings=(Crossing(0, 1, 4.0, 4.0),)))
-    tally = Tally(strategy, 4, lambda: formula)
+    tally = CostReport(strategy, 4, lambda: formula)
     tally.hear(
         [
             point(rank, 0, compute=9.0, busy=9.0, idle=9.0, messages=99, activations=1, stage_bytes=0)
@@ -357,7 +357,7 @@ def test_what_is_said_after_a_run():
 
 def test_how_a_step_went_is_drawn_once_beside_its_table():
     strategy = of("pipeline:stages=2,micro_batches=1")
-    tally = Tally(strategy, 4, lambda: costs(strategy, 4, Sizes(10)))
+    tally = CostReport(strategy, 4, lambda: costs(strategy, 4, Sizes(10)))
     stages = [
         [("0F0", 5.0, 6.0), ("0B0", 9.0, 11.0)],
         [("1F0", 90.5, 91.0), ("1F0", 91.0, 91.5), ("1B0", 91.5, 93.5)],
@@ -387,7 +387,7 @@ def test_formulas_never_fail_a_run():
 def test_nothing_measured_is_no_error():
     formula = costs(of("all_reduce"), 2, Sizes(10))
     assert measured({}, formula.grid) == {} and words(formula, {}) == "no step was measured"
-    tally = Tally(of("all_reduce"), 2, lambda: formula)
+    tally = CostReport(of("all_reduce"), 2, lambda: formula)
     assert tally.event() is None
     tally.hear([point(0, 0, compute=0.0)])
     event = tally.event()

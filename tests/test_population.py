@@ -9,7 +9,7 @@ import pytest
 from rayps.core.errors import ConfigError, TrainingError
 from rayps.federated.cohort import cohort, cohort_size, hashes, homes, normals, pack, uniforms
 from rayps.federated.population import options as options_module
-from rayps.federated.population.population import World
+from rayps.federated.population.population import Population
 
 KNOWN = [[0, 5, 14, 15, 19], [26216, 27747, 34564, 40586, 47560]]
 EVERYONE = np.arange(100_000, dtype=np.int64)
@@ -116,7 +116,7 @@ def test_a_fraction_outside_of_0_to_1_is_refused(bad):
     with pytest.raises(ConfigError, match="above 0 and up to 1"):
         cohort(0, 0, 10, bad)
     with pytest.raises(ConfigError, match="above 0 and up to 1"):
-        World(0, [1] * 10, fraction=bad)
+        Population(0, [1] * 10, fraction=bad)
 
 
 def test_packing_by_hand():
@@ -140,7 +140,7 @@ def test_packing_deals_everyone_once_and_evenly():
 
 def test_deadline_and_late_ones_by_hand():
     """Seconds a sample 1, 2, 3, 4 and 10 samples each: replies at 10, 20, 30, 40."""
-    plan = World(0, [10] * 4, speed=[1, 2, 3, 4], deadline=30).round(0, 5.0)
+    plan = Population(0, [10] * 4, speed=[1, 2, 3, 4], deadline=30).round(0, 5.0)
     assert told(plan) == {
         "round": 0,
         "sampled": [0, 1, 2, 3],
@@ -150,7 +150,7 @@ def test_deadline_and_late_ones_by_hand():
         "end": 35.0,
         "waited": 0.0,
     }
-    plan = World(0, [10] * 4, speed=[4, 1, 3, 2], enough=2).round(0)
+    plan = Population(0, [10] * 4, speed=[4, 1, 3, 2], enough=2).round(0)
     assert told(plan) == {
         "round": 0,
         "sampled": [0, 1, 2, 3],
@@ -160,21 +160,23 @@ def test_deadline_and_late_ones_by_hand():
         "end": 20.0,
         "waited": 0.0,
     }
-    plan = World(0, [10] * 4, speed=[4, 1, 3, 2], enough=3, deadline=15).round(0)  # two are missing at the deadline
+    plan = Population(0, [10] * 4, speed=[4, 1, 3, 2], enough=3, deadline=15).round(
+        0
+    )  # two are missing at the deadline
     assert (plan.trains.tolist(), plan.end) == ([1], 15.0)
     assert plan.dropped == [(0, "deadline"), (2, "deadline"), (3, "deadline")]
-    plan = World(0, [10] * 4, speed=1, enough=2).round(0)  # all at once: those who come first in the cohort
+    plan = Population(0, [10] * 4, speed=1, enough=2).round(0)  # all at once: those who come first in the cohort
     assert plan.trains.tolist() == [0, 1] and plan.end == 10.0
 
 
 def test_no_reply_at_all():
-    plan = World(0, [10] * 4, speed=1, deadline=5).round(0, 1.0)
+    plan = Population(0, [10] * 4, speed=1, deadline=5).round(0, 1.0)
     assert plan.trains.tolist() == [] and plan.end == 6.0 and len(plan.dropped) == 4
 
 
 def test_a_trace_by_hand():
     """Client 1 leaves while it trains; client 2 comes at 25; client 3 is never there."""
-    world = World(0, [10] * 4, speed=1, available=[[[0, 100]], [[0, 5], [50, 70]], [[25, 60]], []])
+    world = Population(0, [10] * 4, speed=1, available=[[[0, 100]], [[0, 5], [50, 70]], [[25, 60]], []])
     first = world.round(0)
     assert (first.sampled.tolist(), first.trains.tolist(), first.dropped) == ([0, 1], [0], [(1, "offline")])
     assert (first.begin, first.end) == (0.0, 10.0)
@@ -187,7 +189,7 @@ def test_a_trace_by_hand():
 
 
 def test_nobody_is_there_time_goes_on():
-    world = World(
+    world = Population(
         0, [10] * 2, speed=1, available={"name": "trace", "intervals": [[[30, 50]], [[40, 60]]], "period": 100}
     )
     early = world.round(0, 0.0)
@@ -198,10 +200,14 @@ def test_nobody_is_there_time_goes_on():
 
 
 def test_intervals_that_go_on_over_the_end_of_the_period():
-    world = World(0, [30], speed=1, available={"name": "trace", "intervals": [[[0, 20], [80, 100]]], "period": 100})
+    world = Population(
+        0, [30], speed=1, available={"name": "trace", "intervals": [[[0, 20], [80, 100]]], "period": 100}
+    )
     assert world.round(0, 85.0).trains.tolist() == [0]  # 85 to 115, over 100
     assert world.round(0, 95.0).dropped == [(0, "offline")]  # 95 to 125
-    whole = World(0, [300], speed=1, available={"name": "trace", "intervals": [[[0, 50], [50, 100]]], "period": 100})
+    whole = Population(
+        0, [300], speed=1, available={"name": "trace", "intervals": [[[0, 50], [50, 100]]], "period": 100}
+    )
     assert whole.round(0, 95.0).trains.tolist() == [0]
 
 
@@ -214,7 +220,7 @@ def test_a_trace_is_what_a_plain_look_at_its_intervals_says(seed):
         cuts = np.sort(rng.choice(np.arange(1, 100), size=2 * rng.integers(0, 5), replace=False)).tolist()
         traces.append([[a, b] for a, b in zip(cuts[::2], cuts[1::2], strict=True)])
     for period in (None, 100):
-        world = World(0, [7] * 30, speed=1, available={"name": "trace", "intervals": traces, "period": period})
+        world = Population(0, [7] * 30, speed=1, available={"name": "trace", "intervals": traces, "period": period})
         for now in range(0, 99, 3):
             there = [k for k in range(30) if any(a <= now < b for a, b in traces[k % 12])]
             if there:
@@ -230,13 +236,13 @@ def test_a_trace_is_what_a_plain_look_at_its_intervals_says(seed):
 
 def test_by_day():
     """Each for half of the day; none there in the last quarter where all begin in the first one."""
-    world = World(4, [1] * 1000, speed=0.001, available="diurnal(share=0.5,day=1000,spread=0.25)")
+    world = Population(4, [1] * 1000, speed=0.001, available="diurnal(share=0.5,day=1000,spread=0.25)")
     sizes = [len(world.round(0, now).sampled) for now in (0.0, 250.0, 400.0, 600.0)]
     assert sizes[1] == sizes[2] == 1000 and 500 < sizes[3] < 700
     night = world.round(0, 800.0)
     assert night.waited == pytest.approx(200, abs=2) and 0 < len(night.sampled) < 10
     assert world.round(0, 1250.0).sampled.tolist() == world.round(0, 250.0).sampled.tolist()
-    away = World(4, [1000] * 50, speed=1, available="diurnal(share=0.5,day=1000)").round(0)
+    away = Population(4, [1000] * 50, speed=1, available="diurnal(share=0.5,day=1000)").round(0)
     assert all(reason == "offline" for _, reason in away.dropped) and not len(away.trains)
 
 
@@ -244,7 +250,7 @@ def test_by_day():
 
 
 def test_dropouts_and_absences_are_as_frequent_as_said():
-    world = World(5, [1] * 2000, dropout=0.3, available="bernoulli(p=0.6)", fraction=1.0)
+    world = Population(5, [1] * 2000, dropout=0.3, available="bernoulli(p=0.6)", fraction=1.0)
     plans = [world.round(t) for t in range(20)]
     asked = sum(len(plan.sampled) for plan in plans)
     lost = sum(len(plan.dropped) for plan in plans)
@@ -255,34 +261,34 @@ def test_dropouts_and_absences_are_as_frequent_as_said():
 
 
 def test_rare_clients_are_waited_for():
-    world = World(0, [1] * 3, available="bernoulli(p=0.001,every=10)")
+    world = Population(0, [1] * 3, available="bernoulli(p=0.001,every=10)")
     waits = [world.round(t).waited for t in range(30)]
     assert all(wait % 10 == 0 for wait in waits) and 1000 < statistics.mean(waits) < 10_000
     with pytest.raises(TrainingError, match="in the next 10000 looks"):
-        World(0, [1] * 3, available="bernoulli(p=1e-9)").round(0)
+        Population(0, [1] * 3, available="bernoulli(p=1e-9)").round(0)
 
 
 def test_speeds_are_what_their_names_say():
-    ends = [World(seed, [1000], speed="lognormal(sigma=0.5,median=0.01)").round(0).end for seed in range(1000)]
+    ends = [Population(seed, [1000], speed="lognormal(sigma=0.5,median=0.01)").round(0).end for seed in range(1000)]
     logs = np.log(ends)
     assert abs(np.median(logs) - np.log(10)) < 0.08 and abs(logs.std() - 0.5) < 0.05
-    same = World(0, [1000] * 5, speed="lognormal(sigma=0.5)")
+    same = Population(0, [1000] * 5, speed="lognormal(sigma=0.5)")
     assert same.round(0).end == same.round(1).end
-    shaken = World(0, [1000] * 5, speed="lognormal(sigma=0.5,jitter=0.2)")
+    shaken = Population(0, [1000] * 5, speed="lognormal(sigma=0.5,jitter=0.2)")
     assert shaken.round(0).end != shaken.round(1).end
-    ends = [World(seed, [1000], speed="uniform(low=0.01,high=0.02)").round(0).end for seed in range(300)]
+    ends = [Population(seed, [1000], speed="uniform(low=0.01,high=0.02)").round(0).end for seed in range(300)]
     assert 10 <= min(ends) < 10.5 and 19.5 < max(ends) <= 20
-    assert World(0, [1000], speed=0.5).round(0).end == 500.0
+    assert Population(0, [1000], speed=0.5).round(0).end == 500.0
 
 
 def test_over_selection_asks_more_and_ends_with_the_needed():
-    world = World(1, [10] * 100, fraction=0.1, over_selection=0.3, speed="lognormal(sigma=1)")
+    world = Population(1, [10] * 100, fraction=0.1, over_selection=0.3, speed="lognormal(sigma=1)")
     plan = world.round(0)
     assert (len(plan.sampled), len(plan.trains)) == (13, 10)
     assert [reason for _, reason in plan.dropped] == ["late"] * 3
-    assert plan.end < World(1, [10] * 100, fraction=0.13, speed="lognormal(sigma=1)").round(0).end
-    assert World(1, [10] * 20, fraction=0.25, over_selection=0.3).asked == 7  # 6.5 of them
-    assert World(1, [10] * 100, over_selection=0.3).enough is None  # there is nobody beyond
+    assert plan.end < Population(1, [10] * 100, fraction=0.13, speed="lognormal(sigma=1)").round(0).end
+    assert Population(1, [10] * 20, fraction=0.25, over_selection=0.3).asked == 7  # 6.5 of them
+    assert Population(1, [10] * 100, over_selection=0.3).enough is None  # there is nobody beyond
 
 
 # -- the same everywhere
@@ -299,16 +305,16 @@ HARD = {
 
 
 def test_a_round_is_a_function_of_its_number_and_its_beginning():
-    world = World(9, [500 + 5 * k for k in range(40)], **HARD)
+    world = Population(9, [500 + 5 * k for k in range(40)], **HARD)
     now, plans = 0.0, []
     for t in range(30):
         plans.append(world.round(t, now))
         now = plans[-1].end
-    other = World(9, [500 + 5 * k for k in range(40)], **HARD)
+    other = Population(9, [500 + 5 * k for k in range(40)], **HARD)
     for t in (29, 3, 17):  # in any order, from a number that has been through JSON
         begin = json.loads(json.dumps(plans[t - 1].end))
         assert told(other.round(t, begin)) == told(plans[t])
-    assert told(World(10, [500 + 5 * k for k in range(40)], **HARD).round(0)) != told(plans[0])
+    assert told(Population(10, [500 + 5 * k for k in range(40)], **HARD).round(0)) != told(plans[0])
     assert {reason for plan in plans for _, reason in plan.dropped} == {"dropout", "deadline", "offline", "late"}
     for plan in plans:
         everyone = sorted([*plan.trains.tolist(), *(client for client, _ in plan.dropped)])
@@ -318,14 +324,14 @@ def test_a_round_is_a_function_of_its_number_and_its_beginning():
 
 def test_who_drops_out_does_not_change_who_else_is_drawn():
     """Options of one kind leave the draws of another alone."""
-    plain = World(2, [10] * 50, fraction=0.2).round(4)
-    lossy = World(2, [10] * 50, fraction=0.2, dropout=0.5, speed="lognormal").round(4)
+    plain = Population(2, [10] * 50, fraction=0.2).round(4)
+    lossy = Population(2, [10] * 50, fraction=0.2, dropout=0.5, speed="lognormal").round(4)
     assert plain.sampled.tolist() == lossy.sampled.tolist() == cohort(2, 4, 50, 0.2).tolist()
     assert set(lossy.trains.tolist()) | {client for client, _ in lossy.dropped} == set(plain.trains.tolist())
 
 
 def test_a_hundred_thousand_clients_are_no_matter():
-    world = World(0, [10] * 100_000, fraction=0.01, **{k: v for k, v in HARD.items() if k != "fraction"})
+    world = Population(0, [10] * 100_000, fraction=0.01, **{k: v for k, v in HARD.items() if k != "fraction"})
     assert len(world.round(3).sampled) == 2000
 
 
@@ -335,7 +341,9 @@ def test_a_hundred_thousand_clients_are_no_matter():
 def test_traces_from_files(tmp_path):
     (tmp_path / "speed.csv").write_text("client,seconds\nann,1\nbob,2\n")
     (tmp_path / "there.csv").write_text("client,on,off\nann,0,15\nbob,40,60\nann,20,80\n")
-    world = World(0, [10] * 3, speed=f"trace(file={tmp_path}/speed.csv)", available=f"trace(file={tmp_path}/there.csv)")
+    world = Population(
+        0, [10] * 3, speed=f"trace(file={tmp_path}/speed.csv)", available=f"trace(file={tmp_path}/there.csv)"
+    )
     first = world.round(0)  # the third client takes ann's traces again
     assert (first.sampled.tolist(), first.trains.tolist(), first.end) == ([0, 2], [0, 2], 10.0)
     assert world.round(1, 40.0).end == 60.0
@@ -354,7 +362,7 @@ def test_traces_from_files(tmp_path):
 def test_bad_traces_are_refused(tmp_path, text, words):
     (tmp_path / "there.csv").write_text(text)
     with pytest.raises(ConfigError, match=words):
-        World(0, [1], available=f"trace(file={tmp_path}/there.csv)")
+        Population(0, [1], available=f"trace(file={tmp_path}/there.csv)")
 
 
 @pytest.mark.parametrize(
@@ -390,7 +398,7 @@ def test_bad_traces_are_refused(tmp_path, text, words):
 )
 def test_bad_options_are_refused_with_what_can_be_given(option, words):
     with pytest.raises(ConfigError, match=words) as caught:
-        World(0, [1] * 10, **option)
+        Population(0, [1] * 10, **option)
     assert caught.value.data["field"] in option
     assert str(caught.value).count("\n") < 3
 
@@ -401,4 +409,4 @@ def test_a_round_that_could_never_count_is_refused():
     with pytest.raises(ConfigError, match="min_replies is -1"):
         options_module.check(min_replies=-1)
     with pytest.raises(ConfigError, match="there are no clients"):
-        World(0, [])
+        Population(0, [])

@@ -13,17 +13,17 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from rayps.ps.manager import decide as module
-from rayps.ps.manager.assignment import Seat, Server, State, hear, with_copy
+from rayps.ps.manager.assignment import SegmentAssignment, ServerFacts, ServerState, hear, with_copy
 from rayps.ps.manager.decide import (
     BOUND,
-    Copy,
     DropCopy,
-    Facts,
+    GroupFacts,
     HandOver,
     LeaveServer,
-    Place,
+    PlaceSegment,
     Promote,
     RetireServer,
+    StartCopy,
     StartServers,
     apply,
     decide,
@@ -32,14 +32,14 @@ from rayps.ps.manager.decide import (
 )
 from rayps.ps.protocol.messages import Event, Role
 
-UP = (State.ALIVE, State.LEAVING)
+UP = (ServerState.ALIVE, ServerState.LEAVING)
 
 
 def group(servers, segments=8, replicas=1, wanted=None, hosts=None, **more):
     """Facts of a group whose segments are not placed yet."""
-    named = tuple(Server(f"server-{i}", (hosts or ["here"] * servers)[i]) for i in range(servers))
-    seats = tuple(Seat(1, i, f"job/{i}") for i in range(segments))
-    return Facts(named, seats, servers if wanted is None else wanted, replicas, **more)
+    named = tuple(ServerFacts(f"server-{i}", (hosts or ["here"] * servers)[i]) for i in range(servers))
+    seats = tuple(SegmentAssignment(1, i, f"job/{i}") for i in range(segments))
+    return GroupFacts(named, seats, servers if wanted is None else wanted, replicas, **more)
 
 
 class Copyist:
@@ -56,11 +56,11 @@ class World:
 
     def __init__(self, servers, segments=8, replicas=1, rng=None, branch=False):
         self.rng = rng or random.Random(0)
-        self.states = {f"server-{i}": State.ALIVE for i in range(servers)}
+        self.states = {f"server-{i}": ServerState.ALIVE for i in range(servers)}
         self.hosts = {name: self.rng.choice("abc") for name in self.states}
-        self.seats = {(1, i): Seat(1, i, f"job/{i}") for i in range(segments)}
+        self.seats = {(1, i): SegmentAssignment(1, i, f"job/{i}") for i in range(segments)}
         if branch:
-            self.seats |= {(2, i): Seat(2, i, f"job/{i}", parent=(1, i)) for i in range(segments)}
+            self.seats |= {(2, i): SegmentAssignment(2, i, f"job/{i}", parent=(1, i)) for i in range(segments)}
         self.wanted, self.replicas, self.next = servers, replicas, servers
         self.starting = []
         self.have = {name: {} for name in self.states}  # by server, by seat
@@ -70,8 +70,8 @@ class World:
         self.generations = dict.fromkeys(self.seats, 0)
 
     def facts(self):
-        servers = tuple(Server(name, self.hosts[name], state) for name, state in self.states.items())
-        return Facts(servers, tuple(self.seats.values()), self.wanted, self.replicas, len(self.starting))
+        servers = tuple(ServerFacts(name, self.hosts[name], state) for name, state in self.states.items())
+        return GroupFacts(servers, tuple(self.seats.values()), self.wanted, self.replicas, len(self.starting))
 
     # ---- the manager's side
 
@@ -97,8 +97,8 @@ class World:
                     self.starting.append(f"server-{self.next}")
                     self.next += 1
             case LeaveServer(name):
-                assert self.states[name] == State.ALIVE
-                self.states[name] = State.LEAVING
+                assert self.states[name] == ServerState.ALIVE
+                self.states[name] = ServerState.LEAVING
             case RetireServer(name):
                 assert not any(name in (*seat.holders, seat.heir) for seat in self.seats.values()), "not empty"
                 del self.states[name]
@@ -108,9 +108,9 @@ class World:
                 if isinstance(decision, Promote) and decision.reason != "back":
                     assert decision.server in before.synced, "promoted although it is not in sync"
                     assert self.states[decision.server] in UP
-                if isinstance(decision, (Copy, HandOver, Place)):
+                if isinstance(decision, (StartCopy, HandOver, PlaceSegment)):
                     assert self.states[decision.server] in UP
-                if isinstance(decision, Place) and decision.lost:
+                if isinstance(decision, PlaceSegment) and decision.lost:
                     self.lost.add(decision.seat)
                     self.acked[decision.seat] = 0
                 after = self.seats[decision.seat] = apply(before, decision)
@@ -193,7 +193,7 @@ class World:
 
     def arrive(self):
         name = self.starting.pop(0)
-        self.states[name], self.have[name], self.hosts[name] = State.ALIVE, {}, self.rng.choice("abc")
+        self.states[name], self.have[name], self.hosts[name] = ServerState.ALIVE, {}, self.rng.choice("abc")
 
     def copied(self, name, id_, copy):
         one, other = self.have[name][id_], self.have[copy].get(id_)
@@ -223,7 +223,7 @@ class World:
         """A server dies, or says nothing."""
         name = self.rng.choice([name for name, now in self.states.items() if now in UP])
         self.states[name] = state
-        if state == State.DEAD:
+        if state == ServerState.DEAD:
             self.have[name] = {}
 
     def settle(self):
@@ -246,7 +246,7 @@ class World:
 def check_settled(world):
     facts = world.facts()
     assert settled(facts), decide(facts)
-    alive = [name for name, state in world.states.items() if state == State.ALIVE]
+    alive = [name for name, state in world.states.items() if state == ServerState.ALIVE]
     assert len(alive) == len(world.states) == world.wanted
     placed = targets(facts)
     for seat in world.seats.values():
@@ -276,17 +276,18 @@ def test_any_history_settles_and_keeps_what_is_acknowledged(number, servers, rep
         if what < 0.4:
             world.wanted = rng.randrange(1, 6)
         elif what < 0.7 and alive > 1:
-            world.fail(State.DEAD)
+            world.fail(ServerState.DEAD)
             world.think()
             world.settle()  # one failure at a time: without copies for the next one something is lost, and rightly
         elif alive > 1:
-            world.fail(State.SILENT)
+            world.fail(ServerState.SILENT)
             for _ in range(rng.randrange(40)):
                 world.think()
                 world.push()
                 world.step()
             world.states = {
-                name: State.ALIVE if state == State.SILENT else state for name, state in world.states.items()
+                name: ServerState.ALIVE if state == ServerState.SILENT else state
+                for name, state in world.states.items()
             }
     world.settle()
     check_settled(world)
@@ -307,7 +308,7 @@ def test_one_death_at_any_moment_loses_nothing(number, replicas):
         world.think()
         world.push()
         world.step()
-    world.fail(State.DEAD)
+    world.fail(ServerState.DEAD)
     world.settle()
     check_settled(world)
     assert not world.lost
@@ -327,7 +328,7 @@ def test_a_promotion_of_who_is_not_in_sync_would_be_seen(monkeypatch):
                 world.think()
                 world.push()
                 world.step()
-            world.fail(State.DEAD)
+            world.fail(ServerState.DEAD)
             world.settle()
             world.kept()
         except AssertionError:
@@ -338,7 +339,7 @@ def test_a_promotion_of_who_is_not_in_sync_would_be_seen(monkeypatch):
 def test_everything_is_placed_at_once_and_copied_a_few_at_a_time():
     facts = group(3, segments=24)
     first = decide(facts)
-    assert all(isinstance(decision, Place) for decision in first) and len(first) == 24
+    assert all(isinstance(decision, PlaceSegment) for decision in first) and len(first) == 24
     world = World(3, segments=24)
     world.settle()
     counts = Counter(seat.primary for seat in world.seats.values())
@@ -356,55 +357,57 @@ def test_moves_are_fewer_at_a_time_than_missing_copies():
 
 
 def test_with_no_server_nothing_is_decided_but_to_start_some():
-    assert decide(Facts((), (Seat(1, 0, "job/0"),), 2, 1)) == [StartServers(2)]
-    assert decide(Facts((), (), 2, 1, starting=2)) == []
+    assert decide(GroupFacts((), (SegmentAssignment(1, 0, "job/0"),), 2, 1)) == [StartServers(2)]
+    assert decide(GroupFacts((), (), 2, 1, starting=2)) == []
 
 
 def one_seat(**more):
-    return Seat(1, 0, "job/0", primary="a", generation=3, born=True, ready=True, **more)
+    return SegmentAssignment(1, 0, "job/0", primary="a", generation=3, born=True, ready=True, **more)
 
 
 def of(seat, states, replicas=1, **more):
-    servers = tuple(Server(name, name, state) for name, state in states.items())
-    wanted = sum(state != State.DEAD for state in states.values())
-    return [d for d in decide(Facts(servers, (seat,), wanted, replicas, **more)) if hasattr(d, "seat")]
+    servers = tuple(ServerFacts(name, name, state) for name, state in states.items())
+    wanted = sum(state != ServerState.DEAD for state in states.values())
+    return [d for d in decide(GroupFacts(servers, (seat,), wanted, replicas, **more)) if hasattr(d, "seat")]
 
 
 def test_a_dead_primarys_copy_is_promoted_and_a_copy_in_the_making_is_not():
     seat = with_copy(one_seat(copies=("b",), synced=frozenset("b")), "c")
-    dead = {"a": State.DEAD, "b": State.ALIVE, "c": State.ALIVE}
+    dead = {"a": ServerState.DEAD, "b": ServerState.ALIVE, "c": ServerState.ALIVE}
     assert of(seat, dead) == [Promote((1, 0), "b", (), "died")]
-    assert of(seat, dead | {"a": State.SILENT}) == [Promote((1, 0), "b", (), "died")]
-    assert of(seat, dead | {"b": State.AWAY}) == []  # the manager has just begun again: it may come
-    assert isinstance(of(seat, dead | {"b": State.DEAD})[0], Place)
-    assert of(seat, dead | {"b": State.DEAD})[0].lost
-    assert of(seat, dead | {"a": State.SILENT, "b": State.DEAD}) == []  # only it has the segment: it may speak again
-    assert of(seat, dead | {"a": State.AWAY}) == []
+    assert of(seat, dead | {"a": ServerState.SILENT}) == [Promote((1, 0), "b", (), "died")]
+    assert of(seat, dead | {"b": ServerState.AWAY}) == []  # the manager has just begun again: it may come
+    assert isinstance(of(seat, dead | {"b": ServerState.DEAD})[0], PlaceSegment)
+    assert of(seat, dead | {"b": ServerState.DEAD})[0].lost
+    assert (
+        of(seat, dead | {"a": ServerState.SILENT, "b": ServerState.DEAD}) == []
+    )  # only it has the segment: it may speak again
+    assert of(seat, dead | {"a": ServerState.AWAY}) == []
 
 
 def test_who_is_gone_is_left_out_of_the_copies_at_once():
     seat = one_seat(copies=("b",), synced=frozenset("b"))
-    for state in (State.SILENT, State.DEAD):
-        assert of(seat, {"a": State.ALIVE, "b": state, "c": State.ALIVE}) == [DropCopy((1, 0), "b")]
+    for state in (ServerState.SILENT, ServerState.DEAD):
+        assert of(seat, {"a": ServerState.ALIVE, "b": state, "c": ServerState.ALIVE}) == [DropCopy((1, 0), "b")]
 
 
 def test_a_handing_over_ends_with_a_promotion_or_goes_back():
     seat = one_seat(copies=("b", "c"), synced=frozenset("bc"), heir="b")
-    up = {"a": State.LEAVING, "b": State.ALIVE, "c": State.ALIVE}
+    up = {"a": ServerState.LEAVING, "b": ServerState.ALIVE, "c": ServerState.ALIVE}
     assert of(seat, up) == []
     handed = hear(seat, "a", Event.HANDED, 3, "")
     assert of(handed, up) == [Promote((1, 0), "b", ("c",), "moved")]
-    assert of(handed, up | {"b": State.DEAD}) == [Promote((1, 0), "a", ("c",), "back")]
-    assert of(seat, up | {"b": State.SILENT}) == [Promote((1, 0), "a", ("c",), "back")]
-    assert of(seat, up | {"a": State.DEAD})[0].reason == "died"
+    assert of(handed, up | {"b": ServerState.DEAD}) == [Promote((1, 0), "a", ("c",), "back")]
+    assert of(seat, up | {"b": ServerState.SILENT}) == [Promote((1, 0), "a", ("c",), "back")]
+    assert of(seat, up | {"a": ServerState.DEAD})[0].reason == "died"
     assert hear(seat, "b", Event.HANDED, 3, "") is seat and hear(seat, "a", Event.HANDED, 2, "") is seat
 
 
 def test_a_copy_that_failed_just_now_waits():
     seat = one_seat()
-    up = {"a": State.ALIVE, "b": State.ALIVE}
-    first = targets(Facts((Server("a", "a"), Server("b", "b")), (seat,), 2, 1))[1, 0][0]
-    assert of(seat, up) == [Copy((1, 0), "b")]
+    up = {"a": ServerState.ALIVE, "b": ServerState.ALIVE}
+    first = targets(GroupFacts((ServerFacts("a", "a"), ServerFacts("b", "b")), (seat,), 2, 1))[1, 0][0]
+    assert of(seat, up) == [StartCopy((1, 0), "b")]
     assert of(seat, up, apart=frozenset({("a", "b")})) == []
     assert first in ("a", "b")
 
@@ -413,10 +416,10 @@ def test_whole_segments_wait_for_servers_that_are_on_their_way():
     world = World(2, segments=16)
     world.settle()
     facts = world.facts()
-    more = (*facts.servers, Server("server-2", "b"))
-    grown = Facts(more, facts.seats, 4, 1, starting=1)
-    assert any(isinstance(d, Copy) for d in decide(grown))
-    assert decide(Facts(more, facts.seats, 4, 1, starting=1, gathering=True)) == []
+    more = (*facts.servers, ServerFacts("server-2", "b"))
+    grown = GroupFacts(more, facts.seats, 4, 1, starting=1)
+    assert any(isinstance(d, StartCopy) for d in decide(grown))
+    assert decide(GroupFacts(more, facts.seats, 4, 1, starting=1, gathering=True)) == []
 
 
 def test_reports_that_are_old_change_nothing():
@@ -437,7 +440,7 @@ def test_the_load_may_place_a_primary_elsewhere():
     facts = group(3)
     first = targets(facts)[1, 0]
     other = next(server.name for server in facts.servers if server.name != first[0])
-    moved = targets(Facts(facts.servers, facts.seats, 3, 1, placed_by_load={(1, 0): other, (1, 1): "server-77"}))
+    moved = targets(GroupFacts(facts.servers, facts.seats, 3, 1, placed_by_load={(1, 0): other, (1, 1): "server-77"}))
     assert moved[1, 0][0] == other and len(set(moved[1, 0])) == 2
     assert moved[1, 1] == targets(facts)[1, 1]
 
@@ -446,10 +449,10 @@ def test_the_load_may_place_a_primary_elsewhere():
 def test_a_server_more_moves_about_its_share(servers):
     shares = []
     for number in range(20):
-        named = [Server(f"server-{i}") for i in range(servers + 1)]
-        seats = tuple(Seat(1, i, f"job-{number}/{i}") for i in range(32))
-        before = targets(Facts(tuple(named[:-1]), seats, servers, 0))
-        after = targets(Facts(tuple(named), seats, servers + 1, 0))
+        named = [ServerFacts(f"server-{i}") for i in range(servers + 1)]
+        seats = tuple(SegmentAssignment(1, i, f"job-{number}/{i}") for i in range(32))
+        before = targets(GroupFacts(tuple(named[:-1]), seats, servers, 0))
+        after = targets(GroupFacts(tuple(named), seats, servers + 1, 0))
         shares.append(sum(before[id_] != after[id_] for id_ in before) / 32)
     share = sum(shares) / len(shares)
     print(f"{servers} -> {servers + 1}: {share:.3f} of the segments move; 1/n is {1 / (servers + 1):.3f}")

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from rayps.ps.server.fair_queue import BURST_SECONDS, Bucket, Fair
+from rayps.ps.server.fair_queue import BURST_SECONDS, Bucket, FairQueue
 
 
 def serve(fair, seconds, cost, now=0.0, refill=None):
@@ -44,7 +44,7 @@ def test_a_flood_gets_no_more_than_half():
         full(1, depth=1000)(fair, now)
         full(2, depth=1)(fair, now)
 
-    got = serve(Fair(), 10.0, {1: 0.01, 2: 0.001}, refill=refill)
+    got = serve(FairQueue(), 10.0, {1: 0.01, 2: 0.001}, refill=refill)
     assert got[2] == pytest.approx(5.0, rel=0.05)
 
 
@@ -53,13 +53,13 @@ def test_shares_are_equal_whatever_requests_cost(seed):
     rng = random.Random(seed)
     spaces = list(range(rng.randint(2, 6)))
     cost = {space: rng.uniform(0.0005, 0.02) for space in spaces}
-    got = serve(Fair(), 20.0, cost, refill=full(*spaces))
+    got = serve(FairQueue(), 20.0, cost, refill=full(*spaces))
     for share in got.values():
         assert share == pytest.approx(20.0 / len(spaces), rel=0.03)
 
 
 def test_who_was_idle_saves_up_nothing_and_is_not_punished():
-    fair = Fair()
+    fair = FairQueue()
     serve(fair, 1.0, {1: 0.01, 2: 0.01}, refill=full(1, 2))
     while fair.next(0.0):
         pass
@@ -71,7 +71,7 @@ def test_who_was_idle_saves_up_nothing_and_is_not_punished():
 
 def test_a_line_that_is_empty_now_and_then_is_not_overtaken_by_a_new_one():
     """Workers in step leave their line empty between rounds; whoever comes then must not begin at zero."""
-    fair = Fair()
+    fair = FairQueue()
     for _ in range(1000):
         fair.put(1, "request", 1)
         assert fair.next(0.0) is not None
@@ -84,7 +84,7 @@ def test_a_line_that_is_empty_now_and_then_is_not_overtaken_by_a_new_one():
 
 
 def test_requests_of_a_space_keep_their_order_and_servers_go_first():
-    fair = Fair()
+    fair = FairQueue()
     for i in range(5):
         fair.put(1, f"worker {i}", 1)
     fair.put(1, "server 0", 1, urgent=True)
@@ -95,7 +95,7 @@ def test_requests_of_a_space_keep_their_order_and_servers_go_first():
 
 
 def test_room_is_bounded_by_space():
-    fair = Fair(limit=100)
+    fair = FairQueue(limit=100)
     fair.put(1, "large", 99)
     assert fair.room(1)
     fair.put(1, "small", 1)
@@ -107,7 +107,7 @@ def test_room_is_bounded_by_space():
 
 
 def test_a_quota_waits_and_loses_nothing():
-    fair = Fair()
+    fair = FairQueue()
     fair.limit_rate(1, 10.0, 0.0)
     for i in range(30):
         fair.put(1, i, 1)
@@ -127,7 +127,7 @@ def test_a_quota_waits_and_loses_nothing():
 
 
 def test_a_quota_binds_operations_of_workers_only_and_nobody_else():
-    fair = Fair()
+    fair = FairQueue()
     fair.limit_rate(1, 1.0, 0.0)
     fair.put(1, "first", 1)
     fair.put(1, "second", 1)
@@ -148,7 +148,7 @@ def test_a_quota_binds_operations_of_workers_only_and_nobody_else():
 
 
 def test_a_space_that_is_not_known_waits_and_can_be_dropped():
-    fair = Fair()
+    fair = FairQueue()
     fair.block(1, True)
     fair.put(1, "early", 7)
     assert fair.next(0.0) is None

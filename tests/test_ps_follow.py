@@ -7,14 +7,16 @@ import pytest
 
 from rayps.cluster.local import LocalCluster
 from rayps.core.errors import ConfigError
-from rayps.ps.client.session import Talk
+from rayps.ps.client.session import Session
 from rayps.ps.group import start
-from rayps.ps.protocol.messages import Kind
-from rayps.ps.protocol.space import Space, Table
+from rayps.ps.protocol.messages import GroupMessage
+from rayps.ps.protocol.space import Space, SparseTable
 from rayps.ps.tables.wire_format import decode_rows, encode_pull, encode_push, split
 from rayps.strategies.parameter_server import ParameterServer
 
-TABLE = Table("users", 2, segments=6, init={"name": "zeros"}, optimizer={"name": "sgd", "lr": 1.0}, policy={"ttl": 5})
+TABLE = SparseTable(
+    "users", 2, segments=6, init={"name": "zeros"}, optimizer={"name": "sgd", "lr": 1.0}, policy={"ttl": 5}
+)
 
 
 @pytest.fixture
@@ -35,7 +37,7 @@ def pushed(talk, step, ids):
         mine = order[bounds[i] : bounds[i + 1]]
         if len(mine):
             pieces[i] = encode_push(ids[mine], rows[mine])
-    talk.exchange(Kind.PUSH, pieces, step=step, weight=1.0)
+    talk.exchange(GroupMessage.PUSH, pieces, step=step, weight=1.0)
 
 
 def read(talk, ids):
@@ -45,7 +47,7 @@ def read(talk, ids):
     for i in range(TABLE.segments):
         mine = order[bounds[i] : bounds[i + 1]]
         if len(mine):
-            answer = talk.exchange(Kind.READ, {i: encode_pull(ids[mine])}).pieces[i]
+            answer = talk.exchange(GroupMessage.READ, {i: encode_pull(ids[mine])}).pieces[i]
             found[mine] = decode_rows(answer, len(mine), TABLE).numpy()
     return found
 
@@ -55,7 +57,7 @@ def test_a_table_is_followed_through_moves_and_deaths(group):
     print("seed", seed)
     chance = np.random.default_rng(seed)
     space = group.open(Space("job", 0, 1, ParameterServer(staleness=None), tables=(TABLE,)))
-    talk = Talk(group.door(), space, 0, incarnation=group.join(space.number, 0), timeout=60.0)
+    talk = Session(group.door(), space, 0, incarnation=group.join(space.number, 0), timeout=60.0)
     talk.join()
     rows, everything = group.follow("job", "users", timeout=60.0), np.arange(40)
     assert rows.update() == 0 and len(rows) == 0
@@ -82,7 +84,7 @@ def test_a_table_is_followed_through_moves_and_deaths(group):
 
 
 def test_a_table_that_cannot_be_is_refused_when_its_space_is_opened(group):
-    wrong = Table("users", 2, policy={"evict": "lru"})
+    wrong = SparseTable("users", 2, policy={"evict": "lru"})
     with pytest.raises(ConfigError, match="'users': evict is 'lru' and there is no limit: give capacity"):
         group.open(Space("job", 0, 1, ParameterServer(staleness=None), tables=(wrong,)))
     assert group.facts()["spaces"] == []

@@ -14,13 +14,13 @@ from process_cluster import ProcessCluster
 from rayps.cluster.local import LocalCluster, until
 from rayps.core.errors import ActorDied, ConfigError, Conflict, NotFound
 from rayps.ps import group as elastic
-from rayps.ps.client.client import ElasticServer
-from rayps.ps.client.session import Talk
+from rayps.ps.client.client import GroupServer
+from rayps.ps.client.session import Session
 from rayps.ps.manager import group_state
 from rayps.ps.manager.balance import Balance, skew
 from rayps.ps.manager.launcher import actor_name
 from rayps.ps.own_space import OwnSpace, cut
-from rayps.ps.protocol.space import Space, Table
+from rayps.ps.protocol.space import Space, SparseTable
 from rayps.ps.tables.client import TableClient
 from rayps.strategies.parameter_server import ParameterServer
 from rayps.tensors.flat import Layout
@@ -213,7 +213,7 @@ def test_servers_that_do_not_come_are_said(cluster, monkeypatch):
 
 
 def tabled(group, name, segments=32, workers=1):
-    table = Table("users", 4, segments, optimizer={"name": "sgd", "lr": 0.5}, init={"name": "zeros"})
+    table = SparseTable("users", 4, segments, optimizer={"name": "sgd", "lr": 0.5}, init={"name": "zeros"})
     return group.open(Space(name, 0, workers, ParameterServer(staleness=None), tables=(table,)))
 
 
@@ -222,7 +222,9 @@ def test_a_hot_table_is_spread_over_the_servers(cluster):
     balance = Balance(hot=1.2, cool=1.1, every=0.2, patience=2, floor=10.0, rest=3.0)
     with elastic.start(cluster, "hot", 4, 1, detached=False, balance=balance) as group:
         space = tabled(group, "job")
-        talk = Talk(group.door(), space, 0, incarnation=group.join(space.number, 0), timeout=SECONDS, name="worker-0")
+        talk = Session(
+            group.door(), space, 0, incarnation=group.join(space.number, 0), timeout=SECONDS, name="worker-0"
+        )
         talk.join()
         client = TableClient(talk, space, "users")
         chance, skews, pushed, begun = np.random.default_rng(3), [], {}, time.monotonic()
@@ -258,8 +260,8 @@ def test_a_branch_goes_its_own_way(cluster):
         began = torch.arange(SIZE, dtype=torch.float32) - 5
         twig = group.branch("job", "twig")
         assert twig.branch_of == "job"
-        talk = Talk(group.door(), twig, 0, incarnation=group.join(twig.number, 0), timeout=SECONDS, name="worker-0")
-        other = ElasticServer(talk)
+        talk = Session(group.door(), twig, 0, incarnation=group.join(twig.number, 0), timeout=SECONDS, name="worker-0")
+        other = GroupServer(talk)
         assert torch.equal(other.pull(), began)
         push(server, 1)
         push(other, 10)

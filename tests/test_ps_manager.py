@@ -15,9 +15,9 @@ from rayps.ps.manager import group_state, launcher
 from rayps.ps.manager import servers as servers_module
 from rayps.ps.manager.balance import Balance
 from rayps.ps.manager.manager import Manager
-from rayps.ps.protocol.messages import Event, Kind, Role
+from rayps.ps.protocol.messages import Event, GroupMessage, Role
 from rayps.ps.protocol.segment_map import SpaceMap
-from rayps.ps.protocol.space import Quota, Space, Table
+from rayps.ps.protocol.space import Quota, Space, SparseTable
 from rayps.strategies.parameter_server import ParameterServer
 
 
@@ -50,7 +50,7 @@ def list_alive(manager):
 
 
 def a_space(name="job", segments=16, workers=2, **more):
-    return Space(name, 0, workers, ParameterServer(), tables=(Table("users", 4, segments),), **more)
+    return Space(name, 0, workers, ParameterServer(), tables=(SparseTable("users", 4, segments),), **more)
 
 
 def settle(manager, timeout=60):
@@ -99,13 +99,13 @@ def test_copies_are_on_other_machines(make):
 def watch(manager, number):
     door = manager.door()
     link = connect(door["address"], name="worker-0", secret=door["secret"], generation=0, timeout=60)
-    link.send(Message(Kind.WATCH, a=number), timeout=60)
+    link.send(Message(GroupMessage.WATCH, a=number), timeout=60)
     return link
 
 
 def read_map(link):
     message = link.recv(5)
-    assert message.kind == Kind.MAP
+    assert message.kind == GroupMessage.MAP
     return SpaceMap.from_json(json.loads(bytes(message.payload)))
 
 
@@ -196,7 +196,7 @@ def test_grow_and_shrink(make):
 
 def test_a_group_whose_first_servers_come_is_starting_and_one_that_lost_some_heals(make, monkeypatch):
     assert make(2).facts()["status"] == "ready"
-    monkeypatch.setattr(launcher.Crew, "start", lambda *args, **more: None)
+    monkeypatch.setattr(launcher.Launcher, "start", lambda *args, **more: None)
     manager = Manager("slow", 2, 1, cluster=make.cluster)
     assert manager.facts()["status"] == "starting"
     manager.close()
@@ -275,15 +275,15 @@ def test_spaces_by_name(make):
     read_map(link)
     manager.drop("job")
     said = link.recv(5)
-    while said.kind == Kind.MAP:  # from before
+    while said.kind == GroupMessage.MAP:  # from before
         said = link.recv(5)
-    assert said.kind == Kind.ERROR and json.loads(bytes(said.payload))["kind"] == "NotFound"
+    assert said.kind == GroupMessage.ERROR and json.loads(bytes(said.payload))["kind"] == "NotFound"
     link.close()
     assert until(lambda: all(1 in host.forgotten and not host.orders for host in HOSTS.values()), 60)
     again = manager.open(a_space())
     assert again.number == 2  # never twice
     link = watch(manager, 1)
-    assert link.recv(5).kind == Kind.ERROR
+    assert link.recv(5).kind == GroupMessage.ERROR
     link.close()
 
 
@@ -531,7 +531,7 @@ def test_reports_of_another_generation_and_nonsense_change_nothing(make):
     host.report(55, 0, [Event.READY, 0, 1, ""])
     link = watch(manager, 1)
     read_map(link)
-    link.send(Message(Kind.REPORT), b"{", timeout=60)
+    link.send(Message(GroupMessage.REPORT), b"{", timeout=60)
     time.sleep(0.1)
     assert by(manager, 1) == before and manager.settled()
     stranger = FakeHost("server-77", "g", manager.door()["secret"], manager.door()["address"])

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from rayps.cluster.local import until
-from rayps.ps.protocol.messages import Kind, Piece, read_numbers, unpack
-from rayps.ps.protocol.space import Quota, Table
+from rayps.ps.protocol.messages import GroupMessage, SegmentPayload, read_numbers, unpack
+from rayps.ps.protocol.space import Quota, SparseTable
 from rayps.ps.server.dense_segment import part_of, state_of
 from rayps.ps.tables.wire_format import bucket, encode_push
 from tests.ps_site import Manager, Site, error, space, values
@@ -37,23 +37,23 @@ def test_join_load_push_pull(site):
     site.load(one, places, START)
     worker = site.guest("s0")
     assert worker.marks == {0: 0, 2: 0}
-    pieces = [Piece(0, 1, grad(1.0)), Piece(2, 1, grad(2.0))]
-    answer = worker.ask(Kind.PUSH, pieces, weight=3.0)
-    assert answer.kind == Kind.ACK
-    empty = [Piece(2, 1, b""), Piece(0, 1, b"")]
-    found = values(worker.ask(Kind.PULL, empty, a=1))
+    pieces = [SegmentPayload(0, 1, grad(1.0)), SegmentPayload(2, 1, grad(2.0))]
+    answer = worker.ask(GroupMessage.PUSH, pieces, weight=3.0)
+    assert answer.kind == GroupMessage.ACK
+    empty = [SegmentPayload(2, 1, b""), SegmentPayload(0, 1, b"")]
+    found = values(worker.ask(GroupMessage.PULL, empty, a=1))
     assert list(found) == [2, 0]
     assert np.allclose(found[0], np.arange(4) - 0.1 * 1.0 / 2)
     assert np.allclose(found[2], np.arange(8, 12) - 0.1 * 2.0 / 2)
-    answer = worker.ask(Kind.PUSH_PULL, pieces, a=1, weight=3.0)
-    assert answer.kind == Kind.VALUE
+    answer = worker.ask(GroupMessage.PUSH_PULL, pieces, a=1, weight=3.0)
+    assert answer.kind == GroupMessage.VALUE
     assert answer.a == 2
     assert np.allclose(values(answer)[0], np.arange(4) - 0.1)
     reader = site.guest("s0", rank=-1)
-    assert np.allclose(values(reader.ask(Kind.READ, empty))[0], np.arange(4) - 0.1)
-    assert error(reader.ask(Kind.PUSH, pieces))["kind"] == "ValueError"
-    stale = worker.ask(Kind.PUSH, [Piece(0, 1, grad(1.0)), Piece(1, 1, grad(1.0))], a=2)
-    assert stale.kind == Kind.STALE
+    assert np.allclose(values(reader.ask(GroupMessage.READ, empty))[0], np.arange(4) - 0.1)
+    assert error(reader.ask(GroupMessage.PUSH, pieces))["kind"] == "ValueError"
+    stale = worker.ask(GroupMessage.PUSH, [SegmentPayload(0, 1, grad(1.0)), SegmentPayload(1, 1, grad(1.0))], a=2)
+    assert stale.kind == GroupMessage.STALE
     assert read_numbers(stale.payload) == [1]
 
 
@@ -64,8 +64,8 @@ def test_one_copy_is_the_same(site):
     site.load(one, places, START)
     worker = site.guest("s0")
     for step in range(5):
-        pieces = [Piece(i, 1, grad(step + i)) for i in range(3)]
-        assert worker.ask(Kind.PUSH, pieces, a=step, weight=1.0).kind == Kind.ACK
+        pieces = [SegmentPayload(i, 1, grad(step + i)) for i in range(3)]
+        assert worker.ask(GroupMessage.PUSH, pieces, a=step, weight=1.0).kind == GroupMessage.ACK
     for i in range(3):
         assert site.segment("s0", i).dump() == site.segment("s1", i).dump()
         assert site.segment("s1", i).marks() == {0: 5, 1: 0}
@@ -76,7 +76,10 @@ def test_a_space_pays_for_what_is_read_of_it_too(site):
     one = opened(site, staleness=None)
     worker, host = site.guest("s0"), site.hosts["s0"]
     for step in range(20):
-        assert worker.ask(Kind.PUSH, [Piece(i, 1, grad(1.0)) for i in range(3)], a=step).kind == Kind.ACK
+        assert (
+            worker.ask(GroupMessage.PUSH, [SegmentPayload(i, 1, grad(1.0)) for i in range(3)], a=step).kind
+            == GroupMessage.ACK
+        )
     served = host.facts()["spaces"][str(one.number)]["seconds"]
     assert host._fair._line(one.number).clock > served + 1e-5 > 1e-5
 
@@ -89,20 +92,32 @@ def opened(site, places=("s0",) * 3, **more):
 
 
 def all_of(value=None, generation=1):
-    return [Piece(i, generation, b"" if value is None else grad(value)) for i in range(3)]
+    return [SegmentPayload(i, generation, b"" if value is None else grad(value)) for i in range(3)]
 
 
 def test_a_stale_request_has_no_effect_at_all(site):
     opened(site, ["s0", "s0", "s1"])
     worker = site.guest("s0")
     for pieces, wrong in [
-        ([Piece(0, 1, grad(1.0)), Piece(1, 0, grad(1.0))], [1]),  # of an older map
-        ([Piece(0, 2, grad(1.0)), Piece(1, 1, grad(1.0))], [0]),  # of a map that this server has not heard of yet
-        ([Piece(0, 1, grad(1.0)), Piece(2, 1, grad(1.0)), Piece(9, 1, b"")], [2, 9]),  # not here; nowhere
+        ([SegmentPayload(0, 1, grad(1.0)), SegmentPayload(1, 0, grad(1.0))], [1]),  # of an older map
+        (
+            [SegmentPayload(0, 2, grad(1.0)), SegmentPayload(1, 1, grad(1.0))],
+            [0],
+        ),  # of a map that this server has not heard of yet
+        (
+            [SegmentPayload(0, 1, grad(1.0)), SegmentPayload(2, 1, grad(1.0)), SegmentPayload(9, 1, b"")],
+            [2, 9],
+        ),  # not here; nowhere
     ]:
-        for kind in (Kind.PUSH, Kind.PUSH_PULL, Kind.PULL, Kind.READ, Kind.FLUSH):
+        for kind in (
+            GroupMessage.PUSH,
+            GroupMessage.PUSH_PULL,
+            GroupMessage.PULL,
+            GroupMessage.READ,
+            GroupMessage.FLUSH,
+        ):
             answer = worker.ask(kind, pieces, weight=1.0)
-            assert (answer.kind, read_numbers(answer.payload)) == (Kind.STALE, wrong)
+            assert (answer.kind, read_numbers(answer.payload)) == (GroupMessage.STALE, wrong)
     for i in range(2):
         assert site.segment("s0", i).marks() == {0: 0, 1: 0}
         assert np.array_equal(np.frombuffer(site.segment("s0", i).read(), np.float32), START[4 * i : 4 * i + 4].numpy())
@@ -111,20 +126,20 @@ def test_a_stale_request_has_no_effect_at_all(site):
 def test_a_push_that_cannot_be_changes_no_segment(site):
     opened(site)
     worker = site.guest("s0")
-    good, short = Piece(0, 1, grad(1.0)), Piece(1, 1, grad(1.0)[:-4])
-    assert "does not fit" in error(worker.ask(Kind.PUSH, [good, short], weight=1.0))["message"]
-    assert "are kept" in error(worker.ask(Kind.PUSH, all_of(1.0), a=5000, weight=1.0))["message"]
-    assert error(worker.ask(Kind.PUSH, all_of(1.0), weight=float("nan")))["kind"] == "ValueError"
+    good, short = SegmentPayload(0, 1, grad(1.0)), SegmentPayload(1, 1, grad(1.0)[:-4])
+    assert "does not fit" in error(worker.ask(GroupMessage.PUSH, [good, short], weight=1.0))["message"]
+    assert "are kept" in error(worker.ask(GroupMessage.PUSH, all_of(1.0), a=5000, weight=1.0))["message"]
+    assert error(worker.ask(GroupMessage.PUSH, all_of(1.0), weight=float("nan")))["kind"] == "ValueError"
     for payload in (b"", b"x" * 9, np.int64(7).tobytes()):
-        tag = worker.say(Kind.PUSH, payload=payload)
+        tag = worker.say(GroupMessage.PUSH, payload=payload)
         assert error(worker.hear(tag))["kind"] == "ValueError"
     reader = site.guest("s0", rank=-1)
-    assert "READ" in error(reader.ask(Kind.PULL, all_of()))["message"]
-    assert reader.ask(Kind.FLUSH, all_of()).kind == Kind.ACK
+    assert "READ" in error(reader.ask(GroupMessage.PULL, all_of()))["message"]
+    assert reader.ask(GroupMessage.FLUSH, all_of()).kind == GroupMessage.ACK
     assert "kind 19" in error(worker.ask(19))["message"]
     for i in range(3):
         assert site.segment("s0", i).marks() == {0: 0, 1: 0}
-    assert worker.ask(Kind.PUSH, all_of(1.0), weight=1.0).kind == Kind.ACK
+    assert worker.ask(GroupMessage.PUSH, all_of(1.0), weight=1.0).kind == GroupMessage.ACK
 
 
 def test_nothing_is_served_before_it_is_loaded(site):
@@ -132,25 +147,25 @@ def test_nothing_is_served_before_it_is_loaded(site):
     site.open(one, ["s0"] * 3)
     worker = site.guest("s0")
     assert worker.marks == {}
-    for kind in (Kind.PUSH, Kind.PULL, Kind.READ):
+    for kind in (GroupMessage.PUSH, GroupMessage.PULL, GroupMessage.READ):
         assert read_numbers(worker.ask(kind, all_of()).payload) == [0, 1, 2]
-    assert error(worker.ask(Kind.LOAD, all_of()))["kind"] == "ValueError"
+    assert error(worker.ask(GroupMessage.LOAD, all_of()))["kind"] == "ValueError"
     site.load(one, ["s0"] * 3, START)
-    assert worker.ask(Kind.PULL, all_of()).kind == Kind.VALUE
+    assert worker.ask(GroupMessage.PULL, all_of()).kind == GroupMessage.VALUE
 
 
 def test_pulls_wait_for_the_clock_and_say_whom_they_wait_for(site):
     opened(site, staleness=0, workers=3)
     guests = [site.guest("s0", rank=rank) for rank in range(3)]
     for guest in guests[:2]:
-        assert guest.ask(Kind.PUSH, all_of(1.0), weight=1.0).kind == Kind.ACK
-    late = guests[0].ask(Kind.PULL, all_of(), a=1, b=50)
+        assert guest.ask(GroupMessage.PUSH, all_of(1.0), weight=1.0).kind == GroupMessage.ACK
+    late = guests[0].ask(GroupMessage.PULL, all_of(), a=1, b=50)
     assert error(late)["kind"] == "PeerTimeout"
     assert "rank 2" in error(late)["message"]
     assert "s0" in error(late)["message"]
-    tags = [guest.say(Kind.PULL, all_of(), a=1) for guest in guests[:2]]
+    tags = [guest.say(GroupMessage.PULL, all_of(), a=1) for guest in guests[:2]]
     assert guests[0].silent()
-    assert guests[2].ask(Kind.PUSH, all_of(1.0), weight=1.0).kind == Kind.ACK
+    assert guests[2].ask(GroupMessage.PUSH, all_of(1.0), weight=1.0).kind == GroupMessage.ACK
     found = [guest.hear(tag) for guest, tag in zip(guests, tags, strict=False)]
     assert [answer.a for answer in found] == [1, 1]
     assert bytes(found[0].payload) == bytes(found[1].payload)
@@ -160,55 +175,57 @@ def test_patience_is_said_when_joining(site):
     opened(site, staleness=0)
     worker = site.guest("s0", join=False)
     worker.join(patience=0.1)
-    worker.ask(Kind.PUSH, all_of(1.0), weight=1.0)
-    assert error(worker.ask(Kind.PULL, all_of(), a=1))["kind"] == "PeerTimeout"
+    worker.ask(GroupMessage.PUSH, all_of(1.0), weight=1.0)
+    assert error(worker.ask(GroupMessage.PULL, all_of(), a=1))["kind"] == "PeerTimeout"
 
 
 def test_a_newer_incarnation_fences_the_older(site):
     opened(site, staleness=0)
     old, reader = site.guest("s0", incarnation=3), site.guest("s0", incarnation=3)
-    assert old.ask(Kind.PUSH, all_of(1.0), weight=1.0).kind == Kind.ACK
-    parked = old.say(Kind.PULL, all_of(), a=1)
+    assert old.ask(GroupMessage.PUSH, all_of(1.0), weight=1.0).kind == GroupMessage.ACK
+    parked = old.say(GroupMessage.PULL, all_of(), a=1)
     assert old.silent()
-    assert reader.ask(Kind.READ, all_of()).kind == Kind.VALUE  # another link of the same one
+    assert reader.ask(GroupMessage.READ, all_of()).kind == GroupMessage.VALUE  # another link of the same one
     new = site.guest("s0", incarnation=4)
     assert new.marks == {0: 0, 1: 0, 2: 0}  # what is filed in an open round is not durable
     assert error(old.hear(parked))["kind"] == "StaleGeneration"
     for guest in (old, reader):
-        assert error(guest.ask(Kind.PUSH, all_of(1.0), a=1, weight=1.0))["kind"] == "StaleGeneration"
+        assert error(guest.ask(GroupMessage.PUSH, all_of(1.0), a=1, weight=1.0))["kind"] == "StaleGeneration"
     late = site.guest("s0", incarnation=3, join=False)
     assert error(late.join())["kind"] == "StaleGeneration"
-    assert new.ask(Kind.PUSH, all_of(5.0), weight=1.0).kind == Kind.ACK  # known already: the first one counts
-    assert site.guest("s0", rank=1).ask(Kind.PUSH, all_of(3.0), weight=1.0).kind == Kind.ACK
-    assert np.allclose(values(new.ask(Kind.PULL, all_of(), a=1))[0], np.arange(4) - 0.1 * 2.0)
+    assert (
+        new.ask(GroupMessage.PUSH, all_of(5.0), weight=1.0).kind == GroupMessage.ACK
+    )  # known already: the first one counts
+    assert site.guest("s0", rank=1).ask(GroupMessage.PUSH, all_of(3.0), weight=1.0).kind == GroupMessage.ACK
+    assert np.allclose(values(new.ask(GroupMessage.PULL, all_of(), a=1))[0], np.arange(4) - 0.1 * 2.0)
 
 
 def test_a_space_that_is_heard_of_late_and_one_that_is_not(site, monkeypatch):
     monkeypatch.setattr("rayps.ps.server.server.STRANGE_SECONDS", 1.0)
     early = site.guest("s0", join=False)
-    joining = early.say(Kind.JOIN, a=1, b=0, payload=b"")
+    joining = early.say(GroupMessage.JOIN, a=1, b=0, payload=b"")
     assert early.silent(0.3)
     opened(site)
-    assert early.hear(joining).kind == Kind.JOINED
+    assert early.hear(joining).kind == GroupMessage.JOINED
     lost = site.guest("s0", number=77, join=False)
     assert error(lost.join())["kind"] == "NotFound"
     nobody = site.guest("s0", join=False)
-    assert "JOIN" in error(nobody.ask(Kind.PULL, all_of()))["message"]
+    assert "JOIN" in error(nobody.ask(GroupMessage.PULL, all_of()))["message"]
     wrong = site.guest("s0", rank=2, join=False)
     assert "2 workers" in error(wrong.join())["message"]
     worker = site.guest("s0")
-    site.manager.tell("s0", Kind.FORGET, b"", a=1)
+    site.manager.tell("s0", GroupMessage.FORGET, b"", a=1)
     assert until(lambda: 1 not in site.hosts["s0"]._holdings.spaces, 60)
-    assert error(worker.ask(Kind.PULL, all_of()))["kind"] == "NotFound"
+    assert error(worker.ask(GroupMessage.PULL, all_of()))["kind"] == "NotFound"
 
 
 def test_states_are_kept_given_and_made_durable(site):
     opened(site, staleness=0)
     driver = site.guest("s0", rank=-1)
-    waiting = driver.say(Kind.PART, all_of(), a=2)
+    waiting = driver.say(GroupMessage.PART, all_of(), a=2)
     guests = [site.guest("s0", rank=rank) for rank in range(2)]
     for step in range(3):
-        answers = [guest.ask(Kind.PUSH, all_of(1.0), a=step, weight=1.0) for guest in guests]
+        answers = [guest.ask(GroupMessage.PUSH, all_of(1.0), a=step, weight=1.0) for guest in guests]
         assert answers[-1].weight == 0.0  # there are no copies, and nothing is kept elsewhere yet
     states = unpack(driver.hear(waiting).payload)
     assert [piece.segment for piece in states] == [0, 1, 2]
@@ -216,50 +233,51 @@ def test_states_are_kept_given_and_made_durable(site):
         kept = part_of(piece.data, 2, 4 * piece.segment)
         assert kept.done == {0: 2, 1: 2}
         assert torch.allclose(kept.params, START[kept.lo : kept.lo + 4] - 0.2)
-    driver.say(Kind.SAVED, a=2, payload=b"")
-    assert driver.ask(Kind.READ, all_of()).kind == Kind.VALUE
-    assert guests[0].ask(Kind.PULL, all_of(), a=3).weight == 2.0
-    assert "not kept" in error(driver.ask(Kind.PART, all_of(), a=1))["message"]
-    now = unpack(driver.ask(Kind.PART, all_of(), a=3).payload)
+    driver.say(GroupMessage.SAVED, a=2, payload=b"")
+    assert driver.ask(GroupMessage.READ, all_of()).kind == GroupMessage.VALUE
+    assert guests[0].ask(GroupMessage.PULL, all_of(), a=3).weight == 2.0
+    assert "not kept" in error(driver.ask(GroupMessage.PART, all_of(), a=1))["message"]
+    now = unpack(driver.ask(GroupMessage.PART, all_of(), a=3).payload)
     assert part_of(now[0].data, 3, 0).done == {0: 3, 1: 3}
-    assert unpack(driver.ask(Kind.PART, all_of(), a=-1).payload)[0].segment == 0
+    assert unpack(driver.ask(GroupMessage.PART, all_of(), a=-1).payload)[0].segment == 0
 
 
 def test_flush_waits_until_all_is_applied(site):
     opened(site, staleness=0)
     one, other = site.guest("s0"), site.guest("s0", rank=1)
-    assert one.ask(Kind.FLUSH, all_of()).kind == Kind.ACK
-    one.ask(Kind.PUSH, all_of(1.0), weight=1.0)
-    flush = one.say(Kind.FLUSH, all_of())
+    assert one.ask(GroupMessage.FLUSH, all_of()).kind == GroupMessage.ACK
+    one.ask(GroupMessage.PUSH, all_of(1.0), weight=1.0)
+    flush = one.say(GroupMessage.FLUSH, all_of())
     assert one.silent()
-    other.ask(Kind.PUSH, all_of(1.0), weight=1.0)
-    assert one.hear(flush).kind == Kind.ACK
+    other.ask(GroupMessage.PUSH, all_of(1.0), weight=1.0)
+    assert one.hear(flush).kind == GroupMessage.ACK
 
 
 def test_a_quota_of_operations_waits_and_one_of_bytes_refuses(site):
     opened(site, quota=Quota(operations=20.0))
     worker = site.guest("s0")
     began = time.monotonic()
-    pushes = [worker.say(Kind.PUSH, all_of(1.0), a=step, weight=1.0) for step in range(25)]
+    pushes = [worker.say(GroupMessage.PUSH, all_of(1.0), a=step, weight=1.0) for step in range(25)]
     for push in pushes:
-        assert worker.hear(push).kind == Kind.ACK
+        assert worker.hear(push).kind == GroupMessage.ACK
     assert time.monotonic() - began > 0.9  # 5 at once, then 20 a second
     assert until(lambda: site.manager.loads["s0"]["spaces"]["1"]["throttled"] > 15, 60)
     small = space(number=2, quota=Quota(bytes=40))
     site.open(small, ["s0"] * 3)
     opener = site.guest("s0", number=2, rank=-1)
     states = [
-        Piece(i, 1, state_of(START[lo:hi], small.layout, lo, marks=[0, 0])) for i, (lo, hi) in enumerate(small.cuts)
+        SegmentPayload(i, 1, state_of(START[lo:hi], small.layout, lo, marks=[0, 0]))
+        for i, (lo, hi) in enumerate(small.cuts)
     ]
-    refused = error(opener.ask(Kind.LOAD, states))
+    refused = error(opener.ask(GroupMessage.LOAD, states))
     assert refused["kind"] == "ConfigError"
     assert refused["data"]["field"] == "quota.bytes"
-    assert opener.ask(Kind.LOAD, states[:2]).kind == Kind.ACK  # and nothing was lost
+    assert opener.ask(GroupMessage.LOAD, states[:2]).kind == GroupMessage.ACK  # and nothing was lost
     assert until(lambda: site.manager.loads["s0"]["spaces"].get("2", {}).get("rejected") == 1, 60)
 
 
 def test_a_quota_of_bytes_for_tables(site):
-    table = Table("users", dim=4, segments=2)
+    table = SparseTable("users", dim=4, segments=2)
     one = dataclasses.replace(space(), layout=None, cuts=(), tables=(table,), quota=Quota(bytes=20_000))
     site.open(one, ["s0", "s0"])
     worker = site.guest("s0")
@@ -267,10 +285,11 @@ def test_a_quota_of_bytes_for_tables(site):
     where = bucket(ids, 2)
     for step in range(2):
         pieces = [
-            Piece(i, 1, encode_push(mine := ids[where == i], np.ones((len(mine), 4), np.float32))) for i in range(2)
+            SegmentPayload(i, 1, encode_push(mine := ids[where == i], np.ones((len(mine), 4), np.float32)))
+            for i in range(2)
         ]
-        answer = worker.ask(Kind.PUSH, pieces, a=step, weight=1.0)
-        assert answer.kind == (Kind.ACK if step == 0 else Kind.ERROR)
+        answer = worker.ask(GroupMessage.PUSH, pieces, a=step, weight=1.0)
+        assert answer.kind == (GroupMessage.ACK if step == 0 else GroupMessage.ERROR)
     assert error(answer)["data"]["field"] == "quota.bytes"
     assert site.segment("s0", 0).marks() == {0: 1, 1: 0}
 
@@ -284,10 +303,10 @@ def test_a_flood_of_one_space_leaves_half_to_the_other(site):
     def flood(rank):
         guest, step = site.guest("s0", number=2, rank=rank), 0
         while not stop.is_set():
-            tags = [guest.say(Kind.PUSH, all_of(1.0), a=step + i, weight=1.0) for i in range(400)]
+            tags = [guest.say(GroupMessage.PUSH, all_of(1.0), a=step + i, weight=1.0) for i in range(400)]
             step += 400
             for tag in tags:
-                assert guest.hear(tag).kind == Kind.ACK
+                assert guest.hear(tag).kind == GroupMessage.ACK
 
     threads = [threading.Thread(target=flood, args=(rank,)) for rank in range(2)]
     for thread in threads:
@@ -296,7 +315,7 @@ def test_a_flood_of_one_space_leaves_half_to_the_other(site):
     served = site.hosts["s0"]._holdings.spaces
     while step < 30:
         before = served[2].operations
-        assert worker.ask(Kind.PUSH, all_of(1.0), a=step, weight=1.0).kind == Kind.ACK
+        assert worker.ask(GroupMessage.PUSH, all_of(1.0), a=step, weight=1.0).kind == GroupMessage.ACK
         longest, step = max(longest, served[2].operations - before), step + 1
     stop.set()
     for thread in threads:
@@ -309,40 +328,42 @@ def test_links_of_a_space_with_much_waiting_are_not_read(site):
     opened(site)
     host = site.hosts["s0"]
     host._fair.limit = 20_000
-    site.manager.tell("s0", Kind.SPACE, pickle.dumps(space(quota=Quota(operations=1.0))))
+    site.manager.tell("s0", GroupMessage.SPACE, pickle.dumps(space(quota=Quota(operations=1.0))))
     worker = site.guest("s0")
     for step in range(300):
-        worker.say(Kind.PUSH, all_of(1.0), a=step, weight=1.0)
+        worker.say(GroupMessage.PUSH, all_of(1.0), a=step, weight=1.0)
     assert until(lambda: host._paused, 60)
     assert host._fair.queued(1) < 25_000
-    site.manager.tell("s0", Kind.SPACE, pickle.dumps(space()))
+    site.manager.tell("s0", GroupMessage.SPACE, pickle.dumps(space()))
     for tag in range(2, 302):
-        assert worker.hear(tag).kind == Kind.ACK
+        assert worker.hear(tag).kind == GroupMessage.ACK
     assert site.segment("s0", 0).marks()[0] == 300
 
 
 def test_a_branch_on_a_server(site):
     opened(site)
     worker = site.guest("s0")
-    worker.ask(Kind.PUSH, all_of(1.0), weight=1.0)
+    worker.ask(GroupMessage.PUSH, all_of(1.0), weight=1.0)
     child = dataclasses.replace(space(number=2, workers=3), branch_of="space-1")
-    site.manager.tell("s0", Kind.SPACE, pickle.dumps(child))
-    site.manager.tell("s0", Kind.BRANCH, {"segments": [[0, 1], [1, 1], [2, 1]]}, a=2, b=1)
+    site.manager.tell("s0", GroupMessage.SPACE, pickle.dumps(child))
+    site.manager.tell("s0", GroupMessage.BRANCH, {"segments": [[0, 1], [1, 1], [2, 1]]}, a=2, b=1)
     site.manager.orders("s0", 2, [[i, "primary", 1, {}] for i in range(3)])
     for i in range(3):
         site.manager.heard("s0", "ready", 2, i, 1, "")
     assert site.segment("s0", 0, 2).nbytes == 0
     other = site.guest("s0", number=2, rank=2)
-    assert np.array_equal(values(other.ask(Kind.PULL, all_of()))[1], np.float32([4, 5, 6, 7]) - np.float32(0.05))
-    other.ask(Kind.PUSH, all_of(3.0), weight=1.0)
-    assert np.allclose(values(other.ask(Kind.PULL, all_of(), a=1))[1], np.arange(4, 8) - 0.05 - 0.1)
-    assert np.allclose(values(worker.ask(Kind.PULL, all_of(), a=1))[1], np.arange(4, 8) - 0.05)
-    site.manager.tell("s0", Kind.FORGET, b"", a=1)
+    assert np.array_equal(
+        values(other.ask(GroupMessage.PULL, all_of()))[1], np.float32([4, 5, 6, 7]) - np.float32(0.05)
+    )
+    other.ask(GroupMessage.PUSH, all_of(3.0), weight=1.0)
+    assert np.allclose(values(other.ask(GroupMessage.PULL, all_of(), a=1))[1], np.arange(4, 8) - 0.05 - 0.1)
+    assert np.allclose(values(worker.ask(GroupMessage.PULL, all_of(), a=1))[1], np.arange(4, 8) - 0.05)
+    site.manager.tell("s0", GroupMessage.FORGET, b"", a=1)
     assert until(lambda: 1 not in site.hosts["s0"]._holdings.spaces, 60)
-    assert other.ask(Kind.PULL, all_of(), a=1).kind == Kind.VALUE
+    assert other.ask(GroupMessage.PULL, all_of(), a=1).kind == GroupMessage.VALUE
     # what is to begin from nothing does not begin
-    site.manager.tell("s1", Kind.SPACE, pickle.dumps(child))
-    site.manager.tell("s1", Kind.BRANCH, {"segments": [[0, 1]]}, a=2, b=1)
+    site.manager.tell("s1", GroupMessage.SPACE, pickle.dumps(child))
+    site.manager.tell("s1", GroupMessage.BRANCH, {"segments": [[0, 1]]}, a=2, b=1)
     site.manager.orders("s1", 2, [[0, "primary", 1, {}]])
     site.manager.heard("s1", "asked", 2, 0, 1, "")
     assert ("s1", "ready", 2, 0, 1, "") not in site.manager.facts
@@ -351,7 +372,7 @@ def test_a_branch_on_a_server(site):
 def test_memory_is_given_back_when_a_space_ends(site):
     one = opened(site)
     segment = weakref.ref(site.segment("s0", 0).shard)
-    site.manager.tell("s0", Kind.FORGET, b"", a=one.number)
+    site.manager.tell("s0", GroupMessage.FORGET, b"", a=one.number)
     assert until(lambda: segment() is None, 60)
 
 
@@ -367,7 +388,7 @@ def test_the_manager_goes_and_comes_back(site):
     first.close()
     assert until(lambda: not host.linked, 60)
     assert host.alone > 0
-    assert worker.ask(Kind.PUSH, all_of(1.0), weight=1.0).kind == Kind.ACK
+    assert worker.ask(GroupMessage.PUSH, all_of(1.0), weight=1.0).kind == GroupMessage.ACK
     site.manager = Manager()
     for each in site.hosts.values():
         each._reach._manager = site.manager.listener.address
@@ -376,7 +397,7 @@ def test_the_manager_goes_and_comes_back(site):
         site.manager.heard("s0", "ready", 1, i, 1, "")
         site.manager.heard("s0", "synced", 1, i, 1, "s1")
     site.manager.orders("s0", 1, [[i, "primary", 1, site.copies("s1")] for i in range(3)])  # repeated: nothing changes
-    assert worker.ask(Kind.PUSH, all_of(1.0), a=1, weight=1.0).kind == Kind.ACK
+    assert worker.ask(GroupMessage.PUSH, all_of(1.0), a=1, weight=1.0).kind == GroupMessage.ACK
     assert site.hosts["s0"]._copies.bytes == site.hosts["s0"]._copies.bytes
 
 
@@ -395,7 +416,7 @@ def test_what_a_server_says_of_its_load(site):
     opened(site)
     worker = site.guest("s0")
     for step in range(4):
-        worker.ask(Kind.PUSH, all_of(1.0), a=step, weight=1.0)
+        worker.ask(GroupMessage.PUSH, all_of(1.0), a=step, weight=1.0)
     assert until(lambda: site.manager.loads.get("s0", {}).get("spaces", {}).get("1", {}).get("operations") == 4, 60)
     load = site.manager.loads["s0"]
     assert load["bytes"] == 48

@@ -10,12 +10,12 @@ from ps_session_fakes import FakeGroup, space_of
 
 from rayps.cluster.local import until
 from rayps.core.errors import ConfigError, LinkError, PeerLost, PeerTimeout
-from rayps.ps.client.client import ElasticServer
-from rayps.ps.client.replay_buffer import Kept
-from rayps.ps.client.session import Talk
-from rayps.ps.protocol.messages import Kind
-from rayps.ps.protocol.space import Table
-from rayps.ps.tables.prefetch import Ahead
+from rayps.ps.client.client import GroupServer
+from rayps.ps.client.replay_buffer import ReplayBuffer
+from rayps.ps.client.session import Session
+from rayps.ps.protocol.messages import GroupMessage
+from rayps.ps.protocol.space import SparseTable
+from rayps.ps.tables.prefetch import Prefetcher
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def make():
     def build(size=12, segments=4, servers=2, staleness=None, **more):
         group = FakeGroup(space_of(size, segments, staleness), servers)
         made.append(group)
-        talk = Talk(group.door(), group.space, 0, timeout=more.pop("timeout", 10.0), **more)
+        talk = Session(group.door(), group.space, 0, timeout=more.pop("timeout", 10.0), **more)
         made.append(talk)
         return group, talk
 
@@ -51,17 +51,17 @@ def asked(group, kind):
 
 def test_one_request_for_each_server_and_exchange(make):
     group, talk = make()
-    server = ElasticServer(talk)
+    server = GroupServer(talk)
     server.push(torch.arange(12.0, dtype=torch.float64))
     assert not group.heard  # it leaves with what is said next
     assert torch.equal(server.pull(), torch.arange(12.0, dtype=torch.float64))
-    assert sorted(asked(group, Kind.PUSH_PULL)) == [("s0", [0, 2]), ("s1", [1, 3])]
+    assert sorted(asked(group, GroupMessage.PUSH_PULL)) == [("s0", [0, 2]), ("s1", [1, 3])]
     assert len(group.heard) == 2 and server.lead == 1 and server.version == 3
 
 
 def test_ranges(make):
     _group, talk = make(size=10, segments=3)
-    server = ElasticServer(talk)
+    server = GroupServer(talk)
     server.push(torch.ones(4, dtype=torch.float64), lo=2)
     expected = torch.tensor([0.0, 0, 1, 1, 1, 1, 0, 0, 0, 0], dtype=torch.float64)
     assert torch.equal(server.pull(1, 7), expected[1:7])
@@ -77,7 +77,7 @@ def test_ranges(make):
 
 def test_a_segment_that_moves_is_asked_for_where_it_is(make):
     group, talk = make()
-    server = ElasticServer(talk)
+    server = GroupServer(talk)
     for turn in range(6):
         group.give(turn % 4, f"s{turn % 2}")
         server.push(torch.ones(12, dtype=torch.float64))
@@ -87,7 +87,7 @@ def test_a_segment_that_moves_is_asked_for_where_it_is(make):
 
 def test_a_server_that_dies_is_left_for_whoever_holds_its_segments(make):
     group, talk = make()
-    server = ElasticServer(talk)
+    server = GroupServer(talk)
     server.push(torch.ones(12, dtype=torch.float64))
     server.settle()
     group.kill("s1")
@@ -98,7 +98,7 @@ def test_a_server_that_dies_is_left_for_whoever_holds_its_segments(make):
 
 def test_an_answer_that_is_lost_is_no_second_push(make):
     group, talk = make()
-    server = ElasticServer(talk)
+    server = GroupServer(talk)
     group.parks = True
 
     def cut():
@@ -113,7 +113,7 @@ def test_an_answer_that_is_lost_is_no_second_push(make):
 
 def test_a_server_that_is_silent_is_left_when_the_map_says_so(make):
     group, talk = make()
-    server = ElasticServer(talk)
+    server = GroupServer(talk)
     group.servers["s1"].mute = True
     later(0.2, lambda: group.give(1, "s0"), lambda: group.give(3, "s0"))
     server.push(torch.ones(12, dtype=torch.float64))
@@ -125,7 +125,7 @@ def test_a_server_that_is_silent_is_left_when_the_map_says_so(make):
 def test_pushes_that_only_the_former_holder_knew_are_said_again(make, found_by, size):
     group, talk = make(size=size)
     group.files = True
-    server = ElasticServer(talk)
+    server = GroupServer(talk)
     for step in range(3):
         server.push(torch.full((size,), float(step), dtype=torch.float64))
         server.settle()
@@ -146,7 +146,7 @@ def test_pushes_that_only_the_former_holder_knew_are_said_again(make, found_by, 
         values = [group.servers["s0"].filed[key] for key in said]
     assert said == [(1, 0, 0), (1, 0, 1), (1, 0, 2)]
     assert [set(value.tolist()) for value in values] == [{0.0}, {1.0}, {2.0}]
-    pulls = {step for _, kind, step, _ in group.heard if kind == Kind.PULL}
+    pulls = {step for _, kind, step, _ in group.heard if kind == GroupMessage.PULL}
     assert pulls == {3}  # so that nobody answers who lacks one of the three
 
 
@@ -155,7 +155,7 @@ def test_a_new_holder_is_told_only_what_it_lacks(make, orders):
     """Thousands may be kept, of a time without copies, and the new holder have all but the last few."""
     group, talk = make()
     group.files = True
-    server = ElasticServer(talk)
+    server = GroupServer(talk)
     for step in range(5):
         server.push(torch.full((12,), float(step), dtype=torch.float64))
         server.settle()
@@ -175,7 +175,7 @@ def test_a_new_holder_is_told_only_what_it_lacks(make, orders):
 def test_gradients_may_change_once_a_push_has_returned(make):
     group, talk = make()
     group.files = True
-    server = ElasticServer(talk, defer=False)
+    server = GroupServer(talk, defer=False)
     grad = torch.ones(12, dtype=torch.float64)
     server.push(grad)
     grad.fill_(9.0)
@@ -187,7 +187,7 @@ def test_gradients_may_change_once_a_push_has_returned(make):
 
 def test_past_the_deadline_the_server_the_segments_and_the_knob_are_named(make):
     group, talk = make(timeout=0.2)
-    server = ElasticServer(talk)
+    server = GroupServer(talk)
     group.servers["s1"].mute = True
     talk._lines.deadline = 0
     import rayps.ps.client.session as module
@@ -213,12 +213,12 @@ def test_the_rank_that_is_waited_for_is_named(make):
     group, talk = make(timeout=0.2)
     group.parks = True
     with pytest.raises(PeerTimeout, match="rank 3"):
-        ElasticServer(talk).pull()
+        GroupServer(talk).pull()
 
 
 def test_what_is_lost_is_said(make):
     group, talk = make(lost=lambda: [1, 3])
-    server = ElasticServer(talk)
+    server = GroupServer(talk)
     group.kill("s1")
     group.give(1, None), group.give(3, None)
     with pytest.raises(PeerLost, match=r"segments 1, 3 of 'job' had no copy.*replicas"):
@@ -227,7 +227,7 @@ def test_what_is_lost_is_said(make):
 
 def test_a_hang_up_ends_what_waits(make):
     group, talk = make()
-    server = ElasticServer(talk)
+    server = GroupServer(talk)
     group.parks = True
     later(0.1, server.hang_up)
     with pytest.raises(LinkError):
@@ -237,9 +237,9 @@ def test_a_hang_up_ends_what_waits(make):
 def test_a_hang_up_reaches_who_pulls_ahead(make):
     """An aborted worker must not wait for a prefetch that nobody answers."""
     group, talk = make()
-    ElasticServer(talk)
+    GroupServer(talk)
     group.parks = True
-    tables = Ahead({"users": Client()}, talk, lambda batch: {"users": batch}, pulls=True)
+    tables = Prefetcher({"users": Client()}, talk, lambda batch: {"users": batch}, pulls=True)
     tables.begin(0)
     tables.tell(torch.arange(3).numpy())
     assert until(lambda: tables._reader is not None, 60)
@@ -248,13 +248,13 @@ def test_a_hang_up_reaches_who_pulls_ahead(make):
         tables.rows("users")
     tables.close()
     with pytest.raises(PeerLost):  # one that is made too late
-        talk.reader().exchange(Kind.PULL, dict.fromkeys(range(4), b""))
+        talk.reader().exchange(GroupMessage.PULL, dict.fromkeys(range(4), b""))
 
 
 class Client:
     """As much of a TableClient as pulling ahead needs: it asks for the dense vector."""
 
-    table = Table("users", 1, 1)
+    table = SparseTable("users", 1, 1)
 
     def room(self, lookup):
         return torch.zeros(1)
@@ -272,12 +272,12 @@ def test_joining_waits_for_those_who_are_to_hold_something(make):
     with group.lock:
         group.marks[0][0], group.marks[1][0], group.marks[2][0], group.marks[3][0] = 5, 4, 5, 5
     later(0.2, lambda: group.give(2, "s1"))
-    assert ElasticServer(talk).step == 4
+    assert GroupServer(talk).step == 4
 
 
 def test_a_manager_that_is_lost_is_found_again_when_it_is_needed(make):
     group, talk = make()
-    server = ElasticServer(talk)
+    server = GroupServer(talk)
     group.manager.close()
     time.sleep(0.05)
     assert server.pull().sum() == 0  # nothing to ask it
@@ -291,19 +291,19 @@ def test_a_manager_that_is_lost_is_found_again_when_it_is_needed(make):
 
 def test_a_reader_has_links_of_its_own(make):
     _group, talk = make()
-    server, other = ElasticServer(talk), talk.reader()
+    server, other = GroupServer(talk), talk.reader()
     server.push(torch.ones(12, dtype=torch.float64))
     server.settle()
     other.join()
     places = {i: np.empty(3) for i in range(4)}
-    other.exchange(Kind.PULL, dict.fromkeys(range(4), b""), landing=places)
+    other.exchange(GroupMessage.PULL, dict.fromkeys(range(4), b""), landing=places)
     other.close()
     assert all(place.tolist() == [1.0] * 3 for place in places.values())
     assert server.pull().sum() == 12
 
 
 def test_what_is_kept_is_bounded_and_counted():
-    kept = Kept(100)
+    kept = ReplayBuffer(100)
     for step in range(5):
         kept.keep(step, 1.0, {0: memoryview(bytes(20)), 1: memoryview(bytes(10))})
     assert [push.step for push in kept.of([0])] == [2, 3, 4] and kept.dropped == 2 and kept.bytes == 90

@@ -25,7 +25,7 @@ from small_work import train
 
 import rayps
 from rayps.cli.main import main
-from rayps.clients.client_process import Outside, own_data, rows_of
+from rayps.clients.client_process import ClientProcess, own_data, rows_of
 from rayps.cluster.local import surrounding
 from rayps.core.errors import ConfigError, Conflict, DataError, Unauthorized, WorkloadError
 from rayps.core.logs import LogBuffer
@@ -169,7 +169,7 @@ def test_no_round_waits_for_one_that_has_ended(clinic: Clinic, how: str) -> None
 
     job = clinic.job("fedavg:deadline=500,clients=remote(least=2,wait=100)", 1)
     good, bad = clinic.hospital(job, 0).begin(), clinic.hospital(job, 1)
-    client = Outside(Bad(1), rows_data(1), bad.outside.token, job.id, bad.line, bad.kept, "h1", bad.said.append)
+    client = ClientProcess(Bad(1), rows_data(1), bad.outside.token, job.id, bad.line, bad.kept, "h1", bad.said.append)
     with pytest.raises(KeyboardInterrupt if how == "Ctrl-C" else WorkloadError):
         client.run()
     assert clinic.joined(job)["h1"]["state"] == "left"
@@ -186,7 +186,7 @@ def rows_data(k: int, width: int = 5) -> Any:
 def test_what_does_not_fit_is_found_before_joining(clinic: Clinic) -> None:
     job = clinic.job("fedavg:clients=remote(wait=100)", 1)
     hospital = clinic.hospital(job, 0)
-    client = Outside(Own(0), rows_data(0, 3), hospital.outside.token, job.id, hospital.line, hospital.kept, "h0")
+    client = ClientProcess(Own(0), rows_data(0, 3), hospital.outside.token, job.id, hospital.line, hospital.kept, "h0")
     with pytest.raises(WorkloadError, match=r"loss\(\) raised .* shapes cannot be multiplied"):
         client.run()
     assert clinic.joined(job) == {}
@@ -200,7 +200,7 @@ def test_trying_out_leaves_the_model_as_it_was(clinic: Clinic) -> None:
 
     job = clinic.job("fedavg:clients=remote(wait=100)", 1)
     hospital = clinic.hospital(job, 0)
-    client = Outside(Normed(0), rows_data(0), hospital.outside.token, job.id, hospital.line, hospital.kept, "h0")
+    client = ClientProcess(Normed(0), rows_data(0), hospital.outside.token, job.id, hospital.line, hospital.kept, "h0")
     model = client._trainer.flat.model
     before, drawn = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
     client.try_out()

@@ -8,9 +8,9 @@ import torch
 from test_consistent import joined
 from test_server import START, N, every, house  # noqa: F401  (a fixture)
 
-from rayps.ps.fixed.messages import Kind
+from rayps.ps.fixed.messages import ShardMessage
 from rayps.ps.fixed.shared_memory import flat_bytes
-from rayps.ps.fixed.transport import Ask
+from rayps.ps.fixed.transport import ShardCall
 from rayps.tensors.flat import Layout
 
 ONES = torch.ones(N, dtype=torch.float64)
@@ -119,7 +119,7 @@ def test_a_retried_push_pull_counts_once_and_still_pulls(house, resident):  # no
     found = torch.empty(N, dtype=torch.float64)
     for _ in range(3):
         found.zero_()
-        server._turns.exchange([Ask(0, Kind.PUSH_PULL, 0, 0, 1.0, N, piece, flat_bytes(found))])
+        server._turns.exchange([ShardCall(0, ShardMessage.PUSH_PULL, 0, 0, 1.0, N, piece, flat_bytes(found))])
         assert np.array_equal(found.numpy(), (START - 0.1).numpy())
 
 

@@ -17,7 +17,7 @@ from rayps.core.grid import Grid
 from rayps.core.ledger import Ledger
 from rayps.parallel.division.build import blank, drawn, drawn_apart, keep_only
 from rayps.parallel.division.divide import divide, words
-from rayps.parallel.division.division import Piece, shares
+from rayps.parallel.division.division import TensorSlice, shares
 from rayps.parallel.division.optimizer import of_some
 from rayps.runtime.report import _in_replicas
 from rayps.strategies.pipeline import Pipeline
@@ -73,11 +73,11 @@ def state(work):
 @pytest.mark.parametrize(
     ("piece", "local"),
     [
-        (Piece("w", (4, 3)), (4, 3)),
-        (Piece("w", (4, 3), 0, ((1, 3),)), (2, 3)),
-        (Piece("w", (4, 6), 1, ((0, 1), (4, 6))), (4, 3)),
-        (Piece("w", (5,), 0, ((4, 5), (0, 2))), (3,)),
-        (Piece("w", (), None), ()),
+        (TensorSlice("w", (4, 3)), (4, 3)),
+        (TensorSlice("w", (4, 3), 0, ((1, 3),)), (2, 3)),
+        (TensorSlice("w", (4, 6), 1, ((0, 1), (4, 6))), (4, 3)),
+        (TensorSlice("w", (5,), 0, ((4, 5), (0, 2))), (3,)),
+        (TensorSlice("w", (), None), ()),
     ],
 )
 def test_a_piece_is_taken_and_put_back(piece, local):

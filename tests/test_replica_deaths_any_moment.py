@@ -16,7 +16,7 @@ from rayps.recovery import worker_backup
 from rayps.recovery.backup_assignment import Bond, Source
 from rayps.recovery.peer_replication import Mirror
 from rayps.runtime import worker_actor
-from rayps.worker.connections import Ties
+from rayps.worker.connections import WorkerConnections
 from rayps.worker.plan import WorkerPlan
 from rayps.workload.base import pack
 
@@ -129,7 +129,7 @@ def test_what_a_dead_worker_had_said_is_heard_however_long_the_others_are_waited
     state = types.SimpleNamespace(facts={"points": said})
     recalled, over = threading.Event(), threading.Event()
 
-    class Waiting(Ties):
+    class Waiting(WorkerConnections):
         def form(self, plan, snapshot, listener):
             recalled.set()
             over.wait(30)

@@ -2,7 +2,7 @@
 
 import threading
 
-from rayps.comm.ring.closing import Hold
+from rayps.comm.ring.closing import RingLock
 
 
 class Thing:
@@ -10,7 +10,7 @@ class Thing:
 
     def __init__(self):
         self.wanted, self.by = False, []
-        self.hold = Hold(lambda: self.wanted and not self.by, lambda: self.by.append(threading.get_ident()))
+        self.hold = RingLock(lambda: self.wanted and not self.by, lambda: self.by.append(threading.get_ident()))
 
 
 def elsewhere(work):

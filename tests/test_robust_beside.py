@@ -10,7 +10,7 @@ from torch import nn
 
 import rayps
 from rayps.federated.aggregate import Aggregate
-from rayps.federated.buffer_statistics import NEGATIVE, Statistics
+from rayps.federated.buffer_statistics import NEGATIVE, BufferStatistics
 from rayps.federated.rule_spec import attack_of, rule_of
 from rayps.federated.rules import aggregate, geometric_median
 
@@ -28,7 +28,7 @@ def replies(seed=1):
     """Client, update, c, buffers, samples of each."""
     print("seed", seed)
     draw = torch.Generator().manual_seed(seed)
-    packed = Statistics(LIKE)
+    packed = BufferStatistics(LIKE)
     return [
         (
             client,
@@ -60,11 +60,11 @@ def met_on(workers, given, rule, attack=None, rounds=1):
             seed=3,
             clients=CLIENTS,
             extras={"c": (3, torch.float32)},
-            statistics=Statistics(LIKE),
+            statistics=BufferStatistics(LIKE),
         )
         memory, w_t = {}, torch.zeros(SIZE)
         for t in range(rounds):
-            made.begin(t, [client for client, *_ in given], w_t, Statistics(LIKE).packed(LIKE))
+            made.begin(t, [client for client, *_ in given], w_t, BufferStatistics(LIKE).packed(LIKE))
             for client, update, c, buffers, n in given[ring.rank :: workers]:
                 made.take(client, update, w_t, n, {"c": c}, buffers=buffers, samples=n)
             met = made.meet(ring, memory)
@@ -115,7 +115,7 @@ def test_the_other_rules_take_what_came_beside_as_they_take_updates(rule):
     buffers = torch.stack([each[3] for each in given]).numpy()
     assert met.chosen is None and met.weight == CLIENTS
     assert met.sums["c"].numpy() == pytest.approx(CLIENTS * aggregate(rule_of(rule), c), rel=1e-6)
-    before = Statistics(LIKE).packed(LIKE).numpy()
+    before = BufferStatistics(LIKE).packed(LIKE).numpy()
     if rule == "median" or "trimmed" in rule:
         assert met.buffers.numpy() == pytest.approx(aggregate(rule_of(rule), buffers))
     else:  # counts would outweigh statistics in a distance
@@ -145,7 +145,7 @@ def test_liars_move_what_comes_beside_no_farther_than_the_rule_allows(rule, lie)
     (met,) = met_on(1, given, rule)
     c = torch.stack([each[2] for each in honest]).double().numpy()
     assert bound_holds(rule, met.sums["c"].double().numpy() / CLIENTS, c, np.zeros(3), 2)
-    buffers, before = torch.stack([each[3] for each in honest]).numpy(), Statistics(LIKE).packed(LIKE).numpy()
+    buffers, before = torch.stack([each[3] for each in honest]).numpy(), BufferStatistics(LIKE).packed(LIKE).numpy()
     assert bound_holds(rule, met.buffers.numpy()[:8], buffers[:, :8], before[:8], 2)
     assert (met.buffers[4:8] > 0).all() and 20 <= met.buffers[8] <= 22
 

@@ -14,8 +14,8 @@ from rayps.ps.fixed.rows import (
     KEPT_LISTS,
     IdLists,
     Ids,
-    Rows,
-    Table,
+    ShardRows,
+    TableInVector,
     cuts,
     piece,
     rows_here,
@@ -35,9 +35,9 @@ ID_LISTS = st.lists(st.integers(0, 9), max_size=15)
 
 
 def test_the_only_table_needs_no_name():
-    assert TABLE == table_of(LAYOUT, "table") == Table("table", 1, 4, 10, 3)
+    assert TABLE == table_of(LAYOUT, "table") == TableInVector("table", 1, 4, 10, 3)
     deep = Layout.of([("a", torch.empty(2, 3, 4)), ("b", torch.empty(5, 6))])
-    assert table_of(deep, "a") == Table("a", 0, 0, 2, 12)
+    assert table_of(deep, "a") == TableInVector("a", 0, 0, 2, 12)
     for layout, name, words in (
         (deep, None, "without table=.*'a', 'b'"),
         (deep, "c", "no table 'c'.*'a', 'b'"),
@@ -141,7 +141,7 @@ def test_a_list_that_comes_again_is_found_and_the_oldest_makes_room():
 
 @given(ID_LISTS.filter(bool), ID_LISTS.filter(bool))
 def test_a_union_has_both(one, other):
-    a, b = (Rows(1, 4, 3, torch.tensor(sorted(set(ids)))) for ids in (one, other))
+    a, b = (ShardRows(1, 4, 3, torch.tensor(sorted(set(ids)))) for ids in (one, other))
     both = union([a, b])
     assert both.ids.tolist() == sorted({*one, *other})
     values = torch.randn(LAYOUT.size, dtype=F64)
@@ -224,7 +224,7 @@ def table_state(one):
 def put_back(one, rows, grad):
     params, state = one.params.clone(), one.moments()
     one.step(dense_of(rows, grad))
-    after, local = one.moments(), Rows(1, 0, 3, rows.ids)
+    after, local = one.moments(), ShardRows(1, 0, 3, rows.ids)
     rows.put(params, rows.of(one.params))
     one.params.copy_(params)
     for key, now in after["table"].items():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rayps.core.errors import ConfigError
-from rayps.federated.rule_spec import Rule, attack_of, clip_of, rule_of, skew
+from rayps.federated.rule_spec import RuleSpec, attack_of, clip_of, rule_of, skew
 from rayps.federated.rules import aggregate, centered_clipping, clip_factor, distances, geometric_median, median, scores
 
 ROBUST = [
@@ -143,7 +143,7 @@ def test_bulyan_as_its_paper_says_it():
         for values in x[chosen].T:
             middle = np.median(values)
             law.append(np.mean(sorted(values, key=lambda value: abs(value - middle))[: len(x) - 4 * f]))
-        assert aggregate(Rule("bulyan", f=f), x) == pytest.approx(law, rel=1e-12)
+        assert aggregate(RuleSpec("bulyan", f=f), x) == pytest.approx(law, rel=1e-12)
 
 
 def test_centered_clipping_by_hand():

@@ -16,8 +16,8 @@ import pytest
 
 from rayps.core.errors import ClusterError, ConfigError
 from rayps.service import drivers, processes
-from rayps.service.liveness import MOST_STEP, Silence, Silences
-from rayps.service.plan import PATIENCE, STOP_SECONDS, Ask, Facts, Kill, Seal, Show, Start, Wait, needs, plan
+from rayps.service.liveness import MOST_STEP, QuietTime, QuietTimes
+from rayps.service.plan import PATIENCE, STOP_SECONDS, AskToStop, Kill, OpenJob, Seal, Show, Start, Wait, needs, plan
 from rayps.service.scheduler import Scheduler
 from rayps.service.store import Store
 from rayps.strategies.job import JobSpec, Status, may_move
@@ -31,174 +31,178 @@ UNSTARTED = "the service was killed before it had started the driver: started ag
 NO_SIGN = "no sign of progress for 900 s while {}: its timeout and RAYPS_STALL set how long it may take"
 
 
-def decide(job: Facts, alive: bool = True, **kwargs: Any) -> list[Any]:
+def decide(job: OpenJob, alive: bool = True, **kwargs: Any) -> list[Any]:
     return plan([job], {job.id} if alive else set(), ROOM, ROOM, **kwargs)
 
 
-def cpus(n: float, status: Status = S.QUEUED, job_id: str = "a", **kwargs: Any) -> Facts:
-    return Facts(job_id, needs={"cpu": n, "gpu": 0.0}, status=status, **kwargs)
+def cpus(n: float, status: Status = S.QUEUED, job_id: str = "a", **kwargs: Any) -> OpenJob:
+    return OpenJob(job_id, needs={"cpu": n, "gpu": 0.0}, status=status, **kwargs)
 
 
-RUNNING = Facts("a", status=S.RUNNING, attempt=1)
+RUNNING = OpenJob("a", status=S.RUNNING, attempt=1)
 
 
 @pytest.mark.parametrize(
     ("job", "alive", "expected"),
     [
         (RUNNING, True, []),
-        (Facts("a", status=S.STARTING, attempt=1), True, []),
+        (OpenJob("a", status=S.STARTING, attempt=1), True, []),
         # an outcome is the last word, whether the driver still lives or not, and whatever was asked for
         (
-            Facts("a", status=S.RUNNING, outcome=END),
+            OpenJob("a", status=S.RUNNING, outcome=END),
             True,
             [Seal("a", S.SUCCEEDED, "done", {"accuracy": 0.9}, "/c", 9.0, told=True)],
         ),
         (
-            Facts("a", status=S.UNKNOWN, outcome=END, stopping=1.0),
+            OpenJob("a", status=S.UNKNOWN, outcome=END, stopping=1.0),
             False,
             [Seal("a", S.SUCCEEDED, "done", {"accuracy": 0.9}, "/c", 9.0, told=True)],
         ),
         (
-            Facts("a", status=S.RUNNING, outcome={"status": "GREAT", "message": "?"}),
+            OpenJob("a", status=S.RUNNING, outcome={"status": "GREAT", "message": "?"}),
             True,
             [Seal("a", S.FAILED, "?", told=True)],
         ),
-        (Facts("a", status=S.RUNNING, outcome={"status": "RUNNING"}), True, [Seal("a", S.FAILED, "", told=True)]),
+        (OpenJob("a", status=S.RUNNING, outcome={"status": "RUNNING"}), True, [Seal("a", S.FAILED, "", told=True)]),
         # what the driver says is shown, if it is a legal move
         (
-            Facts("a", status=S.STARTING, progress={"status": "RUNNING", "message": "x"}),
+            OpenJob("a", status=S.STARTING, progress={"status": "RUNNING", "message": "x"}),
             True,
             [Show("a", S.RUNNING, told=True)],
         ),
         (
-            Facts("a", status=S.RUNNING, progress={"status": "RECOVERING", "message": "worker 1 died"}),
+            OpenJob("a", status=S.RUNNING, progress={"status": "RECOVERING", "message": "worker 1 died"}),
             True,
             [Show("a", S.RECOVERING, "worker 1 died", told=True)],
         ),
-        (Facts("a", status=S.RUNNING, progress={"status": "STARTING"}), True, []),
-        (Facts("a", status=S.RUNNING, progress={"status": "SUCCEEDED"}), True, []),
-        (Facts("a", status=S.RUNNING, progress={"status": "odd"}), True, []),
+        (OpenJob("a", status=S.RUNNING, progress={"status": "STARTING"}), True, []),
+        (OpenJob("a", status=S.RUNNING, progress={"status": "SUCCEEDED"}), True, []),
+        (OpenJob("a", status=S.RUNNING, progress={"status": "odd"}), True, []),
         (
-            Facts("a", status=S.STARTING, progress={"status": "STARTING", "message": "waits for 4 CPUs"}),
+            OpenJob("a", status=S.STARTING, progress={"status": "STARTING", "message": "waits for 4 CPUs"}),
             True,
             [Wait("a", "waits for 4 CPUs")],
         ),
-        (Facts("a", status=S.UNKNOWN, progress={"status": "RUNNING"}), True, [Show("a", S.RUNNING)]),
-        (Facts("a", status=S.UNKNOWN), True, [Show("a", S.STARTING)]),
+        (OpenJob("a", status=S.UNKNOWN, progress={"status": "RUNNING"}), True, [Show("a", S.RUNNING)]),
+        (OpenJob("a", status=S.UNKNOWN), True, [Show("a", S.STARTING)]),
         # stop
-        (Facts("a", status=S.RUNNING, stopping=0.1), True, [Show("a", S.STOPPING, ASKED, told=True), Ask("a")]),
-        (Facts("a", status=S.STOPPING, stopping=9.0), True, [Ask("a")]),
-        (Facts("a", status=S.STOPPING, stopping=STOP_SECONDS + 1), True, [Kill("a", "it did not stop within 60 s")]),
+        (OpenJob("a", status=S.RUNNING, stopping=0.1), True, [Show("a", S.STOPPING, ASKED, told=True), AskToStop("a")]),
+        (OpenJob("a", status=S.STOPPING, stopping=9.0), True, [AskToStop("a")]),
+        (OpenJob("a", status=S.STOPPING, stopping=STOP_SECONDS + 1), True, [Kill("a", "it did not stop within 60 s")]),
         (
-            Facts("a", status=S.STOPPING, stopping=5.0),
+            OpenJob("a", status=S.STOPPING, stopping=5.0),
             False,
             [Seal("a", S.STOPPED, "stopped: its driver was gone before it could say goodbye")],
         ),
         (
-            Facts("a", status=S.STOPPING, stopping=70.0, crash="it did not stop within 60 s"),
+            OpenJob("a", status=S.STOPPING, stopping=70.0, crash="it did not stop within 60 s"),
             False,
             [Seal("a", S.STOPPED, "stopped: its driver was ended (it did not stop within 60 s)")],
         ),
         # the service was killed before it had started this attempt's driver: that is no failure of the job
         (
-            Facts("a", status=S.STARTING, attempt=1, max_failures=0, launched=False),
+            OpenJob("a", status=S.STARTING, attempt=1, max_failures=0, launched=False),
             False,
             [Start("a", 2, 0, UNSTARTED)],
         ),
-        (Facts("a", status=S.RECOVERING, attempt=3, failures=2, launched=False), False, [Start("a", 4, 2, UNSTARTED)]),
         (
-            Facts("a", status=S.STOPPING, attempt=1, stopping=1.0, launched=False),
+            OpenJob("a", status=S.RECOVERING, attempt=3, failures=2, launched=False),
+            False,
+            [Start("a", 4, 2, UNSTARTED)],
+        ),
+        (
+            OpenJob("a", status=S.STOPPING, attempt=1, stopping=1.0, launched=False),
             False,
             [Seal("a", S.STOPPED, "stopped: its driver was gone before it could say goodbye")],
         ),
         # deadlines: the driver of a job that starts or recovers without a sign of progress is given up
-        (Facts("a", status=S.STARTING, attempt=1, silent=900.0), True, []),
-        (Facts("a", status=S.STARTING, attempt=1, silent=901.0), True, [Kill("a", NO_SIGN.format("STARTING"))]),
-        (Facts("a", status=S.RECOVERING, attempt=2, silent=901.0), True, [Kill("a", NO_SIGN.format("RECOVERING"))]),
-        (Facts("a", status=S.RUNNING, attempt=2, silent=901.0), True, []),
-        (Facts("a", status=S.STARTING, attempt=1, silent=901.0, deadline=3000.0), True, []),
+        (OpenJob("a", status=S.STARTING, attempt=1, silent=900.0), True, []),
+        (OpenJob("a", status=S.STARTING, attempt=1, silent=901.0), True, [Kill("a", NO_SIGN.format("STARTING"))]),
+        (OpenJob("a", status=S.RECOVERING, attempt=2, silent=901.0), True, [Kill("a", NO_SIGN.format("RECOVERING"))]),
+        (OpenJob("a", status=S.RUNNING, attempt=2, silent=901.0), True, []),
+        (OpenJob("a", status=S.STARTING, attempt=1, silent=901.0, deadline=3000.0), True, []),
         (
-            Facts("a", status=S.STARTING, attempt=1, silent=901.0, crash=NO_SIGN.format("STARTING")),
+            OpenJob("a", status=S.STARTING, attempt=1, silent=901.0, crash=NO_SIGN.format("STARTING")),
             True,
             [Kill("a", NO_SIGN.format("STARTING"))],
         ),  # until it is gone
         (
-            Facts("a", status=S.STARTING, attempt=1, silent=901.0, outcome=END),
+            OpenJob("a", status=S.STARTING, attempt=1, silent=901.0, outcome=END),
             True,
             [Seal("a", S.SUCCEEDED, "done", {"accuracy": 0.9}, "/c", 9.0, told=True)],
         ),
         (
-            Facts("a", status=S.STARTING, attempt=1, crash=NO_SIGN.format("STARTING")),
+            OpenJob("a", status=S.STARTING, attempt=1, crash=NO_SIGN.format("STARTING")),
             False,
             [Start("a", 2, 1, f"its driver was lost ({NO_SIGN.format('STARTING')}): started again (failure 1 of 3)")],
         ),
-        (Facts("a", stopping=0.0), False, [Seal("a", S.STOPPED, "stopped before it started")]),
+        (OpenJob("a", stopping=0.0), False, [Seal("a", S.STOPPED, "stopped before it started")]),
         # a driver that is gone, or lives on after its run
         (
-            Facts("a", status=S.RUNNING, attempt=1),
+            OpenJob("a", status=S.RUNNING, attempt=1),
             False,
             [Start("a", 2, 1, "its driver was lost: started again (failure 1 of 3)")],
         ),
         (
-            Facts("a", status=S.RECOVERING, attempt=3, failures=2, crash="ActorDied: oom"),
+            OpenJob("a", status=S.RECOVERING, attempt=3, failures=2, crash="ActorDied: oom"),
             False,
             [Start("a", 4, 3, "its driver was lost (ActorDied: oom): started again (failure 3 of 3)")],
         ),
         (
-            Facts("a", status=S.RUNNING, attempt=4, failures=3),
+            OpenJob("a", status=S.RUNNING, attempt=4, failures=3),
             False,
             [Seal("a", S.FAILED, "its driver was lost: that was failure 4, and max_failures is 3")],
         ),
         (
-            Facts("a", status=S.RUNNING, attempt=1, max_failures=0),
+            OpenJob("a", status=S.RUNNING, attempt=1, max_failures=0),
             False,
             [Seal("a", S.FAILED, "its driver was lost: that was failure 1, and max_failures is 0")],
         ),
         # what the driver counted before it was lost is of the same job
         (
-            Facts("a", status=S.RUNNING, attempt=1, progress={"status": "RUNNING", "failures": 2}),
+            OpenJob("a", status=S.RUNNING, attempt=1, progress={"status": "RUNNING", "failures": 2}),
             False,
             [Start("a", 2, 3, "its driver was lost: started again (failure 3 of 3)")],
         ),
         (
-            Facts("a", status=S.RUNNING, attempt=2, failures=1, progress={"status": "RUNNING", "failures": 3}),
+            OpenJob("a", status=S.RUNNING, attempt=2, failures=1, progress={"status": "RUNNING", "failures": 3}),
             False,
             [Seal("a", S.FAILED, "its driver was lost: that was failure 4, and max_failures is 3")],
         ),
         (
-            Facts("a", status=S.RUNNING, attempt=1, interrupted=True, progress={"failures": 2}),
+            OpenJob("a", status=S.RUNNING, attempt=1, interrupted=True, progress={"failures": 2}),
             False,
             [Start("a", 2, 2, "the service had ended its Ray: started again")],
         ),
         (
-            Facts("a", status=S.RUNNING, attempt=1, max_failures=0, interrupted=True),
+            OpenJob("a", status=S.RUNNING, attempt=1, max_failures=0, interrupted=True),
             False,
             [Start("a", 2, 0, "the service had ended its Ray: started again")],
         ),
-        (Facts("a", status=S.RUNNING, attempt=1, crash="KeyError: 'x'"), True, [Kill("a", "KeyError: 'x'")]),
+        (OpenJob("a", status=S.RUNNING, attempt=1, crash="KeyError: 'x'"), True, [Kill("a", "KeyError: 'x'")]),
         # its server group was stopped with --force
         (
-            Facts("a", status=S.RUNNING, attempt=1, doomed="gone"),
+            OpenJob("a", status=S.RUNNING, attempt=1, doomed="gone"),
             True,
             [Kill("a", "gone"), Seal("a", S.FAILED, "gone")],
         ),
-        (Facts("a", status=S.RECOVERING, attempt=1, doomed="gone"), False, [Seal("a", S.FAILED, "gone")]),
-        (Facts("a", doomed="gone"), False, [Seal("a", S.FAILED, "gone")]),
-        (Facts("a", status=S.STOPPING, stopping=1.0, doomed="gone"), False, [Seal("a", S.STOPPED, "gone")]),
+        (OpenJob("a", status=S.RECOVERING, attempt=1, doomed="gone"), False, [Seal("a", S.FAILED, "gone")]),
+        (OpenJob("a", doomed="gone"), False, [Seal("a", S.FAILED, "gone")]),
+        (OpenJob("a", status=S.STOPPING, stopping=1.0, doomed="gone"), False, [Seal("a", S.STOPPED, "gone")]),
         (
-            Facts("a", status=S.RUNNING, doomed="gone", outcome={"status": "SUCCEEDED", "message": "done"}),
+            OpenJob("a", status=S.RUNNING, doomed="gone", outcome={"status": "SUCCEEDED", "message": "done"}),
             True,
             [Seal("a", S.SUCCEEDED, "done", told=True)],
         ),
         # its quota
         (
-            Facts("a", status=S.RUNNING, progress={"status": "RUNNING", "server_group": {"held_back": "held back"}}),
+            OpenJob("a", status=S.RUNNING, progress={"status": "RUNNING", "server_group": {"held_back": "held back"}}),
             True,
             [Wait("a", "held back")],
         ),
     ],
 )
-def test_a_job_that_was_started(job: Facts, alive: bool, expected: list[Any]) -> None:
+def test_a_job_that_was_started(job: OpenJob, alive: bool, expected: list[Any]) -> None:
     assert decide(job, alive) == expected
 
 
@@ -213,7 +217,7 @@ def test_a_job_that_was_started(job: Facts, alive: bool, expected: list[Any]) ->
     ],
 )
 def test_a_failed_look_is_not_a_failed_job(status: Status, blind: float, expected: list[Any]) -> None:
-    assert plan([Facts("a", status=status)], None, None, None, blind=blind, why="no route") == expected
+    assert plan([OpenJob("a", status=status)], None, None, None, blind=blind, why="no route") == expected
 
 
 @pytest.mark.parametrize(
@@ -251,7 +255,7 @@ def test_a_failed_look_is_not_a_failed_job(status: Status, blind: float, expecte
         ),
     ],
 )
-def test_the_queue(jobs: list[Facts], free: float, expected: list[Any]) -> None:
+def test_the_queue(jobs: list[OpenJob], free: float, expected: list[Any]) -> None:
     drivers = {job.id for job in jobs if job.status is not S.QUEUED}
     assert plan(jobs, drivers, {"cpu": free, "gpu": 0.0}, ROOM) == expected
 
@@ -270,7 +274,7 @@ def test_the_queue(jobs: list[Facts], free: float, expected: list[Any]) -> None:
 def test_a_stop_of_a_job_that_cannot_be_seen_has_a_deadline(
     status: Status, stopping: float | None, blind: float, deadline: float, ends: bool
 ) -> None:
-    job = Facts("a", status=status, stopping=stopping, deadline=deadline)
+    job = OpenJob("a", status=status, stopping=stopping, deadline=deadline)
     actions = plan([job], None, None, None, blind=blind, why="no route")
     sealed = [
         Seal(
@@ -292,7 +296,7 @@ def test_no_status_is_for_ever() -> None:
         (None, 1e6),
         (None, "KeyError: 'x'"),
     ):
-        job = Facts(
+        job = OpenJob(
             "a",
             status=status,
             launched=launched,
@@ -318,7 +322,7 @@ def test_nothing_starts_unseen_and_the_reason_is_said_once() -> None:
 
 
 def test_gpus_are_counted_too() -> None:
-    job = Facts("a", needs=needs(JobSpec("w:W", workers=2, resources={"cpu": 1, "gpu": 1, "memory": 5})))
+    job = OpenJob("a", needs=needs(JobSpec("w:W", workers=2, resources={"cpu": 1, "gpu": 1, "memory": 5})))
     assert plan([job], set(), ROOM, ROOM) == [Wait("a", "needs 2 GPUs, the whole cluster has 0")]
     assert plan([job], set(), {"cpu": 8.0, "gpu": 2.0}, {"cpu": 8.0, "gpu": 2.0}) == [Start("a", 1)]
 
@@ -334,7 +338,7 @@ def test_every_planned_move_is_legal() -> None:
         (0.0, 999.0),
         (True, False),
     ):
-        job = Facts("a", status=status, stopping=stopping, progress=said, attempt=1, silent=silent, launched=launched)
+        job = OpenJob("a", status=status, stopping=stopping, progress=said, attempt=1, silent=silent, launched=launched)
         drivers = None if alive is None else {"a"} if alive else set()
         for action in plan([job], drivers, ROOM, ROOM, blind=blind):
             if isinstance(action, Show | Seal):
@@ -344,7 +348,7 @@ def test_every_planned_move_is_legal() -> None:
 
 def test_silence_counts_only_while_we_run() -> None:
     now = [0.0]
-    silence = Silence(lambda: now[0])
+    silence = QuietTime(lambda: now[0])
     assert silence.observe("a") == 0.0
     for step, sign, expected in [
         (1.0, "a", 1.0),
@@ -601,7 +605,7 @@ def test_a_driver_that_shows_no_sign_is_given_up(tmp_path: Path) -> None:
 def test_signs_of_progress_renew_the_deadline(tmp_path: Path) -> None:
     async def body(store: Store, scheduler: Scheduler, cluster: FakeCluster, place: FakePlace) -> None:
         now = [0.0]
-        scheduler._silences = Silences(lambda: now[0])
+        scheduler._silences = QuietTimes(lambda: now[0])
         job = await add(store)
         await scheduler.tick()
         for count in range(1000):  # 4,000 seconds of a slow start that says something every 400

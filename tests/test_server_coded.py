@@ -18,7 +18,7 @@ from rayps.core.partition import slices
 from rayps.ps.fixed import Server, ShardLoop
 from rayps.ps.fixed.coded import coded, value_of
 from rayps.ps.fixed.compressed import compress
-from rayps.ps.fixed.messages import Kind
+from rayps.ps.fixed.messages import ShardMessage
 from rayps.ps.fixed.shard import Boundary, Shard
 from rayps.ps.server_group import ServerGroup
 from rayps.tensors.flat import Gradient, Layout
@@ -192,10 +192,10 @@ def test_payloads_that_are_wrong_are_refused():
         value_of(bytearray((77).to_bytes(8, "little") + bytes(8)), torch.float32)
     with House(1, 1, None) as house:
         link = connect(house.listeners[0].address, name="worker-0", secret=SECRET, generation=1, timeout=60.0)
-        link.send(Message(Kind.JOIN, tag=1, a=0, b=-1, weight=5.0), timeout=60.0)
-        assert link.recv(timeout=60.0).kind == Kind.ACK
-        link.send(Message(Kind.PUSH_CODED, tag=2, a=0, weight=1.0), whole.numpy()[:-1], timeout=60.0)
-        assert link.recv(timeout=60.0).kind == Kind.ERROR
+        link.send(Message(ShardMessage.JOIN, tag=1, a=0, b=-1, weight=5.0), timeout=60.0)
+        assert link.recv(timeout=60.0).kind == ShardMessage.ACK
+        link.send(Message(ShardMessage.PUSH_CODED, tag=2, a=0, weight=1.0), whole.numpy()[:-1], timeout=60.0)
+        assert link.recv(timeout=60.0).kind == ShardMessage.ERROR
         link.close()
 
 

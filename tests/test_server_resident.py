@@ -23,9 +23,9 @@ from rayps.core.errors import LinkError, PeerLost, PeerTimeout, StaleGeneration
 from rayps.core.partition import slices
 from rayps.ps.fixed import Server, shared_memory
 from rayps.ps.fixed.loop import ShardLoop
-from rayps.ps.fixed.messages import Kind
+from rayps.ps.fixed.messages import ShardMessage
 from rayps.ps.fixed.shard import Boundary, Shard
-from rayps.ps.fixed.transport import ByMemory, ByMessage
+from rayps.ps.fixed.transport import MemoryTransport, MessageTransport
 from rayps.strategies.parameter_server import ParameterServer
 from rayps.tensors.flat import Layout
 
@@ -166,7 +166,7 @@ def test_memory_and_messages_show_the_same_bits(house, dtype, staleness, shards)
         for shared in (True, False):
             one = house(101, shards, 1, staleness, dtype, factory)
             server = one.join(0, resident=shared)
-            assert all(isinstance(way, ByMemory if shared else ByMessage) for way in ways(server))
+            assert all(isinstance(way, MemoryTransport if shared else MessageTransport) for way in ways(server))
             found.append(play(server, one.n, dtype, seed))
         assert len(found[0]) == len(found[1])
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
@@ -348,7 +348,7 @@ def test_a_read_that_the_shard_always_steps_in_the_middle_of_comes_by_message(ho
     server.push(torch.ones(100))
     assert torch.equal(server.pull(), one.start - 0.5)
     assert torch.equal(server.pull(10, 20), one.start[10:20] - 0.5)
-    assert asked == [Kind.READ, Kind.READ]
+    assert asked == [ShardMessage.READ, ShardMessage.READ]
 
 
 # ---- whose memory it is, and until when
@@ -490,7 +490,7 @@ def test_a_lost_shard_is_found_again_and_memory_is_shared_again(house):
     found = server.pull()
     assert torch.equal(found[:50], one.start[:50] - 2.0)
     assert torch.equal(found[50:], one.start[50:] - 0.5)
-    assert all(isinstance(way, ByMemory) for way in ways(server))
+    assert all(isinstance(way, MemoryTransport) for way in ways(server))
 
 
 WORKER = """

@@ -13,9 +13,9 @@ import torch
 
 from rayps.cluster.local import until
 from rayps.core.grid import Grid
-from rayps.recovery.backup_assignment import Held, Source, keepers, mending
-from rayps.recovery.peer_replication import Keeper, Mirror, fetch, fetch_rest
-from rayps.recovery.slots import Vault, look, pack, parse, tensors_of
+from rayps.recovery.backup_assignment import HeldRounds, Source, keepers, mending
+from rayps.recovery.peer_replication import Mirror, PeerReplication, fetch, fetch_rest
+from rayps.recovery.slots import StateSlots, look, pack, parse, tensors_of
 
 SECRET = b"s" * 32
 CONTEXT = multiprocessing.get_context("spawn")
@@ -45,7 +45,7 @@ def same(found, rounds, **how):
 
 
 def filled(upto, slots=2):
-    vault = Vault(slots)
+    vault = StateSlots(slots)
     vault.open(1, upto, 7)
     for rounds in range(upto + 1):
         vault.commit(7, rounds, *state(rounds))
@@ -53,7 +53,7 @@ def filled(upto, slots=2):
 
 
 def test_a_vault_has_the_newest_states_bit_for_bit():
-    vault = Vault()
+    vault = StateSlots()
     vault.open(1, 0, 7)
     for rounds in range(5):
         how = {"extra": 300 * (rounds > 0)}  # the optimizer's state comes with the first step: the slots grow
@@ -97,7 +97,7 @@ def test_a_packed_state_is_the_state_or_what_a_twin_lacks():
 
 
 def _commit_for_ever(pipe, address):
-    vault_of = Keeper(1, SECRET)
+    vault_of = PeerReplication(1, SECRET)
     mirror = Mirror(vault_of, address, SECRET, timeout=60.0)
     mirror.vault.open(1, 0, 7)
     pipe.send(os.getpid())
@@ -109,7 +109,7 @@ def _commit_for_ever(pipe, address):
 
 @pytest.mark.parametrize("after", [0.01, 0.013, 0.031])
 def test_whoever_is_killed_while_it_writes_leaves_whole_states(after):
-    keeper = Keeper(0, SECRET)
+    keeper = PeerReplication(0, SECRET)
     ours, theirs = CONTEXT.Pipe()
     process = CONTEXT.Process(target=_commit_for_ever, args=(theirs, keeper.address), daemon=True)
     process.start()
@@ -131,7 +131,7 @@ def test_whoever_is_killed_while_it_writes_leaves_whole_states(after):
 @pytest.fixture
 def pair():
     """Two keepers; the second keeps a mirror of the first."""
-    made = [Keeper(0, SECRET), Keeper(1, SECRET)]
+    made = [PeerReplication(0, SECRET), PeerReplication(1, SECRET)]
     yield made
     for keeper in made:
         keeper.close()
@@ -230,14 +230,14 @@ def test_a_worker_alone_has_no_keeper():
 
 def test_everyone_goes_back_to_a_round_that_all_have():
     grid = Grid(1, 3)
-    held = {0: {0: Held((4, 5)), 2: Held((3, 4))}, 2: {2: Held((3, 4)), 1: Held((4, 5))}}
+    held = {0: {0: HeldRounds((4, 5)), 2: HeldRounds((3, 4))}, 2: {2: HeldRounds((3, 4)), 1: HeldRounds((4, 5))}}
     found = mending(grid, held)
     assert found.round == 4
     assert found.sources == {1: Source(2, 1)}
     assert not found.sources[1].twin
-    held[2][1] = Held((5, 6))
+    held[2][1] = HeldRounds((5, 6))
     assert mending(grid, held) is None
-    held[2][1] = Held((4, 5), whole=False)  # only what a twin lacks, and there is no twin
+    held[2][1] = HeldRounds((4, 5), whole=False)  # only what a twin lacks, and there is no twin
     assert mending(grid, held) is None
     del held[2][1]
     assert mending(grid, held) is None
@@ -246,34 +246,38 @@ def test_everyone_goes_back_to_a_round_that_all_have():
 
 def test_a_twin_is_asked_before_a_mirror_which_adds_what_the_twin_lacks():
     grid = Grid(2, 2)
-    held = {0: {0: Held((4, 5))}, 2: {2: Held((4, 5)), 0: Held((4, 5))}, 3: {3: Held((4, 5)), 1: Held((4, 5), False)}}
+    held = {
+        0: {0: HeldRounds((4, 5))},
+        2: {2: HeldRounds((4, 5)), 0: HeldRounds((4, 5))},
+        3: {3: HeldRounds((4, 5)), 1: HeldRounds((4, 5), False)},
+    }
     found = mending(grid, held)
     assert found.round == 5
     assert found.sources == {1: Source(3, 3, 3)}
     assert found.sources[1].twin
-    held[3][1] = Held((3, 4), False)  # it died before it had committed what its twin has
+    held[3][1] = HeldRounds((3, 4), False)  # it died before it had committed what its twin has
     assert mending(grid, held).round == 4
     assert mending(grid, held).sources == {1: Source(3, 3, 3)}
     del held[3][1]
     assert mending(grid, held).round == 5
     assert mending(grid, held).sources == {1: Source(3, 3, None)}
-    held[3][3] = Held((5, 6))
+    held[3][3] = HeldRounds((5, 6))
     assert mending(grid, held).round == 5
 
 
 def test_a_worker_and_its_twin_and_its_mirror_gone_together():
     grid = Grid(2, 2)
-    held = {0: {0: Held((4, 5))}, 2: {2: Held((4, 5))}}
+    held = {0: {0: HeldRounds((4, 5))}, 2: {2: HeldRounds((4, 5))}}
     assert mending(grid, held) is None
-    held[0][3] = Held((4,))  # a mirror that has outlived both
+    held[0][3] = HeldRounds((4,))  # a mirror that has outlived both
     assert mending(grid, held) is None
-    held[0][1] = Held((4, 5))
+    held[0][1] = HeldRounds((4, 5))
     assert mending(grid, held).round == 4
     assert mending(grid, held).sources == {1: Source(0, 1), 3: Source(0, 3)}
 
 
 def test_with_nobody_lost_everyone_only_goes_back():
-    assert mending(Grid(1, 2), {0: {0: Held((4, 5))}, 1: {1: Held((5, 6))}}).round == 5
+    assert mending(Grid(1, 2), {0: {0: HeldRounds((4, 5))}, 1: {1: HeldRounds((5, 6))}}).round == 5
 
 
 def test_a_segment_that_is_not_sealed_is_nothing():

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from rayps.ps.fixed.retained_parts import Parts
+from rayps.ps.fixed.retained_parts import RetainedParts
 from rayps.ps.fixed.shard import Boundary
-from rayps.runtime.snapshots import Meeting
+from rayps.runtime.snapshots import SnapshotSchedule
 
 
 def test_a_boundary_and_the_one_that_follows():
@@ -17,7 +17,7 @@ def test_a_boundary_and_the_one_that_follows():
 
 
 def test_parts_keep_the_newest_two_and_the_wanted_one():
-    parts = Parts()
+    parts = RetainedParts()
     parts.wanted = 2
     for rounds in range(1, 7):
         parts.keep(rounds, f"after {rounds}")
@@ -32,7 +32,7 @@ def test_parts_keep_the_newest_two_and_the_wanted_one():
 def test_all_meet_again_and_again_however_fast_the_rounds_are(every, speeds):
     """Members go on by `speeds` rounds between two looks, and each is heard and told at another moment."""
     chance, boundary = random.Random(5), Boundary(every, 10**9)
-    meeting, members, collected, met = Meeting(boundary), [Parts() for _ in speeds], 0, []
+    meeting, members, collected, met = SnapshotSchedule(boundary), [RetainedParts() for _ in speeds], 0, []
     reached, told = [0] * len(speeds), [0] * len(speeds)
     for _ in range(3000 if every == 1000 else 300):
         facts = []
@@ -54,7 +54,7 @@ def test_all_meet_again_and_again_however_fast_the_rounds_are(every, speeds):
 
 
 def test_in_a_hurry_any_round_will_do_but_none_beyond_the_end():
-    meeting = Meeting(Boundary(100, 250))
+    meeting = SnapshotSchedule(Boundary(100, 250))
     assert meeting.look([(3, []), (5, [])], 0) == 100
     meeting.hurry()
     assert meeting.look([(7, []), (5, [])], 0) == 8

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rayps.core.errors import CheckpointError, ConfigError, DataError
-from rayps.ps.protocol.space import Table
+from rayps.ps.protocol.space import SparseTable
 from rayps.ps.tables import parquet, wire_format
 from rayps.ps.tables.delta import Served, delta, read_delta
 from rayps.ps.tables.hash_index import ABSENT, FIRST, HashIndex
@@ -23,7 +23,7 @@ from rayps.ps.tables.pages import ROWS
 from rayps.ps.tables.table_segment import TableSegment, check_table
 from rayps.strategies.parameter_server import ParameterServer
 
-TABLE = Table("users", 4, 3, optimizer={"name": "adagrad", "lr": 0.1})
+TABLE = SparseTable("users", 4, 3, optimizer={"name": "adagrad", "lr": 0.1})
 ASYNC = ParameterServer(staleness=None)
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from rayps.ps.protocol.space import Table
+from rayps.ps.protocol.space import SparseTable
 from rayps.ps.tables.initial_rows import initial
 from rayps.ps.tables.table_segment import TableSegment
 from rayps.ps.tables.wire_format import bucket, decode_rows, empty_push, encode_pull, encode_push
@@ -104,7 +104,7 @@ def test_a_segment_is_its_twin_and_so_is_its_copy(optimizer, staleness, seed):
     """To the bit: random batches, retries, a copy that begins in the midst and takes over, a branch."""
     chance = np.random.default_rng(seed)
     knobs, make = OPTIMIZERS[optimizer]
-    table, workers = Table("t", 5, 2, seed=seed, optimizer=knobs), 3
+    table, workers = SparseTable("t", 5, 2, seed=seed, optimizer=knobs), 3
     strategy = ParameterServer(staleness=staleness)
     segment, twin = TableSegment(table, 1, strategy, workers), Twin(table, make, staleness, workers)
     copy, at, said = None, [0] * workers, {}

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from rayps.core.errors import ConfigError, RaypsError, WorkloadError
 from rayps.core.partition import part
-from rayps.parallel.tensor import Talk, Volume, Way, agree, functions, pieces, plan, split, volume
+from rayps.parallel.tensor import LayerSplit, TensorCommunicator, Volume, agree, functions, pieces, plan, split, volume
 
 DTYPES = [(torch.float64, 1e-12), (torch.float32, 1e-6)]
 
@@ -92,7 +92,7 @@ def law(rings, model, args, given=None, kwargs=None, tolerance=1e-12, steps=10, 
     size = len(rings)
     ways = plan(model, size, given)
     want = run(copy.deepcopy(model), args, kwargs, optimizer, steps)
-    talks = [Talk(ring) for ring in rings]
+    talks = [TensorCommunicator(ring) for ring in rings]
     mine = [split(copy.deepcopy(model), ways, i, size, talk) for i, talk in enumerate(talks)]
     names = [name for name, _ in model.named_parameters()]
     assert all([name for name, _ in each.named_parameters()] == names for each in mine)
@@ -159,7 +159,7 @@ def test_the_alternating_pair_exchanges_nothing_at_the_wide_layer(groups, n, dty
 
 def test_the_first_layer_sums_no_gradient_that_nobody_wants(groups):
     model = seeded(lambda: nn.Sequential(nn.Linear(6, 24), nn.ReLU(), nn.Linear(24, 6)))
-    talks = [Talk(ring) for ring in groups(2)]
+    talks = [TensorCommunicator(ring) for ring in groups(2)]
     nets = [split(copy.deepcopy(model), plan(model, 2), i, 2, talk) for i, talk in enumerate(talks)]
     every(groups(2), lambda ring: nets[ring.rank](randn(5, 6)).sum().backward())
     assert [(talk.collectives, talk.bytes) for talk in talks] == [(1, 5 * 6 * 8)] * 2
@@ -226,7 +226,7 @@ def gradients(rings, work, x):
 
     def one(ring):
         mine = x[ring.rank].clone().requires_grad_()
-        out = work(mine, Talk(ring), ring.rank)
+        out = work(mine, TensorCommunicator(ring), ring.rank)
         (out * torch.linspace(1, 2, out.numel(), dtype=out.dtype).view(out.shape)).sum().backward()
         return out.detach(), mine.grad
 
@@ -271,7 +271,7 @@ def test_functions_leave_what_they_are_given(groups):
     before = [each.clone() for each in x]
 
     def work(ring):
-        talk, mine = Talk(ring), x[ring.rank].requires_grad_()
+        talk, mine = TensorCommunicator(ring), x[ring.rank].requires_grad_()
         out = functions.total(mine, talk) + functions.spread(mine, talk)
         grad = torch.ones_like(out)
         out.backward(grad)
@@ -652,12 +652,12 @@ def test_bad_plans_say_the_way_out(given, size, words):
 def test_names_with_stars_and_their_order():
     model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
     ways = plan(model, 2, {"*": "out", "2": "none", "3": "in"})
-    assert ways == {"0": Way("out", 8), "1": Way("out", 8), "3": Way("in", 8)}
-    assert plan(model, 2, {"[01]*": "none", "3": "in"}) == {"3": Way("in", 8)}
+    assert ways == {"0": LayerSplit("out", 8), "1": LayerSplit("out", 8), "3": LayerSplit("in", 8)}
+    assert plan(model, 2, {"[01]*": "none", "3": "in"}) == {"3": LayerSplit("in", 8)}
 
 
 def test_split_layers_without_a_ring_say_so():
-    net = split(One(4, 4), {"layer": Way("out", 4)}, 0, 2, None)
+    net = split(One(4, 4), {"layer": LayerSplit("out", 4)}, 0, 2, None)
     with pytest.raises(ConfigError, match="give split\\(\\) a ring"):
         net(torch.zeros(1, 4))
 

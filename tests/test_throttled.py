@@ -1,6 +1,6 @@
 """When a job is told that its quota holds it back: from what its space's counts say."""
 
-from rayps.ps.throttled import FOR_SECONDS, HeldBack
+from rayps.ps.throttled import FOR_SECONDS, Throttled
 
 
 def space(throttled, limit=4.0):
@@ -8,7 +8,7 @@ def space(throttled, limit=4.0):
 
 
 def test_a_job_that_waits_for_its_quota_is_told_once():
-    held = HeldBack()
+    held = Throttled()
     assert held.look(space(0), 0.0) is None
     assert held.look(space(1), 1.0) is None  # a burst
     assert held.now(1.0) is None
@@ -19,13 +19,13 @@ def test_a_job_that_waits_for_its_quota_is_told_once():
 
 
 def test_another_quota_is_told_again_and_none_says_nothing():
-    held = HeldBack()
+    held = Throttled()
     told = [held.look(space(n, limit), float(n)) for n, limit in enumerate([4, 4, 4, 8, 8, 8, None, None, None])]
     assert [bool(each) for each in told] == [False, False, True, False, False, True, False, False, False]
     assert held.now(9.0) is None
 
 
 def test_two_requests_that_waited_long_apart_are_two_bursts():
-    held = HeldBack()
+    held = Throttled()
     for number in range(5):
         assert held.look(space(number), number * (FOR_SECONDS + 1)) is None

@@ -20,7 +20,7 @@ from rayps.cluster.local import LocalCluster, until
 from rayps.core.errors import WorkloadError
 from rayps.runtime.driver import Driver
 from rayps.runtime.journal import Journal
-from rayps.runtime.trial import MOST_BYTES, Facts, bytes_of, untried
+from rayps.runtime.trial import MOST_BYTES, TrialFacts, bytes_of, untried
 from rayps.strategies.catalogue import parse, wire
 from rayps.strategies.job import JobSpec, Status
 
@@ -256,14 +256,14 @@ def test_sparse_tables_are_tried_too():
 @pytest.mark.parametrize(
     ("facts", "words"),
     [
-        (Facts(), None),
-        (Facts(model=MOST_BYTES, packed=MOST_BYTES, data=MOST_BYTES), None),
-        (Facts(remote=True), "the clients have the data"),
-        (Facts(divided=True), "divided among workers"),
-        (Facts(gpus=0.5), "GPUs"),
-        (Facts(model=MOST_BYTES + 1), "the model takes 256 MiB"),
-        (Facts(packed=2 * MOST_BYTES), "the workload takes 512 MiB"),
-        (Facts(data=2 * MOST_BYTES), "the data in memory takes 512 MiB"),
+        (TrialFacts(), None),
+        (TrialFacts(model=MOST_BYTES, packed=MOST_BYTES, data=MOST_BYTES), None),
+        (TrialFacts(remote=True), "the clients have the data"),
+        (TrialFacts(divided=True), "divided among workers"),
+        (TrialFacts(gpus=0.5), "GPUs"),
+        (TrialFacts(model=MOST_BYTES + 1), "the model takes 256 MiB"),
+        (TrialFacts(packed=2 * MOST_BYTES), "the workload takes 512 MiB"),
+        (TrialFacts(data=2 * MOST_BYTES), "the data in memory takes 512 MiB"),
     ],
 )
 def test_reasons_to_leave_it_out(facts, words):

@@ -24,7 +24,7 @@ from rayps.runtime.driver_actor import DriverActor
 from rayps.service import groups as groups_module
 from rayps.service import ray_process
 from rayps.service.drivers import foreign
-from rayps.service.plan import Ask, Facts, Kill, Seal, plan
+from rayps.service.plan import AskToStop, Kill, OpenJob, Seal, plan
 from rayps.service.ray_process import ClusterProcess
 from rayps.strategies.job import Status
 
@@ -93,14 +93,14 @@ def test_a_driver_of_another_version_is_never_asked() -> None:
     for status, stopping, alive, launched in cases:
         if status.terminal or status is Status.QUEUED:
             continue
-        job = Facts("a", status=status, attempt=1, stopping=stopping, launched=launched, foreign="of another version")
+        job = OpenJob("a", status=status, attempt=1, stopping=stopping, launched=launched, foreign="of another version")
         actions = plan([job], ["a"] if alive else [], {}, {})
-        assert not any(isinstance(action, Ask) for action in actions)
+        assert not any(isinstance(action, AskToStop) for action in actions)
         kills = [action for action in actions if isinstance(action, Kill)]
         assert kills == ([Kill("a", "of another version")] if alive and stopping is not None else [])
         if not alive and stopping is not None:
             assert isinstance(actions[0], Seal) and actions[0].status is Status.STOPPED
-    mine = Facts("a", status=Status.STOPPING, attempt=1, stopping=1.0, launched=False)
+    mine = OpenJob("a", status=Status.STOPPING, attempt=1, stopping=1.0, launched=False)
     assert plan([mine], ["a"], {}, {}) == []  # until its version is known
 
 

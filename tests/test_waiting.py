@@ -13,7 +13,7 @@ import sqlalchemy as sa
 from test_scheduler import FakeCluster, FakePlace
 
 from rayps.service import store as store_module
-from rayps.service.plan import Action, Facts, Seal, Start, Wait, needs, plan
+from rayps.service.plan import Action, OpenJob, Seal, Start, Wait, needs, plan
 from rayps.service.scheduler import Scheduler
 from rayps.service.store import Store
 from rayps.service.waiting import GroupQuestions, Waiting, WaitingJobs, room_beside
@@ -29,7 +29,7 @@ class World:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.waiting: dict[str, Waiting] = {}
-        self.running: dict[str, Facts] = {}
+        self.running: dict[str, OpenJob] = {}
         self.hinders: dict[str, str | None] = {"g": None, "h": "h is starting"}
         self.ended: dict[str, str | None] = {"g": None, "h": None}
         self.total: dict[str, float] | None = {"cpu": 8.0, "gpu": 0.0}
@@ -57,7 +57,7 @@ class World:
             self.others = self.random.choice([0.0, 0.0, 3.0])
         for job_id, job in self.running.items():
             if job.status is S.STARTING and self.random.random() < 0.5:
-                self.running[job_id] = Facts(job_id, job.name, S.RUNNING, needs=job.needs, attempt=1)
+                self.running[job_id] = OpenJob(job_id, job.name, S.RUNNING, needs=job.needs, attempt=1)
 
     def submit(self, fast: WaitingJobs) -> None:
         self.made += 1
@@ -76,7 +76,7 @@ class World:
     def naive(self) -> list[Action]:
         """The plan over every job, by its facts."""
         waiting = [
-            Facts(
+            OpenJob(
                 job.id,
                 job.name,
                 S.QUEUED,
@@ -106,7 +106,9 @@ class World:
                 job = self.waiting.pop(action.job)
                 jobs.drop(action.job)
                 if isinstance(action, Start):
-                    self.running[job.id] = Facts(job.id, job.name, S.STARTING, needs=job.needs, attempt=action.attempt)
+                    self.running[job.id] = OpenJob(
+                        job.id, job.name, S.STARTING, needs=job.needs, attempt=action.attempt
+                    )
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from rayps.federated.remote.signed_orders import Key
 from rayps.service import adoption
 from rayps.service.client_tokens import ClientTokens
-from rayps.service.drivers import Place
+from rayps.service.drivers import RayHome
 from rayps.service.groups import Groups
 from rayps.service.ray_place import place as choose
 from rayps.service.scheduler import Scheduler
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 def create_app(
     settings: Settings,
     *,
-    place: Place | None = None,
+    place: RayHome | None = None,
     keep: bool = False,
     started: Callable[[Service], Awaitable[None]] | None = None,
     ended: Callable[[int, bool], None] | None = None,

@@ -23,10 +23,10 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.requests import ClientDisconnect
 
 from rayps.core.errors import ConfigError, Conflict
-from rayps.federated.remote.mailbox import Mailbox, Member, Order
+from rayps.federated.remote.mailbox import JoinedClient, Mailbox, RoundOrder
 from rayps.federated.remote.signed_orders import order_text
 from rayps.service.client_tokens import Grant
-from rayps.service.store import Record
+from rayps.service.store import JobRecord
 from rayps.strategies.catalogue import parse
 from rayps_api.schemas import problems
 from rayps_api.schemas_clients import (
@@ -74,7 +74,7 @@ class Caller:
     service: Service
     job: str
     mailbox: Mailbox
-    member: Member
+    member: JoinedClient
     token: str
 
 
@@ -328,12 +328,12 @@ def _open_order(caller: Caller, serial: int, delivering: bool = False) -> Any:
     return order
 
 
-def _is_for(caller: Caller, order: Order) -> bool:
+def _is_for(caller: Caller, order: RoundOrder) -> bool:
     mailbox, number = caller.mailbox, caller.member.number
     return number in order.sampled and mailbox.is_open(order.serial) and not mailbox.has(order.serial, number)
 
 
-def _signed_text(caller: Caller, order: Order) -> str:
+def _signed_text(caller: Caller, order: RoundOrder) -> str:
     left = max(0.0, order.begun + order.deadline - time.time())
     return order_text(
         {
@@ -359,7 +359,7 @@ def _blocks(file: Any) -> Iterator[bytes]:
             yield block
 
 
-def _must_be_remote(job: Record) -> None:
+def _must_be_remote(job: JobRecord) -> None:
     if not any(phase.strategy.remote for phase in parse(job.spec.strategy)):
         raise ConfigError(
             f"job {job.id} ({job.name}) has no clients outside of the cluster: submit it with a "
@@ -374,7 +374,7 @@ def _shown(mailbox: Mailbox) -> dict[str, Any]:
     return {"clients": [_client(mailbox, member, order) for member in mailbox.members()], "waits": mailbox.standing()}
 
 
-def _client(mailbox: Mailbox, member: Member, order: Order | None) -> dict[str, Any]:
+def _client(mailbox: Mailbox, member: JoinedClient, order: RoundOrder | None) -> dict[str, Any]:
     seen = mailbox.last_seen(member.number)
     doing = ""
     if order is not None and member.number in order.sampled:

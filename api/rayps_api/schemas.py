@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from rayps.service.groups import LEAST_SILENCE, MOST_REPLICAS, MOST_SERVERS, MOST_SILENCE, SILENCE
 from rayps.service.groups import NAME as GROUP_NAME
-from rayps.service.store import Record
+from rayps.service.store import JobRecord
 from rayps.strategies.job import JobSpec, Status
 
 NAME = r"^[A-Za-z0-9]([A-Za-z0-9 _.-]{0,62}[A-Za-z0-9])?$"
@@ -266,7 +266,7 @@ def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"description": http.HTTPStatus(status).phrase, "content": content} for status in statuses}
 
 
-def job_out(record: Record, progress: dict[str, Any] | None) -> dict[str, Any]:
+def job_out(record: JobRecord, progress: dict[str, Any] | None) -> dict[str, Any]:
     """A job as JSON-ready data."""
     return {
         "id": record.id,
@@ -290,7 +290,7 @@ def spec_out(spec: JobSpec) -> dict[str, Any]:
     return spec.to_dict()
 
 
-def group_out(group: dict[str, Any], live: list[Record]) -> dict[str, Any]:
+def group_out(group: dict[str, Any], live: list[JobRecord]) -> dict[str, Any]:
     """A group of `rayps.service.groups` with the living jobs that name it, as JSON-ready data."""
     jobs = [
         {"id": job.id, "name": job.name, "status": job.status.value, "workers": job.spec.workers}

@@ -18,7 +18,7 @@ from rayps.service.groups import Groups
 from rayps.service.job_folders import read_json
 from rayps.service.scheduler import Scheduler
 from rayps.service.settings import Settings
-from rayps.service.store import Record, Store
+from rayps.service.store import JobRecord, Store
 from rayps.service.user_tokens import UserTokens
 from rayps_api.rollup import Rollups
 from rayps_api.schemas import finite, job_out
@@ -56,7 +56,7 @@ class Service:
         """Where the real clients of a job leave their updates."""
         return Mailbox(self.folder(job_id) / FOLDER)
 
-    async def record(self, job_id: str) -> Record:
+    async def record(self, job_id: str) -> JobRecord:
         """A job of the store, by its id or the beginning of it.
 
         Raises:
@@ -80,7 +80,7 @@ class Service:
                 self._progress.popitem(last=False)
         return held[1]
 
-    def show(self, record: Record) -> dict[str, Any]:
+    def show(self, record: JobRecord) -> dict[str, Any]:
         """A job as the outside sees it."""
         return job_out(replace(record, reason=self.scheduler.reason(record)), self.progress(record.id))
 

@@ -20,7 +20,7 @@ from typing import Any
 from torch import nn
 
 import rayps
-from rayps.bench.robust import FOLDER, Digits, digits
+from rayps.bench.robust import FOLDER, RobustDigits, digits
 from rayps.cluster.local import LocalCluster
 from rayps.core.errors import ConfigError
 from rayps.data import Data
@@ -50,7 +50,7 @@ class ADMMRow:
     primal: float | None  # at the last meeting
 
 
-class Sorted(Digits):
+class SortedDigits(RobustDigits):
     """Which digit an image shows; a run of the rows sorted by label for each worker that keeps its rows."""
 
     def __init__(self, folder: Path, workers: int, rows: int, batch: int, lr: float, hidden: int) -> None:
@@ -101,7 +101,7 @@ def bench_admm(
     for field, given in (("workers", workers), ("epochs", epochs), ("rows", rows), ("seeds", seeds)):
         if given < (2 if field == "workers" else 1):
             raise ConfigError(f"{field} is {given}: give {2 if field == 'workers' else 1} or more", field=field)
-    work = Sorted(folder, workers, rows, batch, lr, hidden)
+    work = SortedDigits(folder, workers, rows, batch, lr, hidden)
     found = []
     for text in strategies or contenders(epochs, work.data().steps(workers), penalty):
         (phase,) = parse(text)
@@ -130,7 +130,7 @@ def bench_admm(
     return found
 
 
-def _run(work: Sorted, strategy: Any, workers: int, epochs: int, seed: int) -> dict[str, Any]:
+def _run(work: SortedDigits, strategy: Any, workers: int, epochs: int, seed: int) -> dict[str, Any]:
     cluster, began = LocalCluster(), time.perf_counter()
     try:
         result = train(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rayps import data
-from rayps.bench.picture import Chart, Line, page
+from rayps.bench.picture import Chart, ChartLine, page
 from rayps.cluster.local import Cluster
 from rayps.core.errors import ConfigError
 from rayps.data import Batch, Data
@@ -48,7 +48,7 @@ class _Places(nn.Module):
         return found
 
 
-class _Block(nn.TransformerEncoderLayer):
+class _CausalBlock(nn.TransformerEncoderLayer):
     """A layer of a transformer in which a character sees only those before it."""
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
@@ -66,7 +66,8 @@ class NextCharacter(Workload):
         """See Workload."""
         characters, width = len(set(self.text)), self.width
         blocks = [
-            _Block(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True) for _ in range(self.blocks)
+            _CausalBlock(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+            for _ in range(self.blocks)
         ]
         return nn.Sequential(_Places(characters, width), *blocks, nn.LayerNorm(width), nn.Linear(width, characters))
 
@@ -164,7 +165,7 @@ def picture(rows: Sequence[AveragingRow]) -> str:
     lines = []
     for row in rows:
         points = [(moved / 1e6, loss) for moved, loss in row.curve if moved]
-        lines.append(Line(_short(row.strategy), points, points))
+        lines.append(ChartLine(_short(row.strategy), points, points))
     chart = Chart("the next character: loss after each epoch", "10^6 bytes moved", "loss", lines, even=True)
     return page([chart], columns=1)
 

@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from rayps.cluster.local import Cluster, Handle
+from rayps.cluster.local import ActorHandle, Cluster
 from rayps.core.errors import ConfigError
 from rayps.ps import group as elastic
-from rayps.ps.client.session import Talk
-from rayps.ps.group import Group
-from rayps.ps.protocol.space import Space, Table
+from rayps.ps.client.session import Session
+from rayps.ps.group import ManagerClient
+from rayps.ps.protocol.space import Space, SparseTable
 from rayps.ps.tables.client import Tables
 from rayps.strategies.parameter_server import ParameterServer
 
@@ -79,14 +79,14 @@ class TableBench:
     def __init__(self, rank: int) -> None:
         torch.set_num_threads(1)
         self._rank = rank
-        self._talk: Talk | None = None
+        self._talk: Session | None = None
         self._tables: Tables | None = None
         self._chance = np.random.default_rng(rank)
 
-    def join(self, group: Group, space: Space) -> int:
+    def join(self, group: ManagerClient, space: Space) -> int:
         """Connect; this rank's next step."""
         incarnation = group.join(space.number, self._rank)
-        self._talk = Talk(group.door(), space, self._rank, incarnation=incarnation, timeout=WAIT_SECONDS)
+        self._talk = Session(group.door(), space, self._rank, incarnation=incarnation, timeout=WAIT_SECONDS)
         steps = self._talk.join()
         self._tables = Tables(self._talk, space)
         self._tables.step = max(steps.values(), default=0)
@@ -104,7 +104,7 @@ class TableBench:
             self._turn(batches[turn % len(batches)], grads)
         return began, time.time()
 
-    def calls(self, parts: list[Handle], rows: int, ids: int, dim: int, turns: int) -> tuple[float, float]:
+    def calls(self, parts: list[ActorHandle], rows: int, ids: int, dim: int, turns: int) -> tuple[float, float]:
         """Begin and end (wall clock) of so many turns through actor calls."""
         batches = [_cut(batch, len(parts)) for batch in _batches(self._rank, rows, ids)]
         grads = np.random.default_rng(0).random((ids, dim), np.float32)
@@ -167,7 +167,7 @@ def _cut(ids: Any, parts: int) -> list[tuple[Any, Any]]:
 
 def a_space(workers: int, dim: int, segments: int, optimizer: str) -> Space:
     """A space of one table, asynchronous."""
-    table = Table(TABLE, dim, segments, optimizer={"name": optimizer, "lr": _LR})
+    table = SparseTable(TABLE, dim, segments, optimizer={"name": optimizer, "lr": _LR})
     return Space("bench", 0, workers, ParameterServer(staleness=None), tables=(table,))
 
 
@@ -239,7 +239,7 @@ def bench_calls(
 
 
 def _measured(
-    pids: list[int], workers: int, turns: int, actors: list[Handle], method: str, *args: Any
+    pids: list[int], workers: int, turns: int, actors: list[ActorHandle], method: str, *args: Any
 ) -> tuple[float, float | None]:
     """Turns a second of all workers, and processor seconds that one turn took."""
     before = _cpu(pids)
@@ -261,7 +261,7 @@ def _cpu(pids: list[int]) -> float | None:
     return found
 
 
-def _all(actors: list[Handle], method: str, *args: Any) -> list[Any]:
+def _all(actors: list[ActorHandle], method: str, *args: Any) -> list[Any]:
     return [reply.result(WAIT_SECONDS) for reply in [actor.call(method, *args) for actor in actors]]
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rayps.cluster.local import Cluster, Handle
+from rayps.cluster.local import ActorHandle, Cluster
 from rayps.ps.server_group import ServerGroup
 
 SEGMENTS = 32
@@ -113,7 +113,9 @@ class Crowd:
 
     def __init__(self, cluster: Cluster, workers: int) -> None:
         self._cluster = cluster
-        self.actors: list[Handle] = [cluster.spawn("rayps.bench.elastic:PushBench", rank) for rank in range(workers)]
+        self.actors: list[ActorHandle] = [
+            cluster.spawn("rayps.bench.elastic:PushBench", rank) for rank in range(workers)
+        ]
 
     def begin(self, group: ServerGroup, pause: float = 0.0) -> None:
         """All join and push."""

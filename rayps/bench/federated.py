@@ -84,7 +84,7 @@ class FederatedRow:
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _FederatedRun:
     steady: float
     first: float
     cpu: float | None  # seconds of a process for a round
@@ -125,7 +125,7 @@ def bench_federated(
     for scene in scenes:
         here = [name for name in commands if name in _WHO[scene]]
         config = SCENES[scene] | {"workers": workers, "rounds": FIRST + rounds}
-        found: dict[str, list[_Run]] = {name: [] for name in here}
+        found: dict[str, list[_FederatedRun]] = {name: [] for name in here}
         for turn in range(repeats):
             for name in here[turn % max(1, len(here)) :] + here[: turn % max(1, len(here))]:
                 found[name].append(_run(name, commands[name], config))
@@ -152,17 +152,17 @@ def command(contender: str, workers: int, folder: Path) -> list[str]:
     return [sys.executable, "-c", "from rayps.bench.federated_own import main; main()"]
 
 
-def _run(name: str, command: list[str], config: dict[str, Any]) -> _Run:
+def _run(name: str, command: list[str], config: dict[str, Any]) -> _FederatedRun:
     """One run of a contender."""
     bare = name == "bare"
     began, out = run_script(name, command, config | ({"bare": True, "rounds": 9} if bare else {}), LIMIT)
     return run_of(began, out, 2 if bare else FIRST)
 
 
-def run_of(began: float, out: dict[str, list[float]], first: int) -> _Run:
+def run_of(began: float, out: dict[str, list[float]], first: int) -> _FederatedRun:
     """What a run wrote down; the first `first` of its rounds are the start."""
     stamps, held = out["stamps"], [each / 1e6 for each in out.get("rss", ())[first - 1 :]]
-    return _Run(
+    return _FederatedRun(
         _between(stamps[first - 1 :]),
         stamps[first - 1] - began,
         _between(out["cpu"][first - 1 :]) if "cpu" in out else None,
@@ -177,7 +177,7 @@ def _between(values: list[float]) -> float:
     return statistics.median(b - a for a, b in itertools.pairwise(values))
 
 
-def _rows(scene: str, config: dict[str, Any], found: dict[str, list[_Run]], load: float) -> list[FederatedRow]:
+def _rows(scene: str, config: dict[str, Any], found: dict[str, list[_FederatedRun]], load: float) -> list[FederatedRow]:
     def median(name: str, what: str) -> float | None:
         values = [getattr(run, what) for run in found.get(name, ())]
         return statistics.median(values) if values and None not in values else None

@@ -29,7 +29,7 @@ from rayps.workload.base import Workload
 NEVER = 1_000_000  # rounds between evaluations and checkpoints: the peers make none
 
 
-class Images(Workload):
+class PeerImages(Workload):
     """The model and the clients of the peers."""
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -77,7 +77,7 @@ def on_disk() -> int:
     return held
 
 
-class Watch(Federated):
+class RoundWatch(Federated):
     """A strategy whose first worker writes down when a round ended, what of processor, memory and disk it has taken."""
 
     log: str  # a file on this host
@@ -92,14 +92,14 @@ class Watch(Federated):
 
 
 @dataclass(frozen=True)
-class Watched(Watch, FedAvg):
+class Watched(RoundWatch, FedAvg):
     """FedAvg, watched."""
 
     log: str = ""
 
 
 @dataclass(frozen=True)
-class WatchedStates(Watch, Scaffold):
+class WatchedStates(RoundWatch, Scaffold):
     """SCAFFOLD, watched: each client has a state as large as the model."""
 
     log: str = ""
@@ -120,7 +120,7 @@ def own(config: dict[str, Any], log: Path) -> dict[str, Any]:
         fraction=config["fraction"], local_epochs=config["epochs"] or None, evaluate_every=NEVER, log=str(log)
     )
     rayps.train(
-        Images(config),
+        PeerImages(config),
         strategy=strategy,
         workers=config["workers"],
         epochs=config["rounds"],

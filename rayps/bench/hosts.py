@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from rayps.bench.netns import HostActor, Hosts, bits
+from rayps.bench.netns import Hosts, NamespaceActor, bits
 from rayps.comm.link import Listener
 from rayps.comm.ring import Ring
 from rayps.comm.ring.autotune import NAMES
@@ -146,7 +146,7 @@ def bench_hosts(
     return rows
 
 
-def every(actors: Sequence[HostActor], method: str, *args: Any, timeout: float) -> list[Any]:
+def every(actors: Sequence[NamespaceActor], method: str, *args: Any, timeout: float) -> list[Any]:
     """Call a method of all actors at once; the answers in their order."""
     replies = [actor.call(method, *args) for actor in actors]
     return [reply.result(timeout) for reply in replies]

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from rayps.bench.calls import WAIT_SECONDS, a_space
-from rayps.cluster.local import Cluster, Handle
+from rayps.cluster.local import ActorHandle, Cluster
 from rayps.core.errors import ConfigError
 from rayps.ps import group as elastic
-from rayps.ps.group import Group
+from rayps.ps.group import ManagerClient
 from rayps.ps.manager.balance import Balance, skew
 from rayps.ps.manager.launcher import actor_name
 
@@ -124,7 +124,7 @@ def bench_hot(
     )
 
 
-def _look(cluster: Cluster, running: Group, work: Any, seconds: float) -> _Look:
+def _look(cluster: Cluster, running: ManagerClient, work: Any, seconds: float) -> _Look:
     hosts = {
         server["name"]: cluster.find(actor_name(running.name, server["name"])) for server in running.facts()["servers"]
     }
@@ -138,7 +138,7 @@ def _look(cluster: Cluster, running: Group, work: Any, seconds: float) -> _Look:
     return _Look(turns / took, loads, ids)
 
 
-def _served(hosts: dict[str, Handle | None]) -> dict[str, tuple[float, dict[str, int]]]:
+def _served(hosts: dict[str, ActorHandle | None]) -> dict[str, tuple[float, dict[str, int]]]:
     """By server: seconds that it has served, ever, and by segment the ids that were pulled and pushed."""
     found = {}
     for name, host in hosts.items():
@@ -148,7 +148,7 @@ def _served(hosts: dict[str, Handle | None]) -> dict[str, tuple[float, dict[str,
     return found
 
 
-def _moved(running: Group, work: Any) -> int:
+def _moved(running: ManagerClient, work: Any) -> int:
     """Go on until the policy has moved what it will; how many segments that were."""
     moves, calm, end = 0, time.monotonic(), time.monotonic() + SETTLE_SECONDS
     while time.monotonic() < end and time.monotonic() - calm < CALM_SECONDS + (0.0 if moves else FIRST_SECONDS):

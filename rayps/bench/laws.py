@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from rayps.bench.hosts import HostRank, every
-from rayps.bench.netns import HostActor, Hosts, bits
-from rayps.bench.picture import Chart, Line, page
+from rayps.bench.netns import Hosts, NamespaceActor, bits
+from rayps.bench.picture import Chart, ChartLine, page
 from rayps.bench.shards import HostShard, HostWorker
 from rayps.core.errors import ConfigError
 from rayps.ps.server_group import ServerGroup
@@ -100,17 +100,17 @@ class LawActor(HostRank):
 class _ShardHandle:
     """A shard on one of the hosts, as a group of servers sees it."""
 
-    def __init__(self, actor: HostActor) -> None:
+    def __init__(self, actor: NamespaceActor) -> None:
         self._actor, self.name = actor, actor.name
 
     def call(self, method: str, *args: Any) -> Any:
         return self._actor.call("shard", method, *args)
 
 
-class _OnHosts:
+class _HostsOfLaws:
     """As much of a cluster as a ServerGroup needs."""
 
-    def __init__(self, actors: Sequence[HostActor]) -> None:
+    def __init__(self, actors: Sequence[NamespaceActor]) -> None:
         self._actors = itertools.cycle(actors)
 
     def spawn(self, target: str, *args: Any, **_: Any) -> _ShardHandle:
@@ -159,7 +159,7 @@ class _Bench:
 
     def server(self, workers: int, shards: int) -> LawRow:
         """Push and pull of everything by the first `workers`, asynchronously."""
-        ranks, where = self._workers[:workers], _OnHosts(self._shards)
+        ranks, where = self._workers[:workers], _HostsOfLaws(self._shards)
         with ServerGroup(
             torch.zeros(self._size // 4),
             shards=shards,
@@ -238,9 +238,9 @@ def picture(rows: Sequence[LawRow]) -> str:
     slow = [row for row in rows if row.slow]
     servers = [row for row in rows if row.way == "server"]
 
-    def lines(some: Sequence[LawRow], name: Callable[[LawRow], str], what: str, unit: float) -> list[Line]:
+    def lines(some: Sequence[LawRow], name: Callable[[LawRow], str], what: str, unit: float) -> list[ChartLine]:
         return [
-            Line(
+            ChartLine(
                 each,
                 [(row.workers, getattr(row, what) / unit) for row in some if name(row) == each],
                 [(row.workers, getattr(row, f"{what}_law") / unit) for row in some if name(row) == each],

@@ -142,7 +142,7 @@ def bench_learning(
     found = []
     for scene in scenes:
         for seed in seeds:
-            stage = _Stage(scene, seed, images, writers, hidden, lr)
+            stage = _Scene(scene, seed, images, writers, hidden, lr)
             own = [(text, rounds or 30) for text in strategies] or [
                 (text, rounds or count) for text, count in _STRATEGIES[scene]
             ]
@@ -196,7 +196,7 @@ def _idx(path: Path, head: int) -> Tensor:
         return torch.from_numpy(np.frombuffer(file.read(), np.uint8, offset=head).copy())
 
 
-class _Stage:
+class _Scene:
     """One scene and seed: its workload, and what is measured of it."""
 
     def __init__(self, scene: str, seed: int, images: Images, writers: Path | None, hidden: int, lr: float) -> None:

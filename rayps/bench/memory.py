@@ -17,7 +17,7 @@ from pathlib import Path
 from rayps.bench.contender import plain_steps
 from rayps.bench.mlp import Mlp
 from rayps.bench.step import CONTENDERS, StepBench, together
-from rayps.cluster.local import Cluster, Handle
+from rayps.cluster.local import ActorHandle, Cluster
 from rayps.core.errors import ClusterError, ConfigError
 
 _ROLLUP = Path("/proc/self/smaps_rollup")
@@ -105,7 +105,7 @@ def bench_memory(
 
 
 def _grown(cluster: Cluster, workers: int, contender: str, hidden: int, timeout: float) -> int:
-    actors: list[Handle] = []
+    actors: list[ActorHandle] = []
     try:
         for rank in range(workers):
             actors.append(cluster.spawn("rayps.bench.memory:MemoryBench", rank, workers, hidden))

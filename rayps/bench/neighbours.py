@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from rayps.bench.elastic import SEGMENTS, WAIT_SECONDS, Crowd, median
-from rayps.cluster.local import Cluster, Handle
+from rayps.cluster.local import ActorHandle, Cluster
 from rayps.core.errors import ConfigError
 from rayps.ps import group as elastic
-from rayps.ps.group import Group
+from rayps.ps.group import ManagerClient
 from rayps.ps.server_group import ServerGroup
 
 PAUSE_SECONDS = 0.005  # a round's computing, slept
@@ -136,7 +136,7 @@ def bench_jobs(
 
 
 def _train(
-    cluster: Cluster, running: Group, jobs: list[list[Handle]], n: int, rounds: int
+    cluster: Cluster, running: ManagerClient, jobs: list[list[ActorHandle]], n: int, rounds: int
 ) -> list[tuple[float, list[np.ndarray[Any, Any]]]]:
     """Of each job, run at the same time: rounds a second, and the parameters that its workers end with."""
     groups = [
@@ -173,7 +173,7 @@ def _same(one: tuple[float, list[Any]], other: tuple[float, list[Any]]) -> bool:
     return all(bool((a == b).all()) for a, b in zip(one[1], other[1], strict=True))
 
 
-def _memory(running: Group) -> tuple[int, int | None]:
+def _memory(running: ManagerClient) -> tuple[int, int | None]:
     """Bytes that the group counts, and those of its processes."""
     time.sleep(0.5)  # a few heartbeats
     servers = running.facts()["servers"]

@@ -53,7 +53,7 @@ class Hosts:
             )
         self.addresses = [f"10.77.{host // 200}.{host % 200 + 11}" for host in range(count)]
         self._holders: list[subprocess.Popen[bytes]] = []
-        self._actors: list[HostActor] = []
+        self._actors: list[NamespaceActor] = []
         try:
             switch = self._hold()
             _run(switch, "ip", "link add switch type bridge\nlink set switch up")
@@ -99,9 +99,9 @@ class Hosts:
                 return int(numbers.split()[8])
         raise ClusterError(f"host {host} has no line any more", host=host)
 
-    def spawn(self, host: int, target: str, *args: Any) -> HostActor:
+    def spawn(self, host: int, target: str, *args: Any) -> NamespaceActor:
         """Start an actor, an instance of the class `module:Class`, as a process on that host."""
-        actor = HostActor(self._holders[1 + host].pid, target, args)
+        actor = NamespaceActor(self._holders[1 + host].pid, target, args)
         self._actors.append(actor)
         return actor
 
@@ -134,7 +134,7 @@ def _run(namespace: int, tool: str, commands: str) -> None:
         raise ClusterError(f"`{tool} {commands.splitlines()[-1]}` failed: {words[0] if words else 'no reason given'}")
 
 
-class HostActor:
+class NamespaceActor:
     """A process on a host that holds one object; its calls run one after the other."""
 
     def __init__(self, namespace: int, target: str, args: tuple[Any, ...]) -> None:

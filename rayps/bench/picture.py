@@ -14,7 +14,7 @@ _FEW = 8  # places across, up to which each is named
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class ChartLine:
     """Points (x, y) that were measured, and what was expected there; y of 0 is left out."""
 
     name: str
@@ -29,7 +29,7 @@ class Chart:
     title: str
     across: str
     up: str
-    lines: Sequence[Line]
+    lines: Sequence[ChartLine]
     even: bool = False  # upwards not logarithmic: for values that are near each other
 
 
@@ -71,7 +71,7 @@ def _chart(chart: Chart) -> str:
     return "".join(parts)
 
 
-def _line(line: Line, colour: str, across: _Axis, up: _Axis | _Even) -> list[str]:
+def _line(line: ChartLine, colour: str, across: _Axis, up: _Axis | _Even) -> list[str]:
     path = " ".join(f"{across.at(x):.1f},{up.at(y):.1f}" for x, y in line.expected if y > 0)
     dots = [
         f'<circle cx="{across.at(x):.1f}" cy="{up.at(y):.1f}" r="3.5" fill="{colour}"/>'

@@ -25,7 +25,7 @@ from rayps.comm.ring import Ring
 from rayps.core.errors import ConfigError
 from rayps.core.pipeline.schedule import table
 from rayps.parallel.pipeline import cut
-from rayps.parallel.pipeline.engine import Engine
+from rayps.parallel.pipeline.engine import PipelineEngine
 
 CONTENDERS = ("own", "torch")
 _TORCH = {
@@ -108,7 +108,7 @@ class PipelineBench:
     def _own(self, ring: Ring) -> Step:
         layers = [cut.Layer(str(i), layer) for i, layer in enumerate(self._layers)]
         actions = table(self._schedule, self._stages, self._micros, self._chunks)[self._rank]
-        engine = Engine(layers, range(1, len(layers)), actions, ring)
+        engine = PipelineEngine(layers, range(1, len(layers)), actions, ring)
         xs, ys = self._x.chunk(self._micros), self._y.chunk(self._micros)
         weights, count = [1 / self._micros] * self._micros, iter(range(1 << 62))
         return lambda: _nothing(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rayps.cluster.local import Cluster, Handle
+from rayps.cluster.local import ActorHandle, Cluster
 from rayps.ps.server_group import ServerGroup
 
 STALENESS = 8
@@ -69,7 +69,7 @@ def bench_reads(
             cluster.kill(actor)
 
 
-def _at_size(cluster: Cluster, actors: list[Handle], shards: int, n: int, repeats: int) -> list[ReadsRow]:
+def _at_size(cluster: Cluster, actors: list[ActorHandle], shards: int, n: int, repeats: int) -> list[ReadsRow]:
     workers, turns = len(actors), 300 if n <= 1 << 16 else 60 if n <= 1 << 19 else 6
     rates: dict[str, list[float]] = {name: [] for name in CONTENDERS}
     with ServerGroup(

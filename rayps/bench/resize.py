@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from rayps.bench.elastic import SEGMENTS
-from rayps.cluster.local import Cluster, Handle
+from rayps.cluster.local import ActorHandle, Cluster
 from rayps.core.errors import ConfigError
 from rayps.ps.protocol.segment_map import SpaceMap
 from rayps.ps.server_group import ServerGroup
@@ -104,7 +104,7 @@ def bench_resize(
 
 
 def _rounds(
-    cluster: Cluster, actors: list[Handle], n: int, servers: int, replicas: int, pause: float, seconds: float
+    cluster: Cluster, actors: list[ActorHandle], n: int, servers: int, replicas: int, pause: float, seconds: float
 ) -> int:
     """How many rounds take so many seconds: measured by 30."""
     found, _ = _run(cluster, actors, n, (servers,), replicas, pause, 30)
@@ -113,7 +113,13 @@ def _rounds(
 
 
 def _run(
-    cluster: Cluster, actors: list[Handle], n: int, sizes: tuple[int, ...], replicas: int, pause: float, rounds: int
+    cluster: Cluster,
+    actors: list[ActorHandle],
+    n: int,
+    sizes: tuple[int, ...],
+    replicas: int,
+    pause: float,
+    rounds: int,
 ) -> tuple[list[Any], list[dict[str, Any]]]:
     """One run with these resizes under it: what the workers gave, and a row for each."""
     with ServerGroup(

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from rayps.bench.mpich import Mpich
-from rayps.cluster.local import Cluster, Handle
+from rayps.cluster.local import ActorHandle, Cluster
 from rayps.comm.ring import Ring
 from rayps.comm.ring.autotune import NAMES
 from rayps.core.errors import ConfigError
@@ -137,7 +137,7 @@ def bench_ring(
         raise ConfigError(f"{workers} workers cannot talk; give at least 1", workers=workers)
     name = f"bench-{secrets.token_hex(4)}"
     ours = [algorithm for algorithm in algorithms if algorithm != MPICH]
-    actors: list[Handle] = []
+    actors: list[ActorHandle] = []
     mpich: Mpich | None = None
     try:
         for rank in range(workers):
@@ -174,7 +174,7 @@ def _repeats(size: int) -> int:
     return 30 if size <= 2 << 20 else 9 if size <= 32 << 20 else 5
 
 
-def _all(actors: list[Handle], method: str, *args: Any, timeout: float) -> list[Any]:
+def _all(actors: list[ActorHandle], method: str, *args: Any, timeout: float) -> list[Any]:
     replies = [actor.call(method, *args) for actor in actors]
     return [reply.result(timeout) for reply in replies]
 

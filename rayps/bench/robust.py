@@ -74,7 +74,7 @@ class RobustRow:
     seconds: float  # of a run
 
 
-class Digits(Workload):
+class RobustDigits(Workload):
     """Which digit an image shows; images divided among clients."""
 
     def __init__(
@@ -175,7 +175,7 @@ def bench_robust(
     law: float | None = None
     for scene in [scene for scene in SCENES if scene in scenes]:
         for rule in rules:
-            work = Digits(folder, scene, clients, rows, batch, lr, normed=normed)
+            work = RobustDigits(folder, scene, clients, rows, batch, lr, normed=normed)
             strategy = learn(rule=rule, local_epochs=epochs, attack=attack if scene == "attack" else None)
             runs = [_run(cluster, workers, work, strategy, rounds, seed) for seed in range(seeds)]
             best = sum(max(accuracies) for accuracies, *_ in runs) / seeds
@@ -200,7 +200,7 @@ def bench_robust(
 
 
 def _run(
-    cluster: Cluster, workers: int, work: Digits, strategy: Federated, rounds: int, seed: int
+    cluster: Cluster, workers: int, work: RobustDigits, strategy: Federated, rounds: int, seed: int
 ) -> tuple[list[float], float, bool, float]:
     """The accuracy after each round, rejected replies a round, whether its cost was told, and seconds."""
     began = time.perf_counter()

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rayps.cluster.local import Cluster, Handle
+from rayps.cluster.local import ActorHandle, Cluster
 from rayps.core.errors import ConfigError
 from rayps.core.partition import slices
 from rayps.ps.server_group import ServerGroup
@@ -79,7 +79,7 @@ class RowsBench:
         server.close()
         return began, ended
 
-    def ray(self, shards: list[Handle], rows: int, dim: int, turns: int) -> tuple[float, float]:
+    def ray(self, shards: list[ActorHandle], rows: int, dim: int, turns: int) -> tuple[float, float]:
         """Begin and end (wall clock) of so many turns through actor calls."""
         ids = np.sort(_batches(self._rank, rows, 1)[0])
         bounds = [cut.start for cut in slices(rows * SPARSITY, len(shards))]

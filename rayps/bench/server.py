@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rayps.cluster.local import Cluster, Handle
+from rayps.cluster.local import ActorHandle, Cluster
 from rayps.core.errors import ConfigError
 from rayps.core.partition import slices
 from rayps.ps.server_group import ServerGroup
@@ -74,7 +74,7 @@ class ServerBench:
         server.close()
         return began, ended
 
-    def ray(self, shards: list[Handle], n: int, turns: int, start: float) -> tuple[float, float]:
+    def ray(self, shards: list[ActorHandle], n: int, turns: int, start: float) -> tuple[float, float]:
         """Begin and end (wall clock) of so many turns through actor calls, from the time `start` on."""
         grad, out = np.random.default_rng(0).random(n, np.float32), np.empty(n, np.float32)
         cuts = slices(n, len(shards))
@@ -120,7 +120,7 @@ def bench_server(
 
 
 def _at_size(
-    cluster: Cluster, actors: list[Handle], shards: int, n: int, contenders: Sequence[str], repeats: int
+    cluster: Cluster, actors: list[ActorHandle], shards: int, n: int, contenders: Sequence[str], repeats: int
 ) -> list[ServerRow]:
     size = len(actors)
     group = ServerGroup(torch.zeros(n), shards=shards, optimizer=_sgd, staleness=None, workers=size, cluster=cluster)

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from rayps.bench.netns import HostActor, Hosts, bits
+from rayps.bench.netns import Hosts, NamespaceActor, bits
 from rayps.comm.link import Listener
 from rayps.core.errors import ConfigError
 from rayps.ps.server_group import ServerGroup, SharedParameters
@@ -100,9 +100,9 @@ class _OnHosts:
 
     def __init__(self, hosts: Hosts) -> None:
         self._hosts, self._next = hosts, itertools.count(1)
-        self.shards: list[HostActor] = []
+        self.shards: list[NamespaceActor] = []
 
-    def spawn(self, target: str, *args: Any, **_: Any) -> HostActor:
+    def spawn(self, target: str, *args: Any, **_: Any) -> NamespaceActor:
         host = next(self._next)
         actor = self._hosts.spawn(host, "rayps.bench.shards:HostShard", self._hosts.addresses[host], *args)
         actor.started.result(_START_SECONDS)
@@ -169,7 +169,7 @@ def _with_shards(count: int, rate: str, size: int, workers: int, repeats: int, w
     return statistics.median(spans), memory
 
 
-def _all(actors: list[HostActor], method: str, *args: Any) -> list[Any]:
+def _all(actors: list[NamespaceActor], method: str, *args: Any) -> list[Any]:
     replies = [actor.call(method, *args) for actor in actors]
     return [reply.result(_TURN_SECONDS) for reply in replies]
 

@@ -27,9 +27,9 @@ from rayps.comm.link import Link, Message, connect
 from rayps.core.errors import ConfigError, TrainingError
 from rayps.data import Batch, Data, parquet
 from rayps.data.base import random_of
-from rayps.ps.fixed.messages import Kind
+from rayps.ps.fixed.messages import ShardMessage
 from rayps.ps.fixed.shard import Boundary
-from rayps.runtime.worker_group import Group
+from rayps.runtime.worker_group import WorkerGroup
 from rayps.strategies.catalogue import parse
 from rayps.tensors.flat import FlatModel
 from rayps.worker.plan import Orders
@@ -172,7 +172,7 @@ class _Stage:
     """A group of workers that runs one staleness after another."""
 
     def __init__(self, cluster: Cluster, workload: SlowDigits, workers: int) -> None:
-        self._group = Group(cluster, pack(workload), workers, {"cpu": 1.0}, capture=False)
+        self._group = WorkerGroup(cluster, pack(workload), workers, {"cpu": 1.0}, capture=False)
         self._generation = 0
         self._group.start(timeout=60.0)
         self._start = self._group.initial(seed=0)
@@ -228,7 +228,7 @@ class _Stage:
 
     def _look(self, link: Link) -> tuple[float, int]:
         """The accuracy of the shard's parameters as they are now, and how many steps its optimizer has taken."""
-        link.send(Message(Kind.READ, a=0, b=self._start.layout.size), timeout=60.0)
+        link.send(Message(ShardMessage.READ, a=0, b=self._start.layout.size), timeout=60.0)
         reply = link.recv(timeout=60.0)
         self._flat.vector.copy_(torch.frombuffer(bytearray(reply.payload), dtype=self._start.layout.dtype))
         with torch.no_grad():

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from rayps.core.errors import ConfigError
-from rayps.ps.protocol.space import Table
+from rayps.ps.protocol.space import SparseTable
 from rayps.ps.tables import parquet
 from rayps.ps.tables.table_segment import TableSegment, check_table
 from rayps.ps.tables.wire_format import bucket, encode_pull, encode_push, split
@@ -98,13 +98,13 @@ def bench_tables(
         torch.set_num_threads(before)
 
 
-def _table(rows: int, dim: int, segments: int, optimizer: str) -> Table:
-    table = Table("bench", dim, segments, optimizer={"name": optimizer, "lr": 0.1})
+def _table(rows: int, dim: int, segments: int, optimizer: str) -> SparseTable:
+    table = SparseTable("bench", dim, segments, optimizer={"name": optimizer, "lr": 0.1})
     check_table(table)
     return table
 
 
-def filled(table: Table, rows: int) -> tuple[list[TableSegment], float]:
+def filled(table: SparseTable, rows: int) -> tuple[list[TableSegment], float]:
     """A table's segments with the rows 0 to `rows` - 1, and the seconds that it took to make these."""
     found = [TableSegment(table, index, ParameterServer(staleness=None), 1) for index in range(table.segments)]
     began = time.thread_time()
@@ -149,7 +149,7 @@ class Dense:
             held.index_copy_(0, ids, value)
 
 
-def _measure(table: Table, rows: int, ids: int, zipf: float | None, repeats: int) -> TableRow:
+def _measure(table: SparseTable, rows: int, ids: int, zipf: float | None, repeats: int) -> TableRow:
     segments, making = filled(table, rows)
     dense, chance = Dense(rows, table.dim, table.optimizer["name"], 0.1), np.random.default_rng(0)
     times: list[tuple[int, list[float]]] = []

@@ -24,7 +24,7 @@ from rayps.bench.step import together
 from rayps.cluster.local import Cluster
 from rayps.comm.ring import Ring
 from rayps.core.errors import ConfigError
-from rayps.parallel.tensor import Talk, plan, split
+from rayps.parallel.tensor import TensorCommunicator, plan, split
 
 CONTENDERS = ("own", "dtensor", "alone")
 
@@ -72,7 +72,7 @@ class TensorBench:
         for name in contenders:
             net = _pair(width)
             if name == "own":
-                net = split(net, plan(net, self._size), self._rank, self._size, Talk(self._ring))
+                net = split(net, plan(net, self._size), self._rank, self._size, TensorCommunicator(self._ring))
             elif name == "dtensor" and self._mesh is not None:
                 styles = {"0": ColwiseParallel(), "2": RowwiseParallel()}
                 net = parallelize_module(net, self._mesh, styles)

@@ -60,8 +60,8 @@ def client(
     Ends with the job: 0 when it succeeded, 1 when it failed or was stopped, 4 when the token was revoked, an order was
     not signed by the service, or nobody answered for too long; 130 by Ctrl-C. Start it again to go on.
     """
-    from rayps.clients.client_folder import Kept
-    from rayps.clients.client_process import Line, Outside, own_data
+    from rayps.clients.client_folder import ClientFolder
+    from rayps.clients.client_process import ClientProcess, ServiceConnection, own_data
     from rayps.workload.base import load
 
     found = ClientToken.read(_token(token))
@@ -86,10 +86,10 @@ def client(
         )
     workload = load(target)
     rows = own_data(workload, data)
-    kept = Kept((state or settings.state_dir / "clients") / which / who)
-    line = Line(settings.url, str(found), patience, show.note)
+    kept = ClientFolder((state or settings.state_dir / "clients") / which / who)
+    line = ServiceConnection(settings.url, str(found), patience, show.note)
     try:
-        ended = Outside(workload, rows, found, which, line, kept, name=who, say=show.note, device=device).run()
+        ended = ClientProcess(workload, rows, found, which, line, kept, name=who, say=show.note, device=device).run()
     finally:
         line.close()
         kept.close()

@@ -174,7 +174,7 @@ def _jobs() -> Finding:
     return Finding(name, None if remedy else f"all {len(rows)}", False, use, remedy)
 
 
-def _rows(database: Path) -> dict[str, adoption.Standing]:
+def _rows(database: Path) -> dict[str, adoption.StoreRow]:
     if not database.exists():
         return {}
     connection = sqlite3.connect(f"{database.absolute().as_uri()}?mode=ro", uri=True, timeout=5.0)
@@ -182,7 +182,7 @@ def _rows(database: Path) -> dict[str, adoption.Standing]:
         found = connection.execute("SELECT id, status, attempt FROM jobs").fetchall()
     finally:
         connection.close()
-    return {job_id: adoption.Standing(Status(status), attempt) for job_id, status, attempt in found}
+    return {job_id: adoption.StoreRow(Status(status), attempt) for job_id, status, attempt in found}
 
 
 def _node() -> Finding:

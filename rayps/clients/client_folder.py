@@ -28,7 +28,7 @@ from rayps.service.settings import private_write
 Starts = Sequence[tuple[int, int]]  # at which rounds the job began, and began again, and its first order then
 
 
-class Kept:
+class ClientFolder:
     """The folder of one client in one job."""
 
     def __init__(self, folder: Path) -> None:

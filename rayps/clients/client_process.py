@@ -20,12 +20,12 @@ import httpx2
 import numpy as np
 import torch
 
-from rayps.clients.client_folder import Kept
+from rayps.clients.client_folder import ClientFolder
 from rayps.core.errors import ConfigError, Conflict, NotFound, RaypsError, Unauthorized, Unreachable, WorkloadError
 from rayps.core.user_code import user_code
 from rayps.data.base import Data
 from rayps.data.other_files import elsewhere
-from rayps.federated.client import Reply, Rows, Task, Trainer
+from rayps.federated.client import ClientReply, ClientRows, Task, Trainer
 from rayps.federated.remote import codec
 from rayps.federated.remote.join_options import DEADLINE
 from rayps.federated.remote.signed_orders import ClientToken, verified
@@ -56,7 +56,7 @@ class Ended:
     rounds: int  # in which this client's update was taken
 
 
-class Line:
+class ServiceConnection:
     """The client's calls, repeated while nobody answers, until `patience` seconds of silence have passed."""
 
     def __init__(
@@ -115,7 +115,7 @@ class Line:
         self._http.close()
 
 
-class Outside:
+class ClientProcess:
     """One client in one job, from joining to the job's end."""
 
     def __init__(
@@ -124,8 +124,8 @@ class Outside:
         data: Data,
         token: ClientToken,
         job: str,
-        line: Line,
-        kept: Kept,
+        line: ServiceConnection,
+        kept: ClientFolder,
         name: str | None = None,
         say: Callable[[str], None] = log.info,
         device: str = "cpu",
@@ -166,7 +166,7 @@ class Outside:
             WorkloadError, DataError: the user's code or data failed.
         """
         rows, trainer = self._rows, self._trainer
-        few = Rows(rows.numbers[: rows.batch_size], rows.take, rows.batch_size, False)
+        few = ClientRows(rows.numbers[: rows.batch_size], rows.take, rows.batch_size, False)
         w, buffers = trainer.flat.vector.clone(), trainer.kept()
         with apart():
             trainer.train(FedAvg(local_steps=1), Task(0, 0, 0, w, {}), few)
@@ -255,7 +255,7 @@ class Outside:
             self._rounds += 1
             self._say(f"round {round}: {reply.n} samples, loss {reply.loss:.4g}, {seconds:.1f} s; sent")
 
-    def _send(self, order: dict[str, Any], reply: Reply) -> bool:
+    def _send(self, order: dict[str, Any], reply: ClientReply) -> bool:
         raw = codec.update(reply)
         headers = self._headers(
             **{"Rayps-Sha256": hashlib.sha256(raw).hexdigest(), "Content-Type": "application/octet-stream"}
@@ -291,7 +291,7 @@ class Outside:
             self._rounds -= 1
 
 
-def rows_of(data: Data) -> Rows:
+def rows_of(data: Data) -> ClientRows:
     """All rows of a data set, as one client's.
 
     Raises:
@@ -301,7 +301,7 @@ def rows_of(data: Data) -> Rows:
         data.check()
         count = data.rows()
         mine = data.with_clients(np.zeros(count, dtype=np.int64)).clients
-    return Rows(mine.rows(0), mine.batch, data.batch_size, getattr(data, "shuffle", True))
+    return ClientRows(mine.rows(0), mine.batch, data.batch_size, getattr(data, "shuffle", True))
 
 
 def own_data(workload: Workload, path: str | None) -> Data:

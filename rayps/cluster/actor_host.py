@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ActorHost:
     """Where an actor runs."""
 
     host: str

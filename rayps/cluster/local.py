@@ -22,7 +22,7 @@ FIRST_PROTOCOL = 1  # of rayps 0.1.0, which writes none
 WORKER_NICENESS = "0"  # on a Ray of our own, unless the user says: at Ray's 15 one busy program all but stops them
 
 
-class Reply(Protocol):
+class ActorReply(Protocol):
     """What a call will answer."""
 
     def done(self) -> bool:
@@ -32,16 +32,16 @@ class Reply(Protocol):
         """The answer. Raises TimeoutError, ActorDied, or what the method raised."""
 
 
-class Handle(Protocol):
+class ActorHandle(Protocol):
     """A running actor."""
 
     name: str
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Reply:
+    def call(self, method: str, *args: Any, **kwargs: Any) -> ActorReply:
         """Call a method; at most once, never retried."""
 
 
-class Gang(Protocol):
+class Reservation(Protocol):
     """Resources that were reserved together."""
 
     def hosts(self) -> list[str]:
@@ -63,18 +63,18 @@ class Actors(Protocol):
         gpus: float = 0.0,
         detached: bool = False,
         here: bool = False,
-        gang: Gang | None = None,
+        gang: Reservation | None = None,
         index: int | None = None,
         restarts: int = 0,
         **kwargs: Any,
-    ) -> Handle:
+    ) -> ActorHandle:
         """Start an actor; `here` keeps it on this host, `gang` and `index` put it into a reserved bundle.
 
         `restarts`: how often it is made anew, with the same arguments, after its process died (-1: always); an actor of
         threads never is.
         """
 
-    def find(self, name: str) -> Handle | None:
+    def find(self, name: str) -> ActorHandle | None:
         """The living actor of that name."""
 
     def free(self) -> Bundle:
@@ -86,7 +86,7 @@ class Actors(Protocol):
     def hosts(self, free: bool = True) -> dict[str, Bundle]:
         """The same of each host: what is not in use, or all."""
 
-    def kill(self, handle: Handle) -> None:
+    def kill(self, handle: ActorHandle) -> None:
         """End an actor now."""
 
     def close(self) -> None:
@@ -99,7 +99,7 @@ class Cluster(Actors, Protocol):
     def share(self, value: Any) -> Any:
         """A value that several calls will take, handed over once."""
 
-    def reserve(self, bundles: list[Bundle], timeout: float) -> Gang | None:
+    def reserve(self, bundles: list[Bundle], timeout: float) -> Reservation | None:
         """Reserve all bundles or none; None where they are empty. Raises NoResources."""
 
 
@@ -241,7 +241,7 @@ class LocalCluster:
         gpus: float = 0.0,
         detached: bool = False,
         here: bool = False,
-        gang: Gang | None = None,
+        gang: Reservation | None = None,
         index: int | None = None,
         restarts: int = 0,
         **kwargs: Any,
@@ -274,12 +274,12 @@ class LocalCluster:
         """See Cluster."""
         return {"here": dict(self._total)}
 
-    def reserve(self, bundles: list[Bundle], timeout: float) -> Gang:
+    def reserve(self, bundles: list[Bundle], timeout: float) -> Reservation:
         """See Cluster."""
         refuse_if_too_large(bundles, self._total)
-        return _LocalGang(len(bundles))
+        return _LocalReservation(len(bundles))
 
-    def kill(self, handle: Handle) -> None:
+    def kill(self, handle: ActorHandle) -> None:
         """See Cluster."""
         assert isinstance(handle, _LocalHandle)
         handle.kill()
@@ -291,7 +291,7 @@ class LocalCluster:
             self.kill(handle)
 
 
-class _LocalGang:
+class _LocalReservation:
     def __init__(self, count: int) -> None:
         self._count = count
 

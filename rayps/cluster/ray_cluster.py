@@ -23,9 +23,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from rayps.cluster.local import (
     WORKER_NICENESS,
+    ActorHandle,
     Bundle,
-    Gang,
-    Handle,
+    Reservation,
     Surroundings,
     not_free,
     provide,
@@ -131,10 +131,10 @@ def _shell(target: str) -> type:
     return type(target.rpartition(":")[2], (_Shell,), {})  # Ray shows the class's name as the process's title
 
 
-class RayGang:
+class RayReservation:
     """A placement group, whose bundles are inside one host each."""
 
-    def __init__(self, group: PlacementGroup, gangs: set[RayGang]) -> None:
+    def __init__(self, group: PlacementGroup, gangs: set[RayReservation]) -> None:
         self.group = group
         self._gangs = gangs
         gangs.add(self)
@@ -192,7 +192,7 @@ class _Session:
     def __init__(self, owner: Owner, address: str, environment: _Environment, temp: Scratch | None) -> None:
         self.owner, self.address = owner, address
         self.holders = 0  # clusters that were opened and not closed
-        self.gangs: set[RayGang] = set()  # of the runs on it
+        self.gangs: set[RayReservation] = set()  # of the runs on it
         self.left = False
         self._environment, self._temp = environment, temp
 
@@ -327,7 +327,7 @@ class RayCluster:
 
     def __init__(self, session: _Session | None = None, *, holds: bool = True) -> None:
         self._session = session
-        self._gangs: set[RayGang] = set() if session is None else session.gangs
+        self._gangs: set[RayReservation] = set() if session is None else session.gangs
         self._holds = holds and session is not None
         if self._holds and session is not None:
             session.holders += 1
@@ -386,7 +386,7 @@ class RayCluster:
         gpus: float = 0.0,
         detached: bool = False,
         here: bool = False,
-        gang: Gang | None = None,
+        gang: Reservation | None = None,
         index: int | None = None,
         restarts: int = 0,
         **kwargs: Any,
@@ -405,7 +405,7 @@ class RayCluster:
             options["name"] = name
         if detached:
             options["lifetime"] = "detached"
-        if isinstance(gang, RayGang):
+        if isinstance(gang, RayReservation):
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
                 gang.group, placement_group_bundle_index=-1 if index is None else index
             )
@@ -451,7 +451,7 @@ class RayCluster:
             alive = {name: now.get(name, {}) for name in alive}
         return {name: _bundle(has) | {"memory": has.get("memory", 0.0)} for name, has in alive.items()}
 
-    def reserve(self, bundles: list[Bundle], timeout: float) -> RayGang | None:
+    def reserve(self, bundles: list[Bundle], timeout: float) -> RayReservation | None:
         """See Cluster."""
         refuse_if_too_large(bundles, self.total())
         wanted = [_ray_bundle(bundle) for bundle in bundles]
@@ -461,9 +461,9 @@ class RayCluster:
         if not group.wait(timeout):
             remove_placement_group(group)
             raise not_free(bundles, self.free(), timeout)
-        return RayGang(group, self._gangs)
+        return RayReservation(group, self._gangs)
 
-    def kill(self, handle: Handle) -> None:
+    def kill(self, handle: ActorHandle) -> None:
         """See Cluster."""
         assert isinstance(handle, RayHandle)
         if self._session is not None and self._session.left:

@@ -41,7 +41,7 @@ class Scratch:
             self._lock = -1
 
 
-class Shared:
+class SharedScratch:
     """A folder that all processes of a user on this host share under one key: the first to come fills it.
 
     It stays while one of them has it open; the last to `close` removes it.

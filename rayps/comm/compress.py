@@ -48,7 +48,7 @@ class Codec(Protocol):
         """The n elements that `data` holds, as a new vector. Raises ConfigError where the lengths do not fit."""
 
 
-class Half:
+class HalfPrecision:
     """16 bits an element."""
 
     def __init__(self, code: int, dtype: torch.dtype) -> None:
@@ -68,7 +68,7 @@ class Half:
         return data.view(self._dtype).to(dtype, copy=True)
 
 
-class Blocks:
+class BlockQuantized:
     """8 bits an element, and a scale (float32) for each block of 1024."""
 
     code = 3
@@ -101,7 +101,7 @@ class Blocks:
         return x.to(dtype)
 
 
-class Largest:
+class TopK:
     """The largest magnitudes alone, each with its place: int32 [k], then float32 [k], in the order of places."""
 
     code = 4
@@ -134,14 +134,18 @@ class Largest:
         return x
 
 
-_PLAIN: dict[str, Codec] = {"fp16": Half(1, torch.float16), "bf16": Half(2, torch.bfloat16), "int8": Blocks()}
-_BY_CODE: dict[int, Codec] = {codec.code: codec for codec in (*_PLAIN.values(), Largest(1.0))}
+_PLAIN: dict[str, Codec] = {
+    "fp16": HalfPrecision(1, torch.float16),
+    "bf16": HalfPrecision(2, torch.bfloat16),
+    "int8": BlockQuantized(),
+}
+_BY_CODE: dict[int, Codec] = {codec.code: codec for codec in (*_PLAIN.values(), TopK(1.0))}
 
 
 def codec(text: str) -> Codec:
     """The codec that `compression` names: fp16, bf16, int8, top_k or top_k:FRACTION. Raises ConfigError."""
     name, fraction = compression_of(text)
-    return Largest(fraction) if name == "top_k" else _PLAIN[name]
+    return TopK(fraction) if name == "top_k" else _PLAIN[name]
 
 
 def decoded(code: int, data: Tensor, n: int, dtype: torch.dtype) -> Tensor:

@@ -3,13 +3,16 @@
 from rayps.data.base import Batch, Data
 from rayps.data.clients import Clients
 from rayps.data.memory import dataset, tensors
-from rayps.data.partition_rules import Rule, by_quantity, dirichlet, iid, rule, shards
+from rayps.data.partition_rules import PartitionRule, by_quantity, dirichlet, iid, rule, shards
 from rayps.data.reader import parquet
+
+Rule = PartitionRule  # its name for users
 
 __all__ = [
     "Batch",
     "Clients",
     "Data",
+    "PartitionRule",
     "Rule",
     "by_quantity",
     "dataset",

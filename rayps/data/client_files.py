@@ -15,24 +15,24 @@ from typing import Any
 
 import numpy as np
 
-from rayps.cluster.scratch import Shared
+from rayps.cluster.scratch import SharedScratch
 from rayps.core.errors import DataError
 from rayps.data.clients import Clients
-from rayps.data.columns import Layout, Rows
+from rayps.data.columns import ColumnLayout, ColumnRows
 from rayps.data.partition_rules import Ints
 
 _BLOCK = 32 << 20  # bytes that are sorted at once
 
 
-class Sorted:
+class RowsByClient:
     """All rows, by client: `rows` as the layout says, and `place`, where each row of the data lies in them."""
 
     def __init__(
         self,
         key: str,
-        layout: Layout,
+        layout: ColumnLayout,
         count: int,
-        read: Callable[[], Iterator[Rows]],
+        read: Callable[[], Iterator[ColumnRows]],
         divided: Callable[[Any, Ints | None], Clients],
         timeout: float = 600.0,
     ) -> None:
@@ -42,9 +42,9 @@ class Sorted:
             _room(folder, count, layout)
             _fill(folder, layout, count, read, divided)
 
-        shared = Shared(key, fill, what="sorting rows by client", timeout=timeout)
+        shared = SharedScratch(key, fill, what="sorting rows by client", timeout=timeout)
         self._closed = weakref.finalize(self, shared.close)
-        self.rows = Rows(
+        self.rows = ColumnRows(
             _open(shared.path / "x.npy"),
             None if layout.label is None else _open(shared.path / "y.npy"),
             _open(shared.path / "good.npy"),
@@ -69,7 +69,7 @@ def _new(path: Path, shape: Any, dtype: Any) -> Any:
     return np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
 
 
-def _room(folder: Path, count: int, layout: Layout) -> None:
+def _room(folder: Path, count: int, layout: ColumnLayout) -> None:
     needed, free = count * (2 * layout.row_bytes + 17), shutil.disk_usage(folder).free
     if needed > free:
         raise DataError(
@@ -82,9 +82,9 @@ def _room(folder: Path, count: int, layout: Layout) -> None:
 
 def _fill(
     folder: Path,
-    layout: Layout,
+    layout: ColumnLayout,
     count: int,
-    read: Callable[[], Iterator[Rows]],
+    read: Callable[[], Iterator[ColumnRows]],
     divided: Callable[[Any, Ints | None], Clients],
 ) -> None:
     """First the rows as they come, then by client, a block at a time."""

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from rayps.core.errors import ConfigError, DataError
 from rayps.data.base import Batch, random_of
 from rayps.data.client_picture import picture
-from rayps.data.partition_rules import Ints, Rule, apportion, classes
+from rayps.data.partition_rules import Ints, PartitionRule, apportion, classes
 
 _COLUMNS = 100  # labels that have a column each in statistics()
 _SHOWN, _LABELS = 60, 20  # clients and labels in summary()
@@ -176,7 +176,7 @@ def given(client: Given, columns: bool = False) -> Given:
     Raises:
         ConfigError: it is something else.
     """
-    if client is None or isinstance(client, Rule) or (columns and isinstance(client, str) and client):
+    if client is None or isinstance(client, PartitionRule) or (columns and isinstance(client, str) and client):
         return client
     if isinstance(client, (str, bytes)) or not hasattr(client, "__len__"):
         other = "the name of a column, " if columns else ""
@@ -206,7 +206,7 @@ def divide(
     """
     which = np.arange(rows, dtype=np.int64) if usable is None else usable
     known = None if labels is None else labels[which]
-    if isinstance(client, Rule):
+    if isinstance(client, PartitionRule):
         owners = client.owners(len(which), classes(known, str(client))[1] if client.by_label else None)
         names = tuple(map(str, range(int(owners.max(initial=-1)) + 1)))
         words = str(client)

@@ -19,7 +19,7 @@ Array = NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Bad:
+class BadValue:
     """The first value that cannot be used: its row in the chunk, its column, and what is wrong with it."""
 
     row: int
@@ -28,17 +28,17 @@ class Bad:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class ColumnRows:
     """Some rows: features [n, width], labels [n] or None, which rows are good, and the first bad one."""
 
     x: Array
     y: Array | None
     good: NDArray[np.bool_]
-    bad: Bad | None
+    bad: BadValue | None
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ColumnLayout:
     """How columns become rows: their names, the numbers each gives (None: not known yet), and dtypes."""
 
     features: tuple[str, ...]
@@ -62,12 +62,12 @@ class Layout:
         """Bytes that a row takes while it is held, with one for whether it is good."""
         return self.width * self.store.itemsize + (0 if self.label is None else self.label_dtype.itemsize) + 1
 
-    def rows(self, chunk: pa.RecordBatch) -> Rows:
+    def rows(self, chunk: pa.RecordBatch) -> ColumnRows:
         """The chunk as numpy rows; a row with a bad value has zeros in its place."""
         count = chunk.num_rows
         x = np.zeros((count, self.width), dtype=self.store)
         good = np.ones(count, dtype=np.bool_)
-        found: list[Bad] = []
+        found: list[BadValue] = []
         place = 0
         for name, width in zip(self.features, self.widths, strict=True):
             found += _fill(x[:, place : place + (width or 0)], good, chunk.column(name), name)
@@ -77,7 +77,7 @@ class Layout:
             y = np.zeros((count, 1), dtype=self.label_dtype)
             found += _fill(y, good, chunk.column(self.label), self.label)
             y = y[:, 0]
-        return Rows(x, y, good, min(found, key=lambda bad: bad.row, default=None))
+        return ColumnRows(x, y, good, min(found, key=lambda bad: bad.row, default=None))
 
 
 def layout_of(
@@ -88,7 +88,7 @@ def layout_of(
     dtype: np.dtype[Any],
     label_dtype: np.dtype[Any] | None,
     file: str,
-) -> Layout:
+) -> ColumnLayout:
     """Check that a file's columns can be used as asked.
 
     Raises:
@@ -107,7 +107,7 @@ def layout_of(
     widths = tuple(_width(schema.field(name).type) for name in features)
     small = dtype == np.float32 and all(pt.is_uint8(kind) or pt.is_boolean(kind) for kind in types)
     store = np.dtype(np.uint8) if small else dtype
-    return Layout(tuple(features), widths, label, store, label_dtype or _label_dtype(schema, label, file))
+    return ColumnLayout(tuple(features), widths, label, store, label_dtype or _label_dtype(schema, label, file))
 
 
 def missing(schema: pa.Schema, name: str) -> str:
@@ -166,7 +166,7 @@ def _usable(kind: pa.DataType, whole: pa.DataType, name: str, file: str) -> None
 # ---------------------------------------------------------------------------------------------- values
 
 
-def _fill(out: Array, good: NDArray[np.bool_], column: pa.Array, name: str) -> list[Bad]:
+def _fill(out: Array, good: NDArray[np.bool_], column: pa.Array, name: str) -> list[BadValue]:
     """Write a column into `out`, mark its bad rows in `good`, and say which is the first."""
     if _is_list(column.type):
         whole, values = _lists(column, out.shape[1])
@@ -188,7 +188,7 @@ def _fill(out: Array, good: NDArray[np.bool_], column: pa.Array, name: str) -> l
     out[~fine] = 0
     good &= fine
     row = int(np.argmin(fine))
-    return [Bad(row, name, _reason(column[row].as_py(), width))]
+    return [BadValue(row, name, _reason(column[row].as_py(), width))]
 
 
 def _lists(column: pa.Array, width: int) -> tuple[NDArray[np.bool_], pa.Array]:

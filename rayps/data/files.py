@@ -33,7 +33,7 @@ PathGiven = str | PathLike[str]
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class RowGroup:
     """A row group: which file (by number), which group in it, its first row in the file, and its rows."""
 
     file: int
@@ -48,7 +48,7 @@ class Index:
 
     files: tuple[str, ...]
     sizes: tuple[int, ...]
-    groups: tuple[Group, ...]
+    groups: tuple[RowGroup, ...]
     rows: int
     schema: pa.Schema  # of the first file
 
@@ -88,7 +88,7 @@ class Files:
             DataError: for no file, a file that is not whole, or a schema that is refused or differs.
         """
         files = tuple(self._list())
-        groups: list[Group] = []
+        groups: list[RowGroup] = []
         sizes: list[int] = []
         schema: pa.Schema | None = None
         for number, name in enumerate(files):
@@ -111,7 +111,7 @@ class Files:
         with told(files[0]):
             return [str(info.mtime_ns) for info in self._fs.get_file_info(list(files))]
 
-    def nulls(self, index: Index, group: Group, used: Sequence[str]) -> bool:
+    def nulls(self, index: Index, group: RowGroup, used: Sequence[str]) -> bool:
         """Whether the statistics of a row group count nulls in a used column.
 
         Must be called after rows of the group were read: pyarrow's reader refuses a damaged footer, while
@@ -233,11 +233,11 @@ def _leaves(footer: pq.FileMetaData, used: Sequence[str]) -> list[int]:
     ]
 
 
-def _groups(number: int, name: str, footer: pq.FileMetaData) -> list[Group]:
-    groups: list[Group] = []
+def _groups(number: int, name: str, footer: pq.FileMetaData) -> list[RowGroup]:
+    groups: list[RowGroup] = []
     first = 0
     for place in range(footer.num_row_groups):
-        groups.append(Group(number, place, first, footer.row_group(place).num_rows))
+        groups.append(RowGroup(number, place, first, footer.row_group(place).num_rows))
         first += groups[-1].rows
     if first != footer.num_rows or any(group.rows < 0 for group in groups):
         raise DataError(

@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset, default_collate
 from rayps.core.errors import DataError, RaypsError
 from rayps.data.base import Batch, Data, batch_size_of, check_place, dealt, kept, map_tensors
 from rayps.data.clients import Clients, divide, given
-from rayps.data.partition_rules import Ints, Rule
+from rayps.data.partition_rules import Ints, PartitionRule
 from rayps.data.unsupported import refuse_ray_data
 
 
@@ -29,7 +29,7 @@ class InMemory(Data):
         return None
 
     def _divide(self) -> Clients:
-        wanted = isinstance(self.client, Rule) and self.client.by_label
+        wanted = isinstance(self.client, PartitionRule) and self.client.by_label
         return divide(self.client, self.rows(), self._labels() if wanted or self._cheap_labels else None, self._take)
 
     def _take_clients(self, client: Any) -> None:

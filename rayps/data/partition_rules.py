@@ -24,7 +24,7 @@ from rayps.data.base import random_of
 Ints = NDArray[np.int64]
 
 
-class Rule(ABC):
+class PartitionRule(ABC):
     """How rows become clients. `str(rule)` says it as it is written."""
 
     by_label: ClassVar[bool] = False
@@ -39,7 +39,7 @@ class Rule(ABC):
 
 
 @dataclass(frozen=True)
-class Iid(Rule):
+class Iid(PartitionRule):
     """See `iid`."""
 
     clients: int
@@ -55,7 +55,7 @@ class Iid(Rule):
 
 
 @dataclass(frozen=True)
-class Shards(Rule):
+class ByShards(PartitionRule):
     """See `shards`."""
 
     by_label: ClassVar[bool] = True
@@ -85,7 +85,7 @@ class Shards(Rule):
 
 
 @dataclass(frozen=True)
-class Dirichlet(Rule):
+class Dirichlet(PartitionRule):
     """See `dirichlet`."""
 
     by_label: ClassVar[bool] = True
@@ -145,7 +145,7 @@ class Dirichlet(Rule):
 
 
 @dataclass(frozen=True)
-class ByQuantity(Rule):
+class ByQuantity(PartitionRule):
     """See `by_quantity`."""
 
     clients: int | tuple[int, ...]
@@ -207,7 +207,7 @@ def _dirichlet(random: np.random.Generator, weights: NDArray[np.float64]) -> NDA
     return np.asarray(q, dtype=np.float64)
 
 
-def _pure_ends(labels: Ints, shards: int, rule: Shards) -> Ints:
+def _pure_ends(labels: Ints, shards: int, rule: ByShards) -> Ints:
     """Where shards of one label each end, in the order of labels."""
     have = np.bincount(labels)
     have = have[have > 0]
@@ -240,12 +240,12 @@ def _enough(rows: int, clients: int) -> None:
 # ------------------------------------------------------------------------------------------------ as a user writes
 
 
-def iid(clients: int, *, seed: int = 0) -> Rule:
+def iid(clients: int, *, seed: int = 0) -> PartitionRule:
     """Rows dealt at random to `clients` clients, as many to each (one more or less)."""
     return Iid(_count("clients", clients), _seed(seed))
 
 
-def shards(per_client: int, *, clients: int, pure: bool = False, seed: int = 0) -> Rule:
+def shards(per_client: int, *, clients: int, pure: bool = False, seed: int = 0) -> PartitionRule:
     """Rows sorted by label, cut into clients x per_client shards of equal size, `per_client` dealt to each client.
 
     McMahan et al. 2017, section 3: most clients have rows of `per_client` labels only, some of one more where a
@@ -254,10 +254,10 @@ def shards(per_client: int, *, clients: int, pure: bool = False, seed: int = 0) 
     """
     if not isinstance(pure, bool):
         raise ConfigError(f"pure is {pure!r}: give True or False", field="client")
-    return Shards(_count("per_client", per_client), _count("clients", clients), pure, _seed(seed))
+    return ByShards(_count("per_client", per_client), _count("clients", clients), pure, _seed(seed))
 
 
-def dirichlet(alpha: float, *, clients: int, balanced: bool = True, seed: int = 0) -> Rule:
+def dirichlet(alpha: float, *, clients: int, balanced: bool = True, seed: int = 0) -> PartitionRule:
     """Labels mixed differently for each client; the smaller `alpha`, the fewer labels a client has.
 
     Hsu et al. 2019: each client draws its mixture q ~ Dir(alpha p), p being the shares of all labels,
@@ -271,7 +271,9 @@ def dirichlet(alpha: float, *, clients: int, balanced: bool = True, seed: int = 
     return Dirichlet(_positive("alpha", alpha), _count("clients", clients), balanced, _seed(seed))
 
 
-def by_quantity(clients: int | Sequence[int], *, law: str = "lognormal", spread: float = 1.0, seed: int = 0) -> Rule:
+def by_quantity(
+    clients: int | Sequence[int], *, law: str = "lognormal", spread: float = 1.0, seed: int = 0
+) -> PartitionRule:
     """Rows dealt at random, but unequally many: one to each client, the rest by the law.
 
     `law`: "lognormal" (the logarithm of a size has standard deviation `spread`), or "zipf" (the r-th largest size
@@ -294,7 +296,7 @@ def by_quantity(clients: int | Sequence[int], *, law: str = "lognormal", spread:
     return ByQuantity(sizes, law, _positive("spread", spread), _seed(seed))
 
 
-def rule(text: str) -> Rule:
+def rule(text: str) -> PartitionRule:
     """A rule as text, such as `shards(2,clients=20)` or `shards(per_client=2,clients=20)`. Raises ConfigError."""
     known: dict[str, Any] = {"iid": iid, "shards": shards, "dirichlet": dirichlet, "by_quantity": by_quantity}
     options = form(text)
@@ -315,7 +317,7 @@ def rule(text: str) -> Rule:
             )
     if "clients" not in options:
         raise ConfigError(f"the rule {text!r}: {name} has to know how many clients: {_EXAMPLES[name]}", field="client")
-    made: Rule = known[name](options.pop(has[0]), **options)
+    made: PartitionRule = known[name](options.pop(has[0]), **options)
     return made
 
 

@@ -27,11 +27,11 @@ from numpy.typing import NDArray
 
 from rayps.core.errors import ConfigError, DataError
 from rayps.data.base import Batch, Data, batch_size_of, check_place, dealt, kept, random_of
-from rayps.data.client_files import Sorted
+from rayps.data.client_files import RowsByClient
 from rayps.data.clients import Clients, divide, given, owners_by_id
-from rayps.data.columns import Bad, Layout, Rows, layout_of, missing
-from rayps.data.files import Files, Group, Index, PathGiven, told
-from rayps.data.partition_rules import Rule
+from rayps.data.columns import BadValue, ColumnLayout, ColumnRows, layout_of, missing
+from rayps.data.files import Files, Index, PathGiven, RowGroup, told
+from rayps.data.partition_rules import PartitionRule
 
 _log = logging.getLogger(__name__)
 _CHUNK = 2 << 20  # bytes decoded at once, about
@@ -75,8 +75,8 @@ class ParquetData(Data):
 
     def _forget(self) -> None:
         self._index: Index | None = None
-        self._layout: Layout | None = None
-        self._held: Rows | None = None
+        self._layout: ColumnLayout | None = None
+        self._held: ColumnRows | None = None
         self._clients = None
         self._warned: set[str] = set()
 
@@ -99,7 +99,7 @@ class ParquetData(Data):
                 for _ in self._read(group, 0, group.rows):
                     continue
 
-    def _has_nulls(self, index: Index, group: Group, columns: list[str]) -> bool:
+    def _has_nulls(self, index: Index, group: RowGroup, columns: list[str]) -> bool:
         """Whether a row group has nulls that training would stop at; its first row is read for it."""
         next(self._chunks(index, group, columns, 1), None)
         return self._files.nulls(index, group, columns) and not self._drop
@@ -119,7 +119,7 @@ class ParquetData(Data):
         index, layout = self._known()
         return index.rows * layout.row_bytes <= self._window or (self.keeps_rows and self.divided)
 
-    def _known(self) -> tuple[Index, Layout]:
+    def _known(self) -> tuple[Index, ColumnLayout]:
         if self._index is None or self._layout is None:
             index = self._files.index(self._used)
             layout = self._layout_of(index.schema, index.files[0])
@@ -140,7 +140,7 @@ class ParquetData(Data):
             )
         return [*columns, self.client]
 
-    def _layout_of(self, schema: pa.Schema, name: str) -> Layout:
+    def _layout_of(self, schema: pa.Schema, name: str) -> ColumnLayout:
         return layout_of(
             schema, self._features, self._label, dtype=self._dtype, label_dtype=self._label_dtype, file=name
         )
@@ -156,7 +156,7 @@ class ParquetData(Data):
 
     # ------------------------------------------------------------------------------------ reading
 
-    def _chunks(self, index: Index, group: Group, columns: list[str], rows: int) -> Iterator[pa.RecordBatch]:
+    def _chunks(self, index: Index, group: RowGroup, columns: list[str], rows: int) -> Iterator[pa.RecordBatch]:
         name = index.files[group.file]
         with self._files.open(name, index.sizes[group.file]) as file, told(name, group.number):
             done = 0
@@ -171,7 +171,7 @@ class ParquetData(Data):
                     row_group=group.number,
                 )
 
-    def _read(self, group: Group, low: int, high: int) -> Iterator[Rows]:
+    def _read(self, group: RowGroup, low: int, high: int) -> Iterator[ColumnRows]:
         """Rows [low, high) of a row group, a chunk at a time."""
         index, layout = self._known()
         at_once = max(1, min(8192, _CHUNK // layout.row_bytes))
@@ -185,7 +185,7 @@ class ParquetData(Data):
             if first >= high and high < group.rows:
                 return
 
-    def _rows(self, chunk: pa.RecordBatch, file: str, first: int) -> Rows:
+    def _rows(self, chunk: pa.RecordBatch, file: str, first: int) -> ColumnRows:
         layout = self._known()[1]
         try:
             rows = layout.rows(chunk)
@@ -195,7 +195,7 @@ class ParquetData(Data):
             self._bad(rows.bad, file, first + rows.bad.row)
         return rows
 
-    def _bad(self, bad: Bad, file: str, row: int) -> None:
+    def _bad(self, bad: BadValue, file: str, row: int) -> None:
         if not self._drop:
             raise DataError(
                 f"{file}: column {bad.column!r} {bad.reason} in row {row}\n"
@@ -262,7 +262,7 @@ class ParquetData(Data):
         if index.rows * layout.row_bytes <= self._window:
             held = self._hold(index)
             return divided(held.y, None if held.good.all() else np.flatnonzero(held.good))
-        stored = Sorted(self._key(index, layout), layout, index.rows, lambda: self._all(index), divided)
+        stored = RowsByClient(self._key(index, layout), layout, index.rows, lambda: self._all(index), divided)
 
         def take(which: NDArray[np.int64]) -> Batch:
             return self._batch(stored.rows, stored.place[which])
@@ -276,7 +276,7 @@ class ParquetData(Data):
     def _by_row(self, which: NDArray[np.int64]) -> Batch:
         return self._batch(self._hold(self._known()[0]), which)
 
-    def _all(self, index: Index) -> Iterator[Rows]:
+    def _all(self, index: Index) -> Iterator[ColumnRows]:
         for group in index.groups:
             yield from self._read(group, 0, group.rows)
 
@@ -284,21 +284,21 @@ class ParquetData(Data):
         chunks = [chunk.column(0) for group in index.groups for chunk in self._chunks(index, group, [name], 65_536)]
         return pa.chunked_array(chunks)
 
-    def _key(self, index: Index, layout: Layout) -> str:
+    def _key(self, index: Index, layout: ColumnLayout) -> str:
         """The same for the same rows divided in the same way."""
         found = hashlib.sha256(
             repr(
                 (index.files, index.sizes, self._files.changed(index.files), layout, self._drop, np.__version__)
             ).encode()
         )
-        if isinstance(self.client, (str, Rule)):
+        if isinstance(self.client, (str, PartitionRule)):
             found.update(repr(self.client).encode())
         else:
             names, owners = owners_by_id(self.client, index.rows)
             found.update(repr(names).encode() + owners.tobytes())
         return found.hexdigest()[:24]
 
-    def _batch(self, rows: Rows, which: NDArray[np.int64]) -> Batch:
+    def _batch(self, rows: ColumnRows, which: NDArray[np.int64]) -> Batch:
         if not rows.good[which].all():
             which = which[rows.good[which]]
         x = torch.from_numpy(rows.x[which].astype(self._dtype, copy=False))
@@ -306,7 +306,7 @@ class ParquetData(Data):
             x *= self._scale
         return Batch(x, None if rows.y is None else torch.from_numpy(rows.y[which]), len(which))
 
-    def _hold(self, index: Index) -> Rows:
+    def _hold(self, index: Index) -> ColumnRows:
         """All rows, read once."""
         if self._held is None:
             held = self._room(index.rows)
@@ -316,9 +316,9 @@ class ParquetData(Data):
             self._held = held
         return self._held
 
-    def _room(self, rows: int) -> Rows:
+    def _room(self, rows: int) -> ColumnRows:
         layout = self._known()[1]
-        return Rows(
+        return ColumnRows(
             np.empty((rows, layout.width), dtype=layout.store),
             None if layout.label is None else np.empty(rows, dtype=layout.label_dtype),
             np.empty(rows, dtype=np.bool_),
@@ -327,7 +327,7 @@ class ParquetData(Data):
 
     def _windows(
         self, index: Index, low: int, high: int, *, rank: int, seed: int, epoch: int, start: int
-    ) -> Iterator[tuple[Rows, NDArray[np.int64]]]:
+    ) -> Iterator[tuple[ColumnRows, NDArray[np.int64]]]:
         """Rows [low, high) of the shuffled row groups, a window at a time, each with the order of its rows.
 
         A window is a whole number of batches, so the windows before batch `start` are never decoded.
@@ -345,7 +345,7 @@ class ParquetData(Data):
             yield window, order[skip:]
             number, skip = number + 1, 0
 
-    def _span(self, index: Index, low: int, high: int, *, seed: int, epoch: int) -> Iterator[Rows]:
+    def _span(self, index: Index, low: int, high: int, *, seed: int, epoch: int) -> Iterator[ColumnRows]:
         order = np.arange(len(index.groups))
         if self._shuffle:
             order = random_of(seed, epoch).permutation(len(index.groups))
@@ -360,7 +360,7 @@ class ParquetData(Data):
                 return
 
 
-def _filled(stream: Iterator[Rows], window: Rows) -> Iterator[int]:
+def _filled(stream: Iterator[ColumnRows], window: ColumnRows) -> Iterator[int]:
     """Fill the window from the stream again and again; each time, the number of rows in it."""
     room = len(window.good)
     done = 0
@@ -377,7 +377,7 @@ def _filled(stream: Iterator[Rows], window: Rows) -> Iterator[int]:
         yield done
 
 
-def _copy(rows: Rows, begin: int, into: Rows, place: int, count: int) -> int:
+def _copy(rows: ColumnRows, begin: int, into: ColumnRows, place: int, count: int) -> int:
     into.x[place : place + count] = rows.x[begin : begin + count]
     into.good[place : place + count] = rows.good[begin : begin + count]
     if into.y is not None and rows.y is not None:

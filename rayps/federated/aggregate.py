@@ -11,7 +11,7 @@
     rule                    the others need every update at once: rows in cohort order, gathered on each worker; what
                             clients send beside (buffers, `sums`) goes through the same rule, each as rows of its own
        central privacy      its noise belongs here, on the sum of clipped updates, over a divisor fixed beforehand
-    server                  `Federated.server` with `Met.mean`, `Met.delta`, `Met.sums`
+    server                  `Federated.server` with `RoundAggregate.mean`, `RoundAggregate.delta`, `RoundAggregate.sums`
 
 The mean takes memory for one model (as fixed point: 4 times its bytes, float64: 3) however many clients reply, a robust
 rule or an omniscient attacker n times that of an update. Either way the bits depend on neither the number of workers,
@@ -21,8 +21,8 @@ Under the mean, buffers are weighted by samples and `sums` are plain sums. Under
 rule makes of the replies' buffers (whole numbers by the median where the rule is geometric_median or
 centered_clipping, which measure distances: a count would outweigh the statistics), centered_clipping begins there with
 the buffers of before the round, and each of `sums` is n times what the rule makes of its n rows: SCAFFOLD's c stays an
-estimate of the mean of all c_i. krum, multi_krum and bulyan choose by the update alone (`Met.chosen`), and nothing of
-the other clients is used. No number of samples counts: `Met.weight` is the number of replies.
+estimate of the mean of all c_i. krum, multi_krum and bulyan choose by the update alone (`RoundAggregate.chosen`), and
+nothing of the other clients is used. No number of samples counts: `RoundAggregate.weight` is the number of replies.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from torch import Tensor
 
 from rayps.core.errors import ConfigError
 from rayps.federated.attacks import OWN, agreed, counted, false_buffers, false_sums, spoilt
-from rayps.federated.buffer_statistics import NEGATIVE, Statistics
-from rayps.federated.exact_sum import NOT_FINITE, TOO_LARGE, Exact, refusal
+from rayps.federated.buffer_statistics import NEGATIVE, BufferStatistics
+from rayps.federated.exact_sum import NOT_FINITE, TOO_LARGE, ExactSum, refusal
 from rayps.federated.gather_replies import Gathering, Replies
-from rayps.federated.rule_spec import Attack, Rule, attack_of, rule_of
+from rayps.federated.rule_spec import AttackSpec, RuleSpec, attack_of, rule_of
 from rayps.federated.rules import Matrix, Picks, Vector, aggregate, beside, clip_factor, median, members, picks
 
 BEFORE = "rule.before"  # in the server's memory: the last round's result, where a rule begins with it
@@ -50,7 +50,7 @@ _UPDATE, _BUFFERS = "", "buffers"  # the names of what a reply holds; all others
 
 
 @dataclass(slots=True)
-class Met:
+class RoundAggregate:
     """What a round has come to; the same on every worker."""
 
     mean: Tensor | None  # of the w_k; None: no result, or replies began from several models
@@ -59,7 +59,9 @@ class Met:
     count: int = 0  # replies that could be used
     weight: float = 0.0  # theirs; under a robust rule each counts once
     rejected: list[tuple[int, str]] = field(default_factory=list)  # client, why
-    buffers: Tensor | None = None  # as `Statistics` packs them; None where clients send none, or there is no result
+    buffers: Tensor | None = (
+        None  # as `BufferStatistics` packs them; None where clients send none, or there is no result
+    )
     chosen: list[int] | None = None  # the clients that krum, multi_krum or bulyan has chosen; None under other rules
     skipped: str | None = None  # why the model stays as it is
 
@@ -80,7 +82,7 @@ class Aggregate:
         extras: Mapping[str, tuple[int, torch.dtype]] | None = None,
         least: int = 1,
         asynchronous: bool = False,
-        statistics: Statistics | None = None,
+        statistics: BufferStatistics | None = None,
     ) -> None:
         """For updates of `size` elements of `dtype`, from a job of so many `clients`.
 
@@ -91,8 +93,8 @@ class Aggregate:
             least: replies that a round needs.
             asynchronous: replies may have begun from older models, so that only their updates are added up.
         """
-        self.rule, self.clip = rule if isinstance(rule, Rule) else rule_of(rule), clip
-        self.attack: Attack | None = attack if isinstance(attack, Attack) else attack_of(attack)
+        self.rule, self.clip = rule if isinstance(rule, RuleSpec) else rule_of(rule), clip
+        self.attack: AttackSpec | None = attack if isinstance(attack, AttackSpec) else attack_of(attack)
         self.size, self.dtype, self.least, self._seed = size, dtype, max(1, least), seed
         self._extras, self._statistics = dict(extras or {}), statistics
         self._attackers = frozenset() if self.attack is None else self.attack.attackers(seed, clients)
@@ -127,11 +129,11 @@ class Aggregate:
             kinds |= self._extras
             if self._statistics is not None:  # and the samples, by which they are weighted
                 kinds[_BUFFERS] = (self._statistics.size + 1, torch.float64)
-        rooms, told = [Exact.room(size, dtype) for size, dtype in kinds.values()], len(_REASONS) * places
+        rooms, told = [ExactSum.room(size, dtype) for size, dtype in kinds.values()], len(_REASONS) * places
         self._home = torch.zeros(sum(rooms) + told, dtype=torch.int64)
         parts = torch.split(self._home, [*rooms, told])
         made = {
-            name: Exact(size, dtype, home) for (name, (size, dtype)), home in zip(kinds.items(), parts, strict=False)
+            name: ExactSum(size, dtype, home) for (name, (size, dtype)), home in zip(kinds.items(), parts, strict=False)
         }
         self._main = made.pop(_UPDATE)
         self._beside, self._told, self._places = made, parts[-1], places
@@ -226,13 +228,13 @@ class Aggregate:
 
     # ---- together
 
-    def meet(self, ring: Any, memory: MutableMapping[str, Tensor] | None = None) -> Met:
+    def meet(self, ring: Any, memory: MutableMapping[str, Tensor] | None = None) -> RoundAggregate:
         """The round's result. `memory` is the server's, where a rule with a memory keeps it."""
         self._told.copy_(torch.tensor(self._refused))
         for each in (self._main, *self._beside.values()):
             _ = each.limbs  # settled: they stand in _home
         ring.sum(self._home)
-        met = Met(None, None, {}, self._main.count, float(self._main.weight), self._rejected())
+        met = RoundAggregate(None, None, {}, self._main.count, float(self._main.weight), self._rejected())
         if self.rule.robust:
             met.weight = float(met.count)
         if met.count < self.least:
@@ -261,14 +263,14 @@ class Aggregate:
             for _ in range(count)
         ]
 
-    def _take_beside(self, met: Met) -> None:
+    def _take_beside(self, met: RoundAggregate) -> None:
         """What clients sent beside, under the mean."""
         met.sums = {name: each.total() for name, each in self._beside.items() if name != _BUFFERS}
         if self._statistics is not None and met.skipped is None:
             total = self._beside[_BUFFERS].total()
             met.buffers = total[:-1] / total[-1]
 
-    def _take_mean(self, met: Met, exact: Exact) -> None:
+    def _take_mean(self, met: RoundAggregate, exact: ExactSum) -> None:
         w_t = self._w_t
         if self._whole:
             met.mean = exact.mean()
@@ -277,11 +279,11 @@ class Aggregate:
             met.delta = exact.mean()
             met.mean = None if self._asynchronous else w_t + met.delta
 
-    def _take_gathered(self, met: Met, replies: Replies, memory: MutableMapping[str, Tensor]) -> None:
+    def _take_gathered(self, met: RoundAggregate, replies: Replies, memory: MutableMapping[str, Tensor]) -> None:
         rows, clients = replies.rows, replies.clients
         self._conspire(rows[_UPDATE], clients)
         if not self.rule.robust:
-            exact = Exact(self.size, self.dtype)
+            exact = ExactSum(self.size, self.dtype)
             for row, weight in zip(rows[_UPDATE], replies.weights, strict=True):
                 exact.add(torch.from_numpy(row).to(self.dtype), weight)
             self._take_mean(met, exact)

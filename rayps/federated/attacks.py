@@ -5,7 +5,7 @@
                           learning", NeurIPS 2019: mean - z sd, within the spread of the honest
     inner_product         Xie, Koyejo and Gupta, "Fall of empires: breaking Byzantine-tolerant SGD by inner product
                           manipulation", UAI 2019: -eps times the mean
-Label flipping (`Attack.labels`), inflated counts (`counted`), false buffers (`false_buffers`) and a false c
+Label flipping (`AttackSpec.labels`), inflated counts (`counted`), false buffers (`false_buffers`) and a false c
 (`false_sums`) leave updates as training gives them. The omniscient ones, alie and inner_product, see all honest updates
 of the round, and all their attackers send one vector.
 """
@@ -18,13 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rayps.federated.rule_spec import Attack
+from rayps.federated.rule_spec import AttackSpec
 from rayps.federated.rules import Matrix, Vector
 
 OWN = ("sign_flip", "gaussian", "nan")  # attacks that need nothing but the attacker's own update
 
 
-def spoilt(attack: Attack, update: Tensor, *seed: int) -> Tensor:
+def spoilt(attack: AttackSpec, update: Tensor, *seed: int) -> Tensor:
     """What an attacker sends in place of its update [P]; `seed` (of the run, round, client) draws the noise."""
     if attack.name == "sign_flip":
         return update * -attack.scale
@@ -36,22 +36,22 @@ def spoilt(attack: Attack, update: Tensor, *seed: int) -> Tensor:
     return update
 
 
-def counted(attack: Attack, weight: float) -> float:
+def counted(attack: AttackSpec, weight: float) -> float:
     """The number of samples that an attacker says it has."""
     return weight * attack.factor if attack.name == "inflated_counts" else weight
 
 
-def false_buffers(attack: Attack, buffers: Tensor) -> Tensor:
+def false_buffers(attack: AttackSpec, buffers: Tensor) -> Tensor:
     """The buffers [B] that an attacker sends. Scaled up they stay what a model may have: variances are not negative."""
     return buffers * attack.scale if attack.name == "false_buffers" else buffers
 
 
-def false_sums(attack: Attack, sent: Tensor) -> Tensor:
+def false_sums(attack: AttackSpec, sent: Tensor) -> Tensor:
     """What an attacker sends beside its update, in place of one of the strategy's `sums`."""
     return sent * -attack.scale if attack.name == "false_c" else sent
 
 
-def agreed(attack: Attack, honest: Matrix, attackers: int) -> Vector:
+def agreed(attack: AttackSpec, honest: Matrix, attackers: int) -> Vector:
     """What omniscient attackers all send, given the honest updates [h, P] of the round."""
     center = np.asarray(honest.mean(axis=0, dtype=np.float64))
     if attack.name == "inner_product":

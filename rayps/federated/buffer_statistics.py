@@ -16,7 +16,7 @@ NEGATIVE = "its buffers hold a negative variance or count"
 _NOT_BELOW_ZERO = ("running_var", "num_batches_tracked")
 
 
-class Statistics:
+class BufferStatistics:
     """Where each buffer stands in the vector of `size` elements; the first `floats` of them are floating point."""
 
     def __init__(self, buffers: Mapping[str, Tensor]) -> None:

@@ -35,7 +35,7 @@ _BESIDE = "beside/"  # how the names of the buffers of a client's own model begi
 
 
 @dataclass(slots=True)
-class Rows:
+class ClientRows:
     """A client's own rows: their numbers, and how a batch is made of numbers. `relabel` changes a batch's labels."""
 
     numbers: Ints
@@ -60,7 +60,7 @@ class Task:
 
 
 @dataclass(slots=True)
-class Reply:
+class ClientReply:
     """What a client gives back. `w` and `buffers` are the model's own: good until the next client trains."""
 
     w: Tensor
@@ -78,7 +78,7 @@ class Grad:
 
     __slots__ = ("_turn", "_vector", "used")
 
-    def __init__(self, turn: Turn) -> None:
+    def __init__(self, turn: ClientTurn) -> None:
         self._turn, self.used = turn, False
         self._vector: Tensor | None = None
 
@@ -111,10 +111,10 @@ class Grad:
         return -self.vector
 
 
-class Turn:
+class ClientTurn:
     """A client as a strategy's `client` sees it."""
 
-    def __init__(self, trainer: Trainer, strategy: Any, task: Task, rows: Rows) -> None:
+    def __init__(self, trainer: Trainer, strategy: Any, task: Task, rows: ClientRows) -> None:
         self.w, self.w_t = trainer.flat.vector, task.w_t
         self.n = len(rows.numbers)
         self.state, self.shared = dict(task.state), task.shared
@@ -312,7 +312,7 @@ class Trainer:
         with user_code("optimizer.step"):
             self._optimizer.step()
 
-    def train(self, strategy: Any, task: Task, rows: Rows) -> Reply:
+    def train(self, strategy: Any, task: Task, rows: ClientRows) -> ClientReply:
         """Let one client train, once. The same task and rows give the same bits, wherever.
 
         Raises:
@@ -321,7 +321,7 @@ class Trainer:
         self.put(task.w_t, task.buffers)
         self.at(task.tick)
         seeded(number(task.seed, "model", task.round, task.client) >> 1)  # what the model draws, as for dropout
-        turn = Turn(self, strategy, task, rows)
+        turn = ClientTurn(self, strategy, task, rows)
         strategy.client(turn)
         steps, losses = turn.steps, turn.losses
         w, buffers = self.flat.vector, self.buffers
@@ -333,15 +333,15 @@ class Trainer:
             turn.state |= {f"{_BESIDE}{name}": value for name, value in self.kept().items()}
         samples = sum(size for _, size in losses)
         total = math.fsum(float(loss) * size for loss, size in losses)
-        return Reply(
+        return ClientReply(
             w, turn.n, turn.reply, turn.state, buffers, total / samples if samples else math.nan, samples, steps
         )
 
-    def tune(self, strategy: Any, task: Task, rows: Rows, epochs: int) -> None:
+    def tune(self, strategy: Any, task: Task, rows: ClientRows, epochs: int) -> None:
         """Leave in the model w_t, trained on by this client alone for so many epochs."""
         self.put(task.w_t, task.buffers)
         self.at(task.tick)
-        turn = Turn(self, strategy, task, rows)
+        turn = ClientTurn(self, strategy, task, rows)
         for batch in turn.batches(epochs):
             turn.step(turn.grad(batch))
 

@@ -25,7 +25,7 @@ _CACHE = 4096  # KiB of pages that SQLite keeps
 CHUNK = 16 << 20  # bytes of states that are read at once
 
 
-class States:
+class ClientStates:
     """Clients' states by number and round. Any thread may call it; one round's changes are kept or undone as one."""
 
     def __init__(self, folder: str | None = None) -> None:

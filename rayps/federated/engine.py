@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from rayps.federated import rule_spec
-from rayps.federated.aggregate import Aggregate, Met
-from rayps.federated.buffer_statistics import Statistics
-from rayps.federated.client import Reply, Tensors, Trainer
-from rayps.federated.client_states import States
+from rayps.federated.aggregate import Aggregate, RoundAggregate
+from rayps.federated.buffer_statistics import BufferStatistics
+from rayps.federated.client import ClientReply, Tensors, Trainer
+from rayps.federated.client_states import ClientStates
 from rayps.federated.cohort import homes
 from rayps.federated.personal_metrics import personal
-from rayps.federated.remote.remote_replies import Remote
-from rayps.federated.reply_source import Errand, Round, Simulated, old
+from rayps.federated.remote.remote_replies import RemoteReplies
+from rayps.federated.reply_source import Round, SimulatedReplies, TrainingTask, old
 from rayps.tensors.finite import is_finite
 from rayps.tensors.learning_rate import Ticks
 
@@ -35,7 +35,7 @@ SHOWN = 50  # names in an event
 SAID = 3  # names in its message
 
 
-class Engine:
+class FederatedEngine:
     """The federated half of a worker; `round` is what its strategy calls."""
 
     def __init__(self, w: Worker) -> None:
@@ -47,15 +47,15 @@ class Engine:
         self._w_t = torch.empty_like(w.flat.vector)
         stateful = strategy.stateful and not strategy.remote
         self.homes = homes(w.data.clients.sizes, w.size) if stateful else None
-        self.states = States() if stateful else None
+        self.states = ClientStates() if stateful else None
         self._losses: list[tuple[int, float, int]] = []  # of the round's usable replies here: client, loss, samples
         self._spoilt: set[int] = set()  # clients of which a state was not kept, as far as it was said
         self._begun, self._counted = 0, False  # rounds, and whether one of them moved the model
         self.judging: Any = None  # the evaluation data, once it is known
-        self.source: Any = Remote(self) if strategy.remote else Simulated(self)
+        self.source: Any = RemoteReplies(self) if strategy.remote else SimulatedReplies(self)
         size, dtype = w.flat.layout.size, w.flat.layout.dtype
         extras = dict.fromkeys(strategy.sums, (size, dtype))
-        statistics = Statistics(self.trainer.buffers)
+        statistics = BufferStatistics(self.trainer.buffers)
         self._statistics = statistics if statistics.size and strategy.buffers == "mean" else None
         rule, attack = rule_spec.rule_of(strategy.rule), rule_spec.attack_of(strategy.attack)
         self._aggregate = Aggregate(
@@ -97,7 +97,7 @@ class Engine:
         self._losses = []
         began = time.perf_counter()
         for errand, reply in self.source.replies():
-            self._take(errand if isinstance(errand, Errand) else Errand(errand, t), reply)
+            self._take(errand if isinstance(errand, TrainingTask) else TrainingTask(errand, t), reply)
         w.meter.compute += time.perf_counter() - began
         met = self._aggregate.meet(w.ring, w.shared)
         chosen = None if met.chosen is None else frozenset(met.chosen)
@@ -114,7 +114,7 @@ class Engine:
         if w.position >= w.plan.end and not self._counted and w.rank == 0:
             self._warn(why, rejected)
 
-    def _take(self, errand: Errand, reply: Reply) -> None:
+    def _take(self, errand: TrainingTask, reply: ClientReply) -> None:
         """One reply into the sum, or out of the round."""
         w, strategy = self.w, self.strategy
         weight = strategy.weight(reply.n, errand.staleness)
@@ -153,12 +153,12 @@ class Engine:
             client=who,
         )
 
-    def _serve(self, t: int, met: Met) -> str:
+    def _serve(self, t: int, met: RoundAggregate) -> str:
         """The server's half, the same on every worker; why the model stays as it was, if it does."""
         w, strategy = self.w, self.strategy
         if met.skipped is not None:
             return met.skipped if met.count else "no reply could be used" if met.rejected else "nobody replied"
-        strategy.server(Server(w.flat.vector, met, self.source.count, w.shared, t))
+        strategy.server(FederatedServer(w.flat.vector, met, self.source.count, w.shared, t))
         if self._statistics is not None and met.buffers is not None:
             self._statistics.spread(met.buffers, self.trainer.buffers)
         return ""
@@ -172,7 +172,9 @@ class Engine:
             told = self.clients.summary()
             self.w.event("clients", f"{told['clients']} clients with {told['rows']} samples ({told['rule']})", **told)
 
-    def _file(self, known: Round, met: Met, rejected: list[tuple[int, str]], cohort: list[int], why: str) -> None:
+    def _file(
+        self, known: Round, met: RoundAggregate, rejected: list[tuple[int, str]], cohort: list[int], why: str
+    ) -> None:
         """What became of the round's clients, as numbers and as an event."""
         w, names, asked = self.w, self.source.names, len(known.sampled)
         w.say(sampled=asked, replied=met.count, dropped=len(known.dropped), rejected=len(rejected))
@@ -225,7 +227,7 @@ class Engine:
         if self.states is not None:
             self.states.kept = round
 
-    def adopt(self, states: States) -> None:
+    def adopt(self, states: ClientStates) -> None:
         """Go on from these states of the clients that live here."""
         if self.states is not None:
             self.states.close()
@@ -238,10 +240,10 @@ def said(away: list[list[str]], count: int) -> str:
     return ", ".join(f"{name} ({why})" for name, why in away[:SAID]) + (f" and {more} more" if more > 0 else "")
 
 
-class Server:
+class FederatedServer:
     """The server as a strategy's `server` sees it. `w` is w_t, to be changed in place."""
 
-    def __init__(self, w: Tensor, met: Met, clients: int, memory: dict[str, Any], round: int) -> None:
+    def __init__(self, w: Tensor, met: RoundAggregate, clients: int, memory: dict[str, Any], round: int) -> None:
         self.w, self.clients, self.memory, self.round = w, clients, memory, round
         self.count, self.weight = met.count, met.weight
         self.mean = None if met.mean is None else met.mean.to(w.device)

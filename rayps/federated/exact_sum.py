@@ -44,7 +44,7 @@ NOT_FINITE = "its update holds values that are not finite"
 TOO_LARGE = f"its update times its weight goes beyond {LIMIT:.3g}"
 
 
-class Exact:
+class ExactSum:
     """The running sum of n_k x_k, of the n_k, and the number of replies.
 
     `limbs` is int64 [limbs, size + 2]: the vector's, then the weights' sum, then the number of replies. Whoever adds

@@ -15,12 +15,12 @@ from rayps.federated.client import Task, beside_of
 from rayps.parallel.division.part import number
 
 if TYPE_CHECKING:
-    from rayps.federated.engine import Engine
+    from rayps.federated.engine import FederatedEngine
 
 ROWS = 1024  # of a client that are evaluated at once
 
 
-def personal(engine: Engine) -> dict[str, tuple[float, int]]:
+def personal(engine: FederatedEngine) -> dict[str, tuple[float, int]]:
     """Sums and sample counts of this worker's share; nothing where nobody has a model of their own."""
     w, strategy = engine.w, engine.strategy
     options: Any = strategy
@@ -54,7 +54,7 @@ def personal(engine: Engine) -> dict[str, tuple[float, int]]:
     return sums
 
 
-def _evaluate(engine: Engine, clients: Any, rows: Any, sums: dict[str, tuple[float, int]]) -> None:
+def _evaluate(engine: FederatedEngine, clients: Any, rows: Any, sums: dict[str, tuple[float, int]]) -> None:
     w = engine.w
     w.flat.model.eval()
     with torch.no_grad(), user_code("evaluate"):

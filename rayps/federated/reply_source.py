@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from rayps.federated import rule_spec
-from rayps.federated.client import Reply, Rows, Task, Tensors
+from rayps.federated.client import ClientReply, ClientRows, Task, Tensors
 from rayps.federated.cohort import Ints, pack
 from rayps.federated.population.events import clock_at, events_of
 
 if TYPE_CHECKING:
-    from rayps.federated.engine import Engine
+    from rayps.federated.engine import FederatedEngine
 
 _CLOCK = "clock"  # in `shared`: the virtual clock
 _OLD = "version/"  # how the names of older parameters begin there
@@ -24,7 +24,7 @@ _AGAIN = 1_000_003  # between the seeds of two trainings of a client from one ve
 
 
 @dataclass(frozen=True, slots=True)
-class Errand:
+class TrainingTask:
     """One training: which client, and from the parameters of which round."""
 
     client: int
@@ -44,12 +44,12 @@ class Round:
     staleness: dict[int, int] | None = None  # replies by rounds since they were begun, where some were begun earlier
 
 
-class Simulated:
+class SimulatedReplies:
     """Clients of the data; each worker trains its share of a round's cohort, one after another."""
 
     refused: tuple[tuple[int, str], ...] = ()  # nobody is refused before the aggregation looks at the reply
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: FederatedEngine) -> None:
         """Raises ConfigError: the options do not fit these clients."""
         self._engine, w = engine, engine.w
         options: Any = engine.strategy
@@ -102,7 +102,7 @@ class Simulated:
             return pack(self._costs[who], size)
         return [np.flatnonzero(engine.homes[who] == rank) for rank in range(size)]
 
-    def replies(self) -> Iterator[tuple[Errand, Reply]]:
+    def replies(self) -> Iterator[tuple[TrainingTask, ClientReply]]:
         """This worker's share, one after another."""
         engine, w = self._engine, self._engine.w
         for each in self._mine:
@@ -119,13 +119,13 @@ class Simulated:
                 engine.tick(each.version),
             )
             reply = engine.trainer.train(engine.strategy, task, self.rows(each.client))
-            yield Errand(each.client, each.version, each.staleness), reply
+            yield TrainingTask(each.client, each.version, each.staleness), reply
 
-    def rows(self, client: int) -> Rows:
+    def rows(self, client: int) -> ClientRows:
         """A client's own rows, with wrong labels where it attacks by them."""
         data, clients = self._engine.w.data, self._engine.clients
         relabel = self._attack.labels if self._attack is not None and client in self._liars else None
-        return Rows(clients.rows(client), clients.batch, data.batch_size, getattr(data, "shuffle", True), relabel)
+        return ClientRows(clients.rows(client), clients.batch, data.batch_size, getattr(data, "shuffle", True), relabel)
 
 
 def old(shared: dict[str, Any], version: int, w_t: Tensor) -> Tensor:

@@ -66,7 +66,7 @@ SKEWED = 0.35  # of `skew`: dealt evenly, ten clients' worth of rows a label sta
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class RuleSpec:
     """An aggregation rule as it was asked for."""
 
     name: str = "mean"
@@ -115,7 +115,7 @@ class Rule:
             return "no reply came"
         return f"{self} needs {self.least} replies ({self._guard()}), {replies} came"
 
-    def check(self, cohort: int, attack: Attack | None = None) -> None:
+    def check(self, cohort: int, attack: AttackSpec | None = None) -> None:
         """Whether a cohort of so many clients can be borne, should all of them reply.
 
         Raises:
@@ -178,7 +178,7 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
-class Attack:
+class AttackSpec:
     """What some of the clients do to spoil the model."""
 
     name: str
@@ -208,7 +208,7 @@ class Attack:
         """The labels that an attacker learns in place of `y`."""
         return y if self.classes is None else self.classes - 1 - y
 
-    def settled(self, labels: Sequence[str] | None) -> Attack:
+    def settled(self, labels: Sequence[str] | None) -> AttackSpec:
         """The same for data with labels of these names: how many classes there are, where it was not said.
 
         Raises:
@@ -240,18 +240,18 @@ class Attack:
         return frozenset(random.Random(f"attackers of {seed}").sample(range(clients), self.clients))
 
 
-def rule_of(given: Any) -> Rule:
+def rule_of(given: Any) -> RuleSpec:
     """A rule from its text or its wire form. Raises ConfigError."""
     found = _read("rule", "mean" if given is None else given, _RULES)
-    return Rule(**{key: value for key, value in found.items() if key in Rule.__slots__})
+    return RuleSpec(**{key: value for key, value in found.items() if key in RuleSpec.__slots__})
 
 
-def attack_of(given: Any) -> Attack | None:
+def attack_of(given: Any) -> AttackSpec | None:
     """An attack from its text or its wire form; None as it is. Raises ConfigError."""
     if given is None:
         return None
     known = {name: {"clients": _REQUIRED, **options} for name, options in _ATTACKS.items()}
-    return Attack(**_read("attack", given, known))
+    return AttackSpec(**_read("attack", given, known))
 
 
 def clip_of(given: Any) -> float | None:

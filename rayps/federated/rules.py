@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayps.core.errors import ConfigError
-from rayps.federated.rule_spec import Rule
+from rayps.federated.rule_spec import RuleSpec
 
 Matrix = NDArray[np.float64] | NDArray[np.float32]
 Vector = NDArray[np.float64]
@@ -43,7 +43,7 @@ _AT = 1e-12  # of the median distance: a row that is nearer than this is at the 
 
 
 def aggregate(
-    rule: Rule, x: Matrix, before: Vector | None = None, seed: int = 0, *, chosen: Picks | None = None
+    rule: RuleSpec, x: Matrix, before: Vector | None = None, seed: int = 0, *, chosen: Picks | None = None
 ) -> Vector:
     """What a robust rule makes of the rows of x, [P] in float64.
 
@@ -73,7 +73,7 @@ def aggregate(
 
 
 def beside(
-    rule: Rule, x: Matrix, before: Vector | None = None, seed: int = 0, *, chosen: Picks | None = None
+    rule: RuleSpec, x: Matrix, before: Vector | None = None, seed: int = 0, *, chosen: Picks | None = None
 ) -> Vector:
     """What a robust rule makes of the rows of x, which clients sent beside their updates; otherwise as `aggregate`.
 
@@ -85,7 +85,7 @@ def beside(
     return trimmed_mean(picked, min(rule.f, (len(picked) - 1) // 2))
 
 
-def picks(rule: Rule, x: Matrix, seed: int = 0) -> Picks:
+def picks(rule: RuleSpec, x: Matrix, seed: int = 0) -> Picks:
     """Which rows krum, multi_krum or bulyan choose by the updates x: numbers of buckets, ascending."""
     x = buckets(x, rule.bucket, seed)
     if rule.name == "bulyan":
@@ -94,7 +94,7 @@ def picks(rule: Rule, x: Matrix, seed: int = 0) -> Picks:
     return np.sort(np.argsort(scores(distances(x), rule.f), kind="stable")[:count])
 
 
-def members(rule: Rule, n: int, chosen: Picks, seed: int = 0) -> list[int]:
+def members(rule: RuleSpec, n: int, chosen: Picks, seed: int = 0) -> list[int]:
     """The rows of n that are in the chosen buckets, ascending."""
     dealt = _dealt(n, rule.bucket, seed)
     return sorted(int(row) for bucket in chosen for row in dealt[int(bucket)])

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 from rayps.core.errors import LinkError, RaypsError
-from rayps.ps.client.session import Talk
-from rayps.ps.fixed.retained_parts import Parts
-from rayps.ps.protocol.messages import Kind
+from rayps.ps.client.session import Session
+from rayps.ps.fixed.retained_parts import RetainedParts
+from rayps.ps.protocol.messages import GroupMessage
 
 log = logging.getLogger(__name__)
 
@@ -24,13 +24,13 @@ AGAIN_SECONDS = 0.2  # after a connection was lost
 class Collector:
     """One generation's. `meet` makes a talk of rank -1 about the space; `segments` are the ones to fetch."""
 
-    def __init__(self, meet: Callable[[], Talk], segments: list[int]) -> None:
+    def __init__(self, meet: Callable[[], Session], segments: list[int]) -> None:
         self._meet, self._segments = meet, segments
-        self._states: Parts[dict[int, Any]] = Parts()
+        self._states: RetainedParts[dict[int, Any]] = RetainedParts()
         self._asking = 0  # the round that the thread is asking for
         self._missed = 0  # the newest round that was asked for too late
         self._saved: list[int] = []
-        self._talk: Talk | None = None
+        self._talk: Session | None = None
         self._ended = False
         self._news = threading.Condition()
         self._thread = threading.Thread(target=self._run, daemon=True, name="collector")
@@ -99,7 +99,7 @@ class Collector:
                 self._talk = self._meet()
                 self._talk.join()
             for each in saved:
-                self._talk.tell(Kind.SAVED, each)
+                self._talk.tell(GroupMessage.SAVED, each)
             if rounds:
                 self._fetch(self._talk, rounds)
         except LinkError as error:
@@ -119,9 +119,9 @@ class Collector:
         wanted = self._states.wanted
         return 0 if wanted in self._states or wanted == self._missed else wanted
 
-    def _fetch(self, talk: Talk, rounds: int) -> None:
+    def _fetch(self, talk: Session, rounds: int) -> None:
         try:
-            answers = talk.exchange(Kind.PART, dict.fromkeys(self._segments, b""), step=rounds)
+            answers = talk.exchange(GroupMessage.PART, dict.fromkeys(self._segments, b""), step=rounds)
         except LinkError:
             raise
         except RaypsError as error:  # the round was over before the question came

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from rayps.ps.client.map_subscription import Door
-from rayps.ps.client.session import Talk
-from rayps.ps.protocol.messages import Kind, numbers
+from rayps.ps.client.session import Session
+from rayps.ps.protocol.messages import GroupMessage, numbers
 from rayps.ps.protocol.space import Space
 from rayps.ps.tables.delta import Served, read_delta
 from rayps.ps.tables.wire_format import bucket
@@ -30,7 +30,7 @@ class Follower:
         self._segments = range(first, first + self.table.segments)
         self._first = first
         self._served = Served()
-        self._talk = Talk(door, space, -1, timeout=timeout, name="follower")
+        self._talk = Session(door, space, -1, timeout=timeout, name="follower")
 
     def update(self) -> int:
         """Take in what changed; how many rows were changed, made or evicted.
@@ -39,7 +39,9 @@ class Follower:
             PeerTimeout, PeerLost: servers do not answer, or the space was closed.
         """
         known = self._served.versions
-        found = self._talk.exchange(Kind.CHANGES, {i: numbers([known.get(i - self._first, 0)]) for i in self._segments})
+        found = self._talk.exchange(
+            GroupMessage.CHANGES, {i: numbers([known.get(i - self._first, 0)]) for i in self._segments}
+        )
         changed = 0
         for payload in found.pieces.values():
             news = read_delta(payload)

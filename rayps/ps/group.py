@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rayps.cluster.local import Cluster, Handle, LocalCluster, rendezvous, surrounding
+from rayps.cluster.local import ActorHandle, Cluster, LocalCluster, rendezvous, surrounding
 from rayps.core.errors import ActorDied, ConfigError, Conflict, PeerTimeout
 from rayps.ps.follow import Follower
 from rayps.ps.manager.balance import Balance
@@ -26,10 +26,10 @@ _REPEATABLE = frozenset(
 )
 
 
-class Group:
+class ManagerClient:
     """A group's manager, seen from anywhere in its cluster. May be passed to actors."""
 
-    def __init__(self, name: str, handle: Handle | None = None, cluster: Cluster | None = None) -> None:
+    def __init__(self, name: str, handle: ActorHandle | None = None, cluster: Cluster | None = None) -> None:
         self.name = name
         self._handle, self._cluster = handle, cluster
 
@@ -149,7 +149,7 @@ class Group:
                 ) from error
             time.sleep(PAUSE_SECONDS)
 
-    def _find(self) -> Handle:
+    def _find(self) -> ActorHandle:
         found = (self._cluster or surrounding()).find(actor_of(self.name))
         if found is None:
             raise ActorDied(
@@ -162,7 +162,7 @@ class Group:
     def __getstate__(self) -> dict[str, Any]:
         return {"name": self.name, "_handle": None, "_cluster": None}  # who gets it finds the manager by its name
 
-    def __enter__(self) -> Group:
+    def __enter__(self) -> ManagerClient:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -182,7 +182,7 @@ def start(
     hosts: Cluster | None = None,
     silence: float = SILENCE,
     balance: Balance | None = BALANCE,
-) -> Group:
+) -> ManagerClient:
     """Start a group of `servers` that keep `replicas` copies of each segment; returns once all servers are there.
 
     With `folder`, the manager's record is kept there: on Ray the manager is made anew when its process dies. A group of
@@ -215,7 +215,7 @@ def start(
         **more,
         **_manager_options(detached, cpus, silence, balance),
     )
-    group = Group(name, handle, home)
+    group = ManagerClient(name, handle, home)
     try:
         _await_servers(group, timeout)
     except BaseException:
@@ -224,12 +224,12 @@ def start(
     return group
 
 
-def find(cluster: Cluster, name: str) -> Group:
+def find(cluster: Cluster, name: str) -> ManagerClient:
     """A group that was started. Raises ConfigError, naming those that there are."""
     for home in (cluster, surrounding()):
         handle = home.find(actor_of(name))
         if handle is not None:
-            return Group(name, handle, home)
+            return ManagerClient(name, handle, home)
     known = ", ".join(repr(other) for other in names(cluster)) or "none"
     raise ConfigError(
         f"there is no server group {name!r}; there are: {known}. Start one with `rayps servers start {name}`",
@@ -260,7 +260,7 @@ def _manager_options(detached: bool, cpus: float, silence: float, balance: Balan
     return {"options": {"detached": detached, "cpus": cpus, "silence": silence, "balance": balance}}
 
 
-def _await_servers(group: Group, timeout: float) -> None:
+def _await_servers(group: ManagerClient, timeout: float) -> None:
     deadline = time.monotonic() + timeout
     while True:
         facts = group.facts()
@@ -277,4 +277,4 @@ def _await_servers(group: Group, timeout: float) -> None:
         time.sleep(PAUSE_SECONDS)
 
 
-__all__ = ["Group", "find", "names", "start"]
+__all__ = ["ManagerClient", "find", "names", "start"]

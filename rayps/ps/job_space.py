@@ -18,21 +18,21 @@ import torch
 
 from rayps.core.errors import ActorDied, CheckpointError, ConfigError, NotFound, RaypsError
 from rayps.ps import job_tables
-from rayps.ps.client.session import Talk
+from rayps.ps.client.session import Session
 from rayps.ps.collect import Collector
 from rayps.ps.fixed.shard import ShardPart
-from rayps.ps.group import Group
+from rayps.ps.group import ManagerClient
 from rayps.ps.own_space import cut
-from rayps.ps.protocol.messages import Kind
-from rayps.ps.protocol.space import Quota, Space, Table
+from rayps.ps.protocol.messages import GroupMessage
+from rayps.ps.protocol.space import Quota, Space, SparseTable
 from rayps.ps.server.dense_segment import part_of, state_of
 from rayps.ps.tables.table_segment import TableSegment
-from rayps.ps.throttled import HeldBack
+from rayps.ps.throttled import Throttled
 from rayps.strategies.catalogue import Strategy
 from rayps.tensors import optim
 from rayps.tensors.flat import Layout
 from rayps.tensors.learning_rate import Ticks
-from rayps.worker.plan import Orders, Seat
+from rayps.worker.plan import Orders, SpaceRank
 from rayps.worker.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
@@ -48,17 +48,17 @@ class JobSpace:
     """A job's space on `group`, by the job's name. `own`: the group is this job's alone, and ends with it.
 
     `factory` is the job's packed optimizer factory, `tables` those of its model; `scheduled`: the factory has a
-    schedule, which tables follow too. Implements `rayps.runtime.job_servers.Servers`.
+    schedule, which tables follow too. Implements `rayps.runtime.job_servers.JobServers`.
     """
 
     def __init__(
         self,
-        group: Group,
+        group: ManagerClient,
         name: str,
         workers: int,
         factory: bytes,
         *,
-        tables: tuple[Table, ...] = (),
+        tables: tuple[SparseTable, ...] = (),
         quota: Quota | None = None,
         own: bool = False,
         timeout: float = 60.0,
@@ -78,7 +78,7 @@ class JobSpace:
         self._facts: dict[str, Any] = {}
         self._news: deque[dict[str, Any]] = deque()
         self._since = time.time()
-        self._held_back = HeldBack()
+        self._held_back = Throttled()
         self._over = threading.Event()
         self._lock = threading.Lock()  # of the space as it changes, against who restores it
         self._looker: threading.Thread | None = None
@@ -182,18 +182,18 @@ class JobSpace:
                 known = tables.get(index)
                 batch[index] = known or _begun(space, index, snapshot, snapshot.positions)[0]
                 if sum(map(len, batch.values())) >= LOAD_BYTES:
-                    talk.exchange(Kind.LOAD, batch)
+                    talk.exchange(GroupMessage.LOAD, batch)
                     batch = {}
             if batch:
-                talk.exchange(Kind.LOAD, batch)
+                talk.exchange(GroupMessage.LOAD, batch)
 
     def _meet(self, space: Space) -> _Opener:
-        return _Opener(lambda: Talk(self.group.door, space, -1, timeout=self._timeout, name=f"opener-{self.name}"))
+        return _Opener(lambda: Session(self.group.door, space, -1, timeout=self._timeout, name=f"opener-{self.name}"))
 
-    def seat(self, rank: int) -> Seat | None:
+    def seat(self, rank: int) -> SpaceRank | None:
         """See Servers."""
         assert self.space is not None, "begin() comes first"
-        return Seat(self.group.door(), self.space, self.group.join(self.space.number, rank))
+        return SpaceRank(self.group.door(), self.space, self.group.join(self.space.number, rank))
 
     # ---- checkpoints
 
@@ -252,7 +252,7 @@ class JobSpace:
         self._saved_tables = folder, True
         if self._collector is None:
             with self._meet(space) as talk:
-                talk.tell(Kind.SAVED, -1)
+                talk.tell(GroupMessage.SAVED, -1)
 
     def load_tables(self, folder: Path, same: bool) -> None:
         """Begin with the tables of a checkpoint; `same`: it is of as many workers. Raises CheckpointError."""
@@ -394,10 +394,10 @@ class JobSpace:
 class _Opener:
     """A talk of rank -1 for as long as it takes."""
 
-    def __init__(self, make: Callable[[], Talk]) -> None:
+    def __init__(self, make: Callable[[], Session]) -> None:
         self.make = make
 
-    def __enter__(self) -> Talk:
+    def __enter__(self) -> Session:
         self._talk = self.make()
         self._talk.join()
         return self._talk

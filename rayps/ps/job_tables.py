@@ -8,25 +8,25 @@ from pathlib import Path
 from typing import Any
 
 from rayps.core.ledger import Ledger
-from rayps.ps.client.session import Talk
-from rayps.ps.protocol.messages import Kind
-from rayps.ps.protocol.space import Space, Table
+from rayps.ps.client.session import Session
+from rayps.ps.protocol.messages import GroupMessage
+from rayps.ps.protocol.space import Space, SparseTable
 from rayps.ps.tables import parquet, segment_state
 
 
-def states(talk: Talk, indices: Iterable[int]) -> Iterator[tuple[int, Any]]:
+def states(talk: Session, indices: Iterable[int]) -> Iterator[tuple[int, Any]]:
     """The states of segments as they are now, one after the other."""
     for index in indices:
-        yield index, talk.exchange(Kind.PART, {index: b""}, step=-1).pieces[index]
+        yield index, talk.exchange(GroupMessage.PART, {index: b""}, step=-1).pieces[index]
 
 
-def whole(space: Space, talk: Talk) -> dict[str, list[Any]]:
+def whole(space: Space, talk: Session) -> dict[str, list[Any]]:
     """The states of all segments of each table."""
     return {table.name: [bytes(each) for _, each in states(talk, segments)] for table, segments in _tables(space)}
 
 
 def write(
-    space: Space, folder: Path, kept: Mapping[int, Any] | None, meet: Callable[[], AbstractContextManager[Talk]]
+    space: Space, folder: Path, kept: Mapping[int, Any] | None, meet: Callable[[], AbstractContextManager[Session]]
 ) -> list[Path]:
     """Save the tables, as they were `kept`, or as they are now; the files."""
     if kept is not None:
@@ -66,7 +66,7 @@ def skipped(segment: Any, skips: Mapping[int, int]) -> tuple[Any, int]:
     return segment_state.pack({**head, "ledger": ledger.to_json()}, arrays), missing
 
 
-def along(old: Space, talk: Talk, new: Space) -> dict[int, Any]:
+def along(old: Space, talk: Session, new: Space) -> dict[int, Any]:
     """The states of the old space's tables for the new one's segments."""
     there = {table.name: segments for table, segments in _tables(new)}
     found: dict[int, Any] = {}
@@ -76,7 +76,7 @@ def along(old: Space, talk: Talk, new: Space) -> dict[int, Any]:
     return found
 
 
-def _tables(space: Space) -> Iterator[tuple[Table, range]]:
+def _tables(space: Space) -> Iterator[tuple[SparseTable, range]]:
     first = len(space.cuts)
     for table in space.tables:
         yield table, range(first, first + table.segments)

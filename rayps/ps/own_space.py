@@ -9,11 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from rayps.core.errors import ConfigError, RaypsError
-from rayps.ps.client.client import ElasticServer
-from rayps.ps.client.session import KEEP_BYTES, Talk
+from rayps.ps.client.client import GroupServer
+from rayps.ps.client.session import KEEP_BYTES, Session
 from rayps.ps.fixed.rows import cuts
-from rayps.ps.group import Group
-from rayps.ps.protocol.messages import Kind
+from rayps.ps.group import ManagerClient
+from rayps.ps.protocol.messages import GroupMessage
 from rayps.ps.protocol.space import Quota, Space
 from rayps.ps.server.dense_segment import state_of
 from rayps.tensors.flat import Layout
@@ -42,14 +42,14 @@ def cut(layout: Layout, segments: int | None = None) -> tuple[tuple[int, int], .
 class OwnSpace:
     """One space on a group, as whoever opened it holds it. Pickled, it can be joined, and not ended."""
 
-    def __init__(self, group: Group, space: Space, timeout: float, *, private: bool, replicas: int) -> None:
+    def __init__(self, group: ManagerClient, space: Space, timeout: float, *, private: bool, replicas: int) -> None:
         """`private`: the group ends with the space."""
         self.group, self.space, self.timeout = group, space, timeout
         self._private, self._replicas, self._mine = private, replicas, True
 
     @classmethod
     def open(
-        cls, group: Group, space: Space, vector: Tensor, timeout: float, *, private: bool, marks: Sequence[int]
+        cls, group: ManagerClient, space: Space, vector: Tensor, timeout: float, *, private: bool, marks: Sequence[int]
     ) -> OwnSpace:
         """Open a space, and give it its first values.
 
@@ -59,23 +59,23 @@ class OwnSpace:
         """
         opened = group.open(space)
         found = cls(group, opened, timeout, private=private, replicas=int(group.facts()["replicas"]))
-        talk = Talk(group.door(), opened, -1, timeout=timeout)
+        talk = Session(group.door(), opened, -1, timeout=timeout)
         try:
             assert opened.layout is not None
             states = {i: state_of(vector[a:b], opened.layout, a, marks=marks) for i, (a, b) in enumerate(opened.cuts)}
-            talk.exchange(Kind.LOAD, states)
+            talk.exchange(GroupMessage.LOAD, states)
             if gone := found.lost():  # a server died meanwhile
-                talk.exchange(Kind.LOAD, {i: states[i] for i in gone})
+                talk.exchange(GroupMessage.LOAD, {i: states[i] for i in gone})
                 group.restored(opened.number, gone)
         finally:
             talk.close()
         return found
 
-    def server(self, rank: int) -> ElasticServer:
-        """Become worker `rank`; a former holder of the rank is fenced. Raises as `ElasticServer`."""
+    def server(self, rank: int) -> GroupServer:
+        """Become worker `rank`; a former holder of the rank is fenced. Raises as `GroupServer`."""
         incarnation = self.group.join(self.space.number, rank)
         keep = KEEP_BYTES if self._replicas else 0  # without copies nobody could be told them again
-        talk = Talk(
+        talk = Session(
             self.group.door(),
             self.space,
             rank,
@@ -85,7 +85,7 @@ class OwnSpace:
             lost=self.lost,
         )
         try:
-            return ElasticServer(talk)
+            return GroupServer(talk)
         except BaseException:
             talk.close()
             raise

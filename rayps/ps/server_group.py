@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rayps.cluster.local import Cluster, Handle, surrounding
+from rayps.cluster.local import ActorHandle, Cluster, surrounding
 from rayps.comm.link import connect
 from rayps.core.errors import ConfigError
 from rayps.ps import group as elastic
-from rayps.ps.client.client import ElasticServer
+from rayps.ps.client.client import GroupServer
 from rayps.ps.fixed import Server
 from rayps.ps.fixed.compressed import compress
 from rayps.ps.fixed.parameters import SharedParameters
@@ -54,8 +54,8 @@ class ServerGroup:
     part is on two servers, and a push is acknowledged once both have it (in step: once its round is closed, see
     `SharedParameters.flush`); a server that dies is replaced, and nothing is lost unless two die within moments. With
     replicas=0 the death of a server loses its parts, which is said. With `group`, a name or a
-    `rayps.ps.group.Group`, the parameters are a space named `name` on a group that others use too, within `quota`.
-    `segments` is how many parts there are to move about.
+    `rayps.ps.group.ManagerClient`, the parameters are a space named `name` on a group that others use too, within
+    `quota`. `segments` is how many parts there are to move about.
 
     Raises:
         ConfigError, WorkloadError: the arguments cannot work.
@@ -68,7 +68,7 @@ class ServerGroup:
         *,
         shards: int = 1,
         replicas: int | None = None,
-        group: str | elastic.Group | None = None,
+        group: str | elastic.ManagerClient | None = None,
         name: str | None = None,
         segments: int | None = None,
         quota: Quota | None = None,
@@ -101,7 +101,7 @@ class ServerGroup:
             log.warning(warning)
         vector = torch.cat([value.detach().reshape(-1).cpu() for value in named.values()])
         self._cluster: Cluster | None = cluster or surrounding()
-        self._handles: list[Handle] = []
+        self._handles: list[ActorHandle] = []
         self._addresses: list[str] = []
         self._own: OwnSpace | None = None
         if is_elastic:
@@ -121,7 +121,7 @@ class ServerGroup:
         snapshot = Snapshot(self.layout, vector, positions=[0] * workers)
         self._addresses = self._start(factory, strategy, snapshot)
 
-    def _opened(self, group: str | elastic.Group | None, space: Space, vector: Tensor) -> OwnSpace:
+    def _opened(self, group: str | elastic.ManagerClient | None, space: Space, vector: Tensor) -> OwnSpace:
         """The space on the group that was named, or on one that is started for it."""
         assert self._cluster is not None
         strategy, private = space.strategy, group is None
@@ -174,7 +174,7 @@ class ServerGroup:
         """
         return SharedParameters(self.server(rank, resident=resident), self.layout, self._as_dict)
 
-    def server(self, rank: int, *, resident: bool = True) -> Server | ElasticServer:
+    def server(self, rank: int, *, resident: bool = True) -> Server | GroupServer:
         """As `join`, with the parameters as one flat vector."""
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.workers:
             raise ConfigError(
@@ -236,7 +236,7 @@ class ServerGroup:
         return found
 
     @property
-    def group(self) -> elastic.Group | None:
+    def group(self) -> elastic.ManagerClient | None:
         """The elastic group that this is on; None: the servers are fixed."""
         return None if self._own is None else self._own.group
 

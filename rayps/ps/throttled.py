@@ -8,7 +8,7 @@ GROWTHS = 2  # looks in which more requests had to wait, before it is said: one 
 FOR_SECONDS = 10.0  # how long the last request that had to wait counts
 
 
-class HeldBack:
+class Throttled:
     """Looks at a space's facts again and again; times are by one clock, in seconds."""
 
     def __init__(self) -> None:

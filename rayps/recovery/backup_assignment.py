@@ -9,7 +9,7 @@ from rayps.core.grid import Grid
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldRounds:
     """The rounds whose states somebody has of a worker; not `whole`: only what the worker's twins lack."""
 
     rounds: tuple[int, ...]
@@ -47,7 +47,7 @@ class Mending:
 class Bond:
     """What ties a worker to its neighbours in one generation, so that its death is no loss."""
 
-    line: int  # see `rayps.recovery.slots.Vault`
+    line: int  # see `rayps.recovery.slots.StateSlots`
     doors: tuple[str, ...]  # addresses of everyone's keeper
     keeper: int  # who keeps this worker's mirror
     twin: bool  # whether it has one
@@ -71,7 +71,7 @@ def _keeper(grid: Grid, hosts: Sequence[str], rank: int) -> int | None:
     return next(iter(elsewhere or others), None)
 
 
-def mending(grid: Grid, holdings: Mapping[int, Mapping[int, Held]]) -> Mending | None:
+def mending(grid: Grid, holdings: Mapping[int, Mapping[int, HeldRounds]]) -> Mending | None:
     """The newest round that every worker has or can be given. `holdings`: of each survivor, what it has of whom.
 
     An older one is taken where a twin alone has the newest: buffers and random numbers are each worker's own.
@@ -89,7 +89,7 @@ def mending(grid: Grid, holdings: Mapping[int, Mapping[int, Held]]) -> Mending |
     return next((way for way in ways if way.complete), ways[0] if ways else None)
 
 
-def _source(grid: Grid, holdings: Mapping[int, Mapping[int, Held]], rank: int, found: int) -> Source | None:
+def _source(grid: Grid, holdings: Mapping[int, Mapping[int, HeldRounds]], rank: int, found: int) -> Source | None:
     having = [giver for giver, held in holdings.items() if rank in held and found in held[rank].rounds]
     twins = [t for t in grid.along("data", rank) if t in holdings and t != rank and found in holdings[t][t].rounds]
     if twins:

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rayps.core.errors import CheckpointError, ClusterError
-from rayps.federated.client_states import Row, States
+from rayps.federated.client_states import ClientStates, Row
 from rayps.federated.cohort import Ints, homes
 
 _FOLDER, _FILE = "clients", "states.parquet"
@@ -23,12 +23,12 @@ _BATCH = 64  # states of a file that are read at once
 _SCHEMA = pa.schema([("client", pa.int64()), ("round", pa.int64()), ("state", pa.binary())])
 
 
-class Vault:
+class ClientStatesBackup:
     """States of a job's clients, where its strategy keeps any; else it does nothing."""
 
     def __init__(self) -> None:
         self._sizes: Ints | None = None  # samples of each client, by which they are given homes
-        self._states: States | None = None
+        self._states: ClientStates | None = None
         self._strategy = ""  # whose states these are
         self._at = 0  # the round of the newest snapshot
 
@@ -66,7 +66,7 @@ class Vault:
         if not self._strategy:
             return True
         if self._states is None:
-            self._states = States()
+            self._states = ClientStates()
         try:
             for worker in workers:
                 after = -1
@@ -100,7 +100,7 @@ class Vault:
         path = folder / _FOLDER / _FILE
         if not path.exists():
             return
-        file, self._states = pq.ParquetFile(path), States()
+        file, self._states = pq.ParquetFile(path), ClientStates()
         self._strategy = (file.schema_arrow.metadata or {}).get(_STRATEGY, b"").decode()
         for batch in file.iter_batches(batch_size=_BATCH):
             self._states.file(zip(*(batch.column(i).to_pylist() for i in range(3)), strict=True))

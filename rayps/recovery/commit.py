@@ -14,7 +14,7 @@ from torch import Tensor
 from rayps.core import failpoint
 from rayps.core.errors import LinkError
 from rayps.recovery.peer_replication import Mirror
-from rayps.recovery.slots import State, tensors_of
+from rayps.recovery.slots import CommittedState, tensors_of
 from rayps.strategies.costs import amount
 from rayps.tensors.optim import with_edits
 from rayps.worker.snapshot import Snapshot
@@ -22,7 +22,7 @@ from rayps.worker.snapshot import Snapshot
 log = logging.getLogger(__name__)
 
 
-class Kept(Protocol):
+class CommittedWorker(Protocol):
     """A worker, as far as it is kept: what it has between two rounds."""
 
     position: int
@@ -32,7 +32,7 @@ class Kept(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class CommitCost:
     """Of keeping one worker's state: bytes and seconds per round, and the share of the round that this takes."""
 
     kept: int = 0  # bytes copied into memory of this host
@@ -41,7 +41,7 @@ class Cost:
     share: float = 0.0
 
     @classmethod
-    def most(cls, costs: Iterable[Cost]) -> Cost | None:
+    def most(cls, costs: Iterable[CommitCost]) -> CommitCost | None:
         """Of the worker that pays most."""
         return max(costs, key=lambda cost: (cost.share, cost.kept), default=None)
 
@@ -54,7 +54,7 @@ class Cost:
         return {"kept_bytes": self.kept, "sent_bytes": self.sent, "seconds": self.seconds, "share": self.share}
 
 
-class Upkeep:
+class Committer:
     """Commits one worker's state after each round of one generation."""
 
     def __init__(self, mirror: Mirror, writer: int, points: Callable[[], list[dict[str, Any]]]) -> None:
@@ -65,7 +65,7 @@ class Upkeep:
         self._seconds, self._began = 0.0, 0.0
         self._over = False
 
-    def commit(self, worker: Kept) -> None:
+    def commit(self, worker: CommittedWorker) -> None:
         """Keep what the worker has now. A state that cannot be kept is no error: the run goes on without."""
         if self._over:
             return
@@ -87,7 +87,7 @@ class Upkeep:
             self._seconds += ended - began
         self._rounds += 1
 
-    def _state_of(self, worker: Kept) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def _state_of(self, worker: CommittedWorker) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Nothing is copied."""
         if self._frozen is None:
             self._frozen = {name for name, p in worker.held.module.named_parameters() if not p.requires_grad}
@@ -98,13 +98,13 @@ class Upkeep:
         return tensors_of(worker.flat.vector, moments, buffers, torch.get_rng_state(), self._points())
 
     @property
-    def cost(self) -> Cost | None:
+    def cost(self) -> CommitCost | None:
         """So far; None before the first round has ended."""
         rounds = self._rounds - 1
         if rounds < 1:
             return None
         lasted = max(time.perf_counter() - self._began, 1e-9)
-        return Cost(
+        return CommitCost(
             self._mirror.vault.bytes, self._mirror.bytes, self._seconds / rounds, min(1.0, self._seconds / lasted)
         )
 
@@ -113,7 +113,7 @@ class Upkeep:
         self._mirror.close()
 
 
-def overlaid(snapshot: Snapshot, rank: int, state: State, rest: State | None = None) -> Snapshot:
+def overlaid(snapshot: Snapshot, rank: int, state: CommittedState, rest: CommittedState | None = None) -> Snapshot:
     """A column's snapshot with a worker's newer state in place of its own; `rest` is what the twin lacked."""
     rng = rest.rng if rest is not None else state.rng
     return replace(

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from rayps.cluster.local import Reply
+from rayps.cluster.local import ActorReply
 from rayps.core.errors import ClusterError
 from rayps.core.grid import Grid
-from rayps.recovery.backup_assignment import Bond, Held, Mending, keepers, mending
-from rayps.runtime.members import Member
+from rayps.recovery.backup_assignment import Bond, HeldRounds, Mending, keepers, mending
+from rayps.runtime.members import GroupMember
 from rayps.runtime.time_limit import START_SECONDS
 
 HALT_SECONDS = 30.0  # for a worker to end its generation: a step of the user's cannot be cut short
 
 
-def tied(grid: Grid, workers: list[Member], line: int, mended: Mending | None) -> list[Bond | None]:
+def tied(grid: Grid, workers: list[GroupMember], line: int, mended: Mending | None) -> list[Bond | None]:
     """What ties each worker to its neighbours in a generation that begins; a worker that does not say counts as dead.
 
     `mended`: the generation goes on from kept states, else it begins the line from a snapshot.
@@ -39,16 +39,16 @@ def tied(grid: Grid, workers: list[Member], line: int, mended: Mending | None) -
     ]
 
 
-def halted(grid: Grid, workers: list[Member], line: int) -> Mending | None:
+def halted(grid: Grid, workers: list[GroupMember], line: int) -> Mending | None:
     """End the generation where it stands; from which round the next one can go on without a snapshot, if any."""
     living = [(rank, worker) for rank, worker in enumerate(workers) if not worker.dead]
     replies = [worker.handle.call("halt", line) for _, worker in living]
     answers = _answers([worker for _, worker in living], replies, HALT_SECONDS)
-    holdings: dict[int, dict[int, Held]] = {living[at][0]: held for at, held in answers.items()}
+    holdings: dict[int, dict[int, HeldRounds]] = {living[at][0]: held for at, held in answers.items()}
     return mending(grid, holdings)
 
 
-def _answers(workers: list[Member], replies: list[Reply], timeout: float) -> dict[int, Any]:
+def _answers(workers: list[GroupMember], replies: list[ActorReply], timeout: float) -> dict[int, Any]:
     found = {}
     for at, (worker, reply) in enumerate(zip(workers, replies, strict=True)):
         try:

@@ -21,8 +21,8 @@ from enum import IntEnum
 from rayps.comm.link import Link, Listener, Message, Prefer, connect
 from rayps.comm.link.shared_memory_link import SharedLink
 from rayps.core.errors import LinkError, PeerLost, PeerTimeout
-from rayps.recovery.backup_assignment import Held, Source
-from rayps.recovery.slots import OWN, SLOTS, State, Vault, glance, look, pack, parse
+from rayps.recovery.backup_assignment import HeldRounds, Source
+from rayps.recovery.slots import OWN, SLOTS, CommittedState, StateSlots, glance, look, pack, parse
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ _LOOK_SECONDS = 1.0
 _DOOR = 0  # the generation of these links: a keeper outlives generations
 
 
-class Kind(IntEnum):
+class ReplicationMessage(IntEnum):
     """Messages between a keeper and its neighbours. `a` is the rank whose state it is about, `b` a round."""
 
     OFFER = 1  # the descriptors that came before are those of `a`'s vault; payload: nothing
@@ -53,12 +53,12 @@ class _Kept:
         self.descriptors, self.blobs = [], {}
 
 
-class Keeper:
+class PeerReplication:
     """One worker's own vault and what it keeps of others. Anybody of the job may ask; a thread of its own answers."""
 
     def __init__(self, rank: int, secret: bytes, host: str = "127.0.0.1") -> None:
         self.rank = rank
-        self._vault: Vault | None = None
+        self._vault: StateSlots | None = None
         self._listener = Listener(f"keeper-{rank}", secret, _DOOR, host=host)
         self.address = self._listener.address
         self._kept: dict[int, _Kept] = {}
@@ -69,12 +69,12 @@ class Keeper:
         self._thread = threading.Thread(target=self._serve, daemon=True, name=f"keeper-{rank}")
         self._thread.start()
 
-    def own(self, slots: int) -> Vault:
+    def own(self, slots: int) -> StateSlots:
         """This worker's vault, with so many slots; a smaller one is replaced. Raises LinkError."""
         if self._vault is None or len(self._vault.descriptors) < slots:
             if self._vault is not None:
                 self._vault.close()
-            self._vault = Vault(slots)
+            self._vault = StateSlots(slots)
         return self._vault
 
     def shut(self) -> None:
@@ -82,17 +82,17 @@ class Keeper:
         if self._vault is not None:
             self._vault.shut()
 
-    def holdings(self, line: int) -> dict[int, Held]:
+    def holdings(self, line: int) -> dict[int, HeldRounds]:
         """What is here of a line: the rounds of each worker."""
-        found: dict[int, Held] = {}
+        found: dict[int, HeldRounds] = {}
         with self._lock:
             for owner, kept in self._kept.items():
                 sealed = [glance(descriptor) for descriptor in kept.descriptors]
                 rounds = sorted(at[1] for at in sealed if at is not None and at[0] == line)
                 blobs = {at[1]: whole for at, (_, whole) in kept.blobs.items() if at[0] == line}
-                found[owner] = Held(tuple(rounds or sorted(blobs)), not blobs or all(blobs.values()))
+                found[owner] = HeldRounds(tuple(rounds or sorted(blobs)), not blobs or all(blobs.values()))
         if self._vault is not None:
-            found[self.rank] = Held(tuple(self._vault.rounds()))
+            found[self.rank] = HeldRounds(tuple(self._vault.rounds()))
         return found
 
     def forget(self, line: int, upto: int) -> None:
@@ -101,7 +101,7 @@ class Keeper:
             for kept in self._kept.values():
                 kept.blobs = {at: held for at, held in kept.blobs.items() if at[0] == line and at[1] <= upto}
 
-    def state(self, owner: int, line: int, rounds: int) -> State | None:
+    def state(self, owner: int, line: int, rounds: int) -> CommittedState | None:
         """A copy of a state that is here."""
         if owner == self.rank:
             state = None if self._vault is None else self._vault.read(rounds)
@@ -164,18 +164,18 @@ class Keeper:
             link.close()
 
     def _hear(self, link: Link, message: Message) -> None:
-        if message.kind == Kind.OFFER and isinstance(link, SharedLink):
+        if message.kind == ReplicationMessage.OFFER and isinstance(link, SharedLink):
             with self._lock:
                 self._kept.setdefault(message.a, _Kept()).close()
                 self._kept[message.a].descriptors = [link.descriptors.pop(key) for key in sorted(link.descriptors)]
-            link.send(Message(Kind.KEPT, a=message.a), timeout=_LOOK_SECONDS)
-        elif message.kind == Kind.STATE:
+            link.send(Message(ReplicationMessage.KEPT, a=message.a), timeout=_LOOK_SECONDS)
+        elif message.kind == ReplicationMessage.STATE:
             self._take(message)
-            link.send(Message(Kind.KEPT, a=message.a, b=message.b), timeout=_LOOK_SECONDS)
-        elif message.kind == Kind.ASK:
+            link.send(Message(ReplicationMessage.KEPT, a=message.a, b=message.b), timeout=_LOOK_SECONDS)
+        elif message.kind == ReplicationMessage.ASK:
             state = self.state(message.a, message.tag, message.b)
             payload = b"" if state is None else pack(state, OWN if message.weight else None)
-            link.send(Message(Kind.GIVEN, a=message.a, b=message.b), payload, timeout=10 * _LOOK_SECONDS)
+            link.send(Message(ReplicationMessage.GIVEN, a=message.a, b=message.b), payload, timeout=10 * _LOOK_SECONDS)
 
     def _take(self, message: Message) -> None:
         blob = memoryview(message.payload)
@@ -189,7 +189,9 @@ class Keeper:
                 del kept.blobs[at]
 
 
-def fetch(source: Source, addresses: list[str], secret: bytes, line: int, rounds: int, timeout: float) -> State:
+def fetch(
+    source: Source, addresses: list[str], secret: bytes, line: int, rounds: int, timeout: float
+) -> CommittedState:
     """The state of a worker that has died, from its twin or from who keeps its mirror. `addresses` are the keepers'.
 
     Raises PeerTimeout, PeerLost (the giver is gone too), LinkError (it has the state no more).
@@ -207,7 +209,7 @@ def fetch(source: Source, addresses: list[str], secret: bytes, line: int, rounds
 
 def fetch_rest(
     source: Source, rank: int, addresses: list[str], secret: bytes, line: int, rounds: int, timeout: float
-) -> State | None:
+) -> CommittedState | None:
     """What the twin of `rank` lacks, if somebody still has it."""
     if source.rest is None:
         return None
@@ -218,10 +220,10 @@ def fetch_rest(
 
 def _asked(
     address: str, owner: int, secret: bytes, at: tuple[int, int], timeout: float, rest: bool = False
-) -> State | None:
+) -> CommittedState | None:
     line, rounds = at
     with connect(address, name="asks", secret=secret, generation=_DOOR, timeout=timeout) as link:
-        link.send(Message(Kind.ASK, tag=line, a=owner, b=rounds, weight=float(rest)), timeout=timeout)
+        link.send(Message(ReplicationMessage.ASK, tag=line, a=owner, b=rounds, weight=float(rest)), timeout=timeout)
         answer = link.recv(timeout)
     return parse(answer.payload) if len(answer.payload) else None
 
@@ -231,7 +233,7 @@ class Mirror:
 
     def __init__(
         self,
-        keeper: Keeper,
+        keeper: PeerReplication,
         address: str,
         secret: bytes,
         *,
@@ -259,7 +261,7 @@ class Mirror:
         if isinstance(self._link, SharedLink):
             for key, descriptor in enumerate(vault.descriptors, start=1):
                 self._link.offer_descriptor(key, descriptor)
-            self._link.send(Message(Kind.OFFER, a=rank), timeout=timeout)
+            self._link.send(Message(ReplicationMessage.OFFER, a=rank), timeout=timeout)
             self._link.recv(timeout)
         else:
             self._thread = threading.Thread(target=self._post, daemon=True, name=f"mirror-{rank}")
@@ -305,7 +307,7 @@ class Mirror:
                     state = parse(blob)
                     blob = memoryview(pack(state, OWN)) if state is not None else blob
                 self.bytes = len(blob)
-                message = Message(Kind.STATE, a=self.rank, b=rounds, tag=int(not self._twin))
+                message = Message(ReplicationMessage.STATE, a=self.rank, b=rounds, tag=int(not self._twin))
                 self._link.send(message, blob, timeout=self._timeout)
                 self._link.recv(self._timeout)
                 with self._due:

@@ -40,8 +40,8 @@ OWN = ("buffer/", "rng")  # what a twin does not have: tensors whose name begins
 
 
 @dataclass(slots=True)
-class State:
-    """What a worker had after `round` batches: tensors by name, and JSON-ready facts. `line` as in `Vault`."""
+class CommittedState:
+    """What a worker had after `round` batches: tensors by name, and JSON-ready facts. `line` as in `StateSlots`."""
 
     line: int
     round: int
@@ -76,7 +76,8 @@ def tensors_of(
     rng: Tensor,
     points: list[dict[str, Any]],
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What `Vault.commit` takes; nothing is copied. `moments` by parameter name, `points` that may not be heard yet."""
+    """What `StateSlots.commit` takes; nothing is copied. `moments` by parameter name, `points` that may not be heard
+    yet."""
     named, numbers = by_name(moments)
     tensors = {"params": params} | named
     tensors |= {f"buffer/{name}": value for name, value in buffers.items()}
@@ -84,7 +85,7 @@ def tensors_of(
     return tensors, {"numbers": numbers, "points": points}
 
 
-class Vault:
+class StateSlots:
     """The newest states of one worker. Any thread may read; one writes.
 
     A *line* is one course of a run: from a snapshot on, through all mendings. States of another line are of no use.
@@ -143,7 +144,7 @@ class Vault:
                     return slot.view
         return None
 
-    def read(self, rounds: int) -> State | None:
+    def read(self, rounds: int) -> CommittedState | None:
         """A copy of the state after `rounds`."""
         blob = self.blob(rounds)
         return None if blob is None else parse(bytes(blob))
@@ -241,7 +242,7 @@ class _Slot:
         self._memory.close()
 
 
-def parse(blob: Any) -> State | None:
+def parse(blob: Any) -> CommittedState | None:
     """The state in a slot's bytes, as views of them; None where it is not sealed. Raises LinkError when it is torn."""
     view = memoryview(blob)
     if view.readonly:  # torch wants memory that it may write to
@@ -260,10 +261,10 @@ def parse(blob: Any) -> State | None:
         facts = json.loads(bytes(view[end : end + extra]))
     except (ValueError, TypeError, AttributeError) as error:
         raise LinkError(f"{len(view)} bytes are no worker's state: {error}") from error
-    return State(*found, tensors, facts)
+    return CommittedState(*found, tensors, facts)
 
 
-def look(fd: int) -> State | None:
+def look(fd: int) -> CommittedState | None:
     """A copy of the state in a segment that a neighbour passed; None where it is not sealed. Its owner may live."""
     size = os.fstat(fd).st_size
     memory = Memory(os.dup(fd), size, read_only=True)
@@ -282,7 +283,7 @@ def glance(fd: int) -> tuple[int, int] | None:
     return _sealed(memoryview(os.pread(fd, _HEAD.size, 0)))
 
 
-def pack(state: State, only: tuple[str, ...] | None = None) -> bytearray:
+def pack(state: CommittedState, only: tuple[str, ...] | None = None) -> bytearray:
     """A state as a slot's bytes; `only` the tensors whose names begin so."""
     chosen = {k: v for k, v in state.tensors.items() if only is None or k.startswith(only)}
     facts = state.facts if only is None else {"points": state.facts.get("points", [])}

@@ -7,9 +7,9 @@ from typing import Any
 
 from rayps.comm.link import memory
 from rayps.core.errors import PeerLost
-from rayps.recovery.backup_assignment import Held
-from rayps.recovery.commit import Cost, Upkeep, overlaid
-from rayps.recovery.peer_replication import Keeper, Mirror, fetch, fetch_rest
+from rayps.recovery.backup_assignment import HeldRounds
+from rayps.recovery.commit import CommitCost, Committer, overlaid
+from rayps.recovery.peer_replication import Mirror, PeerReplication, fetch, fetch_rest
 from rayps.worker.plan import WorkerPlan
 from rayps.worker.snapshot import Snapshot
 
@@ -17,13 +17,13 @@ MOST_SAID = 200  # points of a worker that are kept with its state; a driver tha
 _HEARD_LATE = ("round", "evaluation")  # kinds of points that are
 
 
-class Standby:
+class WorkerBackup:
     """Of one worker's process, through all generations."""
 
     def __init__(self, rank: int, secret: bytes, host: str) -> None:
         self._rank, self._secret, self._host = rank, secret, host
-        self._keeper: Keeper | None = None
-        self._upkeep: Upkeep | None = None
+        self._keeper: PeerReplication | None = None
+        self._upkeep: Committer | None = None
         self._lock = threading.Lock()
         self._closed = False
         self._said: list[dict[str, Any]] = []  # the newest points, which the driver may not have heard
@@ -33,7 +33,7 @@ class Standby:
         """Where others may ask for what is kept here; empty where there is no shared memory."""
         with self._lock:
             if self._keeper is None and memory.AVAILABLE and not self._closed:
-                self._keeper = Keeper(self._rank, self._secret, self._host)
+                self._keeper = PeerReplication(self._rank, self._secret, self._host)
             return "" if self._keeper is None else self._keeper.address
 
     def said(self, point: dict[str, Any]) -> None:
@@ -67,7 +67,7 @@ class Standby:
         if self._keeper is not None:
             self._keeper.shut()
 
-    def holdings(self, line: int) -> dict[int, Held]:
+    def holdings(self, line: int) -> dict[int, HeldRounds]:
         """What is kept here of this line, of this worker and of others."""
         return {} if self._keeper is None else self._keeper.holdings(line)
 
@@ -92,7 +92,7 @@ class Standby:
             missed = [] if own is None else list(own.facts.get("points", []))
         return overlaid(snapshot, plan.rank, state, rest), missed
 
-    def begin(self, plan: WorkerPlan) -> Upkeep | None:
+    def begin(self, plan: WorkerPlan) -> Committer | None:
         """Commits from now on, where the plan wants them. Raises LinkError."""
         bond = plan.bond
         if bond is None or self._keeper is None:
@@ -100,11 +100,11 @@ class Standby:
         self._keeper.forget(bond.line, plan.start)
         mirror = Mirror(self._keeper, bond.doors[bond.keeper], self._secret, timeout=plan.timeout, twin=bond.twin)
         mirror.vault.open(bond.line, plan.start, plan.generation)
-        self._upkeep = Upkeep(mirror, plan.generation, lambda: self._said)
+        self._upkeep = Committer(mirror, plan.generation, lambda: self._said)
         return self._upkeep
 
     @property
-    def cost(self) -> Cost | None:
+    def cost(self) -> CommitCost | None:
         """Of the generation under way, so far."""
         return None if self._upkeep is None else self._upkeep.cost
 

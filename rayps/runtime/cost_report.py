@@ -19,7 +19,7 @@ _KEPT = 1_000  # newest rounds of each worker
 _WARM = 1  # rounds of each worker that do not count: memory is still being made, and rings formed
 
 
-class Tally:
+class CostReport:
     """Hears a phase's points of single workers; `event()` says what its steps cost."""
 
     def __init__(self, strategy: Strategy, workers: int, formula: Callable[[], Costs]) -> None:

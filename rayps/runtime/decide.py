@@ -16,7 +16,7 @@ GRACE_SECONDS = 3.0  # after the first lost connection, for the death behind it 
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class RunFacts:
     """What the driver knows after a poll. Members are named `worker-<rank>` and `shard-<index>`."""
 
     size: int
@@ -82,7 +82,7 @@ class Fail:
 Decision = Continue | Finish | Stop | Restart | Mend | Replace | Fail
 
 
-def decide(facts: Facts) -> Decision:
+def decide(facts: RunFacts) -> Decision:
     """What to do next."""
     if facts.stop:
         return Stop()
@@ -100,7 +100,7 @@ def decide(facts: Facts) -> Decision:
     return Continue()
 
 
-def _reconnect(facts: Facts) -> Decision:
+def _reconnect(facts: RunFacts) -> Decision:
     """Connections were lost although every process answers: the peer that was silent for too long is to blame."""
     blamed = [_member(str(error.data.get("peer"))) for _, error in facts.errors if isinstance(error, PeerTimeout)]
     blamed = [name for name in blamed if name.startswith(("worker-", "shard-"))]
@@ -110,7 +110,7 @@ def _reconnect(facts: Facts) -> Decision:
     return _recover(facts, tuple(member for member, _ in facts.errors), reason)
 
 
-def _recover(facts: Facts, lost: tuple[str, ...], reason: str) -> Decision:
+def _recover(facts: RunFacts, lost: tuple[str, ...], reason: str) -> Decision:
     failures = facts.failures + 1
     if failures > facts.max_failures:
         return Fail(
@@ -127,7 +127,7 @@ def _member(peer: str) -> str:
     return peer.replace(":", "-")  # a ring calls its ranks worker:2
 
 
-def _at(facts: Facts, member: str) -> str:
+def _at(facts: RunFacts, member: str) -> str:
     return f" at round {facts.at[member]}" if member in facts.at else ""
 
 

@@ -22,24 +22,24 @@ from rayps.core.metrics import Point, Rounds
 from rayps.federated.remote.remote_replies import prepared
 from rayps.parallel.division.build import drawn_apart
 from rayps.ps.job_space import JobSpace
-from rayps.ps.protocol.space import Table
+from rayps.ps.protocol.space import SparseTable
 from rayps.runtime.decide import Continue, Fail, Finish, Mend, Replace, Restart, Stop, decide
-from rayps.runtime.decide import Facts as RunFacts
-from rayps.runtime.initial_state import Beginning, maker, space_of
+from rayps.runtime.decide import RunFacts as RunFacts
+from rayps.runtime.initial_state import InitialState, maker, space_of
 from rayps.runtime.journal import Journal
 from rayps.runtime.mending import Mender
 from rayps.runtime.outcome import Outcome
-from rayps.runtime.phase import Leg
-from rayps.runtime.preflight import Findings, preflight
-from rayps.runtime.report import Report
-from rayps.runtime.server_events import News
-from rayps.runtime.status import Standing
+from rayps.runtime.phase import PhaseRun
+from rayps.runtime.preflight import PreflightFindings, preflight
+from rayps.runtime.report import ProgressReport
+from rayps.runtime.server_events import ServerEvents
+from rayps.runtime.status import RunStatus
 from rayps.runtime.time_limit import awaited
-from rayps.runtime.trial import Facts as TrialFacts
 from rayps.runtime.trial import Trial
-from rayps.runtime.trial_process import Request
+from rayps.runtime.trial import TrialFacts as TrialFacts
+from rayps.runtime.trial_process import TrialRequest
 from rayps.runtime.worker_actor import WorkerFacts
-from rayps.runtime.worker_group import Group
+from rayps.runtime.worker_group import WorkerGroup
 from rayps.strategies.calendar import Calendar
 from rayps.strategies.catalogue import Phase, parse
 from rayps.strategies.job import JobSpec, Status
@@ -83,19 +83,19 @@ class Driver:
         self.phases = phases or parse(spec.strategy)
         self._checkpoints, self._resume, self._capture = checkpoints, resume, capture
         self._calendar: Calendar | None = None  # known after the preflight, as are
-        self._legs: list[Leg] = []
+        self._legs: list[PhaseRun] = []
         self._name, self._again = name or spec.name or f"job-{uuid.uuid4().hex[:8]}", again
-        self._tables: tuple[Table, ...] = ()  # of the model
+        self._tables: tuple[SparseTable, ...] = ()  # of the model
         self._mailbox: str | None = None  # of real clients
         self._schedule = ScheduleRecord(workload.optimizer)  # with its schedule, after the preflight
-        self._news = News()
+        self._news = ServerEvents()
         self._stop = threading.Event()
         self._failures = failures  # of the whole job, whatever drivers it had
         self._generation = 0
         self._snapshot: Snapshot | None = None  # the newest state that a restart can begin from
         self._saved: Path | None = resume
-        self._report = Report()
-        self._standing = Standing(journal, self._report, self._where)
+        self._report = ProgressReport()
+        self._standing = RunStatus(journal, self._report, self._where)
         self._broken_since: float | None = None
         self._mender = Mender(journal)
         self._evaluated = 0  # the last round whose evaluation is filed
@@ -117,13 +117,13 @@ class Driver:
 
     def run(self, cluster: Cluster) -> Outcome:
         """Run the job to its end; never raises for what went wrong in the run, says it in the outcome."""
-        group: Group | None = None
+        group: WorkerGroup | None = None
         try:
             if self._calendar is None:
                 self.preflight()
             self._standing.say(Status.STARTING, "starting workers")
             self.trial.check()
-            group = Group(
+            group = WorkerGroup(
                 cluster,
                 pack(self.workload),
                 self.spec.workers,
@@ -174,7 +174,7 @@ class Driver:
         self._calendar = self._report.calendar = Calendar(
             self.phases, found.steps, self.spec.workers, epochs=self.spec.epochs, rounds=self.spec.steps
         )
-        self._legs = list(starmap(Leg, zip(self.phases, self._calendar.spans, found.divisions, strict=True)))
+        self._legs = list(starmap(PhaseRun, zip(self.phases, self._calendar.spans, found.divisions, strict=True)))
         if self._tries:
             self._try(found)
 
@@ -182,7 +182,7 @@ class Driver:
         """End what a preflight has begun, where no run follows."""
         self.trial.close()
 
-    def _try(self, found: Findings) -> None:
+    def _try(self, found: PreflightFindings) -> None:
         """Let one batch be tried while workers start."""
         strategies, packed = [phase.strategy for phase in self.phases], pack(self.workload)
         model, data = found.sizes
@@ -197,7 +197,7 @@ class Driver:
         first = strategies[0]
         size, federated = first.grid(self.spec.workers).data, first.federated
         self.trial.begin(
-            facts, Request(packed, size, self.spec.seed, federated, self.spec.working_dir, tuple(sys.path))
+            facts, TrialRequest(packed, size, self.spec.seed, federated, self.spec.working_dir, tuple(sys.path))
         )
 
     @property
@@ -216,11 +216,11 @@ class Driver:
 
     # ---- phases and generations
 
-    def _run_phases(self, group: Group) -> dict[str, float]:
+    def _run_phases(self, group: WorkerGroup) -> dict[str, float]:
         """All phases from the first snapshot; gives the final metrics."""
         # what no worker could hold whole is drawn here
         draw = partial(drawn_apart, self.workload) if any(leg.division for leg in self._legs) else None
-        begin = Beginning(self.spec, self._resume, self.calendar, draw, self._schedule)
+        begin = InitialState(self.spec, self._resume, self.calendar, draw, self._schedule)
         self._snapshot, metrics = begin.snapshot(group, self.phases[0].strategy, self.journal), dict[str, float]()
         checkpoint.must_be_finite(self._snapshot.to_state(), "before the first round")
         if begin.resumed:
@@ -240,7 +240,7 @@ class Driver:
                 self.journal.reckon()
         return metrics
 
-    def _run_phase(self, group: Group, leg: Leg) -> None:
+    def _run_phase(self, group: WorkerGroup, leg: PhaseRun) -> None:
         assert self._snapshot is not None
         phase, end = leg.phase, leg.end
         if phase.strategy.lockstep:  # such a phase begins in step, also after one that was not
@@ -267,7 +267,7 @@ class Driver:
                 at = self._snapshot.round
                 self._mender.restarted(broken, f"goes on from round {at}", at, self._generation + 1)
 
-    def _watch(self, group: Group, rounds: Rounds, phase: Phase, end: int) -> Restart | Mend | None:
+    def _watch(self, group: WorkerGroup, rounds: Rounds, phase: Phase, end: int) -> Restart | Mend | None:
         """Poll until the generation ends; None = it reached `end`, else everyone must begin again."""
         while True:
             self._take_in(group, rounds)
@@ -296,13 +296,13 @@ class Driver:
                     self._failures += 1
                     self._replace(group, decision)
 
-    def _over(self, group: Group) -> bool:
+    def _over(self, group: WorkerGroup) -> bool:
         """Whether the newest state is that at which the strategy has met its stop rule."""
         assert self._snapshot is not None
         facts = [worker.facts for worker in group.workers]
         return group.met is not None and all(f.position == self._snapshot.round for f in facts)
 
-    def _save_on_leaving(self, group: Group, rounds: Rounds, phase: Phase) -> None:
+    def _save_on_leaving(self, group: WorkerGroup, rounds: Rounds, phase: Phase) -> None:
         """A last checkpoint, of a round that everyone reaches soon; where it takes too long, the one before stays."""
         if self._checkpoints is None or self._snapshot is None or phase.strategy.remote:  # nobody waits for clients
             return
@@ -317,14 +317,14 @@ class Driver:
             self._collect(group)
             time.sleep(POLL_SECONDS / 4)
 
-    def _replace(self, group: Group, decision: Replace) -> None:
+    def _replace(self, group: WorkerGroup, decision: Replace) -> None:
         assert self._snapshot is not None
         self._standing.say(Status.RECOVERING, decision.reason)
         self._broken_since = None
         self._mender.replace(group, decision, self._snapshot)
         self._standing.say(Status.RUNNING, "")
 
-    def _facts(self, group: Group, phase: Phase) -> RunFacts:
+    def _facts(self, group: WorkerGroup, phase: Phase) -> RunFacts:
         workers = [(w.name, w.facts) for w in group.workers if isinstance(w.facts, WorkerFacts)]
         current = [(name, f) for name, f in workers if f.generation == self._generation]
         errors = tuple((name, f.error) for name, f in current if f.status == "failed" and f.error is not None)
@@ -349,7 +349,7 @@ class Driver:
 
     # ---- what is recorded
 
-    def _take_in(self, group: Group, rounds: Rounds) -> None:
+    def _take_in(self, group: WorkerGroup, rounds: Rounds) -> None:
         found = group.poll()
         for point in found:
             if self._snapshot is not None:
@@ -366,7 +366,7 @@ class Driver:
             self.journal.event("lost", f"{name} lacks {count} pushes: the workers kept them no more", pushes=count)
         self._standing.show()
 
-    def _tell(self, group: Group, over: bool = False) -> None:
+    def _tell(self, group: WorkerGroup, over: bool = False) -> None:
         """File what happened to the server group."""
         if group.space is not None:
             if over:
@@ -386,7 +386,7 @@ class Driver:
         self._report.file(merged)
         self.journal.add(merged)
 
-    def _collect(self, group: Group) -> None:
+    def _collect(self, group: WorkerGroup) -> None:
         assert self._snapshot is not None
         newer = group.collect(self._snapshot)
         if newer is None:
@@ -404,7 +404,7 @@ class Driver:
             self.journal.event("checkpoint", f"saved round {newer.round}", round=newer.round, path=str(self._saved))
         group.saved(newer)
 
-    def _evaluate(self, group: Group, leg: Leg) -> dict[str, float]:
+    def _evaluate(self, group: WorkerGroup, leg: PhaseRun) -> dict[str, float]:
         """Evaluate the end of a phase; who dies meanwhile is replaced as in training, and all evaluate again."""
         while True:
             assert self._snapshot is not None

@@ -17,7 +17,7 @@ from rayps.parallel.pipeline import loss_proxy
 from rayps.parallel.pipeline.cut import layers, measure, spans
 from rayps.parallel.pipeline.probe import plain, probe, whole
 from rayps.ps.tables.embedding import tables_of
-from rayps.runtime.cost_report import Tally
+from rayps.runtime.cost_report import CostReport
 from rayps.strategies.catalogue import Strategy
 from rayps.strategies.costs import Costs, Sizes, costs
 from rayps.tensors import optim
@@ -49,7 +49,9 @@ def expected(
     return costs(strategy, workers, found)
 
 
-def tally_of(workload: Workload, strategy: Strategy, workers: int, division: Division | None, layout: Layout) -> Tally:
+def tally_of(
+    workload: Workload, strategy: Strategy, workers: int, division: Division | None, layout: Layout
+) -> CostReport:
     """What hears a phase's points. A model on one worker is not looked at again."""
 
     def formula() -> Costs:
@@ -60,7 +62,7 @@ def tally_of(workload: Workload, strategy: Strategy, workers: int, division: Div
                 log.exception("what a step costs by formula is known in part only")
         return costs(strategy, workers, Sizes(layout.size, layout.dtype.itemsize))
 
-    return Tally(strategy, workers, formula)
+    return CostReport(strategy, workers, formula)
 
 
 def seconds(workload: Workload, division: Division, replicas: int, micro_batches: int) -> list[float]:

@@ -11,9 +11,9 @@ from typing import Any
 from rayps.cluster.local import Cluster
 from rayps.ps.group import find, start
 from rayps.ps.job_space import JobSpace
-from rayps.ps.protocol.space import Quota, Table
+from rayps.ps.protocol.space import Quota, SparseTable
 from rayps.runtime.journal import Journal
-from rayps.runtime.worker_group import Group
+from rayps.runtime.worker_group import WorkerGroup
 from rayps.strategies.calendar import Calendar
 from rayps.strategies.catalogue import Strategy
 from rayps.strategies.job import JobSpec
@@ -25,7 +25,7 @@ from rayps.workload.base import pack
 
 
 @dataclass(frozen=True, slots=True)
-class Beginning:
+class InitialState:
     """Of a job whose phases have these rounds and epochs. `drawn` gives the state before the first round, from the
     seed; None = rank 0 draws it. `schedule` is where the workload's schedule stands, to compare with a checkpoint's.
     """
@@ -41,7 +41,7 @@ class Beginning:
         """Whether it begins with a checkpoint."""
         return self.resume is not None
 
-    def snapshot(self, group: Group, strategy: Strategy, journal: Journal) -> Snapshot:
+    def snapshot(self, group: WorkerGroup, strategy: Strategy, journal: Journal) -> Snapshot:
         """The first state; `strategy` is that of the first phase.
 
         Raises:
@@ -58,7 +58,7 @@ class Beginning:
         drawn.enter(self.calendar.spans[0])
         return drawn
 
-    def _resumed(self, path: Path, drawn: Snapshot, group: Group, journal: Journal) -> Snapshot:
+    def _resumed(self, path: Path, drawn: Snapshot, group: WorkerGroup, journal: Journal) -> Snapshot:
         state = checkpoint.load(path)
         saved = Snapshot.from_state(state)
         saved.check(drawn.layout)
@@ -110,7 +110,7 @@ def space_of(
     strategies: list[Strategy],
     name: str,
     factory: Callable[[], Factory],
-    tables: tuple[Table, ...],
+    tables: tuple[SparseTable, ...],
 ) -> JobSpace | None:
     """The space that a job is to have: on the group that it names, or on one of its own; None = it needs none.
 

@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from rayps.cluster.local import Cluster, Reply
+from rayps.cluster.local import ActorReply, Cluster
 from rayps.parallel.division.division import shares
 from rayps.ps.fixed.rows import cuts
 from rayps.ps.fixed.shard import ShardFacts, ShardPart
-from rayps.runtime.members import Member, place, settle
+from rayps.runtime.members import GroupMember, place, settle
 from rayps.runtime.worker_actor import ShardPlan
 from rayps.strategies.catalogue import Strategy
-from rayps.worker.plan import Orders, Seat
+from rayps.worker.plan import Orders, SpaceRank
 from rayps.worker.snapshot import Snapshot
 
 
-class Servers(Protocol):
+class JobServers(Protocol):
     """Who holds a generation's parameters, or a part of them."""
 
     def serves(self, strategy: Strategy) -> bool:
         """Whether a generation under this strategy needs it."""
 
-    def seat(self, rank: int) -> Seat | None:
+    def seat(self, rank: int) -> SpaceRank | None:
         """A new place for a worker, which fences the one before; None where it needs none."""
 
     def poll(self, orders: Orders, wanted: int) -> None:
@@ -47,16 +47,16 @@ class Servers(Protocol):
         """End what is the job's own."""
 
 
-class Shards:
+class FixedServers:
     """Fixed shards: one actor for each slice of the vector, of this job alone."""
 
     def __init__(self, cluster: Cluster, packed: bytes, secret: bytes, working_dir: str | None) -> None:
-        self.members: list[Member] = []
+        self.members: list[GroupMember] = []
         self._cluster, self._packed, self._secret, self._working_dir = cluster, packed, secret, working_dir
         self._orders: Orders | None = None
         self._ranges: list[list[tuple[int, int]]] = []  # of each column's shards, in its own vector
 
-    def prepare(self, wanted: int) -> list[Member]:
+    def prepare(self, wanted: int) -> list[GroupMember]:
         """Have `wanted` living shards, or fewer processes; those that are new and have not said where they are."""
         kept = self.members[:wanted]
         for member in [*self.members[wanted:], *(m for m in kept if m.dead)]:
@@ -140,7 +140,7 @@ class Shards:
             self._cluster.kill(member.handle)
         self.members = []
 
-    def _spawn(self, index: int) -> Member:
+    def _spawn(self, index: int) -> GroupMember:
         handle = self._cluster.spawn(
             "rayps.runtime.worker_actor:ShardActor",
             index,
@@ -149,7 +149,7 @@ class Shards:
             working_dir=self._working_dir,
             threads=1,
         )
-        return Member(f"shard-{index}", handle)
+        return GroupMember(f"shard-{index}", handle)
 
     def _plan(self, index: int) -> ShardPlan:
         orders = self._orders
@@ -160,5 +160,5 @@ class Shards:
         return ShardPlan(orders.generation, index, lo, hi, orders.strategy, orders.boundary, whole, orders.ticks)
 
 
-def _waiting(replies: Sequence[Reply]) -> Callable[[float], list[ShardPart | None]]:
+def _waiting(replies: Sequence[ActorReply]) -> Callable[[float], list[ShardPart | None]]:
     return lambda timeout: [reply.result(timeout) for reply in replies]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from rayps.core.metrics import Point
-from rayps.runtime.cost_report import Tally
+from rayps.runtime.cost_report import CostReport
 
 Progress = dict[str, Any]
 PROGRESS_SECONDS = 0.5
@@ -36,7 +36,7 @@ class Journal:
         self.folder = folder
         self.points: list[Point] = []
         self.events: list[dict[str, Any]] = []
-        self.tally: Tally | None = None  # of the phase under way
+        self.tally: CostReport | None = None  # of the phase under way
         self._on_progress, self._on_event = on_progress, on_event
         self._files: dict[str, IO[str]] = {}
         self._progress_at = 0.0

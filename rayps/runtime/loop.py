@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from rayps.cluster.local import Cluster, Handle, LocalCluster, Reply, rendezvous, until
+from rayps.cluster.local import ActorHandle, ActorReply, Cluster, LocalCluster, rendezvous, until
 from rayps.comm.ring import Ring
 from rayps.comm.ring.compressed_mean import compressed
 from rayps.core.errors import ActorDied, ConfigError, LinkError, PeerTimeout, RaypsError, WorkloadError
@@ -32,7 +32,7 @@ from rayps.core.logs import LogBuffer
 from rayps.core.user_code import placed, user_code
 from rayps.ps.server_group import ServerGroup
 from rayps.ps.tables.embedding import tables_of
-from rayps.runtime.loop_watch import Said, Watch
+from rayps.runtime.loop_watch import LoopWatch, Said
 from rayps.runtime.progress import Display
 from rayps.strategies.catalogue import for_a_loop
 from rayps.tensors.flat import FlatModel, Gradient, beside
@@ -123,7 +123,7 @@ def run(
             for rank in range(workers)
         ]
         try:
-            return _results(handles, Watch(handles, Display(bar=False).lines))
+            return _results(handles, LoopWatch(handles, Display(bar=False).lines))
         finally:
             for handle in handles:
                 opened.kill(handle)
@@ -134,7 +134,7 @@ def run(
             opened.close()
 
 
-def _results(handles: list[Handle], watch: Watch) -> list[Any]:
+def _results(handles: list[ActorHandle], watch: LoopWatch) -> list[Any]:
     """Everyone's answer; the first failure ends the wait for the others, who would miss their peer."""
     replies = [handle.call("run") for handle in handles]
     until(lambda: all(reply.done() for reply in replies) or bool(_failures(replies)), math.inf)
@@ -149,11 +149,11 @@ def _results(handles: list[Handle], watch: Watch) -> list[Any]:
     return [reply.result(0) for reply in replies]
 
 
-def _reasons(replies: list[Reply]) -> list[tuple[int, RaypsError]]:
+def _reasons(replies: list[ActorReply]) -> list[tuple[int, RaypsError]]:
     return [(rank, error) for rank, error in _failures(replies) if not isinstance(error, LinkError)]
 
 
-def _failures(replies: list[Reply]) -> list[tuple[int, RaypsError]]:
+def _failures(replies: list[ActorReply]) -> list[tuple[int, RaypsError]]:
     found = []
     for rank, reply in enumerate(replies):
         try:

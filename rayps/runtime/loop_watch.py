@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rayps.cluster.local import Handle
+from rayps.cluster.local import ActorHandle
 from rayps.core.errors import ActorDied, ClusterError, WorkloadError
 
 WAIT_SECONDS = 1.0  # that a question waits in a worker for a line
@@ -30,10 +30,10 @@ class Said:
     over: bool  # whether this is all
 
 
-class Watch:
+class LoopWatch:
     """Follows the workers of a run, by rank. `show` is given their lines; it is called by one thread at a time."""
 
-    def __init__(self, handles: Sequence[Handle], show: Callable[[list[Line]], None]) -> None:
+    def __init__(self, handles: Sequence[ActorHandle], show: Callable[[list[Line]], None]) -> None:
         self._show, self._showing = show, threading.Lock()
         self._said: dict[int, Said] = {}
         self._threads = [
@@ -79,7 +79,7 @@ class Watch:
             steps=steps,
         )
 
-    def _follow(self, rank: int, handle: Handle) -> None:
+    def _follow(self, rank: int, handle: ActorHandle) -> None:
         while True:
             try:
                 said: Said = handle.call("said", WAIT_SECONDS).result()  # a worker that starts answers late

@@ -9,23 +9,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rayps.cluster.local import Handle, Reply, until
+from rayps.cluster.actor_host import ActorHost
+from rayps.cluster.local import ActorHandle, ActorReply, until
 from rayps.core.errors import ActorDied, ClusterError, LinkError
 from rayps.core.metrics import means
 from rayps.runtime.time_limit import START_SECONDS, overdue
-from rayps.runtime.worker_actor import Place
 
 
 @dataclass(slots=True)
-class Member:
+class GroupMember:
     """One actor of the job."""
 
     name: str
-    handle: Handle
-    place: Place | None = None
+    handle: ActorHandle
+    place: ActorHost | None = None
     facts: Any = None  # WorkerFacts or ShardFacts of the last poll
     dead: str | None = None  # why it counts as dead
-    question: Reply | None = None
+    question: ActorReply | None = None
     asked_at: float = 0.0
 
     @property
@@ -66,7 +66,7 @@ class Member:
             self.dead = str(error.data.get("reason", error))
             return None
 
-    def heard(self, reply: Reply) -> None:
+    def heard(self, reply: ActorReply) -> None:
         """Wait for an order to be taken; a member that does not take it counts as dead."""
         try:
             reply.result(START_SECONDS)
@@ -76,7 +76,7 @@ class Member:
             self.dead = str(error)
 
 
-def place(members: Sequence[Member], check: Callable[[], None] = lambda: None) -> None:
+def place(members: Sequence[GroupMember], check: Callable[[], None] = lambda: None) -> None:
     """Learn where new members are; one that did not start counts as dead. What `check` raises ends the wait."""
     asked = [(member, member.handle.call("place")) for member in members]
 
@@ -97,7 +97,7 @@ def place(members: Sequence[Member], check: Callable[[], None] = lambda: None) -
             member.dead = str(error.data.get("reason", error))
 
 
-def settle(replies: Sequence[Reply], members: Sequence[Member]) -> None:
+def settle(replies: Sequence[ActorReply], members: Sequence[GroupMember]) -> None:
     """Wait until these members have taken a new generation's orders; what they said before is forgotten."""
     for reply, member in zip(replies, members, strict=True):
         member.question, member.facts = None, None
@@ -105,7 +105,7 @@ def settle(replies: Sequence[Reply], members: Sequence[Member]) -> None:
 
 
 def evaluated(
-    members: Sequence[Member], replies: Sequence[Reply], timeout: float, *, silence: float, round: int
+    members: Sequence[GroupMember], replies: Sequence[ActorReply], timeout: float, *, silence: float, round: int
 ) -> dict[str, float] | None:
     """The means of every metric from everyone's answers; None when one was lost meanwhile: it counts as dead.
 
@@ -122,7 +122,7 @@ def evaluated(
         return all(reply.done() or member.dead for member, reply in asked)
 
     until(over, timeout)
-    found, torn = [], list[tuple[Member, str]]()
+    found, torn = [], list[tuple[GroupMember, str]]()
     for member, reply in asked:
         if member.dead and not reply.done():
             continue

@@ -12,11 +12,11 @@ from typing import Any
 
 from rayps.core.metrics import Rounds
 from rayps.recovery.backup_assignment import Mending
-from rayps.recovery.commit import Cost
+from rayps.recovery.commit import CommitCost
 from rayps.runtime.decide import Mend, Replace, Restart
 from rayps.runtime.journal import Journal
 from rayps.runtime.worker_actor import WorkerFacts
-from rayps.runtime.worker_group import Group
+from rayps.runtime.worker_group import WorkerGroup
 from rayps.worker.snapshot import Snapshot
 
 
@@ -35,10 +35,10 @@ class Mender:
     """What a driver knows of deaths within replicas."""
 
     journal: Journal
-    cost: Cost | None = None  # of being able to mend, in the generation under way
+    cost: CommitCost | None = None  # of being able to mend, in the generation under way
     _seen: float | None = None  # the first sign of a death
     _wound: _Wound | None = None
-    _told: Cost | None = None
+    _told: CommitCost | None = None
     _rejoining: list[tuple[list[int], list[str], float]] = field(default_factory=list)  # ranks, the lost, since when
 
     def saw(self, anything: bool) -> None:
@@ -46,11 +46,11 @@ class Mender:
         if anything and self._seen is None:
             self._seen = time.monotonic()
 
-    def may_replace(self, group: Group) -> bool:
+    def may_replace(self, group: WorkerGroup) -> bool:
         """Whether in step with servers a replica may begin anew alone; not again where that has just failed."""
         return group.rejoins and not self._rejoining
 
-    def mend(self, group: Group, decision: Restart | Mend, rounds: Rounds, generation: int) -> Mending | None:
+    def mend(self, group: WorkerGroup, decision: Restart | Mend, rounds: Rounds, generation: int) -> Mending | None:
         """End the generation and find the round from which the next one goes on; None: back to the snapshot.
 
         `generation` is the next one's number.
@@ -102,7 +102,7 @@ class Mender:
             generation=generation,
         )
 
-    def replace(self, group: Group, decision: Replace, snapshot: Snapshot) -> None:
+    def replace(self, group: WorkerGroup, decision: Replace, snapshot: Snapshot) -> None:
         """New processes for the lost, whose replicas begin anew from the servers; the others are not disturbed."""
         numbers = [(name.partition("-")[0], int(name.partition("-")[2])) for name in decision.lost]
         seen, self._seen = self._seen or time.monotonic(), None
@@ -125,7 +125,7 @@ class Mender:
             "replaced", f"{decision.reason}: {message}, the others went on", lost=lost, round=snapshot.round
         )
 
-    def _look_for_those_who_rejoin(self, group: Group) -> None:
+    def _look_for_those_who_rejoin(self, group: WorkerGroup) -> None:
         for ranks, lost, seen in list(self._rejoining):
             facts = [group.workers[rank].facts for rank in ranks]
             if all(isinstance(f, WorkerFacts) and f.position > 0 and f.status != "failed" for f in facts):
@@ -140,11 +140,11 @@ class Mender:
                     seconds=seconds,
                 )
 
-    def look(self, group: Group, generation: int) -> None:
+    def look(self, group: WorkerGroup, generation: int) -> None:
         """Take in the workers as they are now; tells of a mending once the first new round is there."""
         known = [w.facts for w in group.workers if isinstance(w.facts, WorkerFacts)]
         facts = [f for f in known if f.generation == generation]
-        self.cost = Cost.most(f.cost for f in facts if f.cost is not None) or self.cost
+        self.cost = CommitCost.most(f.cost for f in facts if f.cost is not None) or self.cost
         self._look_for_those_who_rejoin(group)
         wound = self._wound
         if wound is None or len(facts) < len(group.workers):

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from rayps.parallel.division.divide import words
 from rayps.parallel.division.division import Division
 from rayps.ps.fixed.shard import Boundary
-from rayps.runtime.cost_report import Tally
+from rayps.runtime.cost_report import CostReport
 from rayps.runtime.expected_cost import tally_of
 from rayps.runtime.journal import Journal
-from rayps.strategies.calendar import Calendar, Span
+from rayps.strategies.calendar import Calendar, PhaseSpan
 from rayps.strategies.catalogue import Phase
 from rayps.strategies.job import JobSpec
 from rayps.tensors.flat import Layout
@@ -23,11 +23,11 @@ FEDERATED_EPOCHS = 10  # between states that are kept, unless the job says other
 
 
 @dataclass(frozen=True, slots=True)
-class Leg:
+class PhaseRun:
     """A phase, its rounds, and how the model is divided in it (None = a replica is one worker)."""
 
     phase: Phase
-    span: Span
+    span: PhaseSpan
     division: Division | None
 
     @property
@@ -45,7 +45,7 @@ class Leg:
         snapshot.enter(self.span)
         snapshot.under(self.name, workers)
 
-    def met(self, journal: Journal, calendar: Calendar, at: int, reason: str) -> Leg:
+    def met(self, journal: Journal, calendar: Calendar, at: int, reason: str) -> PhaseRun:
         """File that its strategy's stop rule was met after round `at`, and end it there: so it is now."""
         journal.event("met", f"{self.name} ends after round {at} of {self.end}: {reason}", round=at, end=self.end)
         calendar.cut(self.end, at)
@@ -58,7 +58,7 @@ class Leg:
         if self.division is not None:
             journal.event("divided", words(self.division), columns=self.division.facts())
 
-    def tally(self, workload: Workload, workers: int, layout: Layout) -> Tally | None:
+    def tally(self, workload: Workload, workers: int, layout: Layout) -> CostReport | None:
         """What hears the points of its rounds; None where one worker waits for real clients."""
         if self.phase.strategy.remote:
             return None

@@ -18,7 +18,7 @@ from rayps.parallel.division.build import apart, model_of
 from rayps.parallel.division.divide import divide, sample_of
 from rayps.parallel.division.division import Division
 from rayps.ps.fixed.shard_optimizer import chosen
-from rayps.ps.protocol.space import Table
+from rayps.ps.protocol.space import SparseTable
 from rayps.ps.tables.embedding import tables_of, try_out
 from rayps.ps.tables.row_optimizers import Scheduled
 from rayps.ps.tables.row_optimizers import rule_of as table_rule
@@ -32,19 +32,19 @@ from rayps.tensors.learning_rate import Recipe, Ticks, rates_of, recipe_of
 from rayps.workload.base import Workload, check_clip_norm, misspelt
 
 
-class Findings(NamedTuple):
+class PreflightFindings(NamedTuple):
     """Rounds of an epoch in each phase, warnings for the user, the model's sparse tables, and how it is divided in each
     phase (None = a replica is one worker).
     """
 
     steps: list[int]
     warnings: list[str]
-    tables: tuple[Table, ...]
+    tables: tuple[SparseTable, ...]
     divisions: list[Division | None]
     sizes: tuple[int, int]  # bytes of the model's parameters and buffers, and of the data's tensors
 
 
-def preflight(workload: Workload, phases: list[Phase], spec: JobSpec) -> Findings:
+def preflight(workload: Workload, phases: list[Phase], spec: JobSpec) -> PreflightFindings:
     """Try data, model and optimizer.
 
     Raises:
@@ -93,7 +93,7 @@ def preflight(workload: Workload, phases: list[Phase], spec: JobSpec) -> Finding
         if any(said) and optim.ignores_scale(workload.optimizer, layout):
             warnings += [each for each in said if each]
     steps = [_steps(data, strategy, grid) for strategy, grid in both]
-    return Findings(steps, warnings, tables, divisions, (bytes_of(model), bytes_of(data)))
+    return PreflightFindings(steps, warnings, tables, divisions, (bytes_of(model), bytes_of(data)))
 
 
 def _steps(data: Data, strategy: Strategy, grid: Grid) -> int:
@@ -119,7 +119,7 @@ def _division(workload: Workload, strategy: Strategy, grid: Grid, model: nn.Modu
         return divide(workload, replica, model, None if sample is None else sample_of(sample))
 
 
-def _check_servers(strategy: Strategy, spec: JobSpec, tables: tuple[Table, ...]) -> None:
+def _check_servers(strategy: Strategy, spec: JobSpec, tables: tuple[SparseTable, ...]) -> None:
     if tables and strategy.tables is None:
         known = ", ".join(repr(table.name) for table in tables)
         raise ConfigError(
@@ -143,7 +143,7 @@ def _check_servers(strategy: Strategy, spec: JobSpec, tables: tuple[Table, ...])
         )
 
 
-def _check_clipping(strategy: Strategy, workload: Workload, tables: tuple[Table, ...]) -> None:
+def _check_clipping(strategy: Strategy, workload: Workload, tables: tuple[SparseTable, ...]) -> None:
     """Refuse `clip_norm` where the norm would lack the rows of tables, whose mean only the servers know."""
     if workload.clip_norm is not None and tables and strategy.shards == 0:
         raise ConfigError(
@@ -186,7 +186,7 @@ def _refuse_closure(optimizer: Optimizer) -> None:
         )
 
 
-def _try_schedule(workload: Workload, phases: list[Phase], layout: Layout, tables: tuple[Table, ...]) -> None:
+def _try_schedule(workload: Workload, phases: list[Phase], layout: Layout, tables: tuple[SparseTable, ...]) -> None:
     """Evaluate the schedule of every optimizer of the job at its first two ticks. Raises WorkloadError."""
     recipe = recipe_of(workload)
     if not isinstance(recipe, Recipe):

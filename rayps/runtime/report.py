@@ -9,15 +9,15 @@ from typing import Any
 from rayps.core.grid import Grid
 from rayps.core.metrics import Point, Throughput
 from rayps.ps.fixed.shard import ShardFacts
-from rayps.runtime.members import Member
+from rayps.runtime.members import GroupMember
 from rayps.runtime.worker_actor import WorkerFacts
-from rayps.runtime.worker_group import Group
+from rayps.runtime.worker_group import WorkerGroup
 from rayps.strategies.calendar import Calendar
 
 KEPT_POINTS = 50  # of each rank, for its rates
 
 
-class Report:
+class ProgressReport:
     """Follows a run's points and members; `progress()` says where it stands."""
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Report:
             for lead, count in point["staleness"].items():
                 histogram[lead] = histogram.get(lead, 0) + count
 
-    def look(self, group: Group, strategy: str) -> None:
+    def look(self, group: WorkerGroup, strategy: str) -> None:
         """Take in the members as they are now."""
         self._facts["strategy"] = strategy
         workers = [self._worker(rank, member) for rank, member in enumerate(group.workers)]
@@ -57,7 +57,7 @@ class Report:
         if group.space is not None:
             self._facts["server_group"] = group.space.facts()
 
-    def newly_lost(self, group: Group) -> list[tuple[str, int]]:
+    def newly_lost(self, group: WorkerGroup) -> list[tuple[str, int]]:
         """The shards that had to give up pushes since they were last asked, and how many."""
         found = []
         for member in group.shards:
@@ -93,7 +93,7 @@ class Report:
             "eta_seconds": (calendar.rounds - done) / pace if pace else None,
         }
 
-    def _worker(self, rank: int, member: Member) -> dict[str, Any]:
+    def _worker(self, rank: int, member: GroupMember) -> dict[str, Any]:
         facts = member.facts if isinstance(member.facts, WorkerFacts) else None
         status = "dead" if member.dead else facts.status if facts else "starting"
         line = {"rank": rank, **_place(member), "status": status, "round": facts.position if facts else 0}
@@ -120,7 +120,7 @@ def _in_replicas(workers: list[dict[str, Any]], grid: Grid) -> list[dict[str, An
     return found
 
 
-def _shard(index: int, member: Member) -> dict[str, Any]:
+def _shard(index: int, member: GroupMember) -> dict[str, Any]:
     facts = member.facts if isinstance(member.facts, ShardFacts) else None
     line = {"index": index, **_place(member)}
     if facts is None:
@@ -130,6 +130,6 @@ def _shard(index: int, member: Member) -> dict[str, Any]:
     return line | {"lo": facts.lo, "hi": facts.hi, "version": facts.version, "bytes": facts.bytes, "ages": ages}
 
 
-def _place(member: Member) -> dict[str, Any]:
+def _place(member: GroupMember) -> dict[str, Any]:
     place = member.place
     return {"host": place.host if place else None, "pid": place.pid if place else None}

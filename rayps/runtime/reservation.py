@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from rayps.cluster.local import Bundle, Cluster, Gang, not_free
+from rayps.cluster.local import Bundle, Cluster, Reservation, not_free
 from rayps.cluster.placement import bundles, seat, words
 from rayps.core.errors import NoResources
 from rayps.core.grid import Grid
@@ -14,10 +14,10 @@ _LOOK_SECONDS = 3.0  # then hosts may have other resources free; doubled each ti
 
 
 @dataclass(frozen=True, slots=True)
-class Berths:
+class WorkerResources:
     """Reserved bundles, and in which of them each rank is; `message` says where replicas are."""
 
-    gang: Gang | None = None
+    gang: Reservation | None = None
     index: list[int] = field(default_factory=list)
     message: str | None = None
 
@@ -27,7 +27,7 @@ class Berths:
             self.gang.release()
 
 
-def reserve(cluster: Cluster, resources: Bundle, grid: Grid, timeout: float) -> Berths:
+def reserve(cluster: Cluster, resources: Bundle, grid: Grid, timeout: float) -> WorkerResources:
     """Reserve the workers' resources together, all or none.
 
     Where hosts have no room for all now, it waits for room that keeps replicas whole if the cluster is large enough for
@@ -38,7 +38,7 @@ def reserve(cluster: Cluster, resources: Bundle, grid: Grid, timeout: float) -> 
     """
     one_each = [resources] * grid.size
     if grid.columns == 1 or not any(resources.values()):
-        return Berths(cluster.reserve(one_each, timeout), list(range(grid.size)))
+        return WorkerResources(cluster.reserve(one_each, timeout), list(range(grid.size)))
     end, patience = time.monotonic() + timeout, _LOOK_SECONDS
     while True:
         seating = seat(cluster.hosts(), grid, resources) or seat(cluster.hosts(free=False), grid, resources)
@@ -56,7 +56,7 @@ def reserve(cluster: Cluster, resources: Bundle, grid: Grid, timeout: float) -> 
             patience *= 2
             continue
         if gang is None:
-            return Berths(None, index)
+            return WorkerResources(None, index)
         held = gang.hosts()
         reasons = {} if seating is None else seating.reasons
-        return Berths(gang, index, words([held[i] for i in index], grid, reasons))
+        return WorkerResources(gang, index, words([held[i] for i in index], grid, reasons))

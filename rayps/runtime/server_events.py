@@ -12,7 +12,7 @@ AFTER_SECONDS = 3.0  # what a server's death holds up is over by then
 BEFORE_SECONDS = 2.0  # and is heard of this much later, at most
 
 
-class News:
+class ServerEvents:
     """Follows the group's events and the workers' rounds."""
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from rayps.ps.fixed.shard import Boundary
 
 
-class Meeting:
+class SnapshotSchedule:
     """The round that is waited for: at the generation's boundaries, or (after `hurry`) as soon as can be."""
 
     def __init__(self, boundary: Boundary) -> None:

@@ -6,14 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 from rayps.runtime.journal import Journal
-from rayps.runtime.report import Report
+from rayps.runtime.report import ProgressReport
 from rayps.strategies.job import Status
 
 
-class Standing:
+class RunStatus:
     """A run's status, and the progress that its journal shows."""
 
-    def __init__(self, journal: Journal, report: Report, facts: Callable[[], tuple[int, dict[str, Any]]]) -> None:
+    def __init__(
+        self, journal: Journal, report: ProgressReport, facts: Callable[[], tuple[int, dict[str, Any]]]
+    ) -> None:
         """`facts` gives the round of the last snapshot, and what else is to be shown."""
         self.status = Status.STARTING
         self._message = ""

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 
 from rayps.data.base import Data, map_tensors
 from rayps.runtime.journal import Journal
-from rayps.runtime.trial_process import Request, Verdict
+from rayps.runtime.trial_process import TrialRequest, Verdict
 
 MOST_BYTES = 256 << 20  # of parameters, of a packed workload, and of data in memory, which the process has once more
 _MAIN = "from rayps.runtime.trial_process import main; main()"
 
 
-class Facts(NamedTuple):
+class TrialFacts(NamedTuple):
     """What decides whether a batch can be tried in the driver."""
 
     remote: bool = False  # clients are real
@@ -38,7 +38,7 @@ class Facts(NamedTuple):
     data: int = 0  # bytes of its tensors
 
 
-def untried(facts: Facts) -> str | None:
+def untried(facts: TrialFacts) -> str | None:
     """Why no batch is tried before the workers start; None where one is."""
     if facts.remote:
         return "the clients have the data"
@@ -75,7 +75,7 @@ class Trial:
         self._process: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
 
-    def begin(self, facts: Facts, request: Request) -> None:
+    def begin(self, facts: TrialFacts, request: TrialRequest) -> None:
         """Start it, where a batch can be tried; returns at once."""
         reason = untried(facts)
         if reason is not None:
@@ -131,14 +131,14 @@ class Trial:
             self._thread.join()
             process.wait()
 
-    def _talk(self, process: subprocess.Popen[bytes], request: Request) -> None:
+    def _talk(self, process: subprocess.Popen[bytes], request: TrialRequest) -> None:
         given, taken = process.stdin, process.stdout
         assert given is not None
         assert taken is not None
         self.verdict = _answer(process, given, taken, request)
 
 
-def _answer(process: subprocess.Popen[bytes], given: IO[bytes], taken: IO[bytes], request: Request) -> Verdict:
+def _answer(process: subprocess.Popen[bytes], given: IO[bytes], taken: IO[bytes], request: TrialRequest) -> Verdict:
     """Give the request, which stays open until there is an answer: the process ends with its parent."""
     with contextlib.suppress(OSError), given, taken:
         try:

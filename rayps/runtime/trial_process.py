@@ -31,7 +31,7 @@ _DEVICES = ("CUDA", "NVIDIA", "cuda")  # in the message of an error that is one 
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class TrialRequest:
     """What the process is given: the packed workload, and what makes its first batch that of worker 0."""
 
     packed: bytes
@@ -54,7 +54,7 @@ def main() -> None:
     """Read a Request from stdin, write a Verdict to stdout, and leave."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what the user's code prints is printed by the workers
-    request: Request = pickle.load(sys.stdin.buffer)
+    request: TrialRequest = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     with contextlib.suppress(OSError):  # where memory is short this process is the one to be ended
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
@@ -75,7 +75,7 @@ def _leave_with_parent() -> None:
     os._exit(1)
 
 
-def judged(request: Request) -> Verdict:
+def judged(request: TrialRequest) -> Verdict:
     """Try the request's first batch. Never raises."""
     try:
         return Verdict(skipped=_tried(unpack(request.packed), request))
@@ -100,7 +100,7 @@ def _of_ray(error: BaseException | None) -> bool:
     return bool(frames) and Path(frames[-1].filename).is_relative_to(Path(file).parent)
 
 
-def _tried(workload: Workload, request: Request) -> str | None:
+def _tried(workload: Workload, request: TrialRequest) -> str | None:
     """Why no batch could be tried; None: one was. In a worker's order. Raises WorkloadError, DataError."""
     try:
         with user_code("data"):
@@ -123,7 +123,7 @@ def _tried(workload: Workload, request: Request) -> str | None:
     return None
 
 
-def _first(data: Data, request: Request) -> Batch | None:
+def _first(data: Data, request: TrialRequest) -> Batch | None:
     """The first batch of worker 0, or of the first client."""
     with user_code("data"):
         if request.federated:

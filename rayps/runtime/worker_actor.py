@@ -16,23 +16,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rayps.cluster.actor_host import Place, enter
+from rayps.cluster.actor_host import ActorHost, enter
 from rayps.cluster.local import host_address
 from rayps.comm.link import Listener
 from rayps.core import thread_ends
 from rayps.core.errors import PeerLost, RaypsError, StaleGeneration, UserError
 from rayps.core.logs import LogBuffer
 from rayps.core.user_code import Call, lacks_memory, placed, too_large, under_way, user_code
-from rayps.federated.client_states import Row, States
+from rayps.federated.client_states import ClientStates, Row
 from rayps.parallel.division.build import drawn
-from rayps.ps.fixed.retained_parts import Parts
+from rayps.ps.fixed.retained_parts import RetainedParts
 from rayps.ps.fixed.shard_actor import ShardActor, ShardPlan
-from rayps.recovery.backup_assignment import Held
-from rayps.recovery.commit import Cost
-from rayps.recovery.worker_backup import Standby
-from rayps.worker.connections import Ties
+from rayps.recovery.backup_assignment import HeldRounds
+from rayps.recovery.commit import CommitCost
+from rayps.recovery.worker_backup import WorkerBackup
+from rayps.worker.connections import WorkerConnections
 from rayps.worker.core import Worker
-from rayps.worker.local_state import Own
+from rayps.worker.local_state import LocalState
 from rayps.worker.plan import WorkerPart, WorkerPlan
 from rayps.worker.snapshot import Snapshot
 from rayps.workload.base import Workload, unpack
@@ -56,7 +56,7 @@ class WorkerFacts:
     parts: list[int] = field(default_factory=list)
     lines: list[tuple[float, str]] = field(default_factory=list)
     kept_since: int = 0  # pushes below this step are not kept, and are not known to be durable
-    cost: Cost | None = None  # of keeping its state for a death
+    cost: CommitCost | None = None  # of keeping its state for a death
     met: str | None = None  # why the phase is over before its end, as its strategy's stop rule says
     call: Call | None = None  # of the user's code, which has not returned yet
     ends: list[str] = field(default_factory=list)  # what threads of its process ended by
@@ -97,15 +97,15 @@ class WorkerActor:
         self._listener = Listener(f"worker-{rank}", secret, host=host_address())
         self._secret = secret
         self._facts = WorkerFacts(rank, 0, "idle")
-        self._parts: Parts[WorkerPart] = Parts()
+        self._parts: RetainedParts[WorkerPart] = RetainedParts()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._ending, self._closed = threading.RLock(), False
         self._stop = threading.Event()
-        self._ties = Ties([], [])
+        self._ties = WorkerConnections([], [])
         self._worker: Worker | None = None
-        self._states: States | None = None  # of clients, for the next plan
-        self._standby = Standby(rank, secret, host_address())
+        self._states: ClientStates | None = None  # of clients, for the next plan
+        self._standby = WorkerBackup(rank, secret, host_address())
         self._evaluating: int | None = None  # the thread that evaluates for the driver
         thread_ends.listen()
         self._ends = self._ends_told = len(thread_ends.ended())  # of threads: before this worker was, and told
@@ -120,14 +120,14 @@ class WorkerActor:
     def take_states(self, rows: list[Row] | None, round: int) -> None:
         """Clients that live here have these states after `round`; None begins, with none of them."""
         if rows is None:
-            self._states = States()
+            self._states = ClientStates()
             self._states.saved = round
         if self._states is not None:
             self._states.file(rows or ())
             self._states.end()
 
     def give_states(self, since: int, upto: int, after: int) -> list[Row]:
-        """What changed above `since` and up to `upto`, of clients above `after`: see `States.rows`."""
+        """What changed above `since` and up to `upto`, of clients above `after`: see `ClientStates.rows`."""
         states = self._worker.clients.states if self._worker is not None and self._worker.clients is not None else None
         if states is None:
             return []
@@ -137,15 +137,15 @@ class WorkerActor:
 
     # ---- where it is, and its end
 
-    def place(self) -> Place:
+    def place(self) -> ActorHost:
         """Where this worker runs and how peers reach it."""
-        return Place(socket.gethostname(), os.getpid(), self._listener.address)
+        return ActorHost(socket.gethostname(), os.getpid(), self._listener.address)
 
     def door(self) -> str:
         """Where others may ask for the states that are kept here."""
         return self._standby.door()
 
-    def halt(self, line: int) -> dict[int, Held]:
+    def halt(self, line: int) -> dict[int, HeldRounds]:
         """End the running plan where it stands; what is kept here, by rank, of its own and of others."""
         with self._ending:
             self._standby.shut()
@@ -161,7 +161,7 @@ class WorkerActor:
                 raise too_large("worker-0", error) from error
             raise
 
-    def begin(self, plan: WorkerPlan, snapshot: Snapshot, own: Own | None = None) -> None:
+    def begin(self, plan: WorkerPlan, snapshot: Snapshot, own: LocalState | None = None) -> None:
         """End what runs, and start this plan; returns at once. `own` is what this worker alone has of the state.
 
         Raises PeerLost when this worker has been closed.
@@ -176,9 +176,11 @@ class WorkerActor:
                 self._facts = WorkerFacts(plan.rank, plan.generation, "running", max(plan.start, 0))
                 recalls = plan.bond is not None and plan.bond.recalls
                 self._facts.points = self._standby.unheard(plan.start if recalls else 0)
-                self._parts = Parts()
+                self._parts = RetainedParts()
             self._stop = threading.Event()
-            self._ties = Ties([address for address, _, _ in plan.shards], [(lo, hi) for _, lo, hi in plan.shards])
+            self._ties = WorkerConnections(
+                [address for address, _, _ in plan.shards], [(lo, hi) for _, lo, hi in plan.shards]
+            )
             self._listener.generation = plan.generation
             orders = (plan, [snapshot], self._stop, self._ties)
             self._thread = threading.Thread(target=self._run, args=orders, daemon=True, name=f"worker-{plan.rank}")
@@ -273,7 +275,7 @@ class WorkerActor:
             self._workload = unpack(self._packed)
         return self._workload
 
-    def _run(self, plan: WorkerPlan, given: list[Snapshot], stop: threading.Event, ties: Ties) -> None:
+    def _run(self, plan: WorkerPlan, given: list[Snapshot], stop: threading.Event, ties: WorkerConnections) -> None:
         status, error = "finished", None
         try:
             worker = self._prepare(plan, given.pop(), stop, ties)  # it is as large as the model: not kept meanwhile
@@ -293,7 +295,7 @@ class WorkerActor:
             ties.part()
             ties.close()
 
-    def _prepare(self, plan: WorkerPlan, snapshot: Snapshot, stop: threading.Event, ties: Ties) -> Worker:
+    def _prepare(self, plan: WorkerPlan, snapshot: Snapshot, stop: threading.Event, ties: WorkerConnections) -> Worker:
         workload = self._load()
         snapshot, missed = self._standby.recall(plan, snapshot)
         with self._lock:  # before the others are waited for: they may never come, and this be asked meanwhile
@@ -342,4 +344,4 @@ def _failure(name: str, error: BaseException) -> RaypsError:
     return RaypsError(f"{name} failed: {type(error).__name__}: {error}")
 
 
-__all__ = ["Place", "ShardActor", "ShardPlan", "WorkerActor", "WorkerFacts"]
+__all__ = ["ActorHost", "ShardActor", "ShardPlan", "WorkerActor", "WorkerFacts"]

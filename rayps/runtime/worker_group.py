@@ -14,13 +14,13 @@ from rayps.cluster.local import Bundle, Cluster
 from rayps.core.errors import ClusterError
 from rayps.core.grid import Grid
 from rayps.recovery.backup_assignment import Bond, Mending
-from rayps.recovery.client_states_backup import Vault
+from rayps.recovery.client_states_backup import ClientStatesBackup
 from rayps.recovery.group_backup import halted, tied
 from rayps.runtime.assemble_state import assemble, columns_of, in_columns
-from rayps.runtime.job_servers import Servers, Shards
-from rayps.runtime.members import Member, evaluated, place, settle
-from rayps.runtime.reservation import Berths, reserve
-from rayps.runtime.snapshots import Meeting
+from rayps.runtime.job_servers import FixedServers, JobServers
+from rayps.runtime.members import GroupMember, evaluated, place, settle
+from rayps.runtime.reservation import WorkerResources, reserve
+from rayps.runtime.snapshots import SnapshotSchedule
 from rayps.runtime.time_limit import START_SECONDS, overdue
 from rayps.runtime.worker_actor import WorkerFacts
 from rayps.worker.plan import Orders, WorkerPlan
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Group:
+class WorkerGroup:
     """The workers and servers of one job. `space` is its place on an elastic server group, if it has one."""
 
     cluster: Cluster
@@ -41,13 +41,13 @@ class Group:
     working_dir: str | None = None
     capture: bool = True
     secret: bytes = field(default_factory=lambda: secrets.token_bytes(32))
-    workers: list[Member] = field(default_factory=list)
+    workers: list[GroupMember] = field(default_factory=list)
     space: JobSpace | None = None
-    vault: Vault = field(default_factory=Vault)  # states of clients
-    _fixed: Shards = field(init=False)
-    _berths: Berths = field(default_factory=Berths)
+    vault: ClientStatesBackup = field(default_factory=ClientStatesBackup)  # states of clients
+    _fixed: FixedServers = field(init=False)
+    _berths: WorkerResources = field(default_factory=WorkerResources)
     _orders: Orders | None = None
-    _meeting: Meeting | None = None
+    _meeting: SnapshotSchedule | None = None
     grid: Grid = field(default_factory=lambda: Grid(1))
     _line: int = 0  # the generation that last began from a snapshot
     _bonds: list[Bond | None] = field(default_factory=list)
@@ -57,15 +57,15 @@ class Group:
     _evaluated: list[int] = field(default_factory=list)  # the last round after which each rank was heard to evaluate
 
     def __post_init__(self) -> None:
-        self._fixed = Shards(self.cluster, self.packed, self.secret, self.working_dir)
+        self._fixed = FixedServers(self.cluster, self.packed, self.secret, self.working_dir)
 
     @property
-    def shards(self) -> list[Member]:
+    def shards(self) -> list[GroupMember]:
         """The job's own servers."""
         return self._fixed.members
 
     @property
-    def members(self) -> list[Member]:
+    def members(self) -> list[GroupMember]:
         """All actors of the job."""
         return [*self.workers, *self.shards]
 
@@ -113,9 +113,9 @@ class Group:
         if self.space is not None:
             self.space.close()
         self._berths.release()
-        self._berths = Berths()
+        self._berths = WorkerResources()
 
-    def _spawn_worker(self, rank: int) -> Member:
+    def _spawn_worker(self, rank: int) -> GroupMember:
         cpus, gpus = self.resources.get("cpu", 1.0), self.resources.get("gpu", 0.0)
         handle = self.cluster.spawn(
             "rayps.runtime.worker_actor:WorkerActor",
@@ -131,7 +131,7 @@ class Group:
             gang=self._berths.gang,
             index=self._berths.index[rank],
         )
-        return Member(f"worker-{rank}", handle)
+        return GroupMember(f"worker-{rank}", handle)
 
     # ---- a generation
 
@@ -161,7 +161,11 @@ class Group:
 
         With `mending`, from the states that workers keep, and the snapshot is what these do not have.
         """
-        self._orders, self._meeting, self.grid = orders, Meeting(orders.boundary), orders.strategy.grid(self.size)
+        self._orders, self._meeting, self.grid = (
+            orders,
+            SnapshotSchedule(orders.boundary),
+            orders.strategy.grid(self.size),
+        )
         self._collected, self._evaluated = snapshot.round, [orders.evaluated] * self.size
         for member in [m for m in self.workers if m.dead]:
             self.cluster.kill(member.handle)
@@ -263,7 +267,7 @@ class Group:
         """Whether this generation needs the job's space, which holds the parameters, or tables, or both."""
         return self.space is not None and self.space.serves(self._known().strategy)
 
-    def _servers(self) -> list[Servers]:
+    def _servers(self) -> list[JobServers]:
         return [self.space] if self.space is not None and self._spaced else [self._fixed]
 
     def _known(self) -> Orders:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from rayps.core.errors import ConfigError
 from rayps.service import job_folders, processes
-from rayps.service.plan import Facts, Seal, plan
+from rayps.service.plan import OpenJob, Seal, plan
 from rayps.strategies.job import JobSpec, Status
 
 if TYPE_CHECKING:  # `rayps doctor` compares without the store's packages
@@ -32,7 +32,7 @@ _SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class FolderRow:
     """What a job's folder tells: its row, the attempt that has begun (0: none), and how it ended, if it has."""
 
     row: dict[str, Any] | None
@@ -42,7 +42,7 @@ class Trace:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class StoreRow:
     """A row of the store, in short."""
 
     status: Status
@@ -50,7 +50,7 @@ class Standing:
 
 
 @dataclass(frozen=True, slots=True)
-class Findings:
+class FolderDifferences:
     """How folders and store differ, by job id."""
 
     lost: tuple[str, ...] = ()  # a folder with job.json, no row
@@ -59,13 +59,13 @@ class Findings:
     unfiled: tuple[str, ...] = ()  # a row that has not ended, no job.json
 
 
-def trace(folder: Path) -> Trace:
+def trace(folder: Path) -> FolderRow:
     """Read a job's folder."""
     attempts = [(job_folders.read_json(folder / name) or {}).get("attempt") for name in ("driver.json", "launch.json")]
     begun = any((folder / name).exists() for name in ("events.jsonl", "progress.json", "outcome.json"))
     attempt = max([each for each in attempts if isinstance(each, int)], default=int(begun))
     failures = (job_folders.read_json(folder / "progress.json") or {}).get("failures", 0)
-    return Trace(
+    return FolderRow(
         job_folders.read(folder),
         attempt,
         failures if isinstance(failures, int) else 0,
@@ -73,20 +73,20 @@ def trace(folder: Path) -> Trace:
     )
 
 
-def find(jobs_dir: Path, rows: Mapping[str, Standing]) -> tuple[Findings, dict[str, Trace]]:
+def find(jobs_dir: Path, rows: Mapping[str, StoreRow]) -> tuple[FolderDifferences, dict[str, FolderRow]]:
     """Compare folders and rows. Reads the folders of jobs that have not ended or have no row; no other."""
-    traces: dict[str, Trace] = {}
+    traces: dict[str, FolderRow] = {}
     for job_id in job_folders.ids(jobs_dir):
         if job_id not in rows or not rows[job_id].status.terminal:
             traces[job_id] = trace(jobs_dir / job_id)
     return compare(rows, traces), traces
 
 
-def compare(rows: Mapping[str, Standing], traces: Mapping[str, Trace]) -> Findings:
+def compare(rows: Mapping[str, StoreRow], traces: Mapping[str, FolderRow]) -> FolderDifferences:
     """How folders and rows differ."""
     without = [job_id for job_id in traces if job_id not in rows]
     live = [job_id for job_id, row in rows.items() if not row.status.terminal]
-    return Findings(
+    return FolderDifferences(
         tuple(job_id for job_id in without if _usable(traces[job_id].row)),
         tuple(job_id for job_id in live if job_id in traces and traces[job_id].attempt > rows[job_id].attempt),
         tuple(job_id for job_id in without if not _usable(traces[job_id].row)),
@@ -94,10 +94,10 @@ def compare(rows: Mapping[str, Standing], traces: Mapping[str, Trace]) -> Findin
     )
 
 
-def filed(found: Trace) -> dict[str, Any]:
+def filed(found: FolderRow) -> dict[str, Any]:
     """The columns with which a job is filed again: QUEUED, as it ended, or UNKNOWN until its driver was looked for."""
     if found.outcome is not None:
-        end = plan([Facts("", status=Status.UNKNOWN, outcome=found.outcome)], None, None, None)[0]
+        end = plan([OpenJob("", status=Status.UNKNOWN, outcome=found.outcome)], None, None, None)[0]
         assert isinstance(end, Seal)
         facts: dict[str, Any] = {
             "status": end.status,
@@ -113,10 +113,10 @@ def filed(found: Trace) -> dict[str, Any]:
     return {**facts, "attempt": found.attempt, "failures": found.failures}
 
 
-async def adopt(store: Store, jobs_dir: Path) -> Findings:
+async def adopt(store: Store, jobs_dir: Path) -> FolderDifferences:
     """File again what the store has lost, and name in the log what cannot be."""
     await asyncio.to_thread(job_folders.sweep, jobs_dir)
-    rows = {job_id: Standing(status, attempt) for job_id, status, attempt in await store.standings()}
+    rows = {job_id: StoreRow(status, attempt) for job_id, status, attempt in await store.standings()}
     findings, traces = await asyncio.to_thread(find, jobs_dir, rows)
     for job_id in findings.unfiled:  # of an earlier rayps, or the service ended between its row and its folder
         await asyncio.to_thread(job_folders.keep, jobs_dir / job_id, await store.row(job_id), sync=False)

@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from rayps.cluster.local import FIRST_PROTOCOL, PROTOCOL, Actors, Bundle, Handle
+from rayps.cluster.local import FIRST_PROTOCOL, PROTOCOL, ActorHandle, Actors, Bundle
 from rayps.core.errors import ClusterError
 from rayps.core.failpoint import passing
 from rayps.service import processes
 from rayps.service.job_folders import read_json
 from rayps.service.plan import Start
 from rayps.service.settings import private_write
-from rayps.service.store import Record
+from rayps.service.store import JobRecord
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ _TIDY_SECONDS = 10.0  # that a driver gets to end itself after its outcome
 _ASK_SECONDS = 5.0  # between two requests to stop
 
 
-class Place(Protocol):
+class RayHome(Protocol):
     """Where drivers run: a Ray that rayps owns, or one that was joined. Called from one thread."""
 
     @property
@@ -60,7 +60,7 @@ class Place(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class DriverView:
     """One look at the cluster: which drivers live, and what is free."""
 
     drivers: frozenset[str]
@@ -71,17 +71,17 @@ class Sight:
 class Drivers:
     """The drivers of the jobs in `jobs_dir`, in the cluster of `place`."""
 
-    def __init__(self, place: Place, jobs_dir: Path) -> None:
+    def __init__(self, place: RayHome, jobs_dir: Path) -> None:
         self.cluster: Actors | None = None  # as of the last look
         self.joined = 0  # how often a cluster was joined
         self._place = place
         self._jobs_dir = jobs_dir
-        self._handles: dict[str, Handle] = {}
+        self._handles: dict[str, ActorHandle] = {}
         self._asked: dict[str, float] = {}
         self._ended: dict[str, float] = {}
         self._killed: dict[str, tuple[int, str]] = {}
 
-    def look(self, watched: list[str]) -> Sight:
+    def look(self, watched: list[str]) -> DriverView:
         """Which of the watched jobs have a living driver. Raises ClusterError."""
         self._place.touch()
         cluster = self._place.cluster()
@@ -96,9 +96,9 @@ class Drivers:
             if handle is not None:
                 self._handles[job_id] = handle
                 living.add(job_id)
-        return Sight(frozenset(living), cluster.free(), cluster.total())
+        return DriverView(frozenset(living), cluster.free(), cluster.total())
 
-    def start(self, job: Record, start: Start) -> None:
+    def start(self, job: JobRecord, start: Start) -> None:
         """Start the driver of an attempt; whatever is left of the attempt before is ended first.
 
         Raises:
@@ -133,7 +133,7 @@ class Drivers:
         handle.call("stop")
         passing("stop: driver asked")
 
-    def kill(self, job: Record, reason: str) -> None:
+    def kill(self, job: JobRecord, reason: str) -> None:
         """End a driver now; the reason is shown with what follows."""
         self._killed[job.id] = job.attempt, reason
         handle = self._handles.pop(job.id, None)
@@ -149,7 +149,7 @@ class Drivers:
         self._killed.pop(job_id, None)
         self._ended[job_id] = time.monotonic()
 
-    def crash(self, job: Record, begun: dict[str, Any]) -> str | None:
+    def crash(self, job: JobRecord, begun: dict[str, Any]) -> str | None:
         """What ended the run of a job's present attempt without an outcome, or why it was killed."""
         attempt, reason = self._killed.get(job.id, (0, None))
         if attempt == job.attempt:

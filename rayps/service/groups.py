@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rayps.cluster.local import FIRST_PROTOCOL, PROTOCOL, Actors, Handle
+from rayps.cluster.local import FIRST_PROTOCOL, PROTOCOL, ActorHandle, Actors
 from rayps.core.errors import ActorDied, ClusterError, ConfigError, Conflict, NotFound, RaypsError
 from rayps.service.job_folders import read_json
 from rayps.service.scheduler import Scheduler
@@ -77,12 +77,12 @@ class Wanted:
 
 
 @dataclass(slots=True)
-class Sight:
+class GroupView:
     """A group as last seen."""
 
     facts: dict[str, Any] | None = None
     at: float = -1e9
-    handle: Handle | None = None
+    handle: ActorHandle | None = None
     reason: str | None = None
     asked: int = 0  # how often something was asked of it: facts from before are not of after
     failures: int = 0
@@ -92,7 +92,7 @@ class Sight:
 @dataclass(slots=True)
 class _Held:
     wanted: Wanted
-    sight: Sight = field(default_factory=Sight)
+    sight: GroupView = field(default_factory=GroupView)
     filed: bool = True  # its file is written: before that nothing is started
     joined: int = 0  # which of the service's clusters its handle is of
     looking: asyncio.Future[None] | None = None

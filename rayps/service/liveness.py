@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Hashable
 MOST_STEP = 5.0  # seconds that the time between two observations counts at most
 
 
-class Silence:
+class QuietTime:
     """The seconds since a sign last changed; observe it every few seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -31,18 +31,18 @@ class Silence:
         return self._seconds
 
 
-class Silences:
-    """One `Silence` for each key."""
+class QuietTimes:
+    """One `QuietTime` for each key."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._held: dict[Hashable, Silence] = {}
+        self._held: dict[Hashable, QuietTime] = {}
 
     def observe(self, key: Hashable, sign: Hashable) -> float:
         """Take in the sign of `key`; give the seconds since it was another, 0 for a key that is new."""
         held = self._held.get(key)
         if held is None:
-            held = self._held[key] = Silence(self._clock)
+            held = self._held[key] = QuietTime(self._clock)
         return held.observe(sign)
 
     def keep(self, keys: Collection[Hashable]) -> None:

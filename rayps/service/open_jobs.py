@@ -7,17 +7,17 @@ the start, all living rows are read.
 from __future__ import annotations
 
 from rayps.service.plan import needs
-from rayps.service.store import Record, Store
+from rayps.service.store import JobRecord, Store
 from rayps.service.waiting import Waiting, WaitingJobs
 from rayps.strategies.job import Status
 
 
-class Roster:
+class OpenJobs:
     """Those that wait, and the records of those that were started."""
 
     def __init__(self, store: Store) -> None:
         self.waiting = WaitingJobs()
-        self.started: dict[str, Record] = {}
+        self.started: dict[str, JobRecord] = {}
         self._store = store
         self._whole = False  # whether every living row was taken in
 
@@ -44,7 +44,7 @@ class Roster:
         self.waiting.drop(job_id)
         self.started.pop(job_id, None)
 
-    def _take(self, record: Record) -> None:
+    def _take(self, record: JobRecord) -> None:
         if record.status is Status.QUEUED:
             self.waiting.put(
                 Waiting(

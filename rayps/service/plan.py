@@ -20,7 +20,7 @@ SIGN_SECONDS = 900.0  # seconds that a STARTING or RECOVERING job may show no pr
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class OpenJob:
     """A job that has not ended, as the store and its folder show it now."""
 
     id: str
@@ -55,7 +55,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class AskToStop:
     """Ask a driver to stop."""
 
     job: str
@@ -100,7 +100,7 @@ class Seal:
     told: bool = False  # an event says so already
 
 
-Action = Start | Ask | Kill | Show | Wait | Seal
+Action = Start | AskToStop | Kill | Show | Wait | Seal
 
 
 def needs(spec: JobSpec) -> Bundle:
@@ -109,7 +109,7 @@ def needs(spec: JobSpec) -> Bundle:
 
 
 def plan(
-    jobs: Sequence[Facts],
+    jobs: Sequence[OpenJob],
     drivers: Collection[str] | None,
     free: Bundle | None,
     total: Bundle | None,
@@ -133,12 +133,12 @@ def plan(
     return actions + _queue([job for job in jobs if job.doomed is None], drivers, free, total, why)
 
 
-def _ended_by_force(job: Facts, why: str, drivers: Collection[str] | None) -> list[Action]:
+def _ended_by_force(job: OpenJob, why: str, drivers: Collection[str] | None) -> list[Action]:
     kill: list[Action] = [Kill(job.id, why)] if drivers is not None and job.id in drivers else []
     return [*kill, Seal(job.id, Status.FAILED if job.stopping is None else Status.STOPPED, why)]
 
 
-def _running(job: Facts, drivers: Collection[str] | None, blind: float, why: str) -> list[Action]:
+def _running(job: OpenJob, drivers: Collection[str] | None, blind: float, why: str) -> list[Action]:
     if job.outcome is not None:
         return [_sealed(job, job.outcome)]
     if drivers is None:
@@ -161,7 +161,7 @@ def _running(job: Facts, drivers: Collection[str] | None, blind: float, why: str
     return _mirrored(job)
 
 
-def _unseen(job: Facts, blind: float, why: str) -> list[Action]:
+def _unseen(job: OpenJob, blind: float, why: str) -> list[Action]:
     if job.stopping is not None and min(blind, job.stopping) > job.deadline:
         return [
             Seal(
@@ -176,7 +176,7 @@ def _unseen(job: Facts, blind: float, why: str) -> list[Action]:
     return [Show(job.id, Status.UNKNOWN, f"its driver cannot be seen: {why}")]
 
 
-def _sealed(job: Facts, outcome: dict[str, Any]) -> Seal:
+def _sealed(job: OpenJob, outcome: dict[str, Any]) -> Seal:
     try:
         status = Status(outcome.get("status", ""))
     except ValueError:
@@ -194,7 +194,7 @@ def _sealed(job: Facts, outcome: dict[str, Any]) -> Seal:
     )
 
 
-def _lost(job: Facts) -> Action:
+def _lost(job: OpenJob) -> Action:
     if job.stopping is not None:
         why = f"was ended ({job.crash})" if job.crash else "was gone before it could say goodbye"
         return Seal(job.id, Status.STOPPED, f"stopped: its driver {why}")
@@ -221,7 +221,7 @@ def _lost(job: Facts) -> Action:
     )
 
 
-def _stopping(job: Facts, seconds: float) -> list[Action]:
+def _stopping(job: OpenJob, seconds: float) -> list[Action]:
     if job.foreign is not None:
         return [Kill(job.id, job.foreign)]
     if seconds > STOP_SECONDS:
@@ -229,10 +229,10 @@ def _stopping(job: Facts, seconds: float) -> list[Action]:
     shown: list[Action] = []
     if may_move(job.status, Status.STOPPING):
         shown = [Show(job.id, Status.STOPPING, "a stop was asked for", told=True)]
-    return [*shown, Ask(job.id)] if job.launched else shown  # before that its version is not known
+    return [*shown, AskToStop(job.id)] if job.launched else shown  # before that its version is not known
 
 
-def _mirrored(job: Facts) -> list[Action]:
+def _mirrored(job: OpenJob) -> list[Action]:
     said = job.progress or {}
     try:
         status = Status(said.get("status", ""))
@@ -247,11 +247,11 @@ def _mirrored(job: Facts) -> list[Action]:
 
 
 def _queue(
-    jobs: Sequence[Facts], drivers: Collection[str] | None, free: Bundle | None, total: Bundle | None, why: str
+    jobs: Sequence[OpenJob], drivers: Collection[str] | None, free: Bundle | None, total: Bundle | None, why: str
 ) -> list[Action]:
     actions: list[Action] = []
     room = _room(jobs, free or {}, total or {})
-    head: Facts | None = None
+    head: OpenJob | None = None
     for job in jobs:
         if job.status is not Status.QUEUED:
             continue
@@ -269,11 +269,11 @@ def _queue(
     return actions
 
 
-def _wait(job: Facts, reason: str) -> list[Action]:
+def _wait(job: OpenJob, reason: str) -> list[Action]:
     return [Wait(job.id, reason)] if reason != job.reason else []
 
 
-def _room(jobs: Sequence[Facts], free: Bundle, total: Bundle) -> Bundle:
+def _room(jobs: Sequence[OpenJob], free: Bundle, total: Bundle) -> Bundle:
     # what is free now, less what drivers that are starting have yet to take; and never more than the total
     # less what all living jobs may come to hold, since a recovering one takes again
     room = {}
@@ -284,7 +284,7 @@ def _room(jobs: Sequence[Facts], free: Bundle, total: Bundle) -> Bundle:
     return room
 
 
-def _hindrance(job: Facts, room: Bundle, total: Bundle, head: Facts | None) -> str | None:
+def _hindrance(job: OpenJob, room: Bundle, total: Bundle, head: OpenJob | None) -> str | None:
     for kind, amount in job.needs.items():
         if amount > total.get(kind, 0.0):
             return f"needs {_many(amount, kind)}, the whole cluster has {total.get(kind, 0.0):g}"
@@ -298,7 +298,7 @@ def _hindrance(job: Facts, room: Bundle, total: Bundle, head: Facts | None) -> s
     return None
 
 
-def _fits(job: Facts, total: Bundle) -> bool:
+def _fits(job: OpenJob, total: Bundle) -> bool:
     return all(amount <= total.get(kind, 0.0) for kind, amount in job.needs.items())
 
 

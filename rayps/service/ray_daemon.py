@@ -30,7 +30,7 @@ from typing import Any
 
 from rayps.cluster.local import WORKER_NICENESS
 from rayps.service import processes
-from rayps.service.liveness import Silence
+from rayps.service.liveness import QuietTime
 from rayps.service.settings import SERVICE_LOCK, private_write
 
 log = logging.getLogger("rayps.service.ray_daemon")
@@ -233,7 +233,7 @@ class Daemon:
 
 class Lease:
     """Whether an own Ray is still needed. It is renewed by each change of the service's heartbeat and of a file of a
-    job, counted by this process's own clock (see `Silence`); the system's wall clock plays no part.
+    job, counted by this process's own clock (see `QuietTime`); the system's wall clock plays no part.
     """
 
     def __init__(
@@ -247,7 +247,7 @@ class Lease:
         """`idle` in seconds; `drivers` tells whether a driver's process lives."""
         self._state_dir = state_dir
         self._idle = idle
-        self._silence = Silence(clock)
+        self._silence = QuietTime(clock)
         self._clock = clock
         self._drivers = drivers or _drivers_live
         self._jobs = _newest_of_jobs(state_dir)

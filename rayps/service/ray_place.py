@@ -20,7 +20,7 @@ from pathlib import Path
 from rayps.cluster.local import Actors
 from rayps.core.errors import ClusterError
 from rayps.service import processes
-from rayps.service.liveness import Silence
+from rayps.service.liveness import QuietTime
 from rayps.service.plan import Bundle
 from rayps.service.ray_daemon import HEARTBEAT, LOG, RayRecord, environment, make_token, read_record, sweep
 from rayps.service.ray_process import ClusterProcess, python_path
@@ -270,7 +270,7 @@ class _Mute:
     def __init__(self, jobs_dir: Path, seconds: float) -> None:
         self.seconds = seconds
         self._jobs_dir = jobs_dir
-        self._silence = Silence()
+        self._silence = QuietTime()
         self._over = False
         self._progress = self._newest()
 
@@ -288,7 +288,7 @@ class _Mute:
 
     def reset(self) -> None:
         """Another Ray begins."""
-        self._silence, self._over = Silence(), False
+        self._silence, self._over = QuietTime(), False
 
     def _newest(self) -> int:
         stamps = [0]

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import rayps
-from rayps.cluster.local import PROTOCOL, Bundle, Gang, Handle
+from rayps.cluster.local import PROTOCOL, ActorHandle, Bundle, Reservation
 from rayps.core.errors import ClusterError, RaypsError
 
 log = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ class ClusterProcess:
         gpus: float = 0.0,
         detached: bool = False,
         here: bool = False,
-        gang: Gang | None = None,
+        gang: Reservation | None = None,
         index: int | None = None,
         restarts: int = 0,
         **kwargs: Any,
@@ -174,7 +174,7 @@ class ClusterProcess:
         found: dict[str, Bundle] = self._do("hosts", free)
         return found
 
-    def kill(self, handle: Handle) -> None:
+    def kill(self, handle: ActorHandle) -> None:
         """See Cluster."""
         self._do("kill", handle.name)
 

@@ -20,13 +20,13 @@ from rayps.cluster.local import Actors, Bundle
 from rayps.core.errors import ClusterError, ConfigError, Conflict, NotFound, RaypsError
 from rayps.core.failpoint import passing
 from rayps.federated.remote.mailbox import FOLDER, Mailbox
-from rayps.service.drivers import BEGUN, LAUNCHED, Drivers, Place, Sight, foreign
+from rayps.service.drivers import BEGUN, LAUNCHED, Drivers, DriverView, RayHome, foreign
 from rayps.service.job_folders import read_json
-from rayps.service.liveness import Silences
-from rayps.service.open_jobs import Roster
-from rayps.service.plan import SIGN_SECONDS, Action, Ask, Facts, Kill, Seal, Show, Start, Wait, needs, plan
+from rayps.service.liveness import QuietTimes
+from rayps.service.open_jobs import OpenJobs
+from rayps.service.plan import SIGN_SECONDS, Action, AskToStop, Kill, OpenJob, Seal, Show, Start, Wait, needs, plan
 from rayps.service.state_disk import is_full
-from rayps.service.store import Record, Store
+from rayps.service.store import JobRecord, Store
 from rayps.service.waiting import GroupQuestions, room_beside
 from rayps.strategies.job import JobSpec, Status, may_move
 
@@ -52,7 +52,7 @@ class Scheduler:
     def __init__(
         self,
         store: Store,
-        place: Place,
+        place: RayHome,
         jobs_dir: Path,
         *,
         interval: float = 0.5,
@@ -68,13 +68,13 @@ class Scheduler:
         self._interval = interval
         self._look_seconds = look_seconds
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rayps-look")
-        self._looking: asyncio.Future[Sight] | None = None
+        self._looking: asyncio.Future[DriverView] | None = None
         self._blind_since: float | None = None
         self._drivers = Drivers(place, jobs_dir)
-        self._silences = Silences()
+        self._silences = QuietTimes()
         self._stall = stall
         self._wake = asyncio.Event()
-        self._roster = Roster(store)
+        self._roster = OpenJobs(store)
         self._came_round = time.monotonic()
 
     @property
@@ -171,7 +171,7 @@ class Scheduler:
         )
         return done + await self._act(actions, {record.id: record for record in records})
 
-    async def _act(self, actions: list[Action], jobs: dict[str, Record]) -> list[Action]:
+    async def _act(self, actions: list[Action], jobs: dict[str, JobRecord]) -> list[Action]:
         for action in actions:
             self._came_round = time.monotonic()
             try:
@@ -184,7 +184,7 @@ class Scheduler:
                 self._store.disk.failed()  # which says so; the next tick tries again
         return actions
 
-    def reason(self, job: Record) -> str | None:
+    def reason(self, job: JobRecord) -> str | None:
         """Why a job stands where it stands. That of a waiting one is worked out here, and not stored."""
         waits = job.status is Status.QUEUED and job.id in self._roster.waiting
         return (self._roster.waiting.reason(job.id) or job.reason) if waits else job.reason
@@ -195,7 +195,7 @@ class Scheduler:
             lambda name: self.group_ended(JobSpec("", server_group=name)),
         )
 
-    async def _look(self, watched: list[str]) -> Sight | None:
+    async def _look(self, watched: list[str]) -> DriverView | None:
         loop = asyncio.get_running_loop()
         if self._looking is None:
             self._looking = loop.run_in_executor(self._thread, self._drivers.look, watched)
@@ -230,11 +230,11 @@ class Scheduler:
                 await self._act([*self._roster.waiting.stopped()], {})
             woken.cancel()
 
-    def _facts(self, record: Record, sight: Sight | None) -> Facts:
+    def _facts(self, record: JobRecord, sight: DriverView | None) -> OpenJob:
         lost = sight is not None and record.id not in sight.drivers
         folder = self._jobs_dir / record.id
         begun, started = read_json(folder / BEGUN) or {}, read_json(folder / LAUNCHED) or {}
-        return Facts(
+        return OpenJob(
             record.id,
             record.name,
             record.status,
@@ -256,7 +256,7 @@ class Scheduler:
             doomed=self.group_ended(record.spec),
         )
 
-    def _progress(self, record: Record, begun: dict[str, Any]) -> dict[str, Any] | None:
+    def _progress(self, record: JobRecord, begun: dict[str, Any]) -> dict[str, Any] | None:
         folder = self._jobs_dir / record.id
         progress = read_json(folder / "progress.json")
         if progress is not None:
@@ -266,18 +266,18 @@ class Scheduler:
             progress["waits"] = Mailbox(folder / FOLDER).standing()  # of a job whose clients are real
         return progress
 
-    def _silent(self, record: Record) -> float:
+    def _silent(self, record: JobRecord) -> float:
         """Seconds in which the folder of a job that is starting or recovering has not changed."""
         if record.status not in (Status.STARTING, Status.RECOVERING):
             return 0.0
         stamps = [_stamp(self._jobs_dir / record.id / name) for name in _SIGNS]
         return self._silences.observe(record.id, (record.status, record.attempt, *stamps))
 
-    async def _do(self, action: Action, job: Record) -> None:
+    async def _do(self, action: Action, job: JobRecord) -> None:
         match action:
             case Start():
                 await self._start(action, job)
-            case Ask():
+            case AskToStop():
                 await self._in_thread(self._drivers.ask, job.id)
             case Kill():
                 log.warning("job %s attempt %d: driver is killed: %s", job.id, job.attempt, action.reason)
@@ -295,7 +295,7 @@ class Scheduler:
             case Seal():
                 await self._seal(action, job)
 
-    async def _start(self, action: Start, job: Record) -> None:
+    async def _start(self, action: Start, job: JobRecord) -> None:
         now = time.time()
         passing("launch: chosen, not stored")
         if job.status is Status.QUEUED:
@@ -330,7 +330,7 @@ class Scheduler:
         except ClusterError as error:
             log.warning("job %s attempt %d: driver did not start: %s", job.id, action.attempt, error)
 
-    async def _seal(self, action: Seal, job: Record) -> None:
+    async def _seal(self, action: Seal, job: JobRecord) -> None:
         passing("seal: decided, not stored")
         facts: dict[str, Any] = {} if action.finished_at is None else {"finished_at": action.finished_at}
         await self._store.move(

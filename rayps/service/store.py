@@ -95,7 +95,7 @@ _codes = sa.Table("login_codes", _meta, sa.Column("hash", sa.String), sa.Column(
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class JobRecord:
     """A job as the store knows it. Times are seconds since the epoch."""
 
     id: str
@@ -181,7 +181,7 @@ class Store:
 
     async def add(
         self, spec: JobSpec, *, name: str, key: str | None = None, now: float | None = None
-    ) -> tuple[Record, bool]:
+    ) -> tuple[JobRecord, bool]:
         """File a job as QUEUED; with an idempotency key, a second time gives the first one and False.
 
         Raises:
@@ -222,7 +222,7 @@ class Store:
         self._touched.add(job_id)
         return await self.get(job_id), True
 
-    async def get(self, job_id: str) -> Record:
+    async def get(self, job_id: str) -> JobRecord:
         """One job.
 
         Raises:
@@ -231,7 +231,7 @@ class Store:
         async with self.reading() as tx:
             return await _get(tx, job_id)
 
-    async def find(self, text: str) -> Record:
+    async def find(self, text: str) -> JobRecord:
         """The job of an id, or of the beginning of one (at least 4 letters), in capitals or not.
 
         Raises:
@@ -255,7 +255,9 @@ class Store:
             )
         return found[0]
 
-    async def page(self, *, status: Sequence[Status] = (), limit: int = 50, before: str | None = None) -> list[Record]:
+    async def page(
+        self, *, status: Sequence[Status] = (), limit: int = 50, before: str | None = None
+    ) -> list[JobRecord]:
         """Jobs newest first; `before` is the id of the last one of the page before."""
         query = _jobs.select().order_by(_jobs.c.id.desc()).limit(limit)
         if status:
@@ -265,15 +267,15 @@ class Store:
         async with self.reading() as tx:
             return [_record(row) for row in await tx.execute(query)]
 
-    async def live(self) -> list[Record]:
+    async def live(self) -> list[JobRecord]:
         """Every job that has not ended, oldest first."""
         query = _jobs.select().where(_jobs.c.status.in_(_LIVE)).order_by(_jobs.c.id)
         async with self.reading() as tx:
             return [_record(row) for row in await tx.execute(query)]
 
-    async def some(self, ids: Collection[str]) -> list[Record]:
+    async def some(self, ids: Collection[str]) -> list[JobRecord]:
         """The jobs of these ids, oldest first; those that are gone are left out."""
-        chosen, found = sorted(ids), list[Record]()
+        chosen, found = sorted(ids), list[JobRecord]()
         async with self.reading() as tx:
             for first in range(0, len(chosen), _MOST_IDS):
                 query = _jobs.select().where(_jobs.c.id.in_(chosen[first : first + _MOST_IDS])).order_by(_jobs.c.id)
@@ -296,7 +298,7 @@ class Store:
         kind: str | None = None,
         now: float | None = None,
         **facts: Any,
-    ) -> Record:
+    ) -> JobRecord:
         """Move a job's status and write its event, or change nothing. Without a message there is no event.
 
         `old` is what the caller believes the status to be; `facts` are columns that change with it.
@@ -327,7 +329,7 @@ class Store:
 
     async def begin(
         self, job_id: str, *, attempt: int, message: str, kind: str, now: float | None = None, **facts: Any
-    ) -> Record:
+    ) -> JobRecord:
         """Write that an attempt begins again in the status that the job has: its driver was lost.
 
         Raises:
@@ -357,7 +359,7 @@ class Store:
                 .values(reason=reason)
             )
 
-    async def ask_stop(self, job_id: str, now: float | None = None) -> Record:
+    async def ask_stop(self, job_id: str, now: float | None = None) -> JobRecord:
         """Write down the wish that a job stops; the scheduler carries it out. A second wish changes nothing.
 
         Raises:
@@ -397,7 +399,7 @@ class Store:
                 )
             await tx.execute(_jobs.delete().where(_jobs.c.id == job_id))
 
-    async def resuming(self, folder: Path) -> list[Record]:
+    async def resuming(self, folder: Path) -> list[JobRecord]:
         """The jobs that have not ended and begin from a checkpoint below `folder`."""
         text = json.dumps(str(folder))[:-1] + "/"  # as the spec's JSON has it; no closing quote
         query = _jobs.select().where(
@@ -532,7 +534,7 @@ def _migrate(connection: sa.Connection) -> None:
     connection.commit()
 
 
-async def _get(tx: AsyncConnection, job_id: str) -> Record:
+async def _get(tx: AsyncConnection, job_id: str) -> JobRecord:
     row = (await tx.execute(_jobs.select().where(_jobs.c.id == job_id))).first()
     if row is None:
         raise NotFound(f"there is no job {job_id!r}: `rayps ls` lists them", job=job_id, status=404)
@@ -543,12 +545,12 @@ async def _note(tx: AsyncConnection, job_id: str, kind: str, message: str, attem
     await tx.execute(_events.insert().values(job_id=job_id, time=now, kind=kind, message=message, attempt=attempt))
 
 
-def _record(row: Any) -> Record:
-    facts = {name: getattr(row, name) for name in Record.__dataclass_fields__}
+def _record(row: Any) -> JobRecord:
+    facts = {name: getattr(row, name) for name in JobRecord.__dataclass_fields__}
     facts["status"] = Status(row.status)
     facts["spec"] = JobSpec(**json.loads(row.spec))
     facts["metrics"] = None if row.metrics is None else json.loads(row.metrics)
-    return Record(**facts)
+    return JobRecord(**facts)
 
 
 def _new_id(now: float, last: str | None) -> str:

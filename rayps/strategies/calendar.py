@@ -13,7 +13,7 @@ from rayps.strategies.catalogue import Phase, phase_ends
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class PhaseSpan:
     """One phase: rounds `begin` to `end`, counted from the run's begin, of which the first is of epoch `epoch`."""
 
     begin: int
@@ -48,11 +48,11 @@ class Calendar:
             ends = phase_ends(list(phases), steps[0], epochs=epochs, steps=rounds)
         else:
             ends = _ends(phases, steps, epochs, rounds)
-        self.spans: list[Span] = []
+        self.spans: list[PhaseSpan] = []
         begin = epoch = 0
         for phase, end, count in zip(phases, ends, steps, strict=True):
             grid = phase.strategy.grid(workers)
-            self.spans.append(Span(begin, end, epoch, count, grid.data, grid.columns))
+            self.spans.append(PhaseSpan(begin, end, epoch, count, grid.data, grid.columns))
             begin, epoch = end, epoch + (phase.epochs or 0)
 
     @property
@@ -66,7 +66,7 @@ class Calendar:
         last = self.spans[-1]
         return last.epoch - (last.begin - last.end) // last.steps
 
-    def at(self, done: int) -> Span:
+    def at(self, done: int) -> PhaseSpan:
         """The phase that goes on after `done` rounds; the last one when the run is over."""
         return next((span for span in self.spans if done < span.end), self.spans[-1])
 

@@ -54,7 +54,7 @@ class Sizes:
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class TrafficCost:
     """One kind of traffic of a step. `bytes` and `messages` are those of all workers; None = no formula gives them."""
 
     what: str
@@ -71,7 +71,7 @@ class Costs:
     """All of a strategy's costs on a grid."""
 
     grid: Grid
-    traffic: list[Cost]
+    traffic: list[TrafficCost]
     idle: Fraction | None = None  # the pipeline's, by formula
     idle_formula: str = ""
     peaks: list[int] = field(default_factory=list)  # activations held at most by each stage
@@ -169,23 +169,23 @@ def amount(count: float) -> str:
     return f"{count:.0f} bytes"
 
 
-def _data(strategy: Strategy, grid: Grid, sizes: Sizes) -> list[Cost]:
+def _data(strategy: Strategy, grid: Grid, sizes: Sizes) -> list[TrafficCost]:
     """Between replicas: through a ring, or through servers."""
     if strategy.name == "hogwild":
-        return [Cost("gradients on a vector that all share", "0: everyone writes into the same memory", 0, 0, 0)]
+        return [TrafficCost("gradients on a vector that all share", "0: everyone writes into the same memory", 0, 0, 0)]
     if strategy.shards:
         return _servers(strategy, grid, sizes)
     n, vectors = grid.data, [size * sizes.width for size in sizes.columns]
     if strategy.federated:
         return [_replies(strategy, n, sizes)]
     if n == 1:
-        return [Cost("gradients between replicas", "0: there is one", 0, 0, 0)]
+        return [TrafficCost("gradients between replicas", "0: there is one", 0, 0, 0)]
     each = f" in each of {len(vectors)} columns" if len(vectors) > 1 else ""
     share, why = _compressed(strategy, sizes.width)
     if strategy.apart:
         return [_meetings(strategy, n, sum(vectors), share, why, sizes.states)]
     found = None if share is None else 2 * (n - 1) * sum(vectors) * share
-    ring = Cost(
+    ring = TrafficCost(
         f"gradients around the ring of {n}{each}",
         f"2(N-1)/N V{why} from each of N = {n}, in 2(N-1) messages a bucket",
         found,
@@ -194,17 +194,17 @@ def _data(strategy: Strategy, grid: Grid, sizes: Sizes) -> list[Cost]:
         hidden="behind backward, but for the last bucket" if _buckets(strategy) else "no",
     )
     if strategy.name == "hybrid":
-        return [ring, Cost("rows of sparse tables", "2 x the distinct rows that a batch touches", None, None)]
+        return [ring, TrafficCost("rows of sparse tables", "2 x the distinct rows that a batch touches", None, None)]
     return [ring]
 
 
-def _meetings(strategy: Strategy, n: int, vector: int, share: float | None, why: str, states: float) -> Cost:
+def _meetings(strategy: Strategy, n: int, vector: int, share: float | None, why: str, states: float) -> TrafficCost:
     """A mean of the parameters now and then, spread over the steps between."""
     every = strategy.meets_every
     also = states if getattr(strategy, "momentum", "keep") == "average" else 0.0  # these travel as they are
     found = None if share is None or every is None else 2 * (n - 1) * vector * (share + also) / every
     when = f"every {every} steps" if every is not None else "at the end of each part, spread over its steps"
-    return Cost(
+    return TrafficCost(
         f"parameters around the ring of {n}, {when}",
         f"2(N-1)/N V{why}{f' + {also:g}V of moments' if also else ''} / {every or 'the steps of a part'} from each of "
         f"N = {n}, in 2(N-1) messages a meeting",
@@ -214,15 +214,15 @@ def _meetings(strategy: Strategy, n: int, vector: int, share: float | None, why:
     )
 
 
-def _replies(strategy: Any, n: int, sizes: Sizes) -> Cost:
+def _replies(strategy: Any, n: int, sizes: Sizes) -> TrafficCost:
     """A federated round's meeting: of what N workers have added up of their clients' replies."""
     if n == 1 or strategy.remote:
-        return Cost("replies between workers", "0: there is one", 0, 0, 0)
+        return TrafficCost("replies between workers", "0: there is one", 0, 0, 0)
     if strategy.rule != "mean":
-        return Cost(f"replies gathered by {n} workers", "V of each reply to each other worker", None, None)
+        return TrafficCost(f"replies gathered by {n} workers", "V of each reply to each other worker", None, None)
     longer = (3 if sizes.width == 8 else 2) * 8 / sizes.width * (1 + len(strategy.sums))  # than the vector
     digits = longer * sizes.parameters * sizes.width
-    return Cost(
+    return TrafficCost(
         f"sums of replies around the ring of {n}",
         f"2(N-1)/N of {longer:g} V (fixed point) from each of N = {n}, once a round",
         2.0 * (n - 1) * digits,
@@ -231,7 +231,7 @@ def _replies(strategy: Any, n: int, sizes: Sizes) -> Cost:
     )
 
 
-def _servers(strategy: Strategy, grid: Grid, sizes: Sizes) -> list[Cost]:
+def _servers(strategy: Strategy, grid: Grid, sizes: Sizes) -> list[TrafficCost]:
     push, fetch = getattr(strategy, "n_push", 1), getattr(strategy, "n_fetch", 1)
     shards = max(strategy.shards, len(sizes.columns))
     share, why = _compressed(strategy, sizes.width)
@@ -242,7 +242,7 @@ def _servers(strategy: Strategy, grid: Grid, sizes: Sizes) -> list[Cost]:
         whole = None if factor is None else grid.data * sizes.parameters * sizes.width * factor / every
         most = None if factor is None else max(sizes.columns) * sizes.width * factor / every
         parts.append(
-            Cost(
+            TrafficCost(
                 f"{verb} {what if verb == 'push' else 'from' + what[2:]}",
                 f"V{words}{often} for each of N = {grid.data} ({each})",
                 whole,
@@ -254,7 +254,7 @@ def _servers(strategy: Strategy, grid: Grid, sizes: Sizes) -> list[Cost]:
     return parts
 
 
-def _stages(replica: Pipeline, grid: Grid, sizes: Sizes) -> Cost:
+def _stages(replica: Pipeline, grid: Grid, sizes: Sizes) -> TrafficCost:
     """Activations forward, their gradients back, between every two chunks that are neighbours."""
     p, v = replica.stages, replica.chunks
     m = min(replica.micro_batches, sizes.batch) if sizes.batch else replica.micro_batches
@@ -268,7 +268,7 @@ def _stages(replica: Pipeline, grid: Grid, sizes: Sizes) -> Cost:
     known = bool(cuts and sizes.batch)
     messages = m * sum(1 + (cut.backward > 0) for cut in cuts) if cuts else 2 * m * (p * v - 1)
     chunks = f"{p} x {v}" if v > 1 else f"{p}"
-    return Cost(
+    return TrafficCost(
         f"activations between {chunks} chunks" if v > 1 else f"activations between {p} stages",
         f"2m({'pv' if v > 1 else 'p'}-1) messages of A/m, A = a batch's activations at a cut, m = {m}",
         lines * sizes.batch * (forward + back) if known else None,
@@ -279,14 +279,14 @@ def _stages(replica: Pipeline, grid: Grid, sizes: Sizes) -> Cost:
     )
 
 
-def _tensor(grid: Grid, sizes: Sizes, micro_batches: int) -> list[Cost]:
+def _tensor(grid: Grid, sizes: Sizes, micro_batches: int) -> list[TrafficCost]:
     """Sums and gathers inside layers."""
     n, lines, stages = grid.tensor, grid.data, len(sizes.summed)
     known = bool(sizes.summed and sizes.batch)
     summed, gathered = sum(sizes.summed) * sizes.batch, sum(sizes.gathered) * sizes.batch
     each = [(2 * a + b) * (n - 1) / n * sizes.batch for a, b in zip(sizes.summed, sizes.gathered, strict=True)]
     found = [
-        Cost(
+        TrafficCost(
             f"sums inside layers of {n} tensor ranks",
             "2(N-1)/N T from each of N in 2(N-1) messages a sum, T = bd for each split block forward, and backward",
             2 * (n - 1) * summed * lines if known else None,
@@ -297,19 +297,23 @@ def _tensor(grid: Grid, sizes: Sizes, micro_batches: int) -> list[Cost]:
     ]
     if gathered:
         words = "(N-1)/N T from each of N, T = bytes put side by side"
-        found.append(Cost("gathers inside layers", words, (n - 1) * gathered * lines, 0, axis="tensor"))
+        found.append(TrafficCost("gathers inside layers", words, (n - 1) * gathered * lines, 0, axis="tensor"))
     return found
 
 
-def _lent(grid: Grid, sizes: Sizes) -> list[Cost]:
+def _lent(grid: Grid, sizes: Sizes) -> list[TrafficCost]:
     """What columns borrow from each other at the beginning of a step."""
     found = []
     if sizes.tied:
         whole = 2 * sizes.tied * sizes.width * grid.data
-        found.append(Cost("tied weights between stages", "values there, gradients back: 2 x their bytes", whole, None))
+        found.append(
+            TrafficCost("tied weights between stages", "values there, gradients back: 2 x their bytes", whole, None)
+        )
     if sizes.shared:
         whole = sizes.shared * sizes.width * grid.data
-        found.append(Cost("weights that tensor ranks hold whole", "(N-1) x their bytes, from the first", whole, None))
+        found.append(
+            TrafficCost("weights that tensor ranks hold whole", "(N-1) x their bytes, from the first", whole, None)
+        )
     return found
 
 

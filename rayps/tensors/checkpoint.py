@@ -49,7 +49,7 @@ _BESIDE = re.compile(rf"{TABLES}/[A-Za-z0-9_][A-Za-z0-9_.-]*/[A-Za-z0-9_-]+\.par
 
 
 @dataclass(slots=True)
-class State:
+class SavedState:
     """Named tensors ("model/0.weight", "optim/0.weight/exp_avg", "rng/0") and JSON-ready facts."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -60,7 +60,12 @@ class State:
 
 
 def save(
-    folder: str | Path, step: int, state: State, keep: int = 2, *, beside: Callable[[Path], list[Path]] | None = None
+    folder: str | Path,
+    step: int,
+    state: SavedState,
+    keep: int = 2,
+    *,
+    beside: Callable[[Path], list[Path]] | None = None,
 ) -> Path:
     """Write a checkpoint of `step` and remove all but the last `keep`. The folder has one writer.
 
@@ -96,7 +101,7 @@ def save(
     return final
 
 
-def _write(draft: Path, step: int, state: State, more: list[Path]) -> None:
+def _write(draft: Path, step: int, state: SavedState, more: list[Path]) -> None:
     files: dict[str, Any] = {}
     for prefix, tensors in sorted(_by_prefix(state.tensors).items()):
         path = draft / f"{prefix}.safetensors"
@@ -176,7 +181,7 @@ def _sync(path: Path) -> None:
 # ---------------------------------------------------------------------------------------------- read
 
 
-def load(path: str | Path) -> State:
+def load(path: str | Path) -> SavedState:
     """The state of one checkpoint, after its hashes were found right.
 
     Raises:
@@ -193,8 +198,8 @@ def load(path: str | Path) -> State:
     return state
 
 
-def _state(path: Path, manifest: dict[str, Any]) -> State:
-    state = State(meta=manifest["meta"])
+def _state(path: Path, manifest: dict[str, Any]) -> SavedState:
+    state = SavedState(meta=manifest["meta"])
     for name, facts in _files(path, manifest):
         state.tensors.update(_tensors(path, name, facts["tensors"]))
     return state
@@ -217,12 +222,12 @@ def verify(path: str | Path) -> None:
         _verify_finite(path, manifest, _state(path, manifest))
 
 
-def fault_of(state: State) -> Fault | None:
+def fault_of(state: SavedState) -> Fault | None:
     """The first parameter, moment or strategy tensor of a state that is not finite; None = all are."""
     return fault_in(state.tensors, state.meta.get("parameters", ()))
 
 
-def must_be_finite(state: State, when: str, **data: Any) -> None:
+def must_be_finite(state: SavedState, when: str, **data: Any) -> None:
     """Refuse a state that is not finite; `when` ends the sentence, e.g. "after round 7".
 
     Raises:
@@ -352,7 +357,7 @@ def _verify(path: Path, name: str, facts: dict[str, Any]) -> None:
         raise _torn(path, f"{name} cannot be read: {error.strerror or error}") from error
 
 
-def _verify_finite(path: Path, manifest: dict[str, Any], state: State) -> None:
+def _verify_finite(path: Path, manifest: dict[str, Any], state: SavedState) -> None:
     fault = fault_of(state)
     if fault is not None:
         raise _torn(path, f"{fault.where} is not finite (NaN or infinite)")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rayps.comm.ring import Ring
-from rayps.comm.ring.bucketed_mean import Sent, pieces
+from rayps.comm.ring.bucketed_mean import SentBuckets, pieces
 from rayps.tensors.finite import is_finite
 from rayps.tensors.flat import FlatModel, Gradient, Layout, dense
 
@@ -49,7 +49,7 @@ class Buckets:
         self._left: list[int] = []  # buckets that have left, in order
         self._late: Tensor | None = None
         self.fault: tuple[int, str] | None = None  # a rank whose gradient is not finite (-1 = their sum), the parameter
-        self._ordered = not (self.early and len(self) > 1 and isinstance(self._pieces, Sent))
+        self._ordered = not (self.early and len(self) > 1 and isinstance(self._pieces, SentBuckets))
         for i, p in enumerate(flat.parameters):
             p.register_post_accumulate_grad_hook(_hook(weakref.ref(self), i))  # type: ignore[no-untyped-call]
 

@@ -10,8 +10,8 @@ from typing import Any
 from rayps.comm.link import Link, Listener, connect
 from rayps.comm.ring import Ring
 from rayps.core.errors import LinkError, PeerLost
-from rayps.ps.client.client import ElasticServer
-from rayps.ps.client.session import Talk
+from rayps.ps.client.client import GroupServer
+from rayps.ps.client.session import Session
 from rayps.ps.fixed import Server
 from rayps.tensors.flat import Layout
 from rayps.worker.plan import WorkerPlan
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 TRY_SECONDS = 1.0  # to reach a shard that has just been replaced, before its address is looked up again
 
 
-class Ties:
+class WorkerConnections:
     """One generation's; a thread that ends late must not part those of the next. `shards` are fixed servers' addresses,
     `ranges` their slices.
     """
@@ -31,8 +31,8 @@ class Ties:
     def __init__(self, shards: list[str], ranges: list[tuple[int, int]]) -> None:
         self.ring: Ring | None = None
         self.rings: dict[str, Ring] = {}  # within a replica of several workers, by axis
-        self.server: Server | ElasticServer | None = None
-        self.talk: Talk | None = None  # about the job's space on an elastic group
+        self.server: Server | GroupServer | None = None
+        self.talk: Session | None = None  # about the job's space on an elastic group
         self._shards, self._ranges = Addresses(shards), ranges
         self._link: Callable[[int], Link] | None = None
 
@@ -46,7 +46,7 @@ class Ties:
         if seat is not None:
             # in step a round that is open must be kept whole, whatever its size: nobody goes back for a server's death
             keep = max(strategy.group_bytes, 4 * _bytes(snapshot.layout) if seat.space.strategy.lockstep else 0)
-            self.talk = Talk(
+            self.talk = Session(
                 seat.door,
                 seat.space,
                 plan.rank,
@@ -58,7 +58,7 @@ class Ties:
         if strategy.shards == 0:
             self.ring = self._ring(plan, "data", plan.ring, listener, snapshot)
         elif self.talk is not None:
-            self.server = ElasticServer(self.talk)
+            self.server = GroupServer(self.talk)
         else:
             self.server = self._join(plan, snapshot)
         if self.ring is not None and self.talk is not None:

@@ -19,14 +19,14 @@ from rayps.comm.ring.compressed_mean import compressed
 from rayps.core.errors import TrainingError, WorkloadError
 from rayps.core.user_code import user_code
 from rayps.data import Batch
-from rayps.federated.engine import Engine
+from rayps.federated.engine import FederatedEngine
 from rayps.parallel.division.agree import agreed
 from rayps.parallel.division.build import model_of
-from rayps.parallel.division.model_slice import Slice
+from rayps.parallel.division.model_slice import ModelSlice
 from rayps.parallel.division.optimizer import of_some
-from rayps.parallel.division.part import Part, Whole
-from rayps.ps.client.client import ElasticServer
-from rayps.ps.client.session import Talk
+from rayps.parallel.division.part import ModelPart, Whole
+from rayps.ps.client.client import GroupServer
+from rayps.ps.client.session import Session
 from rayps.ps.fixed import Server
 from rayps.ps.fixed.compressed import compress
 from rayps.ps.tables.embedding import bind
@@ -52,9 +52,9 @@ class Worker:
         plan: WorkerPlan,
         snapshot: Snapshot,
         ring: Ring | None,
-        server: Server | ElasticServer | None,
+        server: Server | GroupServer | None,
         device: str = "cpu",
-        talk: Talk | None = None,
+        talk: Session | None = None,
         rings: Mapping[str, Ring] | None = None,
     ) -> None:
         """`talk` is about the job's space on a server group, where it has one. `rings` are those within a replica of
@@ -81,7 +81,7 @@ class Worker:
             self.data = (workload.evaluation_data if plan.strategy.remote else workload.data)()
             self.data.keeps_rows = plan.strategy.keeps_rows
             self.steps_per_epoch = 1 if plan.strategy.federated else self.data.steps(self.size)
-        self.held: Part = self._whole_or_slice(grid.column(plan.rank))
+        self.held: ModelPart = self._whole_or_slice(grid.column(plan.rank))
         # gradients lie where the other ranks, or the shards, of this host can read them: no copy is needed
         shared = None if plan.strategy.federated else ring if ring is not None else server
         buffer, home = (None if shared is None else shared.buffer), None
@@ -102,7 +102,7 @@ class Worker:
         if talk is not None and talk.space.tables:
             foretell = workload.lookups if getattr(plan.strategy, "prefetch", True) else None
             self.tables = bind(self.flat.model, talk, talk.space, foretell)
-            if isinstance(server, ElasticServer):
+            if isinstance(server, GroupServer):
                 server.extras = self.tables.pieces
         if isinstance(server, Server) and plan.strategy.compression is not None:
             self.choices.append(compress(server, plan.strategy.compression))
@@ -117,7 +117,7 @@ class Worker:
         self._samples = 0  # of the batch under way
         self.meter = Meter(self.ring, self.server, self.tables, list(self.rings.values()))
         if plan.strategy.federated:
-            self.clients = Engine(self)
+            self.clients = FederatedEngine(self)
 
     def _choose(self, ring: Ring | None) -> None:
         """How gradients and means travel around the ring; the choices as events."""
@@ -130,7 +130,7 @@ class Worker:
         if ring is not None and plan.strategy.compression is not None:
             sent, found = compressed(ring, plan.strategy.compression, Gradient(self.flat.packed, 0))
             self.choices += [found] if plan.rank == 0 else []
-        self.means = state.Means(ring, sent)
+        self.means = state.BackgroundMeans(ring, sent)
         if not plan.strategy.apart:  # else gradients, where there are some, are of another kind than what is sent
             self.ring = sent
         each_step = not plan.strategy.in_place and not plan.strategy.apart and not plan.strategy.federated
@@ -149,12 +149,12 @@ class Worker:
         ticks = Ticks(self.plan.origin, self.steps_per_epoch)
         return optimizer, pace_of(factory, self.held.layout, optimizer, ticks)
 
-    def _whole_or_slice(self, column: int) -> Part:
+    def _whole_or_slice(self, column: int) -> ModelPart:
         plan = self.plan
         if plan.division is None:
             model = model_of(self.workload).to(self.device)
             return Whole(self.workload, plan.strategy.split(model, self.ring))
-        return Slice(
+        return ModelSlice(
             self.workload, plan.division, column, self.rings, seed=plan.seed, data=self.rank, device=self.device
         )
 

@@ -18,7 +18,7 @@ _OPTIM, _BUFFER, _MEMORY, _PARAMS = "optim/", "buffer/", "memory/", "params"  # 
 
 
 @dataclass(slots=True)
-class Own:
+class LocalState:
     """One worker's state: parameters as one vector, the optimizer's state, buffers and a strategy's memory by name."""
 
     params: Tensor
@@ -34,7 +34,7 @@ class Own:
         return tensors | {f"{_MEMORY}{name}": value for name, value in self.memory.items()}, numbers
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor], numbers: Mapping[str, Mapping[str, Any]]) -> Own:
+    def of(cls, tensors: Mapping[str, Tensor], numbers: Mapping[str, Mapping[str, Any]]) -> LocalState:
         """What `named` was given."""
         moments = moments_of(tensors, numbers)
         return cls(tensors[_PARAMS], moments, below(_BUFFER, tensors), below(_MEMORY, tensors))

@@ -14,7 +14,7 @@ from rayps.recovery.backup_assignment import Bond
 from rayps.strategies.catalogue import Strategy
 from rayps.tensors import optim
 from rayps.tensors.learning_rate import Ticks
-from rayps.worker.local_state import Own
+from rayps.worker.local_state import LocalState
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Orders:
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class SpaceRank:
     """A rank's place in a space on an elastic server group; a later incarnation of the rank fences this one."""
 
     door: dict[str, Any]  # the manager's address and the group's secret
@@ -63,7 +63,7 @@ class WorkerPlan:
     boundary: Boundary
     evaluated: int  # the last round after which this rank's evaluation was heard
     timeout: float
-    seat: Seat | None = None
+    seat: SpaceRank | None = None
     origin: tuple[int, int] = (0, 0)  # see Orders
     division: Division | None = None
     axes: dict[str, list[str]] = field(default_factory=dict)  # addresses along each axis within the replica
@@ -81,6 +81,6 @@ class WorkerPart:
     moments: optim.Moments
     buffers: dict[str, Tensor]
     rng: Tensor
-    own: Own | None = None  # where workers learn apart
+    own: LocalState | None = None  # where workers learn apart
     shared: dict[str, Tensor] = field(default_factory=dict)  # of rank 0
     met: bool = False  # the phase ends here: its strategy has met its stop rule

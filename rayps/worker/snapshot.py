@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 from rayps.core.errors import CheckpointError
 from rayps.core.ledger import Ledger, anywhere
-from rayps.strategies.calendar import Calendar, Span
-from rayps.tensors.checkpoint import State
+from rayps.strategies.calendar import Calendar, PhaseSpan
+from rayps.tensors.checkpoint import SavedState
 from rayps.tensors.flat import Layout
 from rayps.tensors.optim import Moments
-from rayps.worker.local_state import Own, below, by_name, moments_of
+from rayps.worker.local_state import LocalState, below, by_name, moments_of
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class Snapshot:
     columns: int = 1  # workers of one replica
     origin: tuple[int, int] = (0, 0)  # the round and the epoch that `steps_per_epoch` counts from
     strategy: str = ""  # whose `own` and `shared` are
-    own: dict[int, Own] = field(default_factory=dict)  # by worker, where they learn apart
+    own: dict[int, LocalState] = field(default_factory=dict)  # by worker, where they learn apart
     shared: dict[str, Tensor] = field(default_factory=dict)  # what the strategy remembers, the same on all workers
     ended: list[tuple[int, int]] = field(default_factory=list)  # of phases that met their stop rule: the round at which
     # each would have ended, and that at which it did
@@ -82,7 +82,7 @@ class Snapshot:
         model.load_state_dict(self.state_dict(), strict=False)
         return model
 
-    def to_state(self, **facts: Any) -> State:
+    def to_state(self, **facts: Any) -> SavedState:
         """As tensors and JSON-ready facts, for a checkpoint."""
         tensors: dict[str, Tensor] = {
             f"model/{e.name}": self.params[e.lo : e.hi].view(e.shape) for e in self.layout.entries
@@ -108,10 +108,10 @@ class Snapshot:
             "apart": {"strategy": self.strategy, "numbers": own_numbers, "ended": self.ended},
             **facts,
         }
-        return State(tensors, meta)
+        return SavedState(tensors, meta)
 
     @classmethod
-    def from_state(cls, state: State) -> Snapshot:
+    def from_state(cls, state: SavedState) -> Snapshot:
         """Read back what `to_state` wrote."""
         shapes = {name: tuple(shape) for name, shape in state.meta["parameters"]}
         layout = Layout.of((name, state.tensors[f"model/{name}"]) for name in shapes)
@@ -132,7 +132,7 @@ class Snapshot:
             origin=tuple(state.meta.get("origin", (0, 0))),
             strategy=apart.get("strategy", ""),
             own={
-                int(rank): Own.of(below(f"own/{rank}/", state.tensors), numbers)
+                int(rank): LocalState.of(below(f"own/{rank}/", state.tensors), numbers)
                 for rank, numbers in apart.get("numbers", {}).items()
             },
             shared=below("shared/", state.tensors),
@@ -200,7 +200,7 @@ class Snapshot:
             self.own = {}
         self.strategy = strategy
 
-    def enter(self, span: Span) -> None:
+    def enter(self, span: PhaseSpan) -> None:
         """Go on under a phase's layout; at its begin all positions are equal, or their number stays the same."""
         if len(self.positions) != span.replicas:
             self.positions = [self.round] * span.replicas

@@ -15,7 +15,7 @@ from rayps.parallel.division.part import number
 from rayps.ps.fixed.shard_optimizer import fitting
 from rayps.tensors import optim
 from rayps.tensors.flat import Gradient
-from rayps.worker.local_state import Own, below
+from rayps.worker.local_state import LocalState, below
 from rayps.worker.plan import WorkerPart
 from rayps.worker.snapshot import Snapshot
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _FEEDBACK = "ring/"  # how the names of what a compressed ring has left out begin, in a worker's memory
 
 
-class Means:
+class BackgroundMeans:
     """Means over the workers of vectors that a strategy sends now and then, compressed where it asks for it."""
 
     def __init__(self, ring: Any, sent: Any) -> None:
@@ -106,7 +106,7 @@ def share(w: Worker, *, together: bool) -> WorkerPart:
         w.means.settle()
         memory = {name: _tensor(value) for name, value in w.memory.items() if isinstance(value, (Tensor, int, float))}
         memory |= w.means.feedback()
-        own = Own(w.flat.vector.cpu().clone(), _moments(w), w.buffers(), memory)
+        own = LocalState(w.flat.vector.cpu().clone(), _moments(w), w.buffers(), memory)
     if w.server is None and (together or own is None):
         found = agreed(w) if together else None
         params = (w.flat.vector if found is None else found).cpu().clone() if lead else None

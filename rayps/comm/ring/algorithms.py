@@ -20,7 +20,7 @@ SEGMENT_BYTES = 512 << 10  # of a chunk that goes around a ring: the next one tr
 Fold = Callable[[Tensor, Tensor], Tensor]  # into the first, in place
 
 
-class Part:
+class Subgroup:
     """Some ranks of a mesh, numbered among themselves."""
 
     def __init__(self, mesh: Mesh, members: list[int]) -> None:
@@ -56,11 +56,11 @@ def raw(flat: Tensor) -> memoryview:
     return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")  # type: ignore[arg-type]
 
 
-def _others(mesh: Mesh | Part) -> list[int]:
+def _others(mesh: Mesh | Subgroup) -> list[int]:
     return [peer for peer in range(mesh.size) if peer != mesh.rank]
 
 
-def ring(mesh: Mesh | Part, x: Tensor, fold: Fold) -> None:
+def ring(mesh: Mesh | Subgroup, x: Tensor, fold: Fold) -> None:
     """Reduce-scatter then all-gather around a ring: 2(N-1) steps of 1/N of the data, a segment after the other.
 
     Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, 2009.
@@ -71,7 +71,7 @@ def ring(mesh: Mesh | Part, x: Tensor, fold: Fold) -> None:
 Work = Callable[[Tensor], None]  # on a segment of the vector, in place
 
 
-def around(mesh: Mesh | Part | Idle, x: Tensor, fold: Fold, before: Work, after: Work) -> None:
+def around(mesh: Mesh | Subgroup | Idle, x: Tensor, fold: Fold, before: Work, after: Work) -> None:
     """As `ring`; `before` each segment of this rank's is first used, and `after` it holds the sum, some work is done.
 
     The order of this work depends on the sizes alone.
@@ -138,7 +138,7 @@ def keep(into: Tensor, other: Tensor) -> Tensor:
     return into
 
 
-def star(mesh: Mesh | Part, x: Tensor, fold: Fold) -> None:
+def star(mesh: Mesh | Subgroup, x: Tensor, fold: Fold) -> None:
     """One master folds everything in the order of ranks and gives it back: the naive one, kept as the law."""
     others = list(range(1, mesh.size))
     if mesh.rank != 0:
@@ -152,7 +152,7 @@ def star(mesh: Mesh | Part, x: Tensor, fold: Fold) -> None:
     mesh.exchange([(peer, raw(x)) for peer in others], [])
 
 
-def tree(mesh: Mesh | Part, x: Tensor, fold: Fold) -> None:
+def tree(mesh: Mesh | Subgroup, x: Tensor, fold: Fold) -> None:
     """Up a binomial tree to rank 0 and down again: 2 log2(N) steps of all the data."""
     n, me = mesh.size, mesh.rank
     scratch = torch.empty_like(x)
@@ -169,7 +169,7 @@ def tree(mesh: Mesh | Part, x: Tensor, fold: Fold) -> None:
     broadcast(mesh, x, 0)
 
 
-def one_shot(mesh: Mesh | Part, x: Tensor, fold: Fold) -> None:
+def one_shot(mesh: Mesh | Subgroup, x: Tensor, fold: Fold) -> None:
     """Everyone sends everything to everyone and folds in the order of ranks: one step."""
     parts = torch.empty(mesh.size, x.numel(), dtype=x.dtype)
     all_gather(mesh, x, parts)
@@ -178,7 +178,7 @@ def one_shot(mesh: Mesh | Part, x: Tensor, fold: Fold) -> None:
         fold(x, part)
 
 
-def two_shot(mesh: Mesh | Part, x: Tensor, fold: Fold) -> None:
+def two_shot(mesh: Mesh | Subgroup, x: Tensor, fold: Fold) -> None:
     """Everyone sends 1/N to everyone, twice: two steps."""
     cuts = slices(x.numel(), mesh.size)
     mine = raw(reduce_scatter(mesh, x, fold))
@@ -187,7 +187,7 @@ def two_shot(mesh: Mesh | Part, x: Tensor, fold: Fold) -> None:
     mesh.exchange([(peer, mine) for peer in others], [(peer, raw(x[cuts[peer]])) for peer in others])
 
 
-ALGORITHMS: dict[str, Callable[[Mesh | Part, Tensor, Fold], None]] = {
+ALGORITHMS: dict[str, Callable[[Mesh | Subgroup, Tensor, Fold], None]] = {
     "ring": ring,
     "tree": tree,
     "one_shot": one_shot,
@@ -196,7 +196,7 @@ ALGORITHMS: dict[str, Callable[[Mesh | Part, Tensor, Fold], None]] = {
 }
 
 
-def reduce_scatter(mesh: Mesh | Part, x: Tensor, fold: Fold) -> Tensor:
+def reduce_scatter(mesh: Mesh | Subgroup, x: Tensor, fold: Fold) -> Tensor:
     """Everyone sends 1/N to everyone, who folds in the order of ranks. `x` is left as it was."""
     cuts = slices(x.numel(), mesh.size)
     mine = x[cuts[mesh.rank]]
@@ -209,14 +209,14 @@ def reduce_scatter(mesh: Mesh | Part, x: Tensor, fold: Fold) -> Tensor:
     return parts[0]
 
 
-def all_gather(mesh: Mesh | Part, x: Tensor, out: Tensor) -> None:
+def all_gather(mesh: Mesh | Subgroup, x: Tensor, out: Tensor) -> None:
     """Everyone sends everything to everyone; `out` is [N, n]."""
     others = _others(mesh)
     out[mesh.rank] = x
     mesh.exchange([(peer, raw(x)) for peer in others], [(peer, raw(out[peer])) for peer in others])
 
 
-def broadcast(mesh: Mesh | Part, x: Tensor, root: int) -> None:
+def broadcast(mesh: Mesh | Subgroup, x: Tensor, root: int) -> None:
     """Down a binomial tree: log2(N) steps."""
     n = mesh.size
     place = (mesh.rank - root) % n

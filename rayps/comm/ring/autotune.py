@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rayps.comm.ring.algorithms import ALGORITHMS, Idle, Part, add, around, keep, largest
+from rayps.comm.ring.algorithms import ALGORITHMS, Idle, Subgroup, add, around, keep, largest
 from rayps.comm.ring.mesh import Mesh
-from rayps.comm.ring.shared_memory import Board, tensor_of
+from rayps.comm.ring.shared_memory import SharedMemoryFold, tensor_of
 from rayps.core.errors import ConfigError
 
 NAMES = ("auto", *ALGORITHMS, "hierarchical")
@@ -30,7 +30,7 @@ _SLOW_LINE_SECONDS = 0.5  # for the large probe: so slow a line is filled by one
 _WORTH = 0.8  # more streams, or an algorithm that sends more, must need at most this share of the time
 
 
-class Own:
+class Autotuner:
     """Folds vectors for one ring."""
 
     def __init__(self, mesh: Mesh, algorithm: str, table: dict[str, Any] | None, streams: int = 0) -> None:
@@ -38,7 +38,7 @@ class Own:
         self._mesh = mesh
         self._hosts, most_streams = _hosts(mesh)
         mine = next(group for group in self._hosts if mesh.rank in group)
-        self._local = Board(mesh, mine) if len(mine) > 1 else None
+        self._local = SharedMemoryFold(mesh, mine) if len(mine) > 1 else None
         self.board = self._local if len(self._hosts) == 1 else None
         if self._local is not None:
             mesh.at_end(self._local.close)
@@ -106,7 +106,7 @@ class Own:
         if len(leaders) == 1:
             before(wide)
         elif self._mesh.rank == leaders[host]:
-            around(Part(self._mesh, leaders), wide, add if kind == "add" else largest, before, after)
+            around(Subgroup(self._mesh, leaders), wide, add if kind == "add" else largest, before, after)
         else:
             around(Idle(host, len(leaders)), wide, keep, before, after)
         if wide is not x:

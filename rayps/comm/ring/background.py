@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 T = TypeVar("T")
 
 
-class Handle(Generic[T]):
+class CollectiveHandle(Generic[T]):
     """A collective that is under way."""
 
     def __init__(self, future: Future[T]) -> None:
@@ -25,20 +25,20 @@ class Handle(Generic[T]):
         return self._future.result()
 
 
-class Later:
+class BackgroundThread:
     """Runs a ring's background collectives; its thread starts with the first one."""
 
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
         self._last: Future[Any] | None = None
 
-    def start(self, work: Callable[[], T]) -> Handle[T]:
+    def start(self, work: Callable[[], T]) -> CollectiveHandle[T]:
         """Run `work` after everything that was started before."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="rayps-ring")
         future = self._thread.submit(work)
         self._last = future
-        return Handle(future)
+        return CollectiveHandle(future)
 
     def settle(self) -> None:
         """Wait until nothing is under way, so that a collective of the caller's own thread may begin."""

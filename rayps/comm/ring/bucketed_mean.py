@@ -17,16 +17,16 @@ import torch
 from torch import Tensor
 
 from rayps.comm.link.memory import ORDERED
-from rayps.comm.ring.background import Handle
+from rayps.comm.ring.background import CollectiveHandle
 from rayps.comm.ring.ring import _HALF, Ring
-from rayps.comm.ring.shared_memory import Board, _fold, tensor_of
+from rayps.comm.ring.shared_memory import SharedMemoryFold, _fold, tensor_of
 from rayps.core.partition import part
 from rayps.tensors.finite import first_not_finite, is_finite
 
 _KIND = 6  # of this collective in the board's table
 
 
-class Pieces(Protocol):
+class BucketedMean(Protocol):
     """One vector's mean, again and again. Every rank must make it, begin it and finish it alike."""
 
     seconds: float  # that the caller has spent in these calls
@@ -59,18 +59,18 @@ class Pieces(Protocol):
         """Send the pieces in this order from now on; all ranks must say the same, between two means."""
 
 
-def pieces(ring: Ring, vector: Tensor, cuts: Sequence[slice], marks: int) -> Pieces:
+def pieces(ring: Ring, vector: Tensor, cuts: Sequence[slice], marks: int) -> BucketedMean:
     """The mean of `vector` over a ring in the pieces `cuts`, with `marks` bytes of which all learn the maximum.
 
     All ranks must call it alike.
     """
     if ring.size == 1:
-        return Single(vector)
+        return SingleRank(vector)
     board = ring._folder.board
     where = board.find(vector) if board is not None and board.has_buffers else None
     if board is None or where is None:
-        return Sent(ring, vector, cuts)
-    return Read(ring, board, vector, where, cuts, marks)
+        return SentBuckets(ring, vector, cuts)
+    return SharedMemoryMean(ring, board, vector, where, cuts, marks)
 
 
 class _Whole:
@@ -91,7 +91,7 @@ class _Whole:
         """See Pieces."""
 
 
-class Single(_Whole):
+class SingleRank(_Whole):
     """The mean over one rank: its own vector, to the bit."""
 
     def __init__(self, vector: Tensor) -> None:
@@ -113,7 +113,7 @@ class Single(_Whole):
         """See Pieces."""
 
 
-class Read:
+class SharedMemoryMean:
     """Pieces that ranks of one host read where they lie; each rank adds its part of every piece.
 
     Each rank also looks whether its part of the sum is finite: one read of 1/N of the vector, which is in the cache. If
@@ -123,7 +123,13 @@ class Read:
     checks = True
 
     def __init__(
-        self, ring: Ring, board: Board, vector: Tensor, where: tuple[int, int], cuts: Sequence[slice], marks: int
+        self,
+        ring: Ring,
+        board: SharedMemoryFold,
+        vector: Tensor,
+        where: tuple[int, int],
+        cuts: Sequence[slice],
+        marks: int,
     ) -> None:
         self.seconds = 0.0
         self._ring, self._board, self._where = ring, board, where
@@ -245,7 +251,7 @@ class Read:
         self._ring._seconds += spent
 
 
-class Sent(_Whole):
+class SentBuckets(_Whole):
     """Pieces that leave by the ring's background thread, in the order agreed."""
 
     def __init__(self, ring: Ring, vector: Tensor, cuts: Sequence[slice]) -> None:
@@ -253,7 +259,7 @@ class Sent(_Whole):
         self._ring, self._vector, self._cuts = ring, vector, cuts
         self._order: Sequence[int] = range(len(cuts))
         self._ready: set[int] = set()
-        self._under_way: list[Handle[Any]] = []
+        self._under_way: list[CollectiveHandle[Any]] = []
         self._samples, self._total = 0, torch.zeros(1, dtype=torch.float64)
 
     def begin(self, samples: int) -> None:

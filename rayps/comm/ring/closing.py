@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 
-class Hold:
+class RingLock:
     """Held by the thread that is inside a ring, which may enter again from within.
 
     Links and bells must not be closed under a thread that uses them. So a thread that wants the ring ended says so

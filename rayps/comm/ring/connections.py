@@ -20,7 +20,7 @@ STRIPE_BYTES = 256 << 10  # what a stream must have of a buffer at least
 Place = tuple[int, int]  # a rank, and the number of a stream to it
 
 
-class Wires(dict[int, Link]):
+class RingConnections(dict[int, Link]):
     """Links by number. `streams` is how many are used between two ranks that speak TCP."""
 
     def __init__(self, size: int, links: Mapping[Place, Link]) -> None:

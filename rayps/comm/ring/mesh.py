@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rayps.comm.link import Link, Message
-from rayps.comm.ring.closing import Hold
-from rayps.comm.ring.connections import Place, Wires
-from rayps.comm.ring.messages import Arrival, Kind, Mail, Piece, Want, heard, must_match, ranks, told
+from rayps.comm.ring.closing import RingLock
+from rayps.comm.ring.connections import Place, RingConnections
+from rayps.comm.ring.messages import Arrival, Mail, Piece, RingMessage, Want, heard, must_match, ranks, told
 from rayps.core.errors import LinkError, PeerLost, PeerTimeout
 
 LINGER_SECONDS = 0.25  # how long a rank that leaves tries to get its last words out
@@ -35,7 +35,7 @@ class Mesh:
         self.timeout = timeout
         self.seconds_waiting = 0.0
         self.dead: LinkError | None = None
-        self._links = Wires(size, links)
+        self._links = RingConnections(size, links)
         self.mail = Mail()
         self._heard: set[int] = set()
         self._left: set[int] = set()  # ranks that have said goodbye
@@ -45,7 +45,7 @@ class Mesh:
         self._quiet = 0.0  # seconds since what we wait for has moved
         self._inside = False  # a thread waits in here
         self._parted = False
-        self.hold = Hold(lambda: self.dead is not None and not self._parted, self._tell_and_part)
+        self.hold = RingLock(lambda: self.dead is not None and not self._parted, self._tell_and_part)
         self._at_end: list[Callable[[], None]] = []
 
     @property
@@ -90,9 +90,9 @@ class Mesh:
         """
         step = self._step
         self._step += 1
-        message = Message(Kind.DATA, tag=self.number, a=step)
+        message = Message(RingMessage.DATA, tag=self.number, a=step)
         wants: dict[int, Want] = {
-            key: (Kind.DATA, self.number, step, into) for key, into in self._links.stripes(receives)
+            key: (RingMessage.DATA, self.number, step, into) for key, into in self._links.stripes(receives)
         }
         self._run(message, self._links.stripes(sends), wants)
 
@@ -108,7 +108,7 @@ class Mesh:
         def push() -> None:
             nonlocal gone
             while todo and self._links[key := self._links.stream(right, gone)].queued < _AHEAD_BYTES:
-                self._links[key].queue(Message(Kind.DATA, tag=self.number, a=gone), todo.popleft(), copy=False)
+                self._links[key].queue(Message(RingMessage.DATA, tag=self.number, a=gone), todo.popleft(), copy=False)
                 gone += 1
                 sending.add(key)
 
@@ -117,7 +117,7 @@ class Mesh:
                 todo.append(buffer)
                 push()
             for into, then in arrivals:
-                want = (Kind.DATA, self.number, taken, into)
+                want = (RingMessage.DATA, self.number, taken, into)
                 self.finish(sending, {self._links.stream(left, taken): want}, push, drain=False)
                 taken += 1
                 if (onward := then()) is not None:
@@ -147,12 +147,12 @@ class Mesh:
     def send(self, to: int, tag: int, buffer: Any) -> None:
         """Give `buffer` to rank `to`; returns once it has left."""
         self.check()
-        self._run(Message(Kind.POINT, tag=tag), [(to, buffer)], {})
+        self._run(Message(RingMessage.POINT, tag=tag), [(to, buffer)], {})
 
     def recv(self, source: int, tag: int, into: Any) -> None:
         """Fill `into` with what rank `source` sent under `tag`, in the order of sending."""
         self.check()
-        self._run(Message(Kind.POINT), [], {source: (Kind.POINT, tag, 0, into)})
+        self._run(Message(RingMessage.POINT), [], {source: (RingMessage.POINT, tag, 0, into)})
 
     def link(self, peer: int) -> Link:
         """The link to rank `peer`."""
@@ -235,16 +235,16 @@ class Mesh:
         """Whether what is wanted of that link has arrived whole."""
         kind, tag, _, into = want
         link = self._links[peer]
-        while kind == Kind.DATA or not self.mail.fetch(peer, want):
+        while kind == RingMessage.DATA or not self.mail.fetch(peer, want):
             if (head := link.peek()) is None:
                 return False
-            if head.kind == kind == Kind.DATA or (head.kind == kind == Kind.POINT and head.tag == tag):
-                if kind == Kind.DATA:
+            if head.kind == kind == RingMessage.DATA or (head.kind == kind == RingMessage.POINT and head.tag == tag):
+                if kind == RingMessage.DATA:
                     must_match(head, link.pending_bytes, link.peer, want)
                 return link.try_recv(into) is not None
-            if head.kind == Kind.BYE:
+            if head.kind == RingMessage.BYE:
                 raise self._gone(peer)
-            if head.kind == Kind.DATA:
+            if head.kind == RingMessage.DATA:
                 raise LinkError(
                     f"{link.peer} is in a collective while this rank waits for its message {tag}: "
                     "all ranks must make the same calls",
@@ -257,13 +257,13 @@ class Mesh:
         return True
 
     def _overhear(self, peer: int, message: Message) -> None:
-        if message.kind in (Kind.POINT, Kind.PARCEL):
+        if message.kind in (RingMessage.POINT, RingMessage.PARCEL):
             self.mail.put(peer, message)
-        elif message.kind == Kind.ASK:
-            self._links[peer].queue(Message(Kind.HERE))
-        elif message.kind == Kind.ABORT:
+        elif message.kind == RingMessage.ASK:
+            self._links[peer].queue(Message(RingMessage.HERE))
+        elif message.kind == RingMessage.ABORT:
             raise heard(message, self._links[peer].peer)
-        elif message.kind == Kind.BYE:
+        elif message.kind == RingMessage.BYE:
             self._left.add(peer)
         self._heard.add(peer)
 
@@ -279,7 +279,7 @@ class Mesh:
     def _sleep(self, sending: set[int], wants: dict[int, Want], seconds: float, bell: int = -1) -> float:
         """Wait for any link and the bell; seconds waited, or -1 when what we wait for has moved."""
         for peer, link in self._links.items():
-            busy = peer in wants or link.head is None or link.head.kind != Kind.DATA
+            busy = peer in wants or link.head is None or link.head.kind != RingMessage.DATA
             busy = busy and not link.ended and peer not in self._left
             self._links.watch(peer, (_IN if busy else 0) | (link.interest if link.queued else 0))
         start = time.perf_counter()
@@ -302,7 +302,7 @@ class Mesh:
     def listen(self, peer: int) -> None:
         """Take control messages of a rank that nothing is awaited from; its data stays where it is."""
         link = self._links[peer]
-        while peer not in self._left and (head := link.peek()) is not None and head.kind != Kind.DATA:
+        while peer not in self._left and (head := link.peek()) is not None and head.kind != RingMessage.DATA:
             message = link.try_recv()
             if message is None:
                 return
@@ -313,7 +313,7 @@ class Mesh:
         self._heard.clear()
         asked = set(self._links) - self._left
         for peer in asked:
-            self._links[peer].queue(Message(Kind.ASK))
+            self._links[peer].queue(Message(RingMessage.ASK))
             self._links.watch(peer, _IN)
         end = time.monotonic() + self.timeout - self._patience()
         while (left := end - time.monotonic()) > 0 and asked - self._heard - self._left:
@@ -340,7 +340,7 @@ class Mesh:
                     continue
                 try:
                     for message in link.feed():
-                        if message.kind == Kind.ABORT:
+                        if message.kind == RingMessage.ABORT:
                             self._overhear(peer, message)
                 except LinkError as found:
                     return found
@@ -379,7 +379,7 @@ class Mesh:
             if self.dead is None:
                 self.dead = LinkError("this ring has been closed on this rank", peer=f"rank {self.rank}")
             if not self._parted:
-                self._part(lambda link: link.queue(Message(Kind.BYE)), failed=False)
+                self._part(lambda link: link.queue(Message(RingMessage.BYE)), failed=False)
 
     def _part(self, farewell: Callable[[Link], None], failed: bool) -> None:
         self._parted = True

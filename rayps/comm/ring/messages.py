@@ -15,7 +15,7 @@ Arrival = tuple[Any, Callable[[], Any]]  # a buffer to fill, and what to do then
 Want = tuple[int, int, int, Any]  # kind, tag, step, buffer
 
 
-class Kind(enum.IntEnum):
+class RingMessage(enum.IntEnum):
     """What a message between two ranks is."""
 
     DATA = 0  # part of a collective: tag is its number, a the step within it
@@ -44,7 +44,7 @@ class Mail:
         if not box:
             return False
         message = box.popleft()
-        if kind == Kind.PARCEL:
+        if kind == RingMessage.PARCEL:
             into.append(message)
         else:
             fill(into, message.payload, peer)
@@ -67,7 +67,7 @@ _WHY: list[type[LinkError]] = [LinkError, PeerLost, PeerTimeout]  # by the numbe
 def told(error: LinkError) -> tuple[Message, bytes]:
     """The ABORT, and its payload, by which a rank tells others why the ring is dead."""
     why = next((i for i in (1, 2) if isinstance(error, _WHY[i])), 0)
-    return Message(Kind.ABORT, a=why), f"{error.data.get('peer', '')}\n{error.message}".encode()
+    return Message(RingMessage.ABORT, a=why), f"{error.data.get('peer', '')}\n{error.message}".encode()
 
 
 def heard(abort: Message, by: str) -> LinkError:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from rayps.comm.link import Link, Message
 from rayps.comm.ring.mesh import Mesh
-from rayps.comm.ring.messages import Kind, Want
+from rayps.comm.ring.messages import RingMessage, Want
 from rayps.core.errors import ConfigError, LinkError
 
 BACKLOG_BYTES = 128 << 20  # that may wait to leave to one rank; giving more waits
@@ -49,7 +49,7 @@ _DTYPES: tuple[torch.dtype, ...] = (
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 
 
-class Note(NamedTuple):
+class TensorHeader(NamedTuple):
     """A parcel's description: `form` is the sender's own words, a part is (dtype, shape, wants a gradient, offset)."""
 
     form: str
@@ -57,7 +57,7 @@ class Note(NamedTuple):
     size: int
 
 
-class Parcel(NamedTuple):
+class TensorMessage(NamedTuple):
     """What came: the tensors, which of them want a gradient, and the sender's words."""
 
     tensors: list[Tensor]
@@ -65,7 +65,7 @@ class Parcel(NamedTuple):
     form: str
 
 
-class Parcels:
+class PointToPoint:
     """Giving and taking over one mesh; one of these per ring and rank (`Ring.parcels`)."""
 
     def __init__(self, mesh: Mesh) -> None:
@@ -73,8 +73,10 @@ class Parcels:
         self.bytes = 0  # of tensors that were given
         self.messages = 0
         self.seconds = 0.0  # spent waiting
-        self._said: dict[int, dict[Any, tuple[int, Note]]] = {}  # by rank: descriptions it knows, and their numbers
-        self._learnt: dict[int, dict[int, Note]] = {}
+        self._said: dict[
+            int, dict[Any, tuple[int, TensorHeader]]
+        ] = {}  # by rank: descriptions it knows, and their numbers
+        self._learnt: dict[int, dict[int, TensorHeader]] = {}
         self._pending: set[int] = set()  # ranks to which something may wait to leave
         self._due = threading.Event()
         self._over = False
@@ -89,7 +91,7 @@ class Parcels:
         number, note, new = self._describe(to, tensors, form)
         head = _packed(note) if new else b""
         payload = _bytes_of(tensors, note, head)
-        message = Message(Kind.PARCEL, tag=tag, a=number, b=len(head))
+        message = Message(RingMessage.PARCEL, tag=tag, a=number, b=len(head))
         with self._mesh.guarded():
             link = self._mesh.link(to)
             if link.queued > BACKLOG_BYTES:
@@ -102,11 +104,11 @@ class Parcels:
         if waits:
             self._start()
 
-    def take(self, frm: int, tag: int) -> Parcel:
+    def take(self, frm: int, tag: int) -> TensorMessage:
         """What rank `frm` gave under `tag`, in the order of giving. Raises PeerLost, PeerTimeout."""
         found: list[Message] = []
         with self._mesh.guarded():
-            want = (Kind.PARCEL, tag, 0, found)
+            want = (RingMessage.PARCEL, tag, 0, found)
             if not self._soon(frm, want):
                 self._wait(set(), {frm: want})
             message = found[0]
@@ -120,7 +122,7 @@ class Parcels:
             else torch.empty(shape, dtype=dtype)
             for dtype, shape, _, offset in note.parts
         ]
-        return Parcel(tensors, [wants for _, _, wants, _ in note.parts], note.form)
+        return TensorMessage(tensors, [wants for _, _, wants, _ in note.parts], note.form)
 
     def settle(self) -> None:
         """Return once all that was given has left. Raises PeerLost, PeerTimeout."""
@@ -153,7 +155,7 @@ class Parcels:
 
     # What a parcel is
 
-    def _describe(self, to: int, tensors: Sequence[Tensor], form: str) -> tuple[int, Note, bool]:
+    def _describe(self, to: int, tensors: Sequence[Tensor], form: str) -> tuple[int, TensorHeader, bool]:
         key: Any
         if len(tensors) == 1:
             (t,) = tensors
@@ -170,13 +172,13 @@ class Parcels:
                 raise ConfigError(f"a parcel cannot hold a tensor of {t.dtype}, {t.layout}; convert it first")
             parts.append((t.dtype, tuple(t.shape), t.requires_grad, at))
             at += t.nbytes if len(tensors) == 1 else -(-t.nbytes // _ALIGN) * _ALIGN
-        note = Note(form, tuple(parts), at)
+        note = TensorHeader(form, tuple(parts), at)
         if len(known) >= KNOWN:
             return -1, note, True
         known[key] = (len(known), note)
         return len(known) - 1, note, True
 
-    def _learn(self, frm: int, message: Message) -> Note:
+    def _learn(self, frm: int, message: Message) -> TensorHeader:
         known = self._learnt.setdefault(frm, {})
         if message.b:
             note = _unpacked(bytes(message.payload[: message.b]))
@@ -184,7 +186,7 @@ class Parcels:
                 known[message.a] = note
             return note
         if message.a not in known:  # it was said in a parcel of another tag, which is here and not yet taken
-            for other in self._mesh.mail.waiting(frm, Kind.PARCEL):
+            for other in self._mesh.mail.waiting(frm, RingMessage.PARCEL):
                 if other.b and other.a >= 0:
                     self._learn(frm, other)
         return known[message.a]
@@ -231,7 +233,7 @@ class Parcels:
         self._due.set()
 
 
-def _bytes_of(tensors: Sequence[Tensor], note: Note, head: bytes) -> Any:
+def _bytes_of(tensors: Sequence[Tensor], note: TensorHeader, head: bytes) -> Any:
     """One buffer: the memory of a single tensor as it is, or a copy with the description before it."""
     if not head and len(tensors) == 1:
         return _raw(tensors[0])
@@ -254,13 +256,13 @@ def _raw(t: Tensor) -> memoryview:
     return memoryview(flat.contiguous().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-def _packed(note: Note) -> bytes:
+def _packed(note: TensorHeader) -> bytes:
     """The description as bytes, a multiple of the alignment long."""
     parts = [[_CODES[dtype], list(shape), wants, offset] for dtype, shape, wants, offset in note.parts]
     text = json.dumps([note.form, parts, note.size]).encode()
     return text.ljust(-(-len(text) // _ALIGN) * _ALIGN)
 
 
-def _unpacked(raw: bytes) -> Note:
+def _unpacked(raw: bytes) -> TensorHeader:
     form, parts, size = json.loads(raw)
-    return Note(form, tuple((_DTYPES[code], tuple(shape), wants, at) for code, shape, wants, at in parts), size)
+    return TensorHeader(form, tuple((_DTYPES[code], tuple(shape), wants, at) for code, shape, wants, at in parts), size)

@@ -18,12 +18,12 @@ from torch import Tensor
 from rayps.comm.link import Listener, Prefer
 from rayps.comm.ring import algorithms as ring_algorithms
 from rayps.comm.ring.algorithms import raw
-from rayps.comm.ring.autotune import Own
-from rayps.comm.ring.background import Handle, Later
+from rayps.comm.ring.autotune import Autotuner
+from rayps.comm.ring.background import BackgroundThread, CollectiveHandle
 from rayps.comm.ring.connect import link_up
 from rayps.comm.ring.describe import in_words
 from rayps.comm.ring.mesh import Mesh
-from rayps.comm.ring.p2p import Parcels
+from rayps.comm.ring.p2p import PointToPoint
 from rayps.comm.ring.rendezvous import meet
 from rayps.comm.ring.shared_memory import tensor_of
 from rayps.comm.ring.shared_progress import Progress, common
@@ -40,14 +40,14 @@ Tensors = TypeVar("Tensors", Tensor, list[Tensor])
 class Ring:
     """N equal ranks that add, average and pass on tensors."""
 
-    def __init__(self, mesh: Mesh, generation: int, folder: Own | Delegate) -> None:
+    def __init__(self, mesh: Mesh, generation: int, folder: Autotuner | Delegate) -> None:
         self.rank = mesh.rank
         self.size = mesh.size
         self.generation = generation
         self._mesh = mesh
         self._folder = folder
-        self._later = Later()
-        self._parcels: Parcels | None = None
+        self._later = BackgroundThread()
+        self._parcels: PointToPoint | None = None
         self._seconds = 0.0
 
     @classmethod
@@ -87,7 +87,11 @@ class Ring:
             streams=streams,
         )
         try:
-            folder = Own(mesh, algorithm, table, streams) if backend == "own" else Delegate(mesh, backend, addresses[0])
+            folder = (
+                Autotuner(mesh, algorithm, table, streams)
+                if backend == "own"
+                else Delegate(mesh, backend, addresses[0])
+            )
         except BaseException:
             mesh.close()
             raise
@@ -146,7 +150,7 @@ class Ring:
         """The elementwise maximum over ranks, in place; NaN wins."""
         return self._fold(t, "max", algorithm)
 
-    def sum_async(self, t: Tensors, *, algorithm: str | None = None) -> Handle[Tensors]:
+    def sum_async(self, t: Tensors, *, algorithm: str | None = None) -> CollectiveHandle[Tensors]:
         """As `sum`, in the background: `wait()` on the handle. Until then `t` must not be touched."""
         self._mesh.check()
         return self._later.start(lambda: self._fold_now(t, "add", algorithm))
@@ -257,10 +261,10 @@ class Ring:
         return t
 
     @property
-    def parcels(self) -> Parcels:
+    def parcels(self) -> PointToPoint:
         """Tensors of any shape and dtype in pairs: `give` and `take`."""
         if self._parcels is None:
-            self._parcels = Parcels(self._mesh)
+            self._parcels = PointToPoint(self._mesh)
         return self._parcels
 
     # Ending

@@ -49,7 +49,7 @@ class Resident:
     out: Bytes
 
 
-class Board:
+class SharedMemoryFold:
     """The shared memory and the bells of ranks of one host. All of `group` must make the same calls."""
 
     def __init__(self, mesh: Mesh, group: list[int]) -> None:

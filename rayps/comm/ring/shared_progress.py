@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from rayps.comm.ring.mesh import Mesh
-from rayps.comm.ring.shared_memory import Board, tensor_of
+from rayps.comm.ring.shared_memory import SharedMemoryFold, tensor_of
 from rayps.core.errors import ConfigError, PeerTimeout
 
 _LOOK_SECONDS = 0.005  # between two looks at how far the others are
 _APART = 8  # words of a rank: a line of the cache, so that nobody's word slows another's
 
 
-def common(mesh: Mesh, board: Board | None, n: int, dtype: torch.dtype) -> Tensor:
+def common(mesh: Mesh, board: SharedMemoryFold | None, n: int, dtype: torch.dtype) -> Tensor:
     """A vector of `n` zeros, the same memory on every rank. All ranks must call it alike.
 
     Raises:
@@ -36,7 +36,7 @@ def common(mesh: Mesh, board: Board | None, n: int, dtype: torch.dtype) -> Tenso
 class Progress:
     """How many rounds each rank has made, as all of them see it at once."""
 
-    def __init__(self, mesh: Mesh, board: Board | None) -> None:
+    def __init__(self, mesh: Mesh, board: SharedMemoryFold | None) -> None:
         self._mesh = mesh
         words = common(mesh, board, mesh.size * _APART, torch.int64)
         self._words = words.numpy()[::_APART]

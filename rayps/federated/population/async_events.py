@@ -19,7 +19,7 @@ import numpy as np
 
 from rayps.core.errors import ConfigError, TrainingError
 from rayps.federated.cohort import Ints, hashes
-from rayps.federated.population.population import LOOKS, REASONS, Plan, Training, World
+from rayps.federated.population.population import LOOKS, REASONS, Plan, Population, Training
 
 STALE = "stale"  # the reason of an update that was begun too many versions ago
 
@@ -36,7 +36,7 @@ class _Trip(NamedTuple):
     reason: int  # of REASONS
 
 
-class Buffer:
+class AsyncBuffer:
     """The asynchronous rounds of a world.
 
     Args:
@@ -50,7 +50,7 @@ class Buffer:
     """
 
     def __init__(
-        self, world: World, size: int, concurrency: int | None = None, max_staleness: int | None = None
+        self, world: Population, size: int, concurrency: int | None = None, max_staleness: int | None = None
     ) -> None:
         self.world, self.size, self.max_staleness = world, size, max_staleness
         self.concurrency = world.asked if concurrency is None else concurrency
@@ -90,7 +90,7 @@ class Buffer:
 class _Round:
     """One round while it is being found out."""
 
-    def __init__(self, buffer: Buffer, t: int, now: int, serial: int, flight: list[_Trip]) -> None:
+    def __init__(self, buffer: AsyncBuffer, t: int, now: int, serial: int, flight: list[_Trip]) -> None:
         self.now, self.serial, self.waited = now, serial, 0
         self.trainings: list[Training] = []
         self.dropped: list[tuple[int, str]] = []

@@ -42,7 +42,7 @@ def availability(seed: int, spec: dict[str, Any]) -> Availability:
         return Diurnal(seed, micros(spec["share"] * spec["day"]), micros(spec["day"]), spec["spread"])
     if name == "trace":
         pairs = spec["intervals"] if spec["file"] is None else intervals(read_intervals(spec["file"]), spec["period"])
-        return Trace(pairs, spec["period"])
+        return TraceIntervals(pairs, spec["period"])
     return Always()
 
 
@@ -106,7 +106,7 @@ class Diurnal:
         return np.asarray((now - begins.astype(np.int64)) % self._day)
 
 
-class Trace:
+class TraceIntervals:
     """Client k is there in the intervals of trace k, or k modulo the number of traces.
 
     All traces lie one behind another on one long axis, so that a search of all clients is one call.

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from rayps.federated.cohort import Ints
-from rayps.federated.population.async_events import Buffer
+from rayps.federated.population.async_events import AsyncBuffer
 from rayps.federated.population.availability import micros
-from rayps.federated.population.population import Plan, World
+from rayps.federated.population.population import Plan, Population
 
 
 class Events(Protocol):
@@ -27,7 +27,7 @@ class Events(Protocol):
 class InStep:
     """Rounds that wait for their replies: all clients of one begin together."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: Population) -> None:
         self.world = world
 
     def round(self, t: int, clock: Ints) -> tuple[Plan, Ints]:
@@ -52,7 +52,7 @@ def events_of(strategy: Any, sizes: Any, seed: int, batch_size: int) -> Events:
     s, n = strategy, np.asarray(sizes, dtype=np.int64)
     batch = n if s.batch_size == 0 else np.full(len(n), s.batch_size or batch_size)
     work = n * s.epochs if s.local_steps is None else s.local_steps * np.minimum(batch, n)
-    world = World(
+    world = Population(
         seed,
         work,
         fraction=s.fraction,
@@ -63,4 +63,4 @@ def events_of(strategy: Any, sizes: Any, seed: int, batch_size: int) -> Events:
         enough=s.enough,
         over_selection=s.over_selection,
     )
-    return Buffer(world, s.buffer, s.concurrency, s.max_staleness) if s.asynchronous else InStep(world)
+    return AsyncBuffer(world, s.buffer, s.concurrency, s.max_staleness) if s.asynchronous else InStep(world)

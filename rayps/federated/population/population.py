@@ -57,7 +57,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Errand:
+class TrainingFates:
     """What becomes of clients that begin to train at one moment: arrays alike."""
 
     clients: Ints
@@ -65,7 +65,7 @@ class Errand:
     reasons: list[str] = field(default_factory=list)  # "" = it replies
 
 
-class World:
+class Population:
     """N clients with a speed, an availability and bad luck of their own.
 
     Args:
@@ -182,7 +182,7 @@ class World:
         """Whether each of `clients` is there in round `t` at `now` (microseconds)."""
         return self._available.there(clients, now, t, 0)
 
-    def send(self, clients: Ints, now: int, t: int, again: int = 0) -> Errand:
+    def send(self, clients: Ints, now: int, t: int, again: int = 0) -> TrainingFates:
         """What becomes of clients that begin round `t` at `now` (microseconds), for the first time or once again.
 
         Without a deadline a client that is lost by dropout is noticed when its reply was due.
@@ -204,7 +204,7 @@ class World:
         ends = np.minimum(np.minimum(due, leaves), latest)
         if self._deadline is not None:
             ends = np.where(lost & (leaves >= ends), latest, ends)  # its silence is noticed at the deadline
-        return Errand(clients, ends, reasons)
+        return TrainingFates(clients, ends, reasons)
 
     def _paces(self) -> Any:
         """Virtual seconds a sample for each client."""

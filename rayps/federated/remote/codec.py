@@ -17,7 +17,7 @@ import safetensors.torch
 from torch import Tensor
 
 from rayps.core.errors import WorkloadError
-from rayps.federated.client import Reply
+from rayps.federated.client import ClientReply
 from rayps.tensors.flat import Layout
 
 _SLACK = 1 << 20  # bytes of an update beside its tensors
@@ -51,7 +51,7 @@ def opened(raw: bytes, layout: Layout) -> tuple[Tensor, dict[str, Tensor], dict[
     return tensors["w"], _of("shared", tensors), _of("buffers", tensors)
 
 
-def update(reply: Reply) -> bytes:
+def update(reply: ClientReply) -> bytes:
     """What a client sends: its w_k, counts and loss."""
     tensors = {"w": reply.w, **_named("sums", reply.sums), **_named("buffers", reply.buffers)}
     counts = {"n": reply.n, "steps": reply.steps, "samples": reply.samples, "loss": reply.loss}
@@ -68,7 +68,7 @@ def most_bytes(w: Tensor, sums: Collection[str], buffers: Mapping[str, Tensor]) 
 
 def received(
     raw: bytes, w: Tensor, sums: Collection[str], buffers: Mapping[str, Tensor], most_samples: int
-) -> Reply | str:
+) -> ClientReply | str:
     """A client's reply, or why it cannot be used. Whether its numbers are finite is for the rules to say."""
     try:
         counts = json.loads(_metadata(raw)["counts"])
@@ -89,7 +89,7 @@ def received(
         return f"it says {n!r} samples, and joined with {most_samples}"
     if not math.isfinite(loss):
         return f"its mean loss is {loss}"
-    return Reply(tensors["w"], n, _of("sums", tensors), {}, _of("buffers", tensors), loss, samples, steps)
+    return ClientReply(tensors["w"], n, _of("sums", tensors), {}, _of("buffers", tensors), loss, samples, steps)
 
 
 def _metadata(raw: bytes) -> dict[str, Any]:

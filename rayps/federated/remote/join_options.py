@@ -32,14 +32,14 @@ _OF_SIMULATED = {
 
 
 @dataclass(frozen=True, slots=True)
-class Joining:
+class JoinOptions:
     """For how many clients a round waits, and for how long."""
 
     least: int = 1
     wait: float = 600.0
 
 
-def joining_of(given: Any) -> Joining | None:
+def joining_of(given: Any) -> JoinOptions | None:
     """What `clients` says; None = the clients are those of the data, simulated on the workers.
 
     Raises:
@@ -56,9 +56,9 @@ def joining_of(given: Any) -> Joining | None:
         )
     options = {key: value for key, value in facts.items() if key != "name"}
     for key in options:
-        if key not in Joining.__dataclass_fields__:
+        if key not in JoinOptions.__dataclass_fields__:
             raise ConfigError(f"clients: remote has no option {key!r}: it has least and wait", field="clients")
-    found = Joining(**options)
+    found = JoinOptions(**options)
     if isinstance(found.least, bool) or not isinstance(found.least, int) or found.least < 1:
         raise ConfigError(f"clients: least is {found.least!r}: give a whole number of at least 1", field="clients")
     if isinstance(found.wait, bool) or not isinstance(found.wait, (int, float)) or not 0 < found.wait < math.inf:

@@ -36,7 +36,7 @@ _KEPT_ROUNDS = 20  # closed ones, of which the words are kept
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class JoinedClient:
     """A client that has joined. `key`: the hash of a secret of its own; `token`: the id of the one that it showed."""
 
     number: int
@@ -48,7 +48,7 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class RoundOrder:
     """A round as the worker drew it; `facts` are what is signed for each client."""
 
     serial: int
@@ -69,7 +69,7 @@ class Mailbox:
 
     # ---- members
 
-    def join(self, name: str, key: str, token: str, samples: int) -> Member:
+    def join(self, name: str, key: str, token: str, samples: int) -> JoinedClient:
         """Take a client in; who has joined before, and shows the same key, has its number back.
 
         Raises:
@@ -87,29 +87,29 @@ class Mailbox:
                             status=409,
                             code="name_taken",
                         )
-                    back = Member(**(asdict(member) | {"token": token, "samples": samples}))
+                    back = JoinedClient(**(asdict(member) | {"token": token, "samples": samples}))
                     _write(self._member(member.number), asdict(back))
                     (self.folder / "left" / str(member.number)).unlink(missing_ok=True)
                     self.seen(member.number)
                     return back
             number = max((member.number for member in known), default=-1) + 1
-            made = Member(number, name, hashed, token, time.time(), samples)
+            made = JoinedClient(number, name, hashed, token, time.time(), samples)
             if _write(self._member(number), asdict(made), new=True):
                 self.seen(number)
                 return made
 
-    def members(self) -> list[Member]:
+    def members(self) -> list[JoinedClient]:
         """All that have ever joined, by number."""
         found = [_read(path) for path in sorted((self.folder / "members").glob("*.json"))]
-        return [Member(**facts) for facts in found if facts is not None]
+        return [JoinedClient(**facts) for facts in found if facts is not None]
 
-    def member(self, number: int, key: str) -> Member:
+    def member(self, number: int, key: str) -> JoinedClient:
         """The member of a number, which knows its key. Raises Unauthorized."""
         facts = _read(self._member(number))
         hashed = hashlib.sha256(key.encode()).hexdigest()
         if facts is None or not secrets.compare_digest(str(facts["key"]), hashed):
             raise Unauthorized("no client of that number and key has joined this job: join first", status=401)
-        return Member(**facts)
+        return JoinedClient(**facts)
 
     def seen(self, number: int) -> None:
         """A sign of life."""
@@ -137,7 +137,7 @@ class Mailbox:
 
     # ---- rounds, as the service sees them
 
-    def newest(self) -> Order | None:
+    def newest(self) -> RoundOrder | None:
         """The newest round, open or not."""
         serials = self._serials()
         facts = _read(self._round(serials[-1]) / "order.json") if serials else None
@@ -241,7 +241,7 @@ class Mailbox:
 
     def begin(
         self, facts: Mapping[str, Any], sampled: dict[int, str], deadline: float, most_bytes: int, parameters: bytes
-    ) -> Order:
+    ) -> RoundOrder:
         """Draw a round, or go on with the open one if it is the same to the bit: what was sent for it still counts."""
         digest = hashlib.sha256(parameters).hexdigest()
         facts = {**facts, "parameters": {"sha256": digest, "bytes": len(parameters)}}
@@ -251,7 +251,7 @@ class Mailbox:
         if before is not None:
             self.close(before.serial)
         serial = max(self._serials(), default=0) + 1
-        order = Order(
+        order = RoundOrder(
             serial, int(facts["round"]), sampled, time.time(), deadline, most_bytes, {**facts, "serial": serial}
         )
         making = self._rounds / f".{serial}-{secrets.token_hex(4)}"
@@ -315,8 +315,8 @@ def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     return bool(plain[0] == plain[1])
 
 
-def _order(facts: dict[str, Any]) -> Order:
-    return Order(**(facts | {"sampled": {int(number): name for number, name in facts["sampled"].items()}}))
+def _order(facts: dict[str, Any]) -> RoundOrder:
+    return RoundOrder(**(facts | {"sampled": {int(number): name for number, name in facts["sampled"].items()}}))
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -17,41 +17,41 @@ import numpy as np
 from torch import Tensor
 
 from rayps.core.errors import ConfigError, StaleGeneration, TrainingError
-from rayps.federated.client import Reply
+from rayps.federated.client import ClientReply
 from rayps.federated.cohort import Ints, cohort_size, first
 from rayps.federated.remote import codec
-from rayps.federated.remote.join_options import DEADLINE, Joining, joining_of
-from rayps.federated.remote.mailbox import FOLDER, Mailbox, Member, Order
+from rayps.federated.remote.join_options import DEADLINE, JoinOptions, joining_of
+from rayps.federated.remote.mailbox import FOLDER, JoinedClient, Mailbox, RoundOrder
 from rayps.federated.reply_source import Round
 from rayps.strategies.catalogue import Phase, wire
 
 if TYPE_CHECKING:
-    from rayps.federated.engine import Engine
+    from rayps.federated.engine import FederatedEngine
 
 PAUSE = 0.05  # seconds between two looks
 _SHOWN = 5  # names in a sentence
 _LISTED = 60  # clients in a summary
 
 
-class Remote:
+class RemoteReplies:
     """The clients of a job that are processes outside of the cluster, seen from its worker."""
 
     rule = "real clients, with data of their own"
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: FederatedEngine) -> None:
         """Raises ConfigError: no service, or a folder that this machine does not have."""
         self._engine, w = engine, engine.w
         strategy: Any = w.strategy
         joining = joining_of(strategy.clients)
         assert joining is not None, "its clients are remote"
-        self._joining: Joining = joining
+        self._joining: JoinOptions = joining
         self._deadline: float = DEADLINE if strategy.deadline is None else strategy.deadline
         self._mailbox = mailbox_of(w.plan.mailbox)
-        self._members: list[Member] = self._mailbox.members()
+        self._members: list[JoinedClient] = self._mailbox.members()
         self._strategy, self._first = strategy, True
         self._told: list[tuple[str, int]] = []  # who they were when that was last filed
         self.refused: list[tuple[int, str]] = []  # whose updates of the round cannot be used, and why
-        self._open: Order | None = None
+        self._open: RoundOrder | None = None
         self._files: dict[int, Path] = {}  # updates that came, by number
         self._good: list[int] = []  # those of the right form
         self._like: tuple[Tensor, Mapping[str, Tensor]] = engine.w.flat.vector, {}  # what an update is to look like
@@ -118,7 +118,7 @@ class Remote:
         self._mailbox.say(None)
         return self._arrived(order)
 
-    def replies(self) -> Iterator[tuple[int, Reply]]:
+    def replies(self) -> Iterator[tuple[int, ClientReply]]:
         """What came and can be used, in the order of numbers; one at a time in memory."""
         for number in self._good:
             reply = self._read(number)
@@ -131,7 +131,7 @@ class Remote:
             self._mailbox.judge(self._open.serial, dict(rejected))
         self._open, self._files, self._good = None, {}, []
 
-    def _arrived(self, order: Order) -> Round:
+    def _arrived(self, order: RoundOrder) -> Round:
         found: dict[int, str] = {}  # of each, why it cannot be used
         for number in self._files:
             reply = self._read(number)
@@ -142,7 +142,7 @@ class Remote:
         dropped = [(number, self._why_silent(number)) for number in asked if number not in self._files]
         return Round(asked, dropped, order.begun, time.time(), list(self._good))
 
-    def _read(self, number: int) -> Reply | str:
+    def _read(self, number: int) -> ClientReply | str:
         (w_t, buffers), most = self._like, self._members[number].samples
         return codec.received(self._files[number].read_bytes(), w_t, self._strategy.sums, buffers, most)
 
@@ -183,7 +183,7 @@ class Remote:
             self._mailbox.say(f"{said}; it gives up {_seconds(self._joining.wait)} after it began to wait")
             self._rest()
 
-    def _wait_for(self, order: Order) -> None:
+    def _wait_for(self, order: RoundOrder) -> None:
         """Until all that were asked have replied or left, or the deadline is there."""
         while True:
             arrived = self._mailbox.arrived(order.serial)

@@ -10,7 +10,7 @@ from torch import nn
 from rayps.core.errors import ConfigError, WorkloadError
 from rayps.core.grid import Grid
 from rayps.data import Batch
-from rayps.parallel.division.division import Borrowed, Column, Division, Piece
+from rayps.parallel.division.division import Borrowed, Column, Division, TensorSlice
 from rayps.parallel.pipeline import cut, loss_proxy
 from rayps.parallel.pipeline.skip import Route, routes
 from rayps.parallel.tensor import Plan, pieces, plan
@@ -170,11 +170,11 @@ def _column(
     return Column(tuple(owned), tuple(borrowed), tuple(here), spans, layout.dtype)
 
 
-def _piece(name: str, shape: tuple[int, ...], slices: Mapping[str, Ranges]) -> Piece:
+def _piece(name: str, shape: tuple[int, ...], slices: Mapping[str, Ranges]) -> TensorSlice:
     if name not in slices:
-        return Piece(name, shape)
+        return TensorSlice(name, shape)
     dim, ranges = slices[name]
-    return Piece(name, shape, dim, tuple((int(lo), int(hi)) for lo, hi in ranges))
+    return TensorSlice(name, shape, dim, tuple((int(lo), int(hi)) for lo, hi in ranges))
 
 
 def sample_of(batch: Batch) -> Batch:

@@ -27,7 +27,7 @@ from rayps.worker.snapshot import Snapshot
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorSlice:
     """Of the whole model's tensor `name` with the given shape: the slices `ranges` along `dim`, one behind another.
 
     `dim` None = all of it.
@@ -72,7 +72,7 @@ class Piece:
 class Borrowed:
     """What a column needs of another one of its replica. `tied`: its gradient is another part of the owner's."""
 
-    piece: Piece
+    piece: TensorSlice
     owner: int
     tied: bool
 
@@ -81,9 +81,9 @@ class Borrowed:
 class Column:
     """One part of the model. `beside` are its buffers and parameters that need no gradient."""
 
-    owned: tuple[Piece, ...]
+    owned: tuple[TensorSlice, ...]
     borrowed: tuple[Borrowed, ...]
-    beside: tuple[Piece, ...]
+    beside: tuple[TensorSlice, ...]
     spans: tuple[tuple[int, int], ...]  # of layers; none where the model is not cut into layers
     dtype: torch.dtype
 
@@ -221,18 +221,18 @@ class Division:
         ]
 
 
-def _is_cut(value: Any, piece: Piece, key: str, shape: tuple[int, ...]) -> bool:
+def _is_cut(value: Any, piece: TensorSlice, key: str, shape: tuple[int, ...]) -> bool:
     """Whether a part of the optimizer's state has one number for each element of the parameter."""
     return piece.dim is not None and isinstance(value, Tensor) and tuple(value.shape) == shape and key != "step"
 
 
-def _cut(state: dict[str, Any], piece: Piece) -> dict[str, Any]:
+def _cut(state: dict[str, Any], piece: TensorSlice) -> dict[str, Any]:
     return {
         key: piece.take(value) if _is_cut(value, piece, key, piece.shape) else value for key, value in state.items()
     }
 
 
-def _join(whole: dict[str, Any], part: dict[str, Any], piece: Piece) -> None:
+def _join(whole: dict[str, Any], part: dict[str, Any], piece: TensorSlice) -> None:
     for key, value in part.items():
         if _is_cut(value, piece, key, piece.local):
             if key not in whole:

@@ -17,7 +17,7 @@ from rayps.parallel.division.part import Check, Whole, number
 from rayps.parallel.division.share import Share
 from rayps.parallel.pipeline import loss_proxy
 from rayps.parallel.pipeline.cut import layers
-from rayps.parallel.pipeline.engine import Engine
+from rayps.parallel.pipeline.engine import PipelineEngine
 from rayps.parallel.tensor import agree, split
 from rayps.strategies.pipeline import Pipeline
 from rayps.workload.base import Workload
@@ -25,8 +25,8 @@ from rayps.workload.base import Workload
 _DRAWN = 3  # of a generation's steps the one that is drawn: the first two are slower
 
 
-class Slice(Whole):
-    """A column's part of the model; see `rayps.parallel.division.part.Part`."""
+class ModelSlice(Whole):
+    """A column's part of the model; see `rayps.parallel.division.part.ModelPart`."""
 
     def __init__(
         self,
@@ -67,13 +67,13 @@ class Slice(Whole):
         self._lent = [parameters[lent.piece.name] for lent in mine.borrowed]
         self._share = Share(division, column, parameters, rings)
         self._tensors = rings.get("tensor")
-        self._engine: Engine | None = None
+        self._engine: PipelineEngine | None = None
         self._asked = 0  # how often facts() were given
         replica = division.replica
         if isinstance(replica, Pipeline) and replica.stages > 1:
             self._micro = replica.micro_batches
             rows = table(replica.schedule, replica.stages, replica.micro_batches, replica.chunks)
-            self._engine = Engine(
+            self._engine = PipelineEngine(
                 layers(model),
                 division.boundaries,
                 rows[stage],

@@ -16,7 +16,7 @@ from rayps.workload.base import Workload
 Check = Callable[[Any], float]  # of a loss: its value; raises where it is none
 
 
-class Part(Protocol):
+class ModelPart(Protocol):
     """What a `Worker` trains."""
 
     module: nn.Module

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from rayps.comm.ring import Ring
-from rayps.comm.ring.p2p import Parcel
+from rayps.comm.ring.p2p import TensorMessage
 from rayps.core.errors import ConfigError, LinkError, WorkloadError
 from rayps.core.pipeline.schedule import Action
 from rayps.parallel.pipeline.cut import Layer, spans
 from rayps.parallel.pipeline.layer_segment import (
     Grads,
-    Half,
-    Segment,
+    LayerSegment,
     Tape,
+    WeightBackward,
     backward,
     edge_of,
     input_half,
@@ -32,12 +32,12 @@ from rayps.parallel.pipeline.layer_segment import (
     weight_half,
 )
 from rayps.parallel.pipeline.loss_proxy import Call
-from rayps.parallel.pipeline.random_numbers import Noise
+from rayps.parallel.pipeline.random_numbers import LayerRandomState
 from rayps.parallel.pipeline.skip import Route
-from rayps.parallel.pipeline.stage_messages import Post, Sort
+from rayps.parallel.pipeline.stage_messages import StageMessage, StageMessages
 
 
-class Span(NamedTuple):
+class ActionTime(NamedTuple):
     """When an action was at work, in seconds since the batch began; waiting before it is left out."""
 
     action: Action
@@ -49,11 +49,11 @@ class _Live(NamedTuple):
     """A chunk on a micro-batch, between its forward and its backward pass."""
 
     tapes: list[Tape]  # by segment
-    halves: list[Half]  # what is left to do for the weights
+    halves: list[WeightBackward]  # what is left to do for the weights
     scale: list[Tensor]  # the gradient of the loss, where the chunk ends in it
 
 
-class Engine:
+class PipelineEngine:
     """The chunks of one worker, and its part in a step. It belongs to one thread."""
 
     def __init__(
@@ -74,12 +74,12 @@ class Engine:
         are the skip connections between chunks. Random numbers depend on `seed`, `data` (the replica's number) and the
         step.
         """
-        self._post = Post(ring)
+        self._post = StageMessages(ring)
         self._ring = ring
         self._actions = list(actions)
         self._device = torch.device(device)
         self._routes = list(routes)
-        self._noise = Noise(seed, data, device)
+        self._noise = LayerRandomState(seed, data, device)
         self._halves = any(action.kind == "W" for action in actions)
         at = spans(boundaries, len(layers))
         self._end = len(at) - 1  # the last chunk
@@ -103,16 +103,16 @@ class Engine:
         self._live: dict[tuple[int, int], _Live] = {}
         self.bytes = self.messages = self.peak = 0  # of the latest call: sent; the most activations held at once
         self.idle = self.busy = 0.0  # of the latest call: seconds spent waiting for other stages, and all others
-        self.spans: list[Span] = []  # of the latest call
+        self.spans: list[ActionTime] = []  # of the latest call
         self._began = 0.0
 
-    def _cut(self, layers: Mapping[int, Layer], chunk: int, whole: bool) -> list[Segment]:
+    def _cut(self, layers: Mapping[int, Layer], chunk: int, whole: bool) -> list[LayerSegment]:
         takes = {route.name for route in self._routes if route.target == chunk}
         ships = {route.name for route in self._routes if route.source == chunk}
         found = []
         for numbers in [list(layers)] if whole else split(layers, takes | ships):
             some = {number: layers[number] for number in numbers}
-            found.append(Segment.of(some, takes, ships, self._noise.at))
+            found.append(LayerSegment.of(some, takes, ships, self._noise.at))
         return found
 
     # What is called
@@ -199,10 +199,10 @@ class Engine:
             self._noise.at(micro, self._layers)
             call = inputs(micro)
         else:
-            given = self._near(self._post.take(chunk - 1, Sort.OUTPUT, chunk - 1, micro))
+            given = self._near(self._post.take(chunk - 1, StageMessage.OUTPUT, chunk - 1, micro))
         extra = (
             {
-                route.name: self._near(self._post.take(route.source, Sort.STASH, index, micro))
+                route.name: self._near(self._post.take(route.source, StageMessage.STASH, index, micro))
                 for index, route in enumerate(self._routes)
                 if route.target == chunk
             }
@@ -211,7 +211,7 @@ class Engine:
         )
         start = time.perf_counter()
         live = _Live([], [], [])
-        shipped: dict[str, Parcel] = {}
+        shipped: dict[str, TensorMessage] = {}
         segments = (self._segments if train else self._whole)[chunk]
         value: Any = None
         if train:
@@ -224,15 +224,15 @@ class Engine:
             for name in segment.ships:
                 shipped[name] = parcel_of(aside[name], segment.last)
             if train:
-                out = [parcel or Parcel([], [], ""), *(shipped[name] for name in segment.ships)]
+                out = [parcel or TensorMessage([], [], ""), *(shipped[name] for name in segment.ships)]
                 live.tapes.append(Tape(leaves, [[edge_of(t) for t in each.tensors] for each in out]))
             given, call = parcel, None
         self._note(action, start)
         if given is not None:
-            self._post.give(chunk + 1, Sort.OUTPUT, chunk, micro, given)
+            self._post.give(chunk + 1, StageMessage.OUTPUT, chunk, micro, given)
         for index, route in enumerate(self._routes):
             if route.source == chunk:
-                self._post.give(route.target, Sort.STASH, index, micro, shipped[route.name])
+                self._post.give(route.target, StageMessage.STASH, index, micro, shipped[route.name])
         return value, live
 
     def _backward(self, action: Action) -> None:
@@ -250,9 +250,9 @@ class Engine:
             out = back[0]
             for name, port, leaves in zip(segment.takes, back[1:], tape.leaves[1:], strict=True):
                 index = next(i for i, route in enumerate(self._routes) if route.name == name)
-                self._give_grads(self._routes[index].source, Sort.STASH_GRADIENT, index, micro, port, leaves)
+                self._give_grads(self._routes[index].source, StageMessage.STASH_GRADIENT, index, micro, port, leaves)
         if chunk > 0:
-            self._give_grads(chunk - 1, Sort.GRADIENT, chunk - 1, micro, out, live.tapes[0].leaves[0])
+            self._give_grads(chunk - 1, StageMessage.GRADIENT, chunk - 1, micro, out, live.tapes[0].leaves[0])
         live.tapes.clear()
         if not self._halves:
             del self._live[chunk, micro]
@@ -263,7 +263,7 @@ class Engine:
         _, chunk, micro = action
         out: Grads = list(live.scale)
         if chunk < self._end:
-            out = self._take_grads(chunk + 1, Sort.GRADIENT, chunk, micro, live.tapes[-1].edges[0])
+            out = self._take_grads(chunk + 1, StageMessage.GRADIENT, chunk, micro, live.tapes[-1].edges[0])
         if not any(segment.ships for segment in self._segments[chunk]):
             return out, {}
         edges = {
@@ -272,21 +272,21 @@ class Engine:
             for name, port in zip(segment.ships, tape.edges[1:], strict=True)
         }
         stashes = {
-            route.name: self._take_grads(route.target, Sort.STASH_GRADIENT, index, micro, edges[route.name])
+            route.name: self._take_grads(route.target, StageMessage.STASH_GRADIENT, index, micro, edges[route.name])
             for index, route in enumerate(self._routes)
             if route.source == chunk
         }
         return out, stashes
 
     def _give_grads(
-        self, chunk: int, sort: Sort, index: int, micro: int, grads: Grads, leaves: list[Tensor | None]
+        self, chunk: int, sort: StageMessage, index: int, micro: int, grads: Grads, leaves: list[Tensor | None]
     ) -> None:
         """Of what wants a gradient; nothing is sent where nothing does."""
         wanted = [grad for grad, leaf in zip(grads, leaves, strict=True) if leaf is not None]
         if wanted:
             self._post.give_grads(chunk, sort, index, micro, wanted)
 
-    def _take_grads(self, chunk: int, sort: Sort, index: int, micro: int, edges: Sequence[Any]) -> Grads:
+    def _take_grads(self, chunk: int, sort: StageMessage, index: int, micro: int, edges: Sequence[Any]) -> Grads:
         """As given, with none for what wants none."""
         if all(edge is None for edge in edges):
             return [None] * len(edges)
@@ -296,14 +296,14 @@ class Engine:
     def _near_one(self, t: Tensor | None) -> Tensor | None:
         return t if t is None or self._device.type == "cpu" else t.to(self._device)
 
-    def _near(self, parcel: Parcel) -> Parcel:
+    def _near(self, parcel: TensorMessage) -> TensorMessage:
         """What came, on this worker's device."""
         if self._device.type == "cpu":
             return parcel
         return parcel._replace(tensors=[t.to(self._device) for t in parcel.tensors])
 
     def _note(self, action: Action, start: float) -> None:
-        self.spans.append(Span(action, start - self._began, time.perf_counter() - self._began))
+        self.spans.append(ActionTime(action, start - self._began, time.perf_counter() - self._began))
 
     # Around a call
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from rayps.comm.ring.p2p import Parcel
+from rayps.comm.ring.p2p import TensorMessage
 from rayps.core.user_code import user_code
 from rayps.parallel.pipeline.cut import Layer
 from rayps.parallel.pipeline.flatten_values import packed, unpacked
@@ -34,7 +34,7 @@ class Tape(NamedTuple):
     edges: list[list[GradientEdge | None]]  # of the output, then of each value that was put aside for elsewhere
 
 
-class Half(NamedTuple):
+class WeightBackward(NamedTuple):
     """What is left to do for the gradients of a segment's weights."""
 
     edges: list[GradientEdge]
@@ -42,7 +42,7 @@ class Half(NamedTuple):
     params: list[nn.Parameter]
 
 
-class Segment:
+class LayerSegment:
     """Layers `numbers` of the model, which take the stashed values `takes` and put aside `ships` for elsewhere."""
 
     def __init__(
@@ -58,7 +58,7 @@ class Segment:
     @classmethod
     def of(
         cls, layers: Mapping[int, Layer], takes: set[str], ships: set[str], seed: Callable[[int, int], None]
-    ) -> Segment:
+    ) -> LayerSegment:
         """Of the skip connections that cross the chunk's border, those that begin or end in `layers`."""
         ends = {
             (type(part), part.name)
@@ -74,7 +74,7 @@ class Segment:
         )
 
     def forward(
-        self, micro: int, given: Parcel | None, call: Any, extra: Mapping[str, Parcel], train: bool
+        self, micro: int, given: TensorMessage | None, call: Any, extra: Mapping[str, TensorMessage], train: bool
     ) -> tuple[Any, dict[str, Any], list[list[Tensor | None]]]:
         """What the layers give, what they put aside for elsewhere, and the leaves of what came, by port.
 
@@ -93,7 +93,7 @@ class Segment:
                 raise
 
     def _forward(
-        self, micro: int, given: Parcel | None, call: Any, extra: Mapping[str, Parcel], train: bool
+        self, micro: int, given: TensorMessage | None, call: Any, extra: Mapping[str, TensorMessage], train: bool
     ) -> tuple[Any, dict[str, Any], list[list[Tensor | None]]]:
         leaves: list[list[Tensor | None]] = []
         args, kwargs = call or ((), {})
@@ -111,7 +111,7 @@ class Segment:
                 args, kwargs = (value,), {}
         return value, {name: stash[name] for name in self.ships}, leaves
 
-    def _opened(self, parcel: Parcel, ports: list[list[Tensor | None]], train: bool) -> Any:
+    def _opened(self, parcel: TensorMessage, ports: list[list[Tensor | None]], train: bool) -> Any:
         tensors: list[Tensor] = []
         leaves: list[Tensor | None] = []
         ports.append(leaves)
@@ -139,10 +139,10 @@ def edge_of(t: Tensor) -> GradientEdge | None:
     return get_gradient_edge(t) if t.requires_grad else None
 
 
-def parcel_of(value: Any, layer: str) -> Parcel:
+def parcel_of(value: Any, layer: str) -> TensorMessage:
     """What a layer gave, as it travels."""
     tensors, form = packed(value, layer)
-    return Parcel(tensors, [t.requires_grad for t in tensors], form)
+    return TensorMessage(tensors, [t.requires_grad for t in tensors], form)
 
 
 def backward(tape: Tape, grads: list[Grads]) -> list[Grads]:
@@ -153,7 +153,7 @@ def backward(tape: Tape, grads: list[Grads]) -> list[Grads]:
     return [[None if leaf is None else leaf.grad for leaf in port] for port in tape.leaves]
 
 
-def input_half(segment: Segment, tape: Tape, grads: list[Grads]) -> tuple[list[Grads], Half | None]:
+def input_half(segment: LayerSegment, tape: Tape, grads: list[Grads]) -> tuple[list[Grads], WeightBackward | None]:
     """The gradient of every leaf; and what is left to do for the weights."""
     edges, given = _paired(tape, grads)
     params = segment.params if edges else []
@@ -162,7 +162,7 @@ def input_half(segment: Segment, tape: Tape, grads: list[Grads]) -> tuple[list[G
     if edges and leaves:
         found = list(torch.autograd.grad(edges, leaves, given, retain_graph=bool(params), allow_unused=True))
     back = iter(found)
-    half = Half(edges, given, params) if params else None
+    half = WeightBackward(edges, given, params) if params else None
     return [[None if leaf is None else next(back) for leaf in port] for port in tape.leaves], half
 
 
@@ -173,7 +173,7 @@ def _paired(tape: Tape, grads: list[Grads]) -> tuple[list[GradientEdge], list[Te
     return [e for e, _ in both], [g for _, g in both]
 
 
-def weight_half(half: Half) -> None:
+def weight_half(half: WeightBackward) -> None:
     """Adds to the `.grad` of the segment's parameters."""
     torch.autograd.backward(half.edges, half.grads, inputs=half.params)
 

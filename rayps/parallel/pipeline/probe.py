@@ -18,12 +18,12 @@ from rayps.parallel.division.division import Division
 from rayps.parallel.pipeline import loss_proxy
 from rayps.parallel.pipeline.cut import layers, spans
 from rayps.parallel.pipeline.skip import aside
-from rayps.parallel.tensor import Talk, split
+from rayps.parallel.tensor import TensorCommunicator, split
 from rayps.strategies.costs import Crossing, Sizes
 from rayps.workload.base import Workload
 
 
-class _Alone(Talk):
+class _Alone(TensorCommunicator):
     """A tensor group of which only this worker is there: what the others would say is taken to be what it says."""
 
     def __init__(self, size: int) -> None:

@@ -15,7 +15,7 @@ import torch
 _MASK = (1 << 64) - 1
 
 
-class Noise:
+class LayerRandomState:
     """The seeds of one replica: by (seed, step, data index, micro-batch, layer)."""
 
     def __init__(self, seed: int, data: int, device: str | torch.device = "cpu") -> None:

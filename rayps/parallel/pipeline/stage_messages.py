@@ -8,14 +8,14 @@ from typing import Any
 from torch import Tensor
 
 from rayps.comm.ring import Ring
-from rayps.comm.ring.p2p import Parcel
+from rayps.comm.ring.p2p import TensorMessage
 from rayps.core.errors import LinkError
 from rayps.core.user_code import peers_awaited
 
 _NO_GRADIENT = "0"  # marks, in a parcel's form, a tensor whose gradient is none
 
 
-class Sort(enum.IntEnum):
+class StageMessage(enum.IntEnum):
     """What a parcel is."""
 
     OUTPUT = 0  # of a chunk
@@ -34,16 +34,16 @@ class Sort(enum.IntEnum):
         }[int(self)]
 
 
-class Post:
+class StageMessages:
     """Between chunks, wherever they are: over the ring, or within this worker where both are here."""
 
     def __init__(self, ring: Ring | None) -> None:
         self._parcels: Any = None if ring is None or ring.size == 1 else ring.parcels
         self.rank = 0 if ring is None else ring.rank
         self.stages = 1 if ring is None else ring.size
-        self._here: dict[tuple[int, int, int], Parcel] = {}
+        self._here: dict[tuple[int, int, int], TensorMessage] = {}
 
-    def give(self, chunk: int, sort: Sort, index: int, micro: int, parcel: Parcel) -> None:
+    def give(self, chunk: int, sort: StageMessage, index: int, micro: int, parcel: TensorMessage) -> None:
         """Send to where `chunk` is. Raises LinkError."""
         to = chunk % self.stages
         if to == self.rank:
@@ -51,14 +51,14 @@ class Post:
         else:
             self._parcels.give(to, _tag(sort, index, micro), parcel.tensors, parcel.form)
 
-    def take(self, chunk: int, sort: Sort, index: int, micro: int) -> Parcel:
+    def take(self, chunk: int, sort: StageMessage, index: int, micro: int) -> TensorMessage:
         """Wait for what comes from where `chunk` is. Raises LinkError."""
         frm = chunk % self.stages
         if frm == self.rank:
             return self._here.pop((sort, index, micro))
         try:
             with peers_awaited():
-                found: Parcel = self._parcels.take(frm, _tag(sort, index, micro))
+                found: TensorMessage = self._parcels.take(frm, _tag(sort, index, micro))
         except LinkError as error:
             raise type(error)(
                 f"{error.message}\nstage {self.rank} waited for {sort.words} of micro-batch {micro} of chunk {chunk} "
@@ -67,13 +67,13 @@ class Post:
             ) from error
         return found
 
-    def give_grads(self, chunk: int, sort: Sort, index: int, micro: int, grads: list[Tensor | None]) -> None:
+    def give_grads(self, chunk: int, sort: StageMessage, index: int, micro: int, grads: list[Tensor | None]) -> None:
         """Send gradients, of which some may be none: nothing has come of that tensor."""
         there = [g for g in grads if g is not None]
         form = "".join(_NO_GRADIENT if g is None else "1" for g in grads) if len(there) < len(grads) else ""
-        self.give(chunk, sort, index, micro, Parcel(there, [False] * len(there), form))
+        self.give(chunk, sort, index, micro, TensorMessage(there, [False] * len(there), form))
 
-    def take_grads(self, chunk: int, sort: Sort, index: int, micro: int) -> list[Tensor | None]:
+    def take_grads(self, chunk: int, sort: StageMessage, index: int, micro: int) -> list[Tensor | None]:
         """The same gradients."""
         parcel = self.take(chunk, sort, index, micro)
         if not parcel.form:
@@ -100,5 +100,5 @@ class Post:
         )
 
 
-def _tag(sort: Sort, index: int, micro: int) -> int:
+def _tag(sort: StageMessage, index: int, micro: int) -> int:
     return (micro << 24) | (index << 2) | sort

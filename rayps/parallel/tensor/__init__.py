@@ -17,9 +17,9 @@ The form with slices of the sequence between the blocks (reduce-scatter and all-
 
 from rayps.parallel.tensor.apply_plan import pieces, split
 from rayps.parallel.tensor.check_gradients import agree
-from rayps.parallel.tensor.communicator import Talk
-from rayps.parallel.tensor.layer_split import Plan, Way
+from rayps.parallel.tensor.communicator import TensorCommunicator
+from rayps.parallel.tensor.layer_split import LayerSplit, Plan
 from rayps.parallel.tensor.plan import plan
 from rayps.parallel.tensor.volume import Volume, volume
 
-__all__ = ["Plan", "Talk", "Volume", "Way", "agree", "pieces", "plan", "split", "volume"]
+__all__ = ["LayerSplit", "Plan", "TensorCommunicator", "Volume", "agree", "pieces", "plan", "split", "volume"]

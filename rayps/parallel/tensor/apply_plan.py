@@ -9,8 +9,8 @@ from torch import nn
 from rayps.comm.ring import Ring
 from rayps.core.errors import WorkloadError
 from rayps.parallel.tensor.attention import SplitAttention
-from rayps.parallel.tensor.communicator import Talk
-from rayps.parallel.tensor.layer_split import Plan, Way
+from rayps.parallel.tensor.communicator import TensorCommunicator
+from rayps.parallel.tensor.layer_split import LayerSplit, Plan
 from rayps.parallel.tensor.layers import (
     Cut,
     InLinear,
@@ -19,8 +19,8 @@ from rayps.parallel.tensor.layers import (
     OutLinear,
     Region,
     RowsEmbedding,
-    Seat,
     SliceDropout,
+    TensorRank,
     cuts,
 )
 
@@ -42,16 +42,16 @@ def pieces(model: nn.Module, plan: Plan, size: int, index: int) -> dict[str, Cut
     return {name: cut for name, cut in found.items() if name in known}
 
 
-def split(model: nn.Module, plan: Plan, index: int, size: int, ring: Ring | Talk | None) -> nn.Module:
+def split(model: nn.Module, plan: Plan, index: int, size: int, ring: Ring | TensorCommunicator | None) -> nn.Module:
     """Put worker `index`'s part of each layer of the plan into its place; returns the model.
 
     Parameters keep their names, dtype, device and ties, and lose their values' other parts; a model on the meta
     device is filled later. Layers of the plan that the model lacks (another stage's) are passed over. `ring` joins the
-    workers of the group; a `Talk` around it counts; None is for shapes only.
+    workers of the group; a `TensorCommunicator` around it counts; None is for shapes only.
     """
     if size == 1 or not plan:
         return model
-    seat = Seat(ring if isinstance(ring, Talk) else Talk(ring), size, index)
+    seat = TensorRank(ring if isinstance(ring, TensorCommunicator) else TensorCommunicator(ring), size, index)
     layers = dict(model.named_modules())
     regions: dict[str, Region] = {}
     made: Made = {}
@@ -74,7 +74,9 @@ def _there(layer: nn.Module | None) -> bool:
     return layer is not None and not isinstance(layer, nn.Identity)
 
 
-def _twin(name: str, layer: nn.Module, way: Way, seat: Seat, made: Made, region: Region | None) -> nn.Module:
+def _twin(
+    name: str, layer: nn.Module, way: LayerSplit, seat: TensorRank, made: Made, region: Region | None
+) -> nn.Module:
     makers: dict[tuple[str, type[nn.Module]], Callable[[], nn.Module]] = {
         ("out", nn.Linear): lambda: OutLinear(layer, way, seat, made, region),  # type: ignore[arg-type]
         ("in", nn.Linear): lambda: InLinear(layer, way, seat, made, region),  # type: ignore[arg-type]

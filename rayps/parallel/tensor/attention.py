@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from rayps.core.errors import WorkloadError
 from rayps.parallel.tensor import functions
-from rayps.parallel.tensor.layer_split import Way
-from rayps.parallel.tensor.layers import InLinear, Made, Seat, cuts, local
+from rayps.parallel.tensor.layer_split import LayerSplit
+from rayps.parallel.tensor.layers import InLinear, Made, TensorRank, cuts, local
 
 _HELD = ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight", "bias_k", "bias_v")
 
@@ -35,13 +35,13 @@ class SplitAttention(nn.Module):
     bias_k: nn.Parameter | None
     bias_v: nn.Parameter | None
 
-    def __init__(self, layer: nn.MultiheadAttention, way: Way, seat: Seat, made: Made) -> None:
+    def __init__(self, layer: nn.MultiheadAttention, way: LayerSplit, seat: TensorRank, made: Made) -> None:
         super().__init__()
         known = cuts(layer, way, seat.size, seat.index)
         for name in dict.fromkeys((*layer._parameters, *_HELD)):  # in the unsplit layer's order
             whole = getattr(layer, name)
             self.register_parameter(name, None if whole is None else local(whole, known.get(name), made))
-        inner = Way("in", way.width, way.unit, kept=True)
+        inner = LayerSplit("in", way.width, way.unit, kept=True)
         self.out_proj = InLinear(layer.out_proj, inner, seat, made)
         ((lo, hi),) = way.ranges(seat.size, seat.index)
         self.embed_dim, self.head_dim, self.all_heads = way.width, way.unit, way.units

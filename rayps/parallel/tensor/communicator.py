@@ -14,7 +14,7 @@ from rayps.core.errors import ConfigError
 from rayps.core.user_code import peers_awaited
 
 
-class Talk:
+class TensorCommunicator:
     """One worker's side of its tensor group. Every worker of the group must make the same calls in the same order.
 
     `collectives` and `bytes` grow by one exchange and by the bytes of the whole tensor that it is about: the sum of
@@ -28,7 +28,7 @@ class Talk:
         self.bytes = 0
         self._last: tuple[Any, Tensor, int] | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Talk:
+    def __deepcopy__(self, memo: dict[int, Any]) -> TensorCommunicator:
         return self  # a copy of a layer talks through the same ring
 
     def add(self, t: Tensor) -> Tensor:

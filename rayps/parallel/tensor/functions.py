@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from rayps.parallel.tensor.communicator import Talk
+from rayps.parallel.tensor.communicator import TensorCommunicator
 
 Range = tuple[int, int]
 
 
 class _Spread(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, talk: Talk) -> Tensor:
+    def forward(ctx: Any, x: Tensor, talk: TensorCommunicator) -> Tensor:
         ctx.talk = talk
         return x.view_as(x)
 
@@ -40,7 +40,7 @@ class _Spread(Function):
 
 class _Total(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, talk: Talk, ours: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, talk: TensorCommunicator, ours: bool) -> Tensor:
         if ours and x.is_contiguous():
             ctx.mark_dirty(x)
             return talk.add(x)
@@ -53,7 +53,7 @@ class _Total(Function):
 
 class _Gather(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, talk: Talk, dim: int, widths: Sequence[int], rank: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, talk: TensorCommunicator, dim: int, widths: Sequence[int], rank: int) -> Tensor:
         ctx.dim, ctx.lo, ctx.width = dim, sum(widths[:rank]), widths[rank]
         return talk.gather(x, dim, widths)
 
@@ -64,7 +64,7 @@ class _Gather(Function):
 
 class _Own(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, talk: Talk, dim: int, widths: Sequence[int], rank: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, talk: TensorCommunicator, dim: int, widths: Sequence[int], rank: int) -> Tensor:
         ctx.talk, ctx.dim, ctx.widths = talk, dim, widths
         return x.narrow(dim, sum(widths[:rank]), widths[rank])
 
@@ -75,7 +75,7 @@ class _Own(Function):
 
 class _ScatterSum(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, talk: Talk, dim: int, widths: Sequence[int], rank: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, talk: TensorCommunicator, dim: int, widths: Sequence[int], rank: int) -> Tensor:
         ctx.talk, ctx.dim, ctx.widths = talk, dim, widths
         return talk.add(_copy(x)).narrow(dim, sum(widths[:rank]), widths[rank]).contiguous()
 
@@ -84,7 +84,7 @@ class _ScatterSum(Function):
         return ctx.talk.gather(grads[0], ctx.dim, ctx.widths), None, None, None, None
 
 
-def spread(x: Tensor, talk: Talk) -> Tensor:
+def spread(x: Tensor, talk: TensorCommunicator) -> Tensor:
     """`x`, the same on every worker, where each goes on with it in its own way: its gradient is everyone's sum.
 
     Layers that take the same tensor one after another share one sum.
@@ -98,7 +98,7 @@ def spread(x: Tensor, talk: Talk) -> Tensor:
     return talk.remember(x, made)
 
 
-def total(x: Tensor, talk: Talk, *, ours: bool = False) -> Tensor:
+def total(x: Tensor, talk: TensorCommunicator, *, ours: bool = False) -> Tensor:
     """The sum of everyone's `x`; what follows is the same on every worker.
 
     With `ours`, nobody else needs `x`, and it is summed where it lies.
@@ -107,19 +107,19 @@ def total(x: Tensor, talk: Talk, *, ours: bool = False) -> Tensor:
     return made
 
 
-def gather(x: Tensor, talk: Talk, dim: int, widths: Sequence[int], rank: int) -> Tensor:
+def gather(x: Tensor, talk: TensorCommunicator, dim: int, widths: Sequence[int], rank: int) -> Tensor:
     """Everyone's slices side by side along `dim`; `widths` has the slices' widths, in the order of ranks."""
     made: Tensor = _Gather.apply(x, talk, dim, widths, rank)  # type: ignore[no-untyped-call]
     return made
 
 
-def own(x: Tensor, talk: Talk, dim: int, widths: Sequence[int], rank: int) -> Tensor:
+def own(x: Tensor, talk: TensorCommunicator, dim: int, widths: Sequence[int], rank: int) -> Tensor:
     """This worker's slice of an `x` that is the same on every worker; backwards, everyone's slices side by side."""
     made: Tensor = _Own.apply(x, talk, dim, widths, rank)  # type: ignore[no-untyped-call]
     return made
 
 
-def scatter_sum(x: Tensor, talk: Talk, dim: int, widths: Sequence[int], rank: int) -> Tensor:
+def scatter_sum(x: Tensor, talk: TensorCommunicator, dim: int, widths: Sequence[int], rank: int) -> Tensor:
     """This worker's slice, along `dim`, of the sum of everyone's `x`; backwards, everyone's slices side by side."""
     made: Tensor = _ScatterSum.apply(x, talk, dim, widths, rank)  # type: ignore[no-untyped-call]
     return made

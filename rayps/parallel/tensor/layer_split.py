@@ -10,7 +10,7 @@ Range = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class LayerSplit:
     """How a layer is split.
 
     `split` is out, in, heads, rows, or dropout (a layer without parameters that drops out of slices). `width` elements
@@ -42,4 +42,4 @@ class Way:
         return tuple(sum(hi - lo for lo, hi in self.ranges(size, i)) for i in range(size))
 
 
-Plan = dict[str, Way]  # by a layer's name; layers that are not named stay whole
+Plan = dict[str, LayerSplit]  # by a layer's name; layers that are not named stay whole

@@ -16,18 +16,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rayps.parallel.tensor import functions
-from rayps.parallel.tensor.communicator import Talk
+from rayps.parallel.tensor.communicator import TensorCommunicator
 from rayps.parallel.tensor.functions import take
-from rayps.parallel.tensor.layer_split import Range, Way
+from rayps.parallel.tensor.layer_split import LayerSplit, Range
 
 Cut = tuple[int, tuple[Range, ...]]  # of a parameter: the dimension, and what of it this worker holds
 
 
 @dataclass(slots=True)
-class Seat:
+class TensorRank:
     """One worker's place in the group."""
 
-    talk: Talk
+    talk: TensorCommunicator
     size: int
     index: int
 
@@ -38,7 +38,7 @@ class Region:
     Inside, each worker draws from a stream of its own; behind it all go on from the same state.
     """
 
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, seat: TensorRank) -> None:
         self._seat = seat
         self._outside: Tensor | None = None
 
@@ -57,7 +57,7 @@ class Region:
             self._outside = None
 
 
-def cuts(layer: nn.Module, way: Way, size: int, index: int) -> dict[str, Cut]:
+def cuts(layer: nn.Module, way: LayerSplit, size: int, index: int) -> dict[str, Cut]:
     """Which of the unsplit layer's parameters are split, and how; the others are whole on every worker."""
     mine = way.ranges(size, index)
     if way.split == "heads":
@@ -108,7 +108,9 @@ class SplitLinear(nn.Module):
     weight: nn.Parameter
     bias: nn.Parameter | None
 
-    def __init__(self, layer: nn.Linear, way: Way, seat: Seat, made: Made, region: Region | None = None) -> None:
+    def __init__(
+        self, layer: nn.Linear, way: LayerSplit, seat: TensorRank, made: Made, region: Region | None = None
+    ) -> None:
         super().__init__()
         known = cuts(layer, way, seat.size, seat.index)
         self.weight = local(layer.weight, known.get("weight"), made)
@@ -149,7 +151,7 @@ class InLinear(SplitLinear):
 class RowsEmbedding(nn.Module):
     """An embedding of which this worker has a range of rows: ids of others give zeros, and all are added."""
 
-    def __init__(self, layer: nn.Embedding, way: Way, seat: Seat, made: Made) -> None:
+    def __init__(self, layer: nn.Embedding, way: LayerSplit, seat: TensorRank, made: Made) -> None:
         super().__init__()
         self.weight = local(layer.weight, cuts(layer, way, seat.size, seat.index)["weight"], made)
         ((self._lo, self._hi),) = way.ranges(seat.size, seat.index)
@@ -170,7 +172,7 @@ class RowsEmbedding(nn.Module):
 class OutEmbedding(nn.Module):
     """An embedding of which this worker has a slice of every row; everyone's are gathered."""
 
-    def __init__(self, layer: nn.Embedding, way: Way, seat: Seat, made: Made) -> None:
+    def __init__(self, layer: nn.Embedding, way: LayerSplit, seat: TensorRank, made: Made) -> None:
         super().__init__()
         self.weight = local(layer.weight, cuts(layer, way, seat.size, seat.index)["weight"], made)
         self._seat, self._widths = seat, way.widths(seat.size)
@@ -185,7 +187,7 @@ class OutEmbedding(nn.Module):
 class SliceDropout(nn.Module):
     """Dropout between two layers that keep slices: drops what the unsplit layer drops, from the same random state."""
 
-    def __init__(self, p: float, way: Way, seat: Seat) -> None:
+    def __init__(self, p: float, way: LayerSplit, seat: TensorRank) -> None:
         super().__init__()
         self.p = p
         self._whole, self._ranges = way.width, way.ranges(seat.size, seat.index)

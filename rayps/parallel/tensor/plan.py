@@ -16,9 +16,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from rayps.core.errors import ConfigError, WorkloadError
-from rayps.parallel.tensor.layer_split import Plan, Way
+from rayps.parallel.tensor.layer_split import LayerSplit, Plan
 from rayps.parallel.tensor.layers import cuts
-from rayps.parallel.tensor.user_plan import Wish, resolve, splits
+from rayps.parallel.tensor.user_plan import UserSplit, resolve, splits
 
 BIG = 1 << 20  # elements from which on an embedding is split by itself: below, an exchange costs more than it saves
 _DROPOUTS = (nn.Dropout,)
@@ -101,32 +101,32 @@ def _leaves(name: str, layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 # What is split by itself
 
 
-def _automatic(model: nn.Module, size: int) -> dict[str, Wish]:
+def _automatic(model: nn.Module, size: int) -> dict[str, UserSplit]:
     holders = _holders(model)
     shared = {name.rpartition(".")[0] for names in holders.values() if len(names) > 1 for name in names}
     seen = Counter(id(each) for _, each in model.named_modules(remove_duplicate=False))
     free = {name for name, each in model.named_modules() if splits(each) and seen[id(each)] == 1 and name not in shared}
-    wishes: dict[str, Wish] = {}
+    wishes: dict[str, UserSplit] = {}
     for chain in chains(model):
         _pair_up(chain, free, size, wishes)
     for name, each in model.named_modules():
         prefix = f"{name}." if name else ""
         if isinstance(each, nn.MultiheadAttention) and name in free and each.num_heads >= size:
-            wishes[name] = Wish("heads")
+            wishes[name] = UserSplit("heads")
         elif isinstance(each, _BLOCKS) and _usual(each):
             pair = (f"{prefix}linear1", f"{prefix}linear2")
             if free.issuperset(pair) and each.linear1.out_features >= size:
-                wishes.update(zip(pair, (Wish("out"), Wish("in")), strict=True))
+                wishes.update(zip(pair, (UserSplit("out"), UserSplit("in")), strict=True))
     _big_embeddings(model, free, holders, size, wishes)
     return wishes
 
 
-def _pair_up(chain: Named, free: set[str], size: int, wishes: dict[str, Wish]) -> None:
+def _pair_up(chain: Named, free: set[str], size: int, wishes: dict[str, UserSplit]) -> None:
     first = ""
     for name, layer in chain:
         if isinstance(layer, nn.Linear) and name in free:
             if first:
-                wishes[first], wishes[name] = Wish("out"), Wish("in")
+                wishes[first], wishes[name] = UserSplit("out"), UserSplit("in")
                 first = ""
             elif layer.out_features >= size:
                 first = name
@@ -143,24 +143,24 @@ def _usual(layer: nn.Module) -> bool:
 
 
 def _big_embeddings(
-    model: nn.Module, free: set[str], holders: dict[int, list[str]], size: int, wishes: dict[str, Wish]
+    model: nn.Module, free: set[str], holders: dict[int, list[str]], size: int, wishes: dict[str, UserSplit]
 ) -> None:
     layers = dict(model.named_modules())
     for name, each in layers.items():
         if not isinstance(each, nn.Embedding) or each.weight.numel() < BIG or each.num_embeddings < size:
             continue
         if name in free and "rows" in splits(each):
-            wishes[name] = Wish("rows")
+            wishes[name] = UserSplit("rows")
         tied = [holder.rpartition(".")[0] for holder in holders[id(each.weight)]]
         others = [other for other in tied if other != name]
         if others and "rows" in splits(each) and all(splits(layers[other]) == ("out", "in") for other in others):
-            wishes.update({name: Wish("rows"), **dict.fromkeys(others, Wish("out"))})
+            wishes.update({name: UserSplit("rows"), **dict.fromkeys(others, UserSplit("out"))})
 
 
 # From wishes to ways
 
 
-def _join(model: nn.Module, wishes: dict[str, Wish]) -> Plan:
+def _join(model: nn.Module, wishes: dict[str, UserSplit]) -> Plan:
     """The ways, with layers that follow one another joined: slices stay slices between them."""
     layers = dict(model.named_modules())
     ways = {name: _way(name, layers[name], wish) for name, wish in wishes.items()}
@@ -177,11 +177,11 @@ def _join(model: nn.Module, wishes: dict[str, Wish]) -> Plan:
     return ways
 
 
-def _way(name: str, layer: nn.Module, wish: Wish) -> Way:
+def _way(name: str, layer: nn.Module, wish: UserSplit) -> LayerSplit:
     if isinstance(layer, nn.MultiheadAttention):
-        return Way("heads", layer.embed_dim, layer.embed_dim // layer.num_heads)
+        return LayerSplit("heads", layer.embed_dim, layer.embed_dim // layer.num_heads)
     if isinstance(layer, nn.Embedding):
-        return Way(wish.split, layer.num_embeddings if wish.split == "rows" else layer.embedding_dim, wish.unit)
+        return LayerSplit(wish.split, layer.num_embeddings if wish.split == "rows" else layer.embedding_dim, wish.unit)
     linear = cast("nn.Linear", layer)
     width = linear.out_features if wish.split == "out" else linear.in_features
     if width % (wish.unit * wish.blocks):
@@ -190,7 +190,7 @@ def _way(name: str, layer: nn.Module, wish: Wish) -> Way:
             f"{wish.split}puts are no whole number of these",
             field="plan",
         )
-    return Way(wish.split, width, wish.unit, wish.blocks)
+    return LayerSplit(wish.split, width, wish.unit, wish.blocks)
 
 
 def _split(ways: Plan, name: str) -> str:
@@ -245,11 +245,11 @@ def _keep(ways: Plan, outs: list[str], last: str, drops: Named, region: str = ""
     lead = next(ways[name] for name in outs if ways[name].width == ways[last].width * ways[name].blocks)
     for name in outs:
         way = ways[name]
-        ways[name] = Way("out", way.width, way.unit, way.blocks, True, region)
-    ways[last] = Way("in", ways[last].width, lead.unit, 1, True, region)
+        ways[name] = LayerSplit("out", way.width, way.unit, way.blocks, True, region)
+    ways[last] = LayerSplit("in", ways[last].width, lead.unit, 1, True, region)
     for name, layer in drops:
         if getattr(layer, "p", 0.0):
-            ways[name] = Way("dropout", ways[last].width, lead.unit, 1, True)
+            ways[name] = LayerSplit("dropout", ways[last].width, lead.unit, 1, True)
 
 
 # What cannot be
@@ -263,7 +263,7 @@ def _holders(model: nn.Module) -> dict[int, list[str]]:
     return found
 
 
-def _too_small(name: str, layer: nn.Module, way: Way, size: int) -> ConfigError:
+def _too_small(name: str, layer: nn.Module, way: LayerSplit, size: int) -> ConfigError:
     what = {"heads": "heads", "rows": "rows"}.get(way.split, "outputs" if way.split == "out" else "inputs")
     have = f"{way.units} {what}" if way.unit == 1 or what == "heads" else f"{way.units} units of {way.unit} {what}"
     return ConfigError(
@@ -275,7 +275,7 @@ def _too_small(name: str, layer: nn.Module, way: Way, size: int) -> ConfigError:
 
 def _must_keep_ties(model: nn.Module, ways: Plan, size: int) -> None:
     modules = dict(model.named_modules(remove_duplicate=False))
-    alias: dict[int, Way] = {id(modules[name]): way for name, way in ways.items()}
+    alias: dict[int, LayerSplit] = {id(modules[name]): way for name, way in ways.items()}
     cut: dict[str, object] = {}
     for name, each in modules.items():
         if id(each) in alias:

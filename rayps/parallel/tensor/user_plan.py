@@ -17,7 +17,7 @@ _WORDS = re.compile(r"(?P<split>out|in|heads|rows|none|row|column)(\*(?P<blocks>
 _CAN = "rayps splits Linear (out, in), Embedding (rows, out) and MultiheadAttention (heads)"
 
 
-class Wish(NamedTuple):
+class UserSplit(NamedTuple):
     """One layer's split as it was asked for: `out*3:64` is three blocks, each shared out in units of 64."""
 
     split: str
@@ -25,7 +25,7 @@ class Wish(NamedTuple):
     unit: int = 1
 
 
-def read(name: str, words: str) -> Wish:
+def read(name: str, words: str) -> UserSplit:
     """Understand `out`, `in`, `heads`, `rows`, `none`, `out:UNIT`, `out*BLOCKS` and `out*BLOCKS:UNIT`.
 
     Raises:
@@ -45,10 +45,10 @@ def read(name: str, words: str) -> Wish:
             field="plan",
         )
     split = ALIASES.get(found["split"], found["split"])
-    return Wish(split, int(found["blocks"] or 1), int(found["unit"] or 1))
+    return UserSplit(split, int(found["blocks"] or 1), int(found["unit"] or 1))
 
 
-def resolve(model: nn.Module, given: dict[str, str]) -> dict[str, Wish]:
+def resolve(model: nn.Module, given: dict[str, str]) -> dict[str, UserSplit]:
     """Which layer is split how. A name may hold `*`; of two that match, an exact one wins, then the longer.
 
     Raises:
@@ -56,7 +56,7 @@ def resolve(model: nn.Module, given: dict[str, str]) -> dict[str, Wish]:
         WorkloadError: a layer that is named cannot be split.
     """
     layers = dict(model.named_modules())
-    chosen: dict[str, tuple[tuple[bool, int], Wish]] = {}
+    chosen: dict[str, tuple[tuple[bool, int], UserSplit]] = {}
     for pattern, words in given.items():
         wish, exact = read(pattern, words), "*" not in pattern
         matches = [pattern] if exact and pattern in layers else fnmatch.filter(layers, pattern)
@@ -93,7 +93,7 @@ def splits(layer: nn.Module) -> tuple[str, ...]:
     return ()
 
 
-def _able(layer: nn.Module, wish: Wish) -> bool:
+def _able(layer: nn.Module, wish: UserSplit) -> bool:
     return wish.split in splits(layer)
 
 
@@ -104,7 +104,7 @@ def _unknown(pattern: str, layers: dict[str, nn.Module]) -> ConfigError:
     return ConfigError(f"plan names {pattern!r}, and the model has no such layer: {hint}", field="plan")
 
 
-def _unable(name: str, layer: nn.Module, wish: Wish, exact: bool) -> ConfigError | WorkloadError:
+def _unable(name: str, layer: nn.Module, wish: UserSplit, exact: bool) -> ConfigError | WorkloadError:
     kind = type(layer).__name__
     can = splits(layer)
     if not exact:

@@ -1,5 +1,5 @@
 """The shared parameters on an elastic group, as a worker sees them: the calls of `rayps.ps.fixed.Server`, over a
-`Talk`.
+`Session`.
 
 With `defer`, a push leaves with whatever is said next, so that a round of push and pull is one request to each server.
 """
@@ -14,15 +14,15 @@ from torch import Tensor
 
 from rayps.comm.link.socket_link import EMPTY
 from rayps.core.errors import ConfigError
-from rayps.ps.client.session import Talk
+from rayps.ps.client.session import Session
 from rayps.ps.fixed.shared_memory import flat_bytes
-from rayps.ps.protocol.messages import Kind
+from rayps.ps.protocol.messages import GroupMessage
 from rayps.tensors.flat import Gradient
 
 Extras = Callable[[], Mapping[int, Any]]
 
 
-class ElasticServer:
+class GroupServer:
     """The dense vector of a space: pull and push, whole or by range.
 
     `extras` gives a step's pieces of tables, by segment; without it tables are pushed nothing. `step` is the number of
@@ -30,12 +30,18 @@ class ElasticServer:
     of one moment in step (staleness 0), and else each segment is of one version.
 
     Raises:
-        PeerTimeout, PeerLost, StaleGeneration: as `Talk.join`.
+        PeerTimeout, PeerLost, StaleGeneration: as `Session.join`.
         ConfigError: the space has no dense vector.
     """
 
     def __init__(
-        self, talk: Talk, *, defer: bool = True, extras: Extras | None = None, step: int = -1, consistent: bool = False
+        self,
+        talk: Session,
+        *,
+        defer: bool = True,
+        extras: Extras | None = None,
+        step: int = -1,
+        consistent: bool = False,
     ) -> None:
         space = talk.space
         if space.layout is None:
@@ -50,7 +56,7 @@ class ElasticServer:
         self.extras = extras
         self._defer, self._cuts, self._item = defer, space.cuts, self.dtype.itemsize
         self._nothing: dict[int, Any] = dict.fromkeys(range(len(space.cuts), space.segments), EMPTY)
-        self._posted: _Posted | None = None  # a push that has not left yet
+        self._posted: _SentPush | None = None  # a push that has not left yet
         marks = talk.join()
         self.step = min(marks.values()) if step < 0 else step
 
@@ -72,11 +78,11 @@ class ElasticServer:
                 "with consistent=False",
                 field="consistent",
             )
-        return self._fetch(Kind.PULL, lo, self.size if hi is None else hi, out)
+        return self._fetch(GroupMessage.PULL, lo, self.size if hi is None else hi, out)
 
     def read(self, lo: int = 0, hi: int | None = None) -> Tensor:
         """The elements lo to hi as they are now, outside the clock; each segment's are of one version."""
-        return self._fetch(Kind.READ, lo, self.size if hi is None else hi, None)
+        return self._fetch(GroupMessage.READ, lo, self.size if hi is None else hi, None)
 
     def push(self, value: Tensor | Gradient, weight: float = 1.0, lo: int = 0) -> None:
         """Push a gradient, or a range of it that begins at element lo; the push counts as one step.
@@ -85,7 +91,7 @@ class ElasticServer:
         segments that it leaves out are not stepped. Deferred, `value` must not change before the next call here.
 
         Raises:
-            PeerTimeout, PeerLost, StaleGeneration: as `Talk.exchange`.
+            PeerTimeout, PeerLost, StaleGeneration: as `Session.exchange`.
         """
         vector, weight = (value.vector, float(value.samples)) if isinstance(value, Gradient) else (value, float(weight))
         count = vector.numel()
@@ -97,7 +103,7 @@ class ElasticServer:
         if self.extras is not None:
             pieces |= self.extras()
         self.bytes_moved += sum(len(piece) for piece in pieces.values())
-        self._posted = _Posted(self.step, weight, pieces)
+        self._posted = _SentPush(self.step, weight, pieces)
         self.step += 1
         if not self._defer:
             self.settle()
@@ -106,7 +112,7 @@ class ElasticServer:
         """Return once every push is acknowledged."""
         if self._posted is not None:
             posted, self._posted = self._posted, None
-            answers = self.talk.exchange(Kind.PUSH, posted.pieces, step=posted.step, weight=posted.weight)
+            answers = self.talk.exchange(GroupMessage.PUSH, posted.pieces, step=posted.step, weight=posted.weight)
             self.durable = answers.durable
 
     def flush(self) -> None:
@@ -114,7 +120,7 @@ class ElasticServer:
         others have pushed as much.
 
         Raises:
-            PeerTimeout, PeerLost: as `Talk.exchange`.
+            PeerTimeout, PeerLost: as `Session.exchange`.
         """
         self.settle()
         self.talk.flush()
@@ -144,11 +150,11 @@ class ElasticServer:
         """How long this worker has waited for answers."""
         return self.talk.seconds_waiting
 
-    def _fetch(self, kind: Kind, lo: int, hi: int, out: Tensor | None) -> Tensor:
+    def _fetch(self, kind: GroupMessage, lo: int, hi: int, out: Tensor | None) -> Tensor:
         self._must_fit(lo, hi)
         whole = hi - lo == self.size
         if out is None:
-            out = self.home if whole and kind is Kind.PULL else None
+            out = self.home if whole and kind is GroupMessage.PULL else None
         if out is None:
             out = torch.empty(hi - lo, dtype=self.dtype)
         if out.numel() != hi - lo or out.dtype != self.dtype or not out.is_contiguous() or out.device.type != "cpu":
@@ -158,20 +164,22 @@ class ElasticServer:
         places, spare = self._places(flat_bytes(out), lo, hi)
         self.bytes_moved += (hi - lo) * self._item
         posted = self._posted
-        if kind is Kind.PULL and whole and posted is not None:
+        if kind is GroupMessage.PULL and whole and posted is not None:
             self._posted = None
             answers = self.talk.exchange(
-                Kind.PUSH_PULL, posted.pieces, step=posted.step, weight=posted.weight, landing=places
+                GroupMessage.PUSH_PULL, posted.pieces, step=posted.step, weight=posted.weight, landing=places
             )
         else:
             self.settle()
             pieces = dict.fromkeys(places, EMPTY)
-            answers = self.talk.exchange(kind, pieces, step=self.step if kind is Kind.PULL else 0, landing=places)
+            answers = self.talk.exchange(
+                kind, pieces, step=self.step if kind is GroupMessage.PULL else 0, landing=places
+            )
         for a, b, place in spare:
             start, stop, item = max(a, lo), min(b, hi), self._item
             flat_bytes(out)[(start - lo) * item : (stop - lo) * item] = place[(start - a) * item : (stop - a) * item]
         self.version = answers.version
-        if kind is Kind.PULL:
+        if kind is GroupMessage.PULL:
             self.lead, self.durable = answers.lead, answers.durable
         return out
 
@@ -204,7 +212,7 @@ class ElasticServer:
             raise ConfigError(f"range {lo} to {hi} is not within the {self.size} parameters")
 
 
-class _Posted(NamedTuple):
+class _SentPush(NamedTuple):
     """A push that has been made and has not left."""
 
     step: int

@@ -10,19 +10,21 @@ import numpy as np
 
 from rayps.comm.link import Link, Message
 from rayps.comm.link.socket_link import as_bytes
-from rayps.ps.protocol.messages import Kind, Piece, pack_head
+from rayps.ps.protocol.messages import GroupMessage, SegmentPayload, pack_head
 
 POOLED_BYTES = 1 << 14  # smaller payloads are not worth keeping memory for
-PUSHES = frozenset({Kind.PUSH, Kind.PUSH_PULL})
-PATIENT = frozenset({Kind.PULL, Kind.PUSH_PULL, Kind.READ, Kind.FLUSH})  # these say how long their answer may wait
+PUSHES = frozenset({GroupMessage.PUSH, GroupMessage.PUSH_PULL})
+PATIENT = frozenset(
+    {GroupMessage.PULL, GroupMessage.PUSH_PULL, GroupMessage.READ, GroupMessage.FLUSH}
+)  # these say how long their answer may wait
 
 
 @dataclass(slots=True)
-class Ask:
+class SegmentRequest:
     """One thing that is asked of several segments, which may be on several servers. `unsaid` is to be said, again or
     for the first time; `open` counts what is not answered."""
 
-    kind: Kind
+    kind: GroupMessage
     step: int
     weight: float
     pieces: dict[int, Any]  # buffers; once said, of a push, where they lie in `buffers`
@@ -42,10 +44,10 @@ class Ask:
 
 
 @dataclass(slots=True)
-class Flight:
+class InFlight:
     """What of an ask was said to one server."""
 
-    ask: Ask
+    ask: SegmentRequest
     segments: list[int]
 
     def reopen(self) -> None:
@@ -53,12 +55,12 @@ class Flight:
         self.ask.unsaid.update(dict.fromkeys(self.segments))
 
 
-class Line:
+class ServerConnection:
     """One server, as a worker speaks to it."""
 
     def __init__(self, server: str, link: Link) -> None:
         self.server, self.link = server, link
-        self.flights: dict[int, Flight] = {}  # by tag
+        self.flights: dict[int, InFlight] = {}  # by tag
         self.marks: dict[int, int] = {}  # by segment: the rank's next step there, as of joining
         self.joined = False
         self.joining = -1  # tag of the JOIN that is not answered
@@ -84,7 +86,7 @@ class Line:
             return None
         flight = self.flights.get(head.tag)
         into = None
-        if flight is not None and flight.ask.landing is not None and head.kind == Kind.VALUE:
+        if flight is not None and flight.ask.landing is not None and head.kind == GroupMessage.VALUE:
             size = link.pending_bytes
             if size >= POOLED_BYTES:
                 if len(self._scratch) != size:
@@ -93,7 +95,7 @@ class Line:
         return link.try_recv(into)
 
 
-class Pool:
+class BufferPool:
     """Memory for payloads, used again: a fresh one costs as much as the copy into it."""
 
     def __init__(self) -> None:
@@ -117,7 +119,7 @@ class Pool:
         self._free.clear()
 
 
-def gather(pieces: list[Piece], pool: Pool) -> tuple[Any, list[Any]]:
+def gather(pieces: list[SegmentPayload], pool: BufferPool) -> tuple[Any, list[Any]]:
     """A request's payload as `messages.pack` makes it, in one copy, and where each piece lies in it."""
     head = pack_head(pieces)
     views = [as_bytes(each.data) for each in pieces]

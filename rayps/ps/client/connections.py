@@ -9,9 +9,9 @@ import time
 from rayps.comm.link import Link, Message, connect
 from rayps.core.errors import LinkError, PeerLost, PeerTimeout
 from rayps.core.failpoint import passing
-from rayps.ps.client.connection import Line
-from rayps.ps.client.map_subscription import Door, Watch
-from rayps.ps.protocol.messages import Kind
+from rayps.ps.client.connection import ServerConnection
+from rayps.ps.client.map_subscription import Door, MapSubscription
+from rayps.ps.protocol.messages import GroupMessage
 from rayps.ps.protocol.segment_map import SpaceMap
 from rayps.ps.protocol.space import Space
 
@@ -32,14 +32,14 @@ class _Trouble:
         self.pause = min(2 * self.pause, PAUSE_SECONDS[1])
 
 
-class Lines:
+class ServerConnections:
     """By server, the links of one holder of a rank, and the map that says whom to ask."""
 
     def __init__(self, door: Door, space: Space, rank: int, incarnation: int, name: str, timeout: float) -> None:
         self.space, self.rank, self.name, self.timeout = space, rank, name, timeout
-        self.watch = Watch(door, space.number, name, timeout)
+        self.watch = MapSubscription(door, space.number, name, timeout)
         self.map: SpaceMap = self.watch.map
-        self.open: dict[str, Line] = {}
+        self.open: dict[str, ServerConnection] = {}
         self.ended = False
         self.deadline = 0.0
         self._incarnation = incarnation
@@ -59,7 +59,7 @@ class Lines:
             if (a.primary, a.generation) != (b.primary, b.generation)
         }
 
-    def line(self, server: str) -> Line | None:
+    def line(self, server: str) -> ServerConnection | None:
         """The link to a server, on which this rank has said who it is; None while it cannot be reached, or refuses."""
         trouble = self._troubles.get(server)
         if trouble is not None and time.monotonic() < trouble.until:
@@ -73,7 +73,7 @@ class Lines:
         link = self._call(address, trouble or self._trouble(server), known_trouble=trouble is not None)
         if link is None:
             return None
-        line = self.open[server] = Line(server, link)
+        line = self.open[server] = ServerConnection(server, link)
         self.join(line)
         return self.open.get(server)
 
@@ -91,17 +91,20 @@ class Lines:
         trouble.again()
         return None
 
-    def join(self, line: Line) -> None:
+    def join(self, line: ServerConnection) -> None:
         """Say who this is; JOINED is to come."""
         self._joins -= 1
         line.joined, line.joining = False, self._joins
         try:
             patience = struct.pack("<d", self.timeout)
-            line.say(Message(Kind.JOIN, line.joining, self.space.number, self.rank, float(self._incarnation)), patience)
+            line.say(
+                Message(GroupMessage.JOIN, line.joining, self.space.number, self.rank, float(self._incarnation)),
+                patience,
+            )
         except LinkError:
             self.lose(line)
 
-    def lose(self, line: Line) -> None:
+    def lose(self, line: ServerConnection) -> None:
         """A link has failed: what was under way on it is to be said again."""
         if self.open.pop(line.server, None) is not None:
             line.link.close()

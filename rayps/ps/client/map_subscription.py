@@ -15,7 +15,7 @@ from typing import Any
 from rayps.comm.link import Link, Message, connect
 from rayps.core.errors import LinkError, PeerTimeout
 from rayps.ps.fixed.messages import error_of
-from rayps.ps.protocol.messages import Kind
+from rayps.ps.protocol.messages import GroupMessage
 from rayps.ps.protocol.segment_map import SpaceMap
 
 Door = dict[str, Any] | Callable[[], dict[str, Any]]  # {"address", "secret"} of a manager, or what finds it again
@@ -24,7 +24,7 @@ RETRY_SECONDS = 0.2  # between two tries to find a manager that was lost
 CALL_SECONDS = 0.25  # that one such try may take
 
 
-class Watch:
+class MapSubscription:
     """One space's map, kept up to date over a link to the manager. For one thread.
 
     Raises:
@@ -101,7 +101,7 @@ class Watch:
         where = self.door
         link = connect(where["address"], name=self._name, secret=where["secret"], generation=0, timeout=timeout)
         try:
-            link.send(Message(Kind.WATCH, a=self._space), timeout=timeout)
+            link.send(Message(GroupMessage.WATCH, a=self._space), timeout=timeout)
         except BaseException:
             link.close()
             raise
@@ -115,9 +115,9 @@ class Watch:
 
 def _map_of(message: Message, known: SpaceMap | None) -> SpaceMap | None:
     """The map in a message, where it is newer than the one that is known. Raises what the manager says instead."""
-    if message.kind == Kind.ERROR:
+    if message.kind == GroupMessage.ERROR:
         raise error_of(message)
-    if message.kind != Kind.MAP:
+    if message.kind != GroupMessage.MAP:
         return None
     found = SpaceMap.from_json(json.loads(bytes(message.payload)))
     return found if known is None or found.version > known.version else None

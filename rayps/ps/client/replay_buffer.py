@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True)
-class Push:
+class StepPush:
     """One step's push: its pieces by segment, of those where it is not durable yet. They must not change."""
 
     step: int
@@ -22,7 +22,7 @@ class Push:
     pieces: dict[int, memoryview]
 
 
-class Kept:
+class ReplayBuffer:
     """The pushes of one worker that are not durable everywhere, by segment, oldest first."""
 
     def __init__(self, limit: int) -> None:
@@ -59,12 +59,12 @@ class Kept:
         """Those of these segments that something is kept of."""
         return {index for index in segments if self._by_segment.get(index)}
 
-    def of(self, segments: Collection[int], marks: Mapping[int, int] | None = None) -> list[Push]:
+    def of(self, segments: Collection[int], marks: Mapping[int, int] | None = None) -> list[StepPush]:
         """What is to be said again of these segments, in order; with `marks`, from this step of the segment on."""
-        found: dict[int, Push] = {}
+        found: dict[int, StepPush] = {}
         for index in segments:
             first = 0 if marks is None else marks.get(index, 0)
             for step, weight, piece in self._by_segment.get(index, ()):
                 if step >= first:
-                    found.setdefault(step, Push(step, weight, {})).pieces[index] = piece
+                    found.setdefault(step, StepPush(step, weight, {})).pieces[index] = piece
         return [found[step] for step in sorted(found)]

@@ -16,12 +16,12 @@ from rayps.comm.link import Message
 from rayps.comm.link.socket_link import EMPTY, as_bytes
 from rayps.core.errors import LinkError, PeerLost
 from rayps.core.failpoint import passing
-from rayps.ps.client.connection import PATIENT, PUSHES, Ask, Flight, Line, Pool, gather
-from rayps.ps.client.connections import Lines, named
+from rayps.ps.client.connection import PATIENT, PUSHES, BufferPool, InFlight, SegmentRequest, ServerConnection, gather
+from rayps.ps.client.connections import ServerConnections, named
 from rayps.ps.client.map_subscription import Door
-from rayps.ps.client.replay_buffer import Kept
+from rayps.ps.client.replay_buffer import ReplayBuffer
 from rayps.ps.fixed.messages import error_of
-from rayps.ps.protocol.messages import Kind, Piece, read_numbers, unpack
+from rayps.ps.protocol.messages import GroupMessage, SegmentPayload, read_numbers, unpack
 from rayps.ps.protocol.segment_map import SpaceMap
 from rayps.ps.protocol.space import Space
 
@@ -30,7 +30,7 @@ KEEP_BYTES = 256_000_000  # of pushes that are not durable yet
 ASK_SECONDS = 0.5  # how long an answer may be awaited until it is asked whether its segment is lost
 
 
-class Answers(NamedTuple):
+class SegmentReplies(NamedTuple):
     """What was heard: by segment its bytes (EMPTY where they had a place to land), by how many rounds this rank leads
     the slowest, the least version, and below which of this rank's steps all pushes are durable."""
 
@@ -40,7 +40,7 @@ class Answers(NamedTuple):
     durable: int
 
 
-class Talk:
+class Session:
     """One rank's links to the servers and the manager. For one thread; another uses a `reader()` of its own.
 
     `door` is a manager's {"address", "secret"}, or a function that finds them again. `incarnation` is the manager's
@@ -66,16 +66,18 @@ class Talk:
     ) -> None:
         self.space, self.rank, self.timeout = space, rank, timeout
         self.seconds_waiting = 0.0
-        self.kept = Kept(keep)
+        self.kept = ReplayBuffer(keep)
         self._door, self._incarnation, self._lost = door, incarnation, lost
         name = name or (f"worker-{rank}" if rank >= 0 else "opener")
-        self._lines = Lines(door, space, rank, incarnation, name, timeout)
-        self._pool = Pool()
-        self._readers: weakref.WeakSet[Talk] = weakref.WeakSet()
-        self._asks: list[Ask] = []  # what is under way, in the order to be said
+        self._lines = ServerConnections(door, space, rank, incarnation, name, timeout)
+        self._pool = BufferPool()
+        self._readers: weakref.WeakSet[Session] = weakref.WeakSet()
+        self._asks: list[SegmentRequest] = []  # what is under way, in the order to be said
         self._tag = 0
         self._moved: set[int] = set()  # segments that have had another primary since this began
-        self._unsure: dict[int, Line | None] = {}  # segments whose new primary may lack what is kept: who was asked
+        self._unsure: dict[
+            int, ServerConnection | None
+        ] = {}  # segments whose new primary may lack what is kept: who was asked
         self._ask_lost = 0.0  # when to ask whether what is awaited of these is lost
 
     @property
@@ -83,10 +85,10 @@ class Talk:
         """Who holds what, as far as it is known here."""
         return self._lines.map
 
-    def reader(self) -> Talk:
+    def reader(self) -> Session:
         """Another talk of the same rank, with links of its own, for another thread. It is not to push; a `hang_up` of
         this one reaches it."""
-        made = Talk(
+        made = Session(
             self._door,
             self.space,
             self.rank,
@@ -129,13 +131,13 @@ class Talk:
 
     def exchange(
         self,
-        kind: Kind,
+        kind: GroupMessage,
         pieces: Mapping[int, Any],
         *,
         step: int = 0,
         weight: float = 0.0,
         landing: Mapping[int, Any] | None = None,
-    ) -> Answers:
+    ) -> SegmentReplies:
         """Ask something of the segments in `pieces` (buffers), and hear all answers.
 
         `step` is also the round of a PART. What is answered lands in `landing`, writable buffers of the right size,
@@ -148,24 +150,24 @@ class Talk:
         """
         dense, lands = len(self.space.cuts), None if landing is None else dict(landing)
         parts = [(kind, dict(pieces))]
-        if kind is Kind.PUSH_PULL and dense < self.space.segments:
+        if kind is GroupMessage.PUSH_PULL and dense < self.space.segments:
             parts = [
-                (Kind.PUSH, {i: piece for i, piece in pieces.items() if i >= dense}),
+                (GroupMessage.PUSH, {i: piece for i, piece in pieces.items() if i >= dense}),
                 (kind, {i: piece for i, piece in pieces.items() if i < dense}),
             ]
-        asks = [Ask(each, step, weight, those, lands) for each, those in parts if those]
+        asks = [SegmentRequest(each, step, weight, those, lands) for each, those in parts if those]
         self._run(asks)
         found: dict[int, Any] = {}
         for ask in asks:
             found |= ask.answers
-        return Answers(
+        return SegmentReplies(
             found,
             max((ask.lead for ask in asks), default=0),
             min((ask.version for ask in asks if ask.version is not None), default=0),
             min((ask.durable for ask in asks if ask.durable is not None), default=0),
         )
 
-    def tell(self, kind: Kind, number: int) -> None:
+    def tell(self, kind: GroupMessage, number: int) -> None:
         """Say what has no answer (SAVED) to all servers that are joined; that one is lost is found out later."""
         for line in list(self._lines.open.values()):
             try:
@@ -179,7 +181,7 @@ class Talk:
         Raises:
             PeerTimeout, PeerLost: as `exchange`.
         """
-        self.exchange(Kind.FLUSH, dict.fromkeys(range(self.space.segments), EMPTY))
+        self.exchange(GroupMessage.FLUSH, dict.fromkeys(range(self.space.segments), EMPTY))
 
     def hang_up(self) -> None:
         """End what another thread waits for in here, as lost; that thread is to `close`. Any thread may call it."""
@@ -198,7 +200,7 @@ class Talk:
         self._lines.deadline = now + self.timeout + GRACE_SECONDS
         self._ask_lost = now + ASK_SECONDS
 
-    def _run(self, asks: list[Ask]) -> None:
+    def _run(self, asks: list[SegmentRequest]) -> None:
         began = time.monotonic()
         self._begin()
         self._asks += asks
@@ -234,9 +236,12 @@ class Talk:
                 self.kept.keep(ask.step, ask.weight, pieces)
         self._asks = self._again(range(self.space.segments)) if cut_off else []
 
-    def _again(self, segments: Collection[int], marks: Mapping[int, int] | None = None) -> list[Ask]:
+    def _again(self, segments: Collection[int], marks: Mapping[int, int] | None = None) -> list[SegmentRequest]:
         """What is kept of these segments, to be said again; with `marks`, what lies above them."""
-        return [Ask(Kind.PUSH, p.step, p.weight, p.pieces, kept=True) for p in self.kept.of(segments, marks)]
+        return [
+            SegmentRequest(GroupMessage.PUSH, p.step, p.weight, p.pieces, kept=True)
+            for p in self.kept.of(segments, marks)
+        ]
 
     def _ask_marks(self) -> None:
         """Ask new primaries how far this rank's pushes got there; JOINED says it (`_joined`)."""
@@ -247,7 +252,7 @@ class Talk:
                 line = self._lines.open.get(server)
             self._unsure.update(dict.fromkeys(segments, line))
 
-    def _joined(self, line: Line, message: Message) -> None:
+    def _joined(self, line: ServerConnection, message: Message) -> None:
         pairs = read_numbers(message.payload)
         line.marks = dict(zip(pairs[::2], pairs[1::2], strict=True))
         line.joined = True
@@ -271,17 +276,17 @@ class Talk:
                         self._say(line, ask, segments)
                         passing("talk: between servers")
 
-    def _say(self, line: Line, ask: Ask, segments: list[int]) -> None:
+    def _say(self, line: ServerConnection, ask: SegmentRequest, segments: list[int]) -> None:
         holdings, patience = self.map.holdings, 0
         if ask.kind in PATIENT:
             patience = max(1, int(1000 * (self._lines.deadline - GRACE_SECONDS - time.monotonic())))
-        pieces = [Piece(index, holdings[index].generation, ask.pieces[index]) for index in segments]
+        pieces = [SegmentPayload(index, holdings[index].generation, ask.pieces[index]) for index in segments]
         payload, places = gather(pieces, self._pool)
         ask.buffers.append(payload)
         if ask.kind in PUSHES:  # what is said again, or kept, must be the same bytes: here nobody changes them
             ask.pieces.update(zip(segments, places, strict=True))
         self._tag += 1
-        line.flights[self._tag] = Flight(ask, segments)
+        line.flights[self._tag] = InFlight(ask, segments)
         for index in segments:
             del ask.unsaid[index]
         try:
@@ -312,12 +317,12 @@ class Talk:
                 self._take(line, message)
         self._look()
 
-    def _take(self, line: Line, message: Message) -> None:
+    def _take(self, line: ServerConnection, message: Message) -> None:
         if message.tag == line.joining:
             line.joining = 0
-            if message.kind == Kind.ERROR:
+            if message.kind == GroupMessage.ERROR:
                 raise error_of(message)
-            if message.kind != Kind.JOINED:  # it cannot say yet: it is asked again
+            if message.kind != GroupMessage.JOINED:  # it cannot say yet: it is asked again
                 self._lines.lose(line)
                 return
             self._joined(line, message)
@@ -326,13 +331,13 @@ class Talk:
         if flight is None:
             return  # an answer to what was given up
         ask, segments = flight.ask, flight.segments
-        if message.kind == Kind.ERROR:
+        if message.kind == GroupMessage.ERROR:
             raise error_of(message)
-        if message.kind == Kind.STALE:
+        if message.kind == GroupMessage.STALE:
             flight.reopen()
             self._lines.refused(line.server)
             return
-        if message.kind not in (Kind.ACK, Kind.VALUE):
+        if message.kind not in (GroupMessage.ACK, GroupMessage.VALUE):
             raise LinkError(f"{line.server!r} answered with a message of kind {message.kind}", peer=line.server)
         self._lines.answered(line.server)
         mark = int(message.weight)
@@ -342,14 +347,14 @@ class Talk:
             ask.buffers.clear()
         ask.open -= len(segments)
         ask.durable = mark if ask.durable is None else min(mark, ask.durable)
-        if message.kind == Kind.VALUE:
+        if message.kind == GroupMessage.VALUE:
             ask.lead = max(ask.lead, message.b)
             ask.version = message.a if ask.version is None else min(message.a, ask.version)
             self._land(line, ask, message.payload)
         else:
             ask.answers.update(dict.fromkeys(segments, EMPTY))
 
-    def _land(self, line: Line, ask: Ask, payload: Any) -> None:
+    def _land(self, line: ServerConnection, ask: SegmentRequest, payload: Any) -> None:
         landing = ask.landing
         for index, _, data in unpack(payload):
             place = None if landing is None else landing.get(index)

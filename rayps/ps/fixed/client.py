@@ -17,11 +17,11 @@ from rayps.comm.compress import ErrorFeedback
 from rayps.comm.link import Link
 from rayps.core import errors
 from rayps.ps.fixed.coded import coded
-from rayps.ps.fixed.messages import CODED, PULLING, Kind
-from rayps.ps.fixed.rows import IdLists, Listed, Rows, piece
-from rayps.ps.fixed.session import Turns
+from rayps.ps.fixed.messages import CODED, PULLING, ShardMessage
+from rayps.ps.fixed.rows import IdLists, Listed, ShardRows, piece
+from rayps.ps.fixed.session import ShardSession
 from rayps.ps.fixed.shared_memory import flat_bytes
-from rayps.ps.fixed.transport import Ask, Place
+from rayps.ps.fixed.transport import Place, ShardCall
 from rayps.tensors.flat import Gradient, Layout
 
 _LOOK_SECONDS = 0.01  # between two looks at how far another worker is
@@ -66,10 +66,10 @@ class Server:
         self.feedback: ErrorFeedback | None = None  # where pushes are encoded: see `rayps.ps.fixed.compressed`
         self._ranges, self._defer, self._independent = ranges, defer, independent
         self._lists = None if layout is None else IdLists(layout, ranges)
-        self._posted: _Posted | None = None  # a push that has not left yet
+        self._posted: _FixedPush | None = None  # a push that has not left yet
         self._resting: tuple[int, float] | None = None  # the same, whole and in the desk: its step and weight
         self._landed: tuple[Tensor, list[Place]] | None = None  # where the last whole pull went
-        self._turns = Turns(
+        self._turns = ShardSession(
             rank, dtype, ranges, links, timeout=timeout, step=step, relink=relink, resident=resident, keep=keep
         )
 
@@ -88,11 +88,11 @@ class Server:
             PeerTimeout: the slowest worker, or a shard, was silent past the deadline.
             PeerLost: a shard died.
         """
-        return self._fetch(Kind.PULL, lo, hi, out, self.consistent if consistent is None else consistent)
+        return self._fetch(ShardMessage.PULL, lo, hi, out, self.consistent if consistent is None else consistent)
 
     def read(self, lo: int = 0, hi: int | None = None) -> Tensor:
         """The elements lo to hi as they are now, outside the clock; each shard's are of one version."""
-        return self._fetch(Kind.READ, lo, hi, None, True)
+        return self._fetch(ShardMessage.READ, lo, hi, None, True)
 
     def push(self, value: Tensor | Gradient, weight: float = 1.0, lo: int = 0, rounds: int = 1) -> None:
         """Push a gradient, or a range of it that begins at element lo; the push counts as one step.
@@ -138,7 +138,9 @@ class Server:
         straight = out is not None and listed.ids.sorted
         found = out.view(shape) if out is not None and straight else torch.empty(shape, dtype=self.dtype)
         asks = [
-            Ask(i, Kind.PULL_ROWS, listed.number, 0, place=flat_bytes(found[slice(*listed.cuts[i])]), rows=rows)
+            ShardCall(
+                i, ShardMessage.PULL_ROWS, listed.number, 0, place=flat_bytes(found[slice(*listed.cuts[i])]), rows=rows
+            )
             for i, rows in parts
         ]
         self._pulled(asks, self.consistent if consistent is None else consistent)
@@ -166,10 +168,12 @@ class Server:
         summed = listed.ids.summed(rows.detach().reshape(-1, width).to("cpu", self.dtype))
         if self._turns.desk is not None:
             self._turns.rest()
-        asks = [Ask(i, Kind.PUSH, self.step, 0, weight, 0, summed[0][:0]) for i in range(len(self._ranges))]
+        asks = [
+            ShardCall(i, ShardMessage.PUSH, self.step, 0, weight, 0, summed[0][:0]) for i in range(len(self._ranges))
+        ]
         for i, part in listed.parts:
             laid = piece(summed, *listed.cuts[i], self._turns.pieces[i] if self._turns.shares(i) else None)
-            asks[i] = Ask(i, Kind.PUSH_ROWS, self.step, listed.number, weight, part.elements, laid)
+            asks[i] = ShardCall(i, ShardMessage.PUSH_ROWS, self.step, listed.number, weight, part.elements, laid)
             self.bytes_moved += laid.numel() * laid.element_size()
         self._post(asks, False, naming)
 
@@ -182,7 +186,7 @@ class Server:
         self.settle()
         reached, since = -1, time.monotonic()
         while reached < rounds:
-            found = self._turns.exchange([Ask(0, Kind.REACHED, rank, 0)])[0].version
+            found = self._turns.exchange([ShardCall(0, ShardMessage.REACHED, rank, 0)])[0].version
             if found > reached:
                 reached, since = found, time.monotonic()
             elif time.monotonic() - since > self.timeout:
@@ -249,37 +253,37 @@ class Server:
         """How long this worker has waited for answers."""
         return self._turns.seconds_waiting
 
-    def _fetch(self, kind: Kind, lo: int, hi: int | None, out: Tensor | None, consistent: bool) -> Tensor:
+    def _fetch(self, kind: ShardMessage, lo: int, hi: int | None, out: Tensor | None, consistent: bool) -> Tensor:
         hi = self.size if hi is None else hi
         self._must_fit(lo, hi)
         whole = hi - lo == self.size
         if out is None:
-            out = self.home if whole and kind is Kind.PULL else None
+            out = self.home if whole and kind is ShardMessage.PULL else None
         out, places = self._landing(out, lo, hi)
         self.bytes_moved += (hi - lo) * self.dtype.itemsize
         posted = self._posted
         together = self._independent and consistent and len(self._ranges) > 1
-        if self._resting is not None and whole and kind is Kind.PULL and not together:
+        if self._resting is not None and whole and kind is ShardMessage.PULL and not together:
             (step, weight), self._resting = self._resting, None
             self.lead = self._turns.push_pull(step, weight, places, consistent)
             return out
-        if kind is Kind.PULL and whole and posted is not None and posted.whole and not together:
+        if kind is ShardMessage.PULL and whole and posted is not None and posted.whole and not together:
             self._posted = None
             asks = [
-                Ask(i, PULLING[Kind(k)], a, b, weight, elements, piece, places[i])
+                ShardCall(i, PULLING[ShardMessage(k)], a, b, weight, elements, piece, places[i])
                 for i, k, a, b, weight, elements, piece, _, _ in posted.asks
             ]
         else:
             self.settle()
             cuts = [(i, max(a, lo) - a, min(b, hi) - a) for i, (a, b) in enumerate(self._ranges)]
-            asks = [Ask(i, kind, a, b, place=places[i]) for i, a, b in cuts if a < b]
-        if kind is Kind.PULL:
+            asks = [ShardCall(i, kind, a, b, place=places[i]) for i, a, b in cuts if a < b]
+        if kind is ShardMessage.PULL:
             self._pulled(asks, consistent)
         else:
             self._turns.exchange(asks, consistent)
         return out
 
-    def _pulled(self, asks: list[Ask], consistent: bool) -> None:
+    def _pulled(self, asks: list[ShardCall], consistent: bool) -> None:
         if self._independent and consistent and len(asks) > 1:
             answers = self._turns.read_together(asks)
         else:
@@ -330,23 +334,25 @@ class Server:
     # ---- what is asked
 
     def _post(
-        self, asks: list[Ask], whole: bool, before: dict[int, Ask] | None = None, first: int | None = None
+        self, asks: list[ShardCall], whole: bool, before: dict[int, ShardCall] | None = None, first: int | None = None
     ) -> None:
         """Let a push leave, now or with what is said next. `before` is what a shard must hear first to know it, `first`
         the first step that it stands for.
         """
         said = [[before[ask.shard], ask] if before and ask.shard in before else [ask] for ask in asks]
         self._turns.keep(self.step if first is None else first, said)
-        self._posted = _Posted(asks, whole)
+        self._posted = _FixedPush(asks, whole)
         self.step += 1
         if not self._defer:
             self.settle()
 
-    def _pushes(self, weight: float, lo: int, count: int, laid: Tensor | list[Tensor]) -> list[Ask]:
-        step, kind = self.step, Kind.PUSH
+    def _pushes(self, weight: float, lo: int, count: int, laid: Tensor | list[Tensor]) -> list[ShardCall]:
+        step, kind = self.step, ShardMessage.PUSH
         if isinstance(laid, list):
             return [
-                Ask(i, CODED[kind], step, max(a, lo) - a if max(a, lo) < min(b, lo + count) else 0, weight, 0, laid[i])
+                ShardCall(
+                    i, CODED[kind], step, max(a, lo) - a if max(a, lo) < min(b, lo + count) else 0, weight, 0, laid[i]
+                )
                 for i, (a, b) in enumerate(self._ranges)
             ]
         if count == self.size:
@@ -356,11 +362,13 @@ class Server:
         for i, (a, b) in enumerate(self._ranges):
             start, stop = max(a, lo), min(b, lo + count)
             piece = laid[start - lo : stop - lo] if start < stop else laid[:0]
-            asks.append(Ask(i, kind, step, start - a if start < stop else 0, weight, piece.numel(), piece))
+            asks.append(ShardCall(i, kind, step, start - a if start < stop else 0, weight, piece.numel(), piece))
         return asks
 
-    def _whole_pushes(self, step: int, weight: float, pieces: list[Tensor]) -> list[Ask]:
-        return [Ask(i, Kind.PUSH, step, 0, weight, b - a, pieces[i]) for i, (a, b) in enumerate(self._ranges)]
+    def _whole_pushes(self, step: int, weight: float, pieces: list[Tensor]) -> list[ShardCall]:
+        return [
+            ShardCall(i, ShardMessage.PUSH, step, 0, weight, b - a, pieces[i]) for i, (a, b) in enumerate(self._ranges)
+        ]
 
     # ---- rows
 
@@ -369,14 +377,16 @@ class Server:
             raise errors.ConfigError("rows by id need the parameters' layout: this server was made without one")
         return self._lists.find(ids, table)
 
-    def _naming(self, listed: Listed, parts: list[tuple[int, Rows]]) -> dict[int, Ask]:
+    def _naming(self, listed: Listed, parts: list[tuple[int, ShardRows]]) -> dict[int, ShardCall]:
         """By shard, what tells these ids to it."""
         return {
-            i: Ask(i, Kind.IDS, listed.number, rows.entry, piece=listed.ids.unique[slice(*listed.cuts[i])])
+            i: ShardCall(
+                i, ShardMessage.IDS, listed.number, rows.entry, piece=listed.ids.unique[slice(*listed.cuts[i])]
+            )
             for i, rows in parts
         }
 
-    def _tell(self, listed: Listed, naming: dict[int, Ask]) -> None:
+    def _tell(self, listed: Listed, naming: dict[int, ShardCall]) -> None:
         """Make sure that these shards know the ids."""
         told = self._turns.told
         if listed.new:
@@ -389,8 +399,8 @@ class Server:
                 told[i].add(listed.number)
 
 
-class _Posted(NamedTuple):
+class _FixedPush(NamedTuple):
     """A push that has been made and has not left."""
 
-    asks: list[Ask]
+    asks: list[ShardCall]
     whole: bool  # it covers the whole vector, so that a pull of the whole vector may go with it

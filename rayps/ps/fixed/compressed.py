@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rayps.comm.compress import CANDIDATES, MARGIN, ErrorFeedback, choice, codec
 from rayps.ps.fixed.client import Server
-from rayps.ps.fixed.transport import ByMemory
+from rayps.ps.fixed.transport import MemoryTransport
 
 PROBE_ELEMENTS = 1 << 20
 _TRIES = 3
@@ -28,7 +28,7 @@ def compress(server: Server, compression: str) -> dict[str, Any]:
     if compression != "auto":
         server.feedback = ErrorFeedback(codec(compression), server.size, server.dtype)
         return choice("server", compression, "given")
-    if all(isinstance(way, ByMemory) for way in server._turns._ways):
+    if all(isinstance(way, MemoryTransport) for way in server._turns._ways):
         return choice("server", "off", "all shards are on this host and read them where they lie")
     n = min(server.size, PROBE_ELEMENTS)
     x = torch.randn(n).to(server.dtype)

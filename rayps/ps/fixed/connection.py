@@ -12,11 +12,11 @@ from rayps.comm.link.shared_memory_link import SharedLink
 from rayps.core.errors import StaleGeneration
 from rayps.ps.fixed.coded import value_of
 from rayps.ps.fixed.messages import CODED
-from rayps.ps.fixed.rows import Rows
-from rayps.ps.fixed.shared_memory import BELL, SLICE, Box, Slice, offered
+from rayps.ps.fixed.rows import ShardRows
+from rayps.ps.fixed.shared_memory import BELL, SLICE, RequestMailbox, SharedSlice, offered
 
 
-class Guest:
+class ShardPeer:
     """A worker's connection, as the shard sees it."""
 
     def __init__(self, link: Link) -> None:
@@ -24,11 +24,11 @@ class Guest:
         self.descriptor = link.fileno()
         self.rank = -1  # none yet, or fenced
         self.patience = 0.0  # seconds that its pulls may wait
-        self.box: Box | None = None
+        self.box: RequestMailbox | None = None
         self.full = False  # takes no more for now
-        self.ids: dict[int, Rows] = {}  # by number: the rows that it named
+        self.ids: dict[int, ShardRows] = {}  # by number: the rows that it named
 
-    def share(self, part: Slice, lo: int, bell: int) -> bool:
+    def share(self, part: SharedSlice, lo: int, bell: int) -> bool:
         """Take the memory that a worker of this host has offered, and offer the shard's; whether there was any.
 
         The shard's slice begins at element `lo`; `bell` wakes the shard. Raises ValueError when it is shared already.
@@ -38,17 +38,17 @@ class Guest:
             return False
         if self.box is not None:
             raise ValueError(f"{link.peer} has joined by this link already")
-        self.box = Box(link, part.params, lo)
+        self.box = RequestMailbox(link, part.params, lo)
         link.offer(SLICE, part.memory, read_only=True)
         link.offer_descriptor(BELL, bell)
         return True
 
 
 @dataclass(slots=True)
-class Request:
+class ShardRequest:
     """What a guest asks for; the fields are those of `Kind`."""
 
-    guest: Guest
+    guest: ShardPeer
     kind: int
     tag: int
     a: int
@@ -72,7 +72,7 @@ class Request:
         return torch.frombuffer(self.payload, dtype=torch.int64) if self.payload else torch.empty(0, dtype=torch.int64)
 
 
-def fenced(guest: Guest) -> StaleGeneration:
+def fenced(guest: ShardPeer) -> StaleGeneration:
     """What a guest hears whose rank another worker has taken."""
     return StaleGeneration(
         f"{guest.link.peer} does not hold its rank any more: another worker has joined with it", peer=guest.link.peer

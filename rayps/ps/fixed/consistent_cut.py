@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from rayps.core.ledger import Ledger
 
 
-class Cut:
+class ConsistentCut:
     """Whether a shard is held by a reader, and which pushes it still takes."""
 
     def __init__(self, ledger: Ledger) -> None:

@@ -13,50 +13,50 @@ import torch
 from torch import Tensor
 
 from rayps.core.errors import PeerTimeout
-from rayps.ps.fixed.connection import Guest, Request
-from rayps.ps.fixed.consistent_cut import Cut
-from rayps.ps.fixed.messages import Kind
+from rayps.ps.fixed.connection import ShardPeer, ShardRequest
+from rayps.ps.fixed.consistent_cut import ConsistentCut
+from rayps.ps.fixed.messages import ShardMessage
 from rayps.ps.fixed.shard import Shard
 
 BEHIND_SECONDS = 0.5  # what has been applied elsewhere is here at once, or must be said again by somebody who waits
 
 
-class Readers:
+class ConsistentReaders:
     """The turns of a shard's readers. `reply`, `refuse` and `serve` are the loop's, for requests of any guest."""
 
     def __init__(
         self,
         shard: Shard,
-        reply: Callable[[Request, Kind, Tensor | None], None],
-        refuse: Callable[[Request, Exception], None],
-        serve: Callable[[Request], None],
+        reply: Callable[[ShardRequest, ShardMessage, Tensor | None], None],
+        refuse: Callable[[ShardRequest, Exception], None],
+        serve: Callable[[ShardRequest], None],
     ) -> None:
         self._shard, self._reply, self._refuse, self._serve = shard, reply, refuse, serve
-        self._cut = Cut(shard.ledger)
-        self._waiting: list[Request] = []  # to hold the shard
-        self._aimed: Request | None = None  # of the reader who holds it, until the shard has come far enough
-        self._delayed: list[Request] = []  # pushes
+        self._cut = ConsistentCut(shard.ledger)
+        self._waiting: list[ShardRequest] = []  # to hold the shard
+        self._aimed: ShardRequest | None = None  # of the reader who holds it, until the shard has come far enough
+        self._delayed: list[ShardRequest] = []  # pushes
 
     @property
     def busy(self) -> bool:
         """Whether somebody holds the shard, or waits for it."""
         return self._cut.holder is not None or bool(self._waiting)
 
-    def admit(self, push: Request) -> bool:
+    def admit(self, push: ShardRequest) -> bool:
         """Whether a push may be applied now; else it is served later."""
         if self._cut.admits(push.guest.rank, push.a):
             return True
         self._delayed.append(push)
         return False
 
-    def hold(self, request: Request) -> None:
+    def hold(self, request: ShardRequest) -> None:
         """Answer how far the shard has come with each rank, once it is this reader's turn; then hold it."""
         # whom the first shard let in need not wait at the others, unless the first one died and two hold what they can
         request.deadline = time.monotonic() + (request.guest.patience if request.a else BEHIND_SECONDS)
         self._waiting.append(request)
         self._grant()
 
-    def aim(self, request: Request) -> None:
+    def aim(self, request: ShardRequest) -> None:
         """Answer once the shard has come so far. Raises PeerTimeout: the reader does not hold it (any more)."""
         if self._cut.holder is not request.guest:
             raise PeerTimeout(
@@ -72,7 +72,7 @@ class Readers:
         self._again()
         self.look()
 
-    def release(self, request: Request) -> None:
+    def release(self, request: ShardRequest) -> None:
         """The reader has read; there is no answer."""
         if self._cut.holder is request.guest:
             self._let_go()
@@ -83,11 +83,11 @@ class Readers:
         if aimed is not None and not self._cut.missing():
             self._aimed = None
             self._cut.deadline = time.monotonic() + aimed.guest.patience  # to read
-            self._reply(aimed, Kind.ACK, None)
+            self._reply(aimed, ShardMessage.ACK, None)
         if self._waiting:
             self._grant()
 
-    def forget(self, guest: Guest) -> None:
+    def forget(self, guest: ShardPeer) -> None:
         """A guest has gone, and whatever it asked for."""
         self._delayed = [request for request in self._delayed if request.guest is not guest]
         self._waiting = [request for request in self._waiting if request.guest is not guest]
@@ -112,7 +112,7 @@ class Readers:
             if not request.a or self._shard.may_pull(request.guest.rank):
                 self._waiting.remove(request)
                 reached = self._cut.hold(request.guest, time.monotonic() + request.guest.patience)
-                self._reply(request, Kind.VALUE, torch.tensor(reached))
+                self._reply(request, ShardMessage.VALUE, torch.tensor(reached))
                 return
 
     def _let_go(self) -> None:
@@ -127,7 +127,7 @@ class Readers:
         for push in waiting:
             self._serve(push)
 
-    def _cut_off(self, aimed: Request, missing: list[int]) -> PeerTimeout:
+    def _cut_off(self, aimed: ShardRequest, missing: list[int]) -> PeerTimeout:
         return PeerTimeout(
             f"worker-{aimed.guest.rank} waited for a push of rank {', '.join(map(str, missing))} that another shard "
             f"has and shard-{self._shard.index} has not: did it die between two shards?\n"
@@ -138,7 +138,7 @@ class Readers:
         )
 
 
-def too_late(shard: Shard, request: Request, behind: bool = False) -> PeerTimeout:
+def too_late(shard: Shard, request: ShardRequest, behind: bool = False) -> PeerTimeout:
     """Whom a pull has waited for in vain: the slowest ranks. `behind` = it is to be tried again."""
     late, patience = shard.clock.laggards(), request.guest.patience
     return PeerTimeout(

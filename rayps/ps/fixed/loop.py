@@ -22,12 +22,12 @@ from rayps.comm.link import Listener, Message
 from rayps.comm.link.memory import Fence
 from rayps.core.errors import LinkError, RaypsError
 from rayps.core.failpoint import passing
-from rayps.ps.fixed.connection import Guest, Request, fenced
-from rayps.ps.fixed.consistent_readers import Readers, too_late
-from rayps.ps.fixed.messages import Kind, refusal
-from rayps.ps.fixed.rows import KEPT_LISTS, Rows, rows_here
+from rayps.ps.fixed.connection import ShardPeer, ShardRequest, fenced
+from rayps.ps.fixed.consistent_readers import ConsistentReaders, too_late
+from rayps.ps.fixed.messages import ShardMessage, refusal
+from rayps.ps.fixed.rows import KEPT_LISTS, ShardRows, rows_here
 from rayps.ps.fixed.shard import Shard, ShardFacts, ShardPart
-from rayps.ps.fixed.shared_memory import ASKED, ASLEEP, BY_MESSAGE, Box, flat_bytes
+from rayps.ps.fixed.shared_memory import ASKED, ASLEEP, BY_MESSAGE, RequestMailbox, flat_bytes
 
 log = logging.getLogger(__name__)
 
@@ -41,32 +41,32 @@ class ShardLoop:
         self.shard = shard
         self._listener = listener
         self._lock = threading.RLock()  # the actor's other threads ask for facts and parts
-        self._guests: dict[int, Guest] = {}  # by descriptor
-        self._boxes: list[Guest] = []  # those that have one
-        self._parked: list[Request] = []  # pulls that wait for the clock
-        self._readers = Readers(shard, self._reply_or_lose, self._refuse_or_lose, self._redo)
-        self._answered: list[Box] = []  # their workers may sleep
+        self._guests: dict[int, ShardPeer] = {}  # by descriptor
+        self._boxes: list[ShardPeer] = []  # those that have one
+        self._parked: list[ShardRequest] = []  # pulls that wait for the clock
+        self._readers = ConsistentReaders(shard, self._reply_or_lose, self._refuse_or_lose, self._redo)
+        self._answered: list[RequestMailbox] = []  # their workers may sleep
         self._fence = Fence()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) if shard.slice.memory is not None else -1
         self._poll = select.poll()
         self._poll.register(listener.fileno(), select.POLLIN)
         if self._bell >= 0:
             self._poll.register(self._bell, select.POLLIN)
-        self._answers: dict[int, Callable[[Request], None]] = {
-            Kind.JOIN: self._join,
-            Kind.PUSH: self._push,
-            Kind.PULL: self._pull,
-            Kind.PUSH_PULL: self._push_pull,
-            Kind.PUSH_PULL_CODED: self._push_pull,
-            Kind.PUSH_CODED: self._push,
-            Kind.READ: self._read,
-            Kind.IDS: self._ids,
-            Kind.PUSH_ROWS: self._push,
-            Kind.PULL_ROWS: self._pull,
-            Kind.HOLD: self._hold,
-            Kind.AIM: self._readers.aim,
-            Kind.RELEASE: self._readers.release,
-            Kind.REACHED: self._reached,
+        self._answers: dict[int, Callable[[ShardRequest], None]] = {
+            ShardMessage.JOIN: self._join,
+            ShardMessage.PUSH: self._push,
+            ShardMessage.PULL: self._pull,
+            ShardMessage.PUSH_PULL: self._push_pull,
+            ShardMessage.PUSH_PULL_CODED: self._push_pull,
+            ShardMessage.PUSH_CODED: self._push,
+            ShardMessage.READ: self._read,
+            ShardMessage.IDS: self._ids,
+            ShardMessage.PUSH_ROWS: self._push,
+            ShardMessage.PULL_ROWS: self._pull,
+            ShardMessage.HOLD: self._hold,
+            ShardMessage.AIM: self._readers.aim,
+            ShardMessage.RELEASE: self._readers.release,
+            ShardMessage.REACHED: self._reached,
         }
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"shard-{shard.index}", daemon=True)
@@ -134,16 +134,16 @@ class ShardLoop:
 
     def _accept(self) -> None:
         while (link := self._listener.accept_ready()) is not None:
-            guest = Guest(link)
+            guest = ShardPeer(link)
             self._guests[guest.descriptor] = guest
             self._poll.register(guest.descriptor, select.POLLIN)
             self._serve(guest, select.POLLIN)  # its first request may have come along with the handshake
 
-    def _serve(self, guest: Guest, events: int) -> None:
+    def _serve(self, guest: ShardPeer, events: int) -> None:
         try:
             if events & ~select.POLLOUT:
                 for m in guest.link.feed():
-                    self._handle(Request(guest, m.kind, m.tag, m.a, m.b, m.weight, m.payload))
+                    self._handle(ShardRequest(guest, m.kind, m.tag, m.a, m.b, m.weight, m.payload))
             self._flush(guest)
         except LinkError as error:
             self._lose(guest, error)
@@ -156,10 +156,10 @@ class ShardLoop:
             if box is not None and box.words[ASKED] != box.seen:
                 served = True
                 kind, a, b, count, weight = box.take()
-                request = Request(guest, kind, box.seen, a, b, weight, None, count)
+                request = ShardRequest(guest, kind, box.seen, a, b, weight, None, count)
                 try:
                     with self._lock:
-                        if kind == Kind.PUSH_PULL and count == box.elements and not self._readers.busy:
+                        if kind == ShardMessage.PUSH_PULL and count == box.elements and not self._readers.busy:
                             self._turn(request, box)
                         else:
                             self._try(request)
@@ -168,7 +168,7 @@ class ShardLoop:
         self._ring()
         return served
 
-    def _turn(self, request: Request, box: Box) -> None:
+    def _turn(self, request: ShardRequest, box: RequestMailbox) -> None:
         """As `_push_pull`, of a whole slice in a box while nobody holds the shard: the commonest turn, in few calls."""
         shard, rank = self.shard, request.guest.rank
         try:
@@ -183,7 +183,7 @@ class ShardLoop:
             box.answer(request.tag, shard.pulled(rank), shard.version, shard.durable[rank])
             self._answered.append(box)
         else:
-            request.kind, request.a, request.b = Kind.PULL, 0, box.elements
+            request.kind, request.a, request.b = ShardMessage.PULL, 0, box.elements
             self._pull(request)
         passing("shard: acknowledged, not saved")
 
@@ -193,13 +193,13 @@ class ShardLoop:
         for box in answered:
             box.wake()
 
-    def _lose(self, guest: Guest, error: LinkError) -> None:
+    def _lose(self, guest: ShardPeer, error: LinkError) -> None:
         """A link that fails is dropped, whoever was being served; the others are served on."""
         # as text: a log that keeps its records would keep the error, its frames, and this shard with them
         log.info("shard %d: lost %s: %s", self.shard.index, guest.link.peer, str(error))
         self._forget(guest)
 
-    def _forget(self, guest: Guest) -> None:
+    def _forget(self, guest: ShardPeer) -> None:
         if self._guests.pop(guest.descriptor, None) is None:
             return
         self._poll.unregister(guest.descriptor)
@@ -212,7 +212,7 @@ class ShardLoop:
             guest.box = None
         guest.link.close()
 
-    def _fence_off(self, guest: Guest) -> None:
+    def _fence_off(self, guest: ShardPeer) -> None:
         """What this guest still says has no effect; what it said and still counts is no longer in its hands."""
         if guest.rank < 0:
             return
@@ -224,13 +224,13 @@ class ShardLoop:
             for request in waiting:
                 self._refuse_or_lose(request, fenced(guest))
 
-    def _refuse_or_lose(self, request: Request, error: Exception) -> None:
+    def _refuse_or_lose(self, request: ShardRequest, error: Exception) -> None:
         try:
             self._refuse(request, error)
         except LinkError as lost:
             self._lose(request.guest, lost)
 
-    def _flush(self, guest: Guest) -> None:
+    def _flush(self, guest: ShardPeer) -> None:
         if guest.descriptor not in self._guests:
             return
         full = not guest.link.flush()
@@ -240,13 +240,13 @@ class ShardLoop:
 
     # ---- what is asked
 
-    def _handle(self, request: Request) -> None:
+    def _handle(self, request: ShardRequest) -> None:
         with self._lock:
             self._try(request)
         if self._parked:
             self._wake()
 
-    def _try(self, request: Request) -> None:
+    def _try(self, request: ShardRequest) -> None:
         try:
             answer = self._answers.get(request.kind)
             if answer is None:
@@ -255,7 +255,7 @@ class ShardLoop:
         except Exception as error:
             self._fail(request, error)
 
-    def _fail(self, request: Request, error: Exception) -> None:
+    def _fail(self, request: ShardRequest, error: Exception) -> None:
         """Tell whoever asked what went wrong; a fault of ours too, and the loop goes on."""
         if not isinstance(error, (ValueError, RaypsError)):
             name = f"shard-{self.shard.index}"
@@ -263,7 +263,7 @@ class ShardLoop:
             error = RaypsError(f"{name} failed: {type(error).__name__}: {error}")
         self._refuse(request, error)
 
-    def _join(self, request: Request) -> None:
+    def _join(self, request: ShardRequest) -> None:
         shard, guest, rank = self.shard, request.guest, request.a
         if rank not in shard.clock.done:
             raise ValueError(f"rank {rank} is not one of {shard.size} workers (0 to {shard.size - 1})")
@@ -274,31 +274,31 @@ class ShardLoop:
             shard.skip(rank, request.b)
         if guest.share(shard.slice, shard.lo, self._bell):
             self._boxes.append(guest)
-        self._reply(request, Kind.ACK, a=shard.clock.done[rank])
+        self._reply(request, ShardMessage.ACK, a=shard.clock.done[rank])
 
-    def _read(self, request: Request) -> None:
+    def _read(self, request: ShardRequest) -> None:
         value = None if request.payload is None else self.shard.read(request.a, request.b)
-        self._reply(request, Kind.VALUE, a=self.shard.version, payload=value)
+        self._reply(request, ShardMessage.VALUE, a=self.shard.version, payload=value)
 
-    def _push(self, request: Request) -> None:
+    def _push(self, request: ShardRequest) -> None:
         if self._take(request):
             if request.payload is None:
                 self.shard.own(request.guest.rank)  # once it is acknowledged, the worker may write its next one there
-            self._reply(request, Kind.ACK, a=self.shard.version)
+            self._reply(request, ShardMessage.ACK, a=self.shard.version)
             passing("shard: acknowledged, not saved")
 
-    def _push_pull(self, request: Request) -> None:
+    def _push_pull(self, request: ShardRequest) -> None:
         if self._take(request):
-            request.kind, request.a, request.b = Kind.PULL, 0, self.shard.params.numel()
+            request.kind, request.a, request.b = ShardMessage.PULL, 0, self.shard.params.numel()
             self._pull(request)
             passing("shard: acknowledged, not saved")
 
-    def _take(self, request: Request) -> bool:
+    def _take(self, request: ShardRequest) -> bool:
         """Apply a push; False when it must wait for a reader."""
         shard, rank, lent = self.shard, self._rank(request.guest), request.payload is None
         if not self._readers.admit(request):
             return False
-        if request.kind == Kind.PUSH_ROWS:
+        if request.kind == ShardMessage.PUSH_ROWS:
             rows = self._named(request, request.b)
             shard.push(rank, request.a, request.value(shard.params), request.weight, 0, lent, rows)
         else:
@@ -308,26 +308,26 @@ class ShardLoop:
         self._readers.look()
         return True
 
-    def _reached(self, request: Request) -> None:
-        self._reply(request, Kind.ACK, a=self.shard.clock.done.get(request.a, 0))
+    def _reached(self, request: ShardRequest) -> None:
+        self._reply(request, ShardMessage.ACK, a=self.shard.clock.done.get(request.a, 0))
 
-    def _hold(self, request: Request) -> None:
+    def _hold(self, request: ShardRequest) -> None:
         self._rank(request.guest)
         self._readers.hold(request)
 
-    def _ids(self, request: Request) -> None:
+    def _ids(self, request: ShardRequest) -> None:
         shard = self.shard
         if not 0 <= request.a < KEPT_LISTS:
             raise ValueError(f"ids come under a number below {KEPT_LISTS}, not {request.a}")
         request.guest.ids[request.a] = rows_here(shard.layout, shard.lo, shard.hi, request.b, request.numbers())
-        self._reply(request, Kind.ACK)
+        self._reply(request, ShardMessage.ACK)
 
-    def _named(self, request: Request, number: int) -> Rows:
+    def _named(self, request: ShardRequest, number: int) -> ShardRows:
         if number not in request.guest.ids:
             raise ValueError(f"{request.guest.link.peer} has named no ids {number}")
         return request.guest.ids[number]
 
-    def _pull(self, request: Request) -> None:
+    def _pull(self, request: ShardRequest) -> None:
         rank = self._rank(request.guest)
         if self.shard.may_pull(rank):
             self._reply_pull(request)
@@ -335,21 +335,23 @@ class ShardLoop:
             request.deadline = time.monotonic() + request.guest.patience
             self._parked.append(request)
 
-    def _rank(self, guest: Guest) -> int:
+    def _rank(self, guest: ShardPeer) -> int:
         if guest.rank < 0:
             raise fenced(guest)
         return guest.rank
 
-    def _reply_pull(self, request: Request) -> None:
+    def _reply_pull(self, request: ShardRequest) -> None:
         lead = self.shard.pulled(request.guest.rank)
         value = None
-        if request.kind == Kind.PULL_ROWS:
+        if request.kind == ShardMessage.PULL_ROWS:
             value = self._named(request, request.a).of(self.shard.params)
         elif request.payload is not None:
             value = self.shard.read(request.a, request.b)
-        self._reply(request, Kind.VALUE, a=self.shard.version, b=lead, payload=value)
+        self._reply(request, ShardMessage.VALUE, a=self.shard.version, b=lead, payload=value)
 
-    def _reply(self, to: Request, kind: Kind, a: int = 0, b: int = 0, payload: Tensor | None = None) -> None:
+    def _reply(
+        self, to: ShardRequest, kind: ShardMessage, a: int = 0, b: int = 0, payload: Tensor | None = None
+    ) -> None:
         guest, durable = to.guest, self.shard.durable.get(to.guest.rank, 0)
         if to.payload is None and guest.box is not None:
             guest.box.answer(to.tag, b, a, durable)
@@ -358,7 +360,7 @@ class ShardLoop:
             body = None if payload is None else flat_bytes(payload)
             guest.link.queue(Message(kind, to.tag, a, b, durable), body)
 
-    def _reply_or_lose(self, to: Request, kind: Kind, payload: Tensor | None = None) -> None:
+    def _reply_or_lose(self, to: ShardRequest, kind: ShardMessage, payload: Tensor | None = None) -> None:
         """As `_reply`, to another guest than the one whose request is being served."""
         try:
             self._reply(to, kind, a=self.shard.version, payload=payload)
@@ -366,7 +368,7 @@ class ShardLoop:
         except LinkError as error:
             self._lose(to.guest, error)
 
-    def _refuse(self, request: Request, error: Exception) -> None:
+    def _refuse(self, request: ShardRequest, error: Exception) -> None:
         guest = request.guest
         guest.link.queue(*refusal(request.tag, error))
         self._flush(guest)
@@ -376,7 +378,7 @@ class ShardLoop:
             guest.box.answer(request.tag, 0, 0, 0, BY_MESSAGE)
             self._answered.append(guest.box)
 
-    def _redo(self, request: Request) -> None:
+    def _redo(self, request: ShardRequest) -> None:
         """Serve what a guest asked for before, while another is being served."""
         try:
             self._try(request)

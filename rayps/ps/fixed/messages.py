@@ -10,7 +10,7 @@ from rayps.core import errors
 from rayps.core.errors import LinkError, RaypsError
 
 
-class Kind(enum.IntEnum):
+class ShardMessage(enum.IntEnum):
     """What a message says. Fields: a, b, weight, payload.
 
     An answer has the shard's version as a, and as weight the rank's step below which all are durable.
@@ -35,15 +35,15 @@ class Kind(enum.IntEnum):
     ERROR = 7  # payload = {"kind", "message", "data"} as JSON
 
 
-CODED = {Kind.PUSH: Kind.PUSH_CODED, Kind.PUSH_PULL: Kind.PUSH_PULL_CODED}
-PULLING = {Kind.PUSH: Kind.PUSH_PULL, Kind.PUSH_CODED: Kind.PUSH_PULL_CODED}
-PUSHES = frozenset(CODED) | frozenset(CODED.values()) | {Kind.PUSH_ROWS}
+CODED = {ShardMessage.PUSH: ShardMessage.PUSH_CODED, ShardMessage.PUSH_PULL: ShardMessage.PUSH_PULL_CODED}
+PULLING = {ShardMessage.PUSH: ShardMessage.PUSH_PULL, ShardMessage.PUSH_CODED: ShardMessage.PUSH_PULL_CODED}
+PUSHES = frozenset(CODED) | frozenset(CODED.values()) | {ShardMessage.PUSH_ROWS}
 
 
 def refusal(tag: int, error: Exception) -> tuple[Message, bytes]:
     """An error as the answer to a request."""
     body = {"kind": type(error).__name__, "message": str(error), "data": getattr(error, "data", {})}
-    return Message(Kind.ERROR, tag=tag), json.dumps(body).encode()
+    return Message(ShardMessage.ERROR, tag=tag), json.dumps(body).encode()
 
 
 def error_of(reply: Message) -> RaypsError:

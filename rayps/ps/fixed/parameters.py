@@ -11,14 +11,14 @@ from rayps.core.errors import ConfigError
 from rayps.tensors.flat import Gradient, Layout
 
 if TYPE_CHECKING:
-    from rayps.ps.client.client import ElasticServer
+    from rayps.ps.client.client import GroupServer
     from rayps.ps.fixed.client import Server
 
 
 class SharedParameters:
     """One worker's view: pull and push, as a tensor or a state dict as it was given, whole, by range or by row."""
 
-    def __init__(self, server: Server | ElasticServer, layout: Layout, as_dict: bool) -> None:
+    def __init__(self, server: Server | GroupServer, layout: Layout, as_dict: bool) -> None:
         self._server, self._layout, self._as_dict = server, layout, as_dict
         self._as_vector = not as_dict and len(layout.entries[0].shape) == 1
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import threading
 from collections import deque
 
-from rayps.ps.fixed.transport import Ask
+from rayps.ps.fixed.transport import ShardCall
 
 
-class Kept:
+class FixedReplayBuffer:
     """The pushes of one worker that are not durable yet, by shard, oldest first; at most `limit` bytes of payload."""
 
     def __init__(self, shards: int, limit: int) -> None:
@@ -21,9 +21,9 @@ class Kept:
         self.bytes = 0
         self.dropped = 0  # pushes to one shard that were forgotten before they were durable there
         self._lock = threading.Lock()  # what is kept is said again from another thread than it is pushed from
-        self._by_shard: list[deque[tuple[int, list[Ask], int]]] = [deque() for _ in range(shards)]
+        self._by_shard: list[deque[tuple[int, list[ShardCall], int]]] = [deque() for _ in range(shards)]
 
-    def keep(self, shard: int, step: int, asks: list[Ask], size: int) -> None:
+    def keep(self, shard: int, step: int, asks: list[ShardCall], size: int) -> None:
         """Keep what was said to a shard for a step, `size` bytes of it the keeper's own; the payloads must not change.
 
         Drops the oldest pushes to make room. One that is larger than the limit is not kept, and neither is what came
@@ -51,7 +51,7 @@ class Kept:
             held = self._by_shard[shard]
             return held[0][0] if held else step
 
-    def since(self, shard: int, mark: int) -> list[tuple[int, list[Ask]]]:
+    def since(self, shard: int, mark: int) -> list[tuple[int, list[ShardCall]]]:
         """What is to be said again to a shard that has everything below `mark`, in order."""
         with self._lock:
             return [(step, asks) for step, asks, _ in self._by_shard[shard] if step >= mark]

@@ -9,7 +9,7 @@ KEPT = 2  # the newest one and the one before
 P = TypeVar("P")
 
 
-class Parts(dict[int, P]):
+class RetainedParts(dict[int, P]):
     """A member's shares of checkpoints by round: the newest two, and that of the round which the driver waits for."""
 
     wanted = 0  # the driver's choice, see `rayps.runtime.snapshots`

@@ -26,7 +26,7 @@ KEPT_LISTS = 4  # of each worker on each shard, e.g. those of the batch under wa
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class TableInVector:
     """Where a table stands in the vector: its number in the layout, its first element, and its shape in rows."""
 
     name: str
@@ -52,7 +52,7 @@ class Table:
         return (start - self.lo) // self.width, (stop - self.lo) // self.width
 
 
-def table_of(layout: Layout, name: str | None = None) -> Table:
+def table_of(layout: Layout, name: str | None = None) -> TableInVector:
     """The table of that name; without a name, the only one there is.
 
     Raises:
@@ -66,7 +66,7 @@ def table_of(layout: Layout, name: str | None = None) -> Table:
         known = ", ".join(map(repr, tables)) or "none: a table is a parameter of two or more dimensions"
         raise ConfigError(f"{asked}; the tables are {known}", field="table")
     entry = layout.entries[tables[name]]
-    return Table(name, tables[name], entry.lo, entry.shape[0], (entry.hi - entry.lo) // entry.shape[0])
+    return TableInVector(name, tables[name], entry.lo, entry.shape[0], (entry.hi - entry.lo) // entry.shape[0])
 
 
 def cuts(layout: Layout, shards: int) -> list[tuple[int, int]]:
@@ -89,7 +89,7 @@ def _row_begin(layout: Layout, bound: int, widest: int) -> int:
 class Ids:
     """Ids as a user gave them, and as they travel: sorted and unique (`unique`, int64)."""
 
-    def __init__(self, given: Tensor, table: Table) -> None:
+    def __init__(self, given: Tensor, table: TableInVector) -> None:
         """Raises ConfigError: the ids are not whole numbers in one dimension, or there is no such row."""
         if given.dim() != 1 or given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
             raise ConfigError(f"ids are {given.dtype} of shape {tuple(given.shape)}: give whole numbers, shape [n]")
@@ -117,7 +117,7 @@ class Ids:
         """Whether they were given as they travel."""
         return self._order is None
 
-    def same(self, given: Tensor, table: Table) -> bool:
+    def same(self, given: Tensor, table: TableInVector) -> bool:
         """Whether these are the ids that are given again."""
         return table == self.table and given.shape == self.given.shape and torch.equal(given, self.given)
 
@@ -148,7 +148,7 @@ class Ids:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class ShardRows:
     """Some rows of a table's part on one shard: they begin at its element `start`, and `ids` count from there."""
 
     entry: int
@@ -178,12 +178,12 @@ class Rows:
         whole = (vector.numel() - self.start) // self.width
         return vector[self.start : self.start + whole * self.width].view(whole, self.width)
 
-    def within(self, wider: Rows) -> Rows:
+    def within(self, wider: ShardRows) -> ShardRows:
         """The same rows, counted among those of `wider`, which has them all."""
-        return Rows(self.entry, 0, self.width, torch.searchsorted(wider.ids, self.ids))
+        return ShardRows(self.entry, 0, self.width, torch.searchsorted(wider.ids, self.ids))
 
 
-def take_rows(rows: Rows, params: Any, place: Any, item: int) -> None:
+def take_rows(rows: ShardRows, params: Any, place: Any, item: int) -> None:
     """Rows out of a shard's bytes into a place for them, both numpy arrays of uint8; an element has `item` bytes."""
     start, width = rows.start * item, rows.width * item
     row = np.dtype((np.void, width))
@@ -217,7 +217,7 @@ def _taken(rows: Tensor, places: Tensor) -> Tensor:
     return found
 
 
-Area = tuple[int, int] | Rows  # what of a shard a push touches: elements [a, b), or rows
+Area = tuple[int, int] | ShardRows  # what of a shard a push touches: elements [a, b), or rows
 
 
 def gathered(pushes: Sequence[tuple[Tensor, Area]], size: int) -> tuple[list[Tensor], Area]:
@@ -225,8 +225,8 @@ def gathered(pushes: Sequence[tuple[Tensor, Area]], size: int) -> tuple[list[Ten
 
     Pushes of ranges are of the shard's whole `size` already; those that touch nothing count as zeros.
     """
-    several = [area for _, area in pushes if isinstance(area, Rows)]
-    spans = [area for _, area in pushes if not isinstance(area, Rows) and area[0] < area[1]]
+    several = [area for _, area in pushes if isinstance(area, ShardRows)]
+    spans = [area for _, area in pushes if not isinstance(area, ShardRows) and area[0] < area[1]]
     if not several:
         hull = (min(a for a, _ in spans), max(b for _, b in spans)) if spans else (0, 0 if pushes else size)
         return [value for value, _ in pushes], hull
@@ -236,33 +236,33 @@ def gathered(pushes: Sequence[tuple[Tensor, Area]], size: int) -> tuple[list[Ten
     return [_dense(value, area, size) for value, area in pushes], (0, size)
 
 
-def _spread(value: Tensor, area: Area, wide: Rows) -> Tensor:
-    if isinstance(area, Rows) and len(area.ids) == len(wide.ids):
+def _spread(value: Tensor, area: Area, wide: ShardRows) -> Tensor:
+    if isinstance(area, ShardRows) and len(area.ids) == len(wide.ids):
         return value
     found = torch.zeros(wide.elements, dtype=value.dtype)
-    if isinstance(area, Rows):
+    if isinstance(area, ShardRows):
         area.within(wide).put(found, value)
     return found
 
 
 def _dense(value: Tensor, area: Area, size: int) -> Tensor:
-    if not isinstance(area, Rows):
+    if not isinstance(area, ShardRows):
         return value
     found = torch.zeros(size, dtype=value.dtype)
     area.put(found, value)
     return found
 
 
-def union(several: Sequence[Rows]) -> Rows:
+def union(several: Sequence[ShardRows]) -> ShardRows:
     """All rows that are among any of these, of one table."""
     first = several[0]
     ids = first.ids
     if any(not torch.equal(rows.ids, ids) for rows in several[1:]):
         ids = torch.unique(torch.cat([rows.ids for rows in several]))
-    return Rows(first.entry, first.start, first.width, ids)
+    return ShardRows(first.entry, first.start, first.width, ids)
 
 
-def rows_here(layout: Layout, lo: int, hi: int, entry: int, ids: Tensor) -> Rows:
+def rows_here(layout: Layout, lo: int, hi: int, entry: int, ids: Tensor) -> ShardRows:
     """Global ids of a table, as rows of the shard that holds the elements lo to hi.
 
     Raises:
@@ -278,7 +278,7 @@ def rows_here(layout: Layout, lo: int, hi: int, entry: int, ids: Tensor) -> Rows
         raise ValueError(
             f"ids of {table.name!r} must be sorted, unique and of the rows {first} to {last - 1}, which are held here"
         )
-    return Rows(entry, table.lo + first * table.width - lo, table.width, local)
+    return ShardRows(entry, table.lo + first * table.width - lo, table.width, local)
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +288,7 @@ class Listed:
     number: int
     ids: Ids
     cuts: list[tuple[int, int]]
-    parts: list[tuple[int, Rows]]
+    parts: list[tuple[int, ShardRows]]
     new: bool
 
 
@@ -319,7 +319,7 @@ class IdLists:
 
 
 def step_rows(
-    sliced: SlicedOptimizer, rows: Rows, grad: Tensor, scale: float = 1.0, decays: float | None = None
+    sliced: SlicedOptimizer, rows: ShardRows, grad: Tensor, scale: float = 1.0, decays: float | None = None
 ) -> None:
     """Let the shard's optimizer step these rows alone, by `scale` times the gradient [n, width] or flat.
 
@@ -330,7 +330,7 @@ def step_rows(
     Adam's `step` advance once for all.
     """
     leaf, cut = next((leaf, cut) for leaf, cut in sliced.leaves() if cut.start <= rows.start < cut.stop)
-    local = Rows(rows.entry, rows.start - cut.start, rows.width, rows.ids)
+    local = ShardRows(rows.entry, rows.start - cut.start, rows.width, rows.ids)
     optimizer, values = sliced.optimizer, leaf.detach()
     rate = sliced.plain_rate(leaf)
     if rate is not None:

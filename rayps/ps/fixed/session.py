@@ -20,15 +20,23 @@ from rayps.comm.link.shared_memory_link import SharedLink
 from rayps.core.errors import LinkError, PeerLost, PeerTimeout
 from rayps.core.failpoint import passing
 from rayps.ps.fixed.consistent_cut import furthest
-from rayps.ps.fixed.messages import PUSHES, Kind
-from rayps.ps.fixed.replay_buffer import Kept
-from rayps.ps.fixed.shared_memory import AVAILABLE, SLICE, Desk
-from rayps.ps.fixed.transport import Answer, Ask, ByMemory, ByMessage, Place, Way, together
+from rayps.ps.fixed.messages import PUSHES, ShardMessage
+from rayps.ps.fixed.replay_buffer import FixedReplayBuffer
+from rayps.ps.fixed.shared_memory import AVAILABLE, SLICE, GradientBuffer
+from rayps.ps.fixed.transport import (
+    MemoryTransport,
+    MessageTransport,
+    Place,
+    ShardAnswer,
+    ShardCall,
+    Transport,
+    together,
+)
 
 LOSSES = 4  # in a row of one shard, until its worker gives up
 
 
-class Turns:
+class ShardSession:
     """The connections of one worker to its shards. `step` is the rank's next step."""
 
     def __init__(
@@ -44,29 +52,29 @@ class Turns:
         resident: bool,
         keep: int,
     ) -> None:
-        self.desk: Desk | None = None
+        self.desk: GradientBuffer | None = None
         self.pieces: list[Tensor] = []  # the desk's gradient, by shard
         self.told: list[set[int]] = [set() for _ in links]  # by shard: the numbers of the ids that it knows
         self.seconds_waiting = 0.0
         self._rank, self._dtype, self._ranges = rank, dtype, ranges
         self._timeout, self._relink, self._resident = timeout, relink, resident
         self._tag = 0
-        self._kept = Kept(len(links), keep if relink is not None else 0)
+        self._kept = FixedReplayBuffer(len(links), keep if relink is not None else 0)
         self._rejoining = [threading.Lock() for _ in links]
         self._rejoined = 0  # times that a lost shard was found again
         self._acknowledged = max(step, 0)  # steps that all shards have acknowledged
         self._quiet = False  # whether all shards have answered
         self._fence = Fence()
-        self._ways: list[Way] = []
-        self._boxes: list[ByMemory] | None = None
+        self._ways: list[Transport] = []
+        self._boxes: list[MemoryTransport] | None = None
         steps = [self._join(i, link, step) for i, link in enumerate(links)]
-        boxes = [way for way in self._ways if isinstance(way, ByMemory)]
+        boxes = [way for way in self._ways if isinstance(way, MemoryTransport)]
         if relink is None and len(boxes) == len(links):
             self._boxes = boxes
         # a push that its former holder cut off between shards is completed by pushing that step again
         self.step = self._acknowledged = min(steps)
 
-    def exchange(self, asks: list[Ask], consistent: bool = True) -> list[Answer]:
+    def exchange(self, asks: list[ShardCall], consistent: bool = True) -> list[ShardAnswer]:
         """Ask several shards at once, then hear them all; the answers are in the order of `asks`.
 
         Raises:
@@ -87,7 +95,7 @@ class Turns:
         for way in ways:
             way.ring()
         passing("worker: pushed, not heard")
-        lines = [(way, ask.place) for ask in asks if isinstance(way := ways[ask.shard], ByMessage)]
+        lines = [(way, ask.place) for ask in asks if isinstance(way := ways[ask.shard], MessageTransport)]
         if len(lines) > 1:
             together(lines, tag)
         answers = [self._hear(tag, ask, consistent, ask.shard in lost) for ask in asks]
@@ -115,7 +123,7 @@ class Turns:
         self._quiet = False
         self._tag = tag = self._tag + 1
         for way, (a, b) in zip(boxes, self._ranges, strict=True):
-            way.put(tag, Kind.PUSH_PULL, step, 0, b - a, weight)
+            way.put(tag, ShardMessage.PUSH_PULL, step, 0, b - a, weight)
             passing("worker: between shards")
         self._fence()
         for way in boxes:
@@ -129,7 +137,7 @@ class Turns:
         self.seconds_waiting += time.monotonic() - began
         return lead
 
-    def _hear(self, tag: int, ask: Ask, consistent: bool, lost: bool) -> Answer:
+    def _hear(self, tag: int, ask: ShardCall, consistent: bool, lost: bool) -> ShardAnswer:
         try:
             if lost:
                 raise PeerLost(f"shard-{ask.shard} was lost", peer=f"shard-{ask.shard}")
@@ -143,7 +151,7 @@ class Turns:
 
     def shares(self, shard: int) -> bool:
         """Whether memory is shared with a shard."""
-        return isinstance(self._ways[shard], ByMemory)
+        return isinstance(self._ways[shard], MemoryTransport)
 
     def rest(self) -> None:
         """Return once no shard has a use for the payload of an earlier request. Raises PeerTimeout, PeerLost."""
@@ -167,7 +175,7 @@ class Turns:
 
     # ---- what is said again
 
-    def keep(self, step: int, said: list[list[Ask]]) -> None:
+    def keep(self, step: int, said: list[list[ShardCall]]) -> None:
         """Keep a push, as what is said to each shard, until it is durable there; payloads are copied."""
         if self._kept.limit:
             for shard, asks in enumerate(said):
@@ -183,9 +191,9 @@ class Turns:
         """
         with self._rejoining[shard]:
             if wanted():
-                way, tag = ByMessage(link(), self._timeout), 0
+                way, tag = MessageTransport(link(), self._timeout), 0
                 try:
-                    joining = Ask(shard, Kind.JOIN, self._rank, self._first(shard), self._timeout)
+                    joining = ShardCall(shard, ShardMessage.JOIN, self._rank, self._first(shard), self._timeout)
                     said = self._kept.since(shard, _once(way, tag, joining).version)
                     for tag, ask in enumerate((ask for _, asks in said for ask in asks), 1):
                         _once(way, tag, ask)
@@ -209,7 +217,7 @@ class Turns:
         """The earliest step that can be said again: what is kept, or is not acknowledged yet."""
         return self._kept.first(shard, self._acknowledged)
 
-    def _recover(self, ask: Ask, consistent: bool) -> Answer:
+    def _recover(self, ask: ShardCall, consistent: bool) -> ShardAnswer:
         """Find a lost shard again and repeat a request; one that had applied it knows, and does not do so again."""
         for left in reversed(range(LOSSES)):
             try:
@@ -220,7 +228,7 @@ class Turns:
                     raise
         raise AssertionError("the last loss is raised")
 
-    def _one(self, way: Way, ask: Ask, consistent: bool) -> Answer:
+    def _one(self, way: Transport, ask: ShardCall, consistent: bool) -> ShardAnswer:
         self._tag += 1
         way.ask(self._tag, ask)
         way.ring()
@@ -228,7 +236,7 @@ class Turns:
 
     # ---- several shards as of one moment
 
-    def read_together(self, asks: list[Ask]) -> list[Answer]:
+    def read_together(self, asks: list[ShardCall]) -> list[ShardAnswer]:
         """As `exchange`, while all shards hold the same pushes and apply no other; nothing may be unacknowledged.
 
         Raises:
@@ -256,7 +264,7 @@ class Turns:
 
     @contextlib.contextmanager
     def _held(self) -> Iterator[None]:
-        first, *others = [Ask(i, Kind.HOLD, 0, 0) for i in range(len(self._ways))]
+        first, *others = [ShardCall(i, ShardMessage.HOLD, 0, 0) for i in range(len(self._ways))]
         try:
             answers = self.exchange([first._replace(a=1)]) + self.exchange(others)
             reached = [torch.frombuffer(answer.payload, dtype=torch.int64).tolist() for answer in answers]
@@ -266,12 +274,12 @@ class Turns:
                 late = []
             else:
                 late = [i for i, steps in enumerate(reached) if steps != target]
-            self.exchange([Ask(i, Kind.AIM, 0, 0, piece=torch.tensor(target)) for i in late])
+            self.exchange([ShardCall(i, ShardMessage.AIM, 0, 0, piece=torch.tensor(target)) for i in late])
             yield
         finally:
             for i, way in enumerate(self._ways):
                 with contextlib.suppress(LinkError):  # a shard lets go when it loses the link
-                    way.by_message.ask(0, Ask(i, Kind.RELEASE, 0, 0))
+                    way.by_message.ask(0, ShardCall(i, ShardMessage.RELEASE, 0, 0))
 
     # ---- joining
 
@@ -280,18 +288,18 @@ class Turns:
         box: Memory | None = None
         if self._resident and AVAILABLE and isinstance(link, SharedLink):
             if self.desk is None:
-                self.desk = Desk(self._ranges[-1][1], self._dtype)
+                self.desk = GradientBuffer(self._ranges[-1][1], self._dtype)
                 self.pieces = [self.desk.gradient[a:b] for a, b in self._ranges]
             box = self.desk.offer(link)
-        way: Way = ByMessage(link, self._timeout)
+        way: Transport = MessageTransport(link, self._timeout)
         self._ways[i : i + 1] = [way]
-        joined = self._one(way, Ask(i, Kind.JOIN, self._rank, step, self._timeout), True)
+        joined = self._one(way, ShardCall(i, ShardMessage.JOIN, self._rank, step, self._timeout), True)
         if box is not None and self.desk is not None and isinstance(link, SharedLink) and SLICE in link.memories:
-            self._ways[i] = ByMemory(link, box, self.desk, self._timeout)
+            self._ways[i] = MemoryTransport(link, box, self.desk, self._timeout)
         self._kept.durable(i, joined.durable)
         return joined.version
 
 
-def _once(way: ByMessage, tag: int, ask: Ask) -> Answer:
+def _once(way: MessageTransport, tag: int, ask: ShardCall) -> ShardAnswer:
     way.ask(tag, ask)
     return way.hear(tag, ask, True)

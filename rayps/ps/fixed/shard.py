@@ -16,10 +16,10 @@ from torch import Tensor
 from rayps.core.clock import Clock
 from rayps.core.failpoint import passing
 from rayps.core.ledger import Ledger
-from rayps.ps.fixed.retained_parts import Parts
-from rayps.ps.fixed.rows import Area, Rows, gathered, step_rows
+from rayps.ps.fixed.retained_parts import RetainedParts
+from rayps.ps.fixed.rows import Area, ShardRows, gathered, step_rows
 from rayps.ps.fixed.shard_optimizer import chosen, fitting
-from rayps.ps.fixed.shared_memory import STEPS, Slice
+from rayps.ps.fixed.shared_memory import STEPS, SharedSlice
 from rayps.strategies.base import weighted_mean
 from rayps.strategies.catalogue import Strategy
 from rayps.tensors.flat import Layout
@@ -101,7 +101,7 @@ class Shard:
         `ticks`: the epochs of the phase, for a schedule that counts them.
         """
         self.index, self.layout, self.lo, self.hi = index, layout, lo, hi
-        self.slice = Slice(params, private=private)
+        self.slice = SharedSlice(params, private=private)
         self.params = self.slice.params
         self.ledger = start.copy() if isinstance(start, Ledger) else Ledger(start)
         self.durable = dict(self.ledger.marks)  # by rank: these steps are in a snapshot that is kept elsewhere
@@ -115,7 +115,7 @@ class Shard:
         self.staleness: Counter[int] = Counter()
         self.ages: Counter[int] = Counter()
         self._pulled_at: dict[int, int] = {}  # by rank: the version of its last pull
-        self.parts: Parts[ShardPart] = Parts()
+        self.parts: RetainedParts[ShardPart] = RetainedParts()
         self._boundary = boundary
         factory = chosen(factory, strategy.adagrad)
         self._optimizer = SlicedOptimizer(factory, layout, self.params, lo, hi)
@@ -141,7 +141,7 @@ class Shard:
         try:
             if touched is self._whole:
                 self._optimizer.step(grad, scale, decays)
-            elif isinstance(touched, Rows):
+            elif isinstance(touched, ShardRows):
                 step_rows(self._optimizer, touched, grad, scale, decays)
             elif touched[1] - touched[0] == self._count:
                 self._optimizer.step(grad, scale, decays)
@@ -198,7 +198,7 @@ class Shard:
         weight: float,
         offset: int = 0,
         lent: bool = False,
-        rows: Rows | None = None,
+        rows: ShardRows | None = None,
     ) -> bool:
         """File what `rank` pushed for `step`; False, and no effect, when that push was here before.
 
@@ -233,7 +233,7 @@ class Shard:
             self._finish()
         return True
 
-    def _area(self, count: int, offset: int, rows: Rows | None) -> Area:
+    def _area(self, count: int, offset: int, rows: ShardRows | None) -> Area:
         if rows is not None and count != rows.elements:
             raise ValueError(f"a push of {count} elements does not fit into rows of {rows.elements}")
         if offset < 0 or count + offset > self._count:
@@ -319,7 +319,7 @@ class Shard:
 
 
 def _elements(area: Area) -> int:
-    return area.elements if isinstance(area, Rows) else area[1] - area[0]
+    return area.elements if isinstance(area, ShardRows) else area[1] - area[0]
 
 
 def _padded(value: Tensor, offset: int, size: int) -> Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from rayps.cluster.actor_host import Place, enter
+from rayps.cluster.actor_host import ActorHost, enter
 from rayps.cluster.local import host_address
 from rayps.comm.link import Listener
 from rayps.parallel.division.optimizer import of_some
@@ -49,9 +49,9 @@ class ShardActor:
         self._listener = Listener(f"shard-{index}", secret, host=host_address())
         self._loop: ShardLoop | None = None
 
-    def place(self) -> Place:
+    def place(self) -> ActorHost:
         """Where this shard runs and how workers reach it."""
-        return Place(socket.gethostname(), os.getpid(), self._listener.address)
+        return ActorHost(socket.gethostname(), os.getpid(), self._listener.address)
 
     def begin(self, plan: ShardPlan, snapshot: Snapshot) -> None:
         """Serve this plan's slice of the snapshot from now on."""

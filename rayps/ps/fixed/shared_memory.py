@@ -45,7 +45,7 @@ def flat_bytes(tensor: Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy()
 
 
-class Slice:
+class SharedSlice:
     """A shard's parameters, in memory that workers of this host can read where there is such memory.
 
     With `private` they stay in the memory in which they are given, and nobody else reads it.
@@ -76,7 +76,7 @@ def tensor_in(memory: Memory, dtype: torch.dtype, count: int, at: int = 0) -> Te
     return torch.frombuffer(memory.view, dtype=dtype, count=count, offset=at)
 
 
-class Desk:
+class GradientBuffer:
     """A worker's own: the gradient that shards of this host read where it lies, and the bell that they ring."""
 
     def __init__(self, size: int, dtype: torch.dtype) -> None:
@@ -118,7 +118,7 @@ class Desk:
         self.bell = -1
 
 
-class Box:
+class RequestMailbox:
     """The shard's side of a box: takes requests out and puts answers in."""
 
     def __init__(self, link: SharedLink, like: Tensor, lo: int) -> None:

@@ -17,8 +17,8 @@ from rayps.comm.link.memory import Fence, Memory
 from rayps.comm.link.shared_memory_link import SharedLink
 from rayps.comm.link.socket_link import EMPTY
 from rayps.core.errors import LinkError, PeerLost, PeerTimeout
-from rayps.ps.fixed.messages import CODED, Kind, error_of
-from rayps.ps.fixed.rows import Rows, take_rows
+from rayps.ps.fixed.messages import CODED, ShardMessage, error_of
+from rayps.ps.fixed.rows import ShardRows, take_rows
 from rayps.ps.fixed.shared_memory import (
     ANSWERED,
     ASKED,
@@ -35,7 +35,7 @@ from rayps.ps.fixed.shared_memory import (
     STEPS,
     VERSION,
     WAITS,
-    Desk,
+    GradientBuffer,
     flat_bytes,
 )
 
@@ -46,10 +46,17 @@ Place = Any  # np.ndarray of uint8: where the bytes of a pull go
 
 
 # what is said by message also to a shard of this host: rare, or with a payload that lies nowhere else
-ALWAYS_BY_MESSAGE = frozenset(CODED.values()) | {Kind.JOIN, Kind.IDS, Kind.HOLD, Kind.AIM, Kind.RELEASE, Kind.REACHED}
+ALWAYS_BY_MESSAGE = frozenset(CODED.values()) | {
+    ShardMessage.JOIN,
+    ShardMessage.IDS,
+    ShardMessage.HOLD,
+    ShardMessage.AIM,
+    ShardMessage.RELEASE,
+    ShardMessage.REACHED,
+}
 
 
-class Ask(NamedTuple):
+class ShardCall(NamedTuple):
     """One request to one shard. `elements` are those of the payload, `piece` is the payload, `place` the answer's.
 
     A pull of rows has them as `rows`, for a shard whose memory is read.
@@ -63,10 +70,10 @@ class Ask(NamedTuple):
     elements: int = 0
     piece: Tensor | None = None
     place: Place | None = None
-    rows: Rows | None = None
+    rows: ShardRows | None = None
 
 
-class Answer(NamedTuple):
+class ShardAnswer(NamedTuple):
     """What a shard said: by how many rounds this worker leads, the version (after a JOIN: this rank's next step), below
     which of this rank's steps all are durable, and where there was no place for it, the payload."""
 
@@ -76,20 +83,20 @@ class Answer(NamedTuple):
     payload: memoryview | bytearray = EMPTY
 
 
-class Way(Protocol):
+class Transport(Protocol):
     """From a worker to one shard. `hear` must follow `ask` with the same tag, unless the way is given up."""
 
     @property
-    def by_message(self) -> ByMessage:
+    def by_message(self) -> MessageTransport:
         """The same shard by message, also where memory is shared with it."""
 
-    def ask(self, tag: int, ask: Ask) -> None:
+    def ask(self, tag: int, ask: ShardCall) -> None:
         """Say a request. Raises LinkError."""
 
     def ring(self) -> None:
         """See to it that the request is heard, once all shards were asked: who is woken may take this processor."""
 
-    def hear(self, tag: int, ask: Ask, consistent: bool) -> Answer:
+    def hear(self, tag: int, ask: ShardCall, consistent: bool) -> ShardAnswer:
         """The answer; its payload lands in the request's place. Raises PeerTimeout, PeerLost, what the shard raised."""
 
     def rest(self) -> None:
@@ -102,7 +109,7 @@ class Way(Protocol):
         """Close the link, give up what is shared. Safe to call twice."""
 
 
-class ByMessage:
+class MessageTransport:
     """By link: payloads travel as messages, between hosts as on one."""
 
     def __init__(self, link: Link, timeout: float) -> None:
@@ -110,11 +117,11 @@ class ByMessage:
         self._heard: Message | LinkError | None = None  # the answer, while nobody has asked for it
 
     @property
-    def by_message(self) -> ByMessage:
+    def by_message(self) -> MessageTransport:
         """Itself."""
         return self
 
-    def ask(self, tag: int, ask: Ask) -> None:
+    def ask(self, tag: int, ask: ShardCall) -> None:
         """Say a request; what the line does not take at once leaves while answers are awaited. Raises LinkError."""
         self._heard = None
         payload = None if ask.piece is None else flat_bytes(ask.piece)
@@ -123,10 +130,10 @@ class ByMessage:
     def ring(self) -> None:
         """Nothing to do: the link has sent it."""
 
-    def hear(self, tag: int, ask: Ask, consistent: bool) -> Answer:
+    def hear(self, tag: int, ask: ShardCall, consistent: bool) -> ShardAnswer:
         """The answer; always one version of this shard."""
         reply = self._reply(tag, ask.place)
-        return Answer(reply.b, reply.a, int(reply.weight), reply.payload)
+        return ShardAnswer(reply.b, reply.a, int(reply.weight), reply.payload)
 
     def _reply(self, tag: int, into: Place | None = None) -> Message:
         """The message that answers `tag`; answers to what was given up are passed over."""
@@ -136,7 +143,7 @@ class ByMessage:
         if isinstance(heard, LinkError):
             raise heard
         assert heard is not None
-        if heard.kind == Kind.ERROR:
+        if heard.kind == ShardMessage.ERROR:
             raise error_of(heard)
         return heard
 
@@ -153,7 +160,7 @@ class ByMessage:
                 with contextlib.suppress(PeerLost):  # found again when what it sent has been read
                     link.flush()
             while self._heard is None and (head := link.peek()) is not None:
-                refused, mine = head.kind == Kind.ERROR, head.tag == tag
+                refused, mine = head.kind == ShardMessage.ERROR, head.tag == tag
                 message = link.try_recv(into if mine and not refused else None)
                 if message is None:
                     return False
@@ -174,7 +181,7 @@ class ByMessage:
         self.link.close()
 
 
-def together(lines: list[tuple[ByMessage, Place | None]], tag: int) -> None:
+def together(lines: list[tuple[MessageTransport, Place | None]], tag: int) -> None:
     """Let requests leave and answers arrive on several lines at once, each as fast as it can; `hear` then finds them.
 
     One line after the other, all but one would stand idle. What fails, or stays silent too long, is left to `hear`.
@@ -192,12 +199,12 @@ def together(lines: list[tuple[ByMessage, Place | None]], tag: int) -> None:
             return
 
 
-class ByMemory:
+class MemoryTransport:
     """By memory: requests in a box, payloads where they lie."""
 
-    def __init__(self, link: SharedLink, box: Memory, desk: Desk, timeout: float) -> None:
+    def __init__(self, link: SharedLink, box: Memory, desk: GradientBuffer, timeout: float) -> None:
         self.link, self._timeout = link, timeout
-        self._messages = ByMessage(link, timeout)
+        self._messages = MessageTransport(link, timeout)
         self._view, self._words = box.view, box.view.cast("q")
         held = link.memories.pop(SLICE)
         self._slice = held.view[:PAGE].cast("q")
@@ -211,17 +218,19 @@ class ByMemory:
         self._poll.register(link.fileno(), select.POLLIN)
 
     @property
-    def by_message(self) -> ByMessage:
+    def by_message(self) -> MessageTransport:
         """The same shard by message: what is in the box and in the desk stays as it is."""
         return self._messages
 
-    def ask(self, tag: int, ask: Ask) -> None:
+    def ask(self, tag: int, ask: ShardCall) -> None:
         """Say a request. Raises LinkError."""
         self.rest()
         if ask.kind in ALWAYS_BY_MESSAGE:
             self._messages.ask(tag, ask)
             return
-        kind, a = (ask.kind, ask.a) if ask.rows is None else (Kind.PULL, 0)  # rows are found in the shard's memory
+        kind, a = (
+            (ask.kind, ask.a) if ask.rows is None else (ShardMessage.PULL, 0)
+        )  # rows are found in the shard's memory
         self.put(tag, kind, a, ask.b, ask.elements, ask.weight)
         self._fence()
 
@@ -236,7 +245,7 @@ class ByMemory:
         if words[ANSWERED] != tag:
             self._wait(tag)
         if consistent or words[SAYS] == BY_MESSAGE:
-            return self.hear(tag, Ask(0, Kind.PUSH_PULL, 0, 0, place=place), consistent).lead
+            return self.hear(tag, ShardCall(0, ShardMessage.PUSH_PULL, 0, 0, place=place), consistent).lead
         np.copyto(place, self._params)
         return words[LEAD]
 
@@ -245,7 +254,7 @@ class ByMemory:
         if self._slice[ASLEEP]:
             os.eventfd_write(self._their_bell, 1)
 
-    def hear(self, tag: int, ask: Ask, consistent: bool) -> Answer:
+    def hear(self, tag: int, ask: ShardCall, consistent: bool) -> ShardAnswer:
         """The answer; with `consistent` its payload is of one version of the shard, else it may be a mixture."""
         if ask.kind in ALWAYS_BY_MESSAGE:
             return self._messages.hear(tag, ask, consistent)
@@ -256,26 +265,26 @@ class ByMemory:
             self._messages.hear(tag, ask._replace(place=None), consistent)  # raises what it says
         if ask.place is not None:
             self._fill(tag, ask, ask.place, consistent)
-        return Answer(words[LEAD], words[VERSION], words[DURABLE])
+        return ShardAnswer(words[LEAD], words[VERSION], words[DURABLE])
 
-    def _fill(self, tag: int, ask: Ask, place: Place, consistent: bool) -> None:
+    def _fill(self, tag: int, ask: ShardCall, place: Place, consistent: bool) -> None:
         """Put what was asked for out of the shard's memory into its place."""
         if not consistent:
             self._copy_out(ask, self._params, place)
         elif not self._copy(ask, place):
             whole = np.empty_like(self._params)
-            fallback = Ask(ask.shard, Kind.READ, 0, len(whole) // self._item, place=whole)
+            fallback = ShardCall(ask.shard, ShardMessage.READ, 0, len(whole) // self._item, place=whole)
             self._messages.ask(tag, fallback)
             self._messages.hear(tag, fallback, True)
             self._copy_out(ask, whole, place)
 
-    def _copy_out(self, ask: Ask, params: Place, place: Place) -> None:
+    def _copy_out(self, ask: ShardCall, params: Place, place: Place) -> None:
         if ask.rows is not None:
             take_rows(ask.rows, params, place, self._item)
         else:
             np.copyto(place, params if len(place) == len(params) else params[ask.a * self._item : ask.b * self._item])
 
-    def _copy(self, ask: Ask, place: Place) -> bool:
+    def _copy(self, ask: ShardCall, place: Place) -> bool:
         """Copy while the shard does not step; False when it always did."""
         steps = self._slice
         for _ in range(TRIES):

@@ -15,7 +15,7 @@ from rayps.ps.protocol.messages import Event, Role
 SeatId = tuple[int, int]  # number of the space, index of the segment
 
 
-class State(StrEnum):
+class ServerState(StrEnum):
     """How a server is."""
 
     ALIVE = "alive"
@@ -26,16 +26,16 @@ class State(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class ServerFacts:
     """A server, as a decision needs it."""
 
     name: str
     host: str = ""  # the machine
-    state: State = State.ALIVE
+    state: ServerState = ServerState.ALIVE
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class SegmentAssignment:
     """One segment. The `synced` of its copies have every acknowledged push, the others are in the making."""
 
     space: int
@@ -74,7 +74,7 @@ class Seat:
         return Role.COPY if server in self.copies else Role.NONE
 
 
-def placed(seat: Seat, server: str, *, lost: bool = False) -> Seat:
+def placed(seat: SegmentAssignment, server: str, *, lost: bool = False) -> SegmentAssignment:
     """Empty, on `server`, in a new generation."""
     return dataclasses.replace(
         seat,
@@ -90,7 +90,7 @@ def placed(seat: Seat, server: str, *, lost: bool = False) -> Seat:
     )
 
 
-def promoted(seat: Seat, server: str, copies: tuple[str, ...]) -> Seat:
+def promoted(seat: SegmentAssignment, server: str, copies: tuple[str, ...]) -> SegmentAssignment:
     """A new generation under `server`. `copies` stay in sync: it answers nothing before they have what it has."""
     return dataclasses.replace(
         seat,
@@ -104,24 +104,24 @@ def promoted(seat: Seat, server: str, copies: tuple[str, ...]) -> Seat:
     )
 
 
-def with_copy(seat: Seat, server: str) -> Seat:
+def with_copy(seat: SegmentAssignment, server: str) -> SegmentAssignment:
     """One more copy, in the making."""
     return dataclasses.replace(seat, copies=(*seat.copies, server))
 
 
-def without_copy(seat: Seat, server: str) -> Seat:
+def without_copy(seat: SegmentAssignment, server: str) -> SegmentAssignment:
     """One copy less."""
     return dataclasses.replace(
         seat, copies=tuple(copy for copy in seat.copies if copy != server), synced=seat.synced - {server}
     )
 
 
-def handing(seat: Seat, heir: str) -> Seat:
+def handing(seat: SegmentAssignment, heir: str) -> SegmentAssignment:
     """The primary refuses requests from now on, and says when `heir` has everything."""
     return dataclasses.replace(seat, heir=heir, handed=False)
 
 
-def hear(seat: Seat, reporter: str, event: str, generation: int, name: str) -> Seat:
+def hear(seat: SegmentAssignment, reporter: str, event: str, generation: int, name: str) -> SegmentAssignment:
     """The seat after a server's report; the same one where the report is not about it as it is now."""
     if generation != seat.generation:
         return seat

@@ -13,7 +13,7 @@ from rayps.comm.link import Link, Listener, Message
 from rayps.core.errors import LinkError
 
 
-class Caller:
+class ManagerConnection:
     """One connection."""
 
     def __init__(self, link: Link) -> None:
@@ -31,12 +31,12 @@ class Caller:
                 self.lost = True
 
 
-class Wires:
+class ManagerConnections:
     """All connections, and a bell for the thread that waits on them."""
 
     def __init__(self, listener: Listener) -> None:
         self._listener = listener
-        self._callers: dict[int, Caller] = {}  # by descriptor
+        self._callers: dict[int, ManagerConnection] = {}  # by descriptor
         self._theirs, self._bell = socket.socketpair()
         self._theirs.setblocking(False)
         self._bell.setblocking(False)
@@ -45,7 +45,7 @@ class Wires:
             self._poll.register(descriptor, select.POLLIN)
 
     @property
-    def callers(self) -> list[Caller]:
+    def callers(self) -> list[ManagerConnection]:
         """Everyone who is connected."""
         return list(self._callers.values())
 
@@ -64,14 +64,14 @@ class Wires:
         """The descriptors where something happened; without the lock."""
         return [descriptor for descriptor, _ in self._poll.poll(int(seconds * 1000))]
 
-    def take(self, ready: list[int]) -> list[tuple[Caller, list[Message] | None]]:
+    def take(self, ready: list[int]) -> list[tuple[ManagerConnection, list[Message] | None]]:
         """Under the lock: what was said, and None by whom is gone."""
-        found: list[tuple[Caller, list[Message] | None]] = []
+        found: list[tuple[ManagerConnection, list[Message] | None]] = []
         with contextlib.suppress(BlockingIOError):
             self._theirs.recv(4096)
         news = set(ready) & self._callers.keys()
         while (link := self._listener.accept_ready()) is not None:
-            self._callers[link.fileno()] = Caller(link)
+            self._callers[link.fileno()] = ManagerConnection(link)
             news.add(link.fileno())  # its first words may have come along with the handshake
         for descriptor, caller in list(self._callers.items()):
             if descriptor not in news and not caller.lost:
@@ -88,7 +88,7 @@ class Wires:
                 found.append((caller, None))
         return found
 
-    def drop(self, caller: Caller) -> None:
+    def drop(self, caller: ManagerConnection) -> None:
         """Hang up."""
         for descriptor, other in list(self._callers.items()):
             if other is caller:

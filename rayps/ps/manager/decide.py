@@ -17,17 +17,27 @@ from functools import lru_cache
 from itertools import groupby
 
 from rayps.core.partition import spots
-from rayps.ps.manager.assignment import Seat, SeatId, Server, State, handing, placed, promoted, with_copy, without_copy
+from rayps.ps.manager.assignment import (
+    SeatId,
+    SegmentAssignment,
+    ServerFacts,
+    ServerState,
+    handing,
+    placed,
+    promoted,
+    with_copy,
+    without_copy,
+)
 
 BOUND = 1.25  # no server is given more than this times the mean of a space's segments
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class GroupFacts:
     """What the manager knows."""
 
-    servers: tuple[Server, ...]
-    seats: tuple[Seat, ...]  # those of a space one after the other
+    servers: tuple[ServerFacts, ...]
+    seats: tuple[SegmentAssignment, ...]  # those of a space one after the other
     wanted: int  # servers
     replicas: int  # copies of each segment, where there are servers for them
     starting: int = 0  # servers that are on their way
@@ -39,7 +49,7 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PlaceSegment:
     """An empty segment begins on `server`; `lost`: it had a life before, and nobody has it."""
 
     seat: SeatId
@@ -58,7 +68,7 @@ class Promote:
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class StartCopy:
     """The primary begins a copy on `server`."""
 
     seat: SeatId
@@ -102,18 +112,18 @@ class RetireServer:
     server: str
 
 
-OfSeat = Place | Promote | Copy | HandOver | DropCopy
+OfSeat = PlaceSegment | Promote | StartCopy | HandOver | DropCopy
 Decision = OfSeat | StartServers | LeaveServer | RetireServer
 
 
-def apply(seat: Seat, decision: OfSeat) -> Seat:
+def apply(seat: SegmentAssignment, decision: OfSeat) -> SegmentAssignment:
     """The seat after a decision about it."""
     match decision:
-        case Place(_, server, lost):
+        case PlaceSegment(_, server, lost):
             return placed(seat, server, lost=lost)
         case Promote(_, server, copies, _):
             return promoted(seat, server, copies)
-        case Copy(_, server):
+        case StartCopy(_, server):
             return with_copy(seat, server)
         case DropCopy(_, server):
             return without_copy(seat, server)
@@ -121,14 +131,14 @@ def apply(seat: Seat, decision: OfSeat) -> Seat:
             return handing(seat, server)
 
 
-def decide(facts: Facts) -> list[Decision]:
+def decide(facts: GroupFacts) -> list[Decision]:
     """What to do now; at most one thing for each segment. Nothing: wait for reports, or all is settled."""
     return [*_of_servers(facts), *_Seats(facts).decide()]
 
 
-def settled(facts: Facts) -> bool:
+def settled(facts: GroupFacts) -> bool:
     """Whether each segment is where it belongs with its copies, and as many servers are there as are wanted."""
-    staying = sum(server.state == State.ALIVE for server in facts.servers)
+    staying = sum(server.state == ServerState.ALIVE for server in facts.servers)
     return (
         not decide(dataclasses.replace(facts, apart=frozenset(), gathering=False))
         and staying == len(facts.servers) == facts.wanted
@@ -136,10 +146,10 @@ def settled(facts: Facts) -> bool:
     )
 
 
-def targets(facts: Facts) -> dict[SeatId, tuple[str, ...]]:
+def targets(facts: GroupFacts) -> dict[SeatId, tuple[str, ...]]:
     """For each segment the servers that are to have it, the primary first; none where no server stays."""
     # those that are away are expected back: nothing moves because a manager began again
-    staying = tuple((s.name, s.host) for s in facts.servers if s.state in (State.ALIVE, State.AWAY))
+    staying = tuple((s.name, s.host) for s in facts.servers if s.state in (ServerState.ALIVE, ServerState.AWAY))
     found: dict[SeatId, tuple[str, ...]] = {}
     if not staying:
         return found
@@ -161,27 +171,29 @@ def _spots(keys: tuple[str, ...], servers: tuple[tuple[str, str], ...], replicas
     return [tuple(names[i] for i in found) for found in spots(keys, names, replicas, hosts=hosts, bound=BOUND)]
 
 
-def _of_servers(facts: Facts) -> list[Decision]:
+def _of_servers(facts: GroupFacts) -> list[Decision]:
     used = {name for seat in facts.seats for name in (*seat.holders, seat.heir)}
     found: list[Decision] = []
-    here = [server for server in facts.servers if server.state in (State.ALIVE, State.SILENT, State.AWAY)]
+    here = [
+        server for server in facts.servers if server.state in (ServerState.ALIVE, ServerState.SILENT, ServerState.AWAY)
+    ]
     missing = facts.wanted - len(here) - facts.starting
     if missing > 0:
         found.append(StartServers(missing))
-    alive = [server for server in here if server.state == State.ALIVE]
+    alive = [server for server in here if server.state == ServerState.ALIVE]
     if len(alive) > facts.wanted:  # those that are silent do not count here: nobody leaves because of them
         found += [LeaveServer(server.name) for server in alive[facts.wanted :]]  # the youngest
     return found + [
         RetireServer(server.name)
         for server in facts.servers
-        if server.state in (State.LEAVING, State.DEAD) and server.name not in used
+        if server.state in (ServerState.LEAVING, ServerState.DEAD) and server.name not in used
     ]
 
 
 class _Seats:
     """One look at all segments."""
 
-    def __init__(self, facts: Facts) -> None:
+    def __init__(self, facts: GroupFacts) -> None:
         self._facts = facts
         self._states = {server.name: server.state for server in facts.servers}
         self._targets = targets(facts)
@@ -196,7 +208,7 @@ class _Seats:
 
     def decide(self) -> list[Decision]:
         found: list[Decision] = []
-        later: list[tuple[bool, Seat]] = []
+        later: list[tuple[bool, SegmentAssignment]] = []
         for seat in self._facts.seats:
             decision = self._urgent(seat)
             if decision is not None:
@@ -211,7 +223,7 @@ class _Seats:
 
     # ---- what cannot wait
 
-    def _urgent(self, seat: Seat) -> OfSeat | None:
+    def _urgent(self, seat: SegmentAssignment) -> OfSeat | None:
         if seat.primary is None or (not seat.born and self._gone(seat.primary)):
             return self._begin(seat)
         if self._gone(seat.primary):
@@ -228,36 +240,36 @@ class _Seats:
             return Promote(seat.id, seat.heir, (*others, seat.primary) if stays else tuple(others), "moved")
         return None
 
-    def _begin(self, seat: Seat) -> OfSeat | None:
+    def _begin(self, seat: SegmentAssignment) -> OfSeat | None:
         if seat.parent in self._seats:  # a branch begins where its parent is
             parent = self._seats[seat.parent]
             usable = parent.ready and parent.heir is None and parent.primary is not None and self._up(parent.primary)
-            return Place(seat.id, str(parent.primary)) if usable else None
+            return PlaceSegment(seat.id, str(parent.primary)) if usable else None
         return self._afresh(seat, lost=seat.parent is not None)  # what it was to begin from is closed
 
-    def _recover(self, seat: Seat) -> OfSeat | None:
+    def _recover(self, seat: SegmentAssignment) -> OfSeat | None:
         heirs = [copy for copy in self._standing(seat) if self._up(copy)]
         if heirs:
             first = self._targets.get(seat.id, ("",))[0]
             best = min(heirs, key=lambda name: (name != first, self._given.get(name, 0), name))
             self._given[best] = self._given.get(best, 0) + 1
             return Promote(seat.id, best, tuple(name for name in heirs if name != best), "died")
-        waits = any(self._states.get(copy) in (State.AWAY, State.SILENT) for copy in seat.synced)
-        if self._states.get(str(seat.primary), State.DEAD) != State.DEAD or waits:
+        waits = any(self._states.get(copy) in (ServerState.AWAY, ServerState.SILENT) for copy in seat.synced)
+        if self._states.get(str(seat.primary), ServerState.DEAD) != ServerState.DEAD or waits:
             return None  # it, or who has a copy, may come back
         return self._afresh(seat, lost=True)
 
-    def _afresh(self, seat: Seat, *, lost: bool) -> OfSeat | None:
+    def _afresh(self, seat: SegmentAssignment, *, lost: bool) -> OfSeat | None:
         place = [name for name in self._targets.get(seat.id, ()) if self._up(name)]
-        return Place(seat.id, place[0], lost) if place else None
+        return PlaceSegment(seat.id, place[0], lost) if place else None
 
     # ---- what a server may do a few of at a time
 
-    def _can_move(self, seat: Seat) -> bool:
+    def _can_move(self, seat: SegmentAssignment) -> bool:
         """Nothing about it is under way, and its primary is there."""
         return seat.ready and seat.heir is None and not seat.making and self._up(str(seat.primary))
 
-    def _unhurried(self, seat: Seat, limit: int) -> OfSeat | None:
+    def _unhurried(self, seat: SegmentAssignment, limit: int) -> OfSeat | None:
         assert seat.primary is not None
         wanted = self._targets.get(seat.id, ())
         if not wanted:
@@ -271,7 +283,7 @@ class _Seats:
         for name in missing:
             if (seat.primary, name) not in self._facts.apart and self._free(limit, seat.primary, name):
                 self._occupy(seat.primary, name)
-                return Copy(seat.id, name)
+                return StartCopy(seat.id, name)
         if missing:
             return None
         if seat.primary != wanted[0]:
@@ -284,17 +296,17 @@ class _Seats:
 
     # ---- how things are
 
-    def _copies(self, seat: Seat) -> int:
+    def _copies(self, seat: SegmentAssignment) -> int:
         return max(0, len(self._targets.get(seat.id, ())) - 1)
 
-    def _standing(self, seat: Seat) -> tuple[str, ...]:
+    def _standing(self, seat: SegmentAssignment) -> tuple[str, ...]:
         return tuple(copy for copy in seat.copies if copy in seat.synced and not self._gone(copy))
 
     def _up(self, name: str) -> bool:
-        return self._states.get(name) in (State.ALIVE, State.LEAVING)
+        return self._states.get(name) in (ServerState.ALIVE, ServerState.LEAVING)
 
     def _gone(self, name: str) -> bool:
-        return self._states.get(name, State.DEAD) in (State.SILENT, State.DEAD)
+        return self._states.get(name, ServerState.DEAD) in (ServerState.SILENT, ServerState.DEAD)
 
     def _free(self, limit: int, *names: str) -> bool:
         return all(self._busy.get(name, 0) < limit for name in names)
@@ -304,4 +316,4 @@ class _Seats:
             self._busy[name] = self._busy.get(name, 0) + 1
 
 
-__all__ = ["BOUND", "Decision", "Facts", "apply", "decide", "settled", "targets"]
+__all__ = ["BOUND", "Decision", "GroupFacts", "apply", "decide", "settled", "targets"]

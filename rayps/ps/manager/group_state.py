@@ -14,29 +14,29 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
-from rayps.ps.manager.assignment import Seat, SeatId, State, hear
+from rayps.ps.manager.assignment import SeatId, SegmentAssignment, ServerState, hear
 from rayps.ps.manager.balance import Balance, Heat
-from rayps.ps.manager.connections import Caller
+from rayps.ps.manager.connections import ManagerConnection
 from rayps.ps.manager.decide import (
-    Copy,
     Decision,
     DropCopy,
-    Facts,
+    GroupFacts,
     HandOver,
     LeaveServer,
     OfSeat,
-    Place,
+    PlaceSegment,
     Promote,
     RetireServer,
+    StartCopy,
     StartServers,
     apply,
     decide,
     settled,
 )
-from rayps.ps.manager.launcher import START_SECONDS, Crew
-from rayps.ps.manager.publisher import Tongue
-from rayps.ps.manager.record import Book, Record, Told
-from rayps.ps.manager.servers import Member
+from rayps.ps.manager.launcher import START_SECONDS, Launcher
+from rayps.ps.manager.publisher import Publisher
+from rayps.ps.manager.record import GroupRecord, RecordFile, SentOrder
+from rayps.ps.manager.servers import ServerMember
 from rayps.ps.protocol.messages import Event
 
 log = logging.getLogger(__name__)
@@ -50,18 +50,28 @@ APART_SECONDS = 1.0  # until a copy that could not be made is tried again
 EVENTS = 200
 
 
-class Keeper:
+class GroupState:
     """Servers, seats, and what follows from what is heard."""
 
-    def __init__(self, record: Record, book: Book, tongue: Tongue, crew: Crew, balance: Balance | None, silence: float):
+    def __init__(
+        self,
+        record: GroupRecord,
+        book: RecordFile,
+        tongue: Publisher,
+        crew: Launcher,
+        balance: Balance | None,
+        silence: float,
+    ):
         self.record, self.crew, self.tongue = record, crew, tongue
         self._book, self._balance, self._silence = book, balance, silence
-        self.members: dict[str, Member] = {}
-        self.seats: dict[SeatId, Seat] = {seat.id: seat for seats in record.seats.values() for seat in seats}
+        self.members: dict[str, ServerMember] = {}
+        self.seats: dict[SeatId, SegmentAssignment] = {
+            seat.id: seat for seats in record.seats.values() for seat in seats
+        }
         self.starting: dict[str, float] = {}  # servers on their way, and when that is over
         self.begun: dict[tuple[SeatId, str], float] = {}  # when a copy, or a handing over, began
         self.events: deque[dict[str, Any]] = deque(maxlen=EVENTS)
-        self.departed: deque[tuple[float, Member]] = deque(maxlen=16)
+        self.departed: deque[tuple[float, ServerMember]] = deque(maxlen=16)
         self.changed = False  # something is to be written, and told
         self._apart: dict[tuple[str, str], float] = {}
         self._gather_until = 0.0
@@ -71,8 +81,8 @@ class Keeper:
         self._sizes: dict[SeatId, int] = {}  # as its primary, whoever it was, said last
         self._heat, self._looked, self._ticked = Heat(), 0.0, time.monotonic()
         for name, told in record.servers.items():
-            member = Member(name, State.AWAY, told.address, told.host, told.pid, leaving=told.leaving)
-            member.become(State.AWAY)
+            member = ServerMember(name, ServerState.AWAY, told.address, told.host, told.pid, leaving=told.leaving)
+            member.become(ServerState.AWAY)
             self.members[name] = member
 
     def event(self, kind: str, message: str, **facts: Any) -> None:
@@ -84,11 +94,13 @@ class Keeper:
         """One of the counts in the facts."""
         self.record.counts[what] = self.record.counts.get(what, 0) + by
 
-    def view(self) -> Facts:
+    def view(self) -> GroupFacts:
         """What decisions are made of."""
-        silent = any(member.state == State.SILENT for member in self.members.values())  # it comes back, or is replaced
+        silent = any(
+            member.state == ServerState.SILENT for member in self.members.values()
+        )  # it comes back, or is replaced
         expected = bool(self.starting) or silent
-        return Facts(
+        return GroupFacts(
             tuple(member.server for member in self.members.values()),
             tuple(self.seats.values()),
             self.record.wanted,
@@ -105,27 +117,27 @@ class Keeper:
 
     # ---- what is heard
 
-    def registered(self, caller: Caller, told: dict[str, Any]) -> bool:
+    def registered(self, caller: ManagerConnection, told: dict[str, Any]) -> bool:
         """A server is here, for the first time or again; False = it is not one of ours (any more)."""
         name = str(told["name"])
         member = self.members.get(name)
         if self.starting.pop(name, None) is not None:
-            member = self.members[name] = Member(name, State.ALIVE)
+            member = self.members[name] = ServerMember(name, ServerState.ALIVE)
             self.members = dict(sorted(self.members.items(), key=lambda item: _age(item[0])))  # the oldest first
             self.event("server_joined", f"{name} is there, on {told.get('host') or 'this host'}", server=name)
-        elif member is None or member.state == State.DEAD:
+        elif member is None or member.state == ServerState.DEAD:
             return False
-        elif member.state != State.ALIVE:
+        elif member.state != ServerState.ALIVE:
             self._is_back(member, "is connected again")
         caller.server = name
         member.joined(caller, told)
-        member.become(State.LEAVING if member.leaving else State.ALIVE)
-        self.record.servers[name] = Told(member.address, member.host, member.pid, member.leaving)
+        member.become(ServerState.LEAVING if member.leaving else ServerState.ALIVE)
+        self.record.servers[name] = SentOrder(member.address, member.host, member.pid, member.leaving)
         self._holds(member, {int(space): rows for space, rows in told.get("holds", {}).items()})
         self.changed = True
         return True
 
-    def _holds(self, member: Member, holds: dict[int, Any]) -> None:
+    def _holds(self, member: ServerMember, holds: dict[int, Any]) -> None:
         for space, rows in holds.items():
             if space not in self.record.spaces:
                 self.tongue.forget(member, space)
@@ -133,7 +145,7 @@ class Keeper:
                 if (space, index) in self.seats:
                     member.told[space, index] = ("unknown", -1, (), False)  # whatever it is to be, it is told
 
-    def beat(self, member: Member, load: dict[str, Any]) -> None:
+    def beat(self, member: ServerMember, load: dict[str, Any]) -> None:
         """A heartbeat."""
         self.heard(member)
         for space in member.beat(load):
@@ -142,21 +154,21 @@ class Keeper:
                 member.forget(space)
         self._sizes.update({seat: size for seat, size in member.sizes() if seat in self.seats})
 
-    def heard(self, member: Member) -> None:
+    def heard(self, member: ServerMember) -> None:
         """A sign of life."""
         member.heard = time.monotonic()
-        if member.state == State.SILENT and not member.broken:
+        if member.state == ServerState.SILENT and not member.broken:
             self._is_back(member, "speaks again")
-            member.become(State.LEAVING if member.leaving else State.ALIVE)
+            member.become(ServerState.LEAVING if member.leaving else ServerState.ALIVE)
             self.changed = True
 
-    def _is_back(self, member: Member, how: str) -> None:
+    def _is_back(self, member: ServerMember, how: str) -> None:
         if member.counted:  # one that came back was not lost
             self.count("deaths", -1)
             member.counted = False
         self.event("server_back", f"{member.name} {how}", server=member.name)
 
-    def reported(self, member: Member, tag: int, space: int, events: Iterable[list[Any]]) -> None:
+    def reported(self, member: ServerMember, tag: int, space: int, events: Iterable[list[Any]]) -> None:
         """What a server says about its segments."""
         self.heard(member)
         dropped = False
@@ -184,18 +196,18 @@ class Keeper:
             self.commit()  # the primary hears that the copy is gone before it hears of it again
             self.changed = True
 
-    def lost(self, member: Member, why: str, *, broken: bool) -> None:
+    def lost(self, member: ServerMember, why: str, *, broken: bool) -> None:
         """A server is gone, as far as can be seen: what others have is taken over at once."""
-        if member.state in (State.SILENT, State.DEAD):
+        if member.state in (ServerState.SILENT, ServerState.DEAD):
             member.broken = member.broken or broken
             return
-        if member.state != State.AWAY:
+        if member.state != ServerState.AWAY:
             self.count("deaths")
             member.counted = True
             gone = "is gone" if broken else "is taken for dead"
             self.event("server_lost", f"{member.name} {gone}: {why}", server=member.name)
         member.broken = broken
-        member.become(State.SILENT)
+        member.become(ServerState.SILENT)
         self.gather()
         self.changed = True
 
@@ -208,11 +220,11 @@ class Keeper:
         self._ticked = now
         for member in self.members.values():
             since = now - member.since
-            if member.state in (State.ALIVE, State.LEAVING) and now - member.heard > self._silence:
+            if member.state in (ServerState.ALIVE, ServerState.LEAVING) and now - member.heard > self._silence:
                 self.lost(member, f"silent for {self._silence:g} s (`rayps servers start --silence`)", broken=False)
-            elif member.state == State.AWAY and since > AWAY_SECONDS:
+            elif member.state == ServerState.AWAY and since > AWAY_SECONDS:
                 self.lost(member, "it did not come back", broken=True)
-            elif member.state == State.SILENT and since > (BROKEN_SECONDS if member.broken else SILENT_SECONDS):
+            elif member.state == ServerState.SILENT and since > (BROKEN_SECONDS if member.broken else SILENT_SECONDS):
                 self._bury(member)
         self._order_next()
         for name in [name for name, until in self.starting.items() if until < now]:
@@ -234,9 +246,9 @@ class Keeper:
             self.starting[name] = time.monotonic() + RETRY_SECONDS
             self.event("server_not_started", f"{name} could not be started: {reason}", server=name)
 
-    def _bury(self, member: Member) -> None:
+    def _bury(self, member: ServerMember) -> None:
         self.event("server_dead", f"{member.name} does not come back: it is replaced", server=member.name)
-        member.become(State.DEAD)
+        member.become(ServerState.DEAD)
         if member.caller is not None:
             self.tongue.hang_up(member.caller)
             member.caller = None
@@ -247,7 +259,7 @@ class Keeper:
     def _rebalance(self, balance: Balance, now: float) -> None:
         if self.record.resizing is not None:
             return  # a server that has just come has no load because nothing has moved to it yet
-        servers = [member.name for member in self.members.values() if member.state == State.ALIVE]
+        servers = [member.name for member in self.members.values() if member.state == ServerState.ALIVE]
         at = {seat.id: seat.primary for seat in self.seats.values() if seat.primary in servers}
         loads = {seat: self.members[server].rate(*seat) for seat, server in at.items() if server is not None}
         named = {seat: server for seat, server in at.items() if server is not None}
@@ -265,7 +277,9 @@ class Keeper:
 
     def think(self) -> None:
         """Decide until nothing is left to decide, then write and tell it."""
-        names = {member.name for member in self.members.values() if member.state in (State.ALIVE, State.AWAY)}
+        names = {
+            member.name for member in self.members.values() if member.state in (ServerState.ALIVE, ServerState.AWAY)
+        }
         held = self.record.placed_by_load
         self.record.placed_by_load = {seat: name for seat, name in held.items() if seat in self.seats and name in names}
         for _ in range(100):  # a bound, should decisions ever undo each other
@@ -335,15 +349,15 @@ class Keeper:
         member = self.members[name]
         member.leaving = True
         self.record.servers[name].leaving = True
-        if member.state == State.ALIVE:
-            member.become(State.LEAVING)
+        if member.state == ServerState.ALIVE:
+            member.become(ServerState.LEAVING)
         self.event("server_leaving", f"{name} is emptied, then ended", server=name)
         self.changed = True
 
     def _retire(self, name: str) -> None:
         member = self.members.pop(name)
         self.record.servers.pop(name, None)
-        if member.state == State.LEAVING:
+        if member.state == ServerState.LEAVING:
             self.event("server_left", f"{name} is empty and has ended", server=name)
         else:
             self.departed.append((time.time(), member))
@@ -356,7 +370,7 @@ class Keeper:
         self._replace(apply(seat, decision))
         space = self.record.spaces[seat.space].name
         match decision:
-            case Place(_, server, True):
+            case PlaceSegment(_, server, True):
                 self.count("lost")
                 self.event(
                     "segment_lost",
@@ -371,19 +385,19 @@ class Keeper:
             case Promote(_, server, _, "moved"):
                 self.count("moves")
                 self.count("moved_bytes", self.size(seat))
-            case Copy(id_, server) | HandOver(id_, server):
+            case StartCopy(id_, server) | HandOver(id_, server):
                 self.begun[id_, server] = time.monotonic()
             case DropCopy(id_, server):
                 self.begun.pop((id_, server), None)
 
-    def _replace(self, seat: Seat) -> None:
+    def _replace(self, seat: SegmentAssignment) -> None:
         self.seats[seat.id] = seat
 
     def forget_sizes(self, space: int) -> None:
         """A space is closed."""
         self._sizes = {seat: size for seat, size in self._sizes.items() if seat[0] != space}
 
-    def size(self, seat: Seat) -> int:
+    def size(self, seat: SegmentAssignment) -> int:
         """Bytes of a segment, as far as they were said."""
         known = self._sizes.get(seat.id)
         space = self.record.spaces[seat.space]

@@ -8,20 +8,20 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from rayps.cluster.local import Cluster, Handle
+from rayps.cluster.local import ActorHandle, Cluster
 from rayps.core.errors import RaypsError
 
-HOST = "rayps.ps.server.server_actor:HostActor"
+HOST = "rayps.ps.server.server_actor:ServerActor"
 START_SECONDS = 90.0  # from the order to a server's first word
 
 
-class Crew:
+class Launcher:
     """Starts and ends servers, one after the other."""
 
     def __init__(self, group: str, cluster: Cluster, options: dict[str, Any], failed: Callable[[str, str], None]):
         """`options` go to `Cluster.spawn`; `failed(server, reason)` hears of a start that did not work."""
         self._group, self._cluster, self._options, self._failed = group, cluster, options, failed
-        self._handles: dict[str, Handle] = {}
+        self._handles: dict[str, ActorHandle] = {}
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, daemon=True, name=f"{group}-crew")
         self._thread.start()

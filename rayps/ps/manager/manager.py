@@ -20,15 +20,15 @@ from rayps.cluster.local import Cluster, host_address, surrounding
 from rayps.comm.link import Listener, Message, parse_address
 from rayps.core.errors import ClusterError, ConfigError, Conflict, LinkError, NotFound
 from rayps.ps.manager import spaces
-from rayps.ps.manager.assignment import State
+from rayps.ps.manager.assignment import ServerState
 from rayps.ps.manager.balance import Balance
-from rayps.ps.manager.connections import Caller, Wires
-from rayps.ps.manager.group_state import Keeper
-from rayps.ps.manager.launcher import Crew
-from rayps.ps.manager.publisher import Tongue
-from rayps.ps.manager.record import Book, Record
+from rayps.ps.manager.connections import ManagerConnection, ManagerConnections
+from rayps.ps.manager.group_state import GroupState
+from rayps.ps.manager.launcher import Launcher
+from rayps.ps.manager.publisher import Publisher
+from rayps.ps.manager.record import GroupRecord, RecordFile
 from rayps.ps.manager.status import facts_of
-from rayps.ps.protocol.messages import Kind
+from rayps.ps.protocol.messages import GroupMessage
 from rayps.ps.protocol.segment_map import SpaceMap
 from rayps.ps.protocol.space import Quota, Space
 
@@ -64,20 +64,20 @@ class Manager:
         balance: Balance | None = BALANCE,
     ) -> None:
         check_size(name, servers, replicas)
-        book = Book(folder)
+        book = RecordFile(folder)
         record = book.read()
         if record is None:
-            record = Record(name, secrets.token_bytes(32), servers, replicas, born=time.time())
+            record = GroupRecord(name, secrets.token_bytes(32), servers, replicas, born=time.time())
         elif record.name != name:
             raise ConfigError(f"{folder} is the record of group {record.name!r}, not of {name!r}", field="folder")
         self._listener = _listen(f"manager of {name}", record)
         record.port = parse_address(self._listener.address).port
         self._book, self._ends_servers = book, not detached
-        self._wires = Wires(self._listener)
+        self._wires = ManagerConnections(self._listener)
         options: dict[str, Any] = {"cpus": cpus, "detached": detached}
-        self._crew = Crew(name, surrounding() if cluster is None else cluster, options, self._start_failed)
-        tongue = Tongue(self._wires, self._listener.address)
-        self._keeper = Keeper(record, book, tongue, self._crew, balance, silence)
+        self._crew = Launcher(name, surrounding() if cluster is None else cluster, options, self._start_failed)
+        tongue = Publisher(self._wires, self._listener.address)
+        self._keeper = GroupState(record, book, tongue, self._crew, balance, silence)
         self._lock = threading.Condition(threading.RLock())
         self._closing = threading.Event()
         if record.servers:
@@ -185,8 +185,8 @@ class Manager:
         with self._lock:
             keeper = self._keeper
             member = keeper.members.get(server)
-            if member is None or member.state in (State.DEAD, State.SILENT):
-                known = ", ".join(name for name, m in keeper.members.items() if m.state != State.DEAD) or "none"
+            if member is None or member.state in (ServerState.DEAD, ServerState.SILENT):
+                known = ", ".join(name for name, m in keeper.members.items() if m.state != ServerState.DEAD) or "none"
                 raise NotFound(f"there is no server {server!r} that could be drained; there are {known}", status=404)
             if member.leaving:
                 return
@@ -267,7 +267,7 @@ class Manager:
         keeper, number = self._keeper, space.number
 
         def copied() -> bool:
-            others = sum(member.state == State.ALIVE for member in keeper.members.values()) - 1
+            others = sum(member.state == ServerState.ALIVE for member in keeper.members.values()) - 1
             wanted = min(keeper.record.replicas, others)
             seats = [seat for seat in keeper.seats.values() if seat.space == number]
             return self._closing.is_set() or all(len(seat.synced) >= wanted for seat in seats)
@@ -309,7 +309,7 @@ class Manager:
             self._wires.close()
             self._listener.close()
 
-    def _hear(self, caller: Caller, messages: list[Message] | None) -> None:
+    def _hear(self, caller: ManagerConnection, messages: list[Message] | None) -> None:
         member = self._keeper.members.get(caller.server) if caller.server is not None else None
         if messages is None:
             if member is not None and member.caller is caller:
@@ -325,13 +325,13 @@ class Manager:
                 self._hear(caller, None)
                 return
 
-    def _take(self, caller: Caller, message: Message) -> None:
+    def _take(self, caller: ManagerConnection, message: Message) -> None:
         keeper = self._keeper
-        if message.kind == Kind.WATCH:
+        if message.kind == GroupMessage.WATCH:
             keeper.tongue.watch(caller, message.a)
             return
         told = json.loads(bytes(message.payload))
-        if message.kind == Kind.REGISTER:
+        if message.kind == GroupMessage.REGISTER:
             if keeper.registered(caller, told):
                 keeper.tongue.welcome(caller)
             else:
@@ -340,9 +340,9 @@ class Manager:
         member = keeper.members.get(caller.server) if caller.server is not None else None
         if member is None or member.caller is not caller:
             return  # it has registered again, over another connection
-        if message.kind == Kind.HEARTBEAT:
+        if message.kind == GroupMessage.HEARTBEAT:
             keeper.beat(member, told)
-        elif message.kind == Kind.REPORT:
+        elif message.kind == GroupMessage.REPORT:
             keeper.reported(member, message.tag, int(told["space"]), told["events"])
 
 
@@ -360,7 +360,7 @@ def check_size(name: str, servers: int, replicas: int) -> None:
         )
 
 
-def _listen(name: str, record: Record) -> Listener:
+def _listen(name: str, record: GroupRecord) -> Listener:
     if record.port:
         with contextlib.suppress(LinkError):  # somebody took it meanwhile: servers look the new one up
             return Listener(name, record.secret, host=host_address(), port=record.port)

@@ -9,21 +9,21 @@ from typing import Any
 
 from rayps.comm.link import Message
 from rayps.core.errors import NotFound
-from rayps.ps.manager.assignment import Seat, SeatId, State
-from rayps.ps.manager.connections import Caller, Wires
-from rayps.ps.manager.record import Record
-from rayps.ps.manager.servers import Member, Order
-from rayps.ps.protocol.messages import Kind, Role
-from rayps.ps.protocol.segment_map import Holding, SpaceMap
+from rayps.ps.manager.assignment import SeatId, SegmentAssignment, ServerState
+from rayps.ps.manager.connections import ManagerConnection, ManagerConnections
+from rayps.ps.manager.record import GroupRecord
+from rayps.ps.manager.servers import Order, ServerMember
+from rayps.ps.protocol.messages import GroupMessage, Role
+from rayps.ps.protocol.segment_map import SegmentHolders, SpaceMap
 
 HEARTBEAT_SECONDS = 0.1
-_UP = frozenset({State.ALIVE, State.LEAVING, State.AWAY})
+_UP = frozenset({ServerState.ALIVE, ServerState.LEAVING, ServerState.AWAY})
 
 
-class Tongue:
+class Publisher:
     """Speaks for the manager at `address`."""
 
-    def __init__(self, wires: Wires, address: str) -> None:
+    def __init__(self, wires: ManagerConnections, address: str) -> None:
         self.address = address
         self._wires = wires
         self.maps: dict[int, SpaceMap] = {}
@@ -31,20 +31,22 @@ class Tongue:
 
     # ---- servers
 
-    def welcome(self, caller: Caller) -> None:
+    def welcome(self, caller: ManagerConnection) -> None:
         """A server that registered."""
-        caller.say(Message(Kind.WELCOME), _json({"heartbeat": HEARTBEAT_SECONDS}))
+        caller.say(Message(GroupMessage.WELCOME), _json({"heartbeat": HEARTBEAT_SECONDS}))
 
-    def forget(self, member: Member, space: int) -> None:
+    def forget(self, member: ServerMember, space: int) -> None:
         """A space is closed."""
         if member.caller is not None:
-            member.caller.say(Message(Kind.FORGET, a=space))
+            member.caller.say(Message(GroupMessage.FORGET, a=space))
 
-    def hang_up(self, caller: Caller) -> None:
+    def hang_up(self, caller: ManagerConnection) -> None:
         """Part with someone."""
         self._wires.drop(caller)
 
-    def order(self, record: Record, seats: Mapping[SeatId, Seat], members: Mapping[str, Member]) -> None:
+    def order(
+        self, record: GroupRecord, seats: Mapping[SeatId, SegmentAssignment], members: Mapping[str, ServerMember]
+    ) -> None:
         """Tell each server what it is to be, as far as it was not told so."""
         wanted: dict[str, dict[SeatId, Order]] = {name: {} for name in members}
         for seat in seats.values():
@@ -62,7 +64,13 @@ class Tongue:
                         news[id_] = (Role.NONE, seats[id_].generation, (), False)
                 self._order(member, record, seats, news)
 
-    def _order(self, member: Member, record: Record, seats: Mapping[SeatId, Seat], news: dict[SeatId, Order]) -> None:
+    def _order(
+        self,
+        member: ServerMember,
+        record: GroupRecord,
+        seats: Mapping[SeatId, SegmentAssignment],
+        news: dict[SeatId, Order],
+    ) -> None:
         assert member.caller is not None
         for number, space in record.spaces.items():
             if number in member.spaces and member.spaces[number] is not space:  # e.g. another quota
@@ -80,14 +88,16 @@ class Tongue:
                         member.added[id_, copy] = member.tag
                 member.told[id_] = order
             body = {"space": number, "holdings": [[id_[1], o[0], o[1], dict(o[2]), o[3]] for id_, o in rows.items()]}
-            member.caller.say(Message(Kind.ORDERS, tag=member.tag), _json(body))
+            member.caller.say(Message(GroupMessage.ORDERS, tag=member.tag), _json(body))
 
-    def _space(self, member: Member, number: int, record: Record) -> None:
+    def _space(self, member: ServerMember, number: int, record: GroupRecord) -> None:
         assert member.caller is not None
         member.spaces[number] = record.spaces[number]
-        member.caller.say(Message(Kind.SPACE, a=number), pickle.dumps(record.spaces[number]))
+        member.caller.say(Message(GroupMessage.SPACE, a=number), pickle.dumps(record.spaces[number]))
 
-    def _branch(self, member: Member, seats: list[Seat], known: Mapping[SeatId, Seat]) -> None:
+    def _branch(
+        self, member: ServerMember, seats: list[SegmentAssignment], known: Mapping[SeatId, SegmentAssignment]
+    ) -> None:
         """Those that are not born yet begin as what their parent is here."""
         assert member.caller is not None
         by: dict[tuple[int, int], list[list[int]]] = {}
@@ -96,18 +106,20 @@ class Tongue:
             if parent is not None and not seat.born and not seat.lost and parent.primary == member.name:
                 by.setdefault((seat.space, parent.space), []).append([seat.index, seat.generation])
         for (space, parent_space), segments in by.items():
-            member.caller.say(Message(Kind.BRANCH, a=space, b=parent_space), _json({"segments": segments}))
+            member.caller.say(Message(GroupMessage.BRANCH, a=space, b=parent_space), _json({"segments": segments}))
 
     # ---- workers
 
-    def draw_maps(self, record: Record, seats: Iterable[Seat], members: Mapping[str, Member]) -> None:
+    def draw_maps(
+        self, record: GroupRecord, seats: Iterable[SegmentAssignment], members: Mapping[str, ServerMember]
+    ) -> None:
         """The maps as they are now; a map that changed has a new version, and is to be published."""
-        holdings: dict[int, list[Holding]] = {number: [] for number in record.spaces}
+        holdings: dict[int, list[SegmentHolders]] = {number: [] for number in record.spaces}
         for seat in seats:
             member = members.get(str(seat.primary))
             serves = seat.ready and member is not None and member.state in _UP
             copies = tuple(name for name in seat.copies if name in seat.synced)
-            holdings[seat.space].append(Holding(seat.primary if serves else None, copies, seat.generation))
+            holdings[seat.space].append(SegmentHolders(seat.primary if serves else None, copies, seat.generation))
         for number, found in holdings.items():
             names = {name for each in found for name in (each.primary, *each.copies) if name is not None}
             addresses = {name: members[name].address for name in sorted(names) if name in members}
@@ -123,16 +135,16 @@ class Tongue:
         payloads = {number: _json(self.maps[number].to_json()) for number in news if number in self.maps}
         for caller in self._wires.callers if payloads else []:
             for number in caller.watching & payloads.keys():
-                caller.say(Message(Kind.MAP, a=number), payloads[number])
+                caller.say(Message(GroupMessage.MAP, a=number), payloads[number])
 
-    def watch(self, caller: Caller, number: int) -> None:
+    def watch(self, caller: ManagerConnection, number: int) -> None:
         """Someone wants to know where a space's segments are, now and from now on."""
         found = self.maps.get(number)
         if found is None:
             caller.say(*_no_space(number))
             return
         caller.watching.add(number)
-        caller.say(Message(Kind.MAP, a=number), _json(found.to_json()))
+        caller.say(Message(GroupMessage.MAP, a=number), _json(found.to_json()))
 
     def close_space(self, number: int) -> None:
         """Its watchers hear that it is no more."""
@@ -145,7 +157,7 @@ class Tongue:
 
 def _no_space(number: int) -> tuple[Message, bytes]:
     text = f"there is no open space number {number}: it was dropped, or its job began again under a new number"
-    return Message(Kind.ERROR, a=number), _json({"kind": NotFound.__name__, "message": text, "data": {}})
+    return Message(GroupMessage.ERROR, a=number), _json({"kind": NotFound.__name__, "message": text, "data": {}})
 
 
 def _json(value: Any) -> bytes:

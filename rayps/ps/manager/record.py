@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rayps.core.errors import ConfigError
-from rayps.ps.manager.assignment import Seat
+from rayps.ps.manager.assignment import SegmentAssignment
 from rayps.ps.manager.record_v1 import read_space
 from rayps.ps.protocol.space import Space
 
@@ -37,7 +37,7 @@ _UNREADABLE = (
 
 
 @dataclass(slots=True)
-class Told:
+class SentOrder:
     """A server as the record knows it."""
 
     address: str
@@ -47,7 +47,7 @@ class Told:
 
 
 @dataclass(slots=True)
-class Record:
+class GroupRecord:
     """Everything that must outlive a manager."""
 
     name: str
@@ -59,16 +59,16 @@ class Record:
     next_server: int = 0
     next_space: int = 1
     resizing: tuple[int, int] | None = None  # from, to
-    servers: dict[str, Told] = field(default_factory=dict)
+    servers: dict[str, SentOrder] = field(default_factory=dict)
     spaces: dict[int, Space] = field(default_factory=dict)
-    seats: dict[int, list[Seat]] = field(default_factory=dict)
+    seats: dict[int, list[SegmentAssignment]] = field(default_factory=dict)
     versions: dict[int, int] = field(default_factory=dict)  # of the map, by space
     incarnations: dict[int, dict[int, int]] = field(default_factory=dict)  # by space and rank
     placed_by_load: dict[tuple[int, int], str] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
 
 
-class Book:
+class RecordFile:
     """The folder of a group's record; None = nothing is written, and the group ends with its manager."""
 
     def __init__(self, folder: str | Path | None) -> None:
@@ -78,7 +78,7 @@ class Book:
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
-    def read(self) -> Record | None:
+    def read(self) -> GroupRecord | None:
         """What was written last. Raises ConfigError: it is not a record."""
         path = None if self._folder is None else self._folder / "record.json"
         if path is None or not path.exists():
@@ -92,7 +92,7 @@ class Book:
                 field="folder",
             ) from error
 
-    def write(self, record: Record) -> None:
+    def write(self, record: GroupRecord) -> None:
         """Replace what was written. It survives this process, not a loss of power: then its servers are gone too."""
         if self._folder is None:
             return
@@ -119,7 +119,7 @@ class Book:
         assert self._folder is not None
         return self._folder / f"space-{number}.{kind}"
 
-    def _read(self, found: dict[str, Any]) -> Record:
+    def _read(self, found: dict[str, Any]) -> GroupRecord:
         if found["format"] not in (_PICKLED, FORMAT):
             raise ValueError(f"its format is {found['format']}, and this rayps reads {_PICKLED} and {FORMAT}")
         numbers = [int(number) for number in found["seats"]]
@@ -129,7 +129,7 @@ class Book:
         else:
             spaces = {number: Space.from_json(json.loads(self._space(number).read_bytes())) for number in numbers}
             self._written = dict(spaces)
-        return Record(
+        return GroupRecord(
             name=found["name"],
             secret=bytes.fromhex(found["secret"]),
             wanted=found["wanted"],
@@ -139,7 +139,7 @@ class Book:
             next_server=found["next_server"],
             next_space=found["next_space"],
             resizing=None if found["resizing"] is None else (found["resizing"][0], found["resizing"][1]),
-            servers={name: Told(*told) for name, told in found["servers"].items()},
+            servers={name: SentOrder(*told) for name, told in found["servers"].items()},
             spaces=spaces,
             seats={int(number): [_seat(item) for item in seats] for number, seats in found["seats"].items()},
             versions={int(number): version for number, version in found["versions"].items()},
@@ -159,7 +159,7 @@ class Book:
         temporary.rename(path)
 
 
-def _plain(record: Record) -> dict[str, Any]:
+def _plain(record: GroupRecord) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "name": record.name,
@@ -180,7 +180,7 @@ def _plain(record: Record) -> dict[str, Any]:
     }
 
 
-def _plain_seat(seat: Seat) -> list[Any]:
+def _plain_seat(seat: SegmentAssignment) -> list[Any]:
     return [
         seat.space,
         seat.index,
@@ -198,9 +198,9 @@ def _plain_seat(seat: Seat) -> list[Any]:
     ]
 
 
-def _seat(item: list[Any]) -> Seat:
+def _seat(item: list[Any]) -> SegmentAssignment:
     space, index, key, primary, generation, copies, synced, born, ready, heir, handed, lost, parent = item
-    return Seat(
+    return SegmentAssignment(
         space,
         index,
         key,

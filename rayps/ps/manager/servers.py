@@ -7,8 +7,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from rayps.ps.manager.assignment import SeatId, Server, State
-from rayps.ps.manager.connections import Caller
+from rayps.ps.manager.assignment import SeatId, ServerFacts, ServerState
+from rayps.ps.manager.connections import ManagerConnection
 from rayps.ps.protocol.space import Space
 
 RATE_SECONDS = 3.0  # rates are of about this long; servers are compared by them, and do not report at one moment
@@ -39,15 +39,15 @@ class Rate:
 
 
 @dataclass(slots=True)
-class Member:
+class ServerMember:
     """One server."""
 
     name: str
-    state: State
+    state: ServerState
     address: str = ""
     host: str = ""
     pid: int = 0
-    caller: Caller | None = None
+    caller: ManagerConnection | None = None
     since: float = 0.0  # when its state began, by time.monotonic
     heard: float = 0.0
     broken: bool = False  # silent because its connection broke, not because it says nothing
@@ -62,20 +62,20 @@ class Member:
     busy: dict[tuple[int, int | None], Rate] = field(default_factory=dict)  # service seconds per second
 
     @property
-    def server(self) -> Server:
+    def server(self) -> ServerFacts:
         """As a decision needs it."""
-        return Server(self.name, self.host, self.state)
+        return ServerFacts(self.name, self.host, self.state)
 
     @property
     def there(self) -> bool:
         """Whether it can be told something."""
-        return self.caller is not None and self.state in (State.ALIVE, State.LEAVING)
+        return self.caller is not None and self.state in (ServerState.ALIVE, ServerState.LEAVING)
 
-    def become(self, state: State) -> None:
+    def become(self, state: ServerState) -> None:
         """A new state, from now."""
         self.state, self.since = state, time.monotonic()
 
-    def joined(self, caller: Caller, told: dict[str, Any]) -> None:
+    def joined(self, caller: ManagerConnection, told: dict[str, Any]) -> None:
         """It registered: whatever it was told before, it is told again."""
         self.address, self.host, self.pid = told["address"], told.get("host", ""), int(told.get("pid", 0))
         self.caller, self.heard, self.broken = caller, time.monotonic(), False

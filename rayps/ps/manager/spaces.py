@@ -7,13 +7,13 @@ import math
 from typing import Any
 
 from rayps.core.errors import ConfigError, Conflict, NotFound
-from rayps.ps.manager.assignment import Seat
-from rayps.ps.manager.group_state import Keeper
+from rayps.ps.manager.assignment import SegmentAssignment
+from rayps.ps.manager.group_state import GroupState
 from rayps.ps.protocol.space import Quota, Space
 from rayps.ps.tables.table_segment import check_table
 
 
-def find(keeper: Keeper, name: str) -> Space:
+def find(keeper: GroupState, name: str) -> Space:
     """An open space. Raises NotFound."""
     for space in keeper.record.spaces.values():
         if space.name == name:
@@ -26,7 +26,7 @@ def find(keeper: Keeper, name: str) -> Space:
     )
 
 
-def opened(keeper: Keeper, space: Space) -> Space:
+def opened(keeper: GroupState, space: Space) -> Space:
     """A new space with its number, not placed yet. Raises ConfigError, Conflict."""
     _check(space)
     _refuse_if_open(keeper, space)
@@ -34,7 +34,7 @@ def opened(keeper: Keeper, space: Space) -> Space:
 
 
 def branched(
-    keeper: Keeper,
+    keeper: GroupState,
     parent: Space,
     name: str,
     quota: Quota | dict[str, Any] | None,
@@ -58,7 +58,7 @@ def branched(
     return _add(keeper, space, parent)
 
 
-def drop(keeper: Keeper, name: str) -> None:
+def drop(keeper: GroupState, name: str) -> None:
     """Close a space. Raises NotFound."""
     number = find(keeper, name).number
     record = keeper.record
@@ -77,14 +77,14 @@ def drop(keeper: Keeper, name: str) -> None:
     keeper.changed = True
 
 
-def limit(keeper: Keeper, name: str, quota: Quota | dict[str, Any]) -> None:
+def limit(keeper: GroupState, name: str, quota: Quota | dict[str, Any]) -> None:
     """Another quota. Raises NotFound, ConfigError."""
     space = find(keeper, name)
     keeper.record.spaces[space.number] = dataclasses.replace(space, quota=quota_of(quota))
     keeper.changed = True
 
 
-def restored(keeper: Keeper, number: int, segments: list[int]) -> None:
+def restored(keeper: GroupState, number: int, segments: list[int]) -> None:
     """Segments that were lost are there again."""
     for index in segments:
         seat = keeper.seats.get((number, index))
@@ -93,7 +93,7 @@ def restored(keeper: Keeper, number: int, segments: list[int]) -> None:
             keeper.changed = True
 
 
-def joined(keeper: Keeper, number: int, rank: int) -> int:
+def joined(keeper: GroupState, number: int, rank: int) -> int:
     """The incarnation of a rank's next holder. Raises NotFound, ConfigError."""
     space = keeper.record.spaces.get(number)
     if space is None:
@@ -139,7 +139,7 @@ def _check(space: Space) -> None:
         check_table(table)
 
 
-def _refuse_if_open(keeper: Keeper, space: Space) -> None:
+def _refuse_if_open(keeper: GroupState, space: Space) -> None:
     for other in keeper.record.spaces.values():
         if other.name == space.name:
             differs = _differences(other, space)
@@ -164,7 +164,7 @@ def _differences(one: Space, other: Space) -> list[str]:
     return [text for name, text in shown.items() if getattr(one, name) != getattr(other, name)]
 
 
-def _add(keeper: Keeper, space: Space, parent: Space | None) -> Space:
+def _add(keeper: GroupState, space: Space, parent: Space | None) -> Space:
     space.to_json()  # refuses what the record cannot keep, before anything has changed
     record = keeper.record
     number = record.next_space
@@ -174,7 +174,7 @@ def _add(keeper: Keeper, space: Space, parent: Space | None) -> Space:
         above = None if parent is None else (parent.number, index)
         # a branch stands where its parent does, so that what they share is shared in memory
         key = f"{space.name}/{index}" if above is None else keeper.seats[above].key
-        keeper.seats[number, index] = Seat(number, index, key, parent=above)
+        keeper.seats[number, index] = SegmentAssignment(number, index, key, parent=above)
     keeper.event("space_opened", f"space {space.name!r} has {space.segments} segments", space=space.name)
     keeper.changed = True
     return space

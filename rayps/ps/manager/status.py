@@ -5,17 +5,17 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from rayps.ps.manager.assignment import Seat, State
-from rayps.ps.manager.group_state import Keeper
-from rayps.ps.manager.servers import Member
+from rayps.ps.manager.assignment import SegmentAssignment, ServerState
+from rayps.ps.manager.group_state import GroupState
+from rayps.ps.manager.servers import ServerMember
 from rayps.ps.protocol.space import Space
 
 DEAD_SHOWN_SECONDS = 60.0  # how long a dead server is listed after nothing refers to it any more
-_STATES = {State.ALIVE: "alive", State.LEAVING: "leaving", State.AWAY: "alive"}
+_STATES = {ServerState.ALIVE: "alive", ServerState.LEAVING: "leaving", ServerState.AWAY: "alive"}
 COUNTS = ("moves", "moved_bytes", "promotions", "deaths", "copies_made", "copied_bytes", "lost")
 
 
-def facts_of(keeper: Keeper) -> dict[str, Any]:
+def facts_of(keeper: GroupState) -> dict[str, Any]:
     """The group's facts."""
     record = keeper.record
     return {
@@ -33,9 +33,13 @@ def facts_of(keeper: Keeper) -> dict[str, Any]:
     }
 
 
-def _status(keeper: Keeper) -> str:
+def _status(keeper: GroupState) -> str:
     seats = list(keeper.seats.values())
-    served = {name for name, m in keeper.members.items() if m.state in (State.ALIVE, State.LEAVING, State.AWAY)}
+    served = {
+        name
+        for name, m in keeper.members.items()
+        if m.state in (ServerState.ALIVE, ServerState.LEAVING, ServerState.AWAY)
+    }
     if _starts(keeper):
         return "starting"
     if not served or any(seat.lost or (seat.born and seat.primary not in served) for seat in seats):
@@ -45,19 +49,19 @@ def _status(keeper: Keeper) -> str:
     return "ready" if keeper.settled() else "healing"
 
 
-def _starts(keeper: Keeper) -> bool:
+def _starts(keeper: GroupState) -> bool:
     """Whether its first servers are on their way: nothing is healed where nothing was hurt."""
     record, first = keeper.record, len(keeper.members) + len(keeper.starting) == keeper.record.next_server
     return bool(keeper.starting) and first and record.resizing is None and not record.counts.get("deaths")
 
 
-def _servers(keeper: Keeper) -> list[dict[str, Any]]:
+def _servers(keeper: GroupState) -> list[dict[str, Any]]:
     old = time.time() - DEAD_SHOWN_SECONDS
     found = list(keeper.members.values()) + [member for at, member in keeper.departed if at > old]
     return [_server(keeper, member) for member in found]
 
 
-def _server(keeper: Keeper, member: Member) -> dict[str, Any]:
+def _server(keeper: GroupState, member: ServerMember) -> dict[str, Any]:
     seats = keeper.seats.values()
     gone = member.name not in keeper.members
     return {
@@ -73,7 +77,7 @@ def _server(keeper: Keeper, member: Member) -> dict[str, Any]:
     }
 
 
-def _load(member: Member, dead: bool) -> dict[str, Any]:
+def _load(member: ServerMember, dead: bool) -> dict[str, Any]:
     """What it holds and does; of a dead one nobody knows."""
     if dead:
         return dict.fromkeys(("bytes", "rows", "operations_s", "cpu"))
@@ -86,7 +90,7 @@ def _load(member: Member, dead: bool) -> dict[str, Any]:
     }
 
 
-def _space(keeper: Keeper, space: Space) -> dict[str, Any]:
+def _space(keeper: GroupState, space: Space) -> dict[str, Any]:
     seats = [seat for seat in keeper.seats.values() if seat.space == space.number]
     there = [member for member in keeper.members.values() if member.state in _STATES]
     loads = [member.load.get("spaces", {}).get(space.number, {}) for member in there]
@@ -110,7 +114,7 @@ def _space(keeper: Keeper, space: Space) -> dict[str, Any]:
     }
 
 
-def _segment(keeper: Keeper, space: Space, seat: Seat) -> dict[str, Any]:
+def _segment(keeper: GroupState, space: Space, seat: SegmentAssignment) -> dict[str, Any]:
     table = space.table_of(seat.index)
     member = keeper.members.get(str(seat.primary))
     return {
@@ -126,15 +130,15 @@ def _segment(keeper: Keeper, space: Space, seat: Seat) -> dict[str, Any]:
     }
 
 
-def _state(keeper: Keeper, seat: Seat, member: Member | None) -> str:
-    if seat.lost or (seat.born and (member is None or member.state == State.DEAD)):
+def _state(keeper: GroupState, seat: SegmentAssignment, member: ServerMember | None) -> str:
+    if seat.lost or (seat.born and (member is None or member.state == ServerState.DEAD)):
         return "lost"
     if seat.heir is not None or not seat.ready:
         return "moving"
     return "copying" if seat.making else "ready"
 
 
-def _moves(keeper: Keeper) -> list[dict[str, Any]]:
+def _moves(keeper: GroupState) -> list[dict[str, Any]]:
     now, found = time.monotonic(), []
     for seat in keeper.seats.values():
         ends = [(name, "copying") for name in seat.making] + ([(seat.heir, "handing")] if seat.heir else [])

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 
-class Kind(enum.IntEnum):
+class GroupMessage(enum.IntEnum):
     """What a message says. Fields: a, b, weight, payload. Answers carry the tag of what they answer."""
 
     # worker -> server (one link for each worker, server and space)
@@ -71,7 +71,7 @@ class Event(enum.StrEnum):
     ASKED = "asked"  # a COPY that heard nothing, or a gap: it needs a new STATE
 
 
-class Piece(NamedTuple):
+class SegmentPayload(NamedTuple):
     """A segment in a request: its number, its generation, and its bytes."""
 
     segment: int
@@ -79,13 +79,13 @@ class Piece(NamedTuple):
     data: Any  # a buffer; memoryview when it was read
 
 
-def pack_head(pieces: Sequence[Piece]) -> bytes:
+def pack_head(pieces: Sequence[SegmentPayload]) -> bytes:
     """The head of a request: int64 n, then n rows of segment, generation, bytes of its piece."""
     rows = [[each.segment, each.generation, memoryview(each.data).nbytes] for each in pieces]
     return np.array([len(rows), *(value for row in rows for value in row)], np.int64).tobytes()
 
 
-def pack(pieces: Sequence[Piece]) -> bytearray:
+def pack(pieces: Sequence[SegmentPayload]) -> bytearray:
     """A request's payload: head, then the pieces one after the other."""
     return bytearray().join(
         [
@@ -95,7 +95,7 @@ def pack(pieces: Sequence[Piece]) -> bytearray:
     )
 
 
-def unpack(payload: Any) -> list[Piece]:
+def unpack(payload: Any) -> list[SegmentPayload]:
     """Read back what `pack` gave; the pieces are views. Raises ValueError."""
     view = memoryview(payload).cast("B") if len(payload) else memoryview(b"")
     if len(view) < 8:
@@ -108,7 +108,7 @@ def unpack(payload: Any) -> list[Piece]:
     for segment, generation, size in np.frombuffer(view[8:at], np.int64).reshape(count, 3).tolist():
         if size < 0 or at + size > len(view):
             raise ValueError(f"the piece of segment {segment} does not fit into the request")
-        found.append(Piece(segment, generation, view[at : at + size]))
+        found.append(SegmentPayload(segment, generation, view[at : at + size]))
         at += size
     return found
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 
-class Segment(Protocol):
+class ServedSegment(Protocol):
     """One segment of a space, as its primary and as a copy."""
 
     seq: int  # how many changes were applied: what `push` gave back, one by one
@@ -73,7 +73,7 @@ class Segment(Protocol):
     def keep(self, rounds: Sequence[int]) -> None:
         """After which rounds to keep a state."""
 
-    def branch(self) -> Segment:
+    def branch(self) -> ServedSegment:
         """Another segment that begins with the same values and goes its own way; memory is shared until it differs.
 
         The branch's clock begins anew, at step 0 for all ranks.

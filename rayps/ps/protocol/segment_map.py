@@ -12,7 +12,7 @@ from typing import Any, Self
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class SegmentHolders:
     """Who holds one segment. `copies` hold every acknowledged push; a new primary begins a new generation."""
 
     primary: str | None  # None: lost, or not placed yet
@@ -25,7 +25,7 @@ class SpaceMap:
     """The holdings of one space, by number of segment, and where its servers are. A later map has a higher version."""
 
     version: int
-    holdings: tuple[Holding, ...]
+    holdings: tuple[SegmentHolders, ...]
     addresses: dict[str, str] = field(default_factory=dict)  # server -> address
 
     def by_server(self, segments: Iterable[int]) -> dict[str | None, list[int]]:
@@ -46,5 +46,5 @@ class SpaceMap:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Self:
         """Read back what `to_json` gave."""
-        holdings = tuple(Holding(primary, tuple(copies), number) for primary, copies, number in data["holdings"])
+        holdings = tuple(SegmentHolders(primary, tuple(copies), number) for primary, copies, number in data["holdings"])
         return cls(data["version"], holdings, dict(data["addresses"]))

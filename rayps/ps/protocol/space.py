@@ -23,7 +23,7 @@ from rayps.tensors.optim import Factory
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class SparseTable:
     """A sparse table of rows [dim] by 64-bit id, cut into `segments` by a hash of the id.
 
     `optimizer` is a name and its numbers, e.g. {"name": "adagrad", "lr": 0.1}; `policy` the life of a row (see
@@ -64,7 +64,7 @@ class Space:
     layout: Layout | None = None
     cuts: tuple[tuple[int, int], ...] = ()
     factory: bytes = b""
-    tables: tuple[Table, ...] = ()
+    tables: tuple[SparseTable, ...] = ()
     quota: Quota = field(default_factory=Quota)
     branch_of: str | None = None
     ticks: Ticks = field(default_factory=Ticks)
@@ -74,7 +74,7 @@ class Space:
         """How many segments there are."""
         return len(self.cuts) + sum(table.segments for table in self.tables)
 
-    def table(self, name: str) -> tuple[Table, int]:
+    def table(self, name: str) -> tuple[SparseTable, int]:
         """A table and the number of its first segment. Raises ConfigError."""
         first = len(self.cuts)
         for table in self.tables:
@@ -84,7 +84,7 @@ class Space:
         known = ", ".join(repr(table.name) for table in self.tables) or "none"
         raise ConfigError(f"there is no table {name!r}; the tables are {known}", field="table")
 
-    def table_of(self, index: int) -> tuple[Table, int] | None:
+    def table_of(self, index: int) -> tuple[SparseTable, int] | None:
         """The table that a segment belongs to and which of its segments this is; None = the dense vector."""
         index -= len(self.cuts)
         if index < 0:
@@ -141,7 +141,7 @@ class Space:
             None if layout is None else Layout(tuple(_entry(*each) for each in layout["entries"]), _dtype(layout)),
             tuple((lo, hi) for lo, hi in found["cuts"]),
             base64.b64decode(found["factory"], validate=True),
-            tuple(Table(**table) for table in found["tables"]),
+            tuple(SparseTable(**table) for table in found["tables"]),
             Quota(**found["quota"]),
             found["branch_of"],
             Ticks((first_round, first_epoch), steps),
@@ -196,7 +196,7 @@ def _strategy(found: dict[str, Any]) -> Strategy:
     return strategy
 
 
-def _plain(value: Any, table: Table) -> Any:
+def _plain(value: Any, table: SparseTable) -> Any:
     """What JSON gives back as it was written: text keys, lists, numbers of Python."""
     if value is None or isinstance(value, (str, bool, int, float)):
         return value

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from rayps.core.errors import WorkloadError
 from rayps.ps.protocol.messages import Event, Role
-from rayps.ps.protocol.segment import Segment
+from rayps.ps.protocol.segment import ServedSegment
 from rayps.ps.protocol.space import Space
 from rayps.ps.server.dense_segment import DenseSegment
 from rayps.ps.tables.row_optimizers import Scheduled
@@ -22,7 +22,7 @@ from rayps.tensors.learning_rate import Recipe
 from rayps.tensors.optim import Factory
 
 
-class Report(NamedTuple):
+class SegmentReport(NamedTuple):
     """An event for the manager."""
 
     space: int
@@ -32,7 +32,7 @@ class Report(NamedTuple):
     name: str = ""
 
 
-class Order(NamedTuple):
+class SegmentOrder(NamedTuple):
     """What a server is to be for a segment."""
 
     segment: int
@@ -42,22 +42,22 @@ class Order(NamedTuple):
     lost: bool = False  # it had a life before that nobody has: not to be used before a state is loaded
 
     @classmethod
-    def of(cls, row: list[Any]) -> Order:
+    def of(cls, row: list[Any]) -> SegmentOrder:
         """From a row of ORDERS."""
         return cls(int(row[0]), Role(row[1]), int(row[2]), dict(row[3]), bool(row[4]) if len(row) > 4 else False)
 
 
 @dataclass(slots=True, eq=False)
-class Holding:
+class AssignedSegment:
     """One segment, here."""
 
-    space: Held
+    space: AssignedSpace
     index: int
     role: Role
     generation: int
-    segment: Segment | None = None  # None: a copy without a state yet
+    segment: ServedSegment | None = None  # None: a copy without a state yet
     usable: bool = True  # False until something is loaded, here or where the state came from
-    copies: dict[str, Any] = field(default_factory=dict)  # by server: `rayps.ps.server.replication.Copy`
+    copies: dict[str, Any] = field(default_factory=dict)  # by server: `rayps.ps.server.replication.ReplicaCopy`
     line: int = 0  # the generation in which its last change, or its state, was made: see `Copies`
     source: object = None  # as a copy: the link that its state came by
     since: float = 0.0  # when it became what it is
@@ -89,12 +89,12 @@ class Holding:
             self.saving = {number: held for number, held in self.saving.items() if number > rounds}
 
 
-class Held:
+class AssignedSpace:
     """A space, as far as it is here."""
 
     def __init__(self, space: Space) -> None:
         self.space = space
-        self.holdings: dict[int, Holding] = {}
+        self.holdings: dict[int, AssignedSegment] = {}
         self.incarnations: dict[int, int] = {}  # by rank: the highest seen
         self.parked: list[Any] = []  # requests that wait for the clock
         self.withheld: list[Any] = []  # answers that wait for copies
@@ -122,11 +122,11 @@ class Held:
                 ) from error
         return self._factory
 
-    def primaries(self) -> list[Holding]:
+    def primaries(self) -> list[AssignedSegment]:
         """What it answers for."""
         return [holding for holding in self.holdings.values() if holding.serves]
 
-    def make(self, index: int) -> Segment:
+    def make(self, index: int) -> ServedSegment:
         """An empty segment."""
         found = self.space.table_of(index)
         if found is None:
@@ -145,35 +145,35 @@ class Held:
         return sum(holding.segment.nbytes for holding in self.primaries() if holding.segment is not None)
 
 
-class Acts(Protocol):
+class OrderActions(Protocol):
     """What orders lead to, beyond the holdings themselves."""
 
-    def report(self, report: Report) -> None:
+    def report(self, report: SegmentReport) -> None:
         """Tell the manager."""
 
-    def want_copies(self, holding: Holding, copies: dict[str, str], *, anew: bool) -> None:
+    def want_copies(self, holding: AssignedSegment, copies: dict[str, str], *, anew: bool) -> None:
         """Keep copies on these servers and no others. `anew`: the first orders of a generation."""
 
-    def stop_serving(self, holding: Holding) -> None:
+    def stop_serving(self, holding: AssignedSegment) -> None:
         """Refuse what waits for this segment's clock."""
 
-    def withdraw(self, holding: Holding) -> None:
+    def withdraw(self, holding: AssignedSegment) -> None:
         """Refuse the answers too that wait for its copies, and drop the copies."""
 
 
-class Holdings:
+class Assignments:
     """All spaces of one server."""
 
-    def __init__(self, acts: Acts) -> None:
-        self.spaces: dict[int, Held] = {}
+    def __init__(self, acts: OrderActions) -> None:
+        self.spaces: dict[int, AssignedSpace] = {}
         self.forgotten: set[int] = set()
         self._acts = acts
 
-    def learn(self, space: Space) -> Held:
+    def learn(self, space: Space) -> AssignedSpace:
         """A space that something is to be held of, or its new quota."""
         held = self.spaces.get(space.number)
         if held is None:
-            held = self.spaces[space.number] = Held(space)
+            held = self.spaces[space.number] = AssignedSpace(space)
             self.forgotten.discard(space.number)
         else:
             held.space = space
@@ -188,7 +188,7 @@ class Holdings:
                 self._end(holding)
             del self.spaces[number]
 
-    def obey(self, held: Held, orders: Iterable[Order]) -> None:
+    def obey(self, held: AssignedSpace, orders: Iterable[SegmentOrder]) -> None:
         """Make it so."""
         for order in orders:
             holding = held.holdings.get(order.segment)
@@ -205,7 +205,7 @@ class Holdings:
                     if holding is not None:
                         self._end(holding)
 
-    def branch(self, held: Held, parent: Held, index: int, generation: int) -> bool:
+    def branch(self, held: AssignedSpace, parent: AssignedSpace, index: int, generation: int) -> bool:
         """Begin a segment of a space with what its parent's holds here; False where that is not here."""
         base = parent.holdings.get(index)
         if base is None or base.segment is None or not base.serves or not base.usable:
@@ -214,18 +214,20 @@ class Holdings:
         known = held.holdings.get(index)
         if known is not None and known.generation >= generation and known.usable:
             return True
-        segment: Segment
+        segment: ServedSegment
         if isinstance(base.segment, DenseSegment):
             segment = base.segment.branch(held.space, factory=held.factory)
         elif isinstance(base.segment, TableSegment):
             segment = base.segment.branch(held.space.workers, held.space.strategy, held.scheduled)
         else:
             segment = base.segment.branch()
-        held.holdings[index] = Holding(held, index, Role.PRIMARY, generation, segment, line=generation, since=_now())
-        self._acts.report(Report(held.number, Event.READY, index, generation))
+        held.holdings[index] = AssignedSegment(
+            held, index, Role.PRIMARY, generation, segment, line=generation, since=_now()
+        )
+        self._acts.report(SegmentReport(held.number, Event.READY, index, generation))
         return True
 
-    def is_to_be_copy(self, held: Held, index: int, generation: int, source: object) -> Holding | None:
+    def is_to_be_copy(self, held: AssignedSpace, index: int, generation: int, source: object) -> AssignedSegment | None:
         """A state came from a primary of that generation: become its copy; None where that is of the past.
 
         It may come before the orders do, and says the same: nobody but the manager makes a generation.
@@ -235,25 +237,27 @@ class Holdings:
             generation < holding.generation or (holding.serves and generation == holding.generation)
         ):
             return None
-        self._copy(held, holding, Order(index, Role.COPY, generation, {}))
+        self._copy(held, holding, SegmentOrder(index, Role.COPY, generation, {}))
         holding = held.holdings[index]
         holding.source = source
         return holding
 
     # ---- roles
 
-    def _primary(self, held: Held, holding: Holding | None, order: Order) -> None:
+    def _primary(self, held: AssignedSpace, holding: AssignedSegment | None, order: SegmentOrder) -> None:
         anew = holding is None or holding.generation < order.generation or holding.role != Role.PRIMARY
         if holding is None and (order.segment, order.generation) in held.unborn:
             return
         if holding is None:
             dense = held.space.table_of(order.segment) is None
             usable = not dense and not order.lost
-            holding = Holding(held, order.segment, Role.PRIMARY, order.generation, held.make(order.segment), usable)
+            holding = AssignedSegment(
+                held, order.segment, Role.PRIMARY, order.generation, held.make(order.segment), usable
+            )
             holding.line = order.generation
             held.holdings[order.segment] = holding
         elif holding.segment is None:
-            self._acts.report(Report(held.number, Event.ASKED, order.segment, order.generation))
+            self._acts.report(SegmentReport(held.number, Event.ASKED, order.segment, order.generation))
             return
         elif anew:
             if holding.serves:  # what waits was said to an older generation
@@ -264,10 +268,10 @@ class Holdings:
             holding.source = None
         if anew:
             holding.since = _now()
-            self._acts.report(Report(held.number, Event.READY, order.segment, order.generation))
+            self._acts.report(SegmentReport(held.number, Event.READY, order.segment, order.generation))
         self._acts.want_copies(holding, order.copies, anew=anew)
 
-    def _leaving(self, holding: Holding | None, order: Order) -> None:
+    def _leaving(self, holding: AssignedSegment | None, order: SegmentOrder) -> None:
         if holding is None or holding.segment is None or holding.role == Role.COPY:
             return  # nothing to hand over
         if holding.role != Role.LEAVING:
@@ -276,9 +280,11 @@ class Holdings:
         holding.generation = order.generation
         self._acts.want_copies(holding, order.copies, anew=False)
 
-    def _copy(self, held: Held, holding: Holding | None, order: Order) -> None:
+    def _copy(self, held: AssignedSpace, holding: AssignedSegment | None, order: SegmentOrder) -> None:
         if holding is None:
-            held.holdings[order.segment] = Holding(held, order.segment, Role.COPY, order.generation, since=_now())
+            held.holdings[order.segment] = AssignedSegment(
+                held, order.segment, Role.COPY, order.generation, since=_now()
+            )
             return
         if holding.role != Role.COPY:
             self._acts.stop_serving(holding)
@@ -288,7 +294,7 @@ class Holdings:
             holding.role, holding.since = Role.COPY, _now()
         holding.generation = order.generation
 
-    def _end(self, holding: Holding) -> None:
+    def _end(self, holding: AssignedSegment) -> None:
         self._acts.stop_serving(holding)
         self._acts.withdraw(holding)
         getattr(holding.segment, "close", _nothing)()

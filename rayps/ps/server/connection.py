@@ -7,15 +7,15 @@ from typing import Any
 
 from rayps.comm.link import Link, Message
 from rayps.core.errors import StaleGeneration
-from rayps.ps.protocol.messages import Piece
-from rayps.ps.server.assignments import Holding
+from rayps.ps.protocol.messages import SegmentPayload
+from rayps.ps.server.assignments import AssignedSegment
 from rayps.ps.server.replication import Peer
 
 PATIENCE = 60.0  # seconds that a pull may wait where its worker does not say
 NOBODY = -2  # no rank yet, or fenced
 
 
-class Guest:
+class ServerPeer:
     """A connection of a worker, a reader, or another server's primaries."""
 
     def __init__(self, link: Link) -> None:
@@ -33,17 +33,17 @@ class Guest:
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class PeerRequest:
     """What a guest asks for."""
 
-    guest: Guest
+    guest: ServerPeer
     kind: int
     tag: int
     a: int
     b: int
     weight: float
     payload: Any
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[SegmentPayload] = field(default_factory=list)
     deadline: float = 0.0
 
 
@@ -51,15 +51,15 @@ class Request:
 class Withheld:
     """An answer that waits until copies have what it says."""
 
-    request: Request
+    request: PeerRequest
     message: Message
     payload: Any
-    holdings: list[Holding]
+    holdings: list[AssignedSegment]
     needs: dict[Peer, int]
     deadline: float
 
 
-def fenced(guest: Guest) -> StaleGeneration:
+def fenced(guest: ServerPeer) -> StaleGeneration:
     """What a guest hears whose rank a newer worker has taken."""
     return StaleGeneration(
         f"{guest.link.peer} does not hold its rank any more: a newer worker has joined with it", peer=guest.link.peer

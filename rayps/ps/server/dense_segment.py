@@ -19,7 +19,7 @@ from rayps.core.ledger import WINDOW, Ledger
 from rayps.ps.fixed.shard import ShardPart
 from rayps.ps.fixed.shared_memory import flat_bytes
 from rayps.ps.protocol.space import Space
-from rayps.ps.server.replicated_shard import CHANGE, MEAN, NEVER, ONE, PUSHED, VALUES, HeldShard, changes_by
+from rayps.ps.server.replicated_shard import CHANGE, MEAN, NEVER, ONE, PUSHED, VALUES, ReplicatedShard, changes_by
 from rayps.tensors.flat import Layout
 from rayps.tensors.optim import Factory, Moments
 from rayps.tensors.optim import cut as cut_moments
@@ -27,7 +27,7 @@ from rayps.tensors.packing import full_moments, pack_state, plain_moments, tenso
 
 
 class DenseSegment:
-    """Elements lo to hi of a space's dense vector. Implements `rayps.ps.protocol.segment.Segment`."""
+    """Elements lo to hi of a space's dense vector. Implements `rayps.ps.protocol.segment.ServedSegment`."""
 
     def __init__(self, space: Space, index: int, factory: Factory, *, base: DenseSegment | None = None) -> None:
         """Zeros, until a state is loaded; or what `base` holds, in its memory, until one of the two steps."""
@@ -49,7 +49,7 @@ class DenseSegment:
     def _settle(self, params: Tensor, ledger: Ledger) -> None:
         """Stand on memory of its own."""
         self._base = None
-        self._shard = HeldShard(
+        self._shard = ReplicatedShard(
             self.index,
             self.layout,
             self.lo,
@@ -67,7 +67,7 @@ class DenseSegment:
     # ---- what is the same in both lives
 
     @property
-    def shard(self) -> HeldShard:
+    def shard(self) -> ReplicatedShard:
         """The shard, of its own or still its parent's: to be read only, where it is the parent's."""
         return self._shard if self._base is None else self._base.shard
 
@@ -149,7 +149,7 @@ class DenseSegment:
         """Its memory is given up; who shares it gets memory of its own."""
         self._part_from_branches()
 
-    def _replay_values(self, shard: HeldShard, finished: int, count: int, rest: memoryview) -> None:
+    def _replay_values(self, shard: ReplicatedShard, finished: int, count: int, rest: memoryview) -> None:
         at = count * ONE.size
         for i in range(count):
             rank, size, weight = ONE.unpack_from(rest, i * ONE.size)
@@ -238,7 +238,7 @@ class DenseSegment:
         base._branches = [ref for ref in base._branches if ref() is not None] + [weakref.ref(made)]
         return made
 
-    def _own(self) -> HeldShard:
+    def _own(self) -> ReplicatedShard:
         """The shard, to write to: in memory that nobody else reads."""
         self._part_from_branches()
         if self._base is not None:

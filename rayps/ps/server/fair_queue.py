@@ -57,7 +57,7 @@ class Bucket:
 
 
 @dataclass(slots=True)
-class _Line(Generic[T]):
+class _SpaceQueue(Generic[T]):
     """What waits for one space."""
 
     urgent: deque[tuple[T, int]] = field(default_factory=deque)  # of other servers: their workers wait for it
@@ -70,13 +70,13 @@ class _Line(Generic[T]):
     throttled: int = 0
 
 
-class Fair(Generic[T]):
+class FairQueue(Generic[T]):
     """Lines by space, and who is next. `T` is a request."""
 
     def __init__(self, limit: int = LINE_BYTES) -> None:
         self.limit = limit
-        self._lines: dict[int, _Line[T]] = {}
-        self._busy: dict[int, _Line[T]] = {}  # those with something in them
+        self._lines: dict[int, _SpaceQueue[T]] = {}
+        self._busy: dict[int, _SpaceQueue[T]] = {}  # those with something in them
         self._now = 0.0  # the clock of the line that was served last
 
     def __len__(self) -> int:
@@ -165,14 +165,14 @@ class Fair(Generic[T]):
             return []
         return [item for item, _ in line.urgent] + [item for item, _, _ in line.items]
 
-    def _line(self, space: int) -> _Line[T]:
+    def _line(self, space: int) -> _SpaceQueue[T]:
         line = self._lines.get(space)
         if line is None:
-            line = self._lines[space] = _Line(clock=self._now)
+            line = self._lines[space] = _SpaceQueue(clock=self._now)
         return line
 
     @staticmethod
-    def _ready(line: _Line[T], now: float) -> bool:
+    def _ready(line: _SpaceQueue[T], now: float) -> bool:
         if line.bucket is None or line.urgent or not line.items[0][2]:
             return True
         if line.bucket.ready(now):

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from rayps.ps.server.assignments import Held, Holdings
+from rayps.ps.server.assignments import AssignedSpace, Assignments
 from rayps.ps.tables.table_segment import TableSegment
 
 
@@ -22,7 +22,7 @@ class Load:
     def __init__(self) -> None:
         self._cpu, self._at = time.process_time(), time.monotonic()
 
-    def now(self, holdings: Holdings, connections: int, waits: Callable[[int], tuple[int, int]]) -> dict[str, Any]:
+    def now(self, holdings: Assignments, connections: int, waits: Callable[[int], tuple[int, int]]) -> dict[str, Any]:
         """A heartbeat; `waits(space)` = its requests that had to wait for the quota, its bytes that wait now."""
         cpu, at = time.process_time(), time.monotonic()
         share = (cpu - self._cpu) / max(1e-6, at - self._at)
@@ -37,7 +37,7 @@ class Load:
         return {"cpu": round(share, 3), "bytes": total, "connections": connections, "spaces": spaces}
 
 
-def _of_space(held: Held, throttled: int, queued: int) -> dict[str, Any]:
+def _of_space(held: AssignedSpace, throttled: int, queued: int) -> dict[str, Any]:
     segments: dict[str, list[int]] = {}
     for holding in held.primaries():
         segment = holding.segment

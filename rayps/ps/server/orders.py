@@ -18,10 +18,10 @@ from typing import Any, Protocol
 
 from rayps.comm.link import Link, Message
 from rayps.core.errors import LinkError
-from rayps.ps.protocol.messages import Event, Kind
+from rayps.ps.protocol.messages import Event, GroupMessage
 from rayps.ps.protocol.space import Space
-from rayps.ps.server.assignments import Holdings, Order, Report
-from rayps.ps.server.replication import Copies
+from rayps.ps.server.assignments import Assignments, SegmentOrder, SegmentReport
+from rayps.ps.server.replication import Replication
 
 WORK_SECONDS = 30.0
 
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 Address = str | Callable[[], str]
 
 
-class Desk(Protocol):
+class OrderTarget(Protocol):
     """What orders need of the host."""
 
     name: str
@@ -47,10 +47,10 @@ class Desk(Protocol):
         """The heartbeat."""
 
 
-class Command:
+class ManagerSession:
     """One server's side of what it and its manager say."""
 
-    def __init__(self, desk: Desk, holdings: Holdings, copies: Copies, heartbeat: float) -> None:
+    def __init__(self, desk: OrderTarget, holdings: Assignments, copies: Replication, heartbeat: float) -> None:
         self._desk, self._holdings, self._copies = desk, holdings, copies
         self.link: Link | None = None
         self.every = heartbeat
@@ -58,12 +58,12 @@ class Command:
         self.alone_since: float | None = time.monotonic()  # None: the manager is there
         self._beats = 0
         self._told = 0  # tag of the newest orders
-        self._reports: list[Report] = []
+        self._reports: list[SegmentReport] = []
         self.lock = threading.RLock()  # of the link: the loop's, and that of `beat_for`
         self._turned = time.monotonic()  # when the loop came by last
         self._load: dict[str, Any] = {"spaces": {}}
 
-    def say(self, report: Report) -> None:
+    def say(self, report: SegmentReport) -> None:
         """Report at the end of this turn; what is said without a manager is found again in what is held."""
         self._reports.append(report)
 
@@ -76,7 +76,7 @@ class Command:
             for number, held in self._holdings.spaces.items()
         }
         body = {"name": desk.name, "address": desk.address, "host": desk.where, "pid": os.getpid(), "holds": holds}
-        self._send(Kind.REGISTER, body)
+        self._send(GroupMessage.REGISTER, body)
         self._reports = self._all()
         self.next_beat = time.monotonic()
 
@@ -93,26 +93,26 @@ class Command:
             log.error("%s cannot do what its manager says", self._desk.name, exc_info=error)
 
     def _obey(self, message: Message) -> None:
-        if message.kind == Kind.WELCOME:
+        if message.kind == GroupMessage.WELCOME:
             self.every = float(json.loads(bytes(message.payload)).get("heartbeat", self.every))
-        elif message.kind == Kind.SPACE:
+        elif message.kind == GroupMessage.SPACE:
             space: Space = pickle.loads(message.payload)
             self._holdings.learn(space)
             self._desk.learnt(space)
-        elif message.kind == Kind.ORDERS:
+        elif message.kind == GroupMessage.ORDERS:
             body = json.loads(bytes(message.payload))
             held = self._holdings.spaces.get(int(body["space"]))
             if held is not None:
-                self._holdings.obey(held, [Order.of(row) for row in body["holdings"]])
+                self._holdings.obey(held, [SegmentOrder.of(row) for row in body["holdings"]])
                 self._desk.learnt(held.space)
             self._told = max(self._told, message.tag)
-        elif message.kind == Kind.BRANCH:
+        elif message.kind == GroupMessage.BRANCH:
             held, parent = self._holdings.spaces.get(message.a), self._holdings.spaces.get(message.b)
             for index, generation in json.loads(bytes(message.payload))["segments"]:
                 done = held is not None and parent is not None
                 if not (done and self._holdings.branch(held, parent, index, generation)):  # type: ignore[arg-type]
-                    self.say(Report(message.a, Event.ASKED, index, generation))
-        elif message.kind == Kind.FORGET:
+                    self.say(SegmentReport(message.a, Event.ASKED, index, generation))
+        elif message.kind == GroupMessage.FORGET:
             self._holdings.forget(message.a)
             self._desk.forgotten(message.a)
 
@@ -128,7 +128,7 @@ class Command:
                 row = [report.event.value, report.segment, report.generation, report.name]
                 spaces.setdefault(report.space, []).append(row)
             for number, rows in spaces.items():
-                self._send(Kind.REPORT, {"space": number, "events": rows}, self._told)
+                self._send(GroupMessage.REPORT, {"space": number, "events": rows}, self._told)
         if now >= self.next_beat:
             self._load = self._desk.facts()
             self._beat(now)
@@ -146,21 +146,21 @@ class Command:
         with self.lock:
             self.next_beat = now + self.every
             self._beats += 1
-            self._send(Kind.HEARTBEAT, self._load, self._beats)
+            self._send(GroupMessage.HEARTBEAT, self._load, self._beats)
 
-    def _send(self, kind: Kind, body: dict[str, Any], tag: int = 0) -> None:
+    def _send(self, kind: GroupMessage, body: dict[str, Any], tag: int = 0) -> None:
         with self.lock:
             if self.link is None:
                 return
             with contextlib.suppress(LinkError):  # found again when it is read
                 self.link.queue(Message(kind, tag), json.dumps(body).encode())
 
-    def _all(self) -> list[Report]:
+    def _all(self) -> list[SegmentReport]:
         """Everything that is so, for a manager that may not know."""
-        found: list[Report] = []
+        found: list[SegmentReport] = []
         for number, held in self._holdings.spaces.items():
             for holding in held.holdings.values():
                 if holding.serves:
-                    found.append(Report(number, Event.READY, holding.index, holding.generation))
+                    found.append(SegmentReport(number, Event.READY, holding.index, holding.generation))
                 found += self._copies.all_of(holding)
         return found

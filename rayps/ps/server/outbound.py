@@ -15,8 +15,8 @@ from collections.abc import Callable
 
 from rayps.comm.link import Link, connect
 from rayps.core.errors import LinkError, RaypsError
-from rayps.ps.server.orders import Address, Command
-from rayps.ps.server.replication import Copies, Peer
+from rayps.ps.server.orders import Address, ManagerSession
+from rayps.ps.server.replication import Peer, Replication
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ AGAIN_SECONDS = 0.2  # between two calls for the manager
 Later = Callable[[Callable[[], None]], None]
 
 
-class Reach:
+class Outbound:
     """Outgoing links of one server. All but the calls in threads belongs to its loop."""
 
     def __init__(
@@ -36,8 +36,8 @@ class Reach:
         manager: Address,
         poll: select.poll,
         later: Later,
-        copies: Copies,
-        command: Command,
+        copies: Replication,
+        command: ManagerSession,
     ) -> None:
         """`later(work)` lets the loop do something; `poll` is the loop's."""
         self._name, self._secret, self._manager = name, secret, manager

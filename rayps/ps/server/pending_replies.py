@@ -11,44 +11,50 @@ from rayps.comm.link import Message
 from rayps.core.errors import ConfigError, PeerTimeout, RaypsError
 from rayps.core.failpoint import passing
 from rayps.ps.fixed.messages import refusal
-from rayps.ps.protocol.messages import Kind, numbers, read_numbers
-from rayps.ps.protocol.segment import Segment
-from rayps.ps.server.assignments import Held, Holding
-from rayps.ps.server.connection import Guest, Request, Withheld
-from rayps.ps.server.replication import Copies, stuck_on
+from rayps.ps.protocol.messages import GroupMessage, numbers, read_numbers
+from rayps.ps.protocol.segment import ServedSegment
+from rayps.ps.server.assignments import AssignedSegment, AssignedSpace
+from rayps.ps.server.connection import PeerRequest, ServerPeer, Withheld
+from rayps.ps.server.replication import Replication, stuck_on
 
 log = logging.getLogger(__name__)
 
 
-class Mouth(Protocol):
+class ReplySender(Protocol):
     """How answers leave."""
 
-    def say(self, guest: Guest, message: Message, payload: Any) -> None:
+    def say(self, guest: ServerPeer, message: Message, payload: Any) -> None:
         """Queue a message; a guest that is lost is dropped."""
 
 
-class Answers:
+class PendingReplies:
     """How requests are answered; and those that are not answered yet."""
 
-    def __init__(self, copies: Copies, mouth: Mouth, name: str) -> None:
+    def __init__(self, copies: Replication, mouth: ReplySender, name: str) -> None:
         """`name` is the server's."""
         self._copies, self._mouth, self._name = copies, mouth, name
 
-    def fail(self, held: Held | None, request: Request, error: Exception) -> None:
+    def fail(self, held: AssignedSpace | None, request: PeerRequest, error: Exception) -> None:
         """Tell who asked what went wrong; a fault of ours too, and the server goes on."""
         if not isinstance(error, (ValueError, RaypsError)):
             log.error("a request of kind %d failed", request.kind, exc_info=error)
             error = RaypsError(f"a server failed: {type(error).__name__}: {error}")
         if held is not None and isinstance(error, ConfigError):
             held.rejected += 1
-        self._mouth.say(request.guest, Message(Kind.ERROR, request.tag), refusal(request.tag, error)[1])
+        self._mouth.say(request.guest, Message(GroupMessage.ERROR, request.tag), refusal(request.tag, error)[1])
 
-    def say_stale(self, request: Request, segments: Iterable[int]) -> None:
+    def say_stale(self, request: PeerRequest, segments: Iterable[int]) -> None:
         """These segments are not served here in the generation asked for; nothing was applied."""
-        self._mouth.say(request.guest, Message(Kind.STALE, request.tag), numbers(segments))
+        self._mouth.say(request.guest, Message(GroupMessage.STALE, request.tag), numbers(segments))
 
     def reply(
-        self, request: Request, kind: Kind, touched: list[Holding], *, lead: int = 0, payload: Any = None
+        self,
+        request: PeerRequest,
+        kind: GroupMessage,
+        touched: list[AssignedSegment],
+        *,
+        lead: int = 0,
+        payload: Any = None,
     ) -> None:
         """Answer as soon as the copies of the touched segments have everything that they were sent so far."""
         rank = request.guest.rank
@@ -63,7 +69,7 @@ class Answers:
         else:
             self._mouth.say(request.guest, message, payload)
 
-    def settled(self, held: Held, *, anew: bool) -> None:
+    def settled(self, held: AssignedSpace, *, anew: bool) -> None:
         """Let go the answers whose copies have everything; `anew`: what they wait for may have changed."""
         left: list[Withheld] = []
         free: list[Withheld] = []
@@ -78,7 +84,7 @@ class Answers:
             for answer in free:
                 self._mouth.say(answer.request.guest, answer.message, answer.payload)
 
-    def stop_serving(self, holding: Holding) -> None:
+    def stop_serving(self, holding: AssignedSegment) -> None:
         """Refuse the parked requests that touch this segment."""
         held = holding.space
         gone = [request for request in held.parked if any(p.segment == holding.index for p in request.pieces)]
@@ -87,11 +93,11 @@ class Answers:
             for request in gone:
                 self.say_stale(request, [holding.index])
 
-    def withdraw(self, holding: Holding) -> None:
+    def withdraw(self, holding: AssignedSegment) -> None:
         """Refuse the answers too that wait for this segment's copies: whether those have it is not known here."""
         held = holding.space
         gone = [answer for answer in held.withheld if holding in answer.holdings]
-        for answer in [answer for answer in gone if answer.message.kind == Kind.JOINED]:
+        for answer in [answer for answer in gone if answer.message.kind == GroupMessage.JOINED]:
             gone.remove(answer)  # it says what the others know
             answer.holdings.remove(holding)
             pairs = read_numbers(answer.payload)
@@ -102,12 +108,12 @@ class Answers:
             for answer in gone:
                 self.say_stale(answer.request, [holding.index])
 
-    def forget(self, held: Held, guest: Guest) -> None:
+    def forget(self, held: AssignedSpace, guest: ServerPeer) -> None:
         """A guest is gone, or fenced: it hears nothing any more."""
         held.parked = [request for request in held.parked if request.guest is not guest]
         held.withheld = [answer for answer in held.withheld if answer.request.guest is not guest]
 
-    def expire(self, held: Held, now: float) -> None:
+    def expire(self, held: AssignedSpace, now: float) -> None:
         """Refuse what has waited too long, naming whom it waited for."""
         for request in [waiting for waiting in held.parked if waiting.deadline < now]:
             remove(held.parked, request)
@@ -144,7 +150,7 @@ class Answers:
             )
 
 
-def segment_of(holding: Holding) -> Segment:
+def segment_of(holding: AssignedSegment) -> ServedSegment:
     """What a primary holds."""
     assert holding.segment is not None
     return holding.segment

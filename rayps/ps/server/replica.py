@@ -7,22 +7,22 @@ from collections.abc import Callable
 from functools import partial
 
 from rayps.core.failpoint import passing
-from rayps.ps.protocol.messages import Kind, Piece, unpack
-from rayps.ps.server.assignments import Held, Holdings
-from rayps.ps.server.connection import Request
+from rayps.ps.protocol.messages import GroupMessage, SegmentPayload, unpack
+from rayps.ps.server.assignments import AssignedSpace, Assignments
+from rayps.ps.server.connection import PeerRequest
 from rayps.ps.server.replication import MARK
 
 log = logging.getLogger(__name__)
 
 
-def take(holdings: Holdings, held: Held, request: Request) -> list[int]:
+def take(holdings: Assignments, held: AssignedSpace, request: PeerRequest) -> list[int]:
     """Apply STATE or FORWARD; the segments for which it had no effect: it is of the past, or what was before it is not
     here, or it cannot be applied.
     """
-    if request.kind == Kind.STATE:
+    if request.kind == GroupMessage.STATE:
         refused = [] if _tried(held, request.b, lambda: _state(holdings, held, request)) else [request.b]
     else:
-        changes = [Piece(request.b, int(request.weight), request.payload)]
+        changes = [SegmentPayload(request.b, int(request.weight), request.payload)]
         if request.b < 0:
             changes = unpack(request.payload)
         refused = [c.segment for c in changes if not _tried(held, c.segment, partial(_forward, held, request, c))]
@@ -30,7 +30,7 @@ def take(holdings: Holdings, held: Held, request: Request) -> list[int]:
     return refused
 
 
-def _tried(held: Held, index: int, work: Callable[[], bool]) -> bool:
+def _tried(held: AssignedSpace, index: int, work: Callable[[], bool]) -> bool:
     try:
         return work()
     except Exception as error:  # whatever it is, this copy is not what it should be, and the next state replaces it
@@ -40,7 +40,7 @@ def _tried(held: Held, index: int, work: Callable[[], bool]) -> bool:
         return False
 
 
-def _state(holdings: Holdings, held: Held, request: Request) -> bool:
+def _state(holdings: Assignments, held: AssignedSpace, request: PeerRequest) -> bool:
     index, generation = request.b, int(request.weight)
     if not 0 <= index < held.space.segments:
         return False
@@ -62,7 +62,7 @@ def _state(holdings: Holdings, held: Held, request: Request) -> bool:
     return True
 
 
-def _forward(held: Held, request: Request, change: Piece) -> bool:
+def _forward(held: AssignedSpace, request: PeerRequest, change: SegmentPayload) -> bool:
     holding = held.holdings.get(change.segment)
     if holding is None or holding.segment is None or holding.source is not request.guest:
         return False

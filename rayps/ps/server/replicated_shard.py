@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rayps.ps.fixed.retained_parts import Parts
+from rayps.ps.fixed.retained_parts import RetainedParts
 from rayps.ps.fixed.shard import Boundary, Shard
 from rayps.ps.fixed.shared_memory import flat_bytes
 from rayps.strategies.base import Strategy, weighted_mean
@@ -31,7 +31,7 @@ def changes_by(strategy: Strategy) -> int:
     return PUSHED
 
 
-class HeldShard(Shard):
+class ReplicatedShard(Shard):
     """A shard that writes down how its rounds are closed, and can close them as another one did."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
@@ -40,7 +40,7 @@ class HeldShard(Shard):
         self.changes: list[bytes] = []
         self.by = changes_by(self.strategy)
         self.wanted: set[int] = set()
-        self.kept: Parts[bytes] = Parts()
+        self.kept: RetainedParts[bytes] = RetainedParts()
         self.seq = 0
         self._mean: bytes = b""
 

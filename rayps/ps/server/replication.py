@@ -22,8 +22,8 @@ from typing import Protocol
 from rayps.comm.link import Link, Message
 from rayps.core.errors import LinkError
 from rayps.core.failpoint import passing
-from rayps.ps.protocol.messages import Event, Kind, Piece, Role, pack, read_numbers
-from rayps.ps.server.assignments import Holding, Report
+from rayps.ps.protocol.messages import Event, GroupMessage, Role, SegmentPayload, pack, read_numbers
+from rayps.ps.server.assignments import AssignedSegment, SegmentReport
 
 log = logging.getLogger(__name__)
 
@@ -51,16 +51,16 @@ class Peer:
         self.lost = False
         self.sent = 0  # tag of the last message
         self.acked = 0
-        self.copies: dict[int, Copy] = {}
-        self.todo: deque[Copy] = deque()  # whose state is to be sent
-        self.watched: set[Copy] = set()  # of whom something is to be said once they have got everything
+        self.copies: dict[int, ReplicaCopy] = {}
+        self.todo: deque[ReplicaCopy] = deque()  # whose state is to be sent
+        self.watched: set[ReplicaCopy] = set()  # of whom something is to be said once they have got everything
         self.bytes = 0  # of states
 
 
-class Copy:
+class ReplicaCopy:
     """One segment's copy on one server."""
 
-    def __init__(self, holding: Holding, peer: Peer, stage: Stage, whole: bool) -> None:
+    def __init__(self, holding: AssignedSegment, peer: Peer, stage: Stage, whole: bool) -> None:
         self.holding, self.peer, self.stage = holding, peer, stage
         self.whole = whole  # its state must be sent, and not only the mark
         self.first = NEVER  # tag of its state
@@ -77,14 +77,14 @@ class Calls(Protocol):
     def hang_up(self, peer: Peer) -> None:
         """Its link is not needed any more, or failed."""
 
-    def report(self, report: Report) -> None:
+    def report(self, report: SegmentReport) -> None:
         """Tell the manager."""
 
     def settled(self, space: int, *, anew: bool) -> None:
         """Answers of this space may have become free; `anew`: what they wait for may be something else now."""
 
 
-class Copies:
+class Replication:
     """All copies that one server's primaries keep."""
 
     def __init__(self, calls: Calls) -> None:
@@ -94,7 +94,7 @@ class Copies:
 
     # ---- which copies there are
 
-    def want(self, holding: Holding, servers: dict[str, str], *, anew: bool) -> None:
+    def want(self, holding: AssignedSegment, servers: dict[str, str], *, anew: bool) -> None:
         """Keep copies on these servers (name -> address) and no others.
 
         `anew`: the manager takes them as complete from this moment on, so every answer waits for them.
@@ -103,7 +103,7 @@ class Copies:
         for server in [name for name in holding.copies if name not in servers]:
             self._drop(holding, server)
         for server, address in servers.items():
-            known: Copy | None = holding.copies.get(server)
+            known: ReplicaCopy | None = holding.copies.get(server)
             if known is not None and not known.peer.lost and known.stage != Stage.LOST:
                 if anew:
                     known.whole, known.synced = known.whole and known.stage != Stage.SENT, False
@@ -111,7 +111,7 @@ class Copies:
                 continue
             promised = anew or (known is not None and known.stage != Stage.NEW)
             peer = self._peer(space, server, address)
-            copy = Copy(holding, peer, Stage.DUE if promised else Stage.NEW, whole=not anew)
+            copy = ReplicaCopy(holding, peer, Stage.DUE if promised else Stage.NEW, whole=not anew)
             holding.copies[server] = peer.copies[holding.index] = copy
             peer.todo.append(copy)
             _tell(holding)
@@ -120,19 +120,19 @@ class Copies:
         self._hand(holding)
         self._calls.settled(space, anew=True)
 
-    def drop_all(self, holding: Holding) -> None:
+    def drop_all(self, holding: AssignedSegment) -> None:
         """This segment has no copies any more."""
         for server in list(holding.copies):
             self._drop(holding, server)
 
-    def restate(self, holding: Holding) -> None:
+    def restate(self, holding: AssignedSegment) -> None:
         """Something was loaded: each copy gets all of it again."""
         for copy in holding.copies.values():
             if copy.stage in (Stage.SENT, Stage.DUE):
                 copy.whole = True
                 self._due(copy)
 
-    def _due(self, copy: Copy) -> None:
+    def _due(self, copy: ReplicaCopy) -> None:
         copy.stage, copy.first = Stage.DUE, NEVER
         if copy not in copy.peer.todo:
             copy.peer.todo.append(copy)
@@ -148,8 +148,8 @@ class Copies:
             self._calls.dial(peer)
         return peer
 
-    def _drop(self, holding: Holding, server: str) -> None:
-        copy: Copy = holding.copies.pop(server)
+    def _drop(self, holding: AssignedSegment, server: str) -> None:
+        copy: ReplicaCopy = holding.copies.pop(server)
         peer = copy.peer
         if peer.copies.get(holding.index) is copy:
             del peer.copies[holding.index]
@@ -163,12 +163,12 @@ class Copies:
 
     # ---- what is sent
 
-    def forward(self, changed: Iterable[tuple[Holding, list[bytes]]]) -> None:
+    def forward(self, changed: Iterable[tuple[AssignedSegment, list[bytes]]]) -> None:
         """Send what was just applied to all copies that have, or will have got, their state before it.
 
         Small changes for one server go in one message (FORWARD with b = -1: head and pieces), each of them once.
         """
-        small: dict[Peer, list[tuple[Copy, bytes]]] = {}
+        small: dict[Peer, list[tuple[ReplicaCopy, bytes]]] = {}
         for holding, changes in changed:
             holding.line = holding.generation
             for copy in holding.copies.values():
@@ -178,7 +178,7 @@ class Copies:
                     small.setdefault(copy.peer, []).append((copy, changes[0]))
                     continue
                 for change in changes:
-                    self._send(copy, Kind.FORWARD, change)
+                    self._send(copy, GroupMessage.FORWARD, change)
         for peer, items in small.items():
             self._send_many(peer, items)
 
@@ -199,27 +199,27 @@ class Copies:
                 state = MARK.pack(segment.seq, holding.line)
             copy.stage = Stage.SENT
             copy.first = peer.sent + 1
-            self._send(copy, Kind.STATE, state)
+            self._send(copy, GroupMessage.STATE, state)
             peer.watched.add(copy)
             passing("host: state sent, not synced")
             self._calls.settled(peer.space, anew=True)
 
-    def _send(self, copy: Copy, kind: Kind, payload: bytes) -> None:
+    def _send(self, copy: ReplicaCopy, kind: GroupMessage, payload: bytes) -> None:
         copy.tag = copy.peer.sent + 1
         # a state that nobody has loaded yet says so by half a generation: it must not be served by its copy either
         generation = copy.holding.generation + (0.0 if copy.holding.usable else 0.5)
         self._say(copy.peer, kind, copy.holding.index, generation, payload)
 
-    def _send_many(self, peer: Peer, items: list[tuple[Copy, bytes]]) -> None:
+    def _send_many(self, peer: Peer, items: list[tuple[ReplicaCopy, bytes]]) -> None:
         if len(items) == 1:
-            self._send(items[0][0], Kind.FORWARD, items[0][1])
+            self._send(items[0][0], GroupMessage.FORWARD, items[0][1])
             return
         for copy, _ in items:
             copy.tag = peer.sent + 1
-        pieces = [Piece(copy.holding.index, copy.holding.generation, change) for copy, change in items]
-        self._say(peer, Kind.FORWARD, -1, 0.0, pack(pieces))
+        pieces = [SegmentPayload(copy.holding.index, copy.holding.generation, change) for copy, change in items]
+        self._say(peer, GroupMessage.FORWARD, -1, 0.0, pack(pieces))
 
-    def _say(self, peer: Peer, kind: Kind, index: int, generation: float, payload: bytes | bytearray) -> None:
+    def _say(self, peer: Peer, kind: GroupMessage, index: int, generation: float, payload: bytes | bytearray) -> None:
         peer.sent += 1
         if peer.link is None or peer.lost:
             return
@@ -238,17 +238,17 @@ class Copies:
 
     def heard(self, peer: Peer, message: Message) -> None:
         """COPIED, or a refusal."""
-        if message.kind == Kind.COPIED:
+        if message.kind == GroupMessage.COPIED:
             peer.acked = max(peer.acked, message.tag)
             for copy in list(peer.watched):
                 self._look(copy)
             self._calls.settled(peer.space, anew=False)
-        elif message.kind == Kind.STALE:
+        elif message.kind == GroupMessage.STALE:
             for index in read_numbers(message.payload):
                 self._refused(peer, index, message.tag)
             self._calls.settled(peer.space, anew=True)
 
-    def _look(self, copy: Copy) -> None:
+    def _look(self, copy: ReplicaCopy) -> None:
         """Say what has become true of a copy."""
         if copy.stage != Stage.SENT or copy.first > copy.peer.acked:
             return
@@ -282,7 +282,7 @@ class Copies:
         self._calls.hang_up(peer)
         self._calls.settled(peer.space, anew=True)
 
-    def _give_up(self, copy: Copy) -> None:
+    def _give_up(self, copy: ReplicaCopy) -> None:
         if copy.stage != Stage.NEW:  # one that was promised nothing is not waited for
             copy.stage = Stage.LOST
         copy.peer.watched.discard(copy)
@@ -290,7 +290,7 @@ class Copies:
 
     # ---- who waits for whom
 
-    def needs(self, holdings: Iterable[Holding]) -> dict[Peer, int]:
+    def needs(self, holdings: Iterable[AssignedSegment]) -> dict[Peer, int]:
         """Which tags must be acknowledged before an answer about these segments may leave."""
         found: dict[Peer, int] = {}
         for holding in holdings:
@@ -302,7 +302,7 @@ class Copies:
                     found[copy.peer] = NEVER
         return found
 
-    def _hand(self, holding: Holding) -> None:
+    def _hand(self, holding: AssignedSegment) -> None:
         """Say HANDED once the copies of a segment that leaves have everything."""
         if holding.role != Role.LEAVING or holding.handed:
             return
@@ -313,27 +313,27 @@ class Copies:
             return
         passing("host: leaving, not handed")
         holding.handed = True
-        self._calls.report(Report(holding.space.number, Event.HANDED, holding.index, holding.generation))
+        self._calls.report(SegmentReport(holding.space.number, Event.HANDED, holding.index, holding.generation))
 
-    def _report(self, event: Event, copy: Copy) -> None:
+    def _report(self, event: Event, copy: ReplicaCopy) -> None:
         holding = copy.holding
-        report = Report(holding.space.number, event, holding.index, holding.generation, copy.peer.server)
+        report = SegmentReport(holding.space.number, event, holding.index, holding.generation, copy.peer.server)
         self._calls.report(report)
 
-    def all_of(self, holding: Holding) -> list[Report]:
+    def all_of(self, holding: AssignedSegment) -> list[SegmentReport]:
         """What is so about a segment's copies, for a manager that does not know."""
         number = holding.space.number
         found = []
         for server, copy in holding.copies.items():
             if copy.synced or copy.stage == Stage.LOST:
                 event = Event.COPY_LOST if copy.stage == Stage.LOST else Event.SYNCED
-                found.append(Report(number, event, holding.index, holding.generation, server))
+                found.append(SegmentReport(number, event, holding.index, holding.generation, server))
         if holding.handed:
-            found.append(Report(number, Event.HANDED, holding.index, holding.generation))
+            found.append(SegmentReport(number, Event.HANDED, holding.index, holding.generation))
         return found
 
 
-def _tell(holding: Holding) -> None:
+def _tell(holding: AssignedSegment) -> None:
     """Let a segment write its changes down only where there are copies; before the state that they follow is made."""
     if holding.segment is not None:
         holding.segment.copied = bool(holding.copies)
@@ -344,4 +344,4 @@ def stuck_on(needs: dict[Peer, int]) -> list[str]:
     return sorted(peer.server for peer, tag in needs.items() if peer.acked < tag)
 
 
-__all__ = ["MARK", "Copies", "Copy", "Peer", "Stage", "stuck_on"]
+__all__ = ["MARK", "Peer", "ReplicaCopy", "Replication", "Stage", "stuck_on"]

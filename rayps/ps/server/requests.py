@@ -1,7 +1,7 @@
 """What a server answers to the workers of its spaces.
 
 All of a request has effect, or none of it: its segments' generations are looked at first, then each push is checked,
-then all are applied. No answer leaves before copies have what it says (`Copies.needs`).
+then all are applied. No answer leaves before copies have what it says (`Replication.needs`).
 """
 
 from __future__ import annotations
@@ -14,42 +14,42 @@ from typing import Any
 
 from rayps.core.errors import ConfigError, RaypsError, StaleGeneration
 from rayps.core.failpoint import passing
-from rayps.ps.protocol.messages import Kind, Piece, numbers, pack, read_numbers, unpack
-from rayps.ps.protocol.segment import Segment
-from rayps.ps.server.assignments import Held, Holding
-from rayps.ps.server.connection import NOBODY, Request, fenced
+from rayps.ps.protocol.messages import GroupMessage, SegmentPayload, numbers, pack, read_numbers, unpack
+from rayps.ps.protocol.segment import ServedSegment
+from rayps.ps.server.assignments import AssignedSegment, AssignedSpace
+from rayps.ps.server.connection import NOBODY, PeerRequest, fenced
 from rayps.ps.server.dense_segment import DenseSegment
-from rayps.ps.server.pending_replies import Answers, Mouth, remove, segment_of
-from rayps.ps.server.replication import Copies
+from rayps.ps.server.pending_replies import PendingReplies, ReplySender, remove, segment_of
+from rayps.ps.server.replication import Replication
 from rayps.ps.tables.delta import delta
 from rayps.ps.tables.table_segment import TableSegment
 
 READER = -1
-OPERATIONS = frozenset({Kind.PUSH, Kind.PULL, Kind.PUSH_PULL, Kind.READ})
+OPERATIONS = frozenset({GroupMessage.PUSH, GroupMessage.PULL, GroupMessage.PUSH_PULL, GroupMessage.READ})
 _SECONDS = struct.Struct("<d")
 
 
-class Serving(Answers):
+class RequestHandler(PendingReplies):
     """Answers requests about what is held."""
 
-    def __init__(self, copies: Copies, mouth: Mouth, name: str) -> None:
+    def __init__(self, copies: Replication, mouth: ReplySender, name: str) -> None:
         super().__init__(copies, mouth, name)
-        self._answers: dict[int, Callable[[Held, Request], None]] = {
-            Kind.PUSH: self._push,
-            Kind.PULL: self._wait,
-            Kind.PUSH_PULL: self._push_pull,
-            Kind.READ: self._read,
-            Kind.LOAD: self._load,
-            Kind.PART: self._part,
-            Kind.SAVED: self._saved,
-            Kind.FLUSH: self._wait,
-            Kind.CHANGES: self._changes,
+        self._answers: dict[int, Callable[[AssignedSpace, PeerRequest], None]] = {
+            GroupMessage.PUSH: self._push,
+            GroupMessage.PULL: self._wait,
+            GroupMessage.PUSH_PULL: self._push_pull,
+            GroupMessage.READ: self._read,
+            GroupMessage.LOAD: self._load,
+            GroupMessage.PART: self._part,
+            GroupMessage.SAVED: self._saved,
+            GroupMessage.FLUSH: self._wait,
+            GroupMessage.CHANGES: self._changes,
         }
 
-    def answer(self, held: Held, request: Request) -> None:
+    def answer(self, held: AssignedSpace, request: PeerRequest) -> None:
         """Serve one request, or park it."""
         try:
-            if request.kind == Kind.JOIN:
+            if request.kind == GroupMessage.JOIN:
                 self._join(held, request)
                 return
             handler = self._answers.get(request.kind)
@@ -57,7 +57,7 @@ class Serving(Answers):
                 raise ValueError(f"there is no request of kind {request.kind}")
             if request.guest.rank == NOBODY:
                 raise fenced(request.guest)
-            if request.kind != Kind.SAVED:
+            if request.kind != GroupMessage.SAVED:
                 request.pieces = unpack(request.payload)
                 if self._is_stale(held, request):
                     return
@@ -69,7 +69,7 @@ class Serving(Answers):
 
     # ---- who asks
 
-    def _join(self, held: Held, request: Request) -> None:
+    def _join(self, held: AssignedSpace, request: PeerRequest) -> None:
         guest, rank, incarnation = request.guest, request.b, int(request.weight)
         if not READER <= rank < held.space.workers:
             raise ValueError(f"rank {rank} is not one of {held.space.workers} workers (0 to {held.space.workers - 1})")
@@ -89,25 +89,25 @@ class Serving(Answers):
             (guest.patience,) = _SECONDS.unpack(request.payload)
         mine = [holding for holding in held.primaries() if holding.usable]
         pairs = [] if rank == READER else [v for h in mine for v in (h.index, segment_of(h).durable(rank))]
-        self.reply(request, Kind.JOINED, mine, payload=numbers(pairs))
+        self.reply(request, GroupMessage.JOINED, mine, payload=numbers(pairs))
 
-    def _fence(self, held: Held, rank: int, incarnation: int) -> None:
+    def _fence(self, held: AssignedSpace, rank: int, incarnation: int) -> None:
         """What an older worker of this rank waits for, it hears no more."""
         for request in [r for r in held.parked if r.guest.rank == rank and r.guest.incarnation < incarnation]:
             remove(held.parked, request)
             self.fail(held, request, fenced(request.guest))
 
-    def fences(self, held: Held, request: Request) -> bool:
+    def fences(self, held: AssignedSpace, request: PeerRequest) -> bool:
         """Whether a request comes from a rank that a newer worker has taken."""
         guest = request.guest
         return guest.rank >= 0 and guest.incarnation < held.incarnations.get(guest.rank, 0)
 
-    def _is_stale(self, held: Held, request: Request) -> bool:
+    def _is_stale(self, held: AssignedSpace, request: PeerRequest) -> bool:
         """Refuse a request that names a segment which is not served here in that generation."""
         if self.fences(held, request):
             raise fenced(request.guest)
         here = held.holdings
-        loads = request.kind == Kind.LOAD
+        loads = request.kind == GroupMessage.LOAD
         wrong = []
         for piece in request.pieces:
             holding = here.get(piece.segment)
@@ -120,17 +120,17 @@ class Serving(Answers):
 
     # ---- pushes
 
-    def _push(self, held: Held, request: Request) -> None:
-        self.reply(request, Kind.ACK, self._apply(held, request))
+    def _push(self, held: AssignedSpace, request: PeerRequest) -> None:
+        self.reply(request, GroupMessage.ACK, self._apply(held, request))
 
-    def _push_pull(self, held: Held, request: Request) -> None:
+    def _push_pull(self, held: AssignedSpace, request: PeerRequest) -> None:
         self._apply(held, request)
-        request.kind = Kind.PULL
+        request.kind = GroupMessage.PULL
         request.a += 1
-        request.pieces = [Piece(piece.segment, piece.generation, b"") for piece in request.pieces]
+        request.pieces = [SegmentPayload(piece.segment, piece.generation, b"") for piece in request.pieces]
         self._wait(held, request)
 
-    def _apply(self, held: Held, request: Request) -> list[Holding]:
+    def _apply(self, held: AssignedSpace, request: PeerRequest) -> list[AssignedSegment]:
         rank, step, weight = request.guest.rank, request.a, request.weight
         if rank == READER:
             raise ValueError(f"{request.guest.link.peer} joined as a reader, and cannot push")
@@ -151,7 +151,7 @@ class Serving(Answers):
             self.wake(held)
         return touched
 
-    def _check_bytes(self, held: Held, touched: list[Holding]) -> None:
+    def _check_bytes(self, held: AssignedSpace, touched: list[AssignedSegment]) -> None:
         """Refuse what makes rows where the space has all the bytes that it may have."""
         most = held.space.quota.bytes
         if most is None or all(held.space.table_of(holding.index) is None for holding in touched):
@@ -166,25 +166,25 @@ class Serving(Answers):
 
     # ---- pulls
 
-    def _wait(self, held: Held, request: Request) -> None:
+    def _wait(self, held: AssignedSpace, request: PeerRequest) -> None:
         """Serve what waits for the clock now, or park it."""
-        if request.guest.rank == READER and request.kind == Kind.PULL:
+        if request.guest.rank == READER and request.kind == GroupMessage.PULL:
             raise ValueError(f"{request.guest.link.peer} joined as a reader, which has no clock: READ, not PULL")
         if not self._serve_waiting(held, request):
             seconds = request.b / 1000 if request.b > 0 else request.guest.patience
-            if request.kind == Kind.PART and request.b <= 0:
+            if request.kind == GroupMessage.PART and request.b <= 0:
                 seconds = math.inf  # its link says when nobody waits any more
             request.deadline = time.monotonic() + seconds
             held.parked.append(request)
 
-    def _serve_waiting(self, held: Held, request: Request, shared: dict[Any, Any] | None = None) -> bool:
+    def _serve_waiting(self, held: AssignedSpace, request: PeerRequest, shared: dict[Any, Any] | None = None) -> bool:
         rank = request.guest.rank
         touched = [held.holdings[piece.segment] for piece in request.pieces]
-        if request.kind == Kind.FLUSH:
+        if request.kind == GroupMessage.FLUSH:
             if rank != READER and any(h.marks().get(rank, 0) > segment_of(h).durable(rank) for h in touched):
                 return False
-            self.reply(request, Kind.ACK, touched)
-        elif request.kind == Kind.PART:
+            self.reply(request, GroupMessage.ACK, touched)
+        elif request.kind == GroupMessage.PART:
             return self._serve_part(request, touched)
         else:
             for holding in touched:
@@ -194,13 +194,13 @@ class Serving(Answers):
             self._serve_pull(request, touched, shared)
         return True
 
-    def _serve_pull(self, request: Request, touched: list[Holding], shared: dict[Any, Any] | None) -> None:
+    def _serve_pull(self, request: PeerRequest, touched: list[AssignedSegment], shared: dict[Any, Any] | None) -> None:
         """Answer with the values of now. `shared`: those of pulls that are served in the same moment, by segments."""
         rank, lead, pieces, changed = request.guest.rank, 0, [], []
         for holding, piece in zip(touched, request.pieces, strict=True):
             value, ahead, changes = segment_of(holding).pull(rank, piece.data)
             lead = max(lead, ahead)
-            pieces.append(Piece(piece.segment, piece.generation, value))
+            pieces.append(SegmentPayload(piece.segment, piece.generation, value))
             if changes:
                 changed.append((holding, changes))
         self._copies.forward(changed)
@@ -212,23 +212,23 @@ class Serving(Answers):
             payload = pack(pieces)
             if shared is not None and key:
                 shared[key] = payload
-        self.reply(request, Kind.VALUE, touched, lead=lead, payload=payload)
+        self.reply(request, GroupMessage.VALUE, touched, lead=lead, payload=payload)
 
-    def _read(self, held: Held, request: Request) -> None:
+    def _read(self, held: AssignedSpace, request: PeerRequest) -> None:
         self._say(held, request, lambda segment, data: segment.read(data))
 
-    def _changes(self, held: Held, request: Request) -> None:
+    def _changes(self, held: AssignedSpace, request: PeerRequest) -> None:
         self._say(held, request, _changed)
 
-    def _say(self, held: Held, request: Request, look: Callable[[Segment, memoryview], Any]) -> None:
+    def _say(self, held: AssignedSpace, request: PeerRequest, look: Callable[[ServedSegment, memoryview], Any]) -> None:
         touched = [held.holdings[piece.segment] for piece in request.pieces]
         pieces = [
-            Piece(p.segment, p.generation, look(segment_of(h), p.data))
+            SegmentPayload(p.segment, p.generation, look(segment_of(h), p.data))
             for h, p in zip(touched, request.pieces, strict=True)
         ]
-        self.reply(request, Kind.VALUE, touched, payload=pack(pieces))
+        self.reply(request, GroupMessage.VALUE, touched, payload=pack(pieces))
 
-    def wake(self, held: Held) -> None:
+    def wake(self, held: AssignedSpace) -> None:
         """Serve the parked requests that need not wait any more."""
         shared: dict[Any, Any] = {}
         for request in list(held.parked):
@@ -243,10 +243,10 @@ class Serving(Answers):
 
     # ---- states
 
-    def _load(self, held: Held, request: Request) -> None:
+    def _load(self, held: AssignedSpace, request: PeerRequest) -> None:
         if request.guest.rank != READER:
             raise ValueError(f"{request.guest.link.peer} joined as a worker, and cannot load a state")
-        made: list[tuple[Holding, Segment]] = []
+        made: list[tuple[AssignedSegment, ServedSegment]] = []
         for piece in request.pieces:
             segment = held.make(piece.segment)
             segment.load(piece.data)
@@ -264,10 +264,10 @@ class Serving(Answers):
             holding.segment, holding.usable, holding.line = segment, True, holding.generation
             segment.copied = bool(holding.copies)
             self._copies.restate(holding)
-        self.reply(request, Kind.ACK, [holding for holding, _ in made])
+        self.reply(request, GroupMessage.ACK, [holding for holding, _ in made])
         self.wake(held)
 
-    def _part(self, held: Held, request: Request) -> None:
+    def _part(self, held: AssignedSpace, request: PeerRequest) -> None:
         touched = [held.holdings[piece.segment] for piece in request.pieces]
         rounds = request.a
         if rounds >= 0:
@@ -283,7 +283,7 @@ class Serving(Answers):
                     segment.keep([rounds])
         self._wait(held, request)
 
-    def _serve_part(self, request: Request, touched: list[Holding]) -> bool:
+    def _serve_part(self, request: PeerRequest, touched: list[AssignedSegment]) -> bool:
         rounds, states = request.a, []
         for segment in map(segment_of, touched):
             now = rounds < 0 or min(segment.marks().values(), default=0) == rounds
@@ -293,23 +293,23 @@ class Serving(Answers):
             states.append(state)
         for holding in touched:
             holding.saving[rounds] = {r: min(s, rounds) if rounds >= 0 else s for r, s in holding.marks().items()}
-        pieces = [Piece(p.segment, p.generation, s) for p, s in zip(request.pieces, states, strict=True)]
-        self.reply(request, Kind.VALUE, touched, payload=pack(pieces))
+        pieces = [SegmentPayload(p.segment, p.generation, s) for p, s in zip(request.pieces, states, strict=True)]
+        self.reply(request, GroupMessage.VALUE, touched, payload=pack(pieces))
         return True
 
-    def _saved(self, held: Held, request: Request) -> None:
+    def _saved(self, held: AssignedSpace, request: PeerRequest) -> None:
         for holding in held.primaries():
             holding.state_is_kept(request.a)
 
 
-def _changed(segment: Segment, data: memoryview) -> bytes:
+def _changed(segment: ServedSegment, data: memoryview) -> bytes:
     if not isinstance(segment, TableSegment):
         raise ConfigError("changes are told of tables; READ the dense vector, or PART it", field="table")
     since = read_numbers(data)[0]
     return delta(segment, since if since <= segment.version else 0)  # else it was loaded from an earlier state
 
 
-def _over(held: Held, total: int, here: int, most: int) -> ConfigError:
+def _over(held: AssignedSpace, total: int, here: int, most: int) -> ConfigError:
     """`total`: on all servers, as far as this one, which holds `here` of them, can tell."""
     return ConfigError(
         f"space {held.space.name!r} has about {total} bytes on all servers ({here} on this one) and may have {most}: "

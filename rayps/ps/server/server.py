@@ -22,27 +22,27 @@ import torch
 
 from rayps.comm.link import Listener, Message
 from rayps.core.errors import LinkError, NotFound, StaleGeneration
-from rayps.ps.protocol.messages import Kind, numbers
+from rayps.ps.protocol.messages import GroupMessage, numbers
 from rayps.ps.protocol.space import Space
 from rayps.ps.server import replica
-from rayps.ps.server.assignments import Held, Holding, Holdings, Report
-from rayps.ps.server.connection import Guest, Request
-from rayps.ps.server.fair_queue import Fair
+from rayps.ps.server.assignments import AssignedSegment, AssignedSpace, Assignments, SegmentReport
+from rayps.ps.server.connection import PeerRequest, ServerPeer
+from rayps.ps.server.fair_queue import FairQueue
 from rayps.ps.server.load import Load
-from rayps.ps.server.orders import Address, Command
-from rayps.ps.server.outbound import Reach
-from rayps.ps.server.replication import Copies, Peer
-from rayps.ps.server.requests import OPERATIONS, Serving
+from rayps.ps.server.orders import Address, ManagerSession
+from rayps.ps.server.outbound import Outbound
+from rayps.ps.server.replication import Peer, Replication
+from rayps.ps.server.requests import OPERATIONS, RequestHandler
 
 log = logging.getLogger(__name__)
 
 NAP_SECONDS = 0.05  # how long the loop may sleep before it looks at its deadlines again
 TURN_SECONDS = 0.002  # how long it serves before it looks who else has come
 STRANGE_SECONDS = 5.0  # how long a request waits for its space to be heard of
-FROM_SERVERS = frozenset({Kind.STATE, Kind.FORWARD})
+FROM_SERVERS = frozenset({GroupMessage.STATE, GroupMessage.FORWARD})
 
 
-class Host:
+class GroupServerLoop:
     """Serves until it is closed."""
 
     def __init__(
@@ -52,17 +52,17 @@ class Host:
         warm_up()
         self.name, self.address, self.where = name, listener.address, host or socket.gethostname()
         self._listener, self._secret = listener, secret
-        self._fair: Fair[Request] = Fair()
-        self._copies = Copies(self)
-        self._holdings = Holdings(self)
-        self._serving = Serving(self._copies, self, name)
-        self._command = Command(self, self._holdings, self._copies, heartbeat)
+        self._fair: FairQueue[PeerRequest] = FairQueue()
+        self._copies = Replication(self)
+        self._holdings = Assignments(self)
+        self._serving = RequestHandler(self._copies, self, name)
+        self._command = ManagerSession(self, self._holdings, self._copies, heartbeat)
         self._load = Load()
-        self._guests: dict[int, Guest] = {}
-        self._paused: set[Guest] = set()
+        self._guests: dict[int, ServerPeer] = {}
+        self._paused: set[ServerPeer] = set()
         self._more = False  # to serve
-        self._again: set[Guest] = set()  # those of whom more may be there to read
-        self._copied: set[Guest] = set()  # to be told what is applied
+        self._again: set[ServerPeer] = set()  # those of whom more may be there to read
+        self._copied: set[ServerPeer] = set()  # to be told what is applied
         self._strange: dict[int, float] = {}  # spaces that nobody told of, and since when they are waited for
         self._arrived: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -70,7 +70,7 @@ class Host:
         self._poll.register(listener.fileno(), select.POLLIN)
         self._poll.register(self._bell, select.POLLIN)
         self._closing = threading.Event()
-        self._reach = Reach(name, secret, manager, self._poll, self._later, self._copies, self._command)
+        self._reach = Outbound(name, secret, manager, self._poll, self._later, self._copies, self._command)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -141,25 +141,25 @@ class Host:
 
     def _accept(self) -> None:
         while (link := self._listener.accept_ready()) is not None:
-            guest = Guest(link)
+            guest = ServerPeer(link)
             self._guests[guest.descriptor] = guest
             self._poll.register(guest.descriptor, select.POLLIN)
             self._attend(guest, select.POLLIN)  # its first request may have come along with the handshake
 
-    def _attend(self, guest: Guest, events: int) -> None:
+    def _attend(self, guest: ServerPeer, events: int) -> None:
         if events & ~select.POLLOUT:
             self._read(guest)
         if not guest.gone:
             self._flush(guest)
 
-    def _read(self, guest: Guest) -> None:
+    def _read(self, guest: ServerPeer) -> None:
         """Queue what a guest says; its space pays for the time, since who says much makes all others wait for it."""
         began = time.monotonic()
         self._take_in(guest)
         if guest.space in self._holdings.spaces:
             self._fair.spent(guest.space, time.monotonic() - began)
 
-    def _take_in(self, guest: Guest) -> None:
+    def _take_in(self, guest: ServerPeer) -> None:
         """As far as its space has room."""
         try:
             for _ in range(64):
@@ -186,10 +186,10 @@ class Host:
         except LinkError as error:
             self._lose(guest, str(error))
 
-    def _queue(self, guest: Guest, m: Message) -> None:
-        request = Request(guest, m.kind, m.tag, m.a, m.b, m.weight, m.payload)
+    def _queue(self, guest: ServerPeer, m: Message) -> None:
+        request = PeerRequest(guest, m.kind, m.tag, m.a, m.b, m.weight, m.payload)
         from_server = m.kind in FROM_SERVERS
-        if m.kind == Kind.JOIN or from_server:
+        if m.kind == GroupMessage.JOIN or from_server:
             guest.space = m.a
         number = guest.space
         if number not in self._holdings.spaces and number >= 0 and number not in self._strange:
@@ -216,25 +216,25 @@ class Host:
             self._paused -= ready
             self._again |= ready
 
-    def _serve(self, held: Held | None, request: Request) -> None:
+    def _serve(self, held: AssignedSpace | None, request: PeerRequest) -> None:
         if held is None:
             self._refuse_strange(request)
         elif request.kind in FROM_SERVERS:
             self._copy(held, request)
-        elif not request.guest.gone or request.kind in (Kind.PUSH, Kind.SAVED):
+        elif not request.guest.gone or request.kind in (GroupMessage.PUSH, GroupMessage.SAVED):
             self._serving.answer(held, request)
 
-    def _copy(self, held: Held, request: Request) -> None:
+    def _copy(self, held: AssignedSpace, request: PeerRequest) -> None:
         guest = request.guest
         refused = replica.take(self._holdings, held, request)
         if refused:
-            self.say(guest, Message(Kind.STALE, request.tag), numbers(refused))
+            self.say(guest, Message(GroupMessage.STALE, request.tag), numbers(refused))
         guest.applied = request.tag
         self._copied.add(guest)
 
-    def _refuse_strange(self, request: Request) -> None:
+    def _refuse_strange(self, request: PeerRequest) -> None:
         if request.kind in FROM_SERVERS:
-            self.say(request.guest, Message(Kind.STALE, request.tag), numbers([request.b]))
+            self.say(request.guest, Message(GroupMessage.STALE, request.tag), numbers([request.b]))
         elif request.guest.space < 0:
             self._serving.fail(None, request, ValueError("the first request is JOIN"))
         else:
@@ -249,7 +249,7 @@ class Host:
             for guest in copied:
                 if not guest.gone and guest.applied > guest.told:
                     guest.told = guest.applied
-                    self.say(guest, Message(Kind.COPIED, guest.applied), None)
+                    self.say(guest, Message(GroupMessage.COPIED, guest.applied), None)
         for held in list(self._holdings.spaces.values()):
             if held.parked or held.withheld:
                 self._serving.expire(held, now)
@@ -264,7 +264,7 @@ class Host:
 
     # ---- who comes and goes
 
-    def say(self, guest: Guest, message: Message, payload: Any) -> None:
+    def say(self, guest: ServerPeer, message: Message, payload: Any) -> None:
         """Queue an answer; its payload must not change any more."""
         if not guest.gone:
             try:
@@ -273,11 +273,11 @@ class Host:
             except LinkError as error:
                 self._lose(guest, str(error))
 
-    def report(self, report: Report) -> None:
+    def report(self, report: SegmentReport) -> None:
         """Tell the manager, at the end of this turn."""
         self._command.say(report)
 
-    def _flush(self, guest: Guest) -> None:
+    def _flush(self, guest: ServerPeer) -> None:
         try:
             full = not guest.link.flush()
         except LinkError as error:
@@ -287,14 +287,14 @@ class Host:
             guest.full = full
             self._watch(guest)
 
-    def _watch(self, guest: Guest) -> None:
+    def _watch(self, guest: ServerPeer) -> None:
         events = (0 if guest.paused else select.POLLIN) | (select.POLLOUT if guest.full else 0)
         if events:
             self._poll.register(guest.descriptor, events)
         else:  # not even that its peer is gone: it would be said again and again
             self._poll.unregister(guest.descriptor)
 
-    def _lose(self, guest: Guest, why: str) -> None:
+    def _lose(self, guest: ServerPeer, why: str) -> None:
         if guest.gone:
             return
         guest.gone = True
@@ -318,15 +318,15 @@ class Host:
 
     # ---- what orders lead to
 
-    def want_copies(self, holding: Holding, copies: dict[str, str], *, anew: bool) -> None:
+    def want_copies(self, holding: AssignedSegment, copies: dict[str, str], *, anew: bool) -> None:
         """See `rayps.ps.server.replication`."""
         self._copies.want(holding, copies, anew=anew)
 
-    def stop_serving(self, holding: Holding) -> None:
+    def stop_serving(self, holding: AssignedSegment) -> None:
         """See `rayps.ps.server.requests`."""
         self._serving.stop_serving(holding)
 
-    def withdraw(self, holding: Holding) -> None:
+    def withdraw(self, holding: AssignedSegment) -> None:
         """See `rayps.ps.server.requests`."""
         self._serving.withdraw(holding)
         self._copies.drop_all(holding)

@@ -1,4 +1,4 @@
-"""The process of one server of a group. Thin: what it does is `Host`'s.
+"""The process of one server of a group. Thin: what it does is `GroupServerLoop`'s.
 
 Importing torch and what an optimizer's first step needs takes seconds of a core. A server that joins a group which
 trains must not take these from whoever trains beside it: it imports in a thread of the lowest rank there is, which runs
@@ -22,7 +22,7 @@ from rayps.comm.link import Listener
 from rayps.ps.manager.registry import key_of
 
 if TYPE_CHECKING:
-    from rayps.ps.server.server import Host
+    from rayps.ps.server.server import GroupServerLoop
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ QUIET_SECONDS = 60.0  # for what is done quietly; then it is waited for no longe
 HOST = "rayps.ps.server.server"
 
 
-class HostActor:
+class ServerActor:
     """One server's process."""
 
     def __init__(self, server: str, group: str, secret: bytes, manager: str, *, gently: bool = False) -> None:
@@ -77,12 +77,12 @@ class HostActor:
                 return
 
 
-def _serving() -> type[Host]:
+def _serving() -> type[GroupServerLoop]:
     """What serves, with all that it imports."""
     importlib.import_module("torch").set_num_threads(1)  # several servers share a machine with the workers
     found: Any = importlib.import_module(HOST)
     found.warm_up()
-    served: type[Host] = found.Host
+    served: type[GroupServerLoop] = found.GroupServerLoop
     return served
 
 

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rayps.ps.protocol.messages import Kind
+from rayps.ps.protocol.messages import GroupMessage
 from rayps.ps.protocol.space import Space
 from rayps.ps.tables import wire_format
 from rayps.ps.tables.lookup import Lookup, lookup_of, merged, spans
-from rayps.ps.tables.prefetch import Ahead, Foretold, Order
+from rayps.ps.tables.prefetch import Foretold, Prefetcher, PrefetchOrder
 from rayps.tensors.finite import first_not_finite, is_finite
 from rayps.tensors.flat import square_of
 
@@ -32,7 +32,7 @@ class TableClient:
     """One table of a space, seen by one worker. For one thread."""
 
     def __init__(self, talk: Any, space: Space, name: str, half: bool = False) -> None:
-        """`talk` is a `rayps.ps.client.session.Talk`; with `half` rows travel as bfloat16. Raises ConfigError."""
+        """`talk` is a `rayps.ps.client.session.Session`; with `half` rows travel as bfloat16. Raises ConfigError."""
         self.table, self.first = space.table(name)
         self.half = half
         self.foretold: Callable[[str], Foretold | None] = lambda name: None
@@ -63,7 +63,7 @@ class TableClient:
         held = self.foretold(self.table.name) if learns else None
         if held is None:
             lookup = self.look(ids)
-            found = self.fetch(lookup, Kind.PULL if learns or self._lockstep else Kind.READ)
+            found = self.fetch(lookup, GroupMessage.PULL if learns or self._lockstep else GroupMessage.READ)
         else:
             lookup, found = self._of(held, ids)
         self.seconds += time.perf_counter() - began
@@ -86,7 +86,7 @@ class TableClient:
         lookup = self.look(ids)
         return self.fetch(lookup, uses=counts is not None)[lookup.inverse]
 
-    def fetch(self, lookup: Lookup, kind: Kind = Kind.PULL, uses: bool = False) -> Tensor:
+    def fetch(self, lookup: Lookup, kind: GroupMessage = GroupMessage.PULL, uses: bool = False) -> Tensor:
         """The rows of a lookup, [n, dim], in its order. Raises LinkError."""
         self.settle()
         rows = self.room(lookup)
@@ -178,10 +178,10 @@ class Tables:
         self.clients = {table.name: TableClient(talk, space, table.name) for table in space.tables}
         self.step = 0
         self._pushing = 0.0
-        self._sent: Order | None = None  # a push that is under way
-        self._ahead: Ahead | None = None
+        self._sent: PrefetchOrder | None = None  # a push that is under way
+        self._ahead: Prefetcher | None = None
         if lookups is not None:
-            self._ahead = Ahead(self.clients, talk, lookups, pulls=not space.strategy.lockstep)
+            self._ahead = Prefetcher(self.clients, talk, lookups, pulls=not space.strategy.lockstep)
             for client in self.clients.values():
                 client.foretold, client.settle = self._ahead.rows, self.settle
         self._said = (0.0, 0.0)
@@ -238,7 +238,7 @@ class Tables:
         self._pushing += time.perf_counter() - began
 
     def _send(self, pieces: dict[int, Any], step: int, weight: float) -> None:
-        self.talk.exchange(Kind.PUSH, pieces, step=step, weight=weight)
+        self.talk.exchange(GroupMessage.PUSH, pieces, step=step, weight=weight)
 
     def settle(self) -> None:
         """Return once everything that was pushed is acknowledged. Raises LinkError."""

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from rayps.core.errors import DataError
-from rayps.ps.protocol.space import Table
+from rayps.ps.protocol.space import SparseTable
 from rayps.ps.tables.row_store import USED
 from rayps.ps.tables.table_segment import TableSegment
 
@@ -36,7 +36,7 @@ class Delta:
     gone: Any
 
 
-def schema(table: Table) -> pa.Schema:
+def schema(table: SparseTable) -> pa.Schema:
     """The columns of a table's deltas."""
     number = pa.from_numpy_dtype(np.dtype(table.dtype))
     return pa.schema(

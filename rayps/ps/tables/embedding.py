@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from rayps.core.errors import ConfigError, WorkloadError
 from rayps.core.user_code import peers_awaited, user_code
-from rayps.ps.protocol.space import Space, Table
+from rayps.ps.protocol.space import Space, SparseTable
 from rayps.ps.tables import parquet
 from rayps.ps.tables.client import TableClient, Tables
 from rayps.ps.tables.ids import hash_ids, ids_of
@@ -196,7 +196,7 @@ def rows_of(model: nn.Module) -> Iterator[_Rows]:
     return (module for module in model.modules() if isinstance(module, _Rows))
 
 
-def tables_of(model: nn.Module) -> tuple[Table, ...]:
+def tables_of(model: nn.Module) -> tuple[SparseTable, ...]:
     """The tables of a model, in the order of their first use; () where there are none.
 
     Raises:
@@ -220,8 +220,8 @@ def _differences(a: _Rows, b: _Rows) -> Iterator[tuple[str, Any, Any]]:
         yield "wire", a.wire, b.wire
 
 
-def _unlike(a: Table, b: Table) -> Iterator[tuple[str, Any, Any]]:
-    for field in dataclasses.fields(Table):
+def _unlike(a: SparseTable, b: SparseTable) -> Iterator[tuple[str, Any, Any]]:
+    for field in dataclasses.fields(SparseTable):
         one, other = getattr(a, field.name), getattr(b, field.name)
         if one != other:
             yield field.name, one, other
@@ -230,7 +230,7 @@ def _unlike(a: Table, b: Table) -> Iterator[tuple[str, Any, Any]]:
 def bind(
     model: nn.Module, talk: Any, space: Space, lookups: Callable[[Any], Mapping[str, Any]] | None = None
 ) -> Tables:
-    """Let a model's tables be those of a space on servers, seen through `talk` (`rayps.ps.client.session.Talk`).
+    """Let a model's tables be those of a space on servers, seen through `talk` (`rayps.ps.client.session.Session`).
 
     `lookups(batch)` foretells the ids of a batch by table, see `Workload.lookups`; None = no prefetch.
 

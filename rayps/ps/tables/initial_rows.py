@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from rayps.core.errors import ConfigError
-from rayps.ps.protocol.space import Table
+from rayps.ps.protocol.space import SparseTable
 from rayps.ps.tables.wire_format import Ids, mix
 
 KINDS = ("normal", "uniform", "zeros", "constant")
@@ -23,12 +23,12 @@ _LEVELS = 1 << 16
 _BLOCK = 4096  # rows made at a time: what is made on the way stays in the cache
 
 
-def check(table: Table) -> None:
+def check(table: SparseTable) -> None:
     """Raises ConfigError where `table.init` cannot be read."""
     _read(table)
 
 
-def _read(table: Table) -> tuple[str, float]:
+def _read(table: SparseTable) -> tuple[str, float]:
     given = dict(table.init)
     name = given.pop("name", None)
     knob = {"normal": "scale", "uniform": "scale", "constant": "value"}.get(str(name), "")
@@ -44,7 +44,7 @@ def _read(table: Table) -> tuple[str, float]:
     return str(name), float(value)
 
 
-def initial(table: Table, ids: Ids) -> Any:
+def initial(table: SparseTable, ids: Ids) -> Any:
     """The first values of these rows, [n, dim] of the table's dtype.
 
     normal: mean 0, standard deviation `scale`, one of 65,536 equally likely quantiles; uniform: within -scale and
@@ -68,7 +68,7 @@ def initial(table: Table, ids: Ids) -> Any:
     return found
 
 
-def _bits(table: Table, ids: Ids, kind: Any) -> Any:
+def _bits(table: SparseTable, ids: Ids, kind: Any) -> Any:
     """Random whole numbers [n, dim] of 16 or 32 bits."""
     words = -(-table.dim * np.dtype(kind).itemsize // 8)
     key = mix(ids ^ np.int64(key_of(table.seed)))

@@ -10,8 +10,8 @@ from typing import Any
 
 from rayps.comm.link.socket_link import EMPTY, as_bytes
 from rayps.core.errors import ConfigError
-from rayps.ps.client.session import Answers
-from rayps.ps.protocol.messages import Kind
+from rayps.ps.client.session import SegmentReplies
+from rayps.ps.protocol.messages import GroupMessage
 from rayps.ps.protocol.space import Space
 from rayps.ps.tables.table_segment import TableSegment
 
@@ -31,25 +31,25 @@ class InProcess:
 
     def exchange(
         self,
-        kind: Kind,
+        kind: GroupMessage,
         pieces: Mapping[int, Any],
         *,
         step: int = 0,
         weight: float = 0.0,
         landing: Mapping[int, Any] | None = None,
-    ) -> Answers:
+    ) -> SegmentReplies:
         """Do what servers would with the pieces. Raises ConfigError, ValueError: nothing was applied."""
         views = {index: memoryview(as_bytes(piece)) for index, piece in pieces.items()}
         answers: dict[int, Any] = dict.fromkeys(views, EMPTY)
-        if kind is Kind.PUSH:
+        if kind is GroupMessage.PUSH:
             for index, view in views.items():
                 self.segments[index].check(0, step, weight, view)
             for index, view in views.items():
                 self.segments[index].push(0, step, weight, view)
-        elif kind in (Kind.PULL, Kind.READ):
+        elif kind in (GroupMessage.PULL, GroupMessage.READ):
             for index, view in views.items():
                 segment = self.segments[index]
-                value = segment.read(view) if kind is Kind.READ else segment.pull(0, view)[0]
+                value = segment.read(view) if kind is GroupMessage.READ else segment.pull(0, view)[0]
                 place = None if landing is None else landing.get(index)
                 if place is None:
                     answers[index] = value
@@ -58,7 +58,7 @@ class InProcess:
         else:
             raise ConfigError(f"tables in this process cannot do {kind.name}")
         versions = [self.segments[index].version for index in views]
-        return Answers(answers, 0, min(versions, default=0), step)
+        return SegmentReplies(answers, 0, min(versions, default=0), step)
 
     def reader(self) -> InProcess:
         """Itself."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rayps.core.errors import DataError, WorkloadError
-from rayps.ps.protocol.space import Table
+from rayps.ps.protocol.space import SparseTable
 from rayps.ps.tables import wire_format
 
 
@@ -36,7 +36,7 @@ class Lookup:
         return order[at], ordered[at] == ids
 
 
-def lookup_of(ids: Tensor, table: Table) -> Lookup:
+def lookup_of(ids: Tensor, table: SparseTable) -> Lookup:
     """Sort ids, once. Raises DataError, WorkloadError."""
     if ids.dtype is not torch.int64:
         raise WorkloadError(f"the ids of table {table.name!r} are {ids.dtype}: give int64", table=table.name)
@@ -57,7 +57,7 @@ def lookup_of(ids: Tensor, table: Table) -> Lookup:
     return Lookup(found[order], many[order], bounds, rank[inverse], inverse, rank)
 
 
-def merged(pending: list[tuple[Lookup, Tensor]], table: Table) -> tuple[Lookup, Tensor]:
+def merged(pending: list[tuple[Lookup, Tensor]], table: SparseTable) -> tuple[Lookup, Tensor]:
     """Several lookups' gradients as those of one, summed by id, with the sum of the counts."""
     one = lookup_of(torch.from_numpy(np.concatenate([lookup.ids for lookup, _ in pending])), table)
     grads = torch.zeros(len(one.ids), table.dim, dtype=wire_format.DTYPES[table.dtype])

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rayps.ps.protocol.space import Table
-from rayps.ps.tables.wire_format import DTYPES, Counts, Ids, Push
+from rayps.ps.protocol.space import SparseTable
+from rayps.ps.tables.wire_format import DTYPES, Counts, Ids, TablePush
 
 
-def union(table: Table, pushes: Sequence[Push]) -> tuple[Ids, Counts, list[Tensor]]:
+def union(table: SparseTable, pushes: Sequence[TablePush]) -> tuple[Ids, Counts, list[Tensor]]:
     """All ids that somebody pushed, their counts together, and each push over all of them: zeros where it has none."""
     several = [push.ids for push in pushes]
     if not any(len(ids) for ids in several):

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from rayps.core.errors import CheckpointError
 from rayps.core.ledger import Ledger
-from rayps.ps.protocol.space import Table
+from rayps.ps.protocol.space import SparseTable
 from rayps.ps.tables import segment_state
 from rayps.ps.tables.pages import Field
 from rayps.ps.tables.row_optimizers import rule_of
@@ -30,7 +30,7 @@ _GROUP = 1 << 17  # rows of a row group
 _KEY = b"rayps.table"
 
 
-def write(folder: str | Path, table: Table, states: Iterable[Any]) -> list[Path]:
+def write(folder: str | Path, table: SparseTable, states: Iterable[Any]) -> list[Path]:
     """Save a table: the states of all its segments (`TableSegment.dump` or `.part`), one file each; their paths.
 
     Raises:
@@ -65,7 +65,7 @@ def write(folder: str | Path, table: Table, states: Iterable[Any]) -> list[Path]
     return written
 
 
-def as_arrow(table: Table, fields: Sequence[Field], columns: Columns) -> pa.Table:
+def as_arrow(table: SparseTable, fields: Sequence[Field], columns: Columns) -> pa.Table:
     """Rows as an Arrow table; the memory is shared."""
     found = {"id": pa.array(columns.ids), "row": _lists(columns.rows, table.dim)}
     for field in fields:
@@ -76,7 +76,7 @@ def as_arrow(table: Table, fields: Sequence[Field], columns: Columns) -> pa.Tabl
     return pa.table(found)
 
 
-def as_columns(table: Table, fields: Sequence[Field], given: pa.Table) -> Columns:
+def as_columns(table: SparseTable, fields: Sequence[Field], given: pa.Table) -> Columns:
     """Read back what `as_arrow` gave. Raises CheckpointError: columns are missing, or of another width."""
     try:
         rows = _array(given["row"], table.dim, table.dtype)
@@ -105,7 +105,7 @@ def _array(column: Any, width: int, dtype: str) -> Any:
 
 def read(
     folder: str | Path,
-    table: Table,
+    table: SparseTable,
     workers: int,
     only: Iterable[int] | None = None,
     marks: Sequence[int] | None = None,
@@ -142,7 +142,7 @@ def read(
 
 
 def _cut_anew(
-    table: Table, fields: Sequence[Field], files: list[Path], wanted: list[int], clock: tuple[int, Ledger]
+    table: SparseTable, fields: Sequence[Field], files: list[Path], wanted: list[int], clock: tuple[int, Ledger]
 ) -> Iterator[tuple[int, bytes]]:
     parts: dict[int, list[tuple[Columns, Columns]]] = {index: [] for index in wanted}
     none = {field.name: np.empty((0, field.width), field.dtype) for field in fields}
@@ -194,7 +194,7 @@ def _state(columns: Columns, head: dict[str, Any], counted: tuple[Any, Any]) -> 
     )
 
 
-def _said(path: Path, table: Table) -> dict[str, Any]:
+def _said(path: Path, table: SparseTable) -> dict[str, Any]:
     try:
         said = json.loads(pq.read_schema(path).metadata[_KEY])
         head: dict[str, Any] = said["head"]

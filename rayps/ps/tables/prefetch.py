@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rayps.core.errors import PeerTimeout
 from rayps.core.user_code import user_code
-from rayps.ps.protocol.messages import Kind
+from rayps.ps.protocol.messages import GroupMessage
 from rayps.ps.tables.ids import ids_of
 from rayps.ps.tables.lookup import Lookup, lookup_of
 
@@ -35,7 +35,7 @@ class Foretold(NamedTuple):
     rows: Tensor
 
 
-class Order:
+class PrefetchOrder:
     """Something that the thread is to do."""
 
     def __init__(self, run: Callable[[], Any]) -> None:
@@ -61,10 +61,10 @@ class _Coming:
     given: dict[str, Tensor]
     lookups: dict[str, Lookup] = field(default_factory=dict)
     rows: dict[str, Tensor] = field(default_factory=dict)
-    order: Order | None = None
+    order: PrefetchOrder | None = None
 
 
-class Ahead:
+class Prefetcher:
     """What was told of coming batches, by their place in the run. `begin`, `tell` and `rows` are for one thread."""
 
     def __init__(
@@ -75,7 +75,7 @@ class Ahead:
         self._told, self._begun = 0, 0  # batches, rounds
         self._first: int | None = None
         self._coming: dict[int, _Coming] = {}
-        self._queue: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[PrefetchOrder | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._reader: Any = None
         self._closed = False
@@ -104,12 +104,12 @@ class Ahead:
             coming.order = self.later(lambda: self._prepare(coming))
         self._told += 1
 
-    def later(self, run: Callable[[], Any]) -> Order:
+    def later(self, run: Callable[[], Any]) -> PrefetchOrder:
         """Let the thread do something, after all that it was told before."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, daemon=True, name="rayps-ahead")
             self._thread.start()
-        order = Order(run)
+        order = PrefetchOrder(run)
         self._queue.put(order)
         return order
 
@@ -173,7 +173,7 @@ class Ahead:
             rows[name] = client.room(lookup)
             asked |= client.asked(lookup)
             landing |= client.landing(lookup, rows[name]) or {}
-        answers = talk.exchange(Kind.PULL, asked, landing=landing)
+        answers = talk.exchange(GroupMessage.PULL, asked, landing=landing)
         for name, lookup in coming.lookups.items():
             self._clients[name].land(lookup, rows[name], answers)
         coming.rows = rows

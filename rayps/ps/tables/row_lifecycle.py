@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from rayps.core.errors import ConfigError
-from rayps.ps.protocol.space import Table
+from rayps.ps.protocol.space import SparseTable
 from rayps.ps.tables.hash_index import ABSENT, HashIndex
 from rayps.ps.tables.initial_rows import key_of
 from rayps.ps.tables.row_store import USED, USES, RowStore
@@ -31,7 +31,7 @@ _SLACK = 16  # beyond its capacity a segment gives up one row in so many at once
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class RowPolicy:
     """What a table's `policy` says. Raises ConfigError: a knob that there is not, or a value that cannot be."""
 
     admit: int = 1
@@ -44,7 +44,7 @@ class Policy:
     folder: str | None = None  # where they lie; None: where temporary files do
 
     @classmethod
-    def of(cls, table: Table) -> Policy:
+    def of(cls, table: SparseTable) -> RowPolicy:
         """Read a table's policy."""
         known = [field.name for field in dataclasses.fields(cls)]
         for key in table.policy:
@@ -92,16 +92,16 @@ class Policy:
         return found
 
 
-class Life:
+class RowLifecycle:
     """A table's policy at work in one of its segments."""
 
-    def __init__(self, table: Table, row_bytes: int, unit: int) -> None:
+    def __init__(self, table: SparseTable, row_bytes: int, unit: int) -> None:
         """`unit` versions of the segment are one step of training.
 
         Raises:
-            ConfigError: as `Policy.of`; or the capacity does not hold a row in each segment, or not the floor.
+            ConfigError: as `RowPolicy.of`; or the capacity does not hold a row in each segment, or not the floor.
         """
-        self.policy = policy = Policy.of(table)
+        self.policy = policy = RowPolicy.of(table)
         self.unit, self._name = unit, table.name
         self._floor = -(-policy.floor // table.segments)
         self.limit = None if policy.capacity is None else policy.capacity // table.segments // row_bytes

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rayps.core.errors import ConfigError, WorkloadError
-from rayps.ps.protocol.space import Table
+from rayps.ps.protocol.space import SparseTable
 from rayps.ps.tables.pages import Field
 from rayps.tensors.learning_rate import Rates, Recipe, Ticks
 
@@ -28,7 +28,7 @@ State = Mapping[str, Tensor]  # by field: [n, width]
 Knobs = Mapping[str, Any]  # the numbers of an optimizer by name, e.g. {"lr": 0.1}
 
 
-class Rule(Protocol):
+class RowRule(Protocol):
     """What a table's optimizer does with a block of rows that were gathered."""
 
     fields: tuple[Field, ...]
@@ -41,7 +41,7 @@ class Rule(Protocol):
 class SGD:
     """w <- w - lr (g + weight_decay w); with momentum m: b <- m b + g, w <- w - lr b."""
 
-    def __init__(self, table: Table, lr: float, momentum: float, weight_decay: float) -> None:
+    def __init__(self, table: SparseTable, lr: float, momentum: float, weight_decay: float) -> None:
         self.knobs: Knobs = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         self.fields = (Field("momentum", table.dim, table.dtype),) if momentum else ()
 
@@ -57,7 +57,9 @@ class SGD:
 class Adagrad:
     """s <- s + g^2, w <- w - lr g / (sqrt(s) + eps)."""
 
-    def __init__(self, table: Table, lr: float, eps: float, initial_accumulator_value: float, weight_decay: float):
+    def __init__(
+        self, table: SparseTable, lr: float, eps: float, initial_accumulator_value: float, weight_decay: float
+    ):
         self.knobs: Knobs = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
         self.fields = (Field("sum", table.dim, table.dtype, initial_accumulator_value),)
 
@@ -72,7 +74,7 @@ class Adagrad:
 class Adam:
     """m and v are running means of g and g^2; w <- w - lr sqrt(1 - b2^t) / (1 - b1^t) m / (sqrt(v) + eps), t by row."""
 
-    def __init__(self, table: Table, lr: float, betas: tuple[float, float], eps: float) -> None:
+    def __init__(self, table: SparseTable, lr: float, betas: tuple[float, float], eps: float) -> None:
         self._betas = tuple(betas)
         self.knobs: Knobs = {"lr": lr, "betas": betas, "eps": eps}
         self._roots, self._firsts = np.ones(1), np.ones(1)  # by step: what corrects the length of a step
@@ -126,7 +128,7 @@ _KNOBS: dict[str, dict[str, Any]] = {
 _KINDS: dict[str, Any] = {"sgd": SGD, "adagrad": Adagrad, "adam": Adam}
 
 
-def rule_of(table: Table) -> Rule:
+def rule_of(table: SparseTable) -> RowRule:
     """The optimizer that a table names, e.g. {"name": "adagrad", "lr": 0.1}; what is left out is torch's.
 
     Raises:
@@ -155,7 +157,7 @@ def rule_of(table: Table) -> Rule:
                 field="optimizer",
                 table=table.name,
             )
-    found: Rule = _KINDS[name](table, **{**knobs, **given})
+    found: RowRule = _KINDS[name](table, **{**knobs, **given})
     return found
 
 
@@ -166,7 +168,7 @@ class Scheduled:
     recipe: Recipe
     ticks: Ticks
 
-    def pace(self, table: Table, rule: Rule) -> TablePace:
+    def pace(self, table: SparseTable, rule: RowRule) -> TablePace:
         """Of one table. Raises WorkloadError."""
         return TablePace(self, table, rule)
 
@@ -174,7 +176,7 @@ class Scheduled:
 class TablePace:
     """The knobs of one table's optimizer by round."""
 
-    def __init__(self, scheduled: Scheduled, table: Table, rule: Rule) -> None:
+    def __init__(self, scheduled: Scheduled, table: SparseTable, rule: RowRule) -> None:
         """Raises WorkloadError: the schedule cannot be evaluated."""
         self._table, self._rule, self._scheduled = table, rule, scheduled
         self._rates = Rates(scheduled.recipe.make, lambda: _torchs(table, rule))
@@ -193,7 +195,7 @@ class TablePace:
         return now
 
 
-def _torchs(table: Table, rule: Rule) -> Optimizer:
+def _torchs(table: SparseTable, rule: RowRule) -> Optimizer:
     """Torch's optimizer of the same kind and knobs, over a stand-in; its group names the table."""
     kinds: dict[str, Any] = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam}
     stand_in = nn.Parameter(torch.zeros(1, table.dim))

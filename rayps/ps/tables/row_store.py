@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rayps.ps.protocol.space import Table
+from rayps.ps.protocol.space import SparseTable
 from rayps.ps.tables.disk import Disk
 from rayps.ps.tables.hash_index import ABSENT, HashIndex
 from rayps.ps.tables.initial_rows import initial
 from rayps.ps.tables.pages import BITS, ROWS, Field, Pages, places, release
-from rayps.ps.tables.row_optimizers import Knobs, Rule
+from rayps.ps.tables.row_optimizers import Knobs, RowRule
 from rayps.ps.tables.wire_format import Counts, Ids, cells
 from rayps.tensors.finite import first_not_finite, is_finite
 
@@ -70,7 +70,7 @@ def _taken(values: Any, places: Any) -> Any:
 class RowStore:
     """Rows by id; beyond `memory` bytes on disk, in `folder`."""
 
-    def __init__(self, table: Table, rule: Rule, memory: int | None = None, folder: str | None = None) -> None:
+    def __init__(self, table: SparseTable, rule: RowRule, memory: int | None = None, folder: str | None = None) -> None:
         self.table, self.rule = table, rule
         self.fields = (Field("rows", table.dim, table.dtype), *rule.fields, *LIFE)
         self._index = HashIndex()

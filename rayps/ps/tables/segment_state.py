@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from rayps.core.errors import CheckpointError
-from rayps.ps.protocol.space import Table
+from rayps.ps.protocol.space import SparseTable
 from rayps.ps.tables.pages import Field
 from rayps.ps.tables.row_store import Columns
 
@@ -59,7 +59,7 @@ def as_arrays(columns: Columns) -> dict[str, Any]:
     return {"ids": columns.ids, "rows": columns.rows, **state, "life": columns.life}
 
 
-def as_columns(table: Table, fields: tuple[Field, ...], arrays: Mapping[str, Any]) -> Columns:
+def as_columns(table: SparseTable, fields: tuple[Field, ...], arrays: Mapping[str, Any]) -> Columns:
     """Read back what `as_arrays` gave.
 
     Raises:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rayps.core.errors import ConfigError
-from rayps.ps.protocol.space import Table
+from rayps.ps.protocol.space import SparseTable
 from rayps.ps.tables.table_segment import check_table
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
@@ -16,8 +16,8 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 
 def made_table(
     dim: Any, name: Any, seed: Any, init: Any, optimizer: Any, policy: Any, dtype: Any, segments: Any
-) -> Table:
-    """A `Table` from what a user wrote. Raises ConfigError."""
+) -> SparseTable:
+    """A `SparseTable` from what a user wrote. Raises ConfigError."""
     for field, value, least in (("dim", dim, 1), ("segments", segments, 1), ("seed", seed, 0)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ConfigError(f"{field} is {value!r}: give a whole number of at least {least}", field=field)
@@ -30,13 +30,13 @@ def made_table(
         raise ConfigError(
             f"dtype is {text!r}: give float32 or float64 (wire='bf16' halves what travels)", field="dtype"
         )
-    if dataclasses.is_dataclass(policy) and not isinstance(policy, type):  # a `rayps.ps.tables.row_lifecycle.Policy`
+    if dataclasses.is_dataclass(policy) and not isinstance(policy, type):  # a `rayps.ps.tables.row_lifecycle.RowPolicy`
         fields = dataclasses.fields(policy)
         policy = {f.name: getattr(policy, f.name) for f in fields if getattr(policy, f.name) != f.default}
     if policy is not None and not isinstance(policy, Mapping):
         raise ConfigError(f"policy is {policy!r}: give a dict such as {{'admit': 3, 'ttl': 10000}}", field="policy")
     rule, start = options_of("optimizer", optimizer), options_of("init", init)
-    found = Table(name, dim, segments, seed, text, rule, start, dict(policy or {}))
+    found = SparseTable(name, dim, segments, seed, text, rule, start, dict(policy or {}))
     check_table(found)
     return found
 

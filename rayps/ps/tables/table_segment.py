@@ -1,4 +1,5 @@
-"""One segment of a table, as its primary and as a copy: `rayps.ps.protocol.segment.Segment`. No sockets, no threads.
+"""One segment of a table, as its primary and as a copy: `rayps.ps.protocol.segment.ServedSegment`. No sockets, no
+threads.
 
 Without gathering each push is applied as it comes, as the strategy says (a parameter server scales it by 1/N), and
 goes to the copies as it came. With gathering a round's pushes become one gradient over all ids that somebody named,
@@ -20,19 +21,19 @@ from torch import Tensor
 from rayps.core.clock import Clock
 from rayps.core.errors import CheckpointError, ConfigError, TrainingError
 from rayps.core.ledger import WINDOW, Ledger
-from rayps.ps.fixed.retained_parts import Parts
-from rayps.ps.protocol.space import Table
+from rayps.ps.fixed.retained_parts import RetainedParts
+from rayps.ps.protocol.space import SparseTable
 from rayps.ps.tables import initial_rows, segment_state
 from rayps.ps.tables.hash_index import ABSENT
 from rayps.ps.tables.merge_pushes import union
-from rayps.ps.tables.row_lifecycle import Life, Policy
+from rayps.ps.tables.row_lifecycle import RowLifecycle, RowPolicy
 from rayps.ps.tables.row_optimizers import Knobs, Scheduled, rule_of
 from rayps.ps.tables.row_store import RowStore
 from rayps.ps.tables.wire_format import (
     DTYPES,
     Counts,
     Ids,
-    Push,
+    TablePush,
     decode_pull,
     decode_push,
     encode_pull,
@@ -47,7 +48,7 @@ _HEAD = 32  # kind, rank, step: int64; weight: float64
 _DECAYS = struct.Struct("<d")  # before each gradient of a round: how many whole steps it counts for
 
 
-def check_table(table: Table) -> None:
+def check_table(table: SparseTable) -> None:
     """Refuse what a table cannot be.
 
     Raises:
@@ -68,7 +69,7 @@ def check_table(table: Table) -> None:
         )
     initial_rows.check(table)
     store = RowStore(table, rule_of(table))
-    Life(table, store.row_bytes, 1)
+    RowLifecycle(table, store.row_bytes, 1)
 
 
 class TableSegment:
@@ -76,7 +77,7 @@ class TableSegment:
 
     def __init__(
         self,
-        table: Table,
+        table: SparseTable,
         index: int,
         strategy: Strategy,
         workers: int,
@@ -103,21 +104,21 @@ class TableSegment:
         self.ledger = ledger
         self.clock = Clock(ledger.marks, self.strategy.staleness)
         self._gathers = self.strategy.gathers
-        self.life = Life(self.table, self.store.row_bytes, 1 if self._gathers else max(1, self.size))
+        self.life = RowLifecycle(self.table, self.store.row_bytes, 1 if self._gathers else max(1, self.size))
         self._closed = self.clock.slowest  # rounds that all ranks have pushed
-        self._inbox: dict[int, dict[int, tuple[Push, float]]] = {}
-        self._parts: Parts[tuple[RowStore, dict[str, Any], dict[str, Any]]] = Parts()
+        self._inbox: dict[int, dict[int, tuple[TablePush, float]]] = {}
+        self._parts: RetainedParts[tuple[RowStore, dict[str, Any], dict[str, Any]]] = RetainedParts()
         self._wanted: set[int] = set()
         # ids, their slots, and which rows of the gradient these are (None: all)
         self._touched: tuple[Any, Any, Any] = (None, None, None)
         self._overflown: int | None = None  # the first id whose row a step made not finite
         self._fault: TrainingError | None = None  # the same as an error: no push is acknowledged from then on
         self._steps: list[tuple[Tensor, float]] = []  # gradients stepped by in a round, and what each step counts for
-        self._checked: tuple[Any, Push] | None = None
+        self._checked: tuple[Any, TablePush] | None = None
         self._found: deque[tuple[Ids, Any, Any, int]] = deque(maxlen=2 * self.size)  # with what was pulled last
 
     def _store(self) -> RowStore:
-        policy = Policy.of(self.table)
+        policy = RowPolicy.of(self.table)
         memory = None if policy.memory is None else policy.memory // self.table.segments
         return RowStore(self.table, rule_of(self.table), memory, policy.folder)
 
@@ -187,7 +188,7 @@ class TableSegment:
         self.ledger.add(rank, step)
         kept = push
         if self.clock.slowest <= step:  # it waits for others, and its memory is the caller's
-            kept = Push(push.ids.copy(), push.counts.copy(), push.rows.clone())
+            kept = TablePush(push.ids.copy(), push.counts.copy(), push.rows.clone())
         self._inbox.setdefault(step, {})[rank] = (kept, weight)
         changes = self._close()
         self._must_be_finite(step)
@@ -208,7 +209,7 @@ class TableSegment:
         if self._fault is not None:
             raise self._fault
 
-    def _apply(self, rank: int, step: int, weight: float, push: Push) -> None:
+    def _apply(self, rank: int, step: int, weight: float, push: TablePush) -> None:
         """A push that is applied as it comes."""
         self.ledger.add(rank, step)
         self.version += 1

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rayps.core.errors import ConfigError
-from rayps.ps.protocol.space import Table
+from rayps.ps.protocol.space import SparseTable
 
 COUNTS = 1  # flag: raw counts are there; a push without them counts each id once, a pull without them counts nothing
 HALF = 2  # flag: rows travel as bfloat16, those of a pull's answer too
@@ -29,7 +29,7 @@ Ids = Any  # a numpy array of int64
 Counts = Any  # a numpy array of uint32
 
 
-class Pull(NamedTuple):
+class TablePull(NamedTuple):
     """Which rows are asked for; `counts` is None where the asking is no use of a row."""
 
     ids: Ids
@@ -37,7 +37,7 @@ class Pull(NamedTuple):
     half: bool
 
 
-class Push(NamedTuple):
+class TablePush(NamedTuple):
     """Gradients of rows [n, dim], and how often each id stood in the batch."""
 
     ids: Ids
@@ -162,7 +162,7 @@ def _ids(raw: Any, n: int, flags: int, name: str) -> tuple[Ids, Counts | None, i
     return ids, raw[end : end + 4 * n].view(np.uint32), end + (4 * n + 7) // 8 * 8
 
 
-def decode_pull(data: Any, table: Table) -> Pull:
+def decode_pull(data: Any, table: SparseTable) -> TablePull:
     """Read a pull's piece; views of `data`.
 
     Raises:
@@ -170,10 +170,10 @@ def decode_pull(data: Any, table: Table) -> Pull:
     """
     raw, n, flags, _ = _head(data, table.name, push=False)
     ids, counts, _ = _ids(raw, n, flags, table.name)
-    return Pull(ids, counts, bool(flags & HALF))
+    return TablePull(ids, counts, bool(flags & HALF))
 
 
-def decode_push(data: Any, table: Table) -> Push:
+def decode_push(data: Any, table: SparseTable) -> TablePush:
     """Read a push's piece; views of `data` but for bfloat16 rows, which become the table's dtype.
 
     Raises:
@@ -183,7 +183,7 @@ def decode_push(data: Any, table: Table) -> Push:
     ids, counts, at = _ids(raw, n, flags, table.name)
     dtype = DTYPES[table.dtype]
     if not n:
-        return Push(ids, np.empty(0, np.uint32), torch.empty(0, table.dim, dtype=dtype))
+        return TablePush(ids, np.empty(0, np.uint32), torch.empty(0, table.dim, dtype=dtype))
     if dim != table.dim:
         raise ConfigError(
             f"table {table.name!r}: rows of {dim} elements came: it has {table.dim} (dim)",
@@ -214,7 +214,7 @@ def decode_push(data: Any, table: Table) -> Push:
                 table=table.name,
                 id=first,
             )
-    return Push(ids, counts, rows)
+    return TablePush(ids, counts, rows)
 
 
 class _Writable:
@@ -239,7 +239,7 @@ def encode_rows(rows: Any, half: bool = False) -> Any:
     return torch.from_numpy(rows).to(torch.bfloat16).view(torch.int16).numpy().reshape(-1).view(np.uint8)
 
 
-def decode_rows(data: Any, n: int, table: Table, half: bool = False) -> Tensor:
+def decode_rows(data: Any, n: int, table: SparseTable, half: bool = False) -> Tensor:
     """Read a pull's answer: a tensor [n, dim] of the table's dtype, a view where it came in that dtype.
 
     Raises:
@@ -259,6 +259,6 @@ def decode_rows(data: Any, n: int, table: Table, half: bool = False) -> Tensor:
     return _tensor(raw.view(np.float32 if dtype is torch.float32 else np.float64).reshape(n, table.dim))
 
 
-def empty_push(table: Table) -> Any:
+def empty_push(table: SparseTable) -> Any:
     """The piece of a segment that a step does not touch: its clock advances with it."""
     return _piece(_ROWS, table.dim, np.empty(0, np.int64), None, 0)[0]
