@@ -26,7 +26,7 @@ from rayps.cluster.local import surrounding
 from rayps.federated.remote.signed_orders import ClientToken
 from rayps.service.client import Client, Job
 from rayps.tensors import checkpoint
-from rayps.worker.snapshot import Snapshot
+from rayps.tensors.snapshot import Snapshot
 
 SIZES = (20, 25, 30)
 WORK = """

@@ -15,12 +15,13 @@ from torch import nn
 import rayps
 from rayps import AllReduce, Downpour, ParameterServer, Pipeline, TensorParallel
 from rayps.comm.link import Listener, connect
+from rayps.core.calendar import Boundary
 from rayps.core.errors import ConfigError, PeerTimeout
 from rayps.core.ledger import Ledger
 from rayps.core.metrics import Rounds
 from rayps.ps.fixed import Server
 from rayps.ps.fixed.loop import ShardLoop
-from rayps.ps.fixed.shard import Boundary, Shard
+from rayps.ps.fixed.shard import Shard
 from rayps.runtime.preflight import preflight
 from rayps.strategies.catalogue import Phase, parse
 from rayps.strategies.job import JobSpec

@@ -13,8 +13,9 @@ from torch import nn
 import rayps
 from rayps import ADMM, AllReduce, DiLoCo, Downpour, FedAvg, Hogwild, LocalSGD, ParameterServer, Pipeline
 from rayps.cluster.local import LocalCluster
+from rayps.core.calendar import Boundary
 from rayps.core.errors import WorkloadError
-from rayps.ps.fixed.shard import Boundary, Shard
+from rayps.ps.fixed.shard import Shard
 from rayps.ps.protocol.space import Space, SparseTable
 from rayps.ps.server.dense_segment import DenseSegment
 from rayps.ps.tables.row_optimizers import Scheduled

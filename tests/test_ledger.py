@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.optim import SGD
 
+from rayps.core.calendar import Boundary
 from rayps.core.errors import CheckpointError
 from rayps.core.failpoint import VARIABLE, parse
 from rayps.core.ledger import WINDOW, Ledger, anywhere
 from rayps.ps.fixed.messages import ShardMessage
 from rayps.ps.fixed.replay_buffer import FixedReplayBuffer
-from rayps.ps.fixed.shard import Boundary, Shard
+from rayps.ps.fixed.shard import Shard
 from rayps.ps.fixed.transport import ShardCall
 from rayps.strategies.parameter_server import ParameterServer
 from rayps.tensors.flat import Layout

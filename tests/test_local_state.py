@@ -14,6 +14,7 @@ from small_work import Small, Watched, distance, kinds, train
 
 import rayps
 from rayps.cluster.local import LocalCluster
+from rayps.core.calendar import Calendar
 from rayps.core.errors import ConfigError
 from rayps.core.metrics import Rounds, history
 from rayps.runtime.assemble_state import assemble
@@ -21,7 +22,6 @@ from rayps.runtime.driver import Driver
 from rayps.runtime.journal import Journal
 from rayps.strategies.all_reduce import AllReduce
 from rayps.strategies.base import Strategy
-from rayps.strategies.calendar import Calendar
 from rayps.strategies.catalogue import Phase, for_a_loop, parse
 from rayps.strategies.diloco import DiLoCo
 from rayps.strategies.job import JobSpec, Status
@@ -29,9 +29,9 @@ from rayps.strategies.local_sgd import LocalSGD
 from rayps.strategies.parallel_sgd import ParallelSGD
 from rayps.tensors import checkpoint
 from rayps.tensors.flat import Layout
-from rayps.worker.local_state import LocalState
+from rayps.tensors.local_state import LocalState
+from rayps.tensors.snapshot import Snapshot
 from rayps.worker.plan import WorkerPart
-from rayps.worker.snapshot import Snapshot
 
 EXACT = 1e-12
 STRATEGIES = [

@@ -22,7 +22,7 @@ from rayps.runtime.driver import Driver
 from rayps.runtime.journal import Journal
 from rayps.strategies.job import JobSpec, Status
 from rayps.tensors.flat import Layout
-from rayps.worker.snapshot import Snapshot
+from rayps.tensors.snapshot import Snapshot
 
 EXACT = 1e-12
 PRIVATE = ParameterServer(shards=3, replicas=1)

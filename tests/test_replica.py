@@ -15,7 +15,7 @@ from rayps.cluster.local import LocalCluster
 from rayps.core.errors import ConfigError, RaypsError, TrainingError, WorkloadError
 from rayps.core.grid import Grid
 from rayps.core.ledger import Ledger
-from rayps.parallel.division.build import blank, drawn, drawn_apart, keep_only
+from rayps.parallel.division.build import blank, keep_only
 from rayps.parallel.division.divide import divide, words
 from rayps.parallel.division.division import TensorSlice, shares
 from rayps.parallel.division.optimizer import of_some
@@ -24,7 +24,8 @@ from rayps.strategies.pipeline import Pipeline
 from rayps.strategies.tensor_parallel import TensorParallel
 from rayps.tensors import optim
 from rayps.tensors.flat import FlatModel, beside
-from rayps.worker.snapshot import Snapshot
+from rayps.tensors.snapshot import Snapshot
+from rayps.workload.model import drawn, drawn_apart
 
 
 class Deep(Small):

@@ -10,8 +10,8 @@ from small_work import SEEN, Small, Watched, distance, kinds, plain, train
 from torch import nn
 
 from rayps import AllReduce, Pipeline, TensorParallel
+from rayps.core.calendar import Boundary
 from rayps.core.errors import PeerLost, TrainingError
-from rayps.ps.fixed.shard import Boundary
 from rayps.recovery import worker_backup
 from rayps.recovery.backup_assignment import Bond, Source
 from rayps.recovery.peer_replication import Mirror

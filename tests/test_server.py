@@ -12,12 +12,13 @@ from torch.optim import SGD
 
 from rayps.cluster.local import until
 from rayps.comm.link import Listener, connect
+from rayps.core.calendar import Boundary
 from rayps.core.errors import ConfigError, LinkError, PeerLost, PeerTimeout, StaleGeneration, WorkloadError
 from rayps.core.ledger import WINDOW
 from rayps.core.partition import slices
 from rayps.ps.fixed import Server
 from rayps.ps.fixed.loop import ShardLoop
-from rayps.ps.fixed.shard import Boundary, Shard
+from rayps.ps.fixed.shard import Shard
 from rayps.strategies.parameter_server import ParameterServer
 from rayps.tensors.flat import Gradient, Layout
 

@@ -13,13 +13,14 @@ from rayps import AllReduce, ParameterServer
 from rayps.cluster.local import LocalCluster
 from rayps.comm.compress import ErrorFeedback, codec
 from rayps.comm.link import Listener, Message, connect
+from rayps.core.calendar import Boundary
 from rayps.core.errors import ConfigError, PeerLost
 from rayps.core.partition import slices
 from rayps.ps.fixed import Server, ShardLoop
 from rayps.ps.fixed.coded import coded, value_of
 from rayps.ps.fixed.compressed import compress
 from rayps.ps.fixed.messages import ShardMessage
-from rayps.ps.fixed.shard import Boundary, Shard
+from rayps.ps.fixed.shard import Shard
 from rayps.ps.server_group import ServerGroup
 from rayps.tensors.flat import Gradient, Layout
 

@@ -19,12 +19,13 @@ from torch.optim import SGD, Adam
 from rayps.cluster.local import until
 from rayps.comm.link import Listener, connect
 from rayps.comm.link.memory import Memory
+from rayps.core.calendar import Boundary
 from rayps.core.errors import LinkError, PeerLost, PeerTimeout, StaleGeneration
 from rayps.core.partition import slices
 from rayps.ps.fixed import Server, shared_memory
 from rayps.ps.fixed.loop import ShardLoop
 from rayps.ps.fixed.messages import ShardMessage
-from rayps.ps.fixed.shard import Boundary, Shard
+from rayps.ps.fixed.shard import Shard
 from rayps.ps.fixed.transport import MemoryTransport, MessageTransport
 from rayps.strategies.parameter_server import ParameterServer
 from rayps.tensors.flat import Layout

@@ -4,8 +4,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.optim import SGD, Adam
 
+from rayps.core.calendar import Boundary
 from rayps.core.ledger import WINDOW
-from rayps.ps.fixed.shard import Boundary, Shard
+from rayps.ps.fixed.shard import Shard
 from rayps.strategies.parameter_server import ParameterServer
 from rayps.tensors.flat import Layout
 

@@ -2,14 +2,14 @@ import pytest
 import torch
 from torch import nn
 
+from rayps.core.calendar import Calendar
 from rayps.core.errors import CheckpointError
 from rayps.core.ledger import Ledger
 from rayps.strategies.all_reduce import AllReduce
-from rayps.strategies.calendar import Calendar
 from rayps.strategies.catalogue import Phase
 from rayps.tensors import checkpoint, optim
 from rayps.tensors.flat import FlatModel, beside
-from rayps.worker.snapshot import Snapshot
+from rayps.tensors.snapshot import Snapshot
 
 
 def made(steps=3, positions=(6, 6)):

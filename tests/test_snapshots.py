@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from rayps.ps.fixed.retained_parts import RetainedParts
-from rayps.ps.fixed.shard import Boundary
+from rayps.core.calendar import Boundary
+from rayps.core.retained_parts import RetainedParts
 from rayps.runtime.snapshots import SnapshotSchedule
 
 

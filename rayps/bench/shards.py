@@ -23,8 +23,8 @@ import torch
 from rayps.bench.netns import Hosts, NamespaceActor, bits
 from rayps.comm.link import Listener
 from rayps.core.errors import ConfigError
+from rayps.ps.fixed.shard_actor import ShardActor, ShardPlan
 from rayps.ps.server_group import ServerGroup, SharedParameters
-from rayps.runtime.worker_actor import ShardActor, ShardPlan
 
 _START_SECONDS = 60.0
 _TURN_SECONDS = 600.0

@@ -25,13 +25,13 @@ from rayps.bench.plain_processes import PlainActor
 from rayps.bench.ray_train import RayTrain
 from rayps.cluster.local import Cluster
 from rayps.comm.ring import Ring
+from rayps.core.calendar import Boundary
 from rayps.core.errors import ConfigError
-from rayps.ps.fixed.shard import Boundary
 from rayps.strategies.all_reduce import AllReduce
 from rayps.tensors.flat import FlatModel
+from rayps.tensors.snapshot import Snapshot
 from rayps.worker.core import Worker
 from rayps.worker.plan import WorkerPlan
-from rayps.worker.snapshot import Snapshot
 
 CONTENDERS = ("own", "one_bucket", "alone", "ddp", "ddp_plain", "ray_train")
 DEFAULT = "own,one_bucket,alone,ddp"

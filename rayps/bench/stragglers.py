@@ -24,11 +24,11 @@ from torch.nn import functional
 import rayps
 from rayps.cluster.local import Cluster
 from rayps.comm.link import Link, Message, connect
+from rayps.core.calendar import Boundary
 from rayps.core.errors import ConfigError, TrainingError
 from rayps.data import Batch, Data, parquet
 from rayps.data.base import random_of
 from rayps.ps.fixed.messages import ShardMessage
-from rayps.ps.fixed.shard import Boundary
 from rayps.runtime.worker_group import WorkerGroup
 from rayps.strategies.catalogue import parse
 from rayps.tensors.flat import FlatModel

@@ -29,13 +29,13 @@ from rayps.federated.client import ClientReply, ClientRows, Task, Trainer
 from rayps.federated.remote import codec
 from rayps.federated.remote.join_options import DEADLINE
 from rayps.federated.remote.signed_orders import ClientToken, verified
-from rayps.parallel.division.build import apart, model_of
 from rayps.service.client import checked
 from rayps.strategies.catalogue import parse
 from rayps.strategies.fedavg import FedAvg
 from rayps.strategies.job import Status
 from rayps.tensors.flat import FlatModel
 from rayps.workload.base import Workload
+from rayps.workload.model import apart, model_of
 
 log = logging.getLogger(__name__)
 

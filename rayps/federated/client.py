@@ -25,9 +25,9 @@ from rayps.federated.cohort import number
 from rayps.federated.row_order import Ints, parts
 from rayps.strategies.direction import direction
 from rayps.tensors import optim
+from rayps.tensors.clip import NormClip
 from rayps.tensors.flat import FlatModel, dense
 from rayps.tensors.learning_rate import rates_of, recipe_of
-from rayps.worker.optimizer_step import clipped
 from rayps.workload.base import Workload
 
 Tensors = dict[str, Tensor]
@@ -306,7 +306,7 @@ class Trainer:
             return
         vector = grad.vector if isinstance(grad, Grad) else grad
         unused = [p for p in self.parameters if p.grad is None]
-        self.flat.load_grad(clipped(vector, self.workload.clip_norm, ()))
+        self.flat.load_grad(NormClip(self.workload.clip_norm).clipped(vector))
         for p in unused:
             p.grad = None
         with user_code("optimizer.step"):

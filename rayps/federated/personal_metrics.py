@@ -12,7 +12,7 @@ import torch
 
 from rayps.core.user_code import user_code
 from rayps.federated.client import Task, beside_of
-from rayps.parallel.division.part import number
+from rayps.workload.part import number
 
 if TYPE_CHECKING:
     from rayps.federated.engine import FederatedEngine

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from rayps.core.errors import LinkError, RaypsError
+from rayps.core.retained_parts import RetainedParts
 from rayps.ps.client.session import Session
-from rayps.ps.fixed.retained_parts import RetainedParts
 from rayps.ps.protocol.messages import GroupMessage
 
 log = logging.getLogger(__name__)

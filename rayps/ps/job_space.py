@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -24,7 +24,7 @@ from rayps.ps.fixed.shard import ShardPart
 from rayps.ps.group import ManagerClient
 from rayps.ps.own_space import cut
 from rayps.ps.protocol.messages import GroupMessage
-from rayps.ps.protocol.space import Quota, Space, SparseTable
+from rayps.ps.protocol.space import Quota, Space, SpaceRank, SparseTable
 from rayps.ps.server.dense_segment import part_of, state_of
 from rayps.ps.tables.table_segment import TableSegment
 from rayps.ps.throttled import Throttled
@@ -32,8 +32,7 @@ from rayps.strategies.catalogue import Strategy
 from rayps.tensors import optim
 from rayps.tensors.flat import Layout
 from rayps.tensors.learning_rate import Ticks
-from rayps.worker.plan import Orders, SpaceRank
-from rayps.worker.snapshot import Snapshot
+from rayps.tensors.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +41,18 @@ WHOLE_BYTES = 1_000_000_000  # of tables that are given back by value, where the
 LOOK_SECONDS = 0.5
 DROP_SECONDS = 10.0  # for a manager that is made anew
 NEWS = ("server_lost", "server_dead", "segment_lost", "resized", "server_leaving", "server_joined")
+
+
+class ServedPhase(Protocol):
+    """What a generation is told, as far as its servers need it."""
+
+    @property
+    def strategy(self) -> Strategy:
+        """What runs."""
+
+    @property
+    def ticks(self) -> Ticks:
+        """The epochs of the phase, for schedules on servers."""
 
 
 class JobSpace:
@@ -118,7 +129,7 @@ class JobSpace:
         moments = optim.join([part.moments for part in parts], layout)
         return Snapshot(layout, torch.cat([part.params for part in parts]), moments)
 
-    def begin(self, orders: Orders, snapshot: Snapshot, shared: Any) -> None:
+    def begin(self, orders: ServedPhase, snapshot: Snapshot, shared: Any) -> None:
         """See Servers."""
         strategy, old = orders.strategy, self.space
         follows = strategy if strategy.shards > 0 else strategy.tables
@@ -208,7 +219,7 @@ class JobSpace:
             self._collector.close()
             self._collector = None
 
-    def poll(self, orders: Orders, wanted: int) -> None:
+    def poll(self, orders: ServedPhase, wanted: int) -> None:
         """See Servers."""
         if self._collector is not None and wanted:
             self._collector.want(wanted)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rayps.cluster.local import ActorHandle, Cluster, surrounding
 from rayps.comm.link import connect
+from rayps.core.calendar import Boundary
 from rayps.core.errors import ConfigError
 from rayps.ps import group as elastic
 from rayps.ps.client.client import GroupServer
@@ -25,14 +26,13 @@ from rayps.ps.fixed import Server
 from rayps.ps.fixed.compressed import compress
 from rayps.ps.fixed.parameters import SharedParameters
 from rayps.ps.fixed.rows import cuts
-from rayps.ps.fixed.shard import Boundary
+from rayps.ps.fixed.shard_actor import ShardPlan
 from rayps.ps.own_space import OwnSpace, cut
 from rayps.ps.protocol.space import Quota, Space
-from rayps.runtime.worker_actor import ShardPlan
 from rayps.strategies.parameter_server import ParameterServer
 from rayps.tensors import optim
 from rayps.tensors.flat import Layout
-from rayps.worker.snapshot import Snapshot
+from rayps.tensors.snapshot import Snapshot
 from rayps.workload.base import pack
 
 log = logging.getLogger(__name__)
@@ -148,7 +148,7 @@ class ServerGroup:
         packed, shared = pack(factory), self._cluster.share(snapshot)
         for index in range(len(self._ranges)):
             handle = self._cluster.spawn(
-                "rayps.runtime.worker_actor:ShardActor", index, self._secret, packed, threads=1
+                "rayps.ps.fixed.shard_actor:ShardActor", index, self._secret, packed, threads=1
             )
             self._handles.append(handle)
         try:

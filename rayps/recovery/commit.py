@@ -17,7 +17,7 @@ from rayps.recovery.peer_replication import Mirror
 from rayps.recovery.slots import CommittedState, tensors_of
 from rayps.strategies.costs import amount
 from rayps.tensors.optim import with_edits
-from rayps.worker.snapshot import Snapshot
+from rayps.tensors.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
 

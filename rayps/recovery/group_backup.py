@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
-from rayps.cluster.local import ActorReply
+from rayps.cluster.actor_host import START_SECONDS, ActorHost
+from rayps.cluster.local import ActorHandle, ActorReply
 from rayps.core.errors import ClusterError
 from rayps.core.grid import Grid
 from rayps.recovery.backup_assignment import Bond, HeldRounds, Mending, keepers, mending
-from rayps.runtime.members import GroupMember
-from rayps.runtime.time_limit import START_SECONDS
 
 HALT_SECONDS = 30.0  # for a worker to end its generation: a step of the user's cannot be cut short
 
 
-def tied(grid: Grid, workers: list[GroupMember], line: int, mended: Mending | None) -> list[Bond | None]:
+class BackedWorker(Protocol):
+    """A worker's actor, as far as its backup goes."""
+
+    handle: ActorHandle
+    place: ActorHost | None
+    dead: str | None  # why it counts as dead
+
+
+def tied(grid: Grid, workers: Sequence[BackedWorker], line: int, mended: Mending | None) -> list[Bond | None]:
     """What ties each worker to its neighbours in a generation that begins; a worker that does not say counts as dead.
 
     `mended`: the generation goes on from kept states, else it begins the line from a snapshot.
@@ -39,7 +47,7 @@ def tied(grid: Grid, workers: list[GroupMember], line: int, mended: Mending | No
     ]
 
 
-def halted(grid: Grid, workers: list[GroupMember], line: int) -> Mending | None:
+def halted(grid: Grid, workers: Sequence[BackedWorker], line: int) -> Mending | None:
     """End the generation where it stands; from which round the next one can go on without a snapshot, if any."""
     living = [(rank, worker) for rank, worker in enumerate(workers) if not worker.dead]
     replies = [worker.handle.call("halt", line) for _, worker in living]
@@ -48,7 +56,7 @@ def halted(grid: Grid, workers: list[GroupMember], line: int) -> Mending | None:
     return mending(grid, holdings)
 
 
-def _answers(workers: list[GroupMember], replies: list[ActorReply], timeout: float) -> dict[int, Any]:
+def _answers(workers: Sequence[BackedWorker], replies: list[ActorReply], timeout: float) -> dict[int, Any]:
     found = {}
     for at, (worker, reply) in enumerate(zip(workers, replies, strict=True)):
         try:

@@ -27,8 +27,8 @@ from torch import Tensor
 from rayps.comm.link.memory import Memory
 from rayps.core import failpoint
 from rayps.core.errors import LinkError
+from rayps.tensors.local_state import by_name, moments_of
 from rayps.tensors.optim import Moments
-from rayps.worker.local_state import by_name, moments_of
 
 SLOTS = 2
 _MAGIC = b"raypsvlt"

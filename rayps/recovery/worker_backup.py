@@ -3,18 +3,41 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, Protocol
 
 from rayps.comm.link import memory
 from rayps.core.errors import PeerLost
-from rayps.recovery.backup_assignment import HeldRounds
+from rayps.recovery.backup_assignment import Bond, HeldRounds
 from rayps.recovery.commit import CommitCost, Committer, overlaid
 from rayps.recovery.peer_replication import Mirror, PeerReplication, fetch, fetch_rest
-from rayps.worker.plan import WorkerPlan
-from rayps.worker.snapshot import Snapshot
+from rayps.tensors.snapshot import Snapshot
 
 MOST_SAID = 200  # points of a worker that are kept with its state; a driver that is busy may leave more unheard
 _HEARD_LATE = ("round", "evaluation")  # kinds of points that are
+
+
+class BackedPlan(Protocol):
+    """A worker's plan, as far as its backup goes."""
+
+    @property
+    def generation(self) -> int:
+        """Its number."""
+
+    @property
+    def rank(self) -> int:
+        """The worker's."""
+
+    @property
+    def start(self) -> int:
+        """The position that it starts at."""
+
+    @property
+    def timeout(self) -> float:
+        """Seconds to wait for a peer."""
+
+    @property
+    def bond(self) -> Bond | None:
+        """Where the worker's state is kept; None = nowhere."""
 
 
 class WorkerBackup:
@@ -71,7 +94,7 @@ class WorkerBackup:
         """What is kept here of this line, of this worker and of others."""
         return {} if self._keeper is None else self._keeper.holdings(line)
 
-    def recall(self, plan: WorkerPlan, snapshot: Snapshot) -> tuple[Snapshot, list[dict[str, Any]] | None]:
+    def recall(self, plan: BackedPlan, snapshot: Snapshot) -> tuple[Snapshot, list[dict[str, Any]] | None]:
         """The state from which this worker goes on, its own or that of the one it replaces, and what that one had said
         (None: it is its own), which is to be taken over by `inherit`.
 
@@ -92,7 +115,7 @@ class WorkerBackup:
             missed = [] if own is None else list(own.facts.get("points", []))
         return overlaid(snapshot, plan.rank, state, rest), missed
 
-    def begin(self, plan: WorkerPlan) -> Committer | None:
+    def begin(self, plan: BackedPlan) -> Committer | None:
         """Commits from now on, where the plan wants them. Raises LinkError."""
         bond = plan.bond
         if bond is None or self._keeper is None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rayps.parallel.division.division import Division
 from rayps.tensors import optim
-from rayps.worker.snapshot import Snapshot
+from rayps.tensors.snapshot import Snapshot
 
 
 def columns_of(snapshot: Snapshot, division: Division | None) -> list[Snapshot]:

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from rayps.cluster.local import Cluster
+from rayps.core.calendar import Calendar
 from rayps.core.errors import RaypsError, TrainingError
 from rayps.core.metrics import Point, Rounds
 from rayps.federated.remote.remote_replies import prepared
-from rayps.parallel.division.build import drawn_apart
 from rayps.ps.job_space import JobSpace
 from rayps.ps.protocol.space import SparseTable
 from rayps.runtime.decide import Continue, Fail, Finish, Mend, Replace, Restart, Stop, decide
@@ -40,13 +40,13 @@ from rayps.runtime.trial import TrialFacts as TrialFacts
 from rayps.runtime.trial_process import TrialRequest
 from rayps.runtime.worker_actor import WorkerFacts
 from rayps.runtime.worker_group import WorkerGroup
-from rayps.strategies.calendar import Calendar
 from rayps.strategies.catalogue import Phase, parse
 from rayps.strategies.job import JobSpec, Status
 from rayps.tensors import checkpoint
 from rayps.tensors.learning_rate import ScheduleRecord, Ticks, recipe_of
-from rayps.worker.snapshot import Snapshot
+from rayps.tensors.snapshot import Snapshot
 from rayps.workload.base import Workload, pack
+from rayps.workload.model import drawn_apart
 
 log = logging.getLogger(__name__)
 

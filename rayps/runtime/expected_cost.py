@@ -10,7 +10,7 @@ from torch import nn
 
 from rayps.core.user_code import user_code
 from rayps.data import Batch
-from rayps.parallel.division.build import apart, blank, model_of
+from rayps.parallel.division.build import blank
 from rayps.parallel.division.divide import sample_of
 from rayps.parallel.division.division import Division
 from rayps.parallel.pipeline import loss_proxy
@@ -23,6 +23,7 @@ from rayps.strategies.costs import Costs, Sizes, costs
 from rayps.tensors import optim
 from rayps.tensors.flat import Layout
 from rayps.workload.base import Workload
+from rayps.workload.model import apart, model_of
 
 log = logging.getLogger(__name__)
 _SMALL = 3  # elements along each dimension of the stand-ins on which an optimizer is tried

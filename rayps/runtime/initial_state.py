@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from rayps.cluster.local import Cluster
+from rayps.core.calendar import Calendar
 from rayps.ps.group import find, start
 from rayps.ps.job_space import JobSpace
 from rayps.ps.protocol.space import Quota, SparseTable
 from rayps.runtime.journal import Journal
 from rayps.runtime.worker_group import WorkerGroup
-from rayps.strategies.calendar import Calendar
 from rayps.strategies.catalogue import Strategy
 from rayps.strategies.job import JobSpec
 from rayps.tensors import checkpoint
 from rayps.tensors.learning_rate import Recipe, ScheduleRecord, Ticks
 from rayps.tensors.optim import Factory
-from rayps.worker.snapshot import Snapshot
+from rayps.tensors.snapshot import Snapshot
 from rayps.workload.base import pack
 
 

@@ -9,11 +9,12 @@ from rayps.cluster.local import ActorReply, Cluster
 from rayps.parallel.division.division import shares
 from rayps.ps.fixed.rows import cuts
 from rayps.ps.fixed.shard import ShardFacts, ShardPart
+from rayps.ps.fixed.shard_actor import ShardPlan
+from rayps.ps.protocol.space import SpaceRank
 from rayps.runtime.members import GroupMember, place, settle
-from rayps.runtime.worker_actor import ShardPlan
 from rayps.strategies.catalogue import Strategy
-from rayps.worker.plan import Orders, SpaceRank
-from rayps.worker.snapshot import Snapshot
+from rayps.tensors.snapshot import Snapshot
+from rayps.worker.plan import Orders
 
 
 class JobServers(Protocol):
@@ -142,7 +143,7 @@ class FixedServers:
 
     def _spawn(self, index: int) -> GroupMember:
         handle = self._cluster.spawn(
-            "rayps.runtime.worker_actor:ShardActor",
+            "rayps.ps.fixed.shard_actor:ShardActor",
             index,
             self._secret,
             self._packed,

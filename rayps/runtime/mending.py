@@ -17,7 +17,7 @@ from rayps.runtime.decide import Mend, Replace, Restart
 from rayps.runtime.journal import Journal
 from rayps.runtime.worker_actor import WorkerFacts
 from rayps.runtime.worker_group import WorkerGroup
-from rayps.worker.snapshot import Snapshot
+from rayps.tensors.snapshot import Snapshot
 
 
 @dataclass(slots=True)

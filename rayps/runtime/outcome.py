@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rayps.strategies.job import Status
-from rayps.worker.snapshot import Snapshot
+from rayps.tensors.snapshot import Snapshot
 
 
 @dataclass(slots=True)

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from rayps.core.calendar import Boundary, Calendar, PhaseSpan
 from rayps.parallel.division.divide import words
 from rayps.parallel.division.division import Division
-from rayps.ps.fixed.shard import Boundary
 from rayps.runtime.cost_report import CostReport
 from rayps.runtime.expected_cost import tally_of
 from rayps.runtime.journal import Journal
-from rayps.strategies.calendar import Calendar, PhaseSpan
 from rayps.strategies.catalogue import Phase
 from rayps.strategies.job import JobSpec
 from rayps.tensors.flat import Layout
 from rayps.tensors.learning_rate import Ticks
+from rayps.tensors.snapshot import Snapshot
 from rayps.worker.plan import Orders
-from rayps.worker.snapshot import Snapshot
 from rayps.workload.base import Workload
 
 FEDERATED_EPOCHS = 10  # between states that are kept, unless the job says otherwise: such an epoch is one round

@@ -14,7 +14,6 @@ from rayps.core.user_code import user_code
 from rayps.data import Data
 from rayps.data.unsupported import is_ray_data, ray_data_way
 from rayps.federated.check import federated
-from rayps.parallel.division.build import apart, model_of
 from rayps.parallel.division.divide import divide, sample_of
 from rayps.parallel.division.division import Division
 from rayps.ps.fixed.shard_optimizer import chosen
@@ -30,6 +29,7 @@ from rayps.tensors import optim
 from rayps.tensors.flat import Layout
 from rayps.tensors.learning_rate import Recipe, Ticks, rates_of, recipe_of
 from rayps.workload.base import Workload, check_clip_norm, misspelt
+from rayps.workload.model import apart, model_of
 
 
 class PreflightFindings(NamedTuple):

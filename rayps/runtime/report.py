@@ -6,13 +6,13 @@ import time
 from collections import deque
 from typing import Any
 
+from rayps.core.calendar import Calendar
 from rayps.core.grid import Grid
 from rayps.core.metrics import Point, Throughput
 from rayps.ps.fixed.shard import ShardFacts
 from rayps.runtime.members import GroupMember
 from rayps.runtime.worker_actor import WorkerFacts
 from rayps.runtime.worker_group import WorkerGroup
-from rayps.strategies.calendar import Calendar
 
 KEPT_POINTS = 50  # of each rank, for its rates
 

@@ -6,7 +6,7 @@ seldom hold one in common. So the driver names a round ahead of all, and doubles
 
 from __future__ import annotations
 
-from rayps.ps.fixed.shard import Boundary
+from rayps.core.calendar import Boundary
 
 
 class SnapshotSchedule:

@@ -25,7 +25,7 @@ from rayps.runtime.progress import Display
 from rayps.strategies.catalogue import parse, wire
 from rayps.strategies.job import LOCAL_CPUS, JobSpec, Status
 from rayps.tensors import checkpoint as checkpoints
-from rayps.worker.snapshot import Snapshot
+from rayps.tensors.snapshot import Snapshot
 from rayps.workload.base import Workload, check_clip_norm
 from rayps.workload.base import load as load_workload
 

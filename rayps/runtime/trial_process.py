@@ -19,11 +19,11 @@ from torch import Tensor
 from rayps.core.errors import RaypsError, WorkloadError
 from rayps.core.user_code import user_code
 from rayps.data.base import Batch, Data
-from rayps.parallel.division.build import model_of
-from rayps.parallel.division.part import Whole, number
 from rayps.parallel.pipeline.loss_proxy import parts
 from rayps.tensors.optim import made
 from rayps.workload.base import Workload, unpack
+from rayps.workload.model import model_of
+from rayps.workload.part import Whole, number
 
 FEW_ROWS = 8  # of a batch, at first
 _NO_VERDICT = (OSError, ImportError, MemoryError, KeyboardInterrupt)  # of a process that is not a worker's

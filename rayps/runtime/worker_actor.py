@@ -22,20 +22,19 @@ from rayps.comm.link import Listener
 from rayps.core import thread_ends
 from rayps.core.errors import PeerLost, RaypsError, StaleGeneration, UserError
 from rayps.core.logs import LogBuffer
+from rayps.core.retained_parts import RetainedParts
 from rayps.core.user_code import Call, lacks_memory, placed, too_large, under_way, user_code
 from rayps.federated.client_states import ClientStates, Row
-from rayps.parallel.division.build import drawn
-from rayps.ps.fixed.retained_parts import RetainedParts
-from rayps.ps.fixed.shard_actor import ShardActor, ShardPlan
 from rayps.recovery.backup_assignment import HeldRounds
 from rayps.recovery.commit import CommitCost
 from rayps.recovery.worker_backup import WorkerBackup
+from rayps.tensors.local_state import LocalState
+from rayps.tensors.snapshot import Snapshot
 from rayps.worker.connections import WorkerConnections
 from rayps.worker.core import Worker
-from rayps.worker.local_state import LocalState
 from rayps.worker.plan import WorkerPart, WorkerPlan
-from rayps.worker.snapshot import Snapshot
 from rayps.workload.base import Workload, unpack
+from rayps.workload.model import drawn
 
 log = logging.getLogger(__name__)
 
@@ -342,6 +341,3 @@ def _failure(name: str, error: BaseException) -> RaypsError:
         return too_large(name, error)
     log.exception("%s failed", name)
     return RaypsError(f"{name} failed: {type(error).__name__}: {error}")
-
-
-__all__ = ["ActorHost", "ShardActor", "ShardPlan", "WorkerActor", "WorkerFacts"]

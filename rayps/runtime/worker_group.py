@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from rayps.cluster.actor_host import START_SECONDS
 from rayps.cluster.local import Bundle, Cluster
 from rayps.core.errors import ClusterError
 from rayps.core.grid import Grid
@@ -21,10 +22,10 @@ from rayps.runtime.job_servers import FixedServers, JobServers
 from rayps.runtime.members import GroupMember, evaluated, place, settle
 from rayps.runtime.reservation import WorkerResources, reserve
 from rayps.runtime.snapshots import SnapshotSchedule
-from rayps.runtime.time_limit import START_SECONDS, overdue
+from rayps.runtime.time_limit import overdue
 from rayps.runtime.worker_actor import WorkerFacts
+from rayps.tensors.snapshot import Snapshot
 from rayps.worker.plan import Orders, WorkerPlan
-from rayps.worker.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from rayps.ps.job_space import JobSpace

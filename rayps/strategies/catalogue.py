@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from rayps.core.calendar import phase_ends
 from rayps.core.errors import ConfigError
 from rayps.core.spelling import near
 from rayps.core.text import form, scalar
@@ -161,40 +162,6 @@ def catalogue() -> list[dict[str, Any]]:
         }
         for name, kind in kinds.items()
     ]
-
-
-def phase_ends(phases: list[Phase], steps_per_epoch: int, *, epochs: int | None, steps: int | None) -> list[int]:
-    """The position at which each phase ends.
-
-    Raises:
-        ConfigError: the phases' epochs and the job's epochs or steps do not fit together.
-    """
-    before = sum(phase.epochs or 0 for phase in phases[:-1])
-    if steps is not None and phases[-1].epochs is not None:
-        raise ConfigError(
-            f"the last phase has {phases[-1].epochs} epochs and steps is {steps}: give one of them", field="steps"
-        )
-    total = steps
-    if total is None:
-        last = phases[-1].epochs
-        if epochs is None:
-            epochs = before + (last if last is not None else 1)
-        if last is not None and epochs != before + last:
-            raise ConfigError(
-                f"the phases have {before + last} epochs and epochs is {epochs}: give one of them", field="epochs"
-            )
-        total = epochs * steps_per_epoch
-    ends, at = [], 0
-    for phase in phases[:-1]:
-        at += (phase.epochs or 0) * steps_per_epoch
-        ends.append(at)
-    if ends and ends[-1] >= total:
-        raise ConfigError(
-            f"the phases before the last take {before} epochs = {ends[-1]} rounds, and the job has {total}: "
-            "raise epochs",
-            field="epochs",
-        )
-    return [*ends, total]
 
 
 def _phase(item: Any) -> Phase:

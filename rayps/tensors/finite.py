@@ -61,7 +61,7 @@ class Fault:
 def fault_in(tensors: Mapping[str, Tensor], parameters: Iterable[tuple[str, Sequence[int]]]) -> Fault | None:
     """The first parameter, optimizer moment or strategy tensor of a checkpoint's state that is not finite, or None.
 
-    `tensors` are named as in `rayps.worker.snapshot.Snapshot.to_state`; `parameters` are names and shapes in the
+    `tensors` are named as in `rayps.tensors.snapshot.Snapshot.to_state`; `parameters` are names and shapes in the
     order of the vector. Buffers and frozen parameters may hold infinities, and numbers beside the moments anything.
     """
     entries = _entries(parameters)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, Adagrad, Optimizer
 
 from rayps.core.errors import WorkloadError
 from rayps.core.user_code import user_code
@@ -531,3 +531,9 @@ def decays_alone(factory: Factory, layout: Layout) -> bool:
         sliced.step(torch.zeros(layout.size))
         moved.append((sliced.params - 1).norm().item())
     return moved[0] > 0 and moved[1] / moved[0] < 0.5
+
+
+def fitting(moments: Moments, optimizer: Optimizer) -> Moments:
+    """The part of a state that an optimizer can continue from: Adagrad takes only Adagrad's, the others only theirs."""
+    mine = isinstance(optimizer, Adagrad)
+    return {name: held for name, held in moments.items() if (held.keys() - {EDITS} == {"step", "sum"}) == mine}

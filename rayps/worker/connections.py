@@ -14,9 +14,9 @@ from rayps.ps.client.client import GroupServer
 from rayps.ps.client.session import Session
 from rayps.ps.fixed import Server
 from rayps.tensors.flat import Layout
+from rayps.tensors.snapshot import Snapshot
 from rayps.worker.plan import WorkerPlan
 from rayps.worker.shard_addresses import Addresses
-from rayps.worker.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
 

@@ -21,10 +21,8 @@ from rayps.core.user_code import user_code
 from rayps.data import Batch
 from rayps.federated.engine import FederatedEngine
 from rayps.parallel.division.agree import agreed
-from rayps.parallel.division.build import model_of
 from rayps.parallel.division.model_slice import ModelSlice
 from rayps.parallel.division.optimizer import of_some
-from rayps.parallel.division.part import ModelPart, Whole
 from rayps.ps.client.client import GroupServer
 from rayps.ps.client.session import Session
 from rayps.ps.fixed import Server
@@ -34,13 +32,15 @@ from rayps.tensors import optim
 from rayps.tensors.finite import gradient_fault
 from rayps.tensors.flat import FlatModel, Gradient, square_of
 from rayps.tensors.learning_rate import Pace, Ticks, pace_of, recipe_of
+from rayps.tensors.snapshot import Snapshot
 from rayps.worker import state
 from rayps.worker.buckets import Buckets
 from rayps.worker.meter import Meter
 from rayps.worker.optimizer_step import clip_factor, clip_sparse, clipped, steps_by_reading
 from rayps.worker.plan import WorkerPart, WorkerPlan
-from rayps.worker.snapshot import Snapshot
 from rayps.workload.base import Workload
+from rayps.workload.model import model_of
+from rayps.workload.part import ModelPart, Whole
 
 
 class Worker:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor
 
+from rayps.core.calendar import Boundary
 from rayps.parallel.division.division import Division
-from rayps.ps.fixed.shard import Boundary
-from rayps.ps.protocol.space import Space
+from rayps.ps.protocol.space import SpaceRank
 from rayps.recovery.backup_assignment import Bond
 from rayps.strategies.catalogue import Strategy
 from rayps.tensors import optim
 from rayps.tensors.learning_rate import Ticks
-from rayps.worker.local_state import LocalState
+from rayps.tensors.local_state import LocalState
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +31,6 @@ class Orders:
     division: Division | None = None  # how the model is divided, where a replica is several workers
     mailbox: str | None = None  # the folder of the job's real clients, where it has some
     ticks: Ticks = field(default_factory=Ticks)  # the epochs of the phase, for schedules on servers
-
-
-@dataclass(frozen=True, slots=True)
-class SpaceRank:
-    """A rank's place in a space on an elastic server group; a later incarnation of the rank fences this one."""
-
-    door: dict[str, Any]  # the manager's address and the group's secret
-    space: Space
-    incarnation: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,13 +11,12 @@ from torch import Tensor
 
 from rayps.comm.ring.compressed_mean import CompressedRing
 from rayps.core.user_code import user_code
-from rayps.parallel.division.part import number
-from rayps.ps.fixed.shard_optimizer import fitting
 from rayps.tensors import optim
 from rayps.tensors.flat import Gradient
-from rayps.worker.local_state import LocalState, below
+from rayps.tensors.local_state import LocalState, below
+from rayps.tensors.snapshot import Snapshot
 from rayps.worker.plan import WorkerPart
-from rayps.worker.snapshot import Snapshot
+from rayps.workload.part import number
 
 if TYPE_CHECKING:
     from rayps.worker.core import Worker
@@ -154,7 +153,7 @@ def take_over(w: Worker, snapshot: Snapshot) -> None:
             if name in buffers:
                 value.copy_(buffers[name])
     if w.optimizer is not None and w.server is None:
-        moments = fitting(snapshot.moments if own is None else own.moments, w.optimizer)
+        moments = optim.fitting(snapshot.moments if own is None else own.moments, w.optimizer)
         optim.load(w.optimizer, moments, w.flat.layout, w.flat.parameters)
     w.shared = {name: value.clone().to(w.device) for name, value in snapshot.shared.items()}
     if own is not None:

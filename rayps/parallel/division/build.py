@@ -1,66 +1,18 @@
-"""A user's model, whole or in part. A part is built without memory for the rest of the model where that is possible."""
+"""A part of a user's model, built without memory for the rest of it where that is possible."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rayps.core.errors import RaypsError, WorkloadError
-from rayps.core.user_code import user_code
-from rayps.tensors.flat import FlatModel, beside
-from rayps.worker.snapshot import Snapshot
+from rayps.core.errors import RaypsError
 from rayps.workload.base import Workload
+from rayps.workload.model import model_of
 
 _HELD = ("_parameters", "_buffers", "_modules")
-_DRAWING = threading.RLock()  # torch's random numbers are the whole process's: workers that are threads take turns
-
-
-@contextmanager
-def _drawing() -> Iterator[None]:
-    """Within it this thread alone draws; the wait for another thread's model() counts as one's own."""
-    with user_code("model"):
-        _DRAWING.acquire()
-    try:
-        yield
-    finally:
-        _DRAWING.release()
-
-
-@contextmanager
-def apart() -> Iterator[None]:
-    """Within it random numbers are drawn that the process's own do not feel."""
-    with _drawing(), torch.random.fork_rng(devices=[]):
-        yield
-
-
-def model_of(workload: Workload) -> nn.Module:
-    """A new model of the user's. Raises WorkloadError."""
-    with _drawing(), user_code("model"):
-        model = workload.model()
-    if not isinstance(model, nn.Module):
-        raise WorkloadError(f"model() gave {type(model).__name__}: return a torch.nn.Module")
-    return model
-
-
-def drawn(workload: Workload, seed: int) -> Snapshot:
-    """The state before the first round: parameters drawn from the seed alone, whatever the strategy or size."""
-    with _drawing():
-        torch.manual_seed(seed)
-        model = model_of(workload)
-    buffers = {name: value.clone() for name, value in beside(model).items()}
-    flat = FlatModel(model)
-    return Snapshot(flat.layout, flat.vector.clone(), buffers=buffers)
-
-
-def drawn_apart(workload: Workload, seed: int) -> Snapshot:
-    """As `drawn`, in a process whose own random numbers stay as they were."""
-    with apart():
-        return drawn(workload, seed)
 
 
 def blank(workload: Workload) -> nn.Module:

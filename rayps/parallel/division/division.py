@@ -23,7 +23,7 @@ from rayps.parallel.tensor import Plan
 from rayps.strategies.base import Replica
 from rayps.tensors.flat import Entry, Layout
 from rayps.tensors.optim import Moments
-from rayps.worker.snapshot import Snapshot
+from rayps.tensors.snapshot import Snapshot
 
 
 @dataclass(frozen=True, slots=True)

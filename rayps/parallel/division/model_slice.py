@@ -13,7 +13,6 @@ from rayps.core.pipeline.schedule import table
 from rayps.data import Batch
 from rayps.parallel.division.build import blank, keep_only
 from rayps.parallel.division.division import Division
-from rayps.parallel.division.part import Check, Whole, number
 from rayps.parallel.division.share import Share
 from rayps.parallel.pipeline import loss_proxy
 from rayps.parallel.pipeline.cut import layers
@@ -21,12 +20,13 @@ from rayps.parallel.pipeline.engine import PipelineEngine
 from rayps.parallel.tensor import agree, split
 from rayps.strategies.pipeline import Pipeline
 from rayps.workload.base import Workload
+from rayps.workload.part import Check, Whole, number
 
 _DRAWN = 3  # of a generation's steps the one that is drawn: the first two are slower
 
 
 class ModelSlice(Whole):
-    """A column's part of the model; see `rayps.parallel.division.part.ModelPart`."""
+    """A column's part of the model; see `rayps.workload.part.ModelPart`."""
 
     def __init__(
         self,

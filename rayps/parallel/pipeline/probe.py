@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from rayps.core.user_code import user_code
 from rayps.data import Batch
 from rayps.data.base import map_tensors
-from rayps.parallel.division.build import apart, model_of
 from rayps.parallel.division.division import Division
 from rayps.parallel.pipeline import loss_proxy
 from rayps.parallel.pipeline.cut import layers, spans
@@ -21,6 +20,7 @@ from rayps.parallel.pipeline.skip import aside
 from rayps.parallel.tensor import TensorCommunicator, split
 from rayps.strategies.costs import Crossing, Sizes
 from rayps.workload.base import Workload
+from rayps.workload.model import apart, model_of
 
 
 class _Alone(TensorCommunicator):

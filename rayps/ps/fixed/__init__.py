@@ -2,6 +2,6 @@
 
 from rayps.ps.fixed.client import Server
 from rayps.ps.fixed.loop import ShardLoop
-from rayps.ps.fixed.shard import Boundary, Shard, ShardFacts, ShardPart
+from rayps.ps.fixed.shard import Shard, ShardFacts, ShardPart
 
-__all__ = ["Boundary", "Server", "Shard", "ShardFacts", "ShardLoop", "ShardPart"]
+__all__ = ["Server", "Shard", "ShardFacts", "ShardLoop", "ShardPart"]

@@ -13,36 +13,19 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from rayps.core.calendar import Boundary
 from rayps.core.clock import Clock
 from rayps.core.failpoint import passing
 from rayps.core.ledger import Ledger
-from rayps.ps.fixed.retained_parts import RetainedParts
+from rayps.core.retained_parts import RetainedParts
 from rayps.ps.fixed.rows import Area, ShardRows, gathered, step_rows
-from rayps.ps.fixed.shard_optimizer import chosen, fitting
+from rayps.ps.fixed.shard_optimizer import chosen
 from rayps.ps.fixed.shared_memory import STEPS, SharedSlice
 from rayps.strategies.base import weighted_mean
 from rayps.strategies.catalogue import Strategy
 from rayps.tensors.flat import Layout
 from rayps.tensors.learning_rate import Ticks, pace_of
-from rayps.tensors.optim import Factory, Moments, SlicedOptimizer
-
-
-@dataclass(frozen=True, slots=True)
-class Boundary:
-    """After which rounds a snapshot is taken: every `every` rounds, counted from `origin`, and at `end`."""
-
-    every: int
-    end: int
-    origin: int = 0
-
-    def __contains__(self, rounds: int) -> bool:
-        return rounds == self.end or (self.every > 0 and (rounds - self.origin) % self.every == 0)
-
-    def following(self, rounds: int) -> int:
-        """The first such round that is not before `rounds`; the end where there is none."""
-        if self.every <= 0:
-            return self.end
-        return min(self.end, self.origin - (self.origin - rounds) // self.every * self.every)
+from rayps.tensors.optim import Factory, Moments, SlicedOptimizer, fitting
 
 
 @dataclass(slots=True)

@@ -11,14 +11,15 @@ import torch
 from rayps.cluster.actor_host import ActorHost, enter
 from rayps.cluster.local import host_address
 from rayps.comm.link import Listener
+from rayps.core.calendar import Boundary
 from rayps.parallel.division.optimizer import of_some
 from rayps.ps.fixed.loop import ShardLoop
-from rayps.ps.fixed.shard import Boundary, Shard, ShardFacts, ShardPart
+from rayps.ps.fixed.shard import Shard, ShardFacts, ShardPart
 from rayps.strategies.catalogue import Strategy
 from rayps.tensors.flat import Layout
 from rayps.tensors.learning_rate import Ticks, recipe_of
 from rayps.tensors.optim import Factory
-from rayps.worker.snapshot import Snapshot
+from rayps.tensors.snapshot import Snapshot
 from rayps.workload.base import Workload, unpack
 
 

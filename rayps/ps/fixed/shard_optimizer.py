@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from torch.optim import Adagrad, Optimizer
+from torch.optim import Adagrad
 
 from rayps.tensors.learning_rate import within
-from rayps.tensors.optim import EDITS, Factory, Moments
+from rayps.tensors.optim import Factory
 
 
 def chosen(factory: Factory, adagrad: float | None) -> Factory:
@@ -14,9 +14,3 @@ def chosen(factory: Factory, adagrad: float | None) -> Factory:
         return factory
     # a group: a part of a model may own nothing
     return within(factory, lambda _: lambda params: Adagrad([{"params": params}], lr=adagrad))
-
-
-def fitting(moments: Moments, optimizer: Optimizer) -> Moments:
-    """What of a state an optimizer can go on from: Adagrad's is of no use to the others, nor theirs to it."""
-    mine = isinstance(optimizer, Adagrad)
-    return {name: held for name, held in moments.items() if (held.keys() - {EDITS} == {"step", "sum"}) == mine}

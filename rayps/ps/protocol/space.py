@@ -213,3 +213,12 @@ def _plain(value: Any, table: SparseTable) -> Any:
         "dicts only",
         field="table",
     )
+
+
+@dataclass(frozen=True, slots=True)
+class SpaceRank:
+    """A rank's place in a space on an elastic server group; a later incarnation of the rank fences this one."""
+
+    door: dict[str, Any]  # the manager's address and the group's secret
+    space: Space
+    incarnation: int

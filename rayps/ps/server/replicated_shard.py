@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rayps.ps.fixed.retained_parts import RetainedParts
-from rayps.ps.fixed.shard import Boundary, Shard
+from rayps.core.calendar import Boundary
+from rayps.core.retained_parts import RetainedParts
+from rayps.ps.fixed.shard import Shard
 from rayps.ps.fixed.shared_memory import flat_bytes
 from rayps.strategies.base import Strategy, weighted_mean
 from rayps.tensors.optim import Moments

@@ -21,7 +21,7 @@ from torch import Tensor
 from rayps.core.clock import Clock
 from rayps.core.errors import CheckpointError, ConfigError, TrainingError
 from rayps.core.ledger import WINDOW, Ledger
-from rayps.ps.fixed.retained_parts import RetainedParts
+from rayps.core.retained_parts import RetainedParts
 from rayps.ps.protocol.space import SparseTable
 from rayps.ps.tables import initial_rows, segment_state
 from rayps.ps.tables.hash_index import ABSENT

@@ -1,4 +1,4 @@
-"""Which rounds belong to which phase and epoch of a run. Pure.
+"""Which rounds belong to which phase and epoch of a run, and after which a snapshot is taken. Pure.
 
 A round is one batch of every replica, so an epoch has as many rounds as the strategy of its phase leaves it replicas.
 """
@@ -7,9 +7,47 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from rayps.core.errors import ConfigError
-from rayps.strategies.catalogue import Phase, phase_ends
+from rayps.core.grid import Grid
+
+
+class Laid(Protocol):
+    """A strategy, as far as it lays out workers."""
+
+    def grid(self, workers: int) -> Grid:
+        """How so many workers are laid out."""
+
+
+class Planned(Protocol):
+    """A phase, as far as its length goes; `epochs` None = until the run ends."""
+
+    @property
+    def epochs(self) -> int | None:
+        """Epochs of the phase."""
+
+    @property
+    def strategy(self) -> Laid:
+        """What runs in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """After which rounds a snapshot is taken: every `every` rounds, counted from `origin`, and at `end`."""
+
+    every: int
+    end: int
+    origin: int = 0
+
+    def __contains__(self, rounds: int) -> bool:
+        return rounds == self.end or (self.every > 0 and (rounds - self.origin) % self.every == 0)
+
+    def following(self, rounds: int) -> int:
+        """The first such round that is not before `rounds`; the end where there is none."""
+        if self.every <= 0:
+            return self.end
+        return min(self.end, self.origin - (self.origin - rounds) // self.every * self.every)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +75,7 @@ class Calendar:
     """The phases of one run, one behind another."""
 
     def __init__(
-        self, phases: Sequence[Phase], steps: Sequence[int], workers: int, *, epochs: int | None, rounds: int | None
+        self, phases: Sequence[Planned], steps: Sequence[int], workers: int, *, epochs: int | None, rounds: int | None
     ) -> None:
         """`steps` are the rounds of an epoch in each phase; the job has so many `epochs`, or `rounds`.
 
@@ -45,7 +83,7 @@ class Calendar:
             ConfigError: the phases' epochs and the job's epochs or rounds do not fit together.
         """
         if len(set(steps)) == 1:
-            ends = phase_ends(list(phases), steps[0], epochs=epochs, steps=rounds)
+            ends = phase_ends(phases, steps[0], epochs=epochs, steps=rounds)
         else:
             ends = _ends(phases, steps, epochs, rounds)
         self.spans: list[PhaseSpan] = []
@@ -94,9 +132,43 @@ class Calendar:
         return span.begin + (epochs - span.epoch) * span.steps
 
 
-def _ends(phases: Sequence[Phase], steps: Sequence[int], epochs: int | None, rounds: int | None) -> list[int]:
+def phase_ends(phases: Sequence[Planned], steps_per_epoch: int, *, epochs: int | None, steps: int | None) -> list[int]:
+    """The position at which each phase ends.
+
+    Raises:
+        ConfigError: the phases' epochs and the job's epochs or steps do not fit together.
+    """
+    before = sum(phase.epochs or 0 for phase in phases[:-1])
+    if steps is not None and phases[-1].epochs is not None:
+        raise ConfigError(
+            f"the last phase has {phases[-1].epochs} epochs and steps is {steps}: give one of them", field="steps"
+        )
+    total = steps
+    if total is None:
+        last = phases[-1].epochs
+        if epochs is None:
+            epochs = before + (last if last is not None else 1)
+        if last is not None and epochs != before + last:
+            raise ConfigError(
+                f"the phases have {before + last} epochs and epochs is {epochs}: give one of them", field="epochs"
+            )
+        total = epochs * steps_per_epoch
+    ends, at = [], 0
+    for phase in phases[:-1]:
+        at += (phase.epochs or 0) * steps_per_epoch
+        ends.append(at)
+    if ends and ends[-1] >= total:
+        raise ConfigError(
+            f"the phases before the last take {before} epochs = {ends[-1]} rounds, and the job has {total}: "
+            "raise epochs",
+            field="epochs",
+        )
+    return [*ends, total]
+
+
+def _ends(phases: Sequence[Planned], steps: Sequence[int], epochs: int | None, rounds: int | None) -> list[int]:
     """The rounds at which phases end, where an epoch has not as many in each."""
-    by_epoch = phase_ends(list(phases), 1, epochs=epochs, steps=None) if rounds is None else []
+    by_epoch = phase_ends(phases, 1, epochs=epochs, steps=None) if rounds is None else []
     found, at, before = [], 0, 0
     for i, phase in enumerate(phases):
         if i < len(phases) - 1:

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rayps.core.calendar import Calendar, PhaseSpan
 from rayps.core.errors import CheckpointError
 from rayps.core.ledger import Ledger, anywhere
-from rayps.strategies.calendar import Calendar, PhaseSpan
 from rayps.tensors.checkpoint import SavedState
 from rayps.tensors.flat import Layout
+from rayps.tensors.local_state import LocalState, below, by_name, moments_of
 from rayps.tensors.optim import Moments
-from rayps.worker.local_state import LocalState, below, by_name, moments_of
 
 
 @dataclass(slots=True)

@@ -1,0 +1,66 @@
+"""Clipping by the Euclidean norm of the whole gradient, as `torch.nn.utils.clip_grad_norm_`, of a gradient vector."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from rayps.tensors.flat import square_of
+
+_TINY = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+
+
+class Summing(Protocol):
+    """A ring, as far as a norm needs it."""
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Add up over the ranks, in place."""
+
+
+class NormClip:
+    """Shortens gradients to the norm `most`; None leaves them as they are.
+
+    `rings` are those within a replica of several workers: each element of the model has one owner there, so each
+    counts once in the norm.
+    """
+
+    def __init__(self, most: float | None, rings: Iterable[Summing] = ()) -> None:
+        self.most, self._rings = most, tuple(rings)
+
+    def clipped(self, vector: Tensor) -> Tensor:
+        """A gradient [size], or a shorter copy of it. Raises LinkError."""
+        if self.most is None:
+            return vector
+        factor = self.factor(square_of(vector))
+        return vector if factor >= 1 else vector * factor
+
+    def factor(self, square: Tensor) -> float:
+        """What a gradient with this squared norm is multiplied by; it shortens if below 1.
+
+        `square` is that of this worker's part, and becomes that of the whole model. Raises LinkError.
+        """
+        if self.most is None:
+            return 1.0
+        for ring in self._rings:
+            ring.sum(square)
+        return self.most / (float(square.sqrt()) + _TINY)
+
+    def with_sparse(self, params: Sequence[nn.Parameter], vector: Tensor) -> Tensor:
+        """As `clipped`, where gradients of sparse layout stay in `.grad` beside the vector: they count, and are
+        shortened. Their rows are zero in `vector`.
+        """
+        if self.most is None:
+            return vector
+        sparse = [(p, p.grad.coalesce()) for p in params if p.grad is not None and p.grad.layout is not torch.strided]
+        square = square_of(vector)
+        for _, grad in sparse:
+            square += square_of(grad.values())
+        factor = self.factor(square)
+        if factor >= 1:
+            return vector
+        for p, grad in sparse:
+            p.grad = torch.mul(grad, factor)
+        return vector * factor
