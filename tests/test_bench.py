@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.laws import ALGORITHMS, LawRow, bench_laws, picture, textbook
+from benchmarks.picture import Chart, ChartLine, page
 from rayps.bench.hosts import bench_hosts
-from rayps.bench.laws import ALGORITHMS, LawRow, bench_laws, picture, textbook
 from rayps.bench.netns import Hosts, bits
-from rayps.bench.picture import Chart, ChartLine, page
 from rayps.bench.ring import bench_ring
 from rayps.cluster.local import LocalCluster
 from rayps.core.errors import ClusterError, ConfigError

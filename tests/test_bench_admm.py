@@ -1,9 +1,9 @@
-"""`rayps bench admm`: its rows on a few digits, and what it refuses."""
+"""`python -m benchmarks admm`: its rows on a few digits, and what it refuses."""
 
 import pytest
 
-from rayps.bench.admm import SortedDigits, bench_admm, contenders
-from rayps.bench.robust import FOLDER
+from benchmarks.admm import SortedDigits, bench_admm, contenders
+from benchmarks.robust import FOLDER
 from rayps.core.errors import ConfigError
 from rayps.strategies.catalogue import parse
 

@@ -1,10 +1,10 @@
-"""`rayps bench averaging`: rows, the picture, bad input. What it measures is in docs/benchmarks.md."""
+"""`python -m benchmarks averaging`: rows, the picture, bad input. What it measures is in docs/benchmarks.md."""
 
 import pytest
 from typer.testing import CliRunner
 
-from rayps.bench.averaging import bench_averaging, picture
-from rayps.cli.main import app
+from benchmarks.__main__ import app
+from benchmarks.averaging import bench_averaging, picture
 from rayps.cluster.local import LocalCluster
 from rayps.core.errors import ConfigError
 
@@ -50,5 +50,5 @@ def test_bad_input(tmp_path):
 
 
 def test_the_command_is_there():
-    found = CliRunner().invoke(app, ["bench", "averaging", "--help"])
+    found = CliRunner().invoke(app, ["averaging", "--help"])
     assert found.exit_code == 0 and "bytes moved" in found.output

@@ -1,4 +1,5 @@
-"""`rayps bench federated`: what its runs say as rows, how peers are run, and its own contenders without Ray."""
+"""`python -m benchmarks federated`: what its runs say as rows, how peers are run, and its own contenders without
+Ray."""
 
 import gc
 import sys
@@ -8,11 +9,11 @@ import pytest
 import torch
 from small_work import train
 
-from rayps.bench import federated
-from rayps.bench.federated import SCENES, bench_federated, run_of
-from rayps.bench.federated_flower import model, plain_client, rows
-from rayps.bench.federated_own import Nothing, PeerImages, Watched, WatchedStates, bare, on_disk, told
-from rayps.bench.peers import _install, run_script
+from benchmarks import federated
+from benchmarks.federated import SCENES, bench_federated, run_of
+from benchmarks.federated_flower import model, plain_client, rows
+from benchmarks.federated_own import Nothing, PeerImages, Watched, WatchedStates, bare, on_disk, told
+from benchmarks.peers import _install, run_script
 from rayps.core.errors import ClusterError, ConfigError
 
 SMALL = SCENES["train"] | {"clients": 3, "rows": 4, "epochs": 1, "hidden": 5, "workers": 1, "rounds": 7}

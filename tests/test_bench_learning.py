@@ -1,4 +1,4 @@
-"""`rayps bench learning`, and what it is about: clients with two labels learn ten together, and not alone."""
+"""`python -m benchmarks learning`, and what it is about: clients with two labels learn ten together, and not alone."""
 
 import gzip
 from pathlib import Path
@@ -9,10 +9,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from benchmarks import learning
+from benchmarks.__main__ import main as benchmarks_main
+from benchmarks.learning import Digits, Images, bench_learning, held_out, load
 from rayps import data
-from rayps.bench import learning
-from rayps.bench.learning import Digits, Images, bench_learning, held_out, load
-from rayps.cli import main as cli
 from rayps.core.errors import ConfigError
 
 LOCAL = "fraction=0.5,local_epochs=5,batch_size=10"
@@ -107,9 +107,9 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ):
         with pytest.raises(ConfigError, match=says):
             bench_learning(**options)
-    assert cli.main(["bench", "learning", "--scenes", "none"]) == 2
+    assert benchmarks_main(["learning", "--scenes", "none"]) == 2
     assert "no scene 'none'" in capsys.readouterr().err
-    assert cli.main(["bench", "learning", "--seeds", "x"]) == 2
+    assert benchmarks_main(["learning", "--seeds", "x"]) == 2
 
 
 def test_the_workload() -> None:

@@ -1,8 +1,8 @@
 import pytest
 
+from benchmarks.pipeline import bench_pipeline
+from benchmarks.tensor import bench_tensor
 from rayps.bench.device import bench_device
-from rayps.bench.pipeline import bench_pipeline
-from rayps.bench.tensor import bench_tensor
 from rayps.cluster.local import LocalCluster
 from rayps.core.errors import ConfigError
 

@@ -2,7 +2,7 @@ import gzip
 
 import pytest
 
-from rayps.bench.robust import bench_robust, digits
+from benchmarks.robust import bench_robust, digits
 from rayps.cluster.local import LocalCluster
 from rayps.core.errors import ConfigError
 

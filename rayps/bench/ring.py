@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rayps.bench.mpich import Mpich
+from rayps.bench.peer import peer
 from rayps.cluster.local import ActorHandle, Cluster
 from rayps.comm.ring import Ring
 from rayps.comm.ring.autotune import NAMES
@@ -138,13 +138,13 @@ def bench_ring(
     name = f"bench-{secrets.token_hex(4)}"
     ours = [algorithm for algorithm in algorithms if algorithm != MPICH]
     actors: list[ActorHandle] = []
-    mpich: Mpich | None = None
+    mpich: Any = None
     try:
         for rank in range(workers):
             actors.append(cluster.spawn("rayps.bench.ring:RingBench", name, rank, workers, timeout))
         transports = _all(actors, "prepare", ours, timeout=2 * timeout)[0] | {MPICH: MPICH}
         if MPICH in algorithms:
-            mpich = Mpich(workers, timeout, actors[0].call("niceness").result(timeout))
+            mpich = peer("mpich:Mpich", workers, timeout, actors[0].call("niceness").result(timeout))
         copy = actors[0].call("copy_bandwidth").result(timeout)
         rows: list[RingRow] = []
         for size in sizes:

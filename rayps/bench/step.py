@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import nn
 
 from rayps.bench.contender import plain_steps, workload
+from rayps.bench.peer import peer
 from rayps.bench.plain_processes import PlainActor
-from rayps.bench.ray_train import RayTrain
 from rayps.cluster.local import Cluster
 from rayps.comm.ring import Ring
 from rayps.core.calendar import Boundary
@@ -156,7 +156,7 @@ def bench_step(
     plain: list[Any] = []
     found: dict[str, list[dict[str, float]]] = {contender: [] for contender in names}
     parameters = sum(p.numel() for p in workload(model, hidden, 1).model().parameters())
-    train = RayTrain(workers, model, hidden, timeout) if "ray_train" in names else None
+    train = peer("ray_train:RayTrain", workers, model, hidden, timeout) if "ray_train" in names else None
     try:
         actors += [cluster.spawn("rayps.bench.step:StepBench", rank, workers, hidden, model) for rank in range(workers)]
         port = actors[0].call("port").result(timeout)

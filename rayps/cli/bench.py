@@ -7,23 +7,16 @@ from typing import Annotated
 
 import typer
 
-from rayps.cli import show
-from rayps.cli.bench_admm import admm
-from rayps.cli.bench_averaging import averaging
+from rayps.cli.bench_device import device
 from rayps.cli.bench_elastic import faults, jobs, resize
-from rayps.cli.bench_federated import federated
-from rayps.cli.bench_learning import learning
-from rayps.cli.bench_parallel import device, pipeline, tensor
-from rayps.cli.bench_robust import robust
 from rayps.cli.bench_service import service
 from rayps.cli.bench_tables import tables
-from rayps.cli.measure import Address, Format, Json, run, show_rows, whole
+from rayps.cli.measure import Address, Format, Json, run, show_rows, sizes_of, whole
 from rayps.cli.show import Output
-from rayps.cli.sizes import size as size_of
 
-app = typer.Typer(no_args_is_help=True, help="Measure the data plane beside its peers, in one run.")
+app = typer.Typer(no_args_is_help=True, help="Measure how fast rayps is on your machines.")
 app.command()(tables)
-for command in (faults, resize, jobs, pipeline, tensor, device, learning, federated, robust, service, admm, averaging):
+for command in (faults, resize, jobs, device, service):
     app.command()(command)
 
 Sizes = Annotated[str, typer.Option(help="Sizes of the vector, e.g. 10KB,1MB (1 KB = 1000 bytes).")]
@@ -44,7 +37,7 @@ def ring(
     as_json: Json = False,
 ) -> None:
     """All-reduce between Ray actors: time, bandwidth, share of the machine's copy bandwidth, times gloo."""
-    found = _sizes(sizes)
+    found = sizes_of(sizes)
     from rayps.bench.ring import bench_ring
 
     rows = run(address, workers, lambda cluster: bench_ring(cluster, workers, found, algorithms.split(",")))
@@ -90,7 +83,7 @@ def server(
     as_json: Json = False,
 ) -> None:
     """Push and pull between Ray actors, asynchronously: turns a second, and how many times those of Ray calls."""
-    found, form = _sizes(sizes), Output.json if as_json else output
+    found, form = sizes_of(sizes), Output.json if as_json else output
     if rows:
         from rayps.bench.rows import CONTENDERS, bench_rows
 
@@ -209,7 +202,7 @@ def hosts(
     as_json: Json = False,
 ) -> None:
     """All-reduce between hosts on shaped lines, beside what the lines allow: 2(H-1)/H x bytes / rate."""
-    found = _sizes(sizes)
+    found = sizes_of(sizes)
     from rayps.bench.hosts import bench_hosts
 
     rows = [
@@ -287,7 +280,7 @@ def shards(
     as_json: Json = False,
 ) -> None:
     """Push and pull with shards on hosts (network namespaces, which need root) on shaped lines."""
-    found = _sizes(size)
+    found = sizes_of(size)
     from rayps.bench.shards import bench_shards
 
     rows = bench_shards(whole(counts, "counts"), rate=rate, size=found[0], workers=workers, repeats=repeats)
@@ -309,56 +302,6 @@ def shards(
 
 
 @app.command()
-def laws(
-    workers: Annotated[str, typer.Option(help="Numbers of workers.")] = "2,4,8",
-    shards: Annotated[str, typer.Option(help="Numbers of shards; 0 leaves the server out.")] = "1,2,4,8",
-    size: Annotated[str, typer.Option(help="Size of the vector.")] = "1MB",
-    rate: Annotated[str, typer.Option(help="What each host's line carries, each way.")] = "100mbit",
-    slow_link: Annotated[str | None, typer.Option(help="Also the ring with one line at this rate.")] = None,
-    repeats: Annotated[int, typer.Option(help="Turns of each.")] = 3,
-    picture: Annotated[Path | None, typer.Option(help="Draw the rows into this SVG file.")] = None,
-    output: Format = Output.table,
-    as_json: Json = False,
-) -> None:
-    """Bytes and time against the number of workers, for every algorithm and number of shards, beside the formulas.
-
-    Every worker and shard is a host of its own: a network namespace, which needs root.
-    """
-    (found,) = _sizes(size)[:1]
-    from rayps.bench.laws import bench_laws
-    from rayps.bench.laws import picture as drawn
-
-    rows = bench_laws(
-        whole(workers, "workers"),
-        [each for each in whole(shards, "shards") if each],
-        size=found,
-        rate=rate,
-        slow_link=slow_link,
-        repeats=repeats,
-    )
-    show_rows(
-        Output.json if as_json else output,
-        rows,
-        {
-            "way": "way",
-            "workers": "workers",
-            "shards": "shards",
-            "slow": "slow line",
-            "busiest": "bytes of busiest",
-            "busiest_law": "by the book",
-            "total": "bytes of all",
-            "total_law": "by the book",
-            "seconds": "seconds",
-            "seconds_law": "by the book",
-            "times_law": "x book",
-        },
-    )
-    if picture is not None:
-        picture.write_text(drawn(rows), encoding="utf-8")
-        show.note(f"drawn into {picture}")
-
-
-@app.command()
 def compression(
     count: Annotated[int, typer.Option("--hosts", help="Hosts: network namespaces, which need root.")] = 2,
     ranks: Annotated[int, typer.Option(help="Ranks on each host.")] = 1,
@@ -372,7 +315,7 @@ def compression(
     as_json: Json = False,
 ) -> None:
     """The mean of a gradient over a ring, as it is and compressed, on shaped lines; what auto chooses there."""
-    found = _sizes(size)
+    found = sizes_of(size)
     from rayps.bench.compression import bench_compression
 
     rows = bench_compression(count, ranks, rate, found[0], names.split(","), repeats=repeats)
@@ -388,7 +331,3 @@ def compression(
             "why": "why",
         },
     )
-
-
-def _sizes(text: str) -> list[int]:
-    return [int(size_of(part, "sizes")) for part in text.split(",")]

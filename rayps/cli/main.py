@@ -114,7 +114,7 @@ def train(
             progress=True,
         )
     except KeyboardInterrupt as error:  # typer would swallow what it says
-        raise typer.Exit(_failed(str(error) or "interrupted before training began", 130)) from None
+        raise typer.Exit(_failed("rayps", str(error) or "interrupted before training began", 130)) from None
     if output is Output.json:
         saved = None if result.checkpoint is None else str(result.checkpoint)
         show.dump({"metrics": result.metrics, "rounds": result.history.num_rows, "checkpoint": saved})
@@ -202,13 +202,18 @@ app.add_typer(cli_bench.app, name="bench")
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; gives the exit code. Errors are at most three lines on stderr."""
+    return run_app(app, "rayps", arguments)
+
+
+def run_app(commands: typer.Typer, program: str, arguments: list[str] | None = None) -> int:
+    """Run one of `commands`; return the exit code. Errors are at most three lines on stderr, after `program`."""
     try:
-        code = app(arguments, standalone_mode=False)
+        code = commands(arguments, standalone_mode=False)
         return code if isinstance(code, int) else 0
     except RaypsError as error:
-        return _failed(str(error), error.exit_code)
+        return _failed(program, str(error), error.exit_code)
     except (KeyboardInterrupt, typer.Abort) as error:
-        return _failed(str(error) or "interrupted", 130)
+        return _failed(program, str(error) or "interrupted", 130)
     except BrokenPipeError:
         sys.stderr.close()  # nobody reads any more: as quiet as other tools
         return 141
@@ -217,14 +222,15 @@ def main(arguments: list[str] | None = None) -> int:
         if said is None:
             raise
         lines = str(said()).strip().splitlines()
-        return _failed(" ".join(line.strip() for line in lines), 2, hint="`rayps COMMAND --help` shows what there is")
+        words = " ".join(line.strip() for line in lines)
+        return _failed(program, words, 2, hint=f"`{program} COMMAND --help` shows what there is")
 
 
-def _failed(message: str, code: int, hint: str = "") -> int:
+def _failed(program: str, message: str, code: int, hint: str = "") -> int:
     lines = [line for line in message.strip().splitlines() if line.strip()][:3]
     if hint and len(lines) < 3:
         lines.append(hint)
-    show.note("rayps: " + ("\n".join(lines) or "failed"))
+    show.note(f"{program}: " + ("\n".join(lines) or "failed"))
     return code
 
 

@@ -9,6 +9,7 @@ import typer
 
 from rayps.cli import show
 from rayps.cli.show import Output
+from rayps.cli.sizes import size as size_of
 from rayps.core.errors import ConfigError
 
 Address = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Measure on this Ray cluster.")]
@@ -43,3 +44,8 @@ def whole(text: str, field: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise ConfigError(f"{field} {text!r} cannot be read: write whole numbers such as 1,16", field=field) from None
+
+
+def sizes_of(text: str) -> list[int]:
+    """Sizes in bytes from text such as `10KB,1MB`. Raises ConfigError."""
+    return [int(size_of(part, "sizes")) for part in text.split(",")]

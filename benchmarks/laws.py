@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.picture import Chart, ChartLine, page
 from rayps.bench.hosts import HostRank, every
 from rayps.bench.netns import Hosts, NamespaceActor, bits
-from rayps.bench.picture import Chart, ChartLine, page
 from rayps.bench.shards import HostShard, HostWorker
 from rayps.core.errors import ConfigError
 from rayps.ps.server_group import ServerGroup
@@ -133,7 +133,7 @@ class _Bench:
         self._generations = itertools.count()
         secret = secrets.token_bytes(32)
         actors = [
-            hosts.spawn(i, "rayps.bench.laws:LawActor", i, hosts.addresses[i], secret, 60.0)
+            hosts.spawn(i, "benchmarks.laws:LawActor", i, hosts.addresses[i], secret, 60.0)
             for i in range(workers + shards)
         ]
         for actor in actors:

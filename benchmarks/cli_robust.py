@@ -1,4 +1,4 @@
-"""`rayps bench robust`: what attackers do to federated learning, and what rules that bear them cost."""
+"""`python -m benchmarks robust`: what attackers do to federated learning, and what rules that bear them cost."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def robust(
     as_json: Json = False,
 ) -> None:
     """Accuracy of aggregation rules with and without attackers, on data dealt evenly and by label."""
-    from rayps.bench.robust import bench_robust
+    from benchmarks.robust import bench_robust
 
     found = run(
         address,

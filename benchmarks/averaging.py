@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from benchmarks.picture import Chart, ChartLine, page
 from rayps import data
-from rayps.bench.picture import Chart, ChartLine, page
 from rayps.cluster.local import Cluster
 from rayps.core.errors import ConfigError
 from rayps.data import Batch, Data

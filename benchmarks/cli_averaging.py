@@ -1,4 +1,4 @@
-"""`rayps bench averaging`: workers that meet seldom, beside all-reduce."""
+"""`python -m benchmarks averaging`: workers that meet seldom, beside all-reduce."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def averaging(
     as_json: Json = False,
 ) -> None:
     """A character language model's loss against the bytes moved: all-reduce, local SGD, DiLoCo; equal samples."""
-    from rayps.bench.averaging import STRATEGIES, bench_averaging
-    from rayps.bench.averaging import picture as drawn
+    from benchmarks.averaging import STRATEGIES, bench_averaging
+    from benchmarks.averaging import picture as drawn
 
     rows = run(
         address,

@@ -179,7 +179,7 @@ def _measure(
     timeout: float,
 ) -> dict[str, float]:
     name, names = f"pipeline-{secrets.token_hex(4)}", [*contenders, "alone"]
-    actors = [cluster.spawn("rayps.bench.pipeline:PipelineBench", rank, *what) for rank in range(what[0])]
+    actors = [cluster.spawn("benchmarks.pipeline:PipelineBench", rank, *what) for rank in range(what[0])]
     found: dict[str, list[float]] = {each: [] for each in names}
     try:
         port = actors[0].call("port").result(timeout)

@@ -1,6 +1,7 @@
-"""rayps itself, and the bare loop of one core, as contenders of `rayps bench federated`: a script, as the peers are.
+"""rayps itself, and the bare loop of one core, as contenders of `python -m benchmarks federated`: a script, as the
+peers are.
 
-`python -c "from rayps.bench.federated_own import main; main()" CONFIG OUT` runs the rounds of CONFIG and writes to OUT
+`python -c "from benchmarks.federated_own import main; main()" CONFIG OUT` runs the rounds of CONFIG and writes to OUT
 when each of them ended, in seconds of the wall clock, what a worker had used of its processor, and its memory.
 """
 
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import rayps
-from rayps.bench.federated_flower import model, plain_client, rows
+from benchmarks.federated_flower import model, plain_client, rows
 from rayps.data import Batch, Data
 from rayps.strategies.fedavg import FedAvg
 from rayps.strategies.federated import Federated

@@ -1,4 +1,4 @@
-"""`rayps bench pipeline`, `tensor` and `device`: models that several workers share, beside torch's own ways."""
+"""`python -m benchmarks pipeline` and `tensor`: models that several workers share, beside torch's own ways."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def pipeline(
     as_json: Json = False,
 ) -> None:
     """What a pipeline adds to the compute of its stages, beside torch.distributed.pipelining on gloo."""
-    from rayps.bench.pipeline import bench_pipeline
+    from benchmarks.pipeline import bench_pipeline
 
     rows = run(
         address,
@@ -66,7 +66,7 @@ def tensor(
     as_json: Json = False,
 ) -> None:
     """Forward and backward of a split pair of layers, beside torch's DTensor styles on gloo and unsplit."""
-    from rayps.bench.tensor import bench_tensor
+    from benchmarks.tensor import bench_tensor
 
     rows = run(
         address,
@@ -85,30 +85,5 @@ def tensor(
             "step": "µs a step",
             "times_dtensor": "x dtensor",
             "times_alone": "x alone",
-        },
-    )
-
-
-def device(
-    batches: Annotated[str, typer.Option(help="Rows of a batch.")] = "1,32,128",
-    repeats: Annotated[int, typer.Option(help="Turns of each.")] = 9,
-    output: Format = Output.table,
-    as_json: Json = False,
-) -> None:
-    """Convolution and fully connected layers on this machine's CPU and GPU: which are worth bringing there."""
-    from rayps.bench.device import bench_device
-
-    rows = bench_device(whole(batches, "batches"), repeats=repeats)
-    show_rows(
-        Output.json if as_json else output,
-        rows,
-        {
-            "layer": "layer",
-            "batch": "batch",
-            "parameters": "parameters",
-            "cpu": "cpu ms",
-            "gpu": "gpu ms",
-            "times": "times",
-            "copy": "copy ms",
         },
     )

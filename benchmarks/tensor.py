@@ -116,7 +116,7 @@ def bench_tensor(
         if each not in CONTENDERS:
             raise ConfigError(f"no contender {each!r}; use some of {', '.join(CONTENDERS)}", contender=each)
     name, names = f"tensor-{secrets.token_hex(4)}", list(contenders)
-    actors = [cluster.spawn("rayps.bench.tensor:TensorBench", rank, workers) for rank in range(workers)]
+    actors = [cluster.spawn("benchmarks.tensor:TensorBench", rank, workers) for rank in range(workers)]
     rows: list[TensorRow] = []
     try:
         port = actors[0].call("port").result(timeout)

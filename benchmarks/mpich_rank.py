@@ -1,4 +1,4 @@
-"""One rank of MPICH's all-reduce, started by `mpiexec`: takes its orders from `rayps.bench.mpich`.
+"""One rank of MPICH's all-reduce, started by `mpiexec`: takes its orders from `benchmarks.mpich`.
 
 It imports nothing of rayps. It waits for orders on a pipe, not in MPI, whose waits keep a core busy.
 """

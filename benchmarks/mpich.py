@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from rayps.bench import mpich_rank
+from benchmarks import mpich_rank
 from rayps.core.errors import ClusterError, ConfigError
 
 _START_SECONDS = 60.0

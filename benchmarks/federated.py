@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rayps.bench.peers import environment, run_script
+from benchmarks.peers import environment, run_script
 from rayps.core.errors import ConfigError
 
 CONTENDERS = ("own", "flower", "pfl", "bare")
@@ -149,7 +149,7 @@ def command(contender: str, workers: int, folder: Path) -> list[str]:
             str(workers),
             str(_HERE / "federated_pfl.py"),
         ]
-    return [sys.executable, "-c", "from rayps.bench.federated_own import main; main()"]
+    return [sys.executable, "-c", "from benchmarks.federated_own import main; main()"]
 
 
 def _run(name: str, command: list[str], config: dict[str, Any]) -> _FederatedRun:

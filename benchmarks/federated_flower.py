@@ -1,4 +1,4 @@
-"""Flower's simulation engine as a peer of `rayps bench federated`: a script for an environment of its own.
+"""Flower's simulation engine as a peer of `python -m benchmarks federated`: a script for an environment of its own.
 
 It imports nothing of rayps. `python federated_flower.py CONFIG OUT` runs the rounds of CONFIG (JSON) and writes to OUT
 when each of them ended, in seconds of the wall clock.

@@ -1,4 +1,4 @@
-"""`rayps bench federated`: rounds of many clients beside Flower, pfl and a bare loop."""
+"""`python -m benchmarks federated`: rounds of many clients beside Flower, pfl and a bare loop."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def federated(
     as_json: Json = False,
 ) -> None:
     """Federated rounds beside Flower's simulation engine, Apple's pfl and one core's bare loop, start included."""
-    from rayps.bench.federated import bench_federated
+    from benchmarks.federated import bench_federated
 
     rows = bench_federated(
         scenes.split(","), contenders.split(","), workers=workers, rounds=rounds, repeats=repeats, folder=folder

@@ -1,4 +1,4 @@
-"""`rayps bench admm`: ADMM on rows sorted by label, beside parallel SGD with and without a shuffle."""
+"""`python -m benchmarks admm`: ADMM on rows sorted by label, beside parallel SGD with and without a shuffle."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def admm(
     as_json: Json = False,
 ) -> None:
     """Accuracy, bytes, and what a shuffle costs, where each worker's rows are of two or three labels only."""
-    from rayps.bench.admm import bench_admm
+    from benchmarks.admm import bench_admm
 
     found = bench_admm(
         workers,

@@ -1,4 +1,4 @@
-"""Apple's `pfl` as a peer of `rayps bench federated`: a script for an environment of its own.
+"""Apple's `pfl` as a peer of `python -m benchmarks federated`: a script for an environment of its own.
 
 It stands beside `federated_flower.py`, whose model and clients it takes, and imports nothing of rayps.
 `python -m torch.distributed.run ... federated_pfl.py CONFIG OUT` writes to OUT when each round ended.

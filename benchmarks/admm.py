@@ -20,7 +20,7 @@ from typing import Any
 from torch import nn
 
 import rayps
-from rayps.bench.robust import FOLDER, RobustDigits, digits
+from benchmarks.robust import FOLDER, RobustDigits, digits
 from rayps.cluster.local import LocalCluster
 from rayps.core.errors import ConfigError
 from rayps.data import Data

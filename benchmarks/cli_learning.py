@@ -1,4 +1,4 @@
-"""`rayps bench learning`: how well clients learn apart, beside training in one place and each client alone."""
+"""`python -m benchmarks learning`: how well clients learn apart, beside training in one place and each client alone."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def learning(
 ) -> None:
     """Best accuracy so far on real digits, and the round that reached 90%: federated, in one place, and alone."""
     given = whole(seeds, "seeds")
-    from rayps.bench.learning import LearningRow, bench_learning
+    from benchmarks.learning import LearningRow, bench_learning
 
     def tell(row: LearningRow) -> None:
         show.note(

@@ -1,0 +1,35 @@
+"""`rayps bench device`: which layers are worth a GPU."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from rayps.cli.measure import Format, Json, show_rows, whole
+from rayps.cli.show import Output
+
+
+def device(
+    batches: Annotated[str, typer.Option(help="Rows of a batch.")] = "1,32,128",
+    repeats: Annotated[int, typer.Option(help="Turns of each.")] = 9,
+    output: Format = Output.table,
+    as_json: Json = False,
+) -> None:
+    """Convolution and fully connected layers on this machine's CPU and GPU: which are worth bringing there."""
+    from rayps.bench.device import bench_device
+
+    rows = bench_device(whole(batches, "batches"), repeats=repeats)
+    show_rows(
+        Output.json if as_json else output,
+        rows,
+        {
+            "layer": "layer",
+            "batch": "batch",
+            "parameters": "parameters",
+            "cpu": "cpu ms",
+            "gpu": "gpu ms",
+            "times": "times",
+            "copy": "copy ms",
+        },
+    )
