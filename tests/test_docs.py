@@ -11,6 +11,7 @@ import io
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -89,21 +90,30 @@ def test_every_block_has_a_language_that_is_checked():
 # Python
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """The working folder of a page: the examples with little data, and the digits beside them."""
-    examples = tmp_path / "examples"
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """The examples with little data, and the digits beside them."""
+    path = tmp_path_factory.mktemp("small")
+    examples = path / "examples"
     (examples / "data").mkdir(parents=True)
     for source in [*ROOT.glob("examples/*.py"), *ROOT.glob("examples/*.yaml")]:
         (examples / source.name).write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
     for source in ROOT.glob("examples/data/*.parquet"):
         pq.write_table(pq.read_table(source).slice(0, ROWS), examples / "data" / source.name)
     (examples / "data" / "hamlet.txt").write_text((ROOT / "examples/data/hamlet.txt").read_text()[:4000])
-    pq.write_table(pq.read_table(examples / "data" / "digits.parquet"), tmp_path / "digits.parquet")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(examples))
-    yield tmp_path
-    for name in [name for name, module in sys.modules.items() if str(examples) in str(getattr(module, "__file__", ""))]:
+    shutil.copy(examples / "data" / "digits.parquet", path)
+    return path
+
+
+@pytest.fixture
+def folder(small, tmp_path, monkeypatch):
+    """The working folder of a page: a copy of `small`."""
+    path = tmp_path / "page"
+    shutil.copytree(small, path)
+    monkeypatch.chdir(path)
+    monkeypatch.syspath_prepend(str(path / "examples"))
+    yield path
+    for name in [name for name, module in sys.modules.items() if str(path) in str(getattr(module, "__file__", ""))]:
         del sys.modules[name]
 
 
@@ -125,7 +135,7 @@ def threads(monkeypatch):
     monkeypatch.setattr(rayps, "run", on_threads(rayps.run))
 
 
-def execute(page, skip=()):
+def execute(page):
     """Run a page's Python blocks in order; an error's traceback shows the page's own line."""
     space = {"__name__": "__main__"}  # classes of __main__ travel by value
     for block in in_language("python"):
@@ -260,7 +270,7 @@ def check_curl(words):
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=str)
-def test_a_command_is_one(command, folder, capfd):
+def test_a_command_is_one(command, request):
     line = re.split(r"\s#\s", command.line)[0].strip().removesuffix("&").strip()
     words = words_of(re.sub(r"^\w+=\$\(.*\)$", "export", line.split(" | ")[0]))
     program, rest = words[0], words[1:]
@@ -268,7 +278,7 @@ def test_a_command_is_one(command, folder, capfd):
         looked_up(rest)
         path = parsed(rest)
         if path[0] in RUN_TOO:
-            run = [sys.executable, "-m", "rayps.cli", *rest]
+            run, folder = [sys.executable, "-m", "rayps.cli", *rest], request.getfixturevalue("folder")
             done = subprocess.run(run, capture_output=True, text=True, cwd=folder, timeout=300)
             assert done.returncode == 0, done.stderr
     elif program == "make":
