@@ -32,7 +32,7 @@ from rayps.core.grid import Grid
 from rayps.core.partition import place, slices, spots
 from rayps.core.pipeline.schedule import idle, table
 from rayps.core.pipeline.simulate import simulate
-from rayps.federated.cohort import cohort, pack
+from rayps.federated.population.cohort import cohort, pack
 from rayps.parallel.tensor.plan import plan
 from rayps.strategies.costs import Sizes, amount, costs
 from rayps.strategies.job import MOVES, Status

@@ -18,7 +18,7 @@ from rayps.core.pipeline.schedule import table
 from rayps.core.pipeline.simulate import simulate
 from rayps.core.pipeline.validate import to_csv, to_json
 from rayps.parallel.division.divide import divide
-from rayps.parallel.pipeline.probe import probe
+from rayps.parallel.division.probe import probe
 from rayps.parallel.pipeline.skip import Stash, Unstash
 from rayps.runtime.cost_report import CostReport, measured, words
 from rayps.runtime.expected_cost import expected, sizes, tally_of

@@ -21,7 +21,7 @@ from rayps.core.errors import ConfigError, WorkloadError
 from rayps.core.user_code import user_code
 from rayps.data import Batch
 from rayps.data.base import map_tensors
-from rayps.federated.cohort import number
+from rayps.federated.population.cohort import number
 from rayps.federated.row_order import Ints, parts
 from rayps.strategies.direction import direction
 from rayps.tensors import optim

@@ -20,7 +20,7 @@ from rayps.cluster.local import Cluster
 from rayps.core.calendar import Calendar
 from rayps.core.errors import RaypsError, TrainingError
 from rayps.core.metrics import Point, Rounds
-from rayps.federated.remote.remote_replies import prepared
+from rayps.federated.remote_replies import prepared
 from rayps.ps.job_space import JobSpace
 from rayps.ps.protocol.space import SparseTable
 from rayps.runtime.decide import Continue, Fail, Finish, Mend, Replace, Restart, Stop, decide
