@@ -1,4 +1,4 @@
-"""Jobs that the store has lost are found by their folders, named, and filed again; none is lost without a word."""
+"""Jobs that the store lost are restored from their folders; each one is named in the log."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_no_job_is_lost_with_the_store(tmp_path: Path, how: str, caplog: pytest.
     caplog.clear()
     site = Site(tmp_path / "state")  # once is enough
     try:
-        assert "filed again" not in caplog.text and site.store("standings") == kept
+        assert "rows restored" not in caplog.text and site.store("standings") == kept
     finally:
         site.close()
 

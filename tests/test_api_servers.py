@@ -405,7 +405,7 @@ def test_a_real_manager_on_threads(tmp_path: Path, place: ThreadPlace, monkeypat
 
 def test_what_a_queued_job_is_told(site: Site, client: Client) -> None:
     spec = JobSpec("a:B", server_group="shared")
-    assert "which is not there: there is none yet" in str(site.service.groups.hinders(spec))
+    assert "which does not exist: there is none yet" in str(site.service.groups.hinders(spec))
     client.start_servers("shared").wait(10)
     assert site.service.groups.hinders(spec) is None
     assert site.service.groups.hinders(JobSpec("a:B")) is None

@@ -92,7 +92,7 @@ RUNNING = OpenJob("a", status=S.RUNNING, attempt=1)
         (
             OpenJob("a", status=S.STOPPING, stopping=5.0),
             False,
-            [Seal("a", S.STOPPED, "stopped: its driver was gone before it could say goodbye")],
+            [Seal("a", S.STOPPED, "stopped: its driver ended without an outcome")],
         ),
         (
             OpenJob("a", status=S.STOPPING, stopping=70.0, crash="it did not stop within 60 s"),
@@ -113,7 +113,7 @@ RUNNING = OpenJob("a", status=S.RUNNING, attempt=1)
         (
             OpenJob("a", status=S.STOPPING, attempt=1, stopping=1.0, launched=False),
             False,
-            [Seal("a", S.STOPPED, "stopped: its driver was gone before it could say goodbye")],
+            [Seal("a", S.STOPPED, "stopped: its driver ended without an outcome")],
         ),
         # deadlines: the driver of a job that starts or recovers without a sign of progress is given up
         (OpenJob("a", status=S.STARTING, attempt=1, silent=900.0), True, []),
@@ -211,8 +211,8 @@ def test_a_job_that_was_started(job: OpenJob, alive: bool, expected: list[Any]) 
     [
         (S.RUNNING, 0.0, []),
         (S.RUNNING, PATIENCE - 1, []),
-        (S.RUNNING, PATIENCE + 1, [Show("a", S.UNKNOWN, "its driver cannot be seen: no route")]),
-        (S.STOPPING, PATIENCE + 1, [Show("a", S.UNKNOWN, "its driver cannot be seen: no route")]),
+        (S.RUNNING, PATIENCE + 1, [Show("a", S.UNKNOWN, "its driver cannot be reached: no route")]),
+        (S.STOPPING, PATIENCE + 1, [Show("a", S.UNKNOWN, "its driver cannot be reached: no route")]),
         (S.UNKNOWN, PATIENCE + 1, []),
     ],
 )
@@ -280,7 +280,8 @@ def test_a_stop_of_a_job_that_cannot_be_seen_has_a_deadline(
         Seal(
             "a",
             S.STOPPED,
-            f"stopped: its driver could not be seen for {deadline:g} s (no route), and is ended if it is found again",
+            f"stopped: its driver could not be reached for {deadline:g} s (no route), "
+            "and is killed if it is found again",
         )
     ]
     assert (actions == sealed) is ends and (ends or not any(isinstance(action, Seal) for action in actions))

@@ -1,10 +1,11 @@
-"""Jobs that the store lost (a database moved away, a deleted WAL, an old backup): found by their folders, filed again.
+"""Restore jobs that the store lost (a database moved away, a deleted WAL, an old backup) from their folders.
 
-A job's folder holds `job.json` since its submission, and what its driver wrote since: `driver.json` (which attempt has
-begun), `progress.json`, `outcome.json`. That is compared with the store at each start. Where the two differ, a living
-job without a row is filed again, as is one whose row is older than its folder, so that the scheduler finds its driver,
-seals its outcome, or starts it again from its newest checkpoint. A folder without `job.json` is
-only named, and its driver, if it lives, is ended.
+A job's folder holds `job.json` from its submission on, and the files that its driver wrote: `driver.json` (the attempt
+that has started), `progress.json`, `outcome.json`. Each start of the service compares the folders with the store:
+
+- a folder with `job.json` and without a row, or with a row of an earlier attempt: the row is written from the folder.
+  The scheduler then finds the driver, records the outcome, or starts the job again from its newest checkpoint;
+- a folder without `job.json`: it is named in the log and left alone; its driver, if it is alive, is killed.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ if TYPE_CHECKING:  # `rayps doctor` compares without the store's packages
 
 log = logging.getLogger(__name__)
 
-LOST = "the store had lost this job: it was filed again from its folder"
-BEHIND = "the store was older than this job's folder: it was brought up to date from there"
+LOST = "the store had no row for this job: the row was restored from the job's folder"
+BEHIND = "the store's row was older than this job's folder: the row was updated from the folder"
 _SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
 class FolderRow:
-    """What a job's folder tells: its row, the attempt that has begun (0: none), and how it ended, if it has."""
+    """What a job's folder says: its row, the attempt that has started (0: none), and its outcome, if it has ended."""
 
     row: dict[str, Any] | None
     attempt: int = 0
@@ -43,7 +44,7 @@ class FolderRow:
 
 @dataclass(frozen=True, slots=True)
 class StoreRow:
-    """A row of the store, in short."""
+    """The columns of a store's row that the comparison needs."""
 
     status: Status
     attempt: int
@@ -51,11 +52,11 @@ class StoreRow:
 
 @dataclass(frozen=True, slots=True)
 class FolderDifferences:
-    """How folders and store differ, by job id."""
+    """The differences between folders and store, by job id."""
 
     lost: tuple[str, ...] = ()  # a folder with job.json, no row
     behind: tuple[str, ...] = ()  # a row that has not ended, of an earlier attempt than its folder
-    nameless: tuple[str, ...] = ()  # a folder that cannot say what its job is, no row
+    nameless: tuple[str, ...] = ()  # no job.json, no row
     unfiled: tuple[str, ...] = ()  # a row that has not ended, no job.json
 
 
@@ -83,7 +84,7 @@ def find(jobs_dir: Path, rows: Mapping[str, StoreRow]) -> tuple[FolderDifference
 
 
 def compare(rows: Mapping[str, StoreRow], traces: Mapping[str, FolderRow]) -> FolderDifferences:
-    """How folders and rows differ."""
+    """Compare folders with rows. Pure."""
     without = [job_id for job_id in traces if job_id not in rows]
     live = [job_id for job_id, row in rows.items() if not row.status.terminal]
     return FolderDifferences(
@@ -95,7 +96,7 @@ def compare(rows: Mapping[str, StoreRow], traces: Mapping[str, FolderRow]) -> Fo
 
 
 def filed(found: FolderRow) -> dict[str, Any]:
-    """The columns with which a job is filed again: QUEUED, as it ended, or UNKNOWN until its driver was looked for."""
+    """The columns of the restored row: QUEUED, the outcome's status, or UNKNOWN until its driver was searched for."""
     if found.outcome is not None:
         end = plan([OpenJob("", status=Status.UNKNOWN, outcome=found.outcome)], None, None, None)[0]
         assert isinstance(end, Seal)
@@ -108,13 +109,13 @@ def filed(found: FolderRow) -> dict[str, Any]:
         }
     elif found.attempt == 0:
         facts = {"status": Status.QUEUED, "reason": None}
-    else:  # the loss of its driver, if it was lost too, is no failure of the job
-        facts = {"status": Status.UNKNOWN, "reason": "its driver is looked for", "interrupted": True}
+    else:  # a lost driver does not count as a failure of the job
+        facts = {"status": Status.UNKNOWN, "reason": "searching for its driver", "interrupted": True}
     return {**facts, "attempt": found.attempt, "failures": found.failures}
 
 
 async def adopt(store: Store, jobs_dir: Path) -> FolderDifferences:
-    """File again what the store has lost, and name in the log what cannot be."""
+    """Restore the rows that the store lost; log the folders that cannot be restored."""
     await asyncio.to_thread(job_folders.sweep, jobs_dir)
     rows = {job_id: StoreRow(status, attempt) for job_id, status, attempt in await store.standings()}
     findings, traces = await asyncio.to_thread(find, jobs_dir, rows)
@@ -125,7 +126,7 @@ async def adopt(store: Store, jobs_dir: Path) -> FolderDifferences:
     if refiled:
         await store.refile(refiled)
         log.warning(
-            "%d jobs have a folder and were lost by the store, or are newer than it: filed again: %s",
+            "%d jobs have a folder and no row, or a row older than the folder: rows restored: %s",
             len(refiled),
             named([*findings.lost, *findings.behind]),
         )
@@ -143,18 +144,18 @@ async def adopt(store: Store, jobs_dir: Path) -> FolderDifferences:
 
 
 def named(job_ids: list[str] | tuple[str, ...]) -> str:
-    """The first few ids, and how many more."""
+    """The first few ids, and the number of the others."""
     more = f" and {len(job_ids) - _SHOWN} more" if len(job_ids) > _SHOWN else ""
     return ", ".join(job_ids[:_SHOWN]) + more
 
 
 def _end_driver(folder: Path) -> None:
-    """End the driver of a job that nobody can know: with it its workers end, and their CPUs are free."""
+    """Kill the driver of a job without a row; its workers end with it, which frees their CPUs."""
     begun = job_folders.read_json(folder / "driver.json") or {}
     pid, since = begun.get("pid"), begun.get("started")
     if isinstance(pid, int) and isinstance(since, int) and processes.alive(pid, since):
         log.warning(
-            "the driver of job %s (process %d) is killed: the store does not know the job, and its folder has no %s",
+            "the driver of job %s (process %d) is killed: the store has no row for the job, and its folder has no %s",
             folder.name,
             pid,
             job_folders.SPEC,

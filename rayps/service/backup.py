@@ -1,9 +1,9 @@
-"""A copy of a state directory, taken while the service runs, from which a service goes on.
+"""Copy a state directory while the service runs. A service can be started on the copy.
 
-The store is copied first, by SQLite's online backup: one moment of it, whatever is written meanwhile. The folders of
-jobs and server groups follow, so that a job's folder may be newer than its row, which `rayps.service.adoption` brings
-up to date when a service starts on the copy. Left out is what belongs to the running processes: Ray's token and
-address, locks, the service's address. The copy is a state directory: to restore it, copy it to where the lost one was.
+The store is copied first, by SQLite's online backup: the copy is the store as of one moment. The folders of jobs and
+server groups are copied next, so a job's folder may be newer than its row; `rayps.service.adoption` updates such rows
+when a service starts on the copy. Not copied: what belongs to running processes (Ray's token and address, locks, the
+service's address). To restore, copy the backup to the place of the lost state directory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CHECKPOINTS = "checkpoints"
 
 @dataclass(frozen=True, slots=True)
 class Backup:
-    """What was copied."""
+    """The result of a backup: what was copied."""
 
     made_at: float
     version: str
@@ -43,11 +43,11 @@ class Backup:
 def backup(settings: Settings, target: Path, *, checkpoints: bool = True) -> Backup:
     """Copy the state directory to `target`, which must be new or empty.
 
-    Without `checkpoints`, a job that had not ended starts again from its beginning, and none of an ended job is left.
+    Without `checkpoints`, jobs that had not ended start again at round 0, and none of an ended job is left.
 
     Raises:
-        ConfigError: there is no store, the target is in use or inside of the state directory, or the copy is damaged.
-        OSError: it cannot be written.
+        ConfigError: there is no store, the target is not empty or inside the state directory, or the store is damaged.
+        OSError: the target cannot be written.
     """
     source, target = settings.state_dir.resolve(), target.expanduser().absolute()
     if not settings.database.exists():
@@ -57,7 +57,8 @@ def backup(settings: Settings, target: Path, *, checkpoints: bool = True) -> Bac
         )
     if target.resolve() == source or source in target.resolve().parents:
         raise ConfigError(
-            f"the backup's folder {target} is inside of the state directory {source}: give one outside", field="target"
+            f"the backup's folder {target} is inside the state directory {source}: give a folder outside of it",
+            field="target",
         )
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} is not empty: give a new folder for each backup", field="target")
@@ -70,7 +71,7 @@ def backup(settings: Settings, target: Path, *, checkpoints: bool = True) -> Bac
         files, size = files + (copied is not None), size + (copied or 0)
     _drop_torn(source, target)
     made = Backup(time.time(), rayps.__version__, str(source), jobs, files, size, checkpoints)
-    private_write(target / MANIFEST, json.dumps(asdict(made)))  # last: a folder without it was cut off
+    private_write(target / MANIFEST, json.dumps(asdict(made)))  # written last: a checkpoint without it is incomplete
     return made
 
 
@@ -95,7 +96,7 @@ def _copy_store(database: Path, target: Path) -> int:
 
 
 def _files(source: Path, checkpoints: bool) -> Iterator[Path]:
-    """Every file to copy; drafts, which a rename would complete, and links are left out."""
+    """The files to copy; without temporary files that are about to be renamed, and without links."""
     for folder, folders, names in os.walk(source):
         here = Path(folder)
         if here == source:
@@ -112,7 +113,7 @@ def _files(source: Path, checkpoints: bool) -> Iterator[Path]:
 
 
 def _copy(path: Path, target: Path) -> int | None:
-    """Copy a file for its owner only; None where it is gone meanwhile, as an old checkpoint may be."""
+    """Copy a file, readable by its owner only; None if it was deleted meanwhile, as old checkpoints are."""
     _make(target.parent)
     try:
         with path.open("rb") as read, os.fdopen(_private(target), "wb") as write:
@@ -133,7 +134,7 @@ def _make(folder: Path) -> None:
 
 
 def _drop_torn(source: Path, target: Path) -> None:
-    """Remove checkpoints that were deleted while they were copied: the newer ones are there."""
+    """Remove checkpoints of the copy that were deleted while they were copied; newer ones exist."""
     for copy in target.glob(f"jobs/*/{_CHECKPOINTS}/*"):
         if not (source / copy.relative_to(target)).exists():
             shutil.rmtree(copy, ignore_errors=True)

@@ -1,7 +1,12 @@
-"""A job service, seen from Python: submit, list, follow, stop. Imports neither torch nor ray.
+"""The client of a job service: submit, list, follow, stop. Imports neither torch nor ray.
 
-Calls that change nothing, or that carry an Idempotency-Key, are repeated when the connection fails. Following
-survives a restart of the service: a stream goes on from its cursor and is over only when the service says so.
+Guarantees: a call that changes nothing, or that carries an Idempotency-Key, is repeated when the connection fails, and
+takes effect once. A stream survives a restart of the service: it continues from its cursor, without a gap and without
+repetition, and ends only when the service reports its end.
+
+    client = rayps.Client()                                   # RAYPS_URL and RAYPS_TOKEN, or this machine's service
+    job = client.submit("digits:Digits", strategy="all_reduce", workers=2, epochs=3)
+    job.wait()
 """
 
 from __future__ import annotations
@@ -31,11 +36,11 @@ _ERRORS: dict[int, type[RaypsError]] = {
     422: ConfigError,
 }
 _RETRIES = 4
-_PATIENCE = 60.0  # seconds that a follower waits for a service that is gone
+_PATIENCE = 60.0  # seconds that a stream waits for a service that does not answer
 
 
 class Client:
-    """A job service. Without arguments: the one of this machine and user (RAYPS_URL, RAYPS_TOKEN)."""
+    """A connection to a job service: that of RAYPS_URL and RAYPS_TOKEN, or of this machine and user."""
 
     def __init__(self, url: str | None = None, token: str | None = None, *, timeout: float = 30.0) -> None:
         settings = Settings.read(url=url)
@@ -56,11 +61,11 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""
         self._http.close()
 
     def submit(self, workload: str, *, working_dir: str | Path | None = ".", **spec: Any) -> Job:
-        """File a job and give it back at once; see `rayps.strategies.job.JobSpec` for what it may have.
+        """Submit a job and return at once; `rayps.strategies.job.JobSpec` lists the fields of `spec`.
 
         `strategy` is a name, text with options, or a dict. `working_dir` is the directory on the service's
         machine from which the workload is imported.
@@ -77,16 +82,16 @@ class Client:
         return Job(self, found)
 
     def job(self, job_id: str) -> Job:
-        """A job by its id, or the beginning of it.
+        """Return the job with this id, or whose id begins with this text.
 
         Raises:
-            NotFound: there is none.
-            ConfigError: there are several.
+            NotFound: no job has it.
+            ConfigError: several jobs have it.
         """
         return Job(self, self.call("GET", f"/api/v1/jobs/{_part(job_id)}"))
 
     def jobs(self, *, status: Status | str | None = None, limit: int = 50) -> list[Job]:
-        """The newest jobs, newest first."""
+        """List the newest jobs, newest first."""
         found: list[Job] = []
         cursor: str | None = None
         while len(found) < limit:
@@ -101,12 +106,14 @@ class Client:
     def start_servers(
         self, name: str, *, servers: int = 2, replicas: int = 1, silence: float | None = None
     ) -> RemoteGroup:
-        """Start a server group and give it back at once; `.wait()` waits until its servers are there.
+        """Start a server group and return at once; `.wait()` waits until its servers are ready.
 
-        A server that says nothing for `silence` seconds (10) is taken for dead; one whose process ends, at once.
+        A server that sends nothing for `silence` seconds (10) is replaced; one whose process ended, at once.
 
         Raises:
-            ConfigError: it can never be, Conflict: there is one of that name, Unreachable, Unauthorized.
+            ConfigError: the group is larger than the service allows.
+            Conflict: a group of that name exists.
+            Unreachable, Unauthorized.
         """
         body = {"name": name, "servers": servers, "replicas": replicas}
         if silence is not None:
@@ -114,34 +121,34 @@ class Client:
         return RemoteGroup(self.call, self.call("POST", "/api/v1/server-groups", json=body))
 
     def servers(self, name: str) -> RemoteGroup:
-        """A server group by its name. Raises NotFound, naming those that exist."""
+        """Return a server group by its name. Raises NotFound, which lists the existing ones."""
         return RemoteGroup(self.call, {"name": name}).refresh()
 
     def server_groups(self) -> list[dict[str, Any]]:
-        """Every server group, in short."""
+        """List the server groups, a dict each."""
         found: list[dict[str, Any]] = self.call("GET", "/api/v1/server-groups")["groups"]
         return found
 
     def strategies(self) -> list[dict[str, Any]]:
-        """The strategies that the service knows."""
+        """List the strategies of the service, with their options."""
         found: list[dict[str, Any]] = self.call("GET", "/api/v1/strategies")
         return found
 
     def cluster(self) -> dict[str, Any]:
-        """The Ray behind the service."""
+        """Describe the Ray cluster of the service: address, resources, state."""
         found: dict[str, Any] = self.call("GET", "/api/v1/cluster")
         return found
 
     def page_address(self) -> str:
-        """The dashboard's address with a code that opens it once, within five minutes."""
+        """Return the dashboard's address with a login code that is valid once, for five minutes."""
         return f"{self.url}/#code={self.call('POST', '/api/v1/codes')['code']}"
 
     def call(self, method: str, path: str, **kwargs: Any) -> Any:
-        """One call, repeated while the connection fails if that is harmless; gives the JSON.
+        """Send one request and return its JSON. It is repeated while the connection fails, if repeating is harmless.
 
         Raises:
             Unreachable, Unauthorized, NotFound, Conflict, ConfigError, ServiceError.
-            ConfigError also for a value in `json` that JSON cannot hold (NaN, infinity, an object): nothing was sent.
+            ConfigError also if `json` holds what JSON cannot (NaN, infinity, an object); nothing was sent then.
         """
         harmless = method == "GET" or "Idempotency-Key" in kwargs.get("headers", {})
         for field, value in (kwargs.get("json") or {}).items():
@@ -162,10 +169,10 @@ class Client:
         raise self._unreachable(failure)
 
     def stream(self, job_id: str, topics: str, cursor: str = "") -> Iterator[tuple[str, Any]]:
-        """(event, data) as they happen, until the job has ended; goes on after lost connections.
+        """Yield (event, data) as they happen, until the job has ended; survives lost connections.
 
         Raises:
-            Unreachable: nobody answered for a minute.
+            Unreachable: the service did not answer for a minute.
             NotFound, Unauthorized.
         """
         silent_since: float | None = None
@@ -222,7 +229,7 @@ def _json_only(field: str, value: Any) -> None:
 
 
 class Job:
-    """One job of a service; `data` is what it last said."""
+    """A job of a service; `data` is the service's newest answer about it, a dict."""
 
     def __init__(self, client: Client, data: dict[str, Any]) -> None:
         self._client = client
@@ -238,44 +245,44 @@ class Job:
 
     @property
     def status(self) -> Status:
-        """Where it stands now: asks the service, unless it has ended."""
+        """The job's status now; asks the service unless the job has ended."""
         if not Status(self.data["status"]).terminal:
             self.refresh()
         return Status(self.data["status"])
 
     @property
     def result(self) -> dict[str, float]:
-        """The final metrics; empty before the end."""
+        """The final metrics; empty until the job has ended."""
         return dict(self.data.get("metrics") or {})
 
     def refresh(self) -> Self:
-        """Ask the service how it stands."""
+        """Read the job's state from the service."""
         self.data = self._client.call("GET", f"/api/v1/jobs/{self.id}")
         return self
 
     def stop(self) -> Self:
-        """Ask it to stop.
+        """Request the job to stop; it ends as STOPPED after the current round.
 
         Raises:
-            Conflict: it has ended.
+            Conflict: the job has ended.
         """
         self.data = self._client.call("POST", f"/api/v1/jobs/{self.id}/stop")
         return self
 
     def delete(self) -> None:
-        """Delete it with its logs, metrics and checkpoints.
+        """Delete the job with its logs, metrics and checkpoints.
 
         Raises:
-            Conflict: it has not ended, or a job that has not ended resumes one of its checkpoints.
+            Conflict: the job has not ended, or a job that has not ended resumes one of its checkpoints.
         """
         self._client.call("DELETE", f"/api/v1/jobs/{self.id}")
 
     def wait(self, timeout: float | None = None, pause: float = 0.5) -> Self:
-        """Wait until it has ended; survives a restart of the service.
+        """Wait until the job has ended; survives a restart of the service.
 
         Raises:
-            TimeoutError: it had not ended within `timeout` seconds.
-            Unreachable: nobody answered for a minute.
+            TimeoutError: the job had not ended within `timeout` seconds.
+            Unreachable: the service did not answer for a minute.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         silent_since: float | None = None
@@ -295,19 +302,19 @@ class Job:
             time.sleep(pause)
 
     def logs(self, *, follow: bool = False) -> Iterator[dict[str, str]]:
-        """Log lines ({"time", "source", "text"}); with `follow` until the job has ended."""
+        """Yield the log lines, as {"time", "source", "text"}; with `follow` until the job has ended."""
         return self._all("logs", "lines", follow)
 
     def metrics(self, *, follow: bool = False) -> Iterator[dict[str, Any]]:
-        """Metric points, one a round and one an evaluation."""
+        """Yield the metric points: one for each round and one for each evaluation."""
         return self._all("metrics", "points", follow)
 
     def events(self, *, follow: bool = False) -> Iterator[dict[str, Any]]:
-        """What happened to the job."""
+        """Yield the job's events, as {"time", "kind", "message", ...}."""
         return self._all("events", "events", follow)
 
     def follow(self) -> Iterator[tuple[str, Any]]:
-        """(topic, data) of everything, as it happens, until the job has ended."""
+        """Yield (topic, data) of logs, metrics and events as they happen, until the job has ended."""
         for event, data in self._client.stream(self.id, "job,logs,events"):
             if event == "job":
                 self.data = data
@@ -330,7 +337,7 @@ class Job:
 
 
 def _events(lines: Iterator[str]) -> Iterator[tuple[str, Any, str]]:
-    """The messages of a server-sent-event stream: name, data, id."""
+    """Parse a stream of server-sent events into (name, data, id)."""
     event, data, at = "message", "", ""
     for line in lines:
         if line == "":
@@ -349,7 +356,7 @@ def _events(lines: Iterator[str]) -> Iterator[tuple[str, Any, str]]:
 
 
 def checked(answer: httpx2.Response) -> Any:
-    """The JSON of an answer; what it says went wrong is raised, by its status."""
+    """Return the JSON of a response, or raise the error that its status stands for."""
     if answer.is_success:
         return answer.json() if answer.content else None
     try:
@@ -384,4 +391,4 @@ def _token(settings: Settings) -> str:
     try:
         return settings.token_file.read_text().strip()
     except OSError:
-        return ""  # the service will say what is missing
+        return ""  # the service's error will say what is missing

@@ -1,4 +1,4 @@
-"""Tokens of federated clients: who holds one may take part in one job, or under one name, and do nothing else."""
+"""Tokens of federated clients: each allows to take part in one job, or under one name, and nothing else."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _table = sa.Table(
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """What a client's token allows; never the token itself, of which only a hash is kept."""
+    """The rights of a client's token. The token itself is not stored, only its hash."""
 
     id: str
     job: str | None  # None = any job
@@ -44,7 +44,7 @@ class Grant:
     revoked_at: float | None
 
     def to_dict(self) -> dict[str, Any]:
-        """The grant as plain data."""
+        """Return the grant as JSON-ready data."""
         return asdict(self)
 
 
@@ -55,10 +55,10 @@ class ClientTokens:
         self._store, self.key = store, key
 
     async def create(self, job: str | None, name: str | None, seconds: float | None = None) -> tuple[Grant, str]:
-        """A new token: what it allows, and its text, which is not kept.
+        """Create a token; return its grant and its text, which is not stored.
 
         Raises:
-            ConfigError: it would be for any job and any name.
+            ConfigError: neither a job nor a client is given.
         """
         if job is None and name is None:
             raise ConfigError("a client token is for one job or for one client: give job, name, or both", field="job")
@@ -78,7 +78,7 @@ class ClientTokens:
         return grant, str(token)
 
     async def grant(self, text: str) -> Grant | None:
-        """What a token allows now; None where it is unknown, revoked or past its time."""
+        """Return the rights of a token; None if it is unknown, revoked or expired."""
         try:
             secret = ClientToken.read(text).secret
         except ConfigError:
@@ -92,15 +92,15 @@ class ClientTokens:
         return found[0] if found else None
 
     async def all(self, job: str | None = None) -> list[Grant]:
-        """Every token ever made, newest first; of one job, those that it may use."""
+        """List all tokens, newest first, or those that are valid for one job."""
         mine = () if job is None else (sa.or_(_table.c.job_id == job, _table.c.job_id.is_(None)),)
         return await self._find(*mine)
 
     async def revoke(self, token_id: str) -> Grant:
-        """Make a token worthless from now on; a second time changes nothing.
+        """Revoke a token at once; revoking it again changes nothing.
 
         Raises:
-            NotFound: there is none of that id.
+            NotFound: no token has that id.
         """
         async with self._store.writing() as tx:
             await tx.execute(
@@ -111,7 +111,7 @@ class ClientTokens:
         return await self.get(token_id)
 
     async def get(self, token_id: str) -> Grant:
-        """The grant of an id. Raises NotFound."""
+        """Return the grant of a token's id. Raises NotFound."""
         found = await self._find(_table.c.id == token_id)
         if not found:
             raise NotFound(f"there is no token {token_id[:100]!r}: `rayps token ls` lists them", status=404)

@@ -1,8 +1,8 @@
-"""The drivers of jobs in the cluster: seen, started, asked to stop, ended. Called from one thread.
+"""Find, start, stop and kill the drivers of jobs in the cluster. Called from one thread.
 
-A driver is a detached actor named after its job, so that there is at most one of a job and a later service finds it. It
-begins by itself. Two small files in the job's folder tell how far a start has come: `driver.json`, by the driver when
-it begins, and `launch.json`, by the service when the call that starts it has returned.
+A driver is a detached actor named after its job: a job has at most one, and a later service finds it. It starts its
+work by itself. Two files in the job's folder show how far a start has come: the driver writes `driver.json` when it
+begins, and the service writes `launch.json` when the call that starts the driver has returned.
 
 Both files have the protocol of the driver. A driver of another protocol was started by another version of rayps: no
 method of it is called. It finishes its job, or it is killed when a stop is requested.
@@ -31,37 +31,37 @@ log = logging.getLogger(__name__)
 
 DRIVER = "rayps.runtime.driver_actor:DriverActor"
 BEGUN, LAUNCHED = "driver.json", "launch.json"
-_TIDY_SECONDS = 10.0  # that a driver gets to end itself after its outcome
+_TIDY_SECONDS = 10.0  # that a driver has to end by itself after its outcome
 _ASK_SECONDS = 5.0  # between two requests to stop
 
 
 class RayHome(Protocol):
-    """Where drivers run: a Ray that rayps owns, or one that was joined. Called from one thread."""
+    """The Ray in which drivers run: one that rayps owns, or one that it joined. Called from one thread."""
 
     @property
     def owned(self) -> bool:
-        """Whether the Ray is rayps's own."""
+        """Whether rayps owns the Ray."""
 
     @property
     def address(self) -> str | None:
         """host:port, once it is known."""
 
     def capacity(self) -> Bundle | None:
-        """What there is in all, where that is known before Ray is up."""
+        """The total resources, if they are known before Ray has started."""
 
     def cluster(self) -> Actors:
-        """The cluster, joined. Raises ClusterError while it cannot be."""
+        """Return the joined cluster. Raises ClusterError while it cannot be joined."""
 
     def touch(self) -> None:
-        """Say that the service lives."""
+        """Renew the lease: the service is alive."""
 
     def leave(self, *, end: bool) -> None:
-        """Let go; `end` also ends a Ray that rayps owns."""
+        """Disconnect; with `end` also stop a Ray that rayps owns."""
 
 
 @dataclass(frozen=True, slots=True)
 class DriverView:
-    """One look at the cluster: which drivers live, and what is free."""
+    """The living drivers and the free resources, as of one moment."""
 
     drivers: frozenset[str]
     free: Bundle
@@ -72,7 +72,7 @@ class Drivers:
     """The drivers of the jobs in `jobs_dir`, in the cluster of `place`."""
 
     def __init__(self, place: RayHome, jobs_dir: Path) -> None:
-        self.cluster: Actors | None = None  # as of the last look
+        self.cluster: Actors | None = None  # as of the last view
         self.joined = 0  # how often a cluster was joined
         self._place = place
         self._jobs_dir = jobs_dir
@@ -82,10 +82,10 @@ class Drivers:
         self._killed: dict[str, tuple[int, str]] = {}
 
     def look(self, watched: list[str]) -> DriverView:
-        """Which of the watched jobs have a living driver. Raises ClusterError."""
+        """Return which of the watched jobs have a living driver. Raises ClusterError."""
         self._place.touch()
         cluster = self._place.cluster()
-        if cluster is not self.cluster:  # another Ray: what the last one gave us is void
+        if cluster is not self.cluster:  # another Ray: handles of the last one are invalid
             self.cluster = cluster
             self.joined += 1
             self._handles.clear()
@@ -99,10 +99,10 @@ class Drivers:
         return DriverView(frozenset(living), cluster.free(), cluster.total())
 
     def start(self, job: JobRecord, start: Start) -> None:
-        """Start the driver of an attempt; whatever is left of the attempt before is ended first.
+        """Start the driver of an attempt; what is left of the previous attempt is killed first.
 
         Raises:
-            ClusterError: it could not be started, or nobody knows whether it was.
+            ClusterError: it could not be started, or it is unknown whether it was.
         """
         folder = self._jobs_dir / job.id
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -124,7 +124,7 @@ class Drivers:
             private_write(folder / LAUNCHED, json.dumps({"attempt": start.attempt, "protocol": PROTOCOL}))
 
     def ask(self, job_id: str) -> None:
-        """Ask a driver to stop, every few seconds at most; its answer is its outcome."""
+        """Request a driver to stop, at most every few seconds; its outcome is the answer."""
         handle = self._handles.get(job_id)
         if handle is None or time.monotonic() - self._asked.get(job_id, -1e9) < _ASK_SECONDS:
             return
@@ -134,7 +134,7 @@ class Drivers:
         passing("stop: driver asked")
 
     def kill(self, job: JobRecord, reason: str) -> None:
-        """End a driver now; the reason is shown with what follows."""
+        """Kill a driver; the reason is shown with the job's next status."""
         self._killed[job.id] = job.attempt, reason
         handle = self._handles.pop(job.id, None)
         passing("kill: chosen, not done")
@@ -144,13 +144,13 @@ class Drivers:
         passing("kill: done")
 
     def ended(self, job_id: str) -> None:
-        """A job has ended: its driver gets a while to end itself."""
+        """Note that a job has ended: its driver is killed if it does not end by itself."""
         self._asked.pop(job_id, None)
         self._killed.pop(job_id, None)
         self._ended[job_id] = time.monotonic()
 
     def crash(self, job: JobRecord, begun: dict[str, Any]) -> str | None:
-        """What ended the run of a job's present attempt without an outcome, or why it was killed."""
+        """Return why the current attempt ended without an outcome, or why it was killed; None if neither."""
         attempt, reason = self._killed.get(job.id, (0, None))
         if attempt == job.attempt:
             return reason
@@ -178,7 +178,7 @@ def _name(job_id: str) -> str:
 
 
 def foreign(attempt: int, begun: dict[str, Any], launched: dict[str, Any]) -> str | None:
-    """Why no method of the driver of this attempt may be called; None: its methods are known, or no file is of it yet.
+    """Return why no method of this attempt's driver may be called; None if its protocol is this one or unknown yet.
 
     `begun` is `driver.json`, `launched` is `launch.json`.
     """
@@ -195,9 +195,9 @@ def foreign(attempt: int, begun: dict[str, Any], launched: dict[str, Any]) -> st
 
 
 def end_process(folder: Path) -> None:
-    """End the process that `driver.json` names, if it still runs: Ray may have given up a process that lives on."""
+    """Kill the process that `driver.json` names if it is alive: Ray may have lost a process that still runs."""
     found = read_json(folder / BEGUN) or {}
     pid, since = found.get("pid"), found.get("started")
     if isinstance(pid, int) and isinstance(since, int) and pid != os.getpid() and processes.alive(pid, since):
-        log.warning("process %d of an attempt that was given up is killed", pid)
+        log.warning("process %d of an attempt that was abandoned is killed", pid)
         processes.end_all([pid])

@@ -1,8 +1,8 @@
-"""The server groups of this service: started, found again, looked at and ended, one idempotent look at a time.
+"""Start, find, watch and stop the server groups of this service, one idempotent tick at a time.
 
-A group lives in the Ray cluster, as a detached actor named `rayps-servers-NAME` (its manager) and the servers that the
-manager starts. What is wanted of a group is a small file in a folder of its own, beside the manager's own record: a
-service that is started again finds its groups by name, and a manager that is gone is started again from that folder.
+A group runs in the Ray cluster: a detached actor named `rayps-servers-NAME` (its manager) and the servers that the
+manager starts. The wanted state of a group is a small file in the group's folder, beside the manager's record: a
+restarted service finds its groups by name, and restarts a manager that is gone from its record.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ MANAGER = "rayps.ps.manager.manager_actor:ManagerActor"
 NAME = r"^[A-Za-z0-9]([A-Za-z0-9_-]{0,38}[A-Za-z0-9])?$"
 MOST_SERVERS, MOST_REPLICAS = 1000, 8
 SILENCE, LEAST_SILENCE, MOST_SILENCE = 10.0, 0.5, 3600.0  # seconds; a dead process is seen at once, by its connection
-_WATCHED_SECONDS, _QUIET_SECONDS = 0.5, 3.0  # between two looks, while somebody reads and while nobody does
-_ATTENTION = 10.0  # seconds that a reader counts as one
-_FRESH_SECONDS = 15.0  # older facts are not shown as the present
+_WATCHED_SECONDS, _QUIET_SECONDS = 0.5, 3.0  # between two ticks: while the facts are read, and while they are not
+_ATTENTION = 10.0  # seconds for which a read counts
+_FRESH_SECONDS = 15.0  # older facts are not shown
 _ANSWER_SECONDS = 10.0
-_LOOK_SECONDS = 1.0  # that a tick waits for the looks that it has begun
+_LOOK_SECONDS = 1.0  # that a tick waits for the threads that it has started
 _END_SECONDS = 30.0
 _MOST_PAUSE = 30.0  # seconds between two attempts to start a manager that does not come up
 
@@ -49,7 +49,7 @@ def actor(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What is wanted of a group; kept in its folder."""
+    """The wanted state of a group, a file in its folder."""
 
     name: str
     servers: int
@@ -57,34 +57,34 @@ class Wanted:
     created_at: float
     stopping: bool = False
     launched: bool = False  # its manager was started at least once
-    silence: float = SILENCE  # seconds after which a server that says nothing is taken for dead
+    silence: float = SILENCE  # seconds after which a silent server is replaced
     protocol: int = FIRST_PROTOCOL  # of its manager, once that was started
 
     @property
     def foreign(self) -> str | None:
-        """Why no method of its manager may be called; None: its methods are known."""
+        """Return why no method of its manager may be called; None if its protocol is this one."""
         if not self.launched or self.protocol == PROTOCOL:
             return None
         return (
             f"another version of rayps started its manager, which has protocol {self.protocol!r:.20}: this service has "
-            f"{PROTOCOL}. Jobs that run on it go on; when they have ended, stop the group and start it again"
+            f"{PROTOCOL}. Its jobs continue; when they have ended, stop the group and start it again"
         )
 
     def write(self, folder: Path) -> None:
-        """Keep it."""
+        """Write the file."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         private_write(folder / "wanted.json", json.dumps(asdict(self)))
 
 
 @dataclass(slots=True)
 class GroupView:
-    """A group as last seen."""
+    """The newest facts about a group."""
 
     facts: dict[str, Any] | None = None
     at: float = -1e9
     handle: ActorHandle | None = None
     reason: str | None = None
-    asked: int = 0  # how often something was asked of it: facts from before are not of after
+    asked: int = 0  # changes requested so far: facts that were read before the newest one are not shown
     failures: int = 0
     retry_at: float = 0.0
 
@@ -93,15 +93,15 @@ class GroupView:
 class _Held:
     wanted: Wanted
     sight: GroupView = field(default_factory=GroupView)
-    filed: bool = True  # its file is written: before that nothing is started
-    joined: int = 0  # which of the service's clusters its handle is of
+    filed: bool = True  # its file is written; nothing is started before
+    joined: int = 0  # the connection to which its handle belongs
     looking: asyncio.Future[None] | None = None
-    # threads of its own: a manager that does not answer holds up neither another group nor anything else
+    # own threads: a manager that does not answer delays nothing else
     threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "rayps-group"))
 
 
 class Groups:
-    """The groups that are wanted, and what their managers last said."""
+    """The wanted groups and the newest facts of their managers."""
 
     def __init__(self, scheduler: Scheduler, folder: Path, *, manager: str = MANAGER) -> None:
         self._scheduler = scheduler
@@ -111,22 +111,22 @@ class Groups:
         self._attention = -1e9
         self._held = {wanted.name: _Held(wanted) for wanted in _read(folder)}
 
-    # what the routes ask
+    # for the routes
 
     @property
     def names(self) -> list[str]:
-        """The groups that are not on their way out."""
+        """The names of the groups that are not being stopped."""
         return sorted(name for name, held in self._held.items() if not held.wanted.stopping)
 
     def all(self) -> list[dict[str, Any]]:
-        """Every group, as `get` gives it."""
+        """List every group, as `get` returns it."""
         return [self.get(name) for name in sorted(self._held)]
 
     def get(self, name: str) -> dict[str, Any]:
-        """A group as it stands: the manager's facts where they are fresh, and what is known without them.
+        """Describe a group: the manager's facts if they are fresh, else what is known without them.
 
         Raises:
-            NotFound: naming those that exist.
+            NotFound: lists the existing groups.
         """
         self._attention = time.monotonic()
         held = self._find(name)
@@ -135,15 +135,15 @@ class Groups:
         fresh = sight.facts is not None and time.monotonic() - sight.at < _FRESH_SECONDS
         status = str(facts.get("status", "ready")) if fresh else "unreachable" if sight.facts else "starting"
         if not fresh and wanted.launched and sight.facts is None and sight.reason in (None, wanted.foreign):
-            status = (
-                "unreachable"  # it was started by an earlier service, or by another version of rayps, and may be well
-            )
+            status = "unreachable"  # an earlier service or another version of rayps started it: it may run
         reason = (
             None
             if fresh
             else sight.reason
             or self._scheduler.view.reason
-            or ("the service has just started and looks for it" if wanted.launched else "its manager is starting")
+            or (
+                "the service has just started and is searching for it" if wanted.launched else "its manager is starting"
+            )
         )
         return {
             "name": name,
@@ -158,14 +158,14 @@ class Groups:
         }
 
     def spaces(self, name: str) -> list[str] | None:
-        """The spaces on a group; None while its manager is not heard. Raises NotFound."""
+        """List the spaces of a group; None while its manager does not answer. Raises NotFound."""
         sight = self._find(name).sight
         if sight.facts is None or time.monotonic() - sight.at >= _FRESH_SECONDS:
             return None
         return [str(each.get("name")) for each in sight.facts.get("spaces", [])]
 
     def space(self, name: str, text: str) -> str:
-        """The space of this name, or of which this is the beginning (at least 4 letters), in capitals or not.
+        """Return the name of a space from its beginning (at least 4 letters, in any case).
 
         Raises NotFound, ConfigError (there are several).
         """
@@ -187,10 +187,10 @@ class Groups:
         return found[0]
 
     def must_exist(self, name: str) -> None:
-        """Refuse a job on a group that there is not.
+        """Refuse a job whose group does not exist.
 
         Raises:
-            ConfigError: naming those that exist.
+            ConfigError: lists the existing groups.
         """
         if name not in self.names:
             raise ConfigError(
@@ -198,31 +198,31 @@ class Groups:
             )
 
     def ended(self, spec: JobSpec) -> str | None:
-        """Why a job can never go on: its server group was stopped under it. None otherwise."""
+        """Return why a job can never continue, because its server group was stopped; None otherwise."""
         if spec.server_group is None or spec.server_group in self.names:
             return None
         return f"the server group {spec.server_group!r} was stopped (--force)"
 
     def hinders(self, spec: JobSpec) -> str | None:
-        """Why a job has to wait for its server group; None when it need not."""
+        """Return why a job has to wait for its server group; None if it need not."""
         name = spec.server_group
         if name is None:
             return None
         if name not in self.names:
-            return f"waits for server group {name!r}, which is not there: {self._known()}"
+            return f"waits for server group {name!r}, which does not exist: {self._known()}"
         group = self.get(name)
         if any(each.get("state") == "alive" for each in group["servers"]):
             return None
-        return f"waits for server group {name!r}: {group['reason'] or 'no server of it is alive yet'}"
+        return f"waits for server group {name!r}: {group['reason'] or 'none of its servers is ready yet'}"
 
     async def start(self, name: str, servers: int, replicas: int, silence: float = SILENCE) -> None:
-        """Want a new group; it is started at the next look. `silence`: see `Wanted`.
+        """Request a new group; the next tick starts it. `silence`: see `Wanted`.
 
         In a joined cluster, which may grow, a group that is larger than the cluster waits, as a job does.
 
         Raises:
-            ConfigError: it can never be; with code too_large, it is larger than this service's Ray.
-            Conflict: there is one of that name.
+            ConfigError: the sizes are not valid; with code too_large, the group is larger than this service's Ray.
+            Conflict: a group of that name exists.
         """
         if not re.fullmatch(NAME, name):
             raise ConfigError(f"name {name[:100]!r} should be letters, digits, - and _, at most 40", field="name")
@@ -247,10 +247,10 @@ class Groups:
         self.wake()
 
     async def resize(self, name: str, servers: int) -> None:
-        """Grow or shrink a group; moves go on after this has returned.
+        """Grow or shrink a group; segments still move after this has returned.
 
         Raises:
-            NotFound, Conflict: it is not up, or resizing already.
+            NotFound, Conflict: it is not ready, or is resizing already.
             ConfigError: too few for the replicas; with code too_large, more than the cluster has room for now.
         """
         held = self._find(name)
@@ -260,10 +260,11 @@ class Groups:
         await self._ask(held, "resize", servers)
 
     async def drain(self, name: str, server: str) -> None:
-        """Move everything off a server, which then leaves.
+        """Move all segments off a server, then stop it.
 
         Raises:
-            NotFound: there is no such group or server, ConfigError, Conflict: as for `resize`.
+            NotFound: there is no such group or server.
+            ConfigError, Conflict: as for `resize`.
         """
         held = self._find(name)
         there = [str(each.get("name")) for each in (held.sight.facts or {}).get("servers", [])]
@@ -274,44 +275,44 @@ class Groups:
         await self._ask(held, "drain", server)
 
     async def limit(self, name: str, space: str, quota: dict[str, float | None]) -> None:
-        """Set what a space may take: {"bytes": ..., "operations": a second}, None: no limit. Raises as `drain` does."""
+        """Set a space's quota: {"bytes": ..., "operations": per second}; None = no limit. Raises as `drain`."""
         await self._ask(self._find(name), "set_quota", self.space(name, space), quota)
 
     async def drop(self, name: str, space: str) -> None:
-        """Forget a space and free its memory. Raises as `drain` does."""
+        """Delete a space and free its memory. Raises as `drain` does."""
         await self._ask(self._find(name), "drop", self.space(name, space))
 
     async def stop(self, name: str) -> None:
-        """Want a group to end; its parameters go with it."""
+        """Request a group to stop. Its parameters are lost."""
         held = self._find(name)
         if not held.wanted.stopping:
             held.wanted = replace(held.wanted, stopping=True)
             await asyncio.to_thread(held.wanted.write, self._folder / name)
         self.wake()
 
-    # what keeps them
+    # the jobs that use it
 
     def wake(self) -> None:
-        """Look now rather than at the next interval."""
+        """Run the next tick now."""
         self._wake.set()
 
     async def run(self) -> None:
-        """Look until cancelled; an error in one look is logged and the next one tries again."""
+        """Run ticks until cancelled; an error in one is logged, and the next one tries again."""
         while True:
             try:
                 await self.tick()
-            except Exception:  # whatever it is, the groups must go on being watched
-                log.exception("a look at the server groups failed; the next one tries again")
+            except Exception:  # whatever it is, the groups must still be watched
+                log.exception("a tick of the server groups failed; the next one tries again")
             watched = time.monotonic() - self._attention < _ATTENTION
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), _WATCHED_SECONDS if watched else _QUIET_SECONDS)
             self._wake.clear()
 
     async def tick(self) -> None:
-        """Look at every group, start what is missing, end what is not wanted.
+        """Check every group, start what is missing, stop what is not wanted.
 
-        Each look has a thread of its own, and a look that takes long is only waited for once: the next ticks look at
-        the other groups and leave it to come back.
+        Each group is checked in its own thread. A check that takes long is waited for once; the next ticks leave that
+        group out until it has returned.
         """
         loop = asyncio.get_running_loop()
         begun = []
@@ -325,7 +326,7 @@ class Groups:
                 look.result()
 
     def close(self) -> None:
-        """Let go; the groups live as long as their cluster."""
+        """Disconnect; the groups live as long as their cluster."""
         for held in self._held.values():
             held.threads.shutdown(wait=False, cancel_futures=True)
 
@@ -342,7 +343,7 @@ class Groups:
             )
 
     def _too_many(self, name: str, servers: int) -> str | None:
-        """Why the cluster has no room for so many servers of a group; None where it has, or nothing is known of it."""
+        """Return why the cluster has no room for so many servers; None if it has, or if its size is unknown."""
         total = {**(self._scheduler.place.capacity() or {}), **(self._scheduler.view.total or {})}.get("cpu")
         others = sum(held.wanted.servers for other, held in self._held.items() if other != name)
         if total is None or servers + others <= total:
@@ -368,7 +369,7 @@ class Groups:
             held.sight.reason = first
 
     def _keep(self, held: _Held, cluster: Actors) -> None:
-        """Find the manager, or start it; hear what it says."""
+        """Find the manager or start it, and read its facts."""
         wanted, sight = held.wanted, held.sight
         sight.handle = cluster.find(actor(wanted.name))
         if sight.handle is not None and wanted.foreign is not None:
@@ -384,7 +385,7 @@ class Groups:
             sight.retry_at = time.monotonic() + min(_MOST_PAUSE, 1.0 * 2.0**sight.failures)
             sight.failures += 1
             if sight.facts is not None:
-                log.warning("server group %s: its manager is gone, and is started again from its record", wanted.name)
+                log.warning("server group %s: its manager is lost and is restarted from its record", wanted.name)
             held.wanted = replace(wanted, launched=True, protocol=PROTOCOL)
             held.wanted.write(self._folder / wanted.name)
             sight.reason = "its manager is starting"
@@ -417,7 +418,7 @@ class Groups:
         handle = None if cluster is None else cluster.find(actor(name))
         if handle is not None and cluster is not None:
             try:
-                if held.wanted.foreign is not None:  # its servers end when they have had no manager for a while
+                if held.wanted.foreign is not None:  # its servers end when they have been without a manager for a while
                     raise ClusterError(held.wanted.foreign)
                 handle.call("stop").result(timeout=_END_SECONDS)
             except (RaypsError, TimeoutError) as error:
@@ -429,7 +430,7 @@ class Groups:
         log.info("server group %s has ended", name)
 
     async def _ask(self, held: _Held, method: str, *args: Any) -> None:
-        """Call a method of a group's manager that is quick, and pass on what it refuses."""
+        """Call a quick method of a group's manager; raise what it refuses."""
         name, handle = held.wanted.name, held.sight.handle
         if held.wanted.stopping or handle is None:
             why = "it is stopping" if held.wanted.stopping else self.get(name)["reason"]

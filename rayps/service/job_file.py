@@ -1,5 +1,8 @@
-"""A job as a YAML file, read with suspicion: a regular file, plain data only, bounded, no key twice, no anchors, and no
-scalar whose meaning depends on the version of YAML."""
+"""Read a job from a YAML file, strictly.
+
+Refused: what is not a regular file, more than `MOST_BYTES`, tags, anchors, repeated keys, and scalars that YAML 1.1 and
+1.2 read differently.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +40,10 @@ _UNCLEAR = (
 
 
 def read(path: Path, changes: Sequence[str] = ()) -> dict[str, Any]:
-    """The job in a file, with `key=value` changes made to it; a relative working_dir is below the file.
+    """Read a job from a file and apply `key=value` changes; a relative working_dir is relative to the file.
 
     Raises:
-        ConfigError: naming the file, the line or the field.
+        ConfigError: names the file, the line or the field.
     """
     data = load(_text(path), str(path))
     if not isinstance(data, dict):
@@ -76,18 +79,18 @@ def _text(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the job file {path} cannot be read as text: {error}") from error
     if len(text) > MOST_BYTES:
-        raise ConfigError(f"{path} has more than {MOST_BYTES} bytes: that is no job file")
+        raise ConfigError(f"{path} has more than {MOST_BYTES} bytes, the limit of a job file")
     return text
 
 
 def load(text: str, where: str) -> Any:
-    """YAML as plain data: the core schema of YAML 1.2, as far as it agrees with 1.1.
+    """Parse YAML into plain data: the core schema of YAML 1.2, where it agrees with 1.1.
 
-    A plain scalar that the two versions read differently is refused, because either reading surprises someone: `1:30`
-    (90 in base 60), `010` (8 in base 8), `yes`, `no`, `on`, `off` (booleans), a date. `1e-3` is a number, as in 1.2.
+    Refused are plain scalars that the two versions read differently: `1:30` (90 in base 60), `010` (8 in base 8),
+    `yes`, `no`, `on`, `off` (booleans), dates. `1e-3` is a number, as in 1.2.
 
     Raises:
-        ConfigError: naming the place.
+        ConfigError: names the line.
     """
     try:
         return yaml.load(text, _Loader)  # a SafeLoader
@@ -130,7 +133,7 @@ class _Loader(yaml.SafeLoader):
                     raise yaml.constructor.ConstructorError(
                         None,
                         None,
-                        f"{node.value} is {reading} to some readers of YAML: write a plain number, true or "
+                        f"{node.value} is {reading} in YAML 1.1: write a plain number, true or "
                         f"false, or a text in quotes ({node.value!r})",
                         node.start_mark,
                     )
@@ -141,7 +144,9 @@ class _Loader(yaml.SafeLoader):
         for key_node, _ in node.value:
             key = key_node.value if isinstance(key_node, yaml.ScalarNode) else None
             if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"{key!r} is there twice", key_node.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} occurs twice", key_node.start_mark
+                )
             seen.add(key)
         return super().construct_mapping(node, deep)
 

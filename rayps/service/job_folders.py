@@ -1,9 +1,9 @@
-"""The job folders of a state directory: what each says about its job where the store does not know it, and its removal.
+"""The job folders of a state directory: a copy of each job's row, and the removal of folders.
 
     jobs/ID/job.json      the job's row of the store, as of its submission or its last attempt
-    jobs/.deleted-ID      a folder on its way out
+    jobs/.deleted-ID      a folder that is being removed
 
-The store decides what a job is. `job.json` is what a job is made from again after the store was lost.
+The store is authoritative. `job.json` is read only to restore a row that the store lost.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DELETED = ".deleted-"
 
 
 def keep(folder: Path, row: dict[str, Any], *, sync: bool = True) -> None:
-    """Write `job.json` into a job's folder, which is made for its owner only; with `sync` on disk when this returns."""
+    """Write `job.json` into a job's folder (mode 0700); with `sync` it is on disk when this returns."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     draft = folder / f".{SPEC}.{os.getpid()}"
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -39,7 +39,7 @@ def keep(folder: Path, row: dict[str, Any], *, sync: bool = True) -> None:
 
 
 def read(folder: Path) -> dict[str, Any] | None:
-    """The row that `keep` wrote; None where there is none of this folder's job, or of a newer rayps."""
+    """Return the row that `keep` wrote; None if there is none, or another job's, or one of a newer rayps."""
     found = read_json(folder / SPEC)
     if found is None or found.pop("version", None) != VERSION or found.get("id") != folder.name:
         return None
@@ -47,7 +47,7 @@ def read(folder: Path) -> dict[str, Any] | None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """An object from a small file that is replaced in one step; None while it is not there."""
+    """Read a JSON object from a file that is replaced atomically; None if the file does not exist."""
     try:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError):
@@ -56,13 +56,13 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def ids(jobs_dir: Path) -> Iterator[str]:
-    """The ids of the jobs that have a folder, oldest first."""
+    """List the ids of the jobs that have a folder, oldest first."""
     names = (path.name for path in jobs_dir.iterdir()) if jobs_dir.is_dir() else ()
     return (name for name in sorted(names) if _ID.fullmatch(name))
 
 
 def remove(jobs_dir: Path, job_id: str) -> None:
-    """Remove a job's folder. A removal that is cut off is completed by `sweep`.
+    """Remove a job's folder. `sweep` completes a removal that was interrupted.
 
     Raises:
         OSError: the folder cannot be removed.
@@ -77,7 +77,7 @@ def remove(jobs_dir: Path, job_id: str) -> None:
 
 
 def sweep(jobs_dir: Path) -> None:
-    """Complete removals that were cut off."""
+    """Complete removals that were interrupted."""
     for doomed in jobs_dir.glob(f"{_DELETED}*"):
         try:
             shutil.rmtree(doomed)

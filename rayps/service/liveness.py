@@ -1,7 +1,7 @@
-"""How long something has shown no sign, in seconds during which this process itself ran.
+"""Measure how long a watched value has not changed, in seconds during which this process itself ran.
 
-Two observations that lie far apart mean that this process was suspended, stopped or starved: whatever it watches was
-probably in the same state, so such a gap counts as one short step. The system's wall clock plays no part.
+A long gap between two observations means that this process was suspended, stopped or starved, and probably what it
+watches too; such a gap counts as one short step. The system's wall clock is not used.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Hashable
 
-MOST_STEP = 5.0  # seconds that the time between two observations counts at most
+MOST_STEP = 5.0  # seconds: the most that a gap between two observations counts
 
 
 class QuietTime:
-    """The seconds since a sign last changed; observe it every few seconds."""
+    """The seconds since a value last changed; observe it every few seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -22,7 +22,7 @@ class QuietTime:
         self._seconds = 0.0
 
     def observe(self, sign: Hashable) -> float:
-        """Take in the sign as it is now; give the seconds since it was another."""
+        """Observe the value; return the seconds since it changed."""
         now = self._clock()
         self._seconds += min(max(0.0, now - self._at), MOST_STEP)
         self._at = now
@@ -39,12 +39,12 @@ class QuietTimes:
         self._held: dict[Hashable, QuietTime] = {}
 
     def observe(self, key: Hashable, sign: Hashable) -> float:
-        """Take in the sign of `key`; give the seconds since it was another, 0 for a key that is new."""
+        """Observe the value of `key`; return the seconds since it changed, 0 for a new key."""
         held = self._held.get(key)
         if held is None:
             held = self._held[key] = QuietTime(self._clock)
         return held.observe(sign)
 
     def keep(self, keys: Collection[Hashable]) -> None:
-        """Forget all other keys."""
+        """Remove all other keys."""
         self._held = {key: held for key, held in self._held.items() if key in keys}

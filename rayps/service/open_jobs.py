@@ -1,7 +1,7 @@
-"""The jobs that have not ended, in memory, kept equal to the store: only rows that changed are read again.
+"""The jobs that have not ended, cached in memory: only rows that changed are read from the store.
 
-The service is the only writer of its store, which notes the ids that each transaction touched. After an error, and at
-the start, all living rows are read.
+The service is the only writer of its store, and the store records the ids that each transaction changed. At the start
+and after an error all rows of jobs that have not ended are read.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from rayps.strategies.job import Status
 
 
 class OpenJobs:
-    """Those that wait, and the records of those that were started."""
+    """The jobs that wait for their start, and the records of those that were started."""
 
     def __init__(self, store: Store) -> None:
         self.waiting = WaitingJobs()
         self.started: dict[str, JobRecord] = {}
         self._store = store
-        self._whole = False  # whether every living row was taken in
+        self._whole = False  # whether all rows have been read
 
     async def refresh(self) -> None:
-        """Take in what the store has changed."""
+        """Read the rows that changed."""
         changed = self._store.take_touched()
-        whole, self._whole = self._whole, False  # until what was taken is taken in
+        whole, self._whole = self._whole, False  # until the changed rows have been read
         if not whole:
             self.waiting.clear()
             self.started.clear()

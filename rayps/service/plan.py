@@ -1,7 +1,7 @@
-"""What the scheduler should do next: a pure function from what is to what to do. No clock, no I/O, no memory.
+"""Decide what the scheduler does next: a pure function from facts to actions. No clock, no I/O, no state.
 
-It is level-triggered: called again with the same facts it asks for the same things, so that a service that
-was killed at any moment just carries on.
+The function is level-triggered: the same facts give the same actions. A service that was killed at any moment
+therefore continues where it was.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from rayps.strategies.job import JobSpec, Status, may_move
 
 Bundle = dict[str, float]
 
-PATIENCE = 30.0  # seconds without a good look at the drivers until their jobs are called UNKNOWN
-STOP_SECONDS = 60.0  # seconds that a driver gets to stop by itself
+PATIENCE = 30.0  # seconds without a view of the drivers until their jobs become UNKNOWN
+STOP_SECONDS = 60.0  # seconds that a driver has to stop by itself
 SIGN_SECONDS = 900.0  # seconds that a STARTING or RECOVERING job may show no progress; `Settings.stall` sets it
 
 
 @dataclass(frozen=True, slots=True)
 class OpenJob:
-    """A job that has not ended, as the store and its folder show it now."""
+    """A job that has not ended: the facts of its row and its folder."""
 
     id: str
     name: str = "job"
@@ -29,19 +29,19 @@ class OpenJob:
     reason: str | None = None
     needs: Bundle = field(default_factory=lambda: {"cpu": 1.0})
     attempt: int = 0
-    failures: int = 0  # how often its driver or an actor of it was lost before this attempt
+    failures: int = 0  # losses of its driver or of an actor before this attempt
     max_failures: int = 3
     interrupted: bool = False  # the service ended its Ray on purpose
-    stopping: float | None = None  # seconds since a stop was asked for
+    stopping: float | None = None  # seconds since a stop was requested
     outcome: dict[str, Any] | None = None  # outcome.json
     progress: dict[str, Any] | None = None  # progress.json, when this attempt wrote it
     crash: str | None = None  # what ended its driver's run without an outcome, or why its driver was killed
     launched: bool = True  # the call that starts this attempt's driver has returned, or the driver has begun
     silent: float = 0.0  # seconds in which its folder showed no progress, while it is STARTING or RECOVERING
     deadline: float = SIGN_SECONDS  # seconds of such silence after which its driver is given up
-    group: str | None = None  # why the server group that it names cannot serve it yet
-    foreign: str | None = None  # why no method of its driver may be called: that is of another version of rayps
-    doomed: str | None = None  # why it can never go on: its server group was stopped under it
+    group: str | None = None  # why its server group cannot serve it yet
+    foreign: str | None = None  # why no method of its driver may be called: another version of rayps started it
+    doomed: str | None = None  # why it can never continue: its server group was stopped
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +56,14 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class AskToStop:
-    """Ask a driver to stop."""
+    """Request a driver to stop."""
 
     job: str
 
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """End a driver that does not answer, or whose run is over without an outcome."""
+    """Kill a driver that does not answer, or whose run has ended without an outcome."""
 
     job: str
     reason: str
@@ -71,7 +71,7 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class Show:
-    """Write down that a living job has another status."""
+    """Record a new status of a job that has not ended."""
 
     job: str
     status: Status
@@ -81,7 +81,7 @@ class Show:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Write down why a job stays where it is."""
+    """Record why a job waits."""
 
     job: str
     reason: str | None
@@ -89,7 +89,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """Write down how a job ended."""
+    """Record how a job ended."""
 
     job: str
     status: Status
@@ -104,7 +104,7 @@ Action = Start | AskToStop | Kill | Show | Wait | Seal
 
 
 def needs(spec: JobSpec) -> Bundle:
-    """What a job holds while it runs: its workers' share each; driver and shards count as nothing."""
+    """The resources of a running job: the sum of its workers' resources; driver and shards count as nothing."""
     return {kind: spec.workers * spec.resources.get(kind, 0.0) for kind in ("cpu", "gpu")}
 
 
@@ -117,12 +117,12 @@ def plan(
     blind: float = 0.0,
     why: str = "Ray is starting",
 ) -> list[Action]:
-    """What to do now.
+    """Decide the actions.
 
-    `jobs` have not ended and come oldest first. `drivers` are the jobs whose driver lives; None = the look
-    failed, `blind` seconds ago for the first time, and `why` says what is in the way.
-    Jobs start first in, first out: a large one at the head is not overtaken. Only a job that is larger than
-    the whole cluster is: no other job is in its way.
+    `jobs` are those that have not ended, oldest first. `drivers` are the ids of the jobs whose driver is alive; None
+    if the drivers cannot be seen, for `blind` seconds by now, because of `why`.
+    Jobs start first in, first out: a large job at the head is not overtaken. The exception is a job that is larger
+    than the whole cluster: it is overtaken.
     """
     actions: list[Action] = []
     for job in jobs:
@@ -167,13 +167,13 @@ def _unseen(job: OpenJob, blind: float, why: str) -> list[Action]:
             Seal(
                 job.id,
                 Status.STOPPED,
-                f"stopped: its driver could not be seen for {job.deadline:g} s ({why}), "
-                "and is ended if it is found again",
+                f"stopped: its driver could not be reached for {job.deadline:g} s ({why}), "
+                "and is killed if it is found again",
             )
         ]
     if blind < PATIENCE or job.status is Status.UNKNOWN:
         return []
-    return [Show(job.id, Status.UNKNOWN, f"its driver cannot be seen: {why}")]
+    return [Show(job.id, Status.UNKNOWN, f"its driver cannot be reached: {why}")]
 
 
 def _sealed(job: OpenJob, outcome: dict[str, Any]) -> Seal:
@@ -196,11 +196,11 @@ def _sealed(job: OpenJob, outcome: dict[str, Any]) -> Seal:
 
 def _lost(job: OpenJob) -> Action:
     if job.stopping is not None:
-        why = f"was ended ({job.crash})" if job.crash else "was gone before it could say goodbye"
+        why = f"was ended ({job.crash})" if job.crash else "ended without an outcome"
         return Seal(job.id, Status.STOPPED, f"stopped: its driver {why}")
     failures = max(job.failures, int((job.progress or {}).get("failures", 0)))
     if job.interrupted:
-        return Start(job.id, job.attempt + 1, failures, "the service had ended its Ray: started again")
+        return Start(job.id, job.attempt + 1, failures, "the service had stopped its Ray: started again")
     if not job.launched:
         return Start(
             job.id, job.attempt + 1, failures, "the service was killed before it had started the driver: started again"
