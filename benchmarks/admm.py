@@ -23,6 +23,7 @@ import rayps
 from benchmarks.robust import FOLDER, RobustDigits, digits
 from rayps.cluster.local import LocalCluster
 from rayps.core.errors import ConfigError
+from rayps.core.families import Fixed
 from rayps.data import Data
 from rayps.runtime.training import train
 from rayps.strategies.catalogue import parse, wire
@@ -105,7 +106,7 @@ def bench_admm(
     found = []
     for text in strategies or contenders(epochs, work.data().steps(workers), penalty):
         (phase,) = parse(text)
-        kept = phase.strategy.keeps_rows
+        kept = phase.strategy.rows == Fixed()
         runs = [_run(work, wire([phase]), workers, epochs, seed) for seed in range(seeds)]
         moved = 0.0 if kept else (epochs - 1) * work.data().rows() * (workers - 1) / workers * ROW_BYTES
         mean = {name: sum(run[name] for run in runs) / seeds for name in ("best", "last", "bytes", "data", "seconds")}

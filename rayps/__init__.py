@@ -37,14 +37,14 @@ _HOMES = {
     "LocalSGD": "rayps.strategies.local_sgd",
     "ParallelSGD": "rayps.strategies.parallel_sgd",
     "ParameterServer": "rayps.strategies.parameter_server",
-    "Pipeline": "rayps.strategies.pipeline",
+    "Pipeline": "rayps.core.replica",
     "RaypsError": "rayps.core.errors",
     "Result": "rayps.runtime.training",
     "Ring": "rayps.comm.ring",
     "Scaffold": "rayps.strategies.scaffold",
     "ServerGroup": "rayps.ps.server_group",
     "Strategy": "rayps.strategies.base",
-    "TensorParallel": "rayps.strategies.tensor_parallel",
+    "TensorParallel": "rayps.core.replica",
     "Workload": "rayps.workload.base",
     "data": "rayps.data",
     "hash_ids": "rayps.ps.tables.ids",
@@ -60,6 +60,8 @@ if TYPE_CHECKING:
     from rayps import data as data
     from rayps.comm.ring import Ring as Ring
     from rayps.core.errors import RaypsError as RaypsError
+    from rayps.core.replica import Pipeline as Pipeline
+    from rayps.core.replica import TensorParallel as TensorParallel
     from rayps.ps.server_group import ServerGroup as ServerGroup
     from rayps.ps.tables.embedding import Embedding as Embedding
     from rayps.ps.tables.embedding import EmbeddingBag as EmbeddingBag
@@ -88,9 +90,7 @@ if TYPE_CHECKING:
     from rayps.strategies.local_sgd import LocalSGD as LocalSGD
     from rayps.strategies.parallel_sgd import ParallelSGD as ParallelSGD
     from rayps.strategies.parameter_server import ParameterServer as ParameterServer
-    from rayps.strategies.pipeline import Pipeline as Pipeline
     from rayps.strategies.scaffold import Scaffold as Scaffold
-    from rayps.strategies.tensor_parallel import TensorParallel as TensorParallel
     from rayps.workload.base import Workload as Workload
 
 

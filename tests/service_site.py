@@ -16,8 +16,8 @@ from rayps_api.connections import Limits, Server
 from rayps_api.service import Service
 
 from rayps.core.errors import ClusterError
+from rayps.core.job import Status
 from rayps.service.settings import Settings
-from rayps.strategies.job import Status
 
 
 class NoPlace:

@@ -20,10 +20,11 @@ from service_site import Site
 
 from rayps.cli import doctor
 from rayps.core.errors import NotFound
+from rayps.core.job import Status
 from rayps.service import adoption, job_folders, processes
 from rayps.service.adoption import FolderRow, StoreRow, compare, filed
 from rayps.service.store import Store
-from rayps.strategies.job import JobSpec, Status
+from rayps.strategies.job import JobSpec
 
 S = Status
 END = {"status": "SUCCEEDED", "message": "done", "metrics": {"accuracy": 0.9}, "checkpoint": "/c", "finished_at": 9.0}

@@ -17,13 +17,14 @@ from service_site import Site
 from rayps.cli import main as cli
 from rayps.cluster.local import surrounding
 from rayps.core.errors import ClusterError, ConfigError, Conflict, NotFound
+from rayps.core.job import Status
 from rayps.service import drivers as drivers_module
 from rayps.service import groups as groups_module
 from rayps.service.client import Client
 from rayps.service.groups import actor
 from rayps.service.plan import OpenJob, Seal, Start, Wait, plan
 from rayps.service.remote_group import standing
-from rayps.strategies.job import JobSpec, Status
+from rayps.strategies.job import JobSpec
 
 GROUPS = "/api/v1/server-groups"
 

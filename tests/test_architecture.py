@@ -43,17 +43,14 @@ ROOMS = [  # bottom up: a folder imports only those above it in this list
 ]
 DEEP = {"ps", "federated", "parallel"}  # their subfolders are rooms of their own
 UNDONE = {  # (room, room above it that it imports): imports that are still to be removed
-    ("comm", "strategies"),
     ("federated", "strategies"),
-    ("parallel/division", "strategies"),
-    ("ps", "strategies"),
+    ("federated/population", "federated"),
+    ("federated/remote", "federated"),
+    ("federated/remote", "strategies"),
+    ("parallel/pipeline", "parallel/division"),
     ("ps/fixed", "parallel/division"),
-    ("ps/fixed", "strategies"),
-    ("ps/protocol", "strategies"),
-    ("ps/server", "strategies"),
-    ("ps/tables", "strategies"),
+    ("ps/server", "ps/manager"),
     ("tensors", "ps/fixed"),
-    ("workload", "strategies"),
 }
 LAZY = {  # (module, what it imports within a function): why
     ("runtime.training", "rayps.cluster.ray_cluster"): "a run on a given cluster needs no Ray",

@@ -14,10 +14,10 @@ from service_site import Site
 
 from rayps.cli import main as cli
 from rayps.core.errors import ConfigError
+from rayps.core.job import Status
 from rayps.service import backup as backup_module
 from rayps.service.backup import backup
 from rayps.service.settings import Settings
-from rayps.strategies.job import Status
 
 
 @pytest.fixture

@@ -69,7 +69,7 @@ def test_a_worker_is_frozen(ray_cluster, strategy):
             end(harm.pid)
     events = [event for event in result.events if event["kind"] in ("restarted", "replaced")]
     assert any("worker-1" in event["lost"] for event in events), events
-    if strategy.lockstep:
+    if strategy.topology.in_step:
         assert distance(result.model(), plain(WORK, 3, epochs=4)[0]) < EXACT
 
 

@@ -21,10 +21,10 @@ import rayps
 from rayps.cli import doctor, jobs, show
 from rayps.cli import main as cli
 from rayps.core.errors import ConfigError, NoResources, TrainingError, Unauthorized
+from rayps.core.job import Status
 from rayps.service.client import Client
 from rayps.service.job_file import load, read
 from rayps.service.settings import Settings
-from rayps.strategies.job import Status
 
 
 @pytest.fixture(scope="module")

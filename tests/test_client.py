@@ -16,9 +16,9 @@ import pytest
 from service_site import Site
 
 from rayps.core.errors import ConfigError, Conflict, NotFound, Unauthorized, Unreachable
+from rayps.core.job import Status
 from rayps.service import client as client_module
 from rayps.service.client import Client
-from rayps.strategies.job import Status
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,7 @@
 """Weight decay out of step: a push that counts for a part of a step, or for several, decays as much."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from small_work import train
@@ -9,6 +11,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 import rayps
 from rayps import AllReduce, Downpour, ParameterServer
 from rayps.cluster.local import LocalCluster
+from rayps.core.topology import PerRound
 from rayps.ps.protocol.space import SparseTable
 from rayps.ps.tables.table_segment import TableSegment
 from rayps.ps.tables.wire_format import encode_push
@@ -215,7 +218,9 @@ def test_rows_of_tables_are_decayed_by_the_share_of_each_push_that_touches_them(
 class Halves(ParameterServer):
     """In step, by two steps of different shares: copies of a table must decay by the same ones."""
 
-    gathers = True
+    @property
+    def topology(self):
+        return replace(super().topology, update=PerRound())
 
     def on_round(self, shard, values, weights):
         shard.step(sum(values), 0.5)

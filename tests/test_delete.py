@@ -14,9 +14,9 @@ from service_site import Site
 
 from rayps.cli import main as cli
 from rayps.core.errors import Conflict, NotFound
+from rayps.core.job import Status
 from rayps.service import job_folders
 from rayps.service.client import Client
-from rayps.strategies.job import Status
 
 
 @pytest.fixture(scope="module")

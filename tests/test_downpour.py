@@ -19,11 +19,12 @@ from rayps.core.calendar import Boundary
 from rayps.core.errors import ConfigError, PeerTimeout
 from rayps.core.ledger import Ledger
 from rayps.core.metrics import Rounds
+from rayps.core.strategy import Phase
 from rayps.ps.fixed import Server
 from rayps.ps.fixed.loop import ShardLoop
 from rayps.ps.fixed.shard import Shard
 from rayps.runtime.preflight import preflight
-from rayps.strategies.catalogue import Phase, parse
+from rayps.strategies.catalogue import parse
 from rayps.strategies.job import JobSpec
 
 EXACT = 1e-12
@@ -410,7 +411,7 @@ def test_bad_options(given):
 def test_its_text_is_read_and_it_is_out_of_step():
     found = parse("downpour:n_push=4,n_fetch=2,adagrad=0.01,warm_start=100")[0].strategy
     assert found == Downpour(n_push=4, n_fetch=2, adagrad=0.01, warm_start=100)
-    assert not found.lockstep and found.staleness is None
+    assert not found.topology.in_step and found.topology.staleness is None
 
 
 def test_an_elastic_group_cannot_serve_it():

@@ -18,12 +18,13 @@ import rayps
 from rayps import AllReduce, ParameterServer
 from rayps.cluster.local import PROTOCOL, LocalCluster, surrounding, until
 from rayps.core.errors import CheckpointError, ConfigError, DataError, TrainingError, WorkloadError
+from rayps.core.job import Status
 from rayps.runtime.driver import Driver
 from rayps.runtime.driver_actor import DriverActor
 from rayps.runtime.journal import Journal
 from rayps.service import processes
 from rayps.strategies.catalogue import parse, wire
-from rayps.strategies.job import JobSpec, Status
+from rayps.strategies.job import JobSpec
 
 EXACT = 1e-12
 IN_STEP = [AllReduce(), ParameterServer(shards=2)]

@@ -16,9 +16,8 @@ from torch import nn
 import rayps
 from rayps import ADMM, AllReduce, DiLoCo, Downpour, Hogwild, Hybrid, LocalSGD, ParallelSGD, ParameterServer
 from rayps.core.errors import CheckpointError, TrainingError
+from rayps.core.replica import Pipeline, TensorParallel
 from rayps.strategies.catalogue import CATALOGUE
-from rayps.strategies.pipeline import Pipeline
-from rayps.strategies.tensor_parallel import TensorParallel
 from rayps.tensors import checkpoint
 from rayps.tensors.finite import is_finite
 

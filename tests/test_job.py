@@ -5,7 +5,8 @@ import math
 import pytest
 
 from rayps.core.errors import ConfigError
-from rayps.strategies.job import MOVES, JobSpec, Status, may_move
+from rayps.core.job import MOVES, Status, may_move
+from rayps.strategies.job import JobSpec
 
 BAD = [
     ({"workers": 0}, "workers", ["0", "at least 1"]),

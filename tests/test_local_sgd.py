@@ -7,11 +7,12 @@ from small_work import Small, distance, plain, train, vector
 from torch import nn
 
 from rayps.comm.compress import BlockQuantized, ErrorFeedback
+from rayps.core.costs import costs
 from rayps.core.errors import ConfigError
 from rayps.core.partition import slices
+from rayps.core.traffic import Sizes
 from rayps.strategies.all_reduce import AllReduce
 from rayps.strategies.catalogue import parse, wire
-from rayps.strategies.costs import Sizes, costs
 from rayps.strategies.diloco import DiLoCo
 from rayps.strategies.local_sgd import LocalSGD
 from rayps.strategies.parallel_sgd import ParallelSGD

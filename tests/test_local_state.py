@@ -16,15 +16,18 @@ import rayps
 from rayps.cluster.local import LocalCluster
 from rayps.core.calendar import Calendar
 from rayps.core.errors import ConfigError
+from rayps.core.families import LOCAL_UPDATES
+from rayps.core.job import Status
 from rayps.core.metrics import Rounds, history
+from rayps.core.strategy import Phase
 from rayps.runtime.assemble_state import assemble
 from rayps.runtime.driver import Driver
 from rayps.runtime.journal import Journal
 from rayps.strategies.all_reduce import AllReduce
 from rayps.strategies.base import Strategy
-from rayps.strategies.catalogue import Phase, for_a_loop, parse
+from rayps.strategies.catalogue import for_a_loop, parse
 from rayps.strategies.diloco import DiLoCo
-from rayps.strategies.job import JobSpec, Status
+from rayps.strategies.job import JobSpec
 from rayps.strategies.local_sgd import LocalSGD
 from rayps.strategies.parallel_sgd import ParallelSGD
 from rayps.tensors import checkpoint
@@ -191,7 +194,7 @@ class UntilRound(Strategy):
 
     last: int = 5
     name: ClassVar[str] = "until_round"
-    apart: ClassVar[bool] = True
+    loop: ClassVar[str] = LOCAL_UPDATES
 
     def round(self, w):
         w.step(w.grad(w.batch()))
@@ -345,4 +348,4 @@ def test_a_strategys_state_does_not_go_to_another():
 
 def test_the_catalogue_has_them():
     for text in ("2*all_reduce > local_sgd:period=8", "parallel_sgd:rounds=4", "diloco:period=100,compression=int8"):
-        assert parse(text)[-1].strategy.apart
+        assert parse(text)[-1].strategy.loop == LOCAL_UPDATES

@@ -191,8 +191,8 @@ def test_a_manager_goes_on_from_an_old_record(state: Path, monkeypatch: pytest.M
         assert manager.door()["secret"].hex() == old["secret"]
         assert manager.facts()["wanted"] == 2 and manager.facts()["replicas"] == 1
         first, second = manager.space(running), manager.space(branched)
-        assert (first.number, first.workers, first.strategy) == (1, 2, ParameterServer(staleness=1))
-        assert (second.number, second.workers, second.strategy) == (2, 1, ParameterServer(staleness=None))
+        assert (first.number, first.workers, first.strategy) == (1, 2, ParameterServer(staleness=1).server_half)
+        assert (second.number, second.workers, second.strategy) == (2, 1, ParameterServer(staleness=None).server_half)
         assert (first.branch_of, second.branch_of) == (None, running)
         assert (first.quota, second.quota) == (Quota(), Quota(10_000_000, 1000.0))
         for space in (first, second):

@@ -7,6 +7,7 @@ from small_work import Small, distance, rows, train
 
 import rayps
 from rayps.core.errors import ConfigError
+from rayps.core.families import Fixed
 from rayps.strategies.catalogue import parse, wire
 from rayps.strategies.parallel_sgd import ParallelSGD
 
@@ -37,7 +38,7 @@ def loss_of(work, model):
 
 
 def law(work, workers, strategy, epochs):
-    loop, chosen = Loop(work, workers, epochs, strategy.keeps_rows), []
+    loop, chosen = Loop(work, workers, epochs, strategy.rows == Fixed()), []
     while loop.done < loop.total:
         loop.turn()
         if loop.done in ends(loop.total, strategy.rounds):
@@ -149,7 +150,7 @@ def test_the_middle_of_a_part_is_evaluated_at_what_a_merge_would_give():
 
 def test_it_is_read_and_written():
     found = parse("parallel_sgd:rounds=3,merge=best,shuffle=false")[0].strategy
-    assert found == ParallelSGD(3, "best", shuffle=False) and found.keeps_rows
+    assert found == ParallelSGD(3, "best", shuffle=False) and found.rows == Fixed()
     assert parse(wire([*parse("parallel_sgd")]))[0].strategy == ParallelSGD()
 
 

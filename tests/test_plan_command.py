@@ -13,17 +13,18 @@ from torch import nn
 import rayps
 from rayps.cli import main as cli
 from rayps.cluster.local import LocalCluster
+from rayps.core.costs import amount, costs, held_bytes
 from rayps.core.errors import ConfigError
 from rayps.core.pipeline.schedule import table
 from rayps.core.pipeline.simulate import simulate
 from rayps.core.pipeline.validate import to_csv, to_json
+from rayps.core.traffic import Crossing, Sizes
 from rayps.parallel.division.divide import divide
-from rayps.parallel.division.probe import probe
+from rayps.parallel.pipeline.probe import probe
 from rayps.parallel.pipeline.skip import Stash, Unstash
 from rayps.runtime.cost_report import CostReport, measured, words
 from rayps.runtime.expected_cost import expected, sizes, tally_of
 from rayps.strategies.catalogue import CATALOGUE, parse
-from rayps.strategies.costs import Crossing, Sizes, amount, costs, held_bytes
 
 WIDE, ROWS = 12, 8
 

@@ -9,6 +9,7 @@ from torch.optim import SGD, Adagrad, Adam
 
 from rayps.core.errors import CheckpointError, ConfigError
 from rayps.core.ledger import WINDOW, Ledger
+from rayps.core.topology import ASP, PerPush, PerRound, Servers
 from rayps.ps.server.dense_segment import DenseSegment, part_of, state_of
 from rayps.ps.server.replicated_shard import MEAN, PUSHED, VALUES, changes_by
 from rayps.strategies.base import Strategy
@@ -29,7 +30,7 @@ FACTORIES = {
 class Median(Strategy):
     """Gathers, and wants every value."""
 
-    staleness = 0
+    topology = Servers()
 
     def on_round(self, shard, values, weights):
         shard.step(torch.stack(values).median(0).values)
@@ -38,7 +39,7 @@ class Median(Strategy):
 class Both(Strategy):
     """Does something at each push and at the end of a round."""
 
-    staleness = 0
+    topology = Servers(update=PerRound(listens=True))
 
     def on_push(self, shard, value, weight):
         shard.step(value, 0.5)
@@ -50,8 +51,7 @@ class Both(Strategy):
 class InPlace(Strategy):
     """Writes into what it is given."""
 
-    staleness = None
-    gathers = False
+    topology = Servers(consistency=ASP(), update=PerPush())
 
     def on_push(self, shard, value, weight):
         value.mul_(weight)

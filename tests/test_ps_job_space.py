@@ -13,6 +13,7 @@ import rayps
 from rayps import AllReduce, ParameterServer
 from rayps.cluster.local import until
 from rayps.core.errors import ConfigError, NotFound, RaypsError, WorkloadError
+from rayps.core.job import Status
 from rayps.core.ledger import Ledger
 from rayps.ps import job_space
 from rayps.ps.group import start
@@ -20,7 +21,7 @@ from rayps.ps.protocol.space import Space
 from rayps.ps.server.dense_segment import part_of
 from rayps.runtime.driver import Driver
 from rayps.runtime.journal import Journal
-from rayps.strategies.job import JobSpec, Status
+from rayps.strategies.job import JobSpec
 from rayps.tensors.flat import Layout
 from rayps.tensors.snapshot import Snapshot
 

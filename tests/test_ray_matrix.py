@@ -22,10 +22,10 @@ from torch import nn
 
 import rayps
 from rayps import AllReduce, FedAvg
+from rayps.core.compression import COMPRESSIONS
+from rayps.core.replica import SCHEDULES
 from rayps.federated.rule_spec import RULES
-from rayps.strategies.base import COMPRESSIONS
 from rayps.strategies.catalogue import CATALOGUE, REPLICAS, parse
-from rayps.strategies.pipeline import SCHEDULES
 
 pytestmark = pytest.mark.ray
 EXACT = 1e-12
@@ -100,7 +100,7 @@ class Twin(Law):
         same(
             result,
             on_threads(work, self.strategy, workers=WORKERS, epochs=2, seed=3),
-            0.0 if parse(self.strategy)[0].strategy.federated else EXACT,
+            0.0 if parse(self.strategy)[0].strategy.rows.by_client else EXACT,
         )
         other = on_threads(work, self.options["unlike"], workers=WORKERS, epochs=2, seed=3)
         assert distance(result.model(), other.model()) > 1e-6

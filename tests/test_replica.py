@@ -15,13 +15,12 @@ from rayps.cluster.local import LocalCluster
 from rayps.core.errors import ConfigError, RaypsError, TrainingError, WorkloadError
 from rayps.core.grid import Grid
 from rayps.core.ledger import Ledger
+from rayps.core.replica import Pipeline, TensorParallel
 from rayps.parallel.division.build import blank, keep_only
 from rayps.parallel.division.divide import divide, words
 from rayps.parallel.division.division import TensorSlice, shares
 from rayps.parallel.division.optimizer import of_some
 from rayps.runtime.report import _in_replicas
-from rayps.strategies.pipeline import Pipeline
-from rayps.strategies.tensor_parallel import TensorParallel
 from rayps.tensors import optim
 from rayps.tensors.flat import FlatModel, beside
 from rayps.tensors.snapshot import Snapshot

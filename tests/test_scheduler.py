@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 
 from rayps.core.errors import ClusterError, ConfigError
+from rayps.core.job import Status, may_move
 from rayps.service import drivers, processes
 from rayps.service.liveness import MOST_STEP, QuietTime, QuietTimes
 from rayps.service.plan import PATIENCE, STOP_SECONDS, AskToStop, Kill, OpenJob, Seal, Show, Start, Wait, needs, plan
 from rayps.service.scheduler import Scheduler
 from rayps.service.store import Store
-from rayps.strategies.job import JobSpec, Status, may_move
+from rayps.strategies.job import JobSpec
 
 S = Status
 ROOM = {"cpu": 8.0, "gpu": 0.0}

@@ -9,6 +9,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -436,7 +437,10 @@ def test_the_memory_of_an_unanswered_push_is_not_written_again(house):
 class Keeps(ParameterServer):
     """Keeps what it is given and writes into it: a rule of a user's that does not say that it only borrows."""
 
-    borrows = False
+    @property
+    def topology(self):
+        servers = super().topology
+        return replace(servers, update=replace(servers.update, borrows=False))
 
     def on_push(self, shard, value, weight):
         value.mul_(2.0)
@@ -499,6 +503,8 @@ import os, sys, torch
 sys.path.insert(0, {root!r})
 from rayps.comm.link import connect
 from rayps.ps.fixed import Server
+from dataclasses import replace
+from dataclasses import replace
 links = [connect({address!r}, name="worker-1", secret=b"s" * 32, generation=1, timeout=60.0)]
 server = Server(1, torch.float32, [(0, {n})], links, timeout=60.0, defer=True, consistent=False)
 mine = server.buffer({n}, torch.float32)

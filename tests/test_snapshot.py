@@ -5,8 +5,8 @@ from torch import nn
 from rayps.core.calendar import Calendar
 from rayps.core.errors import CheckpointError
 from rayps.core.ledger import Ledger
+from rayps.core.strategy import Phase
 from rayps.strategies.all_reduce import AllReduce
-from rayps.strategies.catalogue import Phase
 from rayps.tensors import checkpoint, optim
 from rayps.tensors.flat import FlatModel, beside
 from rayps.tensors.snapshot import Snapshot

@@ -11,9 +11,10 @@ from typing import TypeVar
 import pytest
 
 from rayps.core.errors import ConfigError, Conflict, NotFound
+from rayps.core.job import MOVES, Status
 from rayps.service.store import Store
 from rayps.service.user_tokens import UserTokens
-from rayps.strategies.job import MOVES, JobSpec, Status
+from rayps.strategies.job import JobSpec
 
 T = TypeVar("T")
 SPEC = JobSpec(workload="digits:Digits", epochs=1)

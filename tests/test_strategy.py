@@ -7,14 +7,15 @@ import torch
 import yaml
 
 from rayps.core.errors import ConfigError
+from rayps.core.replica import Pipeline, TensorParallel
+from rayps.core.server_updates import weighted_mean
+from rayps.core.strategy import Phase
 from rayps.core.text import written
 from rayps.strategies.all_reduce import AllReduce
-from rayps.strategies.base import Strategy, weighted_mean
-from rayps.strategies.catalogue import CATALOGUE, REPLICAS, Phase, catalogue, parse, phase_ends, wire
+from rayps.strategies.base import Strategy
+from rayps.strategies.catalogue import CATALOGUE, REPLICAS, catalogue, parse, phase_ends, wire
 from rayps.strategies.job import JobSpec
 from rayps.strategies.parameter_server import ParameterServer
-from rayps.strategies.pipeline import Pipeline
-from rayps.strategies.tensor_parallel import TensorParallel
 
 GOOD = [
     ("all_reduce", AllReduce()),
@@ -157,8 +158,8 @@ def test_the_catalogue_tells_everything():
     federated = {"fedavg", "fedprox", "scaffold", "fedavgm", "fedadagrad", "fedadam", "fedyogi", "fedbuff", "ditto"}
     apart = {"local_sgd", "parallel_sgd", "diloco", "admm"}
     assert set(CATALOGUE) == {"all_reduce", "parameter_server", "hybrid", "downpour", "hogwild"} | apart | federated
-    assert {name for name, kind in CATALOGUE.items() if kind.apart} == apart
-    assert {name for name, kind in CATALOGUE.items() if kind.federated} == federated
+    assert {name for name, kind in CATALOGUE.items() if kind.loop == "local_updates"} == apart
+    assert {name for name, kind in CATALOGUE.items() if kind.loop == "federated_rounds"} == federated
     assert set(REPLICAS) == {"pipeline", "tensor_parallel"}
     assert list(told) == [*CATALOGUE, *REPLICAS]
     replica = {"name": "replica", "type": "Replica | None", "default": None, "of": ["pipeline", "tensor_parallel"]}
@@ -338,12 +339,12 @@ def test_a_replica_says_how_workers_are_laid_out():
 
 
 def test_what_is_in_step():
-    assert AllReduce().lockstep
-    assert ParameterServer().lockstep
-    assert not ParameterServer(staleness=1).lockstep
-    assert not ParameterServer(staleness=None).lockstep
-    assert ParameterServer().gathers
-    assert not ParameterServer(staleness=1).gathers
+    assert AllReduce().topology.in_step
+    assert ParameterServer().topology.in_step
+    assert not ParameterServer(staleness=1).topology.in_step
+    assert not ParameterServer(staleness=None).topology.in_step
+    assert ParameterServer().topology.update.gathers
+    assert not ParameterServer(staleness=1).topology.update.gathers
 
 
 def test_a_strategy_must_say_what_a_worker_does():

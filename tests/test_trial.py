@@ -18,11 +18,12 @@ from torch.nn import functional
 import rayps
 from rayps.cluster.local import LocalCluster, until
 from rayps.core.errors import WorkloadError
+from rayps.core.job import Status
 from rayps.runtime.driver import Driver
 from rayps.runtime.journal import Journal
 from rayps.runtime.trial import MOST_BYTES, TrialFacts, bytes_of, untried
 from rayps.strategies.catalogue import parse, wire
-from rayps.strategies.job import JobSpec, Status
+from rayps.strategies.job import JobSpec
 
 PATIENCE = 240.0  # for a process to start on a machine however busy
 HERE = Path(__file__).name

@@ -16,11 +16,12 @@ import rayps
 from rayps import AllReduce, ParameterServer
 from rayps.cluster.local import LocalCluster
 from rayps.core.errors import RaypsError, TrainingError, WorkloadError
+from rayps.core.job import Status
 from rayps.runtime import time_limit
 from rayps.runtime.driver import Driver
 from rayps.runtime.journal import Journal
 from rayps.strategies.catalogue import parse, wire
-from rayps.strategies.job import JobSpec, Status
+from rayps.strategies.job import JobSpec
 
 pytestmark = pytest.mark.chaos
 

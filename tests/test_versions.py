@@ -18,6 +18,7 @@ from service_site import Site
 from rayps.cluster import ray_cluster
 from rayps.cluster.local import FIRST_PROTOCOL, PROTOCOL, surrounding
 from rayps.core.errors import ClusterError
+from rayps.core.job import Status
 from rayps.ps.manager.manager_actor import ManagerActor
 from rayps.runtime import driver_actor
 from rayps.runtime.driver_actor import DriverActor
@@ -26,7 +27,6 @@ from rayps.service import ray_process
 from rayps.service.drivers import foreign
 from rayps.service.plan import AskToStop, Kill, OpenJob, Seal, plan
 from rayps.service.ray_process import ClusterProcess
-from rayps.strategies.job import Status
 
 OTHER = PROTOCOL + 1
 METHODS = {  # what a service calls, by protocol. A change of a name or an argument is another protocol: add a row

@@ -12,12 +12,13 @@ import pytest
 import sqlalchemy as sa
 from test_scheduler import FakeCluster, FakePlace
 
+from rayps.core.job import Status
 from rayps.service import store as store_module
 from rayps.service.plan import Action, OpenJob, Seal, Start, Wait, needs, plan
 from rayps.service.scheduler import Scheduler
 from rayps.service.store import Store
 from rayps.service.waiting import GroupQuestions, Waiting, WaitingJobs, room_beside
-from rayps.strategies.job import JobSpec, Status
+from rayps.strategies.job import JobSpec
 
 S = Status
 WHY = "Ray does not answer"

@@ -360,7 +360,7 @@ def _blocks(file: Any) -> Iterator[bytes]:
 
 
 def _must_be_remote(job: JobRecord) -> None:
-    if not any(phase.strategy.remote for phase in parse(job.spec.strategy)):
+    if not any(phase.strategy.rows.remote for phase in parse(job.spec.strategy)):
         raise ConfigError(
             f"job {job.id} ({job.name}) has no clients outside of the cluster: submit it with a "
             "federated strategy and clients=remote, such as fedavg:clients=remote",

@@ -15,9 +15,11 @@ from fastapi.responses import JSONResponse
 
 from rayps.core.errors import ConfigError, Conflict, NotFound
 from rayps.core.failpoint import passing
+from rayps.core.job import Status, misnamed
+from rayps.core.topology import servers_of
 from rayps.service import job_folders
 from rayps.strategies.catalogue import parse, wire
-from rayps.strategies.job import JobSpec, Status, misnamed
+from rayps.strategies.job import JobSpec
 from rayps_api import folder
 from rayps_api.schemas import Events, JobIn, JobOut, JobsOut, Lines, Points, Series, problems
 from rayps_api.service import Known, Service
@@ -166,14 +168,14 @@ async def _keep(job_id: str, known: Service) -> None:
 def _refuse_without_servers(spec: JobSpec) -> None:
     """Refuse a strategy that keeps nothing on a group, whatever the model is."""
     strategies = [phase.strategy for phase in parse(spec.strategy)]
-    if all(each.shards == 0 and each.tables is None for each in strategies):
+    if all(servers_of(each) is None and each.tables is None for each in strategies):
         names = " and ".join(dict.fromkeys(each.name for each in strategies))
         raise ConfigError(
             f"server_group is {spec.server_group!r}, and {names} keeps nothing on servers: leave it out, "
             "or use parameter_server or hybrid",
             field="server_group",
         )
-    if spec.branch is not None and strategies[0].shards == 0:
+    if spec.branch is not None and servers_of(strategies[0]) is None:
         raise ConfigError(
             f"branch is {spec.branch!r}, and {strategies[0].name} keeps no parameters on servers: begin "
             "with parameter_server, or leave it out",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from rayps.strategies.costs import Crossing, Sizes, costs
+from rayps.core.traffic import Crossing, Sizes
+from rayps.core.costs import costs
 from rayps.core.pipeline.schedule import Action, table
 from rayps.core.pipeline.simulate import Timeline, simulate
 from rayps.strategies.catalogue import parse

@@ -18,8 +18,8 @@ import torch
 from rayps.bench.hosts import HostRank, every
 from rayps.bench.netns import Hosts
 from rayps.comm.ring.compressed_mean import compressed
+from rayps.core.compression import compression_of
 from rayps.core.errors import ConfigError
-from rayps.strategies.base import compression_of
 from rayps.tensors.flat import Gradient
 
 OFF = "off"

@@ -19,11 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rayps.core.errors import RaypsError, TrainingError
+from rayps.core.job import Status
 from rayps.service import job_folders
 from rayps.service.client import Client
 from rayps.service.settings import Settings
 from rayps.service.store import Store
-from rayps.strategies.job import JobSpec, Status
+from rayps.strategies.job import JobSpec
 
 _START_SECONDS = 600.0
 _CREATED_AT = 1.7e9

@@ -12,10 +12,10 @@ import typer
 from rayps.cli import show
 from rayps.cli.show import Output
 from rayps.core.errors import ConfigError
+from rayps.core.job import Status
 from rayps.federated.remote.signed_orders import NAME, ClientToken
 from rayps.service.client import Client
 from rayps.service.settings import Settings
-from rayps.strategies.job import Status
 
 Format = Annotated[Output, typer.Option("--output", "-o", help="For a person (table) or a program (json).")]
 TokenId = Annotated[str, typer.Argument(metavar="ID", help="As `rayps token ls` shows it; local: the service's own.")]

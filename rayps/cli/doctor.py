@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rayps.core.errors import ConfigError
+from rayps.core.job import Status
 from rayps.service import adoption
 from rayps.service.settings import Settings
-from rayps.strategies.job import Status
 
 GIB = 1 << 30
 

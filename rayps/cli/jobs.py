@@ -12,9 +12,9 @@ import typer
 
 from rayps.cli import show
 from rayps.cli.show import Output
+from rayps.core.job import Status
 from rayps.service.client import Client, Job
 from rayps.service.job_file import read
-from rayps.strategies.job import Status
 
 Id = Annotated[str, typer.Argument(metavar="ID", help="The job's id, as `rayps ls` shows it, or its beginning.")]
 Format = Annotated[Output, typer.Option("--output", "-o", help="For a person (table) or a program (json).")]

@@ -12,15 +12,17 @@ import typer
 from rayps.cli import show
 from rayps.cli.show import Output
 from rayps.cli.sizes import size
+from rayps.core.costs import Costs, amount, costs
 from rayps.core.errors import ConfigError
 from rayps.core.grid import Grid
 from rayps.core.pipeline import gantt
 from rayps.core.pipeline.schedule import Table, splits, table
 from rayps.core.pipeline.simulate import Timeline, simulate
 from rayps.core.pipeline.validate import read
-from rayps.strategies.catalogue import Phase, Strategy, parse, wire
-from rayps.strategies.costs import Costs, Sizes, amount, costs
-from rayps.strategies.pipeline import Pipeline
+from rayps.core.replica import Pipeline, pipeline_of
+from rayps.core.strategy import Phase, StrategyView
+from rayps.core.traffic import Sizes
+from rayps.strategies.catalogue import parse, wire
 
 if TYPE_CHECKING:
     from rayps.parallel.division.division import Division
@@ -109,7 +111,7 @@ class _Plan:
     @property
     def title(self) -> str:
         """The schedule in words."""
-        replica = self.strategy.replica
+        replica = self.strategy.topology.replica
         assert isinstance(replica, Pipeline)
         of = f" of {replica.chunks} chunks" if replica.chunks > 1 else ""
         m = replica.micro_batches
@@ -199,7 +201,7 @@ class _Plan:
             whole = [_bytes(self.costs.bytes), ""] if self.known else []
             rows.append(["all workers together", _count(self.costs.messages), *whole, "", ""])
         figures = ["bytes", "of one worker"] if self.known else []
-        turn = "round" if self.strategy.federated else "step"
+        turn = "round" if self.strategy.rows.by_client else "step"
         show.table([f"traffic of a {turn}", "messages", *figures, "hidden", "formula"], rows)
 
     def _say_memory(self) -> None:
@@ -220,7 +222,7 @@ class _Plan:
                     f"does not fit: {_who(grid, i)} needs {amount(each['all'])} and has {amount(self.limit)}; most of "
                     f"it ({amount(each[most])}) is for {most}: {_way_out(most, self.strategy)}"
                 )
-        if isinstance(self.strategy.replica, Pipeline) and grid.stage > 1 and self.costs.idle and self.costs.idle > 0.3:
+        if pipeline_of(self.strategy.topology.replica) and self.costs.idle and self.costs.idle > 0.3:
             p = grid.stage
             found.append(
                 f"waits much: {float(self.costs.idle):.0%} of the time; with {4 * p} micro-batches (4 a stage) it "
@@ -231,12 +233,12 @@ class _Plan:
         return found
 
 
-def _way_out(most: str, strategy: Strategy) -> str:
+def _way_out(most: str, strategy: StrategyView) -> str:
     if most == "activations":
-        if isinstance(strategy.replica, Pipeline):
+        if isinstance(strategy.topology.replica, Pipeline):
             return "give more micro-batches under 1f1b, or a smaller batch"
         return "give a smaller batch, or a pipeline, which holds some micro-batches' only"
-    if strategy.replica is None:
+    if strategy.topology.replica is None:
         return "divide the model: pipeline:stages=2, or tensor_parallel:size=2"
     return "give more stages, or a larger tensor size"
 
@@ -258,7 +260,7 @@ def _own(path: Path | None, phases: list[Phase]) -> Table | None:
     """A schedule of the user's own, which must fit the strategy's pipeline."""
     if path is None:
         return None
-    replicas = [phase.strategy.replica for phase in phases]
+    replicas = [phase.strategy.topology.replica for phase in phases]
     if len(replicas) != 1 or not isinstance(replicas[0], Pipeline):
         raise ConfigError("--table needs one strategy with a pipeline, e.g. pipeline:stages=4", field="table")
     try:
@@ -310,17 +312,17 @@ def _divisions(workload: Any, target: str | None, phases: list[Phase], workers: 
     return found
 
 
-def _workers(strategy: Strategy, given: int | None) -> int:
-    replica = strategy.replica
+def _workers(strategy: StrategyView, given: int | None) -> int:
+    replica = strategy.topology.replica
     count = (1 if replica is None else replica.stages * replica.tensor) if given is None else given
     if count < 1:
         raise ConfigError(f"workers is {count}: give a whole number of at least 1", field="workers")
     return count
 
 
-def _timeline(strategy: Strategy, own: Table | None, workload: Any, division: Any, workers: int) -> Timeline | None:
-    replica = strategy.replica
-    if not isinstance(replica, Pipeline) or replica.stages < 2:
+def _timeline(strategy: StrategyView, own: Table | None, workload: Any, division: Any, workers: int) -> Timeline | None:
+    replica = pipeline_of(strategy.topology.replica)
+    if replica is None:
         return None
     rows = own
     if rows is None:

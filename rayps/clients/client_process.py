@@ -22,17 +22,17 @@ import torch
 
 from rayps.clients.client_folder import ClientFolder
 from rayps.core.errors import ConfigError, Conflict, NotFound, RaypsError, Unauthorized, Unreachable, WorkloadError
+from rayps.core.job import Status
 from rayps.core.user_code import user_code
 from rayps.data.base import Data
 from rayps.data.other_files import elsewhere
-from rayps.federated import remote_codec
 from rayps.federated.client import ClientReply, ClientRows, Task, Trainer
+from rayps.federated.remote import codec
 from rayps.federated.remote.join_options import DEADLINE
 from rayps.federated.remote.signed_orders import ClientToken, verified
 from rayps.service.client import checked
 from rayps.strategies.catalogue import parse
 from rayps.strategies.fedavg import FedAvg
-from rayps.strategies.job import Status
 from rayps.tensors.flat import FlatModel
 from rayps.workload.base import Workload
 from rayps.workload.model import apart, model_of
@@ -236,7 +236,7 @@ class ClientProcess:
             return
         if hashlib.sha256(raw).hexdigest() != order["parameters"]["sha256"]:
             raise _not_done("the parameters that came with it are not those that were signed")
-        w, shared, buffers = remote_codec.opened(raw, self._trainer.flat.layout)
+        w, shared, buffers = codec.opened(raw, self._trainer.flat.layout)
         at = order["phase"] + round
         state = self._kept.state(at, strategy.name, order["starts"])
         began = time.monotonic()
@@ -256,7 +256,7 @@ class ClientProcess:
             self._say(f"round {round}: {reply.n} samples, loss {reply.loss:.4g}, {seconds:.1f} s; sent")
 
     def _send(self, order: dict[str, Any], reply: ClientReply) -> bool:
-        raw = remote_codec.update(reply)
+        raw = codec.update(reply)
         headers = self._headers(
             **{"Rayps-Sha256": hashlib.sha256(raw).hexdigest(), "Content-Type": "application/octet-stream"}
         )

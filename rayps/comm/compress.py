@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rayps.core.compression import compression_of
 from rayps.core.errors import ConfigError
-from rayps.strategies.base import compression_of
 
 BLOCK = 1024  # elements that share one scale under int8
 CANDIDATES = ("fp16", "int8")  # of `auto`: top_k takes another course of learning, so it is only taken when asked for

@@ -10,16 +10,16 @@ from typing import Any
 from rayps.core.errors import ConfigError
 
 
-def whole(strategy: Any, field: str, least: int = 1, *, none: bool = False, said: str = "") -> None:
+def whole(owner: object, field: str, least: int = 1, *, none: bool = False, said: str = "") -> None:
     """A whole number of at least `least`."""
-    given = getattr(strategy, field)
+    given = getattr(owner, field)
     if (given is None and none) or (isinstance(given, int) and not isinstance(given, bool) and given >= least):
         return
     raise _wrong(field, given, f"a whole number of at least {least}", none, said)
 
 
 def number(
-    strategy: Any,
+    owner: object,
     field: str,
     *,
     least: float | None = None,
@@ -30,7 +30,7 @@ def number(
     none: bool = False,
 ) -> None:
     """A finite number within these bounds; `expected` says which they are in other words."""
-    given = getattr(strategy, field)
+    given = getattr(owner, field)
     if given is None and none:
         return
     if not isinstance(given, bool) and isinstance(given, (int, float)) and abs(given) < float("inf"):
@@ -42,16 +42,16 @@ def number(
     raise _wrong(field, given, expected or f"a number {within}", none)
 
 
-def choice(strategy: Any, field: str, known: tuple[str, ...]) -> None:
+def choice(owner: object, field: str, known: tuple[str, ...]) -> None:
     """One of these words."""
-    given = getattr(strategy, field)
+    given = getattr(owner, field)
     if given not in known:
         raise _wrong(field, given, " or ".join(known) if len(known) < 3 else f"one of {', '.join(known)}")
 
 
-def flag(strategy: Any, field: str) -> None:
+def flag(owner: object, field: str) -> None:
     """True or false."""
-    given = getattr(strategy, field)
+    given = getattr(owner, field)
     if not isinstance(given, bool):
         raise _wrong(field, given, "true or false")
 

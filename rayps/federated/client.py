@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.optim import SGD
 from torch.optim.optimizer import _global_optimizer_pre_hooks as _GLOBAL_HOOKS
 
+from rayps.core.direction import direction
 from rayps.core.errors import ConfigError, WorkloadError
 from rayps.core.user_code import user_code
 from rayps.data import Batch
 from rayps.data.base import map_tensors
-from rayps.federated.population.cohort import number
+from rayps.federated.cohort import number
 from rayps.federated.row_order import Ints, parts
-from rayps.strategies.direction import direction
 from rayps.tensors import optim
 from rayps.tensors.clip import NormClip
 from rayps.tensors.flat import FlatModel, dense

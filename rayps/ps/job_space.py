@@ -17,6 +17,8 @@ from typing import Any, Protocol
 import torch
 
 from rayps.core.errors import ActorDied, CheckpointError, ConfigError, NotFound, RaypsError
+from rayps.core.strategy import StrategyView
+from rayps.core.topology import servers_of
 from rayps.ps import job_tables
 from rayps.ps.client.session import Session
 from rayps.ps.collect import Collector
@@ -28,7 +30,6 @@ from rayps.ps.protocol.space import Quota, Space, SpaceRank, SparseTable
 from rayps.ps.server.dense_segment import part_of, state_of
 from rayps.ps.tables.table_segment import TableSegment
 from rayps.ps.throttled import Throttled
-from rayps.strategies.catalogue import Strategy
 from rayps.tensors import optim
 from rayps.tensors.flat import Layout
 from rayps.tensors.learning_rate import Ticks
@@ -47,7 +48,7 @@ class ServedPhase(Protocol):
     """What a generation is told, as far as its servers need it."""
 
     @property
-    def strategy(self) -> Strategy:
+    def strategy(self) -> StrategyView:
         """What runs."""
 
     @property
@@ -96,15 +97,15 @@ class JobSpace:
 
     # ---- a generation
 
-    def serves(self, strategy: Strategy) -> bool:
+    def serves(self, strategy: StrategyView) -> bool:
         """Whether a generation under this strategy needs the space."""
-        return strategy.shards > 0 or (bool(self.tables) and strategy.tables is not None)
+        return servers_of(strategy) is not None or (bool(self.tables) and strategy.tables is not None)
 
     def take_over(self) -> None:
         """Drop what an earlier driver of this very job has left."""
         self._drop()
 
-    def branch(self, parent: str, strategy: Strategy, layout: Layout) -> Snapshot:
+    def branch(self, parent: str, strategy: StrategyView, layout: Layout) -> Snapshot:
         """Begin as a branch of another job's space, with its parameters and optimizer state as they are.
 
         Raises:
@@ -132,11 +133,14 @@ class JobSpace:
     def begin(self, orders: ServedPhase, snapshot: Snapshot, shared: Any) -> None:
         """See Servers."""
         strategy, old = orders.strategy, self.space
-        follows = strategy if strategy.shards > 0 else strategy.tables
+        dense_too = servers_of(strategy) is not None
+        follows = strategy if dense_too else strategy.tables
         assert follows is not None, "serves() said that this strategy needs the space"
-        dense = snapshot.layout if strategy.shards > 0 else None
+        dense = snapshot.layout if dense_too else None
         self._base, self._ticks = snapshot, orders.ticks
-        if old is not None and (self._branched or (dense is None and old.layout is None and old.strategy == follows)):
+        if old is not None and (
+            self._branched or (dense is None and old.layout is None and old.strategy == follows.server_half)
+        ):
             self._branched = False
         else:
             self._open(follows, dense, snapshot)
@@ -145,7 +149,7 @@ class JobSpace:
             self._looker = threading.Thread(target=self._follow, daemon=True, name=f"looker-{self.name}")
             self._looker.start()
 
-    def _open(self, strategy: Strategy, layout: Layout | None, snapshot: Snapshot) -> None:
+    def _open(self, strategy: StrategyView, layout: Layout | None, snapshot: Snapshot) -> None:
         """A new space with the snapshot's state, and the tables as they are."""
         self._stop_collecting()
         cuts = () if layout is None else cut(layout)
@@ -332,7 +336,7 @@ class JobSpace:
             return
         skips = (
             {}
-            if space.strategy.lockstep
+            if space.servers.in_step
             else {rank: (since + position) // 2 for rank, (position, since) in self.reached.items() if since}
         )
         # what nobody can say again is given up, with a margin, for more is forgotten while this is done

@@ -20,6 +20,7 @@ from rayps.cluster.local import ActorHandle, Cluster, surrounding
 from rayps.comm.link import connect
 from rayps.core.calendar import Boundary
 from rayps.core.errors import ConfigError
+from rayps.core.server_updates import PlainServers, plain_servers
 from rayps.ps import group as elastic
 from rayps.ps.client.client import GroupServer
 from rayps.ps.fixed import Server
@@ -29,7 +30,6 @@ from rayps.ps.fixed.rows import cuts
 from rayps.ps.fixed.shard_actor import ShardPlan
 from rayps.ps.own_space import OwnSpace, cut
 from rayps.ps.protocol.space import Quota, Space
-from rayps.strategies.parameter_server import ParameterServer
 from rayps.tensors import optim
 from rayps.tensors.flat import Layout
 from rayps.tensors.snapshot import Snapshot
@@ -82,7 +82,8 @@ class ServerGroup:
         is_elastic = replicas is not None or group is not None
         _refuse_mixtures(is_elastic, replicas, group, name, segments, quota, compression)
         own = replicas if group is None else None
-        strategy = ParameterServer(shards=shards, staleness=staleness, compression=compression, replicas=own)
+        servers = plain_servers(shards, staleness, compression, own)
+        strategy = PlainServers(servers)
         if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
             raise ConfigError(
                 f"workers is {workers!r}: give the number of actors that will join, at least 1", field="workers"
@@ -91,12 +92,12 @@ class ServerGroup:
         self.layout = Layout.of(named.items())
         self.workers, self.timeout, self.generation = workers, timeout, 1
         self._as_dict = not isinstance(params, Tensor)
-        self._consistent, self._independent = staleness is not None, not strategy.lockstep
+        self._consistent, self._independent = staleness is not None, not servers.in_step
         self._compression = compression
         self._secret = secrets.token_bytes(32)
         factory = optimizer or _sgd
         optim.check_elementwise(factory, self.layout)
-        warning = strategy.scale_warning(workers)
+        warning = servers.scale_warning(workers)
         if warning is not None and optim.ignores_scale(factory, self.layout):
             log.warning(warning)
         vector = torch.cat([value.detach().reshape(-1).cpu() for value in named.values()])
@@ -124,13 +125,13 @@ class ServerGroup:
     def _opened(self, group: str | elastic.ManagerClient | None, space: Space, vector: Tensor) -> OwnSpace:
         """The space on the group that was named, or on one that is started for it."""
         assert self._cluster is not None
-        strategy, private = space.strategy, group is None
+        servers, private = space.servers, group is None
         if group is None:
             group = elastic.start(
                 self._cluster,
                 f"own-{secrets.token_hex(4)}",
-                strategy.shards,
-                strategy.replicas or 0,
+                servers.count,
+                servers.replicas or 0,
                 detached=False,
                 timeout=START_SECONDS,
             )
@@ -143,7 +144,7 @@ class ServerGroup:
                 group.stop()
             raise
 
-    def _start(self, factory: optim.Factory, strategy: ParameterServer, snapshot: Snapshot) -> list[str]:
+    def _start(self, factory: optim.Factory, strategy: PlainServers, snapshot: Snapshot) -> list[str]:
         assert self._cluster is not None
         packed, shared = pack(factory), self._cluster.share(snapshot)
         for index in range(len(self._ranges)):

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from rayps.core.errors import CheckpointError, ClusterError
 from rayps.federated.client_states import ClientStates, Row
-from rayps.federated.population.cohort import Ints, homes
+from rayps.federated.cohort import Ints, homes
 
 _FOLDER, _FILE = "clients", "states.parquet"
 _STRATEGY = b"rayps.strategy"
@@ -37,7 +37,7 @@ class ClientStatesBackup:
 
         A worker that is lost meanwhile is missed by who calls it next.
         """
-        if not strategy.federated or not strategy.stateful or strategy.remote:  # real clients keep their own
+        if not strategy.rows.by_client or not strategy.stateful or strategy.rows.remote:  # real clients keep their own
             self.close()
             return
         if strategy.name != self._strategy:  # another one's states say nothing to this one

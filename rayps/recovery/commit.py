@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from rayps.core import failpoint
+from rayps.core.costs import amount
 from rayps.core.errors import LinkError
 from rayps.recovery.peer_replication import Mirror
 from rayps.recovery.slots import CommittedState, tensors_of
-from rayps.strategies.costs import amount
 from rayps.tensors.optim import with_edits
 from rayps.tensors.snapshot import Snapshot
 

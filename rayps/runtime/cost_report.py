@@ -7,13 +7,13 @@ from collections.abc import Callable
 from statistics import fmean, median
 from typing import Any
 
+from rayps.core.costs import Costs, amount
 from rayps.core.grid import Grid
 from rayps.core.metrics import Point
 from rayps.core.pipeline.schedule import table
 from rayps.core.pipeline.simulate import simulate
-from rayps.strategies.catalogue import Strategy
-from rayps.strategies.costs import Costs, amount
-from rayps.strategies.pipeline import Pipeline
+from rayps.core.replica import pipeline_of
+from rayps.core.strategy import StrategyView
 
 _KEPT = 1_000  # newest rounds of each worker
 _WARM = 1  # rounds of each worker that do not count: memory is still being made, and rings formed
@@ -22,11 +22,11 @@ _WARM = 1  # rounds of each worker that do not count: memory is still being made
 class CostReport:
     """Hears a phase's points of single workers; `event()` says what its steps cost."""
 
-    def __init__(self, strategy: Strategy, workers: int, formula: Callable[[], Costs]) -> None:
+    def __init__(self, strategy: StrategyView, workers: int, formula: Callable[[], Costs]) -> None:
         """`formula` gives the costs by formula; it is called at the end only."""
         self._strategy, self._grid, self._formula = strategy.name, strategy.grid(workers), formula
-        self._turn = "round" if strategy.federated else "step"
-        self._replica = strategy.replica if self._grid.stage > 1 else None
+        self._turn = "round" if strategy.rows.by_client else "step"
+        self._replica = pipeline_of(strategy.topology.replica)
         self._spans: dict[int, list[Any]] = {}  # of one step of each rank
         self._points: dict[int, list[Point]] = defaultdict(list)
         self._seen: dict[int, int] = defaultdict(int)
@@ -50,7 +50,7 @@ class CostReport:
         """Once: how a step of the first replica really went, beside the schedule."""
         grid, replica = self._grid, self._replica
         ranks = [grid.rank(0, stage) for stage in range(grid.stage)]
-        if not isinstance(replica, Pipeline) or not self._spans.keys() >= set(ranks):
+        if replica is None or not self._spans.keys() >= set(ranks):
             return []
         theory = simulate(table(replica.schedule, replica.stages, replica.micro_batches, replica.chunks))
         rows = aligned([self._spans[rank] for rank in ranks])

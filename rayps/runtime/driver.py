@@ -19,8 +19,10 @@ from typing import Any
 from rayps.cluster.local import Cluster
 from rayps.core.calendar import Calendar
 from rayps.core.errors import RaypsError, TrainingError
+from rayps.core.job import Status
 from rayps.core.metrics import Point, Rounds
-from rayps.federated.remote_replies import prepared
+from rayps.core.strategy import Phase
+from rayps.federated.remote.remote_replies import prepared
 from rayps.ps.job_space import JobSpace
 from rayps.ps.protocol.space import SparseTable
 from rayps.runtime.decide import Continue, Fail, Finish, Mend, Replace, Restart, Stop, decide
@@ -40,8 +42,8 @@ from rayps.runtime.trial import TrialFacts as TrialFacts
 from rayps.runtime.trial_process import TrialRequest
 from rayps.runtime.worker_actor import WorkerFacts
 from rayps.runtime.worker_group import WorkerGroup
-from rayps.strategies.catalogue import Phase, parse
-from rayps.strategies.job import JobSpec, Status
+from rayps.strategies.catalogue import parse
+from rayps.strategies.job import JobSpec
 from rayps.tensors import checkpoint
 from rayps.tensors.learning_rate import ScheduleRecord, Ticks, recipe_of
 from rayps.tensors.snapshot import Snapshot
@@ -187,7 +189,7 @@ class Driver:
         strategies, packed = [phase.strategy for phase in self.phases], pack(self.workload)
         model, data = found.sizes
         facts = TrialFacts(
-            all(strategy.remote for strategy in strategies),
+            all(strategy.rows.remote for strategy in strategies),
             any(division is not None for division in found.divisions),
             self.spec.resources.get("gpu", 0.0),
             model,
@@ -195,7 +197,7 @@ class Driver:
             data,
         )
         first = strategies[0]
-        size, federated = first.grid(self.spec.workers).data, first.federated
+        size, federated = first.grid(self.spec.workers).data, first.rows.by_client
         self.trial.begin(
             facts, TrialRequest(packed, size, self.spec.seed, federated, self.spec.working_dir, tuple(sys.path))
         )
@@ -243,7 +245,7 @@ class Driver:
     def _run_phase(self, group: WorkerGroup, leg: PhaseRun) -> None:
         assert self._snapshot is not None
         phase, end = leg.phase, leg.end
-        if phase.strategy.lockstep:  # such a phase begins in step, also after one that was not
+        if phase.strategy.topology.in_step:  # such a phase begins in step, also after one that was not
             self._snapshot.align()
         rounds, mending = Rounds(self.spec.workers, 0, phase.strategy.name), None
         while True:
@@ -304,7 +306,9 @@ class Driver:
 
     def _save_on_leaving(self, group: WorkerGroup, rounds: Rounds, phase: Phase) -> None:
         """A last checkpoint, of a round that everyone reaches soon; where it takes too long, the one before stays."""
-        if self._checkpoints is None or self._snapshot is None or phase.strategy.remote:  # nobody waits for clients
+        if (
+            self._checkpoints is None or self._snapshot is None or phase.strategy.rows.remote
+        ):  # nobody waits for clients
             return
         self._standing.say(Status.STOPPING, "saving a checkpoint")
         group.hurry()
@@ -341,7 +345,7 @@ class Driver:
             failures=self._failures,
             max_failures=self.spec.max_failures,
             broken_for=0.0 if self._broken_since is None else time.monotonic() - self._broken_since,
-            lockstep=phase.strategy.lockstep and not group.holds_tables and not self._mender.may_replace(group),
+            lockstep=phase.strategy.topology.in_step and not group.holds_tables and not self._mender.may_replace(group),
             stop=self._stop.is_set(),
             at=at,
             mends=group.mends,

@@ -17,10 +17,11 @@ from typing import Any
 from rayps.cluster.local import PROTOCOL, LocalCluster, surrounding
 from rayps.core.errors import RaypsError
 from rayps.core.failpoint import passing
+from rayps.core.job import Status
 from rayps.runtime.driver import Driver
 from rayps.runtime.journal import Journal
 from rayps.runtime.outcome import Outcome
-from rayps.strategies.job import JobSpec, Status
+from rayps.strategies.job import JobSpec
 from rayps.tensors import checkpoint
 from rayps.workload.base import load
 

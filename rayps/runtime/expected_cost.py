@@ -8,18 +8,19 @@ from contextlib import suppress
 import torch
 from torch import nn
 
+from rayps.core.costs import Costs, costs
+from rayps.core.strategy import StrategyView
+from rayps.core.traffic import Sizes
 from rayps.core.user_code import user_code
 from rayps.data import Batch
 from rayps.parallel.division.build import blank
 from rayps.parallel.division.divide import sample_of
 from rayps.parallel.division.division import Division
-from rayps.parallel.division.probe import plain, probe, whole
 from rayps.parallel.pipeline import loss_proxy
 from rayps.parallel.pipeline.cut import layers, measure, spans
+from rayps.parallel.pipeline.probe import plain, probe, whole
 from rayps.ps.tables.embedding import tables_of
 from rayps.runtime.cost_report import CostReport
-from rayps.strategies.catalogue import Strategy
-from rayps.strategies.costs import Costs, Sizes, costs
 from rayps.tensors import optim
 from rayps.tensors.flat import Layout
 from rayps.workload.base import Workload
@@ -31,7 +32,7 @@ _SMALL = 3  # elements along each dimension of the stand-ins on which an optimiz
 
 def expected(
     workload: Workload,
-    strategy: Strategy,
+    strategy: StrategyView,
     workers: int,
     division: Division | None = None,
     batch: int | None = None,
@@ -51,7 +52,7 @@ def expected(
 
 
 def tally_of(
-    workload: Workload, strategy: Strategy, workers: int, division: Division | None, layout: Layout
+    workload: Workload, strategy: StrategyView, workers: int, division: Division | None, layout: Layout
 ) -> CostReport:
     """What hears a phase's points. A model on one worker is not looked at again."""
 
@@ -76,7 +77,7 @@ def seconds(workload: Workload, division: Division, replicas: int, micro_batches
 
 
 def sizes(
-    workload: Workload, strategy: Strategy, workers: int, division: Division | None = None, batch: int | None = None
+    workload: Workload, strategy: StrategyView, workers: int, division: Division | None = None, batch: int | None = None
 ) -> Sizes:
     """What the costs depend on; see `expected`."""
     with apart():

@@ -10,12 +10,13 @@ from typing import Any
 
 from rayps.cluster.local import Cluster
 from rayps.core.calendar import Calendar
+from rayps.core.strategy import StrategyView
+from rayps.core.topology import group_of
 from rayps.ps.group import find, start
 from rayps.ps.job_space import JobSpace
 from rayps.ps.protocol.space import Quota, SparseTable
 from rayps.runtime.journal import Journal
 from rayps.runtime.worker_group import WorkerGroup
-from rayps.strategies.catalogue import Strategy
 from rayps.strategies.job import JobSpec
 from rayps.tensors import checkpoint
 from rayps.tensors.learning_rate import Recipe, ScheduleRecord, Ticks
@@ -41,7 +42,7 @@ class InitialState:
         """Whether it begins with a checkpoint."""
         return self.resume is not None
 
-    def snapshot(self, group: WorkerGroup, strategy: Strategy, journal: Journal) -> Snapshot:
+    def snapshot(self, group: WorkerGroup, strategy: StrategyView, journal: Journal) -> Snapshot:
         """The first state; `strategy` is that of the first phase.
 
         Raises:
@@ -107,7 +108,7 @@ def of_another(meta: dict[str, Any], spec: JobSpec) -> list[str]:
 def space_of(
     cluster: Cluster,
     spec: JobSpec,
-    strategies: list[Strategy],
+    strategies: list[StrategyView],
     name: str,
     factory: Callable[[], Factory],
     tables: tuple[SparseTable, ...],
@@ -122,7 +123,7 @@ def space_of(
     if spec.server_group is not None:
         group, own = find(cluster, spec.server_group), False
     else:
-        needed = [(each.servers or each.shards, each.replicas or 0) for each in strategies if each.servers or tables]
+        needed = [group_of(each.topology) for each in strategies if each.topology.group_size or tables]
         if not needed:
             return None
         count, replicas = (max(column) for column in zip(*needed, strict=True))

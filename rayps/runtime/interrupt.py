@@ -8,8 +8,8 @@ import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 
+from rayps.core.job import Status
 from rayps.runtime.driver import Driver
-from rayps.strategies.job import Status
 
 
 @contextlib.contextmanager

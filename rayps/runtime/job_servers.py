@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from rayps.cluster.local import ActorReply, Cluster
+from rayps.core.strategy import StrategyView
+from rayps.core.topology import servers_of
 from rayps.parallel.division.division import shares
 from rayps.ps.fixed.rows import cuts
 from rayps.ps.fixed.shard import ShardFacts, ShardPart
 from rayps.ps.fixed.shard_actor import ShardPlan
 from rayps.ps.protocol.space import SpaceRank
 from rayps.runtime.members import GroupMember, place, settle
-from rayps.strategies.catalogue import Strategy
 from rayps.tensors.snapshot import Snapshot
 from rayps.worker.plan import Orders
 
@@ -20,7 +21,7 @@ from rayps.worker.plan import Orders
 class JobServers(Protocol):
     """Who holds a generation's parameters, or a part of them."""
 
-    def serves(self, strategy: Strategy) -> bool:
+    def serves(self, strategy: StrategyView) -> bool:
         """Whether a generation under this strategy needs it."""
 
     def seat(self, rank: int) -> SpaceRank | None:
@@ -88,9 +89,9 @@ class FixedServers:
         before = sum(len(ranges) for ranges in self._ranges[:column])
         return range(before, before + (len(self._ranges[column]) if self._ranges else 0))
 
-    def serves(self, strategy: Strategy) -> bool:
+    def serves(self, strategy: StrategyView) -> bool:
         """See Servers."""
-        return strategy.shards > 0
+        return servers_of(strategy) is not None
 
     def seat(self, rank: int) -> None:
         """See Servers."""

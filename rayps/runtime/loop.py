@@ -29,6 +29,7 @@ from rayps.comm.ring import Ring
 from rayps.comm.ring.compressed_mean import compressed
 from rayps.core.errors import ActorDied, ConfigError, LinkError, PeerTimeout, RaypsError, WorkloadError
 from rayps.core.logs import LogBuffer
+from rayps.core.topology import servers_of
 from rayps.core.user_code import placed, user_code
 from rayps.ps.server_group import ServerGroup
 from rayps.ps.tables.embedding import tables_of
@@ -282,18 +283,19 @@ def wrap(
     factory = _same_kind(optimizer, flat)
     if schedule is not None:
         factory = Recipe(factory, schedule)
-    pace = None if chosen.shards else pace_of(factory, flat.layout, optimizer, Ticks())
+    servers = servers_of(chosen)
+    pace = None if servers is not None else pace_of(factory, flat.layout, optimizer, Ticks())
     group, server = None, None
-    if chosen.shards:
+    if servers is not None:
         group = _share(
             name,
             here,
             lambda: ServerGroup(
                 dict(zip((e.name for e in flat.layout.entries), flat.parameters, strict=True)),
-                shards=chosen.shards,
-                replicas=chosen.replicas,
-                staleness=chosen.staleness,
-                compression=chosen.compression,
+                shards=servers.count,
+                replicas=servers.replicas,
+                staleness=servers.staleness,
+                compression=servers.compression,
                 workers=here.size,
                 timeout=here.timeout,
                 optimizer=factory,
@@ -301,10 +303,11 @@ def wrap(
         )
         server = group.server(here.rank)
     talk = ring
-    if chosen.compression is not None and server is None:
-        talk, choice = compressed(ring, chosen.compression, Gradient(flat.packed, 0))
+    compression = chosen.topology.compression
+    if compression is not None and server is None:
+        talk, choice = compressed(ring, compression, Gradient(flat.packed, 0))
         log.info(choice["message"])
-    turns = _Turns(chosen, flat, _Stepper(optimizer, pace, chosen.shards > 0), here, talk, server)
+    turns = _Turns(chosen, flat, _Stepper(optimizer, pace, servers is not None), here, talk, server)
     here.closing.append(lambda failed: _leave(turns, ring, server, group, failed))
     optimizer.samples = 1  # type: ignore[attr-defined]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rayps.strategies.job import Status
+from rayps.core.job import Status
 from rayps.tensors.snapshot import Snapshot
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from rayps.core.calendar import Boundary, Calendar, PhaseSpan
+from rayps.core.strategy import Phase
 from rayps.parallel.division.divide import words
 from rayps.parallel.division.division import Division
 from rayps.runtime.cost_report import CostReport
 from rayps.runtime.expected_cost import tally_of
 from rayps.runtime.journal import Journal
-from rayps.strategies.catalogue import Phase
 from rayps.strategies.job import JobSpec
 from rayps.tensors.flat import Layout
 from rayps.tensors.learning_rate import Ticks
@@ -37,7 +37,7 @@ class PhaseRun:
     @property
     def name(self) -> str:
         """That of its strategy."""
-        return self.phase.strategy.name or type(self.phase.strategy).__name__
+        return self.phase.strategy.name
 
     def enter(self, snapshot: Snapshot, workers: int) -> None:
         """Let a state go on in this phase."""
@@ -59,7 +59,7 @@ class PhaseRun:
 
     def tally(self, workload: Workload, workers: int, layout: Layout) -> CostReport | None:
         """What hears the points of its rounds; None where one worker waits for real clients."""
-        if self.phase.strategy.remote:
+        if self.phase.strategy.rows.remote:
             return None
         return tally_of(workload, self.phase.strategy, workers, self.division, layout)
 
@@ -67,8 +67,8 @@ class PhaseRun:
         """What a generation is told; the evaluation after round `evaluated` is filed."""
         every, begin = spec.checkpoint_every, self.span.begin
         if every is None:
-            strategy = self.phase.strategy  # a round of real clients is too dear to be made twice
-            epochs = FEDERATED_EPOCHS if strategy.federated and not strategy.remote else 1
+            rows = self.phase.strategy.rows  # a round of real clients is too dear to be made twice
+            epochs = FEDERATED_EPOCHS if rows.by_client and not rows.remote else 1
             boundary = Boundary(self.span.steps * epochs, self.end, begin)
         else:
             boundary = Boundary(every, self.end)

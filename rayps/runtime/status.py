@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from rayps.core.job import Status
 from rayps.runtime.journal import Journal
 from rayps.runtime.report import ProgressReport
-from rayps.strategies.job import Status
 
 
 class RunStatus:

@@ -16,6 +16,7 @@ from torch import nn
 from rayps.cluster.local import Cluster
 from rayps.core import metrics
 from rayps.core.errors import CheckpointError, ConfigError, RaypsError, TrainingError
+from rayps.core.job import LOCAL_CPUS, Status
 from rayps.ps.tables.embedding import load, load_states, tables_of
 from rayps.runtime.driver import Driver
 from rayps.runtime.interrupt import stops
@@ -23,7 +24,7 @@ from rayps.runtime.journal import Journal
 from rayps.runtime.outcome import Outcome
 from rayps.runtime.progress import Display
 from rayps.strategies.catalogue import parse, wire
-from rayps.strategies.job import LOCAL_CPUS, JobSpec, Status
+from rayps.strategies.job import JobSpec
 from rayps.tensors import checkpoint as checkpoints
 from rayps.tensors.snapshot import Snapshot
 from rayps.workload.base import Workload, check_clip_norm

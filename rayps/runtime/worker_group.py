@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 from rayps.cluster.actor_host import START_SECONDS
 from rayps.cluster.local import Bundle, Cluster
 from rayps.core.errors import ClusterError
+from rayps.core.families import Rebuild
 from rayps.core.grid import Grid
+from rayps.core.topology import servers_of
 from rayps.recovery.backup_assignment import Bond, Mending
 from rayps.recovery.client_states_backup import ClientStatesBackup
 from rayps.recovery.group_backup import halted, tied
@@ -75,7 +77,7 @@ class WorkerGroup:
         """Whether the parameters are in one space with tables, which are too large to go back to a snapshot."""
         return (
             self._orders is not None
-            and self._orders.strategy.shards > 0
+            and servers_of(self._orders.strategy) is not None
             and self._spaced
             and bool(self.space is not None and self.space.tables)
         )
@@ -144,14 +146,13 @@ class WorkerGroup:
     @property
     def mends(self) -> bool:
         """Whether workers keep each other's states, so that a death need not bring everyone back to a snapshot."""
-        strategy = self._known().strategy
-        return strategy.replica is not None and strategy.shards == 0
+        return self._known().strategy.recovery == Rebuild()
 
     @property
     def rejoins(self) -> bool:
         """Whether a replica that has lost a worker can begin anew from the servers although all work in step."""
-        strategy = self._known().strategy
-        return strategy.replica is not None and strategy.shards > 0 and not any(shard.dead for shard in self.shards)
+        rebuilds = self._known().strategy.recovery == Rebuild(from_servers=True)
+        return rebuilds and not any(shard.dead for shard in self.shards)
 
     def halt(self) -> Mending | None:
         """End the generation where it stands; from which round the next one can go on without a snapshot, if any."""
@@ -245,7 +246,7 @@ class WorkerGroup:
             rank,
             self.size,
             orders.strategy,
-            [] if orders.strategy.shards else self._addresses("data", rank),
+            [] if servers_of(orders.strategy) is not None else self._addresses("data", rank),
             shards,
             self.secret,
             orders.seed,
@@ -340,7 +341,7 @@ class WorkerGroup:
         concerned = self._concerned()
         if concerned is None or any(member.dead for member in self.members):
             return None
-        in_step = self._known().strategy.lockstep
+        in_step = self._known().strategy.topology.in_step
         common = set.intersection(*(set(held) for _, held in concerned))
         for newest in sorted((r for r in common if r > snapshot.round), reverse=True):
             workers = [worker.handle.call("part", newest if in_step else None) for worker in self.workers]
@@ -388,7 +389,7 @@ class WorkerGroup:
             if held is None:
                 return None
             found += held
-        if found and not self._known().strategy.lockstep:
+        if found and not self._known().strategy.topology.in_step:
             return found
         if not all(facts):
             return None
@@ -409,4 +410,5 @@ class WorkerGroup:
 def _servers(orders: Orders) -> int:
     """How many fixed servers a generation needs: each column has at least one."""
     columns = 1 if orders.division is None else len(orders.division.columns)
-    return max(orders.strategy.shards, columns) if orders.strategy.shards else 0
+    servers = servers_of(orders.strategy)
+    return 0 if servers is None else servers.shards(columns)

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rayps.core.errors import ConfigError
+from rayps.core.job import Status
 from rayps.service import job_folders, processes
 from rayps.service.plan import OpenJob, Seal, plan
-from rayps.strategies.job import JobSpec, Status
+from rayps.strategies.job import JobSpec
 
 if TYPE_CHECKING:  # `rayps doctor` compares without the store's packages
     from rayps.service.store import Store

@@ -22,9 +22,9 @@ from typing import Any, Self
 import httpx2
 
 from rayps.core.errors import ConfigError, Conflict, NotFound, RaypsError, ServiceError, Unauthorized, Unreachable
+from rayps.core.job import Status
 from rayps.service.remote_group import RemoteGroup
 from rayps.service.settings import Settings
-from rayps.strategies.job import Status
 
 _ERRORS: dict[int, type[RaypsError]] = {
     400: ConfigError,

@@ -17,7 +17,8 @@ from typing import Any
 import yaml
 
 from rayps.core.errors import ConfigError
-from rayps.strategies.job import JobSpec, misnamed
+from rayps.core.job import misnamed
+from rayps.strategies.job import JobSpec
 
 MOST_BYTES = 1_000_000
 _KINDS = (

@@ -6,10 +6,10 @@ and after an error all rows of jobs that have not ended are read.
 
 from __future__ import annotations
 
+from rayps.core.job import Status
 from rayps.service.plan import needs
 from rayps.service.store import JobRecord, Store
 from rayps.service.waiting import Waiting, WaitingJobs
-from rayps.strategies.job import Status
 
 
 class OpenJobs:

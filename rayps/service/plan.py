@@ -10,7 +10,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rayps.strategies.job import JobSpec, Status, may_move
+from rayps.core.job import Status, may_move
+from rayps.strategies.job import JobSpec
 
 Bundle = dict[str, float]
 

@@ -19,6 +19,7 @@ from typing import Any
 from rayps.cluster.local import Actors, Bundle
 from rayps.core.errors import ClusterError, ConfigError, Conflict, NotFound, RaypsError
 from rayps.core.failpoint import passing
+from rayps.core.job import Status, may_move
 from rayps.federated.remote.mailbox import FOLDER, Mailbox
 from rayps.service.drivers import BEGUN, LAUNCHED, Drivers, DriverView, RayHome, foreign
 from rayps.service.job_folders import read_json
@@ -28,7 +29,7 @@ from rayps.service.plan import SIGN_SECONDS, Action, AskToStop, Kill, OpenJob, S
 from rayps.service.state_disk import is_full
 from rayps.service.store import JobRecord, Store
 from rayps.service.waiting import GroupQuestions, room_beside
-from rayps.strategies.job import JobSpec, Status, may_move
+from rayps.strategies.job import JobSpec
 
 log = logging.getLogger(__name__)
 

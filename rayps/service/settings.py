@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from rayps.core.errors import ConfigError
+from rayps.core.job import LOCAL_CPUS
 from rayps.service.plan import SIGN_SECONDS
-from rayps.strategies.job import LOCAL_CPUS
 
 SERVICE_LOCK = "service.lock"  # held by the one service of a state directory
 _PROOFS = ("rayps.db", SERVICE_LOCK)  # a directory with one of these was used by a rayps service

@@ -24,8 +24,9 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_en
 
 from rayps.core.errors import ConfigError, Conflict, NotFound
 from rayps.core.failpoint import passing
+from rayps.core.job import Status, may_move
 from rayps.service.state_disk import StateDisk, is_full
-from rayps.strategies.job import JobSpec, Status, may_move
+from rayps.strategies.job import JobSpec
 
 ID_LETTERS = 26
 FEWEST_LETTERS = 4  # of the beginning of an id

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from rayps.cluster.local import Bundle
+from rayps.core.job import Status
 from rayps.service.plan import Seal, Start
-from rayps.strategies.job import Status
 
 Shape = tuple[tuple[tuple[str, float], ...], str | None]  # what a job needs, and its server group
 

@@ -33,12 +33,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rayps.core import options
+from rayps.core import options, traffic
 from rayps.core.attendance import attends
+from rayps.core.direction import direction
+from rayps.core.families import LOCAL_UPDATES, Fixed, Rows
+from rayps.core.grid import Grid
 from rayps.core.proximal import canonical, prox
+from rayps.core.strategy import WorkerView
+from rayps.core.traffic import Sizes, TrafficCost
 from rayps.strategies.averaging import check_meetings
-from rayps.strategies.base import Strategy, WorkerView
-from rayps.strategies.direction import direction
+from rayps.strategies.base import Strategy
 
 
 @dataclass(frozen=True)
@@ -56,8 +60,8 @@ class ADMM(Strategy):
     momentum: str = "keep"
     buffers: str = "average"
     name: ClassVar[str] = "admm"
-    apart: ClassVar[bool] = True
-    keeps_rows: ClassVar[bool] = True  # type: ignore[misc]
+    loop: ClassVar[str] = LOCAL_UPDATES
+    rows: ClassVar[Rows] = Fixed()
 
     def __post_init__(self) -> None:
         options.whole(self, "local_steps")
@@ -70,10 +74,9 @@ class ADMM(Strategy):
         check_meetings(self)
         object.__setattr__(self, "regularizer", canonical(self.regularizer))
 
-    @property
-    def meets_every(self) -> int:  # type: ignore[override]
-        """Steps between meetings."""
-        return self.local_steps
+    def cost(self, grid: Grid, sizes: Sizes) -> list[TrafficCost]:
+        """A mean of the parameters at each meeting."""
+        return traffic.periodic_mean(grid, sizes, None, self.local_steps, moments=self.momentum == "average")
 
     def begin(self, w: WorkerView) -> None:
         """z = x_i, u_i = 0."""
@@ -105,7 +108,7 @@ class ADMM(Strategy):
         v = u.add_(x, alpha=alpha).add_(z_old, alpha=1 - alpha)
         z = w.shared["z"] = prox(self.regularizer, w.mean(v, w.rows, exact=True), 1 / penalty)
         u = v.sub_(z)
-        w.together(w.rows, momentum=self.momentum, buffers=self.buffers)
+        w.sync_optimizer_and_buffers(w.rows, momentum=self.momentum, buffers=self.buffers)
 
         calm = here or bool(w.memory["calm"])
         norms = w.ring.sum(_doubles(x, _square(x - z) * share, _square(x) * share, _square(u) * share, calm, here))

@@ -15,8 +15,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from rayps.core.compression import compression_of
 from rayps.core.errors import ConfigError
-from rayps.strategies.base import Replica, Strategy, WorkerView, compression_of, must_go_with
+from rayps.core.replica import Replica, must_go_with
+from rayps.core.strategy import WorkerView
+from rayps.core.topology import Peers
+from rayps.strategies.base import Strategy
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,11 @@ class AllReduce(Strategy):
     bucket_mb: float | None = None
     replica: Replica | None = None
     name: ClassVar[str] = "all_reduce"
+
+    @property
+    def topology(self) -> Peers:
+        """Gradients around the ring of each column of workers."""
+        return Peers(self.replica, self.compression, self.bucket_mb)
 
     def __post_init__(self) -> None:
         if self.compression is not None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from rayps.core import options
-from rayps.strategies.base import WorkerView, compression_of
+from rayps.core.compression import compression_of
+from rayps.core.strategy import WorkerView
 
 
 def local_step(w: WorkerView) -> None:
@@ -42,5 +43,6 @@ def check_meetings(strategy: Any) -> None:
     """Check the options `momentum`, `buffers` and `compression`. Raises ConfigError."""
     options.choice(strategy, "momentum", ("keep", "reset", "average"))
     options.choice(strategy, "buffers", ("keep", "average"))
-    if strategy.compression is not None:
-        compression_of(strategy.compression)
+    compression = strategy.topology.compression
+    if compression is not None:
+        compression_of(compression)

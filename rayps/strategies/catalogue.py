@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from rayps.core.calendar import phase_ends
 from rayps.core.errors import ConfigError
+from rayps.core.families import SERVER_STEPS, SYNC_GRADIENTS
+from rayps.core.replica import Pipeline, Replica, TensorParallel
 from rayps.core.spelling import near
+from rayps.core.strategy import Phase, ShardView, StrategyView, WorkerView
 from rayps.core.text import form, scalar
+from rayps.core.topology import servers_of
 from rayps.federated.rule_spec import inside
 from rayps.strategies.admm import ADMM
 from rayps.strategies.all_reduce import AllReduce
-from rayps.strategies.base import Replica, ShardView, Strategy, WorkerView
+from rayps.strategies.base import Strategy
 from rayps.strategies.diloco import DiLoCo
 from rayps.strategies.ditto import Ditto
 from rayps.strategies.downpour import Downpour
@@ -30,9 +33,7 @@ from rayps.strategies.hybrid import Hybrid
 from rayps.strategies.local_sgd import LocalSGD
 from rayps.strategies.parallel_sgd import ParallelSGD
 from rayps.strategies.parameter_server import ParameterServer
-from rayps.strategies.pipeline import Pipeline
 from rayps.strategies.scaffold import Scaffold
-from rayps.strategies.tensor_parallel import TensorParallel
 
 __all__ = [
     "CATALOGUE",
@@ -77,14 +78,6 @@ _NESTED: dict[str, tuple[str, ...]] = {"replica": tuple(REPLICAS), "stage": (Ten
 _Kind = TypeVar("_Kind", Strategy, Replica)
 
 
-@dataclass(frozen=True, slots=True)
-class Phase:
-    """A strategy and for how many epochs it runs; None = until the job ends."""
-
-    epochs: int | None
-    strategy: Strategy
-
-
 def parse(given: Any) -> list[Phase]:
     """Read what a user wrote as the phases of a run.
 
@@ -120,7 +113,7 @@ def parse(given: Any) -> list[Phase]:
     return phases
 
 
-def for_a_loop(given: Any) -> Strategy:
+def for_a_loop(given: Any) -> StrategyView:
     """The strategy of a training loop of one's own, read as `parse` does.
 
     Raises:
@@ -130,8 +123,10 @@ def for_a_loop(given: Any) -> Strategy:
     if len(phases) > 1:
         raise ConfigError("wrap takes one strategy: a loop of your own changes it by wrapping again", field="strategy")
     chosen = phases[0].strategy
-    if chosen.replica is not None or chosen.steps_locally or chosen.in_place or chosen.apart or chosen.federated:
-        what = chosen.name if chosen.replica is None else f"{chosen.name} with a replica of several workers"
+    topology, servers = chosen.topology, servers_of(chosen)
+    own = servers is not None and servers.own_copies
+    if topology.replica is not None or own or chosen.loop not in (SYNC_GRADIENTS, SERVER_STEPS):
+        what = chosen.name if topology.replica is None else f"{chosen.name} with a replica of several workers"
         raise ConfigError(f"wrap cannot follow {what}: use rayps.train, which makes the loop", field="strategy")
     return chosen
 
@@ -259,8 +254,8 @@ def _replica(option: str, item: Any) -> Any:
     return _build("replica", REPLICAS, item)
 
 
-def _wire(given: Strategy | Replica) -> dict[str, Any]:
-    found: dict[str, Any] = {"name": given.name or type(given).__name__}
+def _wire(given: StrategyView | Replica) -> dict[str, Any]:
+    found: dict[str, Any] = {"name": given.name}
     for f in sorted(_options(type(given)), key=lambda f: f.default is None):
         value = getattr(given, f.name)
         if f.default is not None or value is not None:

@@ -24,10 +24,15 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar
 
-from rayps.core import options
+from rayps.core import options, traffic
 from rayps.core.errors import ConfigError
+from rayps.core.families import LOCAL_UPDATES
+from rayps.core.grid import Grid
+from rayps.core.strategy import WorkerView
+from rayps.core.topology import Peers
+from rayps.core.traffic import Sizes, TrafficCost
 from rayps.strategies.averaging import check_meetings, done, have_met, local_step, rounds, samples
-from rayps.strategies.base import Strategy, WorkerView
+from rayps.strategies.base import Strategy
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,7 @@ class DiLoCo(Strategy):
     momentum: str = "keep"
     buffers: str = "average"
     name: ClassVar[str] = "diloco"
-    apart: ClassVar[bool] = True
+    loop: ClassVar[str] = LOCAL_UPDATES
 
     def __post_init__(self) -> None:
         for field, least in (("period", 1), ("overlap", 0), ("buckets", 1)):
@@ -59,9 +64,13 @@ class DiLoCo(Strategy):
         check_meetings(self)
 
     @property
-    def meets_every(self) -> int:  # type: ignore[override]
-        """Steps between meetings."""
-        return self.period
+    def topology(self) -> Peers:
+        """Parameters around the ring, at each meeting."""
+        return Peers(compression=self.compression)
+
+    def cost(self, grid: Grid, sizes: Sizes) -> list[TrafficCost]:
+        """A mean of the parameters at each meeting."""
+        return traffic.periodic_mean(grid, sizes, self.compression, self.period, moments=self.momentum == "average")
 
     def begin(self, w: WorkerView) -> None:
         """theta = where all begin, v = 0."""
@@ -84,7 +93,7 @@ class DiLoCo(Strategy):
         n, apart = samples(w), w.shared["theta"] - w.params
         w.memory |= {f"D{i}": w.mean_later(apart[cut], n, slot=i) for i, cut in enumerate(self._cuts(w))}
         w.memory["theta_k"] = w.params.clone()
-        w.together(n, momentum=self.momentum, buffers=self.buffers)
+        w.sync_optimizer_and_buffers(n, momentum=self.momentum, buffers=self.buffers)
         have_met(w)
 
     def _arrive(self, w: WorkerView) -> None:

@@ -21,11 +21,15 @@ repeats the steps it had not pushed: each batch is in the parameters once. The l
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from rayps.core import options
-from rayps.strategies.base import REPLAY, Replica, ShardView, Strategy, WorkerView, must_go_with
+from rayps.core.replica import Replica
+from rayps.core.server_updates import PlainServers, apply_sum, summing_servers
+from rayps.core.strategy import ServerHalf, ShardView, WorkerView
+from rayps.core.topology import Servers
+from rayps.strategies.base import Strategy
 
 
 @dataclass(frozen=True)
@@ -40,19 +44,24 @@ class Downpour(Strategy):
     replay_mb: float | None = None
     replica: Replica | None = None
     name: ClassVar[str] = "downpour"
-    staleness: ClassVar[None] = None  # type: ignore[misc]
-    gathers: ClassVar[bool] = False  # type: ignore[misc]
-    borrows: ClassVar[bool] = True
-    spans: ClassVar[bool] = True
-    steps_locally: ClassVar[bool] = True
-    fixed_servers: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        for field, least in (("n_push", 1), ("n_fetch", 1), ("shards", 1), ("warm_start", 0)):
+        for field, least in (("n_push", 1), ("n_fetch", 1), ("warm_start", 0)):
             options.whole(self, field, least)
-        options.number(self, "adagrad", above=0, none=True, expected="a rate above 0")
-        options.number(self, "replay_mb", least=0, none=True, expected=REPLAY)
-        must_go_with(self.replica)
+        _ = self.topology  # it checks the servers' options
+
+    @property
+    def topology(self) -> Servers:
+        """Each push counts as it comes, for all steps since the one before; replicas step copies of their own."""
+        servers = summing_servers(self.shards, self.adagrad, self.replay_mb, self.replica)
+        return replace(servers, own_copies=True, push_every=self.n_push, pull_every=self.n_fetch)
+
+    @property
+    def server_half(self) -> ServerHalf:
+        """The server's half alone, which knows no worker; a class derived from this one stays itself."""
+        if type(self) is not Downpour:
+            return self
+        return PlainServers(summing_servers(self.shards, self.adagrad, self.replay_mb, self.replica))
 
     def round(self, w: WorkerView) -> None:
         """One step of the appendix's client."""
@@ -95,5 +104,4 @@ class Downpour(Strategy):
 
     def on_push(self, shard: ShardView, value: Any, weight: float) -> None:
         """w <- w - step(a), at once; weight decay as in the steps that a is the sum of."""
-        if weight:
-            shard.step(value, decays=shard.rounds)
+        apply_sum(shard, value, weight)

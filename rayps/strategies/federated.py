@@ -25,13 +25,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rayps.core import options
+from rayps.core import options, traffic
 from rayps.core.errors import ConfigError
+from rayps.core.families import FEDERATED_ROUNDS, ByClient, Rows
 from rayps.core.grid import Grid
+from rayps.core.strategy import WorkerView
+from rayps.core.traffic import Sizes, TrafficCost
 from rayps.federated import rule_spec
 from rayps.federated.population import options as options_module
 from rayps.federated.remote import join_options
-from rayps.strategies.base import Strategy, WorkerView
+from rayps.strategies.base import Strategy
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class Federated(Strategy):
     buffers: str = "mean"
     finetune: int | None = None
     clients: Any = None
-    federated: ClassVar[bool] = True
+    loop: ClassVar[str] = FEDERATED_ROUNDS
     asynchronous: ClassVar[bool] = False  # replies may have begun from older parameters
     sums: ClassVar[tuple[str, ...]] = ()  # what `c.reply` holds, added up unweighted, each as long as w
     state: ClassVar[tuple[str, ...]] = ()  # what `c.state` keeps of each client
@@ -96,6 +99,11 @@ class Federated(Strategy):
         """Whether clients are processes outside of the cluster, with data of their own."""
         return self.clients is not None
 
+    @property
+    def rows(self) -> Rows:
+        """Each client has its own."""
+        return ByClient(self.remote)
+
     def grid(self, workers: int) -> Grid:
         """How workers are laid out. Raises ConfigError: several for clients that are elsewhere."""
         if self.remote and workers > 1:
@@ -104,6 +112,15 @@ class Federated(Strategy):
                 field="workers",
             )
         return super().grid(workers)
+
+    def cost(self, grid: Grid, sizes: Sizes) -> list[TrafficCost]:
+        """A round's exchange: the sums of what workers have added up of their clients' replies, or all replies."""
+        if grid.data == 1 or self.remote:
+            return [TrafficCost("replies between workers", "0: there is one", 0, 0, 0)]
+        if self.rule != "mean":
+            what = f"replies gathered by {grid.data} workers"
+            return [TrafficCost(what, "V of each reply to each other worker", None, None)]
+        return [traffic.summed_replies(grid, sizes, len(self.sums))]
 
     @property
     def epochs(self) -> int:

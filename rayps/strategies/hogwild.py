@@ -17,7 +17,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rayps.strategies.base import Strategy, WorkerView
+from rayps.core.strategy import WorkerView
+from rayps.core.topology import SharedVector
+from rayps.strategies.base import Strategy
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,11 @@ class Hogwild(Strategy):
     """The cores of one host on one vector, without locks: sparse models, and nothing to send."""
 
     name: ClassVar[str] = "hogwild"
-    in_place: ClassVar[bool] = True
+
+    @property
+    def topology(self) -> SharedVector:
+        """One vector in the host's shared memory."""
+        return SharedVector()
 
     def begin(self, w: WorkerView) -> None:
         """Meet the others: after this everyone has put the same x there."""

@@ -19,8 +19,10 @@ from typing import ClassVar
 
 from rayps.core import options
 from rayps.core.errors import ConfigError
+from rayps.core.strategy import WorkerView
+from rayps.core.topology import Peers
 from rayps.strategies.all_reduce import AllReduce
-from rayps.strategies.base import Strategy, WorkerView
+from rayps.strategies.base import Strategy
 from rayps.strategies.parameter_server import ParameterServer
 
 
@@ -68,14 +70,15 @@ class Hybrid(Strategy):
         return AllReduce(compression=self.compression, bucket_mb=self.bucket_mb)
 
     @property
+    def topology(self) -> Peers:
+        """The dense part around the ring, the tables on servers."""
+        tables = self.tables.topology
+        return Peers(None, self.compression, self.bucket_mb, tables, self.prefetch)
+
+    @property
     def tables(self) -> ParameterServer:
         """The strategy of the tables' servers."""
         return ParameterServer(shards=self.servers, staleness=self.staleness, replicas=self.replicas)
-
-    @property
-    def group_bytes(self) -> int:
-        """Only rows' gradients are kept."""
-        return self.tables.group_bytes
 
     def round(self, w: WorkerView) -> None:
         """g <- mean over workers; w <- w - step(g). The rows' gradients leave after it."""

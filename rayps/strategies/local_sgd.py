@@ -23,9 +23,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rayps.core import options
+from rayps.core import options, traffic
+from rayps.core.families import LOCAL_UPDATES
+from rayps.core.grid import Grid
+from rayps.core.strategy import WorkerView
+from rayps.core.topology import Peers
+from rayps.core.traffic import Sizes, TrafficCost
 from rayps.strategies.averaging import check_meetings, done, have_met, local_step, rounds, samples
-from rayps.strategies.base import Strategy, WorkerView
+from rayps.strategies.base import Strategy
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,7 @@ class LocalSGD(Strategy):
     buffers: str = "average"
     compression: str | None = None
     name: ClassVar[str] = "local_sgd"
-    apart: ClassVar[bool] = True
+    loop: ClassVar[str] = LOCAL_UPDATES
 
     def __post_init__(self) -> None:
         options.whole(self, "period")
@@ -46,9 +51,13 @@ class LocalSGD(Strategy):
         check_meetings(self)
 
     @property
-    def meets_every(self) -> int:  # type: ignore[override]
-        """Steps between meetings."""
-        return self.period
+    def topology(self) -> Peers:
+        """Parameters around the ring, at each meeting."""
+        return Peers(compression=self.compression)
+
+    def cost(self, grid: Grid, sizes: Sizes) -> list[TrafficCost]:
+        """A mean of the parameters at each meeting."""
+        return traffic.periodic_mean(grid, sizes, self.compression, self.period, moments=self.momentum == "average")
 
     def round(self, w: WorkerView) -> None:
         """w_k <- w_k - step(g_k), and a meeting where one is due."""
@@ -69,7 +78,7 @@ class LocalSGD(Strategy):
             w.params = w.mean(w.params, n, exact=True)
         else:
             w.params = x.add_(w.mean(w.params - x, n))
-        w.together(n, momentum=self.momentum, buffers=self.buffers)
+        w.sync_optimizer_and_buffers(n, momentum=self.momentum, buffers=self.buffers)
         have_met(w)
 
     def consensus(self, w: WorkerView) -> Any:

@@ -21,10 +21,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rayps.core import options
+from rayps.core import options, traffic
 from rayps.core.errors import ConfigError
+from rayps.core.families import LOCAL_UPDATES, Fixed, Reshuffled, Rows
+from rayps.core.grid import Grid
+from rayps.core.strategy import WorkerView
+from rayps.core.topology import Peers
+from rayps.core.traffic import Sizes, TrafficCost
 from rayps.strategies.averaging import check_meetings, done, have_met, local_step, rounds, samples
-from rayps.strategies.base import Strategy, WorkerView
+from rayps.strategies.base import Strategy
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,7 @@ class ParallelSGD(Strategy):
     buffers: str = "average"
     compression: str | None = None
     name: ClassVar[str] = "parallel_sgd"
-    apart: ClassVar[bool] = True
+    loop: ClassVar[str] = LOCAL_UPDATES
 
     def __post_init__(self) -> None:
         options.whole(self, "rounds")
@@ -53,9 +58,18 @@ class ParallelSGD(Strategy):
             )
 
     @property
-    def keeps_rows(self) -> bool:  # type: ignore[override]
+    def rows(self) -> Rows:
         """Without a shuffle a worker has the same rows in every epoch."""
-        return not self.shuffle
+        return Reshuffled() if self.shuffle else Fixed()
+
+    @property
+    def topology(self) -> Peers:
+        """Parameters around the ring, at each meeting."""
+        return Peers(compression=self.compression)
+
+    def cost(self, grid: Grid, sizes: Sizes) -> list[TrafficCost]:
+        """A mean of the parameters at each meeting."""
+        return traffic.periodic_mean(grid, sizes, self.compression, None, moments=self.momentum == "average")
 
     def round(self, w: WorkerView) -> None:
         """A step of each worker alone, and a merge at the end of a part."""
@@ -74,7 +88,7 @@ class ParallelSGD(Strategy):
             w.params = w.mean(w.params, weight, exact=True)
         else:
             w.params = x.add_(w.mean(w.params - x, weight))
-        w.together(weight, momentum=self.momentum, buffers=self.buffers)
+        w.sync_optimizer_and_buffers(weight, momentum=self.momentum, buffers=self.buffers)
         have_met(w, **facts)
 
     def consensus(self, w: WorkerView) -> Any:

@@ -26,9 +26,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rayps.core import options
-from rayps.core.errors import ConfigError
-from rayps.strategies.base import REPLAY, Replica, ShardView, Strategy, WorkerView, compression_of, must_go_with
+from rayps.core.replica import Replica
+from rayps.core.server_updates import PlainServers, apply_mean, apply_push, plain_servers
+from rayps.core.strategy import ServerHalf, ShardView, WorkerView
+from rayps.core.topology import Servers
+from rayps.strategies.base import Strategy
 
 
 @dataclass(frozen=True)
@@ -42,38 +44,19 @@ class ParameterServer(Strategy):
     replicas: int | None = None
     replica: Replica | None = None
     name: ClassVar[str] = "parameter_server"
-    borrows: ClassVar[bool] = True
-    means: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        options.whole(self, "shards")
-        s = self.staleness
-        if s is not None and (isinstance(s, bool) or not isinstance(s, int) or s < 0):
-            raise ConfigError(
-                f"staleness is {s!r}: give 0 (synchronous), a whole number of rounds, or none (asynchronous)",
-                field="staleness",
-            )
-        options.number(self, "replay_mb", least=0, none=True, expected=REPLAY)
-        c = 0 if self.replicas is None else self.replicas
-        if isinstance(c, bool) or not isinstance(c, int) or not 0 <= c < self.shards:
-            raise ConfigError(
-                f"replicas is {c!r} and there are {self.shards} shards: give fewer copies than servers, 0 or more, or "
-                "none (fixed servers)",
-                field="replicas",
-            )
-        if self.compression is not None:
-            compression_of(self.compression)
-        must_go_with(self.replica, compression=self.compression, replicas=self.replicas)
+        _ = self.topology  # it checks the options
 
     @property
-    def tables(self) -> Strategy:
-        """Tables follow the same clock as the dense part."""
-        return self
+    def topology(self) -> Servers:
+        """Sparse tables follow the same clock as the dense part. Only in step do servers wait for all pushes."""
+        return plain_servers(self.shards, self.staleness, self.compression, self.replicas, self.replay_mb, self.replica)
 
     @property
-    def gathers(self) -> bool:  # type: ignore[override]
-        """Only the synchronous server keeps pushes until everyone has spoken."""
-        return self.staleness == 0
+    def server_half(self) -> ServerHalf:
+        """The server's half alone, which knows no worker; a class derived from this one stays itself."""
+        return PlainServers(self.topology) if type(self) is ParameterServer else self
 
     def round(self, w: WorkerView) -> None:
         """w <- pull; push g(w)."""
@@ -82,10 +65,9 @@ class ParameterServer(Strategy):
 
     def on_push(self, shard: ShardView, value: Any, weight: float) -> None:
         """s != 0: w <- w - step(g_i / N), at once."""
-        if self.staleness != 0 and weight:
-            shard.step(value, 1 / shard.size)
+        if self.staleness != 0:
+            apply_push(shard, value, weight)
 
     def on_round(self, shard: ShardView, values: list[Any], weights: list[float]) -> None:
         """s = 0: w <- w - step(sum(n_i g_i) / sum(n_i))."""
-        if sum(weights):
-            shard.step_mean(values, weights)
+        apply_mean(shard, values, weights)

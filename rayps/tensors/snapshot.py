@@ -7,8 +7,8 @@ Buffers (BatchNorm statistics): each worker keeps its own while it trains; rank 
 returned, and given to everyone when a run starts or restarts. Parameters that need no gradient travel with
 them, so that everyone has the same ones.
 
-Where workers learn apart (`Strategy.apart`) `params` are what they agree on (`Strategy.consensus`), and `own` holds
-what each of them has: with it everyone goes on from where it was.
+Under the loop `local_updates` `params` are what the workers agree on (`Strategy.consensus`), and `own` holds what each
+of them has: with it everyone goes on from where it was.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from typing import Any
 from rayps.comm.link import Link, Listener, connect
 from rayps.comm.ring import Ring
 from rayps.core.errors import LinkError, PeerLost
+from rayps.core.topology import Servers, servers_of
 from rayps.ps.client.client import GroupServer
 from rayps.ps.client.session import Session
 from rayps.ps.fixed import Server
@@ -42,10 +43,11 @@ class WorkerConnections:
         Raises:
             PeerTimeout, PeerLost, StaleGeneration: somebody did not come, or this generation has ended.
         """
-        strategy, seat = plan.strategy, plan.seat
+        servers, seat = servers_of(plan.strategy), plan.seat
         if seat is not None:
             # in step a round that is open must be kept whole, whatever its size: nobody goes back for a server's death
-            keep = max(strategy.group_bytes, 4 * _bytes(snapshot.layout) if seat.space.strategy.lockstep else 0)
+            held = seat.space.servers
+            keep = max(held.group_replay_bytes, 4 * _bytes(snapshot.layout) if held.in_step else 0)
             self.talk = Session(
                 seat.door,
                 seat.space,
@@ -55,12 +57,12 @@ class WorkerConnections:
                 name=f"worker-{plan.rank}",
                 keep=keep,
             )
-        if strategy.shards == 0:
+        if servers is None:
             self.ring = self._ring(plan, "data", plan.ring, listener, snapshot)
         elif self.talk is not None:
             self.server = GroupServer(self.talk)
         else:
-            self.server = self._join(plan, snapshot)
+            self.server = self._join(plan, servers, snapshot)
         if self.ring is not None and self.talk is not None:
             self.talk.join()
         for axis, addresses in plan.axes.items():
@@ -115,7 +117,7 @@ class WorkerConnections:
 
     # ---- fixed shards
 
-    def _join(self, plan: WorkerPlan, snapshot: Snapshot) -> Server:
+    def _join(self, plan: WorkerPlan, servers: Servers, snapshot: Snapshot) -> Server:
         def link(shard: int, timeout: float = TRY_SECONDS) -> Link:
             return connect(
                 self._shards.current(shard),
@@ -127,7 +129,7 @@ class WorkerConnections:
 
         self._link = link
         links = [link(i, plan.timeout) for i in range(len(self._ranges))]
-        relink = None if plan.strategy.lockstep else lambda shard: self._relink(plan, shard, link)
+        relink = None if servers.in_step else lambda shard: self._relink(plan, shard, link)
         return Server(
             plan.strategy.grid(plan.size).at(plan.rank).data,
             snapshot.layout.dtype,
@@ -137,9 +139,9 @@ class WorkerConnections:
             step=plan.start,
             relink=relink,
             defer=True,
-            consistent=plan.strategy.staleness is not None,
-            independent=not plan.strategy.lockstep,
-            keep=plan.strategy.kept_bytes,
+            consistent=servers.staleness is not None,
+            independent=not servers.in_step,
+            keep=servers.replay_bytes,
             layout=snapshot.layout,
         )
 

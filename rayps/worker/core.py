@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing, nullcontext
 from typing import Any
@@ -17,6 +18,8 @@ from torch import Tensor
 from rayps.comm.ring import Ring
 from rayps.comm.ring.compressed_mean import compressed
 from rayps.core.errors import TrainingError, WorkloadError
+from rayps.core.families import FEDERATED_ROUNDS, LOCAL_UPDATES, SERVER_STEPS, SHARED_VECTOR, SYNC_GRADIENTS
+from rayps.core.topology import Peers, SharedVector, servers_of
 from rayps.core.user_code import user_code
 from rayps.data import Batch
 from rayps.federated.engine import FederatedEngine
@@ -78,14 +81,15 @@ class Worker:
         self._said: dict[str, float] = {}  # by the strategy, of the round under way
         self._events: list[dict[str, Any]] = []
         with user_code("data"):
-            self.data = (workload.evaluation_data if plan.strategy.remote else workload.data)()
-            self.data.keeps_rows = plan.strategy.keeps_rows
-            self.steps_per_epoch = 1 if plan.strategy.federated else self.data.steps(self.size)
+            rows = plan.strategy.rows
+            self.data = rows.source(workload)
+            self.steps_per_epoch = rows.rounds(self.data, self.size)
         self.held: ModelPart = self._whole_or_slice(grid.column(plan.rank))
         # gradients lie where the other ranks, or the shards, of this host can read them: no copy is needed
-        shared = None if plan.strategy.federated else ring if ring is not None else server
+        loop, topology = plan.strategy.loop, plan.strategy.topology
+        shared = None if loop == FEDERATED_ROUNDS else ring if ring is not None else server
         buffer, home = (None if shared is None else shared.buffer), None
-        if plan.strategy.in_place and ring is not None:
+        if loop == SHARED_VECTOR and ring is not None:
             buffer, home = None, ring.common
         self.flat = FlatModel(self.held.module, buffer, (self.held.layout, self.held.parameters), home)
         self.choices: list[dict[str, Any]] = []  # what was chosen here, as events
@@ -100,14 +104,14 @@ class Worker:
         if server is not None and device == "cpu":
             server.home = self.flat.vector  # a pull lands in the model at once
         if talk is not None and talk.space.tables:
-            foretell = workload.lookups if getattr(plan.strategy, "prefetch", True) else None
+            foretell = workload.lookups if isinstance(topology, SharedVector) or topology.prefetch else None
             self.tables = bind(self.flat.model, talk, talk.space, foretell)
             if isinstance(server, GroupServer):
                 server.extras = self.tables.pieces
-        if isinstance(server, Server) and plan.strategy.compression is not None:
-            self.choices.append(compress(server, plan.strategy.compression))
+        if isinstance(server, Server) and topology.compression is not None:
+            self.choices.append(compress(server, topology.compression))
         if server is not None and self.rings:
-            server.step = agreed(server.step, self.rings.values(), exact=plan.start < 0 and plan.strategy.lockstep)
+            server.step = agreed(server.step, self.rings.values(), exact=plan.start < 0 and topology.in_step)
         self.position = server.step if server is not None else plan.start
         self.wanted = 0  # the round whose part the driver waits for
         self.commit: Callable[[Worker], None] | None = None  # keeps what it has between two rounds
@@ -116,32 +120,33 @@ class Worker:
         self._coming: Batch | None = None  # the batch after this one, where its rows are looked up ahead
         self._samples = 0  # of the batch under way
         self.meter = Meter(self.ring, self.server, self.tables, list(self.rings.values()))
-        if plan.strategy.federated:
+        if loop == FEDERATED_ROUNDS:
             self.clients = FederatedEngine(self)
 
     def _choose(self, ring: Ring | None) -> None:
         """How gradients and means travel around the ring; the choices as events."""
-        plan = self.plan
+        plan, loop, topology = self.plan, self.strategy.loop, self.strategy.topology
         if plan.division is not None:
             self.choices += self._ring_choices()
         elif ring is not None and plan.rank == 0 and plan.size > 1:
             self.choices.append({"kind": "choice", "message": ring.choice, "ring": ring.choices})
         sent: Any = ring
-        if ring is not None and plan.strategy.compression is not None:
-            sent, found = compressed(ring, plan.strategy.compression, Gradient(self.flat.packed, 0))
+        if ring is not None and topology.compression is not None:
+            sent, found = compressed(ring, topology.compression, Gradient(self.flat.packed, 0))
             self.choices += [found] if plan.rank == 0 else []
         self.means = state.BackgroundMeans(ring, sent)
-        if not plan.strategy.apart:  # else gradients, where there are some, are of another kind than what is sent
+        if loop != LOCAL_UPDATES:  # else gradients, where there are some, are of another kind than what is sent
             self.ring = sent
-        each_step = not plan.strategy.in_place and not plan.strategy.apart and not plan.strategy.federated
+        each_step = loop in (SYNC_GRADIENTS, SERVER_STEPS)
         if isinstance(self.ring, Ring) and plan.division is None and each_step:
-            self._buckets = Buckets(self.flat, self.ring, getattr(plan.strategy, "bucket_mb", None))
+            self._buckets = Buckets(self.flat, self.ring, topology.bucket_mb if isinstance(topology, Peers) else None)
             self.choices += [self._buckets.choice] if plan.rank == 0 and plan.size > 1 else []
 
     def _own_optimizer(self) -> tuple[Any, Pace | None]:
         """What steps this worker's parameters, and its schedule, if it has one; None where only servers step."""
         strategy, division, factory = self.strategy, self.plan.division, recipe_of(self.workload)
-        if strategy.shards and not strategy.steps_locally:
+        servers = servers_of(strategy)
+        if servers is not None and not servers.own_copies:
             return None, None
         if division is not None:
             factory = of_some(factory, division.layout, [entry.name for entry in self.held.layout.entries])
@@ -233,12 +238,15 @@ class Worker:
         if batch.size:
             gradient.loss = self._backward(batch)
         self._used, self._unused = [p.grad is not None for p in self.flat.parameters], ()
-        if self.strategy.in_place or self.strategy.apart:  # with zeros it would be a step, and undo others' meanwhile
+        if self.strategy.loop in (
+            SHARED_VECTOR,
+            LOCAL_UPDATES,
+        ):  # with zeros it would be a step, and undo others' meanwhile
             self._unused = [i for i, used in enumerate(self._used) if not used]
         self.flat.collect_grad()
         if batch.size:
             self._refuse(self.plan.rank, gradient_fault(self.flat))
-        if self.server is not None and batch.size and not self.strategy.steps_locally:
+        if self.server is not None and batch.size and self.optimizer is None:
             self._clip_push(gradient.vector)
         self.meter.compute += time.perf_counter() - began - (self.meter.inside - inside)
         return gradient
@@ -365,9 +373,18 @@ class Worker:
         """See `WorkerView.arrived`. Raises LinkError."""
         return self.means.arrived(parcel)
 
-    def together(self, samples: float, *, momentum: str, buffers: str) -> None:
+    def sync_optimizer_and_buffers(self, samples: float, *, momentum: str, buffers: str) -> None:
         """See `state.together`."""
         state.together(self, samples, momentum=momentum, buffers=buffers)
+
+    def together(self, samples: float, *, momentum: str, buffers: str) -> None:
+        """The old name of `sync_optimizer_and_buffers`."""
+        warnings.warn(
+            "w.together is called w.sync_optimizer_and_buffers; the old name goes with the next release",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        self.sync_optimizer_and_buffers(samples, momentum=momentum, buffers=buffers)
 
     # ---- what runs it
 
@@ -392,7 +409,7 @@ class Worker:
         while self.position < self.plan.end and not self.done and not stopped():
             self._round(report)
             at, over = self.position, self.done or self.position >= self.plan.end
-            if (at in self.plan.boundary or at == self.wanted) and not (over and self.strategy.apart):
+            if (at in self.plan.boundary or at == self.wanted) and not (over and self.strategy.loop == LOCAL_UPDATES):
                 keep(state.share(self, together=at in self.plan.boundary))
                 if self.clients is not None:
                     self.clients.keep(at)

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from rayps.core.calendar import Boundary
+from rayps.core.strategy import StrategyView
 from rayps.parallel.division.division import Division
 from rayps.ps.protocol.space import SpaceRank
 from rayps.recovery.backup_assignment import Bond
-from rayps.strategies.catalogue import Strategy
 from rayps.tensors import optim
 from rayps.tensors.learning_rate import Ticks
 from rayps.tensors.local_state import LocalState
@@ -21,7 +21,7 @@ class Orders:
     """What every member of a generation is told."""
 
     generation: int
-    strategy: Strategy
+    strategy: StrategyView
     seed: int
     end: int
     boundary: Boundary
@@ -43,7 +43,7 @@ class WorkerPlan:
     generation: int
     rank: int
     size: int
-    strategy: Strategy
+    strategy: StrategyView
     ring: list[str]  # everyone's address, in the order of data ranks
     shards: list[tuple[str, int, int]]  # address, lo, hi
     secret: bytes

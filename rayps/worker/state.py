@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rayps.comm.ring.compressed_mean import CompressedRing
+from rayps.core.families import LOCAL_UPDATES
 from rayps.core.user_code import user_code
 from rayps.tensors import optim
 from rayps.tensors.flat import Gradient
@@ -101,7 +102,7 @@ def share(w: Worker, *, together: bool) -> WorkerPart:
     if w.tables is not None:
         w.tables.settle()
     lead, own, params = w.rank == 0 and w.server is None, None, None
-    if w.strategy.apart:
+    if w.strategy.loop == LOCAL_UPDATES:
         w.means.settle()
         memory = {name: _tensor(value) for name, value in w.memory.items() if isinstance(value, (Tensor, int, float))}
         memory |= w.means.feedback()
@@ -145,7 +146,7 @@ def take_over(w: Worker, snapshot: Snapshot) -> None:
         CheckpointError: it is of another model.
     """
     snapshot.check(w.flat.layout)
-    own = snapshot.own.get(w.rank) if w.strategy.apart else None
+    own = snapshot.own.get(w.rank) if w.strategy.loop == LOCAL_UPDATES else None
     w.params = snapshot.params if own is None else own.params
     buffers = snapshot.buffers if own is None else own.buffers
     with torch.no_grad():
@@ -174,7 +175,7 @@ def evaluate_epoch(w: Worker, report: Callable[[dict[str, Any]], None]) -> None:
     if w.done or index or not w.plan.evaluated < at < w.plan.end or epoch % w.strategy.evaluate_every:
         return
     held = _served(w) if w.server is not None else agreed(w)
-    own = w.params.clone() if w.strategy.steps_locally or (held is not None and w.server is None) else None
+    own = w.params.clone() if (w.optimizer is not None if w.server is not None else held is not None) else None
     report({"kind": "evaluation", "round": at, "sums": evaluated(w, held)})
     if own is not None:
         w.params = own  # what this worker has learnt since it last pulled, or met the others
@@ -182,7 +183,7 @@ def evaluate_epoch(w: Worker, report: Callable[[dict[str, Any]], None]) -> None:
 
 def _served(w: Worker) -> Tensor:
     """What to evaluate where the servers hold it: in step, only once everyone's pushes of the round are in."""
-    vector: Tensor = w.server.pull() if w.strategy.lockstep else w.server.read()
+    vector: Tensor = w.server.pull() if w.strategy.topology.in_step else w.server.read()
     return vector
 
 

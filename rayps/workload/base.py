@@ -30,8 +30,8 @@ import cloudpickle
 import torch
 
 from rayps.core.errors import ConfigError, UserError, WorkloadError
+from rayps.core.job import misnamed
 from rayps.data.base import Batch, Data
-from rayps.strategies.job import misnamed
 
 
 def _none(method: Any) -> Any:

@@ -9,14 +9,12 @@ from torch import nn
 
 from rayps.core.errors import ConfigError, WorkloadError
 from rayps.core.grid import Grid
+from rayps.core.replica import Pipeline, Replica, TensorParallel
 from rayps.data import Batch
 from rayps.parallel.division.division import Borrowed, Column, Division, TensorSlice
 from rayps.parallel.pipeline import cut, loss_proxy
 from rayps.parallel.pipeline.skip import Route, routes
 from rayps.parallel.tensor import Plan, pieces, plan
-from rayps.strategies.base import Replica
-from rayps.strategies.pipeline import Pipeline
-from rayps.strategies.tensor_parallel import TensorParallel
 from rayps.tensors.flat import Layout, beside
 from rayps.workload.base import Workload
 

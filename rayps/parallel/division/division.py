@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from rayps.core.ledger import anywhere
+from rayps.core.replica import Replica
 from rayps.parallel.pipeline.skip import Route
 from rayps.parallel.tensor import Plan
-from rayps.strategies.base import Replica
 from rayps.tensors.flat import Entry, Layout
 from rayps.tensors.optim import Moments
 from rayps.tensors.snapshot import Snapshot

@@ -10,6 +10,7 @@ from torch import Tensor
 from rayps.comm.ring import Ring
 from rayps.core.errors import WorkloadError
 from rayps.core.pipeline.schedule import table
+from rayps.core.replica import Pipeline
 from rayps.data import Batch
 from rayps.parallel.division.build import blank, keep_only
 from rayps.parallel.division.division import Division
@@ -18,7 +19,6 @@ from rayps.parallel.pipeline import loss_proxy
 from rayps.parallel.pipeline.cut import layers
 from rayps.parallel.pipeline.engine import PipelineEngine
 from rayps.parallel.tensor import agree, split
-from rayps.strategies.pipeline import Pipeline
 from rayps.workload.base import Workload
 from rayps.workload.part import Check, Whole, number
 

@@ -72,7 +72,7 @@ class GroupServer:
             PeerLost: segments are lost.
             ConfigError: `consistent`, out of step: segments answer each for itself here.
         """
-        if consistent and not self.talk.space.strategy.lockstep:
+        if consistent and not self.talk.space.servers.in_step:
             raise ConfigError(
                 "the servers of an elastic group are read as of one moment in step only: give staleness=0, or pull "
                 "with consistent=False",

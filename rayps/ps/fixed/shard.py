@@ -18,11 +18,12 @@ from rayps.core.clock import Clock
 from rayps.core.failpoint import passing
 from rayps.core.ledger import Ledger
 from rayps.core.retained_parts import RetainedParts
+from rayps.core.server_updates import weighted_mean
+from rayps.core.strategy import ServerHalf
+from rayps.core.topology import Servers
 from rayps.ps.fixed.rows import Area, ShardRows, gathered, step_rows
 from rayps.ps.fixed.shard_optimizer import chosen
 from rayps.ps.fixed.shared_memory import STEPS, SharedSlice
-from rayps.strategies.base import weighted_mean
-from rayps.strategies.catalogue import Strategy
 from rayps.tensors.flat import Layout
 from rayps.tensors.learning_rate import Ticks, pace_of
 from rayps.tensors.optim import Factory, Moments, SlicedOptimizer, fitting
@@ -73,7 +74,7 @@ class Shard:
         *,
         params: Tensor,
         factory: Factory,
-        strategy: Strategy,
+        strategy: ServerHalf,
         start: Ledger | Sequence[int],
         boundary: Boundary,
         private: bool = False,
@@ -93,14 +94,17 @@ class Shard:
         self.rounds = 1  # steps of a worker that the push under way stands for
         self.version = 0  # steps that the optimizer has taken here
         self.strategy = strategy
-        self._gathers, self._borrows, self._spans = strategy.gathers, strategy.borrows, strategy.spans
-        self.clock = Clock(self.ledger.marks, strategy.staleness)
+        topology = strategy.topology
+        servers = topology if isinstance(topology, Servers) else Servers()
+        update = servers.update
+        self._gathers, self._borrows, self._spans = update.gathers, update.borrows, update.spans
+        self.clock = Clock(self.ledger.marks, servers.staleness)
         self.staleness: Counter[int] = Counter()
         self.ages: Counter[int] = Counter()
         self._pulled_at: dict[int, int] = {}  # by rank: the version of its last pull
         self.parts: RetainedParts[ShardPart] = RetainedParts()
         self._boundary = boundary
-        factory = chosen(factory, strategy.adagrad)
+        factory = chosen(factory, servers.adagrad)
         self._optimizer = SlicedOptimizer(factory, layout, self.params, lo, hi)
         self._pace = pace_of(factory, layout, self._optimizer.optimizer, ticks or Ticks())
         self._inbox: dict[int, dict[int, tuple[Tensor, float, Area]]] = {}

@@ -12,10 +12,10 @@ from rayps.cluster.actor_host import ActorHost, enter
 from rayps.cluster.local import host_address
 from rayps.comm.link import Listener
 from rayps.core.calendar import Boundary
+from rayps.core.strategy import ServerHalf
 from rayps.parallel.division.optimizer import of_some
 from rayps.ps.fixed.loop import ShardLoop
 from rayps.ps.fixed.shard import Shard, ShardFacts, ShardPart
-from rayps.strategies.catalogue import Strategy
 from rayps.tensors.flat import Layout
 from rayps.tensors.learning_rate import Ticks, recipe_of
 from rayps.tensors.optim import Factory
@@ -31,7 +31,7 @@ class ShardPlan:
     index: int
     lo: int
     hi: int
-    strategy: Strategy
+    strategy: ServerHalf
     boundary: Boundary
     whole: Layout | None = None  # of the whole model, where the snapshot is of one column of a replica
     ticks: Ticks = field(default_factory=Ticks)

@@ -16,7 +16,9 @@ import torch
 
 import rayps
 from rayps.core.errors import ConfigError
-from rayps.strategies.catalogue import Phase, Strategy, parse, wire
+from rayps.core.server_updates import PlainServers
+from rayps.core.strategy import ServerHalf
+from rayps.core.topology import Servers, servers_of
 from rayps.tensors.flat import Entry, Layout
 from rayps.tensors.learning_rate import Recipe, Ticks
 from rayps.tensors.optim import Factory
@@ -60,7 +62,7 @@ class Space:
     name: str
     number: int
     workers: int
-    strategy: Strategy
+    strategy: ServerHalf
     layout: Layout | None = None
     cuts: tuple[tuple[int, int], ...] = ()
     factory: bytes = b""
@@ -68,6 +70,21 @@ class Space:
     quota: Quota = field(default_factory=Quota)
     branch_of: str | None = None
     ticks: Ticks = field(default_factory=Ticks)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "strategy", self.strategy.server_half)
+
+    @property
+    def servers(self) -> Servers:
+        """The topology of the space's parameters: consistency, update, replay."""
+        found = servers_of(self.strategy)
+        if found is None:
+            raise ConfigError(
+                f"space {self.name!r} follows {self.strategy.name}, which keeps nothing on servers: give a strategy "
+                "whose topology is Servers(...)",
+                field="strategy",
+            )
+        return found
 
     @property
     def segments(self) -> int:
@@ -106,7 +123,10 @@ class Space:
     def to_json(self) -> dict[str, Any]:
         """The space as JSON-ready data without class paths; see `from_json`.
 
-        A strategy that is not of the catalogue is pickled. Raises ConfigError: an option of a table is not plain data.
+        A strategy whose servers do something else than `PlainServers` is pickled.
+
+        Raises:
+            ConfigError: an option of a table is not plain data.
         """
         layout = self.layout
         return {
@@ -177,21 +197,18 @@ def _dtype(layout: dict[str, Any]) -> torch.dtype:
     return found
 
 
-def _strategy_json(given: Strategy) -> dict[str, Any]:
-    options: dict[str, Any] = wire([Phase(None, given)])
-    try:
-        if _strategy(options) == given:
-            return options
-    except ConfigError:
-        pass  # the user's own
+def _strategy_json(given: ServerHalf) -> dict[str, Any]:
+    half = given.server_half
+    if isinstance(half, PlainServers):
+        return half.to_wire()
     return {"pickle": base64.b64encode(pickle.dumps(given)).decode("ascii")}
 
 
-def _strategy(found: dict[str, Any]) -> Strategy:
+def _strategy(found: dict[str, Any]) -> ServerHalf:
     if "pickle" not in found:
-        return parse(found)[0].strategy
+        return PlainServers.from_wire(found)
     strategy = pickle.loads(base64.b64decode(found["pickle"], validate=True))
-    if not isinstance(strategy, Strategy):
+    if not isinstance(strategy, ServerHalf):
         raise ValueError(f"a {type(strategy).__name__} is not a strategy")
     return strategy
 

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from rayps.core.calendar import Boundary
 from rayps.core.retained_parts import RetainedParts
+from rayps.core.server_updates import weighted_mean
+from rayps.core.strategy import ServerHalf
+from rayps.core.topology import servers_of
 from rayps.ps.fixed.shard import Shard
 from rayps.ps.fixed.shared_memory import flat_bytes
-from rayps.strategies.base import Strategy, weighted_mean
 from rayps.tensors.optim import Moments
 from rayps.tensors.packing import full_moments, pack_state, plain_moments, tensor_of
 
@@ -23,13 +25,12 @@ PUSHED, MEAN, VALUES = 1, 2, 3
 NEVER = Boundary(0, -1)
 
 
-def changes_by(strategy: Strategy) -> int:
+def changes_by(strategy: ServerHalf) -> int:
     """What a change of a segment is under this strategy: PUSHED, MEAN or VALUES."""
-    if strategy.gathers and getattr(strategy, "means", False):
-        return MEAN
-    if strategy.gathers and type(strategy).on_push is Strategy.on_push:
-        return VALUES
-    return PUSHED
+    servers = servers_of(strategy)
+    if servers is None or servers.update.listens:
+        return PUSHED
+    return MEAN if servers.update.means else VALUES
 
 
 class ReplicatedShard(Shard):

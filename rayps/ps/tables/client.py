@@ -39,7 +39,7 @@ class TableClient:
         self.settle: Callable[[], None] = lambda: None  # returns once nobody else uses the talk
         self.seconds = 0.0  # in pulls that a forward waited for
         self.talk = talk
-        self._lockstep = space.strategy.lockstep
+        self._lockstep = space.servers.in_step
         self._pending: list[tuple[Lookup, Tensor]] = []
         self._last: tuple[Tensor, Lookup] | None = None
 
@@ -181,7 +181,7 @@ class Tables:
         self._sent: PrefetchOrder | None = None  # a push that is under way
         self._ahead: Prefetcher | None = None
         if lookups is not None:
-            self._ahead = Prefetcher(self.clients, talk, lookups, pulls=not space.strategy.lockstep)
+            self._ahead = Prefetcher(self.clients, talk, lookups, pulls=not space.servers.in_step)
             for client in self.clients.values():
                 client.foretold, client.settle = self._ahead.rows, self.settle
         self._said = (0.0, 0.0)

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rayps.core.errors import ConfigError, WorkloadError
+from rayps.core.server_updates import PlainServers, update_of
+from rayps.core.topology import Servers
 from rayps.core.user_code import peers_awaited, user_code
 from rayps.ps.protocol.space import Space, SparseTable
 from rayps.ps.tables import parquet
@@ -26,7 +28,6 @@ from rayps.ps.tables.ids import hash_ids, ids_of
 from rayps.ps.tables.local import InProcess
 from rayps.ps.tables.lookup import Lookup
 from rayps.ps.tables.table_options import made_table, wire_of
-from rayps.strategies.parameter_server import ParameterServer
 from rayps.workload.base import Workload
 
 MODES = ("sum", "mean")
@@ -264,7 +265,7 @@ def local(model: nn.Module) -> Tables | None:
 
 def _local(found: Any) -> Tables:
     cut = tuple(dataclasses.replace(table, segments=1) for table in found)
-    space = Space("local", 0, 1, ParameterServer(staleness=0), tables=cut)
+    space = Space("local", 0, 1, PlainServers(Servers(update=update_of(0), tables=True)), tables=cut)
     return Tables(InProcess(space), space)
 
 

@@ -22,6 +22,9 @@ from rayps.core.clock import Clock
 from rayps.core.errors import CheckpointError, ConfigError, TrainingError
 from rayps.core.ledger import WINDOW, Ledger
 from rayps.core.retained_parts import RetainedParts
+from rayps.core.server_updates import weighted_mean
+from rayps.core.strategy import ServerHalf
+from rayps.core.topology import Servers
 from rayps.ps.protocol.space import SparseTable
 from rayps.ps.tables import initial_rows, segment_state
 from rayps.ps.tables.hash_index import ABSENT
@@ -40,8 +43,6 @@ from rayps.ps.tables.wire_format import (
     encode_push,
     encode_rows,
 )
-from rayps.strategies.base import weighted_mean
-from rayps.strategies.catalogue import Strategy
 
 _PUSH, _ROUND, _USE = 1, 2, 3  # kinds of changes
 _HEAD = 32  # kind, rank, step: int64; weight: float64
@@ -79,7 +80,7 @@ class TableSegment:
         self,
         table: SparseTable,
         index: int,
-        strategy: Strategy,
+        strategy: ServerHalf,
         workers: int,
         start_marks: Sequence[int] | None = None,
         *,
@@ -102,8 +103,10 @@ class TableSegment:
 
     def _begin(self, ledger: Ledger) -> None:
         self.ledger = ledger
-        self.clock = Clock(ledger.marks, self.strategy.staleness)
-        self._gathers = self.strategy.gathers
+        topology = self.strategy.topology
+        servers = topology if isinstance(topology, Servers) else Servers()
+        self.clock = Clock(ledger.marks, servers.staleness)
+        self._gathers = servers.update.gathers
         self.life = RowLifecycle(self.table, self.store.row_bytes, 1 if self._gathers else max(1, self.size))
         self._closed = self.clock.slowest  # rounds that all ranks have pushed
         self._inbox: dict[int, dict[int, tuple[TablePush, float]]] = {}
@@ -451,7 +454,7 @@ class TableSegment:
         self.life.load(head["life"], {name[5:]: value for name, value in arrays.items() if name.startswith("life.")})
 
     def branch(
-        self, workers: int | None = None, strategy: Strategy | None = None, scheduled: Scheduled | None = None
+        self, workers: int | None = None, strategy: ServerHalf | None = None, scheduled: Scheduled | None = None
     ) -> TableSegment:
         """A segment that begins with the same rows and goes its own way, for as many workers; its clock begins anew."""
         other = TableSegment(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rayps.core.traffic import Crossing, Sizes
 from rayps.core.user_code import user_code
 from rayps.data import Batch
 from rayps.data.base import map_tensors
@@ -18,7 +19,6 @@ from rayps.parallel.pipeline import loss_proxy
 from rayps.parallel.pipeline.cut import layers, spans
 from rayps.parallel.pipeline.skip import aside
 from rayps.parallel.tensor import TensorCommunicator, split
-from rayps.strategies.costs import Crossing, Sizes
 from rayps.workload.base import Workload
 from rayps.workload.model import apart, model_of
 

@@ -1,0 +1,200 @@
+"""What a strategy costs on a grid: bytes and messages a step, waiting, memory, by formula. Pure.
+
+Traffic between replicas is the strategy's own (`cost`, of the formulas in `rayps.core.traffic`); what a divided replica
+sends inside itself, how long a pipeline waits and what a worker holds are added here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from typing import Any
+
+from rayps.core.grid import Grid
+from rayps.core.partition import slices
+from rayps.core.pipeline.schedule import Action, Table, idle, idle_words, peak, splits, table
+from rayps.core.replica import Pipeline, pipeline_of
+from rayps.core.strategy import StrategyView
+from rayps.core.topology import Servers, Topology
+from rayps.core.traffic import Sizes, TrafficCost
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """All of a strategy's costs on a grid."""
+
+    grid: Grid
+    traffic: list[TrafficCost]
+    idle: Fraction | None = None  # the pipeline's, by formula
+    idle_formula: str = ""
+    peaks: list[int] = field(default_factory=list)  # activations held at most by each stage
+    memory: list[dict[str, float]] = field(default_factory=list)  # bytes of each column's worker, by what they are for
+
+    @property
+    def bytes(self) -> float | None:
+        """Of all workers in a step; None where a part is not known."""
+        known = [cost.bytes for cost in self.traffic if cost.bytes is not None]
+        return sum(known) if len(known) == len(self.traffic) else None
+
+    @property
+    def messages(self) -> float | None:
+        """Of all workers in a step; None where a part is not known."""
+        known = [cost.messages for cost in self.traffic if cost.messages is not None]
+        return sum(known) if len(known) == len(self.traffic) else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {
+            "bytes": self.bytes,
+            "messages": self.messages,
+            "traffic": [
+                {
+                    "what": c.what,
+                    "axis": c.axis,
+                    "formula": c.formula,
+                    "bytes": c.bytes,
+                    "messages": c.messages,
+                    "busiest": c.busiest,
+                    "hidden": c.hidden,
+                }
+                for c in self.traffic
+            ],
+            "idle": None if self.idle is None else float(self.idle),
+            "idle_formula": self.idle_formula,
+            "activations": self.peaks,
+            "memory": self.memory,
+        }
+
+
+def costs(strategy: StrategyView, workers: int, sizes: Sizes, rows: Table | None = None) -> Costs:
+    """What a step of `strategy` costs. `rows` is a schedule's table of the user's own.
+
+    Raises:
+        ConfigError: so many workers are no whole number of replicas.
+    """
+    topology = strategy.topology
+    grid, replica = topology.grid(workers), topology.replica
+    if not sizes.owned and grid.columns > 1:  # as if all columns were alike
+        owned = tuple(cut.stop - cut.start for cut in slices(sizes.parameters, grid.columns))
+        sizes = replace(sizes, owned=owned, held=owned)
+    traffic = strategy.cost(grid, sizes)
+    if replica is None:
+        return Costs(grid, traffic, memory=[_memory(topology, sizes, 0, sum(sizes.kept) * sizes.batch)])
+    pipeline = pipeline_of(replica)
+    if pipeline is not None:
+        traffic.append(_stages(pipeline, grid, sizes))
+    if grid.tensor > 1:
+        traffic += _tensor(grid, sizes, 1 if pipeline is None else pipeline.micro_batches)
+    traffic += _lent(grid, sizes)
+    if pipeline is None:
+        kept = sizes.kept[0] * sizes.batch if sizes.kept else 0.0
+        return Costs(grid, traffic, memory=[_memory(topology, sizes, i, kept) for i in range(grid.columns)])
+    p, m, v = pipeline.stages, pipeline.micro_batches, pipeline.chunks
+    found = table(pipeline.schedule, p, m, v) if rows is None else rows
+    kept_at = [held_bytes(row, sizes, m, splits(found)) for row in found]
+    return Costs(
+        grid,
+        traffic,
+        idle(pipeline.schedule, p, m, v),
+        idle_words(pipeline.schedule),
+        [peak(pipeline.schedule, p, m, rank, v) for rank in range(p)],
+        [_memory(topology, sizes, i, kept_at[i // grid.tensor]) for i in range(grid.columns)],
+    )
+
+
+def held_bytes(row: list[Action], sizes: Sizes, micro_batches: int, split: bool) -> float:
+    """The most bytes of activations that a stage which does these actions holds at once; 0 where they are not known."""
+    if not sizes.kept:
+        return 0.0
+    counts = [cut.stop - cut.start for cut in slices(sizes.batch, micro_batches)]
+    held = most = 0.0
+    for kind, chunk, micro in row:
+        size = sizes.kept[chunk] * counts[micro]
+        held += size if kind == "F" else -size if kind == ("W" if split else "B") else 0
+        most = max(most, held)
+    return most
+
+
+def amount(count: float) -> str:
+    """Bytes, in one unit."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:.0f} bytes"
+
+
+def _stages(replica: Pipeline, grid: Grid, sizes: Sizes) -> TrafficCost:
+    """Activations forward, their gradients back, between every two chunks that are neighbours."""
+    p, v = replica.stages, replica.chunks
+    m = min(replica.micro_batches, sizes.batch) if sizes.batch else replica.micro_batches
+    lines = grid.data * grid.tensor
+    cuts = sizes.crossings
+    forward, back = sum(c.forward for c in cuts), sum(c.backward for c in cuts)
+    busiest = [0.0] * p
+    for cut in cuts:
+        busiest[cut.source % p] += cut.forward * sizes.batch
+        busiest[cut.target % p] += cut.backward * sizes.batch
+    known = bool(cuts and sizes.batch)
+    messages = m * sum(1 + (cut.backward > 0) for cut in cuts) if cuts else 2 * m * (p * v - 1)
+    chunks = f"{p} x {v}" if v > 1 else f"{p}"
+    return TrafficCost(
+        f"activations between {chunks} chunks" if v > 1 else f"activations between {p} stages",
+        f"2m({'pv' if v > 1 else 'p'}-1) messages of A/m, A = a batch's activations at a cut, m = {m}",
+        lines * sizes.batch * (forward + back) if known else None,
+        lines * messages,
+        max(busiest) if known else None,
+        "stage",
+        "behind other micro-batches",
+    )
+
+
+def _tensor(grid: Grid, sizes: Sizes, micro_batches: int) -> list[TrafficCost]:
+    """Sums and gathers inside layers."""
+    n, lines, stages = grid.tensor, grid.data, len(sizes.summed)
+    known = bool(sizes.summed and sizes.batch)
+    summed, gathered = sum(sizes.summed) * sizes.batch, sum(sizes.gathered) * sizes.batch
+    each = [(2 * a + b) * (n - 1) / n * sizes.batch for a, b in zip(sizes.summed, sizes.gathered, strict=True)]
+    found = [
+        TrafficCost(
+            f"sums inside layers of {n} tensor ranks",
+            "2(N-1)/N T from each of N in 2(N-1) messages a sum, T = bd for each split block forward, and backward",
+            2 * (n - 1) * summed * lines if known else None,
+            2 * (n - 1) * n * sum(sizes.exchanges) * micro_batches * lines if sizes.exchanges else None,
+            max(each) if known and stages else None,
+            "tensor",
+        )
+    ]
+    if gathered:
+        words = "(N-1)/N T from each of N, T = bytes put side by side"
+        found.append(TrafficCost("gathers inside layers", words, (n - 1) * gathered * lines, 0, axis="tensor"))
+    return found
+
+
+def _lent(grid: Grid, sizes: Sizes) -> list[TrafficCost]:
+    """What columns borrow from each other at the beginning of a step."""
+    found = []
+    if sizes.tied:
+        whole = 2 * sizes.tied * sizes.width * grid.data
+        found.append(
+            TrafficCost("tied weights between stages", "values there, gradients back: 2 x their bytes", whole, None)
+        )
+    if sizes.shared:
+        whole = sizes.shared * sizes.width * grid.data
+        found.append(
+            TrafficCost("weights that tensor ranks hold whole", "(N-1) x their bytes, from the first", whole, None)
+        )
+    return found
+
+
+def _memory(topology: Topology, sizes: Sizes, column: int, activations: float) -> dict[str, float]:
+    """Bytes of one worker of a column."""
+    own = sizes.columns[column] * sizes.width
+    held = (sizes.held[column] if sizes.held else sizes.columns[column]) * sizes.width
+    steps = not isinstance(topology, Servers) or topology.own_copies
+    found = {
+        "parameters": float(held),
+        "gradients": float(held),
+        "optimizer": own * sizes.states if steps else 0.0,
+        "activations": activations,
+    }
+    return found | {"all": sum(found.values())}

@@ -1,0 +1,163 @@
+"""What one copy of the model is made of: one worker, or several that divide it. Plain data, no torch.
+
+`Pipeline` puts the model's layers one behind another on several workers and cuts a batch into micro-batches:
+Huang et al., "GPipe", NeurIPS 2019 (`gpipe`: all m forwards, then all backwards); Narayanan et al., "Efficient
+Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC 2021 (`1f1b`, `interleaved` with v `chunks`
+of the model on each of the p workers); Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024 (`zero_bubble`: ZB-H1).
+Idle is (p-1)/(m+p-1) of the time, interleaved (p-1)/(vm+p-1); a worker holds m micro-batches under gpipe,
+min(m, p-rank) under 1f1b. The gradient is that of the whole batch, exactly.
+
+`TensorParallel` shares every layer between `size` workers: Shoeybi et al., "Megatron-LM: Training Multi-Billion
+Parameter Language Models Using Model Parallelism", 2019, part 3. A linear layer y = x W^T + b with W [out, in] is split
+by its output (each worker computes a slice of y) or by its input (each takes a slice of x, and the partial sums are
+added). The two in turn, "out" and then "in", exchange nothing at the wide layer between them. Papers call the split of
+W's rows row-wise, libraries that write y = x A call the same one column-wise: names here say what is split.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from rayps.core import options
+from rayps.core.errors import ConfigError
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
+BALANCES = ("parameters", "time")
+SPLITS = ("out", "in", "heads", "rows", "none")
+
+
+class Replica:
+    """How one copy of the model is spread over several workers; see `rayps.core.grid`."""
+
+    name: ClassVar[str] = ""
+    stages: int = 1  # parts of the model one behind another
+    tensor: int = 1  # workers that share each layer
+
+
+@dataclass(frozen=True)
+class TensorParallel(Replica):
+    """Workers that share each layer: for layers too wide for one, and machines close together.
+
+    `plan` says by a layer's name how it is split: out, in, heads (attention), rows (an embedding's), none; a name may
+    end in *. Left out, the plan is made automatically; layers that a given plan does not name stay whole.
+    """
+
+    size: int = 2
+    plan: dict[str, str] | None = None
+    name: ClassVar[str] = "tensor_parallel"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
+            raise ConfigError(f"size is {self.size!r}: give the number of workers that share a layer", field="size")
+        plan: object = self.plan
+        if plan is not None and not (isinstance(plan, dict) and all(_is_split(each) for each in plan.values())):
+            raise ConfigError(
+                f"plan is {plan!r}: give a split for each layer's name, one of {', '.join(SPLITS)} (row is out, column "
+                "is in; out*3:64 is three blocks, cut at multiples of 64)",
+                field="plan",
+            )
+
+    @property
+    def tensor(self) -> int:  # type: ignore[override]
+        """See Replica."""
+        return self.size
+
+
+@dataclass(frozen=True)
+class Pipeline(Replica):
+    """A model cut into `stages`, layer after layer: for deep models, and machines with slow links between them.
+
+    `boundaries` are the numbers of the layers at which a new part begins (stages * chunks - 1 of them); left out, the
+    layers are shared out by `balance`: equal parameters, or equal measured time. `stage` says of what a stage is made:
+    none = one worker, or a TensorParallel.
+    """
+
+    stages: int = 2
+    micro_batches: int = 4
+    schedule: str = "1f1b"
+    chunks: int = 1
+    boundaries: tuple[int, ...] | None = None
+    balance: str = "parameters"
+    stage: TensorParallel | None = None
+    name: ClassVar[str] = "pipeline"
+
+    def __post_init__(self) -> None:
+        for field in ("stages", "micro_batches", "chunks"):
+            options.whole(self, field)
+        options.choice(self, "schedule", SCHEDULES)
+        options.choice(self, "balance", BALANCES)
+        if (self.chunks > 1) != (self.schedule == "interleaved"):
+            raise ConfigError(
+                f"chunks is {self.chunks} under the schedule {self.schedule!r}: interleaved needs at least 2 chunks of "
+                "the model on each worker, the others have 1",
+                field="chunks",
+            )
+        if self.schedule == "interleaved" and self.micro_batches % self.stages:
+            raise ConfigError(
+                f"micro_batches is {self.micro_batches}, and interleaved needs a multiple of its {self.stages} stages: "
+                f"give {-(-self.micro_batches // self.stages) * self.stages}, or use 1f1b",
+                field="micro_batches",
+            )
+        if self.boundaries is not None:
+            given = self.boundaries
+            listed = tuple(given) if isinstance(given, (list, tuple)) else given  # a list, as JSON has it
+            _must_rise(listed, self.stages * self.chunks - 1)
+            object.__setattr__(self, "boundaries", listed)
+        if self.stage is not None and not isinstance(self.stage, TensorParallel):
+            raise ConfigError(
+                f"stage is {self.stage!r}: give none (a stage is one worker) or TensorParallel(...)", field="stage"
+            )
+
+    @property
+    def tensor(self) -> int:  # type: ignore[override]
+        """See Replica."""
+        return 1 if self.stage is None else self.stage.size
+
+
+def pipeline_of(replica: Replica | None) -> Pipeline | None:
+    """The replica as a pipeline of at least two stages; None where it is none."""
+    return replica if isinstance(replica, Pipeline) and replica.stages > 1 else None
+
+
+def must_go_with(replica: object, **others: object) -> None:
+    """Check the option `replica`; `others` are options that must be none where there is one.
+
+    Raises:
+        ConfigError: it is no replica, or it is one and another option is given.
+    """
+    if replica is None:
+        return
+    if not isinstance(replica, Replica):
+        raise ConfigError(
+            f"replica is {replica!r}: give Pipeline(...), TensorParallel(...), or none (a replica is one worker)",
+            field="replica",
+        )
+    for name, given in others.items():
+        if given is not None:
+            raise ConfigError(
+                f"{name} is {given!r}, and a replica is a {replica.name} of several workers: the two do not go "
+                f"together; leave out {name}, or replica",
+                field=name,
+            )
+
+
+def _must_rise(given: object, count: int) -> None:
+    whole = isinstance(given, tuple) and all(type(each) is int and each > 0 for each in given)
+    if not whole or not isinstance(given, tuple) or len(given) != count or list(given) != sorted(set(given)):
+        shown = list(given) if isinstance(given, tuple) else given
+        raise ConfigError(
+            f"boundaries is {shown!r}: give {count} rising layer number(s), each where a new part begins",
+            field="boundaries",
+        )
+
+
+def _is_split(given: object) -> bool:
+    """Whether it is a split: a name, `name:UNIT`, or `out*BLOCKS:UNIT`."""
+    if not isinstance(given, str):
+        return False
+    whole, colon, unit = given.partition(":")
+    name, star, blocks = whole.partition("*")
+    if name in ("out", "row", "in", "column"):
+        return unit.isdigit() == bool(colon) and blocks.isdigit() == bool(star) and not (star and name[0] in "ic")
+    return given in SPLITS

@@ -1,0 +1,163 @@
+"""What servers do with pushes: the server half of a plain parameter server. Pure; works on tensors without torch.
+
+Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014. In step, the servers step once
+by the mean of N pushes, weighted by samples; out of step they apply each push as it arrives, scaled by 1/N.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from rayps.core import options
+from rayps.core.compression import compression_of
+from rayps.core.errors import ConfigError
+from rayps.core.replica import Replica, must_go_with
+from rayps.core.strategy import ShardView
+from rayps.core.topology import ASP, REPLAY, PerPush, PerRound, Servers, Update, consistency_of
+
+
+def plain_servers(
+    shards: int = 1,
+    staleness: int | None = 0,
+    compression: str | None = None,
+    replicas: int | None = None,
+    replay_mb: float | None = None,
+    replica: Replica | None = None,
+) -> Servers:
+    """The topology of a plain parameter server with these options. Sparse tables follow the same clock.
+
+    Raises:
+        ConfigError: an option cannot be, or two cannot be combined.
+    """
+    given = SimpleNamespace(shards=shards, replay_mb=replay_mb)
+    options.whole(given, "shards")
+    if staleness is not None and (isinstance(staleness, bool) or not isinstance(staleness, int) or staleness < 0):
+        raise ConfigError(
+            f"staleness is {staleness!r}: give 0 (synchronous), a whole number of rounds, or none (asynchronous)",
+            field="staleness",
+        )
+    options.number(given, "replay_mb", least=0, none=True, expected=REPLAY)
+    copies = 0 if replicas is None else replicas
+    if isinstance(copies, bool) or not isinstance(copies, int) or not 0 <= copies < shards:
+        raise ConfigError(
+            f"replicas is {copies!r} and there are {shards} shards: give fewer copies than servers, 0 or more, or none "
+            "(fixed servers)",
+            field="replicas",
+        )
+    if compression is not None:
+        compression_of(compression)
+    must_go_with(replica, compression=compression, replicas=replicas)
+    consistency, update = consistency_of(staleness), update_of(staleness)
+    return Servers(shards, replicas, consistency, update, replica, compression, replay_mb, tables=True)
+
+
+def summing_servers(
+    shards: int = 1, adagrad: float | None = None, replay_mb: float | None = None, replica: Replica | None = None
+) -> Servers:
+    """The topology of servers that apply sums of gradients as they come, for Downpour. Raises ConfigError."""
+    given = SimpleNamespace(shards=shards, adagrad=adagrad, replay_mb=replay_mb)
+    options.whole(given, "shards")
+    options.number(given, "adagrad", above=0, none=True, expected="a rate above 0")
+    options.number(given, "replay_mb", least=0, none=True, expected=REPLAY)
+    must_go_with(replica)
+    update = PerPush(borrows=True, spans=True)
+    return Servers(shards, None, ASP(), update, replica, replay_mb=replay_mb, adagrad=adagrad)
+
+
+def update_of(staleness: int | None) -> Update:
+    """The update of a plain parameter server: by the round's mean in step, by each push out of step."""
+    return PerRound(means=True, borrows=True) if staleness == 0 else PerPush(borrows=True)
+
+
+def apply_push(shard: ShardView, value: Any, weight: float) -> None:
+    """w <- w - step(g_i / N); a push without samples changes nothing."""
+    if weight:
+        shard.step(value, 1 / shard.size)
+
+
+def apply_mean(shard: ShardView, values: Any, weights: Sequence[float]) -> None:
+    """w <- w - step(sum(n_i g_i) / sum(n_i)); a round without samples changes nothing."""
+    if sum(weights):
+        shard.step_mean(values, weights)
+
+
+def apply_sum(shard: ShardView, value: Any, weight: float) -> None:
+    """w <- w - step(a), a the sum of the gradients since the last push: weight decay counts as often as there were."""
+    if weight:
+        shard.step(value, decays=shard.rounds)
+
+
+@dataclass(frozen=True, slots=True)
+class PlainServers:
+    """The server half alone: of a parameter server, or of Downpour where a push stands for several steps.
+
+    For parameters and tables without a job (`rayps.ServerGroup`, tables in one process), and what an elastic group is
+    told of a job. A group's record holds it as `to_wire` gives it.
+    """
+
+    topology: Servers
+
+    @property
+    def name(self) -> str:
+        """Of the strategy whose server half it is."""
+        return "downpour" if self.topology.update.spans else "parameter_server"
+
+    @property
+    def server_half(self) -> PlainServers:
+        """Itself."""
+        return self
+
+    def on_push(self, shard: ShardView, value: Any, weight: float) -> None:
+        """Out of step: one push, at once."""
+        if self.topology.update.spans:
+            apply_sum(shard, value, weight)
+        elif not self.topology.in_step:
+            apply_push(shard, value, weight)
+
+    def on_round(self, shard: ShardView, values: list[Any], weights: list[float]) -> None:
+        """In step: the mean of the round."""
+        apply_mean(shard, values, weights)
+
+    def to_wire(self) -> dict[str, Any]:
+        """Its strategy's options as JSON-ready data; those that are none are left out.
+
+        Raises:
+            ConfigError: its replica is several workers; such servers are never an elastic group's.
+        """
+        must_go_with(self.topology.replica, group=self.name)
+        servers = self.topology
+        found: dict[str, Any] = {"name": self.name, "shards": servers.count, "replay_mb": servers.replay_mb}
+        if servers.update.spans:
+            found |= {"adagrad": servers.adagrad}
+        else:
+            found |= {"replicas": servers.replicas, "compression": servers.compression}
+        found = {name: value for name, value in found.items() if value is not None}
+        return found if servers.update.spans else found | {"staleness": servers.staleness}
+
+    @classmethod
+    def from_wire(cls, found: Mapping[str, Any]) -> PlainServers:
+        """What `to_wire` wrote. Raises ValueError, TypeError, ConfigError: it did not."""
+        options = dict(found)
+        name = options.pop("name", None)
+        if name not in ("parameter_server", "downpour"):
+            raise ValueError(f"servers that follow {name!r} cannot be read: there are parameter_server and downpour")
+        return cls(plain_servers(**options) if name == "parameter_server" else summing_servers(**options))
+
+
+def weighted_mean(values: list[Any], weights: list[float]) -> Any:
+    """Sum(w_i v_i) / sum(w_i), in the order given; None where all weights are 0.
+
+    Half precision adds in float32 and is rounded once. A value of weight 0 is not read: it may be NaN.
+    """
+    total = sum(weights)
+    if total == 0:
+        return None
+    half = values[0].is_floating_point() and values[0].element_size() < 4
+    shares = [(value.float() if half else value, w / total) for value, w in zip(values, weights, strict=True) if w]
+    mean = shares[0][0] * shares[0][1]
+    for value, share in shares[1:]:
+        mean += value * share
+    return mean.to(values[0].dtype)

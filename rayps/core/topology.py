@@ -1,0 +1,360 @@
+"""Who exchanges what with whom: the topology that a strategy declares. Plain data, no torch.
+
+    Peers          workers exchange vectors with each other, in step, around a ring
+    Servers        workers push to and pull from servers that hold the parameters in slices
+    SharedVector   workers of one host step one vector in shared memory
+
+A topology knows what follows from it: whether workers run in step, how they are laid out on a grid, what a step costs
+by formula, and what cannot be combined with it (`check`). Everything else asks the topology, never the strategy's name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from rayps.core import traffic
+from rayps.core.errors import ConfigError
+from rayps.core.grid import Grid
+from rayps.core.replica import Replica
+from rayps.core.traffic import Sizes, TrafficCost
+
+if TYPE_CHECKING:
+    from rayps.core.strategy import ServerHalf
+
+REPLAY_MB = 256.0
+REPLAY = "the 10^6 bytes of pushes that a worker may keep, 0 or more"  # what `replay_mb` is
+
+
+# ---- consistency: when a pull may be served
+
+
+@dataclass(frozen=True, slots=True)
+class BSP:
+    """Bulk-synchronous: a pull waits until the servers have every worker's push of the round before."""
+
+    @property
+    def staleness(self) -> int | None:
+        """Rounds that a worker may lead the slowest when it pulls; None = no bound."""
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class SSP:
+    """Bounded staleness: a pull waits while the worker leads the slowest by more than `staleness` rounds."""
+
+    staleness: int
+
+
+@dataclass(frozen=True, slots=True)
+class ASP:
+    """Asynchronous: a pull never waits."""
+
+    @property
+    def staleness(self) -> int | None:
+        """See BSP."""
+        return None
+
+
+Consistency = BSP | SSP | ASP
+
+
+def consistency_of(staleness: int | None) -> Consistency:
+    """The consistency of an option `staleness`: 0, a number of rounds, or None."""
+    return ASP() if staleness is None else SSP(staleness) if staleness else BSP()
+
+
+# ---- updates: what servers do with pushes
+
+
+@dataclass(frozen=True, slots=True)
+class PerPush:
+    """Servers call `on_push` for each push as it arrives, and never `on_round`."""
+
+    borrows: bool = False  # `on_push` only reads a value and keeps none: it may be given the sender's memory
+    spans: bool = False  # a push stands for all rounds since the push before it; otherwise for one
+
+    @property
+    def gathers(self) -> bool:
+        """Whether servers keep a round's pushes until everyone's have arrived."""
+        return False
+
+    @property
+    def means(self) -> bool:
+        """Whether `on_round` is `step_mean(values, weights)` unless all weights are 0, and nothing else."""
+        return False
+
+    @property
+    def listens(self) -> bool:
+        """Whether `on_push` changes anything."""
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class PerRound:
+    """Servers call `on_round` once they have every worker's push of the round."""
+
+    means: bool = False  # see PerPush
+    borrows: bool = False  # `on_round` only reads values and keeps none
+    listens: bool = False  # `on_push` is called too, as each push arrives, and changes something
+
+    @property
+    def gathers(self) -> bool:
+        """See PerPush."""
+        return True
+
+    @property
+    def spans(self) -> bool:
+        """See PerPush."""
+        return False
+
+
+Update = PerPush | PerRound
+
+
+# ---- topologies
+
+
+@dataclass(frozen=True, slots=True)
+class JobFacts:
+    """What a topology is checked against: the job around the strategy."""
+
+    server_group: str | None = None  # the running group that the job names
+    branch: str | None = None  # the space on it that the job begins with
+    private_group: bool = False  # a phase of the job starts a group of its own
+    tables: tuple[str, ...] = ()  # names of the model's sparse tables
+    clip_norm: float | None = None  # of the workload
+
+    @property
+    def elastic(self) -> bool:
+        """Whether any servers of the job are those of an elastic group."""
+        return self.server_group is not None or self.private_group or bool(self.tables)
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """Workers exchange vectors with each other, in step. With `tables`, servers hold the model's sparse tables."""
+
+    replica: Replica | None = None  # what holds one copy of the model; None = one worker
+    compression: str | None = None  # how vectors travel: see `compression_of`; None = as they are
+    bucket_mb: float | None = None  # 10^6 bytes of a bucket of gradients; 0 = one bucket, None = measured
+    tables: Servers | None = None
+    prefetch: bool = True  # pull the next batch's rows of tables while this one is computed
+
+    @property
+    def in_step(self) -> bool:
+        """Whether all workers are at the same round."""
+        return True
+
+    @property
+    def group_size(self) -> int:
+        """Servers of the elastic group that a job starts for itself where it names none; 0 = it needs none."""
+        return 0 if self.tables is None else self.tables.count
+
+    def grid(self, workers: int) -> Grid:
+        """How `workers` are laid out. Raises ConfigError where they are no whole number of replicas."""
+        return _grid(self.replica, workers)
+
+    def check(self, name: str, job: JobFacts) -> None:
+        """Refuse what cannot be combined with strategy `name`. Raises ConfigError."""
+        if job.tables and self.tables is None:
+            raise _no_tables(name, job)
+        _refuse_replica(self.replica, job)
+        _refuse_branch(name, job)
+        _refuse_clipping(name, job)
+
+    def cost(self, grid: Grid, sizes: Sizes) -> list[TrafficCost]:
+        """Traffic of a step between replicas, by formula."""
+        whole = self.replica is None and self.compression is None and self.bucket_mb != 0
+        found = traffic.ring_mean(grid, sizes, self.compression, overlaps=whole)
+        return [*found, traffic.table_rows()] if self.tables is not None and grid.data > 1 else found
+
+
+@dataclass(frozen=True, slots=True)
+class Servers:
+    """Servers hold the parameters in `count` slices; workers push to and pull from them."""
+
+    count: int = 1
+    replicas: int | None = None  # copies of each slice on other servers of a private group; None = no such group
+    consistency: Consistency = field(default_factory=BSP)
+    update: Update = field(default_factory=PerRound)
+    replica: Replica | None = None  # see Peers
+    compression: str | None = None  # how pushes travel: see Peers
+    replay_mb: float | None = None  # 10^6 bytes of pushes that a worker keeps until they are saved; None = REPLAY_MB
+    adagrad: float | None = None  # the rate of an Adagrad that steps on the servers; None = the workload's optimizer
+    own_copies: bool = False  # each worker also steps a copy of its own between two pulls
+    tables: bool = False  # they hold sparse tables too, by the same rules
+    prefetch: bool = True  # see Peers
+    push_every: int = 1  # steps between two pushes of a worker
+    pull_every: int = 1  # steps between two pulls
+
+    @property
+    def staleness(self) -> int | None:
+        """Rounds that a worker may lead the slowest when it pulls; None = no bound."""
+        return self.consistency.staleness
+
+    @property
+    def in_step(self) -> bool:
+        """See Peers."""
+        return self.staleness == 0
+
+    @property
+    def group_size(self) -> int:
+        """See Peers."""
+        return 0 if self.replicas is None else self.count
+
+    @property
+    def group_replay_bytes(self) -> int:
+        """Bytes of pushes that a worker keeps for an elastic group, whose servers are replaced without a restart."""
+        return int(1e6 * (REPLAY_MB if self.replay_mb is None else self.replay_mb))
+
+    @property
+    def replay_bytes(self) -> int:
+        """The same for fixed servers: 0 in step, where a death brings everyone back to the same snapshot."""
+        return 0 if self.in_step else self.group_replay_bytes
+
+    def grid(self, workers: int) -> Grid:
+        """See Peers."""
+        return _grid(self.replica, workers)
+
+    def shards(self, columns: int) -> int:
+        """Servers for a model in `columns` parts: at least one for each part."""
+        return max(self.count, columns)
+
+    def scale_warning(self, workers: int) -> str | None:
+        """What to say where the optimizer takes steps of the same size whatever the gradient's; None = nothing."""
+        if self.in_step or workers == 1:
+            return None
+        return (
+            "each push is scaled by 1/N, but this optimizer takes steps of the same "
+            "size whatever the gradient's: N workers take N times the steps; lower its learning rate (a decay "
+            "beside the gradient, as AdamW's, is then N times too, and stays in balance with the steps)"
+        )
+
+    def check(self, name: str, job: JobFacts) -> None:
+        """See Peers."""
+        if job.tables and not self.tables:
+            raise _no_tables(name, job)
+        _refuse_replica(self.replica, job)
+        if job.elastic and self.compression is not None:
+            raise ConfigError(
+                f"compression is {self.compression!r}: pushes to an elastic server group travel as they are; leave it "
+                "out, or use fixed servers (no server_group, no replicas, no tables)",
+                field="compression",
+            )
+        if self.update.spans and job.elastic:
+            raise ConfigError(
+                f"{name} needs servers of its own: leave out server_group, and other phases' replicas", field="strategy"
+            )
+
+    def cost(self, grid: Grid, sizes: Sizes) -> list[TrafficCost]:
+        """Traffic of a step with the servers, by formula."""
+        return traffic.push_pull(
+            grid,
+            sizes,
+            self.shards(len(sizes.columns)),
+            self.compression,
+            push_every=self.push_every,
+            pull_every=self.pull_every,
+            overlaps=not self.in_step,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SharedVector:
+    """The workers of one host step one vector in shared memory, each at its own pace. Nothing is sent.
+
+    A worker's death leaves unknown which of its steps were written, so that all of them start again.
+    """
+
+    @property
+    def in_step(self) -> bool:
+        """See Peers: they are not at the same round, but start and end together, as if they were."""
+        return True
+
+    @property
+    def replica(self) -> Replica | None:
+        """See Peers."""
+        return None
+
+    @property
+    def compression(self) -> str | None:
+        """See Peers."""
+        return None
+
+    @property
+    def group_size(self) -> int:
+        """See Peers."""
+        return 0
+
+    def grid(self, workers: int) -> Grid:
+        """See Peers."""
+        return Grid(workers)
+
+    def check(self, name: str, job: JobFacts) -> None:
+        """See Peers."""
+        if job.tables:
+            raise _no_tables(name, job)
+        _refuse_branch(name, job)
+
+    def cost(self, grid: Grid, sizes: Sizes) -> list[TrafficCost]:
+        """See Peers."""
+        return [TrafficCost("gradients on a vector that all share", "0: everyone writes into the same memory", 0, 0, 0)]
+
+
+Topology = Peers | Servers | SharedVector
+
+
+def servers_of(strategy: ServerHalf) -> Servers | None:
+    """The servers that hold the dense parameters under a strategy; None where workers hold them."""
+    topology = strategy.topology
+    return topology if isinstance(topology, Servers) else None
+
+
+def group_of(topology: Topology) -> tuple[int, int]:
+    """Servers and copies of the elastic group that a job under this topology needs, should it need one."""
+    servers = topology.tables if isinstance(topology, Peers) else topology
+    return (servers.count, servers.replicas or 0) if isinstance(servers, Servers) else (0, 0)
+
+
+def _grid(replica: Replica | None, workers: int) -> Grid:
+    return Grid(workers) if replica is None else Grid.of(workers, replica.stages, replica.tensor)
+
+
+def _no_tables(name: str, job: JobFacts) -> ConfigError:
+    known = ", ".join(map(repr, job.tables))
+    return ConfigError(
+        f"the model has sparse tables ({known}), and {name} has no servers for them: use the strategy hybrid, or "
+        "parameter_server",
+        field="strategy",
+    )
+
+
+def _refuse_replica(replica: Replica | None, job: JobFacts) -> None:
+    if replica is not None and job.elastic:
+        what = "the model has sparse tables" if job.tables else "its servers are an elastic group"
+        raise ConfigError(
+            f"replica is a {replica.name} of several workers, and {what}: the two do not go together; leave out "
+            f"replica, or {'the tables' if job.tables else 'server_group and replicas'}",
+            field="replica",
+        )
+
+
+def _refuse_branch(name: str, job: JobFacts) -> None:
+    if job.branch is not None:
+        raise ConfigError(
+            f"branch is {job.branch!r}, and {name} keeps no parameters on servers: begin with parameter_server, or "
+            "leave it out",
+            field="branch",
+        )
+
+
+def _refuse_clipping(name: str, job: JobFacts) -> None:
+    """Refuse `clip_norm` where the norm would lack the rows of tables, whose mean only the servers know."""
+    if job.clip_norm is not None and job.tables:
+        raise ConfigError(
+            f"clip_norm is {job.clip_norm!r} and {name} learns sparse tables: no worker knows the mean gradient of "
+            "their rows, so that the whole norm is not known; use parameter_server, which clips each worker's push "
+            "(dense part and rows together), or clip_norm = None",
+            field="clip_norm",
+        )

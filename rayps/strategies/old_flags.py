@@ -1,0 +1,104 @@
+"""Strategies written for rayps 0.1, which declared flags (`shards = 2`, `apart = True`) in place of values.
+
+For one release: such a class warns once, when it is defined, and its flags become the values of `rayps.core` that say
+the same. This file goes with them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from typing import Any
+
+from rayps.core.families import FEDERATED_ROUNDS, LOCAL_UPDATES, Fixed, Reshuffled
+from rayps.core.topology import Peers, PerPush, PerRound, Servers, SharedVector, Topology, consistency_of
+
+_TOPOLOGY = {
+    "shards": "topology = Servers(count=...)",
+    "staleness": "topology = Servers(consistency=BSP() | SSP(s) | ASP())",
+    "replay_mb": "topology = Servers(replay_mb=...)",
+    "replicas": "topology = Servers(replicas=...)",
+    "compression": "topology = Peers(compression=...) or Servers(compression=...)",
+    "replica": "topology = Peers(replica=...) or Servers(replica=...)",
+    "bucket_mb": "topology = Peers(bucket_mb=...)",
+    "gathers": "topology = Servers(update=PerRound() | PerPush())",
+    "means": "topology = Servers(update=PerRound(means=True))",
+    "borrows": "topology = Servers(update=PerRound(borrows=True))",
+    "spans": "topology = Servers(update=PerPush(spans=True))",
+    "adagrad": "topology = Servers(adagrad=...)",
+    "steps_locally": "topology = Servers(own_copies=True)",
+    "in_place": "topology = SharedVector()",
+}
+_OTHERS = {
+    "apart": f'loop = "{LOCAL_UPDATES}"',
+    "federated": f'loop = "{FEDERATED_ROUNDS}", or derive from FedAvg',
+    "keeps_rows": "rows = Fixed()",
+}
+
+
+def adopt(cls: type[Any]) -> None:
+    """Give a class that sets old flags the values that say the same, and warn.
+
+    A flag that is a dataclass field of a base class is that strategy's option, and no flag; so is everything in a class
+    that declares a topology itself.
+    """
+    fields = getattr(cls, "__dataclass_fields__", {})
+    own = [name for name in (*_TOPOLOGY, *_OTHERS) if name in cls.__dict__ and name not in fields]
+    if not own or "topology" in cls.__dict__:
+        return
+    ways = "; ".join(f"{name}: {(_TOPOLOGY | _OTHERS)[name]}" for name in own)
+    warnings.warn(
+        f"{cls.__name__} declares {', '.join(own)}, as strategies of rayps 0.1 did: declare values of rayps.core in "
+        f"place of them ({ways}). The old flags go with the next release",
+        DeprecationWarning,
+        stacklevel=4,
+    )
+    if any(name in _TOPOLOGY for name in own):
+        inherited: Any = super(cls, cls)
+
+        def topology(self: Any) -> Topology:
+            before: Any = inherited.topology  # of the base: a property, or a value
+            return _topology(self, before.__get__(self) if isinstance(before, property) else before)
+
+        cls.topology = property(topology)
+    if "loop" not in cls.__dict__ and (cls.__dict__.get("apart") or cls.__dict__.get("federated")):
+        cls.loop = LOCAL_UPDATES if cls.__dict__.get("apart") else FEDERATED_ROUNDS
+    if "rows" not in cls.__dict__ and "keeps_rows" in cls.__dict__:
+        cls.rows = property(lambda self: Fixed() if self.keeps_rows else Reshuffled())
+
+
+def _topology(strategy: Any, before: Topology) -> Topology:
+    """The topology that a strategy's flags say; what they leave open is that of its base class."""
+    if getattr(strategy, "in_place", False):
+        return SharedVector()
+    servers = before if isinstance(before, Servers) else Servers(count=0, update=PerRound(borrows=False))
+    shards = getattr(strategy, "shards", servers.count)
+    shared = {
+        name: getattr(strategy, name) for name in ("replica", "compression", "bucket_mb") if hasattr(strategy, name)
+    }
+    if not shards:
+        return replace(before, **shared) if isinstance(before, Peers) else Peers(**shared)
+    shared.pop("bucket_mb", None)
+    update = servers.update
+    borrows = getattr(strategy, "borrows", update.borrows)
+    if getattr(strategy, "gathers", update.gathers):
+        listens = _listens(strategy) if not isinstance(before, Servers) else update.listens
+        new: PerRound | PerPush = PerRound(getattr(strategy, "means", update.means), borrows, listens)
+    else:
+        new = PerPush(borrows, getattr(strategy, "spans", update.spans))
+    return replace(
+        servers,
+        count=shards,
+        consistency=consistency_of(getattr(strategy, "staleness", servers.staleness)),
+        update=new,
+        replicas=getattr(strategy, "replicas", servers.replicas),
+        replay_mb=getattr(strategy, "replay_mb", servers.replay_mb),
+        adagrad=getattr(strategy, "adagrad", servers.adagrad),
+        own_copies=getattr(strategy, "steps_locally", servers.own_copies),
+        **shared,
+    )
+
+
+def _listens(strategy: Any) -> bool:
+    """Whether a class of the chain below `Strategy` defines `on_push`."""
+    return any("on_push" in kind.__dict__ for kind in type(strategy).__mro__ if kind.__name__ != "Strategy")
