@@ -173,12 +173,12 @@ RUNNING = OpenJob("a", status=S.RUNNING, attempt=1)
         (
             OpenJob("a", status=S.RUNNING, attempt=1, interrupted=True, progress={"failures": 2}),
             False,
-            [Start("a", 2, 2, "the service had ended its Ray: started again")],
+            [Start("a", 2, 2, "the service had stopped its Ray: started again")],
         ),
         (
             OpenJob("a", status=S.RUNNING, attempt=1, max_failures=0, interrupted=True),
             False,
-            [Start("a", 2, 0, "the service had ended its Ray: started again")],
+            [Start("a", 2, 0, "the service had stopped its Ray: started again")],
         ),
         (OpenJob("a", status=S.RUNNING, attempt=1, crash="KeyError: 'x'"), True, [Kill("a", "KeyError: 'x'")]),
         # its server group was stopped with --force
