@@ -16,7 +16,7 @@ HOSTS = {}  # by name: the living ones, for the tests to look at
 
 
 class FakeHost:
-    """Takes the arguments of HostActor."""
+    """Takes the arguments of ServerActor."""
 
     machines: ClassVar = {}  # by server: its machine
     hold: ClassVar = set()  # kinds of events that are not said

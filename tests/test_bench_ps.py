@@ -51,7 +51,7 @@ class Both:
         self.local, self.processes = LocalCluster(), ProcessCluster()
 
     def spawn(self, target, *args, **options):
-        where = self.processes if target.endswith(":HostActor") else self.local
+        where = self.processes if target.endswith(":ServerActor") else self.local
         return where.spawn(target, *args, **options)
 
     def kill(self, handle):

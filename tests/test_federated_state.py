@@ -17,7 +17,7 @@ from rayps import Ditto, FedAdam, FedAvg, FedAvgM, FedBuff, FedYogi, Scaffold
 from rayps.core.errors import CheckpointError
 from rayps.federated import client_states as states_module
 from rayps.federated.client_states import ClientStates
-from rayps.recovery.client_states_backup import ClientStatesBackup
+from rayps.federated.client_states_backup import ClientStatesBackup
 
 # ------------------------------------------------------------------------------------- resuming in the middle
 

@@ -536,7 +536,7 @@ class Slow(Films):
         return super().loss(model, batch)
 
 
-@pytest.mark.parametrize("victim", [("HostActor", "server-1"), ("WorkerActor", 1)], ids=["server", "worker"])
+@pytest.mark.parametrize("victim", [("ServerActor", "server-1"), ("WorkerActor", 1)], ids=["server", "worker"])
 def test_a_death_amid_prefetches_costs_no_push_and_adds_none(victim):
     SEEN.clear()
     cluster = Watched()

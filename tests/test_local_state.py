@@ -20,9 +20,9 @@ from rayps.core.families import LOCAL_UPDATES
 from rayps.core.job import Status
 from rayps.core.metrics import Rounds, history
 from rayps.core.strategy import Phase
-from rayps.runtime.assemble_state import assemble
 from rayps.runtime.driver import Driver
 from rayps.runtime.journal import Journal
+from rayps.runtime.snapshots import assemble
 from rayps.strategies.all_reduce import AllReduce
 from rayps.strategies.base import Strategy
 from rayps.strategies.catalogue import for_a_loop, parse

@@ -11,9 +11,9 @@ from small_work import Small, train
 from rayps import AllReduce, Pipeline
 from rayps.cluster.local import LocalCluster
 from rayps.cluster.placement import Seating, bundles, seat, slots, together, words
+from rayps.cluster.reservation import reserve
 from rayps.core.errors import NoResources
 from rayps.core.grid import Grid
-from rayps.runtime.reservation import reserve
 
 ONE = {"cpu": 1.0}
 
@@ -161,7 +161,7 @@ NODES = """
     from ray.cluster_utils import Cluster
     from rayps.core.grid import Grid
     from rayps.cluster.ray_cluster import RayCluster
-    from rayps.runtime.reservation import reserve
+    from rayps.cluster.reservation import reserve
 
     nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
     nodes.add_node(num_cpus=2)

@@ -22,8 +22,7 @@ from rayps.core.traffic import Crossing, Sizes
 from rayps.parallel.division.divide import divide
 from rayps.parallel.pipeline.probe import probe
 from rayps.parallel.pipeline.skip import Stash, Unstash
-from rayps.runtime.cost_report import CostReport, measured, words
-from rayps.runtime.expected_cost import expected, sizes, tally_of
+from rayps.runtime.cost_report import CostReport, expected, measured, sizes, tally_of, words
 from rayps.strategies.catalogue import CATALOGUE, parse
 
 WIDE, ROWS = 12, 8

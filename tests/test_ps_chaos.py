@@ -223,7 +223,7 @@ HOST_PLACES = {
 @pytest.mark.parametrize("staleness", [0, None])
 @pytest.mark.parametrize("place", HOST_PLACES)
 def test_a_server_that_dies_at_a_named_place(place, staleness):
-    arm = {("HostActor", 1): f"{place}={HOST_PLACES[place]}"}
+    arm = {("ServerActor", 1): f"{place}={HOST_PLACES[place]}"}
     with ledger(arm=arm, staleness=staleness, servers=2, pushes=30) as own:
 
         def chaos():

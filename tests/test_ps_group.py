@@ -203,7 +203,7 @@ def test_servers_that_do_not_come_are_said(cluster, monkeypatch):
     monkeypatch.setattr(group_state, "RETRY_SECONDS", 0.2)
 
     def refuse(target, *args, **more):
-        if "HostActor" in target:
+        if "ServerActor" in target:
             raise OSError("no room on this machine")
         return LocalCluster.spawn(cluster, target, *args, **more)
 

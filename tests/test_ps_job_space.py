@@ -142,7 +142,7 @@ def test_a_server_that_dies_is_no_restart(cluster, tag):
     work = Small(n=90, optimizer="adam", pause=0.008, tag=tag)
     fixed = train(work, ParameterServer(shards=2), cluster, epochs=4)
     SEEN.clear()
-    cluster.kill_when(tag, 30, ("HostActor", "server-1"))
+    cluster.kill_when(tag, 30, ("ServerActor", "server-1"))
     result = train(work, PRIVATE, cluster, epochs=4)
     assert same(result, fixed)
     assert not {"restarted", "replaced"} & set(kinds(result))
@@ -157,7 +157,7 @@ def test_without_copies_what_is_lost_comes_back_from_the_last_checkpoint_and_the
     work = Small(n=90, pause=0.008, tag=tag)
     fixed = train(work, ParameterServer(shards=2), cluster, checkpoint_every=4, epochs=4)
     SEEN.clear()
-    cluster.kill_when(tag, 45, ("HostActor", "server-1"))
+    cluster.kill_when(tag, 45, ("ServerActor", "server-1"))
     strategy = ParameterServer(shards=2, staleness=staleness, replicas=0)
     result = train(work, strategy, cluster, checkpoint_every=4, epochs=4)
     assert {"segment_lost", "restored"} <= set(kinds(result))
@@ -197,8 +197,8 @@ class Tally(Small):
 @pytest.mark.parametrize("replicas", [0, 1])
 @pytest.mark.parametrize("staleness", [2, None])
 def test_out_of_step_each_push_is_applied_once_whoever_dies(cluster, tag, staleness, replicas):
-    cluster.kill_when(tag, 60, ("HostActor", "server-1"))
-    cluster.kill_when(tag, 300, ("HostActor", "server-2"))
+    cluster.kill_when(tag, 60, ("ServerActor", "server-1"))
+    cluster.kill_when(tag, 300, ("ServerActor", "server-2"))
     strategy = ParameterServer(shards=3, staleness=staleness, replicas=replicas)
     result = train(Tally(pause=0.01, tag=tag), strategy, cluster, epochs=8, checkpoint_every=7)
     assert torch.equal(result.snapshot.params, torch.full((60,), 8.0, dtype=torch.float64))
@@ -208,7 +208,7 @@ def test_out_of_step_each_push_is_applied_once_whoever_dies(cluster, tag, stalen
 
 def test_in_step_what_nobody_has_any_more_means_going_back_to_the_last_snapshot(cluster, tag):
     work = Small(n=90, pause=0.008, tag=tag)
-    cluster.kill_when(tag, 45, ("HostActor", "server-1"))
+    cluster.kill_when(tag, 45, ("ServerActor", "server-1"))
     strategy = ParameterServer(shards=2, replicas=0, replay_mb=0)
     result = train(work, strategy, cluster, checkpoint_every=100, timeout=3.0, epochs=4)
     assert "restored" in kinds(result) and "restarted" in kinds(result)

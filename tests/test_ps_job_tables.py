@@ -101,20 +101,20 @@ LOOSE = [
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("strategy", LOOSE, ids=str)
-@pytest.mark.parametrize("victim", [("HostActor", "server-1"), ("WorkerActor", 1)], ids=["server", "worker"])
+@pytest.mark.parametrize("victim", [("ServerActor", "server-1"), ("WorkerActor", 1)], ids=["server", "worker"])
 def test_whoever_dies_each_push_is_in_its_row_once(cluster, strategy, victim):
     killer = cluster.kill_when("tally", 60, victim)
     result = train(Tally(pause=0.006), strategy, cluster, epochs=3)
     killer.join()
     assert torch.equal(counted(result), torch.full((ROWS, 2), 3)), counted(result)
-    if victim[0] == "HostActor":
+    if victim[0] == "ServerActor":
         assert not {"restarted", "replaced"} & set(kinds(result))
         assert "server_lost" in kinds(result)
     else:
         assert cluster.spawned[victim] == 2
 
 
-@pytest.mark.parametrize("victim", [("HostActor", "server-1"), ("WorkerActor", 1)], ids=["server", "worker"])
+@pytest.mark.parametrize("victim", [("ServerActor", "server-1"), ("WorkerActor", 1)], ids=["server", "worker"])
 def test_in_step_with_tables_a_worker_is_replaced_while_the_others_wait(cluster, victim):
     cluster.kill_when("tally", 60, victim)
     result = train(Tally(pause=0.003), ParameterServer(shards=3, replicas=1), cluster)
@@ -126,7 +126,7 @@ def test_in_step_with_tables_a_worker_is_replaced_while_the_others_wait(cluster,
 @pytest.mark.parametrize("folder", [True, False])
 @pytest.mark.parametrize("strategy", ["hybrid:servers=3", "parameter_server:shards=3,replicas=0,staleness=none"])
 def test_without_copies_rows_come_back_from_the_checkpoint_and_the_workers(cluster, tmp_path, strategy, folder):
-    cluster.kill_when("tally", 110, ("HostActor", "server-1"))
+    cluster.kill_when("tally", 110, ("ServerActor", "server-1"))
     more = {"checkpoint": tmp_path} if folder else {}
     result = train(Tally(pause=0.006), strategy, cluster, epochs=4, checkpoint_every=5, **more)
     restored = [event for event in result.events if event["kind"] == "restored"]
@@ -136,7 +136,7 @@ def test_without_copies_rows_come_back_from_the_checkpoint_and_the_workers(clust
 
 
 def test_what_workers_kept_no_more_is_counted_as_lost_and_nothing_waits_for_it(cluster):
-    cluster.kill_when("tally", 120, ("HostActor", "server-1"))
+    cluster.kill_when("tally", 120, ("ServerActor", "server-1"))
     strategy = ParameterServer(shards=3, replicas=0, staleness=None, replay_mb=0.001)
     result = train(Tally(pause=0.006), strategy, cluster, epochs=4, checkpoint_every=1000)
     restored = [event for event in result.events if event["kind"] == "restored"]

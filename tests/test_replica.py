@@ -20,7 +20,7 @@ from rayps.parallel.division.build import blank, keep_only
 from rayps.parallel.division.divide import divide, words
 from rayps.parallel.division.division import TensorSlice, shares
 from rayps.parallel.division.optimizer import of_some
-from rayps.runtime.report import _in_replicas
+from rayps.runtime.status import in_replicas
 from rayps.tensors import optim
 from rayps.tensors.flat import FlatModel, beside
 from rayps.tensors.snapshot import Snapshot
@@ -408,9 +408,9 @@ def test_every_worker_of_a_replica_has_its_rate():
         {"rank": 2, "wait": 0.5, "samples_per_second": 0.0},
         {"rank": 3},
     ]
-    found = _in_replicas(lines, Grid(2, 2))
+    found = in_replicas(lines, Grid(2, 2))
     assert [line.get("samples_per_second") for line in found] == [80.0, 80.0, 0.0, None]
-    assert found[1]["part"] == "replica 0, stage 1" and _in_replicas(lines, Grid(4)) is lines
+    assert found[1]["part"] == "replica 0, stage 1" and in_replicas(lines, Grid(4)) is lines
 
 
 class Slowly(rayps.Workload):

@@ -137,7 +137,7 @@ def test_what_a_dead_worker_had_said_is_heard_however_long_the_others_are_waited
 
     monkeypatch.setattr(worker_backup, "fetch", lambda *_: state)
     monkeypatch.setattr(worker_backup, "overlaid", lambda snapshot, *_: snapshot)
-    monkeypatch.setattr(worker_actor, "Ties", Waiting)
+    monkeypatch.setattr(worker_actor, "WorkerConnections", Waiting)
     work = Deeper(n=96, batch=6)
     actor = worker_actor.WorkerActor(1, b"secret" * 6, pack(work))
     bond = Bond(1, ("", ""), 0, False, recalls=True, source=Source(0, 1))

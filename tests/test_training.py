@@ -19,9 +19,9 @@ from rayps import AllReduce, ParameterServer
 from rayps.cluster.local import LocalCluster
 from rayps.cluster.ray_cluster import RayCluster
 from rayps.core.errors import CheckpointError, ConfigError, DataError, NoResources, RaypsError, WorkloadError
+from rayps.runtime.display import Display
 from rayps.runtime.driver import Driver
 from rayps.runtime.journal import Journal
-from rayps.runtime.progress import Display
 from rayps.strategies.job import JobSpec
 
 
@@ -204,7 +204,7 @@ def test_the_users_random_numbers_stay_as_they_were():
 
 
 def test_progress_on_no_terminal_is_plain_lines(monkeypatch):
-    monkeypatch.setattr("rayps.runtime.progress.LINE_SECONDS", 0.0)
+    monkeypatch.setattr("rayps.runtime.display.LINE_SECONDS", 0.0)
     stream = io.StringIO()
     display = Display(stream)
     display.event({"kind": "restarted", "message": "worker-1 died [red]"})

@@ -292,12 +292,11 @@ def test_it_ends_with_its_driver(tmp_path):
     code = f"""
 import os, sys, time
 sys.path[:] = {sys.path!r}
-from rayps.runtime.trial import Facts, Trial
-from rayps.runtime.trial_process import Request
+from rayps.runtime.trial import Trial, TrialFacts, TrialRequest
 from rayps.workload.base import pack
 from test_trial import OnlyThere
 trial = Trial()
-trial.begin(Facts(), Request(pack(OnlyThere(lambda: time.sleep(3600))), 1, 0, path=tuple(sys.path)))
+trial.begin(TrialFacts(), TrialRequest(pack(OnlyThere(lambda: time.sleep(3600))), 1, 0, path=tuple(sys.path)))
 print(trial._process.pid, flush=True)
 os._exit(0)
 """

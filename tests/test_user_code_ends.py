@@ -15,9 +15,9 @@ from small_work import GATES, Small, distance, kinds, plain, train
 import rayps
 from rayps import AllReduce, ParameterServer
 from rayps.cluster.local import LocalCluster
+from rayps.core import time_limit
 from rayps.core.errors import RaypsError, TrainingError, WorkloadError
 from rayps.core.job import Status
-from rayps.runtime import time_limit
 from rayps.runtime.driver import Driver
 from rayps.runtime.journal import Journal
 from rayps.strategies.catalogue import parse, wire

@@ -73,7 +73,7 @@ def plan(
         if workload is None:
             said = costs(phase.strategy, count, Sizes(int(parameters or 0), batch=batch or 0), own)
         else:
-            from rayps.runtime.expected_cost import expected
+            from rayps.runtime.cost_report import expected
 
             said = expected(workload, phase.strategy, count, division, batch, activations=True)
         line = _timeline(phase.strategy, own, workload if times else None, division, count)
@@ -329,7 +329,7 @@ def _timeline(strategy: StrategyView, own: Table | None, workload: Any, division
         rows = table(replica.schedule, replica.stages, replica.micro_batches, replica.chunks)
     if workload is None or division is None:
         return simulate(rows)
-    from rayps.runtime.expected_cost import seconds
+    from rayps.runtime.cost_report import seconds
 
     chunks = seconds(workload, division, strategy.grid(workers).data, replica.micro_batches)
     share = {"F": 1 / 3, "B": 1 / 3, "W": 1 / 3} if splits(rows) else {"F": 1 / 3, "B": 2 / 3}

@@ -7,8 +7,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-START_SECONDS = 180.0  # for a process to start and to import torch, and for the first call of a method
-
 
 @dataclass(frozen=True, slots=True)
 class ActorHost:

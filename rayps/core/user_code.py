@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rayps.core.errors import RaypsError, WorkloadError
 
-_PACKAGE = str(Path(__file__).parent)
+_PACKAGE = str(Path(__file__).parents[1])
 _NO_MEMORY = ("allocate memory", "out of memory", "not enough memory", "bad_alloc", "bad allocation")  # torch's words
 
 

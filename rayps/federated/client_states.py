@@ -4,7 +4,7 @@ A state is named tensors, kept as safetensors. It is filed with the round after 
 one is kept, and those that belong to the newest snapshot, so that a run can go back to that, and to later rounds of
 which the driver may yet make one. The file is unlinked as soon as it is open, as in `rayps.ps.tables.disk`: nothing is
 left behind however the process ends, and what must outlive it is with the driver
-(`rayps.recovery.client_states_backup`).
+(`rayps.federated.client_states_backup`).
 """
 
 from __future__ import annotations

@@ -1,15 +1,22 @@
-"""What to do next with a run: a pure function from facts to a decision.
+"""What a run does next. Pure: no clock, no input or output.
 
-The order matters: the user's wish first, then errors that no retry can mend, then deaths, then lost
-connections, then the end.
+`decide` maps the facts of one poll to a decision: continue, finish, stop, fail, or how to recover from a death (replace
+the lost member, mend, or restart everyone from the snapshot). The order of its rules matters: a stop request first,
+then errors that no retry can mend, then deaths, then lost connections, then the end.
+
+`next_state` maps a state of the run, and what the effect of that state has found, to the state that follows. The driver
+carries out the effects.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
-from rayps.core.errors import LinkError, PeerTimeout
+from rayps.core.errors import LinkError, PeerTimeout, RaypsError, TrainingError
+from rayps.core.job import Status
+from rayps.recovery.backup_assignment import Mending
 
 MOST_LETTERS = 400  # of a reason, in an event
 GRACE_SECONDS = 3.0  # after the first lost connection, for the death behind it to be seen
@@ -134,3 +141,173 @@ def _at(facts: RunFacts, member: str) -> str:
 def _short(text: str) -> str:
     first = text.strip().splitlines()[0] if text.strip() else "no reason given"
     return first if len(first) <= MOST_LETTERS else first[: MOST_LETTERS - 3] + "..."
+
+
+# ---- states
+
+
+class _Step:
+    """What the states have in common."""
+
+    __slots__ = ()
+    terminal: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, slots=True)
+class StartWorkers(_Step):
+    """Check the workload, reserve resources, start the workers, and find the first snapshot."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnterPhase(_Step):
+    """Enter the phase with this number, or skip it where a checkpoint lies behind its end."""
+
+    phase: int
+
+
+@dataclass(frozen=True, slots=True)
+class BeginGeneration(_Step):
+    """Give every member its orders. `mending`: workers start from states that peers retain, else from the snapshot."""
+
+    phase: int
+    mending: Mending | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Train(_Step):
+    """Poll the members once and decide."""
+
+    phase: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recover(_Step):
+    """End the generation after a failure. `evaluating`: it was lost in the evaluation at the phase's end."""
+
+    phase: int
+    decision: Restart | Mend
+    evaluating: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ReplaceMembers(_Step):
+    """Start new processes for lost members while the others keep training."""
+
+    phase: int
+    decision: Replace
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluate(_Step):
+    """Evaluate the state at the end of a phase on all workers."""
+
+    phase: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestCheckpoint(_Step):
+    """After a stop request: ask all members for one more snapshot."""
+
+    phase: int
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitCheckpoint(_Step):
+    """Poll until the requested snapshot is saved, a member fails, or the deadline passes."""
+
+    phase: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ended(_Step):
+    """The run is over: SUCCEEDED, STOPPED or FAILED."""
+
+    terminal: ClassVar[bool] = True
+    status: Status
+    reason: str = ""
+    error: Exception | None = None
+
+
+State = (
+    StartWorkers
+    | EnterPhase
+    | BeginGeneration
+    | Train
+    | Recover
+    | ReplaceMembers
+    | Evaluate
+    | RequestCheckpoint
+    | AwaitCheckpoint
+    | Ended
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What the effect of a state has found. A state reads only the fields that are named for it."""
+
+    stopped: bool = False  # StartWorkers: the user asked to stop before the workers were there
+    phases: int = 1  # EnterPhase: number of phases of the run
+    work: bool = True  # EnterPhase: rounds or an evaluation of this phase are left
+    decision: Decision | None = None  # Train; Evaluate: None = the metrics are there
+    complete: bool = False  # Train: the newest snapshot is the last one of the phase
+    mending: Mending | None = None  # Recover: the round from which workers continue without the snapshot
+    saving: bool = False  # RequestCheckpoint, AwaitCheckpoint: the last snapshot is still to come
+
+
+def next_state(state: State, found: Findings) -> State:
+    """The state that follows `state`, whose effect has found `found`."""
+    match state:
+        case StartWorkers():
+            return Ended(Status.STOPPED) if found.stopped else EnterPhase(0)
+        case EnterPhase(phase) if phase >= found.phases:
+            return Ended(Status.SUCCEEDED, "trained to the end")
+        case EnterPhase(phase):
+            return BeginGeneration(phase) if found.work else EnterPhase(phase + 1)
+        case BeginGeneration(phase) | ReplaceMembers(phase):
+            return Train(phase)
+        case Train(phase):
+            return _after_poll(phase, found)
+        case Recover(phase):
+            return BeginGeneration(phase, found.mending)
+        case Evaluate(phase):
+            return _after_evaluation(phase, found.decision)
+        case RequestCheckpoint(phase) | AwaitCheckpoint(phase):
+            return AwaitCheckpoint(phase) if found.saving else Ended(Status.STOPPED)
+        case Ended():
+            return state
+
+
+def _after_poll(phase: int, found: Findings) -> State:
+    match found.decision:
+        case Stop():
+            return RequestCheckpoint(phase)
+        case Fail() as decision:
+            return _failed(decision)
+        case Restart() | Mend() as decision:
+            return Recover(phase, decision)
+        case Replace() as decision:
+            return ReplaceMembers(phase, decision)
+        case Finish() if found.complete:
+            return Evaluate(phase)
+    return Train(phase)
+
+
+def _after_evaluation(phase: int, decision: Decision | None) -> State:
+    """A worker lost in an evaluation means that everyone restarts from the snapshot and evaluates again."""
+    match decision:
+        case None:
+            return EnterPhase(phase + 1)
+        case Restart() | Mend() | Replace():
+            return Recover(phase, Restart(decision.lost, decision.reason), evaluating=True)
+        case Fail() as decision:
+            return _failed(decision)
+        case Stop():
+            return Ended(Status.STOPPED)
+    return Evaluate(phase)
+
+
+def _failed(decision: Fail) -> Ended:
+    if isinstance(decision.error, RaypsError):
+        return Ended(Status.FAILED, str(decision.error), decision.error)
+    return Ended(Status.FAILED, decision.reason, TrainingError(decision.reason))

@@ -1,6 +1,10 @@
-"""Keeps one job alive until it ends: phases, generations, checkpoints, recovery.
+"""Runs one job to its end: one loop over the states of `rayps.runtime.decide`.
 
-The driver decides nothing itself: `decide` does; it polls the group, writes the journal and carries out.
+    while not state.terminal:
+        state = next_state(state, <what the state's effect has found>)
+
+Each state has one method here, which carries out its effect. What follows a state, and what to do about a failure, is
+decided by the pure functions `next_state` and `decide`.
 """
 
 from __future__ import annotations
@@ -12,56 +16,42 @@ import time
 import uuid
 from dataclasses import replace
 from functools import partial
-from itertools import starmap
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 from rayps.cluster.local import Cluster
 from rayps.core.calendar import Calendar
-from rayps.core.errors import RaypsError, TrainingError
+from rayps.core.errors import RaypsError
 from rayps.core.job import Status
-from rayps.core.metrics import Point, Rounds
 from rayps.core.strategy import Phase
+from rayps.core.time_limit import awaited
 from rayps.federated.remote.remote_replies import prepared
-from rayps.ps.job_space import JobSpace
-from rayps.ps.protocol.space import SparseTable
-from rayps.runtime.decide import Continue, Fail, Finish, Mend, Replace, Restart, Stop, decide
-from rayps.runtime.decide import RunFacts as RunFacts
-from rayps.runtime.initial_state import InitialState, maker, space_of
+from rayps.runtime import decide as states
+from rayps.runtime.decide import Continue, Fail, Findings, Finish, Mend, Replace, Restart, RunFacts, decide, next_state
+from rayps.runtime.job_servers import space_of
 from rayps.runtime.journal import Journal
 from rayps.runtime.mending import Mender
-from rayps.runtime.outcome import Outcome
-from rayps.runtime.phase import PhaseRun
+from rayps.runtime.phases import PhaseRun, RunPlan
 from rayps.runtime.preflight import PreflightFindings, preflight
-from rayps.runtime.report import ProgressReport
-from rayps.runtime.server_events import ServerEvents
-from rayps.runtime.status import RunStatus
-from rayps.runtime.time_limit import awaited
-from rayps.runtime.trial import Trial
-from rayps.runtime.trial import TrialFacts as TrialFacts
-from rayps.runtime.trial_process import TrialRequest
+from rayps.runtime.snapshots import Checkpointer
+from rayps.runtime.status import Outcome, RunRecord
+from rayps.runtime.trial import Trial, TrialFacts, TrialRequest
 from rayps.runtime.worker_actor import WorkerFacts
 from rayps.runtime.worker_group import WorkerGroup
 from rayps.strategies.catalogue import parse
 from rayps.strategies.job import JobSpec
-from rayps.tensors import checkpoint
-from rayps.tensors.learning_rate import ScheduleRecord, Ticks, recipe_of
-from rayps.tensors.snapshot import Snapshot
+from rayps.tensors.learning_rate import ScheduleRecord, recipe_of
 from rayps.workload.base import Workload, pack
-from rayps.workload.model import drawn_apart
 
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1
-LEAVE_SECONDS = 20.0  # for a last checkpoint after a stop; the service waits longer than that
-
-
-class _StoppedByUser(Exception):
-    pass
+LEAVE_SECONDS = 20.0  # for a last checkpoint after a stop request; the service waits longer than that
+EVALUATE_SECONDS = 600.0  # for an evaluation at the end of a phase, at least
 
 
 class Driver:
-    """One job from start to end. `run()` blocks; `stop()` may come from another thread."""
+    """One job from start to end. `run()` blocks; `stop()` may be called from another thread."""
 
     def __init__(
         self,
@@ -82,26 +72,19 @@ class Driver:
         `tries`: one batch is tried in a process of its own while workers start, see `rayps.runtime.trial`.
         """
         self.workload, self.spec, self.journal = workload, spec.check(), journal
-        self.phases = phases or parse(spec.strategy)
-        self._checkpoints, self._resume, self._capture = checkpoints, resume, capture
-        self._calendar: Calendar | None = None  # known after the preflight, as are
-        self._legs: list[PhaseRun] = []
+        self.trial = Trial()
+        self._phases = phases or parse(spec.strategy)
         self._name, self._again = name or spec.name or f"job-{uuid.uuid4().hex[:8]}", again
-        self._tables: tuple[SparseTable, ...] = ()  # of the model
-        self._mailbox: str | None = None  # of real clients
-        self._schedule = ScheduleRecord(workload.optimizer)  # with its schedule, after the preflight
-        self._news = ServerEvents()
+        self._capture, self._tries = capture, tries
         self._stop = threading.Event()
-        self._failures = failures  # of the whole job, whatever drivers it had
+        self._checkpoints = Checkpointer(spec, journal, checkpoints, resume)
+        self._mender = Mender(journal, failures)
+        self._record = RunRecord(journal, spec.workers, self._where)
+        self._known: RunPlan | None = None  # after the preflight
+        self._started: WorkerGroup | None = None
         self._generation = 0
-        self._snapshot: Snapshot | None = None  # the newest state that a restart can begin from
-        self._saved: Path | None = resume
-        self._report = ProgressReport()
-        self._standing = RunStatus(journal, self._report, self._where)
-        self._broken_since: float | None = None
-        self._mender = Mender(journal)
-        self._evaluated = 0  # the last round whose evaluation is filed
-        self.trial, self._tries = Trial(), tries
+        self._metrics: dict[str, float] = {}  # of the last evaluation
+        self._requested = (0, 0.0)  # a last checkpoint after a stop: it must be newer than this round; the deadline
 
     def stop(self) -> None:
         """Ask the run to end, with a last checkpoint where there is a folder for it."""
@@ -110,83 +93,286 @@ class Driver:
     @property
     def saves(self) -> bool:
         """Whether there is a folder for checkpoints."""
-        return self._checkpoints is not None
+        return self._checkpoints.folder is not None
 
     @property
     def status(self) -> Status:
         """Where the run stands."""
-        return self._standing.status
+        return self._record.status
 
-    def run(self, cluster: Cluster) -> Outcome:
-        """Run the job to its end; never raises for what went wrong in the run, says it in the outcome."""
-        group: WorkerGroup | None = None
-        try:
-            if self._calendar is None:
-                self.preflight()
-            self._standing.say(Status.STARTING, "starting workers")
-            self.trial.check()
-            group = WorkerGroup(
-                cluster,
-                pack(self.workload),
-                self.spec.workers,
-                {"cpu": 1.0} | self.spec.resources,
-                self.spec.working_dir,
-                self._capture,
-                space=self._space(cluster),
-            )
-            grids = [leg.phase.strategy.grid(self.spec.workers) for leg in self._legs]
-            placed = group.start(self.spec.timeout, max(grids, key=lambda grid: grid.columns), self.trial.check)
-            if placed:
-                self.journal.event("placed", placed)
-            self.trial.end(self.journal)
-            outcome = Outcome(Status.SUCCEEDED, "trained to the end", self._run_phases(group))
-            if self._tables and self._checkpoints is None and group.space is not None:
-                outcome.tables = group.space.whole_tables()
-        except _StoppedByUser:
-            outcome = Outcome(Status.STOPPED, self._stopped())
-        except RaypsError as error:
-            outcome = Outcome(Status.FAILED, str(error), error=error)
-        except Exception as error:  # a fault of ours must end the job with a reason, not vanish with its thread
-            log.exception("the driver failed")
-            outcome = Outcome(Status.FAILED, f"rayps failed: {type(error).__name__}: {error}", error=error)
-        finally:
-            self.close()
-            if group is not None:
-                self.journal.lines(group.lines())
-                self._tell(group, over=True)
-                group.close()
-        outcome.snapshot, outcome.checkpoint = self._snapshot, self._saved
-        self._seal(outcome)
-        return outcome
-
-    def preflight(self) -> None:
-        """Find what is wrong with data, model and optimizer before any worker starts.
+    def preflight(self) -> bool:
+        """Find what is wrong with data, model and optimizer before any worker starts. False: stopped meanwhile.
 
         Raises:
             DataError, WorkloadError, ConfigError: what is wrong and the way out.
         """
-        self._mailbox = prepared(self.phases, self.journal.folder)
-        find = partial(preflight, self.workload, self.phases, self.spec)
+        mailbox = prepared(self._phases, self.journal.folder)
+        find = partial(preflight, self.workload, self._phases, self.spec)
         found = awaited(find, self.spec.timeout, where="driver", stopped=self._stop.is_set)
         if found is None:
-            raise _StoppedByUser
+            return False
         for warning in found.warnings:
             self.journal.event("warning", warning)
-        self._tables, self._schedule = found.tables, ScheduleRecord(recipe_of(self.workload))
-        self._calendar = self._report.calendar = Calendar(
-            self.phases, found.steps, self.spec.workers, epochs=self.spec.epochs, rounds=self.spec.steps
+        calendar = Calendar(
+            self._phases, found.steps, self.spec.workers, epochs=self.spec.epochs, rounds=self.spec.steps
         )
-        self._legs = list(starmap(PhaseRun, zip(self.phases, self._calendar.spans, found.divisions, strict=True)))
+        schedule = ScheduleRecord(recipe_of(self.workload))
+        self._known = RunPlan(self._phases, calendar, found.divisions, found.tables, schedule, mailbox)
+        self._record.begin(calendar)
         if self._tries:
-            self._try(found)
+            self._try_a_batch(found)
+        return True
 
     def close(self) -> None:
-        """End what a preflight has begun, where no run follows."""
+        """End what a preflight has started, where no run follows."""
         self.trial.close()
 
-    def _try(self, found: PreflightFindings) -> None:
+    def run(self, cluster: Cluster) -> Outcome:
+        """Run the job to its end. What goes wrong in the run is not raised: the outcome says it."""
+        state: states.State = states.StartWorkers()
+        try:
+            while not state.terminal:
+                state = self._step(state, cluster)
+        finally:
+            self.close()
+            self._end_workers()
+        return self._sealed(state)
+
+    def _step(self, state: states.State, cluster: Cluster) -> states.State:
+        """Carry out a state's effect and give the state that follows; an error ends the run."""
+        try:
+            return next_state(state, self._carry_out(state, cluster))
+        except RaypsError as error:
+            return states.Ended(Status.FAILED, str(error), error)
+        except Exception as error:  # a fault of rayps must end the job with a reason, not vanish with its thread
+            log.exception("the driver failed")
+            return states.Ended(Status.FAILED, f"rayps failed: {type(error).__name__}: {error}", error)
+
+    def _carry_out(self, state: states.State, cluster: Cluster) -> Findings:
+        match state:
+            case states.StartWorkers():
+                return self._start_workers(cluster)
+            case states.EnterPhase(phase):
+                return self._enter_phase(phase)
+            case states.BeginGeneration():
+                return self._begin_generation(state)
+            case states.Train(phase):
+                return self._train(self._plan.phase(phase))
+            case states.Recover():
+                return self._recover(state)
+            case states.ReplaceMembers(_, decision):
+                return self._replace_members(decision)
+            case states.Evaluate(phase):
+                return self._evaluate(self._plan.phase(phase))
+            case states.RequestCheckpoint(phase):
+                return self._request_checkpoint(self._plan.phase(phase))
+            case states.AwaitCheckpoint(phase):
+                return self._await_checkpoint(self._plan.phase(phase))
+            case states.Ended():
+                return Findings()
+        assert_never(state)
+
+    @property
+    def _plan(self) -> RunPlan:
+        assert self._known is not None, "preflight() comes first"
+        return self._known
+
+    @property
+    def _group(self) -> WorkerGroup:
+        assert self._started is not None, "workers start first"
+        return self._started
+
+    # ---- the effects of states
+
+    def _start_workers(self, cluster: Cluster) -> Findings:
+        if self._known is None and not self.preflight():
+            return Findings(stopped=True)
+        self._record.say(Status.STARTING, "starting workers")
+        self.trial.check()
+        plan, spec = self._plan, self.spec
+        strategies = [phase.strategy for phase in self._phases]
+        space = space_of(cluster, spec, strategies, self._name, lambda: recipe_of(self.workload), plan.tables)
+        if space is not None and self._again and not space.own:
+            space.take_over()
+        resources = {"cpu": 1.0} | spec.resources
+        packed = pack(self.workload)
+        group = WorkerGroup(
+            cluster, packed, spec.workers, resources, spec.working_dir, capture=self._capture, space=space
+        )
+        self._started = group
+        placed = group.start(spec.timeout, plan.widest(spec.workers), self.trial.check)
+        if placed:
+            self.journal.event("placed", placed)
+        self.trial.end(self.journal)
+        first = self._checkpoints.first(group, self.workload, plan)
+        if self._checkpoints.resume is not None:
+            # an earlier driver of this very run may have died before the evaluation that belongs to the checkpoint
+            filed = self.journal.evaluated
+            self._record.evaluated = first.round if filed is None else filed
+        return Findings()
+
+    def _enter_phase(self, number: int) -> Findings:
+        plan, count = self._plan, len(self._phases)
+        if number == count:
+            if plan.tables and not self.saves and self._group.space is not None:
+                self._checkpoints.tables = self._group.space.whole_tables()
+            return Findings(phases=count)
+        phase, snapshot = plan.phase(number), self._checkpoints.snapshot
+        only_evaluate = phase.end == plan.calendar.rounds and self._generation == 0
+        if snapshot.round >= phase.end and not only_evaluate:
+            return Findings(phases=count, work=False)
+        phase.enter(snapshot, self.spec.workers)
+        phase.tell(self.journal, snapshot.round)
+        self.journal.tally = phase.tally(self.workload, self.spec.workers, snapshot.layout)
+        if phase.phase.strategy.topology.in_step:  # also after a phase that was not
+            snapshot.align()
+        return Findings(phases=count)
+
+    def _begin_generation(self, state: states.BeginGeneration) -> Findings:
+        phase = self._plan.phase(state.phase)
+        self._generation += 1
+        self._mender.begin()
+        self._record.generation(self._generation, phase.phase.strategy.name, mended=state.mending is not None)
+        orders = phase.orders(self.spec, self._generation, self._record.evaluated, self._plan.mailbox)
+        self._group.begin(orders, self._checkpoints.snapshot, state.mending)
+        self._record.say(Status.RUNNING, "")
+        return Findings()
+
+    def _train(self, phase: PhaseRun) -> Findings:
+        self._poll()
+        decision = self._decided(self._facts(phase))
+        if not isinstance(decision, (Fail, Replace)):
+            self._collect()
+        complete = False
+        match decision:
+            case Continue():
+                self._stop.wait(POLL_SECONDS)
+            case Finish():
+                complete = self._checkpoints.round >= phase.end or self._meets_its_stop_rule()
+                if complete:
+                    self._end_generation(phase)
+                else:
+                    time.sleep(POLL_SECONDS / 4)
+        return Findings(decision=decision, complete=complete)
+
+    def _meets_its_stop_rule(self) -> bool:
+        """Whether the newest state is that at which the strategy has met its stop rule."""
+        at, group = self._checkpoints.round, self._group
+        return group.met is not None and all(worker.facts.position == at for worker in group.workers)
+
+    def _end_generation(self, phase: PhaseRun) -> None:
+        """The phase's last state is there: file what is left of its rounds."""
+        self._poll()
+        self._record.end_generation()
+        self._record.flush()
+        self._mender.tell_cost()
+        at, reason = self._checkpoints.round, self._group.met
+        if reason is not None and at < phase.end:
+            phase.met(self.journal, self._plan.calendar, at, reason)
+
+    def _recover(self, state: states.Recover) -> Findings:
+        decision, generation = state.decision, self._generation + 1
+        self._record.end_generation()
+        self._record.say(Status.RECOVERING, decision.reason)
+        mending = self._mender.mend(self._group, decision, generation)
+        if mending is not None:
+            self._record.again(generation, mending.round)
+            return Findings(mending=mending)
+        self._record.flush()
+        at = self._checkpoints.round
+        what = "evaluates again" if state.evaluating else f"goes on from round {at}"
+        self._mender.restarted(decision, what, at, generation)
+        return Findings()
+
+    def _replace_members(self, decision: Replace) -> Findings:
+        self._record.say(Status.RECOVERING, decision.reason)
+        self._mender.begin()
+        self._mender.replace(self._group, decision, self._checkpoints.snapshot)
+        self._record.say(Status.RUNNING, "")
+        return Findings()
+
+    def _evaluate(self, phase: PhaseRun) -> Findings:
+        snapshot = self._checkpoints.snapshot
+        metrics = self._group.evaluate(snapshot, timeout=max(EVALUATE_SECONDS, self.spec.timeout))
+        if metrics is None:
+            facts = replace(self._facts(phase), lockstep=True, mends=False)
+            return Findings(decision=self._decided(facts))
+        point = {"kind": "evaluation", "round": snapshot.round, "time": time.time(), "metrics": metrics}
+        self._record.file([point])
+        self.journal.reckon()
+        self._metrics = metrics
+        return Findings()
+
+    def _request_checkpoint(self, phase: PhaseRun) -> Findings:
+        if not self.saves or phase.phase.strategy.rows.remote:  # real clients may take hours for a round
+            return Findings()
+        self._record.say(Status.STOPPING, "saving a checkpoint")
+        self._group.hurry()
+        self._requested = self._checkpoints.round, time.monotonic() + LEAVE_SECONDS
+        return Findings(saving=True)
+
+    def _await_checkpoint(self, phase: PhaseRun) -> Findings:
+        """One look for the requested checkpoint; where it takes too long, the one before stays."""
+        before, deadline = self._requested
+        self._poll()
+        facts = self._facts(phase)
+        if facts.dead or facts.errors:
+            return Findings()
+        self._collect()
+        if self._checkpoints.round != before or time.monotonic() > deadline:
+            return Findings()
+        time.sleep(POLL_SECONDS / 4)
+        return Findings(saving=True)
+
+    # ---- what the effects share
+
+    def _poll(self) -> None:
+        group = self._group
+        points = group.poll()
+        for point in points:
+            self._checkpoints.snapshot.hear(point)  # also for the generations and the runs that continue from it
+        self._record.take_in(group, points)
+        self._mender.look(group, self._generation)
+        self._record.show()
+
+    def _collect(self) -> None:
+        self._checkpoints.collect(self._group, self._plan, self._generation)
+
+    def _decided(self, facts: RunFacts) -> states.Decision:
+        decision = decide(facts)
+        if isinstance(decision, (Restart, Mend, Replace)):
+            self._mender.failures += 1
+        return decision
+
+    def _facts(self, phase: PhaseRun) -> RunFacts:
+        """What the last poll has shown."""
+        group, mender = self._group, self._mender
+        workers = [(w.name, w.facts) for w in group.workers if isinstance(w.facts, WorkerFacts)]
+        current = [(name, f) for name, f in workers if f.generation == self._generation]
+        errors = tuple((name, f.error) for name, f in current if f.status == "failed" and f.error is not None)
+        dead = tuple((m.name, m.dead) for m in group.members if m.dead)
+        mender.saw(errors=bool(errors), dead=bool(dead))
+        return RunFacts(
+            size=self.spec.workers,
+            finished=frozenset(name for name, f in current if f.status == "finished"),
+            errors=errors,
+            dead=dead,
+            failures=mender.failures,
+            max_failures=self.spec.max_failures,
+            broken_for=mender.broken_for,
+            lockstep=phase.phase.strategy.topology.in_step and not group.holds_tables and not mender.may_replace(group),
+            stop=self._stop.is_set(),
+            at={name: f.position for name, f in current},
+            mends=group.mends,
+        )
+
+    def _where(self) -> tuple[int, dict[str, Any]]:
+        facts = {"generation": self._generation, "failures": self._mender.failures}
+        return self._checkpoints.round, facts
+
+    def _try_a_batch(self, found: PreflightFindings) -> None:
         """Let one batch be tried while workers start."""
-        strategies, packed = [phase.strategy for phase in self.phases], pack(self.workload)
+        strategies, packed = [phase.strategy for phase in self._phases], pack(self.workload)
         model, data = found.sizes
         facts = TrialFacts(
             all(strategy.rows.remote for strategy in strategies),
@@ -197,254 +383,38 @@ class Driver:
             data,
         )
         first = strategies[0]
-        size, federated = first.grid(self.spec.workers).data, first.rows.by_client
-        self.trial.begin(
-            facts, TrialRequest(packed, size, self.spec.seed, federated, self.spec.working_dir, tuple(sys.path))
-        )
+        size, path = first.grid(self.spec.workers).data, tuple(sys.path)
+        request = TrialRequest(packed, size, self.spec.seed, first.rows.by_client, self.spec.working_dir, path)
+        self.trial.begin(facts, request)
 
-    @property
-    def calendar(self) -> Calendar:
-        """The rounds and epochs of the phases."""
-        assert self._calendar is not None, "preflight() comes first"
-        return self._calendar
+    # ---- the end
 
-    def _space(self, cluster: Cluster) -> JobSpace | None:
-        """This job's place on a server group, if it needs one."""
-        strategies = [phase.strategy for phase in self.phases]
-        space = space_of(cluster, self.spec, strategies, self._name, lambda: recipe_of(self.workload), self._tables)
-        if space is not None and self._again and not space.own:
-            space.take_over()
-        return space
+    def _end_workers(self) -> None:
+        if self._started is not None:
+            self.journal.lines(self._started.lines())
+            self._record.tell(self._started, over=True)
+            self._started.close()
 
-    # ---- phases and generations
-
-    def _run_phases(self, group: WorkerGroup) -> dict[str, float]:
-        """All phases from the first snapshot; gives the final metrics."""
-        # what no worker could hold whole is drawn here
-        draw = partial(drawn_apart, self.workload) if any(leg.division for leg in self._legs) else None
-        begin = InitialState(self.spec, self._resume, self.calendar, draw, self._schedule)
-        self._snapshot, metrics = begin.snapshot(group, self.phases[0].strategy, self.journal), dict[str, float]()
-        checkpoint.must_be_finite(self._snapshot.to_state(), "before the first round")
-        if begin.resumed:
-            # an earlier driver of this very run may have died before the evaluation that belongs to the checkpoint
-            self._evaluated = self._snapshot.round if self.journal.evaluated is None else self.journal.evaluated
-        for number in range(len(self._legs)):
-            leg = replace(self._legs[number], span=self.calendar.spans[number])  # earlier ones may have ended early
-            nothing_left = leg.end == self.calendar.rounds and self._generation == 0  # the workers only evaluate
-            if self._snapshot.round < leg.end or nothing_left:
-                leg.enter(self._snapshot, self.spec.workers)
-                leg.tell(self.journal, self._snapshot.round)
-                self.journal.tally = leg.tally(self.workload, self.spec.workers, self._snapshot.layout)
-                self._run_phase(group, leg)
-                if group.met is not None and self._snapshot.round < leg.end:
-                    leg = leg.met(self.journal, self.calendar, self._snapshot.round, group.met)
-                metrics = self._evaluate(group, leg)
-                self.journal.reckon()
-        return metrics
-
-    def _run_phase(self, group: WorkerGroup, leg: PhaseRun) -> None:
-        assert self._snapshot is not None
-        phase, end = leg.phase, leg.end
-        if phase.strategy.topology.in_step:  # such a phase begins in step, also after one that was not
-            self._snapshot.align()
-        rounds, mending = Rounds(self.spec.workers, 0, phase.strategy.name), None
-        while True:
-            self._generation += 1
-            self._broken_since, rounds.generation = None, self._generation
-            orders = leg.orders(self.spec, self._generation, self._evaluated, self._mailbox)
-            group.begin(orders, self._snapshot, mending)
-            self._standing.say(Status.RUNNING, "")
-            broken = self._watch(group, rounds, phase, end)
-            self._report.begin_again()
-            if broken is not None:
-                self._standing.say(Status.RECOVERING, broken.reason)
-                mending = self._mender.mend(group, broken, rounds, self._generation + 1)
-            if broken is None or mending is None:
-                self._file(rounds.flush())
-            if broken is None:
-                self._mender.tell_cost()
-                return
-            if mending is None:
-                rounds = Rounds(self.spec.workers, 0, phase.strategy.name)
-                at = self._snapshot.round
-                self._mender.restarted(broken, f"goes on from round {at}", at, self._generation + 1)
-
-    def _watch(self, group: WorkerGroup, rounds: Rounds, phase: Phase, end: int) -> Restart | Mend | None:
-        """Poll until the generation ends; None = it reached `end`, else everyone must begin again."""
-        while True:
-            self._take_in(group, rounds)
-            decision = decide(self._facts(group, phase))
-            match decision:
-                case Continue():
-                    self._collect(group)
-                    self._stop.wait(POLL_SECONDS)
-                case Finish():
-                    self._collect(group)
-                    if self._snapshot is not None and (self._snapshot.round >= end or self._over(group)):
-                        self._take_in(group, rounds)
-                        return None
-                    time.sleep(POLL_SECONDS / 4)
-                case Stop():
-                    self._collect(group)
-                    self._save_on_leaving(group, rounds, phase)
-                    raise _StoppedByUser
-                case Fail(error, reason):
-                    raise error if isinstance(error, RaypsError) else TrainingError(reason)
-                case Restart() | Mend():
-                    self._failures += 1
-                    self._collect(group)
-                    return decision
-                case Replace():
-                    self._failures += 1
-                    self._replace(group, decision)
-
-    def _over(self, group: WorkerGroup) -> bool:
-        """Whether the newest state is that at which the strategy has met its stop rule."""
-        assert self._snapshot is not None
-        facts = [worker.facts for worker in group.workers]
-        return group.met is not None and all(f.position == self._snapshot.round for f in facts)
-
-    def _save_on_leaving(self, group: WorkerGroup, rounds: Rounds, phase: Phase) -> None:
-        """A last checkpoint, of a round that everyone reaches soon; where it takes too long, the one before stays."""
-        if (
-            self._checkpoints is None or self._snapshot is None or phase.strategy.rows.remote
-        ):  # nobody waits for clients
-            return
-        self._standing.say(Status.STOPPING, "saving a checkpoint")
-        group.hurry()
-        before, deadline = self._snapshot.round, time.monotonic() + LEAVE_SECONDS
-        while self._snapshot.round == before and time.monotonic() < deadline:
-            self._take_in(group, rounds)
-            facts = self._facts(group, phase)
-            if facts.dead or facts.errors:
-                return
-            self._collect(group)
-            time.sleep(POLL_SECONDS / 4)
-
-    def _replace(self, group: WorkerGroup, decision: Replace) -> None:
-        assert self._snapshot is not None
-        self._standing.say(Status.RECOVERING, decision.reason)
-        self._broken_since = None
-        self._mender.replace(group, decision, self._snapshot)
-        self._standing.say(Status.RUNNING, "")
-
-    def _facts(self, group: WorkerGroup, phase: Phase) -> RunFacts:
-        workers = [(w.name, w.facts) for w in group.workers if isinstance(w.facts, WorkerFacts)]
-        current = [(name, f) for name, f in workers if f.generation == self._generation]
-        errors = tuple((name, f.error) for name, f in current if f.status == "failed" and f.error is not None)
-        dead = tuple((m.name, m.dead) for m in group.members if m.dead)
-        at = {name: f.position for name, f in current}
-        self._mender.saw(bool(errors or dead))
-        if errors and self._broken_since is None:
-            self._broken_since = time.monotonic()
-        return RunFacts(
-            size=self.spec.workers,
-            finished=frozenset(name for name, f in current if f.status == "finished"),
-            errors=errors,
-            dead=dead,
-            failures=self._failures,
-            max_failures=self.spec.max_failures,
-            broken_for=0.0 if self._broken_since is None else time.monotonic() - self._broken_since,
-            lockstep=phase.strategy.topology.in_step and not group.holds_tables and not self._mender.may_replace(group),
-            stop=self._stop.is_set(),
-            at=at,
-            mends=group.mends,
-        )
-
-    # ---- what is recorded
-
-    def _take_in(self, group: WorkerGroup, rounds: Rounds) -> None:
-        found = group.poll()
-        for point in found:
-            if self._snapshot is not None:
-                self._snapshot.hear(point)  # also for the generations and the runs that go on from here
-        points = self.journal.choices(found)
-        self._report.hear(points)
-        self._news.hear(points)
-        self._tell(group)
-        self._file(rounds.add(points))
-        self.journal.lines(group.lines())
-        self._report.look(group, rounds.strategy)
-        self._mender.look(group, self._generation)
-        for name, count in self._report.newly_lost(group):
-            self.journal.event("lost", f"{name} lacks {count} pushes: the workers kept them no more", pushes=count)
-        self._standing.show()
-
-    def _tell(self, group: WorkerGroup, over: bool = False) -> None:
-        """File what happened to the server group."""
-        if group.space is not None:
-            if over:
-                group.space.look()
-            for event in self._news.tell(group.space.news(), over):
-                self.journal.event(**event)
-
-    def _file(self, merged: list[Point]) -> None:
-        for point in merged:
-            point.setdefault("epoch", self.calendar.epoch_of(max(point["round"] - 1, 0)))
-            if point["kind"] == "evaluation":
-                self._evaluated = point["round"]
-            if point.get("missing"):
-                lost = ", ".join(f"worker-{rank}" for rank in point["missing"])
-                which = f"the evaluation after round {point['round']}"
-                self.journal.event("warning", f"{which} lacks the rows of {lost}, which died before it was heard")
-        self._report.file(merged)
-        self.journal.add(merged)
-
-    def _collect(self, group: WorkerGroup) -> None:
-        assert self._snapshot is not None
-        newer = group.collect(self._snapshot)
-        if newer is None:
-            return
-        ticks = Ticks(newer.origin, newer.steps_per_epoch)
-        schedule = self._schedule.facts(newer.layout, newer.round, ticks)
-        state = newer.to_state(generation=self._generation, **maker(self.spec), **schedule)
-        checkpoint.must_be_finite(state, f"after round {newer.round - 1}", round=newer.round - 1)
-        self._snapshot = newer
-        if self._checkpoints is not None:
-            beside = group.space.write_tables(newer.round) if group.space is not None else group.vault.beside
-            self._saved = checkpoint.save(self._checkpoints, newer.round, state, beside=beside)
-            if group.space is not None:
-                group.space.tables_kept(self._saved / checkpoint.TABLES)
-            self.journal.event("checkpoint", f"saved round {newer.round}", round=newer.round, path=str(self._saved))
-        group.saved(newer)
-
-    def _evaluate(self, group: WorkerGroup, leg: PhaseRun) -> dict[str, float]:
-        """Evaluate the end of a phase; who dies meanwhile is replaced as in training, and all evaluate again."""
-        while True:
-            assert self._snapshot is not None
-            metrics = group.evaluate(self._snapshot, timeout=max(600.0, self.spec.timeout))
-            if metrics is not None:
-                break
-            match decide(replace(self._facts(group, leg.phase), lockstep=True, mends=False)):
-                case Restart() as restart:
-                    self._failures += 1
-                    self._standing.say(Status.RECOVERING, restart.reason)
-                    self._mender.restarted(restart, "evaluates again", self._snapshot.round, self._generation + 1)
-                case Fail(_, reason):
-                    raise TrainingError(reason)
-                case _:
-                    raise _StoppedByUser
-            self._run_phase(group, leg)
-        self._file([{"kind": "evaluation", "round": self._snapshot.round, "time": time.time(), "metrics": metrics}])
-        return metrics
-
-    def _stopped(self) -> str:
-        if self._calendar is None:
-            kept = f"{self._saved} is kept" if self._saved else "nothing was kept"
-            return f"stopped on request before it began: {kept}"
-        saved = self._snapshot.round if self._snapshot else 0
-        at = self._report.reached(saved)
-        kept = "nothing was kept"
-        if self._checkpoints is not None and self._saved:
-            kept = f"{self._saved} is kept" + (f", of round {saved}" if saved < at else "")
-        return f"stopped on request at round {at} of {self.calendar.rounds}: {kept}"
-
-    def _where(self) -> tuple[int, dict[str, Any]]:
-        done = self._snapshot.round if self._snapshot else 0
-        return done, {"generation": self._generation, "failures": self._failures}
-
-    def _seal(self, outcome: Outcome) -> None:
+    def _sealed(self, state: states.State) -> Outcome:
+        """Say how the run has ended, once and for all."""
+        assert isinstance(state, states.Ended)
+        outcome = Outcome(state.status, state.reason, snapshot=self._checkpoints.newest)
+        if state.status is Status.SUCCEEDED:
+            outcome.metrics, outcome.tables = self._metrics, self._checkpoints.tables
+        elif state.status is Status.STOPPED:
+            outcome.message = self._stopped()
+        else:
+            outcome.error = state.error
+        outcome.checkpoint = self._checkpoints.saved
         kind = {Status.SUCCEEDED: "finished", Status.STOPPED: "stopped"}.get(outcome.status, "failed")
         self.journal.event(kind, outcome.message, metrics=outcome.metrics)
-        self._standing.say(outcome.status, outcome.message)
+        self._record.say(outcome.status, outcome.message)
         self.journal.seal(outcome.to_dict())
+        return outcome
+
+    def _stopped(self) -> str:
+        saved = self._checkpoints.saved
+        if self._known is None:
+            return f"stopped on request before it began: {f'{saved} is kept' if saved else 'nothing was kept'}"
+        at = self._record.reached(self._checkpoints.round)
+        return f"stopped on request at round {at} of {self._known.calendar.rounds}: {self._checkpoints.kept(at)}"

@@ -20,7 +20,7 @@ from rayps.core.failpoint import passing
 from rayps.core.job import Status
 from rayps.runtime.driver import Driver
 from rayps.runtime.journal import Journal
-from rayps.runtime.outcome import Outcome
+from rayps.runtime.status import Outcome
 from rayps.strategies.job import JobSpec
 from rayps.tensors import checkpoint
 from rayps.workload.base import load

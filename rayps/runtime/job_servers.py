@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from rayps.cluster.local import ActorReply, Cluster
 from rayps.core.strategy import StrategyView
-from rayps.core.topology import servers_of
+from rayps.core.topology import group_of, servers_of
 from rayps.parallel.division.division import shares
 from rayps.ps.fixed.rows import cuts
 from rayps.ps.fixed.shard import ShardFacts, ShardPart
 from rayps.ps.fixed.shard_actor import ShardPlan
-from rayps.ps.protocol.space import SpaceRank
+from rayps.ps.group import find, start
+from rayps.ps.job_space import JobSpace
+from rayps.ps.protocol.space import Quota, SpaceRank, SparseTable
 from rayps.runtime.members import GroupMember, place, settle
+from rayps.strategies.job import JobSpec
+from rayps.tensors.learning_rate import Recipe
+from rayps.tensors.optim import Factory
 from rayps.tensors.snapshot import Snapshot
 from rayps.worker.plan import Orders
+from rayps.workload.base import pack
 
 
 class JobServers(Protocol):
@@ -164,3 +171,45 @@ class FixedServers:
 
 def _waiting(replies: Sequence[ActorReply]) -> Callable[[float], list[ShardPart | None]]:
     return lambda timeout: [reply.result(timeout) for reply in replies]
+
+
+def space_of(
+    cluster: Cluster,
+    spec: JobSpec,
+    strategies: list[StrategyView],
+    name: str,
+    factory: Callable[[], Factory],
+    tables: tuple[SparseTable, ...],
+) -> JobSpace | None:
+    """The space that a job is to have: on the group that it names, or on one of its own; None = it needs none.
+
+    Raises:
+        ConfigError: there is no group of that name.
+        PeerTimeout: servers of its own did not start.
+    """
+    quota = None if spec.quota is None else Quota(**_whole(spec.quota))
+    if spec.server_group is not None:
+        group, own = find(cluster, spec.server_group), False
+    else:
+        needed = [group_of(each.topology) for each in strategies if each.topology.group_size or tables]
+        if not needed:
+            return None
+        count, replicas = (max(column) for column in zip(*needed, strict=True))
+        private = f"of-{name}-{uuid.uuid4().hex[:6]}"
+        group, own = start(cluster, private, max(count, replicas + 1), replicas, detached=False), True
+    recipe = factory()
+    return JobSpace(
+        group,
+        name,
+        spec.workers,
+        pack(recipe),
+        tables=tables,
+        quota=quota,
+        own=own,
+        timeout=spec.timeout,
+        scheduled=isinstance(recipe, Recipe),
+    )
+
+
+def _whole(quota: dict[str, float]) -> dict[str, Any]:
+    return {"bytes": int(quota["bytes"]) if "bytes" in quota else None, "operations": quota.get("operations")}

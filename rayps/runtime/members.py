@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rayps.cluster.actor_host import START_SECONDS, ActorHost
+from rayps.cluster.actor_host import ActorHost
 from rayps.cluster.local import ActorHandle, ActorReply, until
 from rayps.core.errors import ActorDied, ClusterError, LinkError
 from rayps.core.metrics import means
-from rayps.runtime.time_limit import overdue
+from rayps.core.time_limit import START_SECONDS, overdue
 
 
 @dataclass(slots=True)

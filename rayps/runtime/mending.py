@@ -1,57 +1,130 @@
-"""Mends a grid that a death has torn: the lost are replaced, and everyone goes on from a round that all still have.
+"""Recovers a run from the death of a member, as `decide` has decided.
 
-Nobody goes back to a snapshot. A lost worker's state comes from its twin in another replica, or else from the
-neighbour that keeps its mirror; survivors go back by one round where they were ahead.
+Three ways, from the cheapest on. *Replace*: a new process for the lost worker or shard, the others keep training.
+*Mend*: a new process gets the lost worker's state from its twin in another replica, or from the neighbour that holds
+its backup; all workers continue from the newest round whose state everyone has, survivors going back by at most one
+round. *Restart*: everyone begins again from the last snapshot.
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rayps.core.metrics import Rounds
-from rayps.recovery.backup_assignment import Mending
+from rayps.cluster.local import ActorReply
+from rayps.core.errors import ClusterError
+from rayps.core.grid import Grid
+from rayps.core.time_limit import START_SECONDS
+from rayps.recovery.backup_assignment import Bond, HeldRounds, Mending, keepers, mending
 from rayps.recovery.commit import CommitCost
 from rayps.runtime.decide import Mend, Replace, Restart
 from rayps.runtime.journal import Journal
+from rayps.runtime.members import GroupMember
 from rayps.runtime.worker_actor import WorkerFacts
-from rayps.runtime.worker_group import WorkerGroup
 from rayps.tensors.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from rayps.runtime.worker_group import WorkerGroup
+
+HALT_SECONDS = 30.0  # for a worker to end its generation: a step of the user's code cannot be interrupted
 
 
 @dataclass(slots=True)
-class _Wound:
-    """A death and what is being done about it."""
+class PeerStates:
+    """Which states the workers of a group hold of each other. A *line* is what follows one snapshot, mendings
+    included; states of another line are of no use.
+    """
+
+    line: int = 0  # the generation that last began from a snapshot
+    bonds: list[Bond | None] = field(default_factory=list)  # of each worker in this generation
+
+    def begin(self, grid: Grid, workers: list[GroupMember], mended: Mending | None) -> None:
+        """Choose who holds whose state in a generation that begins; a worker that does not answer counts as dead.
+
+        `mended`: the generation continues from states of peers, else it begins a line from a snapshot.
+        """
+        doors = _answers(workers, [worker.handle.call("door") for worker in workers], START_SECONDS)
+        if any(worker.dead for worker in workers) or not all(doors.values()):
+            self.bonds = [None] * len(workers)
+            return
+        hosts = [worker.place.host if worker.place else "" for worker in workers]
+        addresses = tuple(str(doors[rank]) for rank in range(len(workers)))
+        sources = {} if mended is None else mended.sources
+        self.bonds = [
+            None
+            if keeper is None
+            else Bond(self.line, addresses, keeper, grid.data > 1, mended is not None, sources.get(rank))
+            for rank, keeper in enumerate(keepers(grid, hosts))
+        ]
+
+    def halt(self, grid: Grid, workers: list[GroupMember]) -> Mending | None:
+        """End the generation where it stands. The round from which all can continue without a snapshot, or None."""
+        living = [(rank, worker) for rank, worker in enumerate(workers) if not worker.dead]
+        replies = [worker.handle.call("halt", self.line) for _, worker in living]
+        answers = _answers([worker for _, worker in living], replies, HALT_SECONDS)
+        holdings: dict[int, dict[int, HeldRounds]] = {living[at][0]: held for at, held in answers.items()}
+        return mending(grid, holdings)
+
+
+def _answers(workers: list[GroupMember], replies: list[ActorReply], timeout: float) -> dict[int, Any]:
+    found = {}
+    for at, (worker, reply) in enumerate(zip(workers, replies, strict=True)):
+        try:
+            found[at] = reply.result(timeout)
+        except ClusterError as error:
+            worker.dead = str(error.data.get("reason", error))
+        except TimeoutError:
+            worker.dead = f"it did not answer within {timeout:g} s"
+    return found
+
+
+@dataclass(slots=True)
+class _Loss:
+    """A death that is being mended."""
 
     reason: str
     lost: list[str]
     mending: Mending
-    seen: float  # when it was, as time.monotonic
+    seen: float  # when it was seen, as time.monotonic
 
 
 @dataclass(slots=True)
 class Mender:
-    """What a driver knows of deaths within replicas."""
+    """Carries out restarts, mendings and replacements, counts failures, and files what each of them cost."""
 
     journal: Journal
-    cost: CommitCost | None = None  # of being able to mend, in the generation under way
-    _seen: float | None = None  # the first sign of a death
-    _wound: _Wound | None = None
-    _told: CommitCost | None = None
+    failures: int = 0  # of the whole job, whatever drivers it had
+    cost: CommitCost | None = None  # of holding states for a death, in the generation under way
+    _seen: float | None = None  # the first sign of a death, as time.monotonic
+    _broken: float | None = None  # the first error of a worker in this generation
+    _loss: _Loss | None = None
+    _filed: CommitCost | None = None
     _rejoining: list[tuple[list[int], list[str], float]] = field(default_factory=list)  # ranks, the lost, since when
 
-    def saw(self, anything: bool) -> None:
-        """Whether a member is dead or misses another one, as of now."""
-        if anything and self._seen is None:
-            self._seen = time.monotonic()
+    def begin(self) -> None:
+        """A generation begins: nobody has failed in it."""
+        self._broken = None
+
+    def saw(self, *, errors: bool, dead: bool) -> None:
+        """Note that workers have failed with errors, or that members are dead, as of now."""
+        now = time.monotonic()
+        if (errors or dead) and self._seen is None:
+            self._seen = now
+        if errors and self._broken is None:
+            self._broken = now
+
+    @property
+    def broken_for(self) -> float:
+        """Seconds since the first error of a worker in this generation; 0 without one."""
+        return 0.0 if self._broken is None else time.monotonic() - self._broken
 
     def may_replace(self, group: WorkerGroup) -> bool:
-        """Whether in step with servers a replica may begin anew alone; not again where that has just failed."""
+        """Whether a replica may begin again alone although all work in step; not where that has just failed."""
         return group.rejoins and not self._rejoining
 
-    def mend(self, group: WorkerGroup, decision: Restart | Mend, rounds: Rounds, generation: int) -> Mending | None:
-        """End the generation and find the round from which the next one goes on; None: back to the snapshot.
+    def mend(self, group: WorkerGroup, decision: Restart | Mend, generation: int) -> Mending | None:
+        """End the generation and find the round from which the next one continues; None: from the snapshot.
 
         `generation` is the next one's number.
         """
@@ -60,17 +133,17 @@ class Mender:
                 member.dead = "silent"
         self._rejoining = []
         if isinstance(decision, Restart):
-            self._seen = self._wound = None
+            self._seen = self._loss = None
             return None
         seen = self._seen or time.monotonic()
         lost = list(decision.lost)
-        if self._wound is not None:  # another death before the first new round
-            seen = self._wound.seen
-            lost = sorted({*lost, *self._wound.lost})
+        if self._loss is not None:  # another death before the first new round
+            seen = self._loss.seen
+            lost = sorted({*lost, *self._loss.lost})
         found = group.halt()
         self._seen = None
         if found is None:
-            self._wound = None
+            self._loss = None
             self.journal.event(
                 "warning",
                 f"{decision.reason}: nobody else has its state (from the first round on a twin or a neighbour does), "
@@ -79,10 +152,9 @@ class Mender:
             )
             return None
         reason, sources = decision.reason, dict(found.sources)
-        if self._wound is not None:
-            reason, sources = f"{self._wound.reason}; {reason}", self._wound.mending.sources | sources
-        self._wound = _Wound(reason, lost, Mending(found.round, sources), seen)
-        rounds.again(generation, found.round)
+        if self._loss is not None:
+            reason, sources = f"{self._loss.reason}; {reason}", self._loss.mending.sources | sources
+        self._loss = _Loss(reason, lost, Mending(found.round, sources), seen)
         self.journal.event(
             "mending",
             f"{decision.reason}: {_sources(found) or 'everyone keeps its state'}, going on from round {found.round}",
@@ -111,7 +183,7 @@ class Mender:
             message = f"shard-{index} was restored from round {snapshot.round}"
             self._replaced(decision, [f"shard-{index}"], message, snapshot)
         gone = [number for kind, number in numbers if kind == "worker"]
-        for ranks in group.replicas_of(gone):
+        for ranks in replicas_of(group.grid, gone):
             group.replace_workers(ranks, snapshot)
             lost = [f"worker-{rank}" for rank in ranks if rank in gone]
             message = f"{' and '.join(lost)} was replaced"
@@ -146,39 +218,44 @@ class Mender:
         facts = [f for f in known if f.generation == generation]
         self.cost = CommitCost.most(f.cost for f in facts if f.cost is not None) or self.cost
         self._look_for_those_who_rejoin(group)
-        wound = self._wound
-        if wound is None or len(facts) < len(group.workers):
+        loss = self._loss
+        if loss is None or len(facts) < len(group.workers):
             return
-        if all(f.position > wound.mending.round or f.status == "finished" for f in facts):
-            self._wound = None
-            self._tell(wound, generation)
+        if all(f.position > loss.mending.round or f.status == "finished" for f in facts):
+            self._loss = None
+            self._tell(loss, generation)
 
-    def _tell(self, wound: _Wound, generation: int) -> None:
-        seconds = time.monotonic() - wound.seen
-        origin = f"{_sources(wound.mending)}; " if wound.mending.sources else ""
+    def _tell(self, loss: _Loss, generation: int) -> None:
+        seconds = time.monotonic() - loss.seen
+        origin = f"{_sources(loss.mending)}; " if loss.mending.sources else ""
         self.journal.event(
             "mended",
-            f"{wound.reason}: {origin}everyone went on from round {wound.mending.round}, "
+            f"{loss.reason}: {origin}everyone went on from round {loss.mending.round}, "
             f"{seconds:.2f} s after the death was seen",
-            lost=wound.lost,
-            round=wound.mending.round,
+            lost=loss.lost,
+            round=loss.mending.round,
             generation=generation,
             seconds=seconds,
-            sources={f"worker-{rank}": f"worker-{s.giver}" for rank, s in sorted(wound.mending.sources.items())},
-            twins=[f"worker-{rank}" for rank, s in sorted(wound.mending.sources.items()) if s.twin],
+            sources={f"worker-{rank}": f"worker-{s.giver}" for rank, s in sorted(loss.mending.sources.items())},
+            twins=[f"worker-{rank}" for rank, s in sorted(loss.mending.sources.items()) if s.twin],
             **self._upkeep(),
         )
 
     def tell_cost(self) -> None:
         """File what it costs to be able to mend, at the end of a phase."""
-        if self.cost is not None and self.cost != self._told:
-            self._told = self.cost
+        if self.cost is not None and self.cost != self._filed:
+            self._filed = self.cost
             self.journal.event(
                 "upkeep", f"so that a death costs no more than a round, workers {self.cost}", **self.cost.to_dict()
             )
 
     def _upkeep(self) -> dict[str, Any]:
         return {} if self.cost is None else {"upkeep": self.cost.to_dict()}
+
+
+def replicas_of(grid: Grid, ranks: list[int]) -> list[list[int]]:
+    """The replicas that these workers belong to, each as its ranks."""
+    return [grid.replica(data) for data in sorted({grid.at(rank).data for rank in ranks})]
 
 
 def _sources(mending: Mending) -> str:

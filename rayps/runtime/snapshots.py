@@ -1,12 +1,146 @@
-"""After which round every member keeps its share of a checkpoint until the driver has it. Pure.
+"""The states of a run: the first one, when the next is taken, how it is put together from its parts, and where it is
+saved.
 
-Rounds may take a millisecond and the driver's question a hundred: members that kept their newest shares only would
-seldom hold one in common. So the driver names a round ahead of all, and doubles its lead when it was too late.
+Rounds may take a millisecond and a poll a hundred: members that retain only their newest parts would seldom have one
+round in common. So the driver names a round ahead of all members, and doubles its lead when it was too late.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
 from rayps.core.calendar import Boundary
+from rayps.parallel.division.division import Division
+from rayps.runtime.journal import Journal
+from rayps.runtime.phases import RunPlan
+from rayps.strategies.job import JobSpec
+from rayps.tensors import checkpoint, optim
+from rayps.tensors.learning_rate import Ticks
+from rayps.tensors.snapshot import Snapshot
+from rayps.workload.base import Workload
+from rayps.workload.model import drawn_apart
+
+if TYPE_CHECKING:
+    from rayps.runtime.worker_group import WorkerGroup
+
+
+class Checkpointer:
+    """The newest state of a run, in memory, and in a folder where it has one."""
+
+    def __init__(self, spec: JobSpec, journal: Journal, folder: Path | None, resume: Path | None) -> None:
+        """`folder` takes checkpoints; `resume` is the checkpoint to begin with."""
+        self.folder, self.resume, self.saved = folder, resume, resume
+        self.newest: Snapshot | None = None
+        self.tables: dict[str, list[Any]] = {}  # states of sparse tables at the end, where no checkpoint has them
+        self._spec, self._journal = spec, journal
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """The newest state."""
+        assert self.newest is not None, "first() comes first"
+        return self.newest
+
+    @property
+    def round(self) -> int:
+        """The round of the newest state; 0 before there is one."""
+        return 0 if self.newest is None else self.newest.round
+
+    def first(self, group: WorkerGroup, workload: Workload, plan: RunPlan) -> Snapshot:
+        """Find the first state: drawn from the seed, of a checkpoint, or a branch of another job's space.
+
+        Raises:
+            CheckpointError: the checkpoint cannot be used, or is of another model.
+            NotFound, ConfigError: there is no space to branch, or it is of another model.
+            TrainingError: it is not finite.
+        """
+        # a model that no worker could hold whole is drawn in this process
+        draw = partial(drawn_apart, workload) if any(plan.divisions) else group.initial
+        found = draw(self._spec.seed)
+        if self.resume is not None:
+            found = self._resumed(self.resume, found, group, plan)
+        else:
+            if self._spec.branch is not None and group.space is not None:
+                drawn, strategy = found, plan.phases[0].strategy
+                found = group.space.branch(self._spec.branch, strategy, drawn.layout)
+                self._journal.event("branched", f"begins with what space {self._spec.branch!r} holds now")
+                found.buffers = drawn.buffers
+            found.enter(plan.calendar.spans[0])
+        self.newest = found
+        checkpoint.must_be_finite(found.to_state(), "before the first round")
+        return found
+
+    def _resumed(self, path: Path, drawn: Snapshot, group: WorkerGroup, plan: RunPlan) -> Snapshot:
+        state = checkpoint.load(path)
+        saved = Snapshot.from_state(state)
+        saved.check(drawn.layout)
+        ticks, was = Ticks(saved.origin, saved.steps_per_epoch), state.meta.get("schedule")
+        now = plan.schedule.facts(saved.layout, saved.round, ticks).get("schedule")
+        if was != now:
+            self._journal.event(
+                "warning",
+                f"{path} was made with the schedule at {was}, and this run's is at {now}: the run goes on with its own",
+            )
+        before = len(saved.positions)
+        saved.resume(plan.calendar)
+        if group.space is not None and group.space.tables:
+            group.space.load_tables(path / checkpoint.TABLES, before == len(saved.positions))
+        group.client_states.read(path / checkpoint.TABLES, saved.round)
+        self._journal.event("resumed", f"resumed from {path} at round {saved.round}", round=saved.round)
+        for warning in of_another(state.meta, self._spec):
+            self._journal.event("warning", f"{path} {warning}: is it the right folder?")
+        if saved.round >= plan.calendar.rounds:
+            self._journal.event(
+                "warning",
+                f"the checkpoint is of round {saved.round} and the run ends at round {plan.calendar.rounds}: "
+                "it is evaluated, and nothing is left to train; give more epochs or steps",
+            )
+        return saved
+
+    def collect(self, group: WorkerGroup, plan: RunPlan, generation: int) -> None:
+        """Take over a newer state of which every member retains its part, and save it. Nothing where there is none.
+
+        Raises:
+            TrainingError: it is not finite.
+            CheckpointError: it cannot be written.
+        """
+        newer = group.collect(self.snapshot)
+        if newer is None:
+            return
+        schedule = plan.schedule.facts(newer.layout, newer.round, Ticks(newer.origin, newer.steps_per_epoch))
+        maker = {"workload": self._spec.workload, "strategy": str(self._spec.strategy), "seed": self._spec.seed}
+        state = newer.to_state(generation=generation, **maker, **schedule)
+        checkpoint.must_be_finite(state, f"after round {newer.round - 1}", round=newer.round - 1)
+        self.newest = newer
+        if self.folder is not None:
+            beside = group.space.write_tables(newer.round) if group.space is not None else group.client_states.beside
+            self.saved = checkpoint.save(self.folder, newer.round, state, beside=beside)
+            if group.space is not None:
+                group.space.tables_kept(self.saved / checkpoint.TABLES)
+            message = f"saved round {newer.round}"
+            self._journal.event("checkpoint", message, round=newer.round, path=str(self.saved))
+        group.saved(newer)
+
+    def kept(self, at: int) -> str:
+        """Say what is saved of a run that was stopped at round `at`."""
+        if self.folder is None or self.saved is None:
+            return "nothing was kept"
+        return f"{self.saved} is kept" + (f", of round {self.round}" if self.round < at else "")
+
+
+def of_another(meta: dict[str, Any], spec: JobSpec) -> list[str]:
+    """What says that a checkpoint was made by another run than one of `spec`; shapes that differ are an error."""
+    was, now = (str(name).rpartition(":")[2] for name in (meta.get("workload", spec.workload), spec.workload))
+    found = [] if was == now else [f"was made by workload {was}, and this run trains {now}"]
+    seed = meta.get("seed", spec.seed)
+    if seed != spec.seed:
+        found.append(f"was made with seed {seed}, and this run has {spec.seed}, so rows come in another order")
+    return found
 
 
 class SnapshotSchedule:
@@ -34,3 +168,62 @@ class SnapshotSchedule:
         soonest = max(reached for reached, _ in members) + self._lead
         self.round = min(soonest, self._boundary.end) if self._hurry else self._boundary.following(soonest)
         return self.round
+
+
+def columns_of(snapshot: Snapshot, division: Division | None) -> list[Snapshot]:
+    """The parts of a state by column; the state itself where a replica is one worker."""
+    if division is None:
+        return [snapshot]
+    return [division.cut(snapshot, column) for column in range(len(division.columns))]
+
+
+def assemble(base: Snapshot, workers: dict[int, Any], shards: list[Any]) -> Snapshot:
+    """One snapshot from everyone's parts of the same round, those of workers by rank; out of step a worker may have
+    none yet.
+    """
+    from_shards, lead = bool(shards), next(iter(workers.values()))
+    params = torch.cat([part.params for part in shards]) if from_shards else _agreed(list(workers.values()))
+    moments = optim.join([part.moments for part in shards], base.layout) if from_shards else lead.moments
+    # shards at a round boundary know how far each worker's pushes got; the slowest shard counts
+    positions = (
+        [min(marks) for marks in zip(*(part.ledger.marks.values() for part in shards), strict=True)]
+        if from_shards
+        else [part.round for part in workers.values()]
+    )
+    return Snapshot(
+        base.layout,
+        params,
+        moments,
+        base.buffers if lead is None else lead.buffers,
+        {r: p.rng for r, p in workers.items() if p is not None},
+        positions,
+        base.steps_per_epoch,
+        ring=base.ring,
+        ledgers=[(part.lo, part.lo + part.params.numel(), part.ledger) for part in shards],
+        origin=base.origin,
+        strategy=base.strategy,
+        own={rank: part.own for rank, part in workers.items() if part is not None and part.own is not None},
+        shared={} if lead is None else lead.shared,
+    )
+
+
+def in_columns(
+    division: Division, base: Snapshot, columns: list[int], given: list[Any], of: list[list[int]], held: list[Any]
+) -> Snapshot:
+    """As `assemble` where replicas are several workers: `columns` is each worker's, `of` the shards of each column."""
+    parts = []
+    for i, column in enumerate(division.columns):
+        workers = {rank: part for rank, part in enumerate(given) if columns[rank] == i}
+        shards = [held[index] for index in of[i]] if of else []
+        parts.append(assemble(replace(base, layout=column.layout, buffers={}), workers, shards))
+    return division.join(parts, base)
+
+
+def _agreed(parts: list[Any]) -> Tensor:
+    """What workers in step agree on; the mean where they are apart and were not asked together, as for a checkpoint
+    on leaving.
+    """
+    found: Tensor | None = parts[0].params
+    if found is not None:
+        return found
+    return torch.stack([part.own.params for part in parts]).mean(0)

@@ -1,33 +1,278 @@
-"""Where a run stands, said to whoever watches."""
+"""Where a run stands: what each poll adds to its record, its progress as JSON-ready data, and how it ended."""
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from rayps.core.calendar import Calendar
+from rayps.core.grid import Grid
 from rayps.core.job import Status
+from rayps.core.metrics import Point, Rounds, Throughput
+from rayps.ps.fixed.shard import ShardFacts
 from rayps.runtime.journal import Journal
-from rayps.runtime.report import ProgressReport
+from rayps.runtime.members import GroupMember
+from rayps.runtime.worker_actor import WorkerFacts
+from rayps.runtime.worker_group import WorkerGroup
+from rayps.tensors.snapshot import Snapshot
+
+POINTS_PER_RANK = 50  # newest ones, for rates
+AFTER_SECONDS = 3.0  # after a server's death: by then no worker waits for it any more
+BEFORE_SECONDS = 2.0  # a death is reported at most so long after it happened
 
 
-class RunStatus:
-    """A run's status, and the progress that its journal shows."""
+@dataclass(slots=True)
+class Outcome:
+    """How a run ended."""
 
-    def __init__(
-        self, journal: Journal, report: ProgressReport, facts: Callable[[], tuple[int, dict[str, Any]]]
-    ) -> None:
-        """`facts` gives the round of the last snapshot, and what else is to be shown."""
+    status: Status
+    message: str
+    metrics: dict[str, float] = field(default_factory=dict)
+    snapshot: Snapshot | None = None
+    checkpoint: Path | None = None
+    error: Exception | None = None
+    tables: dict[str, list[Any]] = field(default_factory=dict)  # states of segments, where no checkpoint has them
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `outcome.json` says."""
+        return {
+            "status": self.status,
+            "message": self.message,
+            "metrics": self.metrics,
+            "finished_at": time.time(),
+            "checkpoint": str(self.checkpoint) if self.checkpoint else None,
+            "error": type(self.error).__name__ if self.error else None,
+        }
+
+
+class RunRecord:
+    """Files what polls bring (points, events, log lines) in the journal, and keeps the run's status and progress."""
+
+    def __init__(self, journal: Journal, workers: int, where: Callable[[], tuple[int, dict[str, Any]]]) -> None:
+        """`where` gives the round of the newest snapshot, and further facts to show."""
         self.status = Status.STARTING
+        self.evaluated = 0  # the last round whose evaluation is filed
         self._message = ""
-        self._journal, self._report, self._facts = journal, report, facts
+        self._journal, self._where, self._workers = journal, where, workers
+        self._rounds = Rounds(workers, 0, "")
+        self._report, self._server_events = ProgressReport(), ServerEvents()
+
+    def begin(self, calendar: Calendar) -> None:
+        """Count epochs by this calendar from now on."""
+        self._report.calendar = calendar
 
     def say(self, status: Status, message: str) -> None:
-        """It stands elsewhere now."""
+        """Change the status and show it at once."""
         self.status, self._message = status, message
         self.show(now=True)
 
     def show(self, *, now: bool = False) -> None:
-        """Show how far it is; kept to a few times a second unless `now`."""
-        done, more = self._facts()
+        """Show the progress; at most a few times a second unless `now`."""
+        done, more = self._where()
         progress = self._report.progress(done, status=self.status, message=self._message, **more)
         self._journal.progress(progress, now=now)
+
+    def generation(self, number: int, strategy: str, *, mended: bool) -> None:
+        """A generation begins. `mended`: it continues the rounds of the one before, else rounds are counted anew."""
+        if not mended:
+            self._rounds = Rounds(self._workers, number, strategy)
+        self._rounds.generation = number
+
+    def again(self, generation: int, begin: int) -> None:
+        """Drop points of round `begin` and later: the next generation makes these rounds again."""
+        self._rounds.again(generation, begin)
+
+    def end_generation(self) -> None:
+        """A generation has ended: rates are measured anew."""
+        self._report.begin_again()
+
+    def flush(self) -> None:
+        """File the rounds that some rank never reported."""
+        self.file(self._rounds.flush())
+
+    def take_in(self, group: WorkerGroup, found: list[Point]) -> None:
+        """File what a poll of the group has brought: the points `found` of single ranks, events, log lines."""
+        points = self._journal.choices(found)
+        self._report.hear(points)
+        self._server_events.hear(points)
+        self.tell(group)
+        self.file(self._rounds.add(points))
+        self._journal.lines(group.lines())
+        self._report.look(group, self._rounds.strategy)
+        for name, count in self._report.newly_lost(group):
+            message = f"{name} lacks {count} pushes: the workers kept them no more"
+            self._journal.event("lost", message, pushes=count)
+
+    def tell(self, group: WorkerGroup, *, over: bool = False) -> None:
+        """File what happened to the job's server group; `over`: the run has ended, so nothing is held back."""
+        if group.space is not None:
+            if over:
+                group.space.look()
+            for event in self._server_events.tell(group.space.news(), over):
+                self._journal.event(**event)
+
+    def file(self, merged: list[Point]) -> None:
+        """File points of the whole group."""
+        calendar = self._report.calendar
+        for point in merged:
+            if calendar is not None:
+                point.setdefault("epoch", calendar.epoch_of(max(point["round"] - 1, 0)))
+            if point["kind"] == "evaluation":
+                self.evaluated = point["round"]
+            if point.get("missing"):
+                lost = ", ".join(f"worker-{rank}" for rank in point["missing"])
+                which = f"the evaluation after round {point['round']}"
+                self._journal.event("warning", f"{which} lacks the rows of {lost}, which died before it was heard")
+        self._report.file(merged)
+        self._journal.add(merged)
+
+    def reached(self, done: int) -> int:
+        """The round that all workers have reached; `done` is that of the newest snapshot."""
+        return self._report.reached(done)
+
+
+class ProgressReport:
+    """Follows a run's points and members; `progress()` says where it stands, as `progress.json` holds it."""
+
+    def __init__(self) -> None:
+        self.calendar: Calendar | None = None  # once it is known
+        self._throughput = Throughput()
+        self._pace = Throughput()  # rounds a second
+        self._lost: dict[str, int] = {}  # by shard
+        self._latest: dict[int, deque[Point]] = {}
+        self._facts: dict[str, Any] = {"loss": None, "staleness": {}, "workers": [], "shards": []}
+
+    def hear(self, points: list[Point]) -> None:
+        """Take in points of single ranks."""
+        for point in points:
+            if point["kind"] == "round":
+                self._latest.setdefault(point["rank"], deque(maxlen=POINTS_PER_RANK)).append(point)
+
+    def file(self, merged: list[Point]) -> None:
+        """Take in points of the group."""
+        now = time.monotonic()
+        for point in merged:
+            if point["kind"] == "evaluation":
+                self._facts["metrics"] = point["metrics"]
+                continue
+            self._throughput.add(point["samples"], now)
+            self._pace.add(1, now)
+            self._facts["loss"] = point["loss"]
+            histogram = self._facts["staleness"]
+            for lead, count in point["staleness"].items():
+                histogram[lead] = histogram.get(lead, 0) + count
+
+    def look(self, group: WorkerGroup, strategy: str) -> None:
+        """Take in the members as they are now."""
+        self._facts["strategy"] = strategy
+        workers = [self._worker(rank, member) for rank, member in enumerate(group.workers)]
+        self._facts["workers"] = in_replicas(workers, group.grid)
+        self._facts["shards"] = [_shard(index, member) for index, member in enumerate(group.shards)]
+        if group.space is not None:
+            self._facts["server_group"] = group.space.facts()
+
+    def newly_lost(self, group: WorkerGroup) -> list[tuple[str, int]]:
+        """The shards that had to give up pushes since they were last asked, and how many."""
+        found = []
+        for member in group.shards:
+            lost = member.facts.lost if isinstance(member.facts, ShardFacts) else 0
+            if lost > (known := self._lost.get(member.name, 0)):
+                found.append((member.name, lost - known))
+            self._lost[member.name] = lost
+        return found
+
+    def begin_again(self) -> None:
+        """A new generation: rates start anew."""
+        self._throughput, self._pace = Throughput(), Throughput()
+        self._latest.clear()
+
+    def reached(self, done: int) -> int:
+        """The round that all workers have come to; `done` is that of the last snapshot."""
+        return max(done, min((worker["round"] for worker in self._facts["workers"]), default=0))
+
+    def progress(self, done: int, **more: Any) -> dict[str, Any]:
+        """Where the run stands; `done` is the round of its last snapshot."""
+        facts = {"time": time.time(), **self._facts, **more}
+        calendar = self.calendar
+        if calendar is None:
+            return facts
+        done = self.reached(done)
+        pace = self._pace.rate
+        return facts | {
+            "round": done,
+            "rounds": calendar.rounds,
+            "epoch": calendar.epoch_of(min(done, calendar.rounds - 1)),
+            "epochs": calendar.epochs,
+            "samples_per_second": self._throughput.rate,
+            "eta_seconds": (calendar.rounds - done) / pace if pace else None,
+        }
+
+    def _worker(self, rank: int, member: GroupMember) -> dict[str, Any]:
+        facts = member.facts if isinstance(member.facts, WorkerFacts) else None
+        status = "dead" if member.dead else facts.status if facts else "starting"
+        line = {"rank": rank, **_place(member), "status": status, "round": facts.position if facts else 0}
+        points = self._latest.get(rank)
+        if not points:
+            return line
+        seconds = sum(point["seconds"] for point in points) or 1e-9
+        shares = {key: sum(point[key] for point in points) / seconds for key in ("compute", "wait", "move")}
+        return line | shares | {"samples_per_second": sum(point["samples"] for point in points) / seconds}
+
+
+def in_replicas(workers: list[dict[str, Any]], grid: Grid) -> list[dict[str, Any]]:
+    """With what each worker's part is: samples are counted by one worker of a replica, and are everyone's of it."""
+    if grid.columns == 1 or grid.size != len(workers):
+        return workers
+    rates = [
+        max((workers[rank].get("samples_per_second", 0.0) for rank in grid.replica(data)), default=0.0)
+        for data in range(grid.data)
+    ]
+    found = []
+    for rank, line in enumerate(workers):
+        known = {"samples_per_second": rates[grid.at(rank).data]} if "wait" in line else {}
+        found.append(line | known | {"part": grid.words(rank)})
+    return found
+
+
+def _shard(index: int, member: GroupMember) -> dict[str, Any]:
+    facts = member.facts if isinstance(member.facts, ShardFacts) else None
+    line = {"index": index, **_place(member)}
+    if facts is None:
+        return line
+    # pushes by how many versions old the parameters were on which they were computed
+    ages = {str(age): count for age, count in sorted(facts.ages.items())}
+    return line | {"lo": facts.lo, "hi": facts.hi, "version": facts.version, "bytes": facts.bytes, "ages": ages}
+
+
+def _place(member: GroupMember) -> dict[str, Any]:
+    place = member.place
+    return {"host": place.host if place else None, "pid": place.pid if place else None}
+
+
+class ServerEvents:
+    """Follows the group's events and the workers' rounds."""
+
+    def __init__(self) -> None:
+        self._waits: deque[tuple[float, float]] = deque(maxlen=10_000)  # when a round was heard of, what it waited
+        self._due: list[tuple[float, dict[str, Any]]] = []  # when it was heard of, and the event
+
+    def hear(self, points: list[Point]) -> None:
+        """Take in rounds of single ranks."""
+        now = time.monotonic()
+        self._waits.extend((now, point["wait"]) for point in points if point["kind"] == "round")
+
+    def tell(self, events: list[dict[str, Any]], over: bool = False) -> list[dict[str, Any]]:
+        """The events that can be told now; of a death once it is known what it held up, or when the run is `over`."""
+        now = time.monotonic()
+        told = [event for event in events if event["kind"] != "server_lost"]
+        self._due += [(now, event) for event in events if event["kind"] == "server_lost"]
+        for heard, event in [item for item in self._due if over or now - item[0] >= AFTER_SECONDS]:
+            self._due.remove((heard, event))
+            longest = max((wait for at, wait in self._waits if at >= heard - BEFORE_SECONDS), default=0.0)
+            message = f"{event['message']}; the longest that a worker waited in a round meanwhile was {longest:.2f} s"
+            told.append({**event, "message": message, "longest_wait": longest})
+        return told

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import signal
 import tempfile
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pyarrow as pa
@@ -18,11 +22,10 @@ from rayps.core import metrics
 from rayps.core.errors import CheckpointError, ConfigError, RaypsError, TrainingError
 from rayps.core.job import LOCAL_CPUS, Status
 from rayps.ps.tables.embedding import load, load_states, tables_of
+from rayps.runtime.display import Display
 from rayps.runtime.driver import Driver
-from rayps.runtime.interrupt import stops
 from rayps.runtime.journal import Journal
-from rayps.runtime.outcome import Outcome
-from rayps.runtime.progress import Display
+from rayps.runtime.status import Outcome
 from rayps.strategies.catalogue import parse, wire
 from rayps.strategies.job import JobSpec
 from rayps.tensors import checkpoint as checkpoints
@@ -271,3 +274,29 @@ def _resume(resume: bool | str | Path, folder: Path | None) -> tuple[Path | None
             f"there is no whole checkpoint in {folder}{why}: start without resume, or give another folder"
         )
     return newest, passed
+
+
+@contextlib.contextmanager
+def stops(driver: Driver, say: Callable[[str], None]) -> Iterator[list[int]]:
+    """Ctrl-C during a run: the first asks it to stop in good order, the second ends it at once.
+
+    Within it a SIGINT stops the driver; gives the list of those that came. Only in the main thread.
+    """
+    came: list[int] = []
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        if len(came) > 1 or driver.status not in (Status.RUNNING, Status.RECOVERING):
+            raise KeyboardInterrupt
+        driver.stop()
+        if driver.saves:
+            say("a checkpoint is saved first; Ctrl-C again ends at once")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield came
+        return
+    before = signal.signal(signal.SIGINT, hear)
+    try:
+        yield came
+    finally:
+        signal.signal(signal.SIGINT, before)

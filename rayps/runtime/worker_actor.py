@@ -109,7 +109,7 @@ class WorkerActor:
         thread_ends.listen()
         self._ends = self._ends_told = len(thread_ends.ended())  # of threads: before this worker was, and told
 
-    # ---- states of clients, see `rayps.recovery.client_states_backup`
+    # ---- states of clients, see `rayps.federated.client_states_backup`
 
     def client_sizes(self) -> Any:
         """The samples of each client of the data."""

@@ -1,6 +1,6 @@
-"""A generation of workers and servers: start, begin, poll, shut down, as one. Polling never blocks.
+"""The workers and servers of one job, as one: start, begin a generation, poll, collect a snapshot, end.
 
-Which members to replace is decided by the driver.
+Polling never blocks. Which members to replace is decided by the driver.
 """
 
 from __future__ import annotations
@@ -10,21 +10,19 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from rayps.cluster.actor_host import START_SECONDS
 from rayps.cluster.local import Bundle, Cluster
+from rayps.cluster.reservation import WorkerResources, reserve
 from rayps.core.errors import ClusterError
 from rayps.core.families import Rebuild
 from rayps.core.grid import Grid
+from rayps.core.time_limit import START_SECONDS, overdue
 from rayps.core.topology import servers_of
-from rayps.recovery.backup_assignment import Bond, Mending
-from rayps.recovery.client_states_backup import ClientStatesBackup
-from rayps.recovery.group_backup import halted, tied
-from rayps.runtime.assemble_state import assemble, columns_of, in_columns
+from rayps.federated.client_states_backup import ClientStatesBackup
+from rayps.recovery.backup_assignment import Mending
 from rayps.runtime.job_servers import FixedServers, JobServers
 from rayps.runtime.members import GroupMember, evaluated, place, settle
-from rayps.runtime.reservation import WorkerResources, reserve
-from rayps.runtime.snapshots import SnapshotSchedule
-from rayps.runtime.time_limit import overdue
+from rayps.runtime.mending import PeerStates
+from rayps.runtime.snapshots import SnapshotSchedule, assemble, columns_of, in_columns
 from rayps.runtime.worker_actor import WorkerFacts
 from rayps.tensors.snapshot import Snapshot
 from rayps.worker.plan import Orders, WorkerPlan
@@ -34,33 +32,80 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class WorkerGroup:
-    """The workers and servers of one job. `space` is its place on an elastic server group, if it has one."""
+class WorkerLauncher:
+    """Starts the processes of workers in the resources that are reserved for them together."""
 
     cluster: Cluster
     packed: bytes  # the workload
-    size: int
-    resources: Bundle
+    resources: Bundle  # of one worker
+    secret: bytes
     working_dir: str | None = None
     capture: bool = True
-    secret: bytes = field(default_factory=lambda: secrets.token_bytes(32))
-    workers: list[GroupMember] = field(default_factory=list)
-    space: JobSpace | None = None
-    vault: ClientStatesBackup = field(default_factory=ClientStatesBackup)  # states of clients
-    _fixed: FixedServers = field(init=False)
-    _berths: WorkerResources = field(default_factory=WorkerResources)
-    _orders: Orders | None = None
-    _meeting: SnapshotSchedule | None = None
-    grid: Grid = field(default_factory=lambda: Grid(1))
-    _line: int = 0  # the generation that last began from a snapshot
-    _bonds: list[Bond | None] = field(default_factory=list)
-    _attempts: int = 0  # how often workers have begun anew while others went on
-    _said: dict[tuple[int, str], int] = field(default_factory=dict)  # the newest point of each rank, by kind
-    _collected: int = 0  # the round of the newest state
-    _evaluated: list[int] = field(default_factory=list)  # the last round after which each rank was heard to evaluate
+    _reserved: WorkerResources = field(default_factory=WorkerResources)
 
-    def __post_init__(self) -> None:
-        self._fixed = FixedServers(self.cluster, self.packed, self.secret, self.working_dir)
+    def reserve(self, grid: Grid, timeout: float) -> str | None:
+        """Reserve resources for all workers or none; says where replicas are. Raises NoResources."""
+        self._reserved = reserve(self.cluster, self.resources, grid, timeout)
+        return self._reserved.message
+
+    def start(self, rank: int) -> GroupMember:
+        """Start one worker's process."""
+        cpus, gpus = self.resources.get("cpu", 1.0), self.resources.get("gpu", 0.0)
+        handle = self.cluster.spawn(
+            "rayps.runtime.worker_actor:WorkerActor",
+            rank,
+            self.secret,
+            self.packed,
+            working_dir=self.working_dir,
+            threads=max(1, int(cpus)),
+            device="cuda" if gpus else "cpu",
+            capture=self.capture,
+            cpus=cpus,
+            gpus=gpus,
+            gang=self._reserved.gang,
+            index=self._reserved.index[rank],
+        )
+        return GroupMember(f"worker-{rank}", handle)
+
+    def end(self, members: Iterable[GroupMember]) -> None:
+        """End the processes of these members."""
+        for member in members:
+            self.cluster.kill(member.handle)
+
+    def release(self) -> None:
+        """Give the resources back."""
+        self._reserved.release()
+        self._reserved = WorkerResources()
+
+
+class WorkerGroup:
+    """The workers and servers of one job. `space` is its place on an elastic server group, if it has one."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        packed: bytes,
+        size: int,
+        resources: Bundle,
+        working_dir: str | None = None,
+        *,
+        capture: bool = True,
+        space: JobSpace | None = None,
+    ) -> None:
+        """`packed` is the workload, `resources` are those of one worker."""
+        self.cluster, self.size, self.space = cluster, size, space
+        self.secret = secrets.token_bytes(32)
+        self.workers: list[GroupMember] = []
+        self.grid = Grid(1)
+        self.client_states = ClientStatesBackup()
+        self._launcher = WorkerLauncher(cluster, packed, resources, self.secret, working_dir, capture)
+        self._fixed = FixedServers(cluster, packed, self.secret, working_dir)
+        self._orders: Orders | None = None
+        self._schedule: SnapshotSchedule | None = None
+        self._peers = PeerStates()
+        self._attempts = 0  # how often workers have begun again while others kept training
+        self._heard = _HeardPoints(size)
+        self._collected = 0  # the round of the newest state
 
     @property
     def shards(self) -> list[GroupMember]:
@@ -93,10 +138,10 @@ class WorkerGroup:
             NoResources: the cluster cannot hold them.
             ClusterError: an actor did not start.
         """
-        self._berths = reserve(self.cluster, self.resources, grid or Grid(self.size), timeout)
+        placed = self._launcher.reserve(grid or Grid(self.size), timeout)
         try:
             check()
-            self.workers = [self._spawn_worker(rank) for rank in range(self.size)]
+            self.workers = [self._launcher.start(rank) for rank in range(self.size)]
             place(self.workers, check)
             for worker in self.workers:
                 if worker.dead:
@@ -104,37 +149,17 @@ class WorkerGroup:
         except BaseException:
             self.close()
             raise
-        return self._berths.message
+        return placed
 
     def close(self) -> None:
         """End every member, free what the job holds on a server group, and give the resources back."""
-        for member in self.workers:
-            self.cluster.kill(member.handle)
+        self._launcher.end(self.workers)
         self.workers = []
-        self.vault.close()
+        self.client_states.close()
         self._fixed.close()
         if self.space is not None:
             self.space.close()
-        self._berths.release()
-        self._berths = WorkerResources()
-
-    def _spawn_worker(self, rank: int) -> GroupMember:
-        cpus, gpus = self.resources.get("cpu", 1.0), self.resources.get("gpu", 0.0)
-        handle = self.cluster.spawn(
-            "rayps.runtime.worker_actor:WorkerActor",
-            rank,
-            self.secret,
-            self.packed,
-            working_dir=self.working_dir,
-            threads=max(1, int(cpus)),
-            device="cuda" if gpus else "cpu",
-            capture=self.capture,
-            cpus=cpus,
-            gpus=gpus,
-            gang=self._berths.gang,
-            index=self._berths.index[rank],
-        )
-        return GroupMember(f"worker-{rank}", handle)
+        self._launcher.release()
 
     # ---- a generation
 
@@ -145,42 +170,40 @@ class WorkerGroup:
 
     @property
     def mends(self) -> bool:
-        """Whether workers keep each other's states, so that a death need not bring everyone back to a snapshot."""
+        """Whether workers hold each other's states, so that a death need not bring everyone back to a snapshot."""
         return self._known().strategy.recovery == Rebuild()
 
     @property
     def rejoins(self) -> bool:
-        """Whether a replica that has lost a worker can begin anew from the servers although all work in step."""
+        """Whether a replica that has lost a worker can begin again from the servers although all work in step."""
         rebuilds = self._known().strategy.recovery == Rebuild(from_servers=True)
         return rebuilds and not any(shard.dead for shard in self.shards)
 
     def halt(self) -> Mending | None:
-        """End the generation where it stands; from which round the next one can go on without a snapshot, if any."""
-        return halted(self.grid, self.workers, self._line)
+        """End the generation where it stands. The round from which all can continue without a snapshot, or None."""
+        return self._peers.halt(self.grid, self.workers)
 
     def begin(self, orders: Orders, snapshot: Snapshot, mending: Mending | None = None) -> None:
-        """Start a generation: dead members are replaced, living ones begin anew, all from the snapshot.
+        """Start a generation: dead members are replaced, living ones begin again, all from the snapshot.
 
-        With `mending`, from the states that workers keep, and the snapshot is what these do not have.
+        With `mending`, from the states that workers hold, and the snapshot is for what these do not have.
         """
-        self._orders, self._meeting, self.grid = (
-            orders,
-            SnapshotSchedule(orders.boundary),
-            orders.strategy.grid(self.size),
-        )
-        self._collected, self._evaluated = snapshot.round, [orders.evaluated] * self.size
-        for member in [m for m in self.workers if m.dead]:
-            self.cluster.kill(member.handle)
-        self.workers = [self._spawn_worker(i) if m.dead else m for i, m in enumerate(self.workers)]
+        self._orders, self._schedule = orders, SnapshotSchedule(orders.boundary)
+        self.grid = orders.strategy.grid(self.size)
+        self._collected = snapshot.round
+        self._launcher.end(member for member in self.workers if member.dead)
+        self.workers = [self._launcher.start(i) if m.dead else m for i, m in enumerate(self.workers)]
         new = self._fixed.prepare(0 if self._spaced else _servers(orders))
         place([*(m for m in self.workers if m.place is None), *new])
+        self._heard.begin(orders.evaluated)
         if any(member.dead for member in self.members):
             return  # the next poll says so, and the driver decides
         if mending is None:
-            self._line, self._said = orders.generation, {}
-        else:
-            self._said = {at: min(newest, mending.round - 1) for at, newest in self._said.items()}
-        self._bonds = tied(self.grid, self.workers, self._line, mending) if self.mends else []
+            self._peers.line = orders.generation
+        self._heard.go_back(None if mending is None else mending.round)
+        self._peers.bonds = []
+        if self.mends:
+            self._peers.begin(self.grid, self.workers, mending)
         if any(member.dead for member in self.workers):
             return
         parts = columns_of(replace(snapshot, own={}), orders.division)
@@ -190,7 +213,7 @@ class WorkerGroup:
         else:
             self._fixed.begin(orders, parts, shared)
         del parts
-        self.vault.deal(self.workers, orders.strategy, snapshot.round, orders.timeout)
+        self.client_states.deal(self.workers, orders.strategy, snapshot.round, orders.timeout)
         replies = []
         for rank, worker in enumerate(self.workers):
             start = snapshot.positions[self.grid.at(rank).data] if mending is None else mending.round
@@ -202,19 +225,15 @@ class WorkerGroup:
     def _column(self, rank: int) -> int:
         return self.grid.column(rank) if self._known().division is not None else 0
 
-    def replicas_of(self, ranks: Iterable[int]) -> list[list[int]]:
-        """The replicas that these workers belong to, each as its ranks."""
-        return [self.grid.replica(data) for data in sorted({self.grid.at(rank).data for rank in ranks})]
-
     def replace_workers(self, ranks: list[int], snapshot: Snapshot) -> None:
-        """Start a replica's workers anew while the others go on; they ask the servers which step is their next.
+        """Start a replica's workers again while the others keep training; they ask the servers for their next step.
 
         Those that live keep their processes.
         """
         dead = [rank for rank in ranks if self.workers[rank].dead]
         for rank in dead:
-            self.cluster.kill(self.workers[rank].handle)
-            self.workers[rank] = self._spawn_worker(rank)
+            self._launcher.end([self.workers[rank]])
+            self.workers[rank] = self._launcher.start(rank)
         place([self.workers[rank] for rank in dead])
         if any(self.workers[rank].dead for rank in ranks):
             return  # the next poll says so
@@ -227,7 +246,7 @@ class WorkerGroup:
         settle(replies, [self.workers[rank] for rank in ranks])
 
     def replace_shard(self, index: int, snapshot: Snapshot) -> None:
-        """Restore a shard from a snapshot and tell the workers, who say again what they pushed to it since."""
+        """Restore a shard from a snapshot and tell the workers, which push again what they pushed to it since."""
         address = self._fixed.replace(index, snapshot)
         if address is not None:
             column, number = self._fixed.column(index)
@@ -241,6 +260,7 @@ class WorkerGroup:
     def _worker_plan(self, rank: int, start: int) -> WorkerPlan:
         orders, shards = self._known(), self._fixed.doors(self._column(rank)) if self._fixed.members else []
         within = {"stage": self.grid.stage, "tensor": self.grid.tensor}
+        bonds = self._peers.bonds
         return WorkerPlan(
             orders.generation,
             rank,
@@ -253,13 +273,13 @@ class WorkerGroup:
             start,
             orders.end,
             orders.boundary,
-            self._evaluated[rank],
+            self._heard.evaluated[rank],
             orders.timeout,
             self.space.seat(rank) if self.space is not None and self._spaced else None,
             orders.origin,
             orders.division,
             {axis: self._addresses(axis, rank) for axis, length in within.items() if length > 1},
-            self._bonds[rank] if self._bonds else None,
+            bonds[rank] if bonds else None,
             self._attempts,
             orders.mailbox,
         )
@@ -293,10 +313,7 @@ class WorkerGroup:
             facts = worker.ask(wanted, orders.timeout)
             if isinstance(facts, WorkerFacts) and facts.generation == orders.generation:
                 worker.dead = overdue(facts.call, orders.timeout, facts.position, facts.ends)
-                points += [{**point, "rank": rank} for point in facts.points if self._is_new(rank, point)]
-        for point in points:
-            if point["kind"] == "evaluation":
-                self._evaluated[point["rank"]] = point["round"]
+                points += self._heard.new(rank, facts.points)
         if self.space is not None:
             heard = {rank: w.facts for rank, w in enumerate(self.workers) if isinstance(w.facts, WorkerFacts)}
             self.space.reached = {rank: (facts.position, facts.kept_since) for rank, facts in heard.items()}
@@ -304,25 +321,17 @@ class WorkerGroup:
             servers.poll(orders, wanted)
         return points
 
-    def _is_new(self, rank: int, point: dict[str, Any]) -> bool:
-        """Whether a point is not one that is said again although it was heard."""
-        at = rank, point["kind"]
-        if point.pop("again", False) and point["round"] <= self._said.get(at, -1):
-            return False
-        self._said[at] = max(self._said.get(at, -1), point.get("round", -1))
-        return True
-
     def hurry(self) -> None:
         """Let every member keep its share of the next round that all can still hear of, for a checkpoint now."""
-        if self._meeting is not None:
-            self._meeting.hurry()
+        if self._schedule is not None:
+            self._schedule.hurry()
 
     def _wanted(self) -> int:
         """The round whose share every member is to keep; 0 while it is not known how far all have come."""
         concerned = self._concerned()
-        if self._meeting is None or concerned is None:
+        if self._schedule is None or concerned is None:
             return 0
-        return self._meeting.look(concerned, self._collected)
+        return self._schedule.look(concerned, self._collected)
 
     def lines(self) -> list[tuple[float, str, str]]:
         """The log lines that the last polls brought: time, who, text."""
@@ -353,7 +362,7 @@ class WorkerGroup:
             except (ClusterError, TimeoutError):
                 return None  # somebody died or is silent: the next polls say who
             whole = all(part is not None for part in ([*given, *held] if in_step else held))
-            if whole and self.vault.gather(self.workers, newest, timeout):
+            if whole and self.client_states.gather(self.workers, newest, timeout):
                 found = self._assemble(snapshot, given, held)
                 early = [(self._known().end, found.round)] if given[0] is not None and given[0].met else []
                 found.strategy, found.ended = snapshot.strategy, snapshot.ended + early
@@ -405,6 +414,40 @@ class WorkerGroup:
         replies = [w.handle.call("evaluate", *shared[self._column(rank)]) for rank, w in enumerate(self.workers)]
         silence = self._known().timeout
         return evaluated(self.workers, replies, timeout, silence=silence, round=snapshot.round)
+
+
+class _HeardPoints:
+    """Which points the driver has heard of each rank: a worker repeats those that may have been lost with a peer."""
+
+    def __init__(self, size: int) -> None:
+        self.evaluated = [0] * size  # the last round after which each rank was heard to evaluate
+        self._newest: dict[tuple[int, str], int] = {}  # the newest point of each rank, by kind
+
+    def begin(self, evaluated: int) -> None:
+        """A generation begins; the evaluation after round `evaluated` is filed."""
+        self.evaluated = [evaluated] * len(self.evaluated)
+
+    def go_back(self, round: int | None) -> None:
+        """Workers continue from `round`, so that later points will come again; None: from a snapshot."""
+        if round is None:
+            self._newest = {}
+        else:
+            self._newest = {at: min(newest, round - 1) for at, newest in self._newest.items()}
+
+    def new(self, rank: int, points: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The points that were not heard before, each with its rank."""
+        found = [{**point, "rank": rank} for point in points if self._is_new(rank, point)]
+        for point in found:
+            if point["kind"] == "evaluation":
+                self.evaluated[rank] = point["round"]
+        return found
+
+    def _is_new(self, rank: int, point: dict[str, Any]) -> bool:
+        at = rank, point["kind"]
+        if point.pop("again", False) and point["round"] <= self._newest.get(at, -1):
+            return False
+        self._newest[at] = max(self._newest.get(at, -1), point.get("round", -1))
+        return True
 
 
 def _servers(orders: Orders) -> int:

@@ -364,7 +364,7 @@ def _users_file(file: Path) -> bool:
 
 def _installed() -> tuple[Path, ...]:
     paths = [sysconfig.get_path(key) for key in ("stdlib", "platstdlib", "purelib", "platlib")]
-    paths += [*site.getsitepackages(), site.getusersitepackages(), str(Path(__file__).parent)]
+    paths += [*site.getsitepackages(), site.getusersitepackages(), str(Path(__file__).parents[1])]
     return tuple({Path(path).resolve() for path in paths if path})
 
 

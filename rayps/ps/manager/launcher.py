@@ -27,7 +27,7 @@ class Launcher:
         self._thread.start()
 
     def start(self, server: str, *args: Any, **more: Any) -> None:
-        """Begin a server's process; the rest goes to `HostActor`."""
+        """Begin a server's process; the rest goes to `ServerActor`."""
         self._orders.put(lambda: self._start(server, args, more))
 
     def end(self, server: str) -> None:

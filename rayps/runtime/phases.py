@@ -1,24 +1,46 @@
-"""One phase of a run, as its driver sees it."""
+"""The phases of a run: which rounds each takes, how the model is divided in it, and what its members are ordered."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from rayps.core.calendar import Boundary, Calendar, PhaseSpan
+from rayps.core.grid import Grid
 from rayps.core.strategy import Phase
 from rayps.parallel.division.divide import words
 from rayps.parallel.division.division import Division
-from rayps.runtime.cost_report import CostReport
-from rayps.runtime.expected_cost import tally_of
+from rayps.ps.protocol.space import SparseTable
+from rayps.runtime.cost_report import CostReport, tally_of
 from rayps.runtime.journal import Journal
 from rayps.strategies.job import JobSpec
 from rayps.tensors.flat import Layout
-from rayps.tensors.learning_rate import Ticks
+from rayps.tensors.learning_rate import ScheduleRecord, Ticks
 from rayps.tensors.snapshot import Snapshot
 from rayps.worker.plan import Orders
 from rayps.workload.base import Workload
 
 FEDERATED_EPOCHS = 10  # between states that are kept, unless the job says otherwise: such an epoch is one round
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """What is known of a run once its workload has been checked."""
+
+    phases: Sequence[Phase]
+    calendar: Calendar
+    divisions: Sequence[Division | None]  # by phase; None: a replica is one worker
+    tables: tuple[SparseTable, ...]  # of the model
+    schedule: ScheduleRecord  # of the learning rate
+    mailbox: str | None = None  # the folder in which real clients send and receive
+
+    def phase(self, number: int) -> PhaseRun:
+        """A phase with its rounds as they are now: phases before it may have ended early."""
+        return PhaseRun(self.phases[number], self.calendar.spans[number], self.divisions[number])
+
+    def widest(self, workers: int) -> Grid:
+        """The grid of the phase whose replicas have the most workers."""
+        return max((phase.strategy.grid(workers) for phase in self.phases), key=lambda grid: grid.columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +66,10 @@ class PhaseRun:
         snapshot.enter(self.span)
         snapshot.under(self.name, workers)
 
-    def met(self, journal: Journal, calendar: Calendar, at: int, reason: str) -> PhaseRun:
-        """File that its strategy's stop rule was met after round `at`, and end it there: so it is now."""
+    def met(self, journal: Journal, calendar: Calendar, at: int, reason: str) -> None:
+        """File that its strategy's stop rule was met after round `at`, and end it there."""
         journal.event("met", f"{self.name} ends after round {at} of {self.end}: {reason}", round=at, end=self.end)
         calendar.cut(self.end, at)
-        return replace(self, span=replace(self.span, end=at))
 
     def tell(self, journal: Journal, now: int) -> None:
         """File that it begins, after round `now`."""

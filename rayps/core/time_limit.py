@@ -6,10 +6,10 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from rayps.cluster.actor_host import START_SECONDS
 from rayps.core.errors import WorkloadError
 from rayps.core.user_code import Call, under_way
 
+START_SECONDS = 180.0  # for a process to start and to import torch, and for the first call of a method
 _LOOK_SECONDS = 0.1
 
 _Found = TypeVar("_Found")

@@ -1,0 +1,236 @@
+"""The states of a run: every state with every finding, and the nested loops of which they are the flat form."""
+
+import itertools
+
+import pytest
+
+from rayps.core.errors import TrainingError, WorkloadError
+from rayps.core.job import Status
+from rayps.recovery.backup_assignment import Mending
+from rayps.runtime.decide import (
+    AwaitCheckpoint,
+    BeginGeneration,
+    Continue,
+    Ended,
+    EnterPhase,
+    Evaluate,
+    Fail,
+    Findings,
+    Finish,
+    Mend,
+    Recover,
+    Replace,
+    ReplaceMembers,
+    RequestCheckpoint,
+    Restart,
+    StartWorkers,
+    Stop,
+    Train,
+    next_state,
+)
+
+PHASES = 2
+MENDING = Mending(7, {})
+RESTART, MEND, REPLACE = (kind(("worker-1",), "worker-1 died") for kind in (Restart, Mend, Replace))
+USERS = WorkloadError("loss() raised ValueError")
+DECISIONS = [Continue(), Finish(), Stop(), Fail(USERS, "worker-0: x"), Fail(None, "too often"), RESTART, MEND, REPLACE]
+STATES = [
+    StartWorkers(),
+    *(EnterPhase(n) for n in range(PHASES + 1)),
+    *(BeginGeneration(n, mending) for n in range(PHASES) for mending in (None, MENDING)),
+    *(Recover(n, d, evaluating) for n in range(PHASES) for d in (RESTART, MEND) for evaluating in (False, True)),
+    *(ReplaceMembers(n, REPLACE) for n in range(PHASES)),
+    *(kind(n) for kind in (Train, Evaluate, RequestCheckpoint, AwaitCheckpoint) for n in range(PHASES)),
+    Ended(Status.SUCCEEDED, "trained to the end"),
+    Ended(Status.FAILED, "x", USERS),
+    Ended(Status.STOPPED),
+]
+FLAGS = [False, True]
+EVERY = [
+    Findings(stopped, PHASES, work, decision, complete, mending, saving)
+    for stopped, work, decision, complete, mending, saving in itertools.product(
+        FLAGS, FLAGS, [None, *DECISIONS], FLAGS, [None, MENDING], FLAGS
+    )
+]
+
+
+def law(state, found):
+    """The same transitions, said once more as a table: the kind of the next state."""
+    decision = type(found.decision)
+    after_poll = {Stop: RequestCheckpoint, Fail: Ended, Restart: Recover, Mend: Recover, Replace: ReplaceMembers}
+    lost = dict.fromkeys((Restart, Mend, Replace), Recover)
+    return {
+        StartWorkers: Ended if found.stopped else EnterPhase,
+        EnterPhase: BeginGeneration if found.work else EnterPhase,
+        BeginGeneration: Train,
+        Train: Evaluate if decision is Finish and found.complete else after_poll.get(decision, Train),
+        Recover: BeginGeneration,
+        ReplaceMembers: Train,
+        Evaluate: {type(None): EnterPhase, Stop: Ended, Fail: Ended, **lost}.get(decision, Evaluate),
+        RequestCheckpoint: AwaitCheckpoint if found.saving else Ended,
+        AwaitCheckpoint: AwaitCheckpoint if found.saving else Ended,
+        Ended: Ended,
+    }[type(state)]
+
+
+def test_every_state_with_every_finding():
+    reached = set()
+    for state, found in itertools.product(STATES, EVERY):
+        after = next_state(state, found)
+        last = isinstance(state, EnterPhase) and state.phase == PHASES
+        assert type(after) is (Ended if last else law(state, found)), (state, found)
+        assert after.terminal is isinstance(after, Ended)
+        reached.add(type(after))
+    assert reached == {type(state) for state in STATES} - {StartWorkers}
+
+
+def test_what_is_handed_on():
+    for state, found in itertools.product(STATES, EVERY):
+        after = next_state(state, found)
+        if state.terminal:
+            assert after is state
+        if hasattr(state, "phase") and hasattr(after, "phase"):  # a phase is left by its evaluation, or skipped
+            leaves = isinstance(after, EnterPhase)
+            assert after.phase == state.phase + leaves
+        if isinstance(after, Recover):
+            assert after.evaluating is isinstance(state, Evaluate)
+            assert (after.decision.lost, after.decision.reason) == (("worker-1",), "worker-1 died")
+            assert not after.evaluating or isinstance(after.decision, Restart)  # no state of a peer is newer
+        if isinstance(after, BeginGeneration):
+            assert after.mending is (found.mending if isinstance(state, Recover) else None)
+        if isinstance(after, Ended) and not state.terminal:
+            asked = found.stopped or isinstance(found.decision, Stop) or "Checkpoint" in type(state).__name__
+            assert (after.status is Status.SUCCEEDED) == (state == EnterPhase(PHASES))
+            assert after.status is not Status.STOPPED or asked
+            if after.status is Status.FAILED:
+                assert after.error is USERS or type(after.error) is TrainingError
+                assert after.reason == str(after.error)
+
+
+def matters(state):
+    """The findings that a state can tell apart, one of each."""
+    match state:
+        case StartWorkers():
+            return [Findings(), Findings(stopped=True)]
+        case EnterPhase(n):
+            return [Findings(phases=PHASES, work=work) for work in (FLAGS if n < PHASES else [True])]
+        case Train():
+            polls = [Findings(decision=decision) for decision in DECISIONS]
+            return [*polls, Findings(decision=Finish(), complete=True)]
+        case Evaluate():
+            return [Findings(decision=decision) for decision in [None, Stop(), DECISIONS[4], RESTART]]
+        case Recover(_, Mend()):
+            return [Findings(), Findings(mending=MENDING)]
+        case RequestCheckpoint() | AwaitCheckpoint():
+            return [Findings(saving=saving) for saving in FLAGS]
+    return [Findings()]
+
+
+def test_a_run_can_end_from_every_state_that_it_can_reach():
+    found, after = {repr(StartWorkers()): StartWorkers()}, {}
+    while todo := found.keys() - after.keys():
+        for name in todo:
+            next_ones = [next_state(found[name], findings) for findings in matters(found[name])]
+            after[name] = {repr(state) for state in next_ones}
+            found |= {repr(state): state for state in next_ones}
+    assert {type(state) for state in found.values()} == {type(state) for state in STATES}
+    ending = {name for name, state in found.items() if state.terminal}
+    assert {found[name].status for name in ending} == {Status.SUCCEEDED, Status.FAILED, Status.STOPPED}
+    while more := {name for name in after if name not in ending and after[name] & ending}:
+        ending |= more
+    assert ending == found.keys()
+
+
+class Nested:
+    """The run as three nested loops, with an evaluation that calls the training of its phase again: the slow twin."""
+
+    def __init__(self, script):
+        self.script, self.trace = iter(script), []
+
+    def find(self, state):
+        self.trace.append(state)
+        return next(self.script)
+
+    def run(self):
+        if self.find(StartWorkers()).stopped:
+            return Status.STOPPED
+        for phase in range(PHASES):
+            if self.find(EnterPhase(phase)).work:
+                ended = self.train(phase) or self.evaluate(phase)
+                if ended:
+                    return ended
+        self.find(EnterPhase(PHASES))
+        return Status.SUCCEEDED
+
+    def train(self, phase):
+        mending = None
+        while True:
+            self.find(BeginGeneration(phase, mending))
+            broken = self.watch(phase)
+            if not isinstance(broken, (Restart, Mend)):
+                return broken
+            mending = self.find(Recover(phase, broken)).mending
+
+    def watch(self, phase):
+        """None: the phase is trained; a decision: everyone must begin again; else how the run ends."""
+        while True:
+            found = self.find(Train(phase))
+            match found.decision:
+                case Finish() if found.complete:
+                    return None
+                case Fail():
+                    return Status.FAILED
+                case Stop():
+                    return self.leave(phase)
+                case Restart() | Mend():
+                    return found.decision
+                case Replace():
+                    self.find(ReplaceMembers(phase, found.decision))
+
+    def leave(self, phase):
+        if self.find(RequestCheckpoint(phase)).saving:
+            while self.find(AwaitCheckpoint(phase)).saving:
+                pass
+        return Status.STOPPED
+
+    def evaluate(self, phase):
+        while True:
+            match self.find(Evaluate(phase)).decision:
+                case None:
+                    return None
+                case Stop():
+                    return Status.STOPPED
+                case Fail():
+                    return Status.FAILED
+                case Restart() as lost:
+                    self.find(Recover(phase, lost, evaluating=True))
+            ended = self.train(phase)
+            if ended:
+                return ended
+
+
+def scripts(state, length):
+    """Every course of findings from a state on, up to so many."""
+    if not length or state.terminal:
+        yield [], [], state
+        return
+    for found in matters(state):
+        for rest, trace, end in scripts(next_state(state, found), length - 1):
+            yield [found, *rest], [state, *trace], end
+
+
+@pytest.mark.parametrize("length", [3, 6, 9])
+def test_the_loop_takes_the_same_course_as_nested_loops(length):
+    seen = 0
+    for script, trace, end in scripts(StartWorkers(), length):
+        twin = Nested(script)
+        try:
+            ended = twin.run()
+        except StopIteration:  # the script ends before the run
+            assert twin.trace[:-1] == trace
+            assert twin.trace[-1] == end
+        else:
+            assert twin.trace == trace
+            assert end.status is ended
+        seen += 1
+    assert seen > {3: 3, 6: 40, 9: 1000}[length]
