@@ -11,7 +11,6 @@ from rayps.runtime.decide import (
     AwaitCheckpoint,
     BeginGeneration,
     Continue,
-    Ended,
     EnterPhase,
     Evaluate,
     Fail,
@@ -23,6 +22,7 @@ from rayps.runtime.decide import (
     ReplaceMembers,
     RequestCheckpoint,
     Restart,
+    RunEnded,
     StartWorkers,
     Stop,
     Train,
@@ -41,9 +41,9 @@ STATES = [
     *(Recover(n, d, evaluating) for n in range(PHASES) for d in (RESTART, MEND) for evaluating in (False, True)),
     *(ReplaceMembers(n, REPLACE) for n in range(PHASES)),
     *(kind(n) for kind in (Train, Evaluate, RequestCheckpoint, AwaitCheckpoint) for n in range(PHASES)),
-    Ended(Status.SUCCEEDED, "trained to the end"),
-    Ended(Status.FAILED, "x", USERS),
-    Ended(Status.STOPPED),
+    RunEnded(Status.SUCCEEDED, "trained to the end"),
+    RunEnded(Status.FAILED, "x", USERS),
+    RunEnded(Status.STOPPED),
 ]
 FLAGS = [False, True]
 EVERY = [
@@ -57,19 +57,19 @@ EVERY = [
 def law(state, found):
     """The same transitions, said once more as a table: the kind of the next state."""
     decision = type(found.decision)
-    after_poll = {Stop: RequestCheckpoint, Fail: Ended, Restart: Recover, Mend: Recover, Replace: ReplaceMembers}
+    after_poll = {Stop: RequestCheckpoint, Fail: RunEnded, Restart: Recover, Mend: Recover, Replace: ReplaceMembers}
     lost = dict.fromkeys((Restart, Mend, Replace), Recover)
     return {
-        StartWorkers: Ended if found.stopped else EnterPhase,
+        StartWorkers: RunEnded if found.stopped else EnterPhase,
         EnterPhase: BeginGeneration if found.work else EnterPhase,
         BeginGeneration: Train,
         Train: Evaluate if decision is Finish and found.complete else after_poll.get(decision, Train),
         Recover: BeginGeneration,
         ReplaceMembers: Train,
-        Evaluate: {type(None): EnterPhase, Stop: Ended, Fail: Ended, **lost}.get(decision, Evaluate),
-        RequestCheckpoint: AwaitCheckpoint if found.saving else Ended,
-        AwaitCheckpoint: AwaitCheckpoint if found.saving else Ended,
-        Ended: Ended,
+        Evaluate: {type(None): EnterPhase, Stop: RunEnded, Fail: RunEnded, **lost}.get(decision, Evaluate),
+        RequestCheckpoint: AwaitCheckpoint if found.saving else RunEnded,
+        AwaitCheckpoint: AwaitCheckpoint if found.saving else RunEnded,
+        RunEnded: RunEnded,
     }[type(state)]
 
 
@@ -78,8 +78,8 @@ def test_every_state_with_every_finding():
     for state, found in itertools.product(STATES, EVERY):
         after = next_state(state, found)
         last = isinstance(state, EnterPhase) and state.phase == PHASES
-        assert type(after) is (Ended if last else law(state, found)), (state, found)
-        assert after.terminal is isinstance(after, Ended)
+        assert type(after) is (RunEnded if last else law(state, found)), (state, found)
+        assert after.terminal is isinstance(after, RunEnded)
         reached.add(type(after))
     assert reached == {type(state) for state in STATES} - {StartWorkers}
 
@@ -98,7 +98,7 @@ def test_what_is_handed_on():
             assert not after.evaluating or isinstance(after.decision, Restart)  # no state of a peer is newer
         if isinstance(after, BeginGeneration):
             assert after.mending is (found.mending if isinstance(state, Recover) else None)
-        if isinstance(after, Ended) and not state.terminal:
+        if isinstance(after, RunEnded) and not state.terminal:
             asked = found.stopped or isinstance(found.decision, Stop) or "Checkpoint" in type(state).__name__
             assert (after.status is Status.SUCCEEDED) == (state == EnterPhase(PHASES))
             assert after.status is not Status.STOPPED or asked

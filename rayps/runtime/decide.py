@@ -219,7 +219,7 @@ class AwaitCheckpoint(_Step):
 
 
 @dataclass(frozen=True, slots=True)
-class Ended(_Step):
+class RunEnded(_Step):
     """The run is over: SUCCEEDED, STOPPED or FAILED."""
 
     terminal: ClassVar[bool] = True
@@ -238,7 +238,7 @@ State = (
     | Evaluate
     | RequestCheckpoint
     | AwaitCheckpoint
-    | Ended
+    | RunEnded
 )
 
 
@@ -259,9 +259,9 @@ def next_state(state: State, found: Findings) -> State:
     """The state that follows `state`, whose effect has found `found`."""
     match state:
         case StartWorkers():
-            return Ended(Status.STOPPED) if found.stopped else EnterPhase(0)
+            return RunEnded(Status.STOPPED) if found.stopped else EnterPhase(0)
         case EnterPhase(phase) if phase >= found.phases:
-            return Ended(Status.SUCCEEDED, "trained to the end")
+            return RunEnded(Status.SUCCEEDED, "trained to the end")
         case EnterPhase(phase):
             return BeginGeneration(phase) if found.work else EnterPhase(phase + 1)
         case BeginGeneration(phase) | ReplaceMembers(phase):
@@ -273,8 +273,8 @@ def next_state(state: State, found: Findings) -> State:
         case Evaluate(phase):
             return _after_evaluation(phase, found.decision)
         case RequestCheckpoint(phase) | AwaitCheckpoint(phase):
-            return AwaitCheckpoint(phase) if found.saving else Ended(Status.STOPPED)
-        case Ended():
+            return AwaitCheckpoint(phase) if found.saving else RunEnded(Status.STOPPED)
+        case RunEnded():
             return state
 
 
@@ -303,11 +303,11 @@ def _after_evaluation(phase: int, decision: Decision | None) -> State:
         case Fail() as decision:
             return _failed(decision)
         case Stop():
-            return Ended(Status.STOPPED)
+            return RunEnded(Status.STOPPED)
     return Evaluate(phase)
 
 
-def _failed(decision: Fail) -> Ended:
+def _failed(decision: Fail) -> RunEnded:
     if isinstance(decision.error, RaypsError):
-        return Ended(Status.FAILED, str(decision.error), decision.error)
-    return Ended(Status.FAILED, decision.reason, TrainingError(decision.reason))
+        return RunEnded(Status.FAILED, str(decision.error), decision.error)
+    return RunEnded(Status.FAILED, decision.reason, TrainingError(decision.reason))

@@ -143,10 +143,10 @@ class Driver:
         try:
             return next_state(state, self._carry_out(state, cluster))
         except RaypsError as error:
-            return states.Ended(Status.FAILED, str(error), error)
+            return states.RunEnded(Status.FAILED, str(error), error)
         except Exception as error:  # a fault of rayps must end the job with a reason, not vanish with its thread
             log.exception("the driver failed")
-            return states.Ended(Status.FAILED, f"rayps failed: {type(error).__name__}: {error}", error)
+            return states.RunEnded(Status.FAILED, f"rayps failed: {type(error).__name__}: {error}", error)
 
     def _carry_out(self, state: states.State, cluster: Cluster) -> Findings:
         match state:
@@ -168,7 +168,7 @@ class Driver:
                 return self._request_checkpoint(self._plan.phase(phase))
             case states.AwaitCheckpoint(phase):
                 return self._await_checkpoint(self._plan.phase(phase))
-            case states.Ended():
+            case states.RunEnded():
                 return Findings()
         assert_never(state)
 
@@ -397,7 +397,7 @@ class Driver:
 
     def _sealed(self, state: states.State) -> Outcome:
         """Say how the run has ended, once and for all."""
-        assert isinstance(state, states.Ended)
+        assert isinstance(state, states.RunEnded)
         outcome = Outcome(state.status, state.reason, snapshot=self._checkpoints.newest)
         if state.status is Status.SUCCEEDED:
             outcome.metrics, outcome.tables = self._metrics, self._checkpoints.tables
