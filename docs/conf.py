@@ -29,7 +29,6 @@ author = "the authors of rayps"
 copyright = author  # shown in the footer
 version = release = rayps.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
-exclude_patterns = ["README.md"]
 
 # Pages. Warnings (a broken link, a page in no table of contents) are errors: the build runs with -W.
 myst_heading_anchors = 4
@@ -100,7 +99,8 @@ def convert(app: Sphinx, what: str, name: str, found: Any, options: Any, lines: 
     text = "\n".join(lines)
     module = sys.modules.get(getattr(found, "__module__", "") or "")
     if what == "class" and module is not None and module.__name__.startswith("rayps.strategies.") and module.__doc__:
-        text += f"\n\n{module.__doc__}" if found.__name__ != "Strategy" else ""
+        statements = re.sub(r"([.:])\n(?=\S)", r"\1\n\n", module.__doc__)  # a paragraph for each statement
+        text += f"\n\n{statements}" if found.__name__ != "Strategy" else ""
     lines[:] = [*blocks(text), ""]
 
 
