@@ -100,7 +100,8 @@ def convert(app: Sphinx, what: str, name: str, found: Any, options: Any, lines: 
     module = sys.modules.get(getattr(found, "__module__", "") or "")
     if what == "class" and module is not None and module.__name__.startswith("rayps.strategies.") and module.__doc__:
         statements = re.sub(r"([.:])\n(?=\S)", r"\1\n\n", module.__doc__)  # a paragraph for each statement
-        text += f"\n\n{statements}" if found.__name__ != "Strategy" else ""
+        first, example, rest = text.partition("\nExample:")
+        text = text if found.__name__ == "Strategy" else f"{first}\n\n{statements}\n{example}{rest}"
     lines[:] = [*blocks(text), ""]
 
 

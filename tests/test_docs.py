@@ -1,4 +1,4 @@
-"""Every code block of the README and of docs/: Python is run, commands are parsed, job files are read.
+"""Every code block of the README and of docs/, and every example of a public docstring, is run or parsed.
 
 A page's Python blocks run in order, in one namespace, in a temporary folder that has `examples/` with fewer rows.
 `rayps.train` and `rayps.run` use the threads cluster there; a page with `rayps.Client()` gets a real service with a
@@ -7,6 +7,7 @@ real Ray. A command is parsed by the command line's own parser, its files and st
 """
 
 import ast
+import inspect
 import io
 import json
 import re
@@ -14,14 +15,17 @@ import shlex
 import shutil
 import subprocess
 import sys
+import textwrap
 import time
 from contextlib import redirect_stdout
+from functools import wraps
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 import typer.main
 import yaml
 
@@ -122,6 +126,7 @@ def threads(monkeypatch):
     """`rayps.train` and `rayps.run` on the threads cluster, without progress."""
 
     def on_threads(function, **more):
+        @wraps(function)
         def call(*args, **options):
             cluster = LocalCluster()
             try:
@@ -188,6 +193,73 @@ def service(tmp_path_factory):
 def test_python_runs_with_a_service(page, service, folder, monkeypatch):
     monkeypatch.setenv("RAYPS_STATE_DIR", str(service))
     execute(page)
+
+
+# Examples in docstrings
+
+
+class Line(rayps.Workload):
+    """The `work` of the examples: a small network, which can be cut into stages and between tensor ranks."""
+
+    owners = None
+
+    def model(self):
+        return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
+
+    def data(self):
+        x = torch.randn(48, 3, generator=torch.Generator().manual_seed(0))
+        return rayps.data.tensors(x, x.sum(1, keepdim=True), batch_size=8, client=self.owners)
+
+    def loss(self, model, batch):
+        return torch.nn.functional.mse_loss(model(batch.x), batch.y)
+
+
+class Clients(Line):
+    """The `clients` of the examples."""
+
+    owners = rayps.data.iid(4)
+
+
+class Ratings(rayps.Workload):
+    """The `ratings` of the examples: rows of a sparse table, and a dense layer."""
+
+    def model(self):
+        return torch.nn.Sequential(rayps.Embedding(4, table="users"), torch.nn.Linear(4, 1))
+
+    def data(self):
+        x = torch.arange(40) % 7
+        return rayps.data.tensors(x, torch.cos(x.float())[:, None], batch_size=8)
+
+    def loss(self, model, batch):
+        return torch.nn.functional.mse_loss(model(batch.x), batch.y)
+
+
+PUBLIC = [name for name in rayps.__all__ if name != "__version__"]
+
+
+def example(name):
+    """The code below `Example:` in the docstring of a public name."""
+    found = re.search(r"^Example:\n((?:    .*\n|\n)+)", f"{inspect.getdoc(getattr(rayps, name))}\n", re.M)
+    assert found, f"rayps.{name} has no example in its docstring"
+    return textwrap.dedent(found[1])
+
+
+def run_example(name):
+    space = {"__name__": "__main__", "rayps": rayps, "torch": torch}
+    space |= {"work": Line(), "clients": Clients(), "ratings": Ratings()}
+    with redirect_stdout(io.StringIO()):
+        exec(compile(example(name), f"the example of rayps.{name}", "exec"), space)
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLIC if name != "Client"])
+def test_an_example_of_a_docstring_runs(name, threads):
+    run_example(name)
+
+
+@pytest.mark.ray
+def test_the_example_of_the_client_runs(service, folder, monkeypatch):
+    monkeypatch.setenv("RAYPS_STATE_DIR", str(service))
+    run_example("Client")
 
 
 # Commands

@@ -29,7 +29,14 @@ from typing import Any
 
 
 class RaypsError(Exception):
-    """The root: a message that names the way out, and the facts as data."""
+    """The root: a message that names the way out, and the facts as data.
+
+    Example:
+        try:
+            rayps.train(work, strategy="parameter_server:staleness=-1")
+        except rayps.RaypsError as error:
+            print(error, error.data)
+    """
 
     exit_code = 1
 

@@ -41,6 +41,9 @@ class TensorParallel(Replica):
 
     `plan` says by a layer's name how it is split: out, in, heads (attention), rows (an embedding's), none; a name may
     end in *. Left out, the plan is made automatically; layers that a given plan does not name stay whole.
+
+    Example:
+        rayps.train(work, strategy=rayps.TensorParallel(size=2), workers=2)
     """
 
     size: int = 2
@@ -71,6 +74,9 @@ class Pipeline(Replica):
     `boundaries` are the numbers of the layers at which a new part begins (stages * chunks - 1 of them); left out, the
     layers are shared out by `balance`: equal parameters, or equal measured time. `stage` says of what a stage is made:
     none = one worker, or a TensorParallel.
+
+    Example:
+        rayps.train(work, strategy=rayps.Pipeline(stages=2, micro_batches=4), workers=2)
     """
 
     stages: int = 2

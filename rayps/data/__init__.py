@@ -1,4 +1,9 @@
-"""Where rows come from: Parquet, tensors, or a torch Dataset; and how they are divided into clients."""
+"""Where rows come from: Parquet, tensors, or a torch Dataset; and how they are divided into clients.
+
+Example:
+    rows = rayps.data.tensors(torch.randn(20, 3), torch.randn(20, 1), batch_size=5, client=rayps.data.iid(4))
+    rows.rows(), rows.clients.count  # 20, 4
+"""
 
 from rayps.data.base import Batch, Data
 from rayps.data.clients import Clients

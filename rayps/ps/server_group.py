@@ -60,6 +60,13 @@ class ServerGroup:
     Raises:
         ConfigError, WorkloadError: the arguments cannot work.
         Conflict: the group has a space of that name.
+
+    Example:
+        with rayps.ServerGroup(torch.zeros(4), shards=2, workers=1) as group:
+            server = group.join(0)
+            server.push(torch.ones(4))  # a gradient
+            parameters = server.pull()
+            server.close()
     """
 
     def __init__(

@@ -157,6 +157,9 @@ def world() -> World:
 
     Raises:
         ConfigError: called outside a `run`.
+
+    Example:
+        rayps.run(lambda: (rayps.world().rank, rayps.world().size), workers=2)  # [(0, 2), (1, 2)]
     """
     try:
         return _world.get()
@@ -184,6 +187,12 @@ def run(
         ActorDied: a worker's process died: which one, after how many optimizer steps, and why.
         WorkloadError: `train_fn` returned on one worker while another one takes more steps, which needs all of them.
         RaypsError: what the first failing worker raised.
+
+    Example:
+        def train_fn():
+            return rayps.world().rank
+
+        rayps.run(train_fn, workers=2)  # [0, 1]
     """
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
         raise ConfigError(f"workers is {workers!r}: give a whole number of at least 1", field="workers")
@@ -350,6 +359,18 @@ def wrap(
     Raises:
         ConfigError: outside a `run`, a strategy that changes during the run or is for `train` alone, or a model with
             sparse tables.
+
+    Example:
+        def train_fn():
+            model = torch.nn.Linear(3, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            model, optimizer = rayps.wrap(model, optimizer, "all_reduce")
+            for _ in range(5):
+                optimizer.zero_grad()
+                model(torch.randn(8, 3)).square().mean().backward()
+                optimizer.step()
+
+        rayps.run(train_fn, workers=2)
     """
     here = world()
     chosen = for_a_loop(strategy)

@@ -36,7 +36,14 @@ from rayps.workload.base import load as load_workload
 
 @dataclass(slots=True, repr=False)
 class Result:
-    """What a run gave: final metrics, the history of its rounds, its events, its model."""
+    """What a run gave: final metrics, the history of its rounds, its events, its model.
+
+    Example:
+        result = rayps.train(work, workers=2)
+        result.metrics["loss"]
+        result.history.column("loss")  # by round
+        model = result.model()
+    """
 
     metrics: dict[str, float]
     history: pa.Table
@@ -127,6 +134,10 @@ def train(
         KeyboardInterrupt: Ctrl-C; says what was kept. With a `checkpoint` folder a state is saved first.
         TrainingError: the run failed more often than max_failures, or its loss, a gradient, a parameter, a table's row
             or an optimizer's moment is not finite: neither a result nor a checkpoint is made of these.
+
+    Example:
+        result = rayps.train(work, strategy="parameter_server:shards=2", workers=2, epochs=3)
+        result.metrics["loss"], result.model()
     """
     phases = parse(strategy)
     kind = workload if isinstance(workload, str) else f"{type(workload).__module__}:{type(workload).__qualname__}"

@@ -40,7 +40,14 @@ _PATIENCE = 60.0  # seconds that a stream waits for a service that does not answ
 
 
 class Client:
-    """A connection to a job service: that of RAYPS_URL and RAYPS_TOKEN, or of this machine and user."""
+    """A connection to a job service: that of RAYPS_URL and RAYPS_TOKEN, or of this machine and user.
+
+    Example:
+        with rayps.Client() as client:
+            job = client.submit("digits.py:Digits", strategy="all_reduce", workers=2, working_dir="examples")
+            job.wait()
+            job.result["accuracy"]
+    """
 
     def __init__(self, url: str | None = None, token: str | None = None, *, timeout: float = 30.0) -> None:
         settings = Settings.read(url=url)

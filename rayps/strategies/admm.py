@@ -47,7 +47,11 @@ from rayps.strategies.base import Strategy
 
 @dataclass(frozen=True)
 class ADMM(Strategy):
-    """Workers that keep their own rows and meet seldom, and still reach the optimum of all rows: convex models."""
+    """Workers that keep their own rows and meet seldom, and still reach the optimum of all rows: convex models.
+
+    Example:
+        rayps.train(work, strategy=rayps.ADMM(penalty=1.0, local_steps=2), workers=2)
+    """
 
     penalty: float = 1.0
     local_steps: int = 20

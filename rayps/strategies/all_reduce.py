@@ -25,7 +25,11 @@ from rayps.strategies.base import Strategy
 
 @dataclass(frozen=True)
 class AllReduce(Strategy):
-    """Equal workers, every round in step: exact, and the fastest when all machines are alike."""
+    """Equal workers, every round in step: exact, and the fastest when all machines are alike.
+
+    Example:
+        rayps.train(work, strategy=rayps.AllReduce(bucket_mb=4), workers=2)
+    """
 
     compression: str | None = None
     bucket_mb: float | None = None

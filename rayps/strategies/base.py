@@ -18,7 +18,13 @@ from rayps.strategies import old_flags
 
 
 class Strategy:
-    """How to learn together: the worker half and the server half of one paper."""
+    """How to learn together: the worker half and the server half of one paper.
+
+    Example:
+        class Mean(rayps.Strategy):  # the mean gradient, as all_reduce
+            def round(self, w):
+                w.step(w.ring.mean(w.grad(w.batch())))
+    """
 
     name: ClassVar[str] = ""  # a class that declares none is known by its own name
     evaluate_every: int = 1  # epochs between evaluations

@@ -37,7 +37,11 @@ from rayps.strategies.base import Strategy
 
 @dataclass(frozen=True)
 class DiLoCo(Strategy):
-    """Workers far from each other that meet every some hundred steps, and step together by what each has learnt."""
+    """Workers far from each other that meet every some hundred steps, and step together by what each has learnt.
+
+    Example:
+        rayps.train(work, strategy=rayps.DiLoCo(period=8, outer_lr=0.7), workers=2)
+    """
 
     period: int = 50
     outer_lr: float = 0.7

@@ -21,7 +21,11 @@ from rayps.strategies.fedavg import FedAvg
 
 @dataclass(frozen=True)
 class Ditto(FedAvg):
-    """A model for each client beside the global one: clients that differ, and gain from the others all the same."""
+    """A model for each client beside the global one: clients that differ, and gain from the others all the same.
+
+    Example:
+        rayps.train(clients, strategy=rayps.Ditto(lam=0.1), workers=2)
+    """
 
     lam: float = 0.1
     name: ClassVar[str] = "ditto"

@@ -34,7 +34,11 @@ from rayps.strategies.base import Strategy
 
 @dataclass(frozen=True)
 class Downpour(Strategy):
-    """Asynchronous replicas that talk to the servers every few steps only: many machines, slow lines, deaths."""
+    """Asynchronous replicas that talk to the servers every few steps only: many machines, slow lines, deaths.
+
+    Example:
+        rayps.train(work, strategy=rayps.Downpour(shards=2, n_push=4, n_fetch=4), workers=2)
+    """
 
     n_push: int = 1
     n_fetch: int = 1

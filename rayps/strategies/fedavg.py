@@ -18,7 +18,11 @@ from rayps.strategies.federated import Federated
 
 @dataclass(frozen=True)
 class FedAvg(Federated):
-    """Clients train apart from the same model; the server takes the mean, weighted by samples."""
+    """Clients train apart from the same model; the server takes the mean, weighted by samples.
+
+    Example:
+        rayps.train(clients, strategy=rayps.FedAvg(fraction=0.5, local_epochs=2), workers=2)  # data with clients
+    """
 
     name: ClassVar[str] = "fedavg"
 

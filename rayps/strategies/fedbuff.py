@@ -27,7 +27,11 @@ _LEAST = 2.0**-1000  # a reply's weight is above 0, whatever the decay
 
 @dataclass(frozen=True)
 class FedBuff(Federated):
-    """Clients train at their own pace from parameters of different age; every K updates make a step."""
+    """Clients train at their own pace from parameters of different age; every K updates make a step.
+
+    Example:
+        rayps.train(clients, strategy=rayps.FedBuff(buffer=2), workers=2)
+    """
 
     buffer: int = 10
     concurrency: int | None = None  # none = fraction of the clients

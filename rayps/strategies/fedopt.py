@@ -23,7 +23,11 @@ from rayps.strategies.fedavg import FedAvg
 
 @dataclass(frozen=True)
 class FedAvgM(FedAvg):
-    """FedAvg with momentum on the server."""
+    """FedAvg with momentum on the server.
+
+    Example:
+        rayps.train(clients, strategy=rayps.FedAvgM(beta=0.9, server_lr=0.3), workers=2)
+    """
 
     server_lr: float = 1.0
     beta: float = 0.9
@@ -42,7 +46,11 @@ class FedAvgM(FedAvg):
 
 @dataclass(frozen=True)
 class FedAdagrad(FedAvg):
-    """A rate for each parameter on the server, from all updates so far."""
+    """A rate for each parameter on the server, from all updates so far.
+
+    Example:
+        rayps.train(clients, strategy=rayps.FedAdagrad(server_lr=0.1), workers=2)
+    """
 
     server_lr: float = 0.1
     beta1: float = 0.0
@@ -68,7 +76,11 @@ class FedAdagrad(FedAvg):
 
 @dataclass(frozen=True)
 class FedAdam(FedAdagrad):
-    """Adam on the server, without bias correction."""
+    """Adam on the server, without bias correction.
+
+    Example:
+        rayps.train(clients, strategy=rayps.FedAdam(server_lr=0.1), workers=2)
+    """
 
     server_lr: float = 0.01
     beta1: float = 0.9
@@ -86,7 +98,11 @@ class FedAdam(FedAdagrad):
 
 @dataclass(frozen=True)
 class FedYogi(FedAdam):
-    """As FedAdam, with a v that shrinks slowly."""
+    """As FedAdam, with a v that shrinks slowly.
+
+    Example:
+        rayps.train(clients, strategy=rayps.FedYogi(server_lr=0.1), workers=2)
+    """
 
     name: ClassVar[str] = "fedyogi"
 

@@ -19,7 +19,11 @@ from rayps.strategies.fedavg import FedAvg
 
 @dataclass(frozen=True)
 class FedProx(FedAvg):
-    """FedAvg with a pull towards the round's first model: unequal clients, unequal amounts of work."""
+    """FedAvg with a pull towards the round's first model: unequal clients, unequal amounts of work.
+
+    Example:
+        rayps.train(clients, strategy=rayps.FedProx(mu=0.01), workers=2)
+    """
 
     mu: float = 0.01
     name: ClassVar[str] = "fedprox"

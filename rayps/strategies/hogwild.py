@@ -24,7 +24,11 @@ from rayps.strategies.base import Strategy
 
 @dataclass(frozen=True)
 class Hogwild(Strategy):
-    """The cores of one host on one vector, without locks: sparse models, and nothing to send."""
+    """The cores of one host on one vector, without locks: sparse models, and nothing to send.
+
+    Example:
+        rayps.train(work, strategy=rayps.Hogwild(), workers=2)
+    """
 
     name: ClassVar[str] = "hogwild"
 

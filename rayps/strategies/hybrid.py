@@ -28,7 +28,11 @@ from rayps.strategies.parameter_server import ParameterServer
 
 @dataclass(frozen=True)
 class Hybrid(Strategy):
-    """Dense part in step by all-reduce, sparse tables on servers: for recommenders."""
+    """Dense part in step by all-reduce, sparse tables on servers: for recommenders.
+
+    Example:
+        rayps.train(ratings, strategy=rayps.Hybrid(servers=2), workers=2)  # a workload with sparse tables
+    """
 
     servers: int = 2
     staleness: int | None = None

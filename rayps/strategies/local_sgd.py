@@ -35,7 +35,11 @@ from rayps.strategies.base import Strategy
 
 @dataclass(frozen=True)
 class LocalSGD(Strategy):
-    """Equal workers that average every few steps only: slow lines between them, the bytes of a period's one mean."""
+    """Equal workers that average every few steps only: slow lines between them, the bytes of a period's one mean.
+
+    Example:
+        rayps.train(work, strategy=rayps.LocalSGD(period=8), workers=2)
+    """
 
     period: int = 8
     warmup: int = 0

@@ -34,7 +34,11 @@ from rayps.strategies.base import Strategy
 
 @dataclass(frozen=True)
 class ParallelSGD(Strategy):
-    """Workers that learn alone and are averaged, or the best of them taken, once or a few times: next to no traffic."""
+    """Workers that learn alone and are averaged, or the best of them taken, once or a few times: next to no traffic.
+
+    Example:
+        rayps.train(work, strategy=rayps.ParallelSGD(rounds=2), workers=2)
+    """
 
     rounds: int = 1
     merge: str = "mean"

@@ -35,7 +35,11 @@ from rayps.strategies.base import Strategy
 
 @dataclass(frozen=True)
 class ParameterServer(Strategy):
-    """Parameters on servers; workers may be unequal, and with staleness need not wait for each other."""
+    """Parameters on servers; workers may be unequal, and with staleness need not wait for each other.
+
+    Example:
+        rayps.train(work, strategy=rayps.ParameterServer(shards=2, staleness=3), workers=2)
+    """
 
     shards: int = 1
     staleness: int | None = 0

@@ -23,7 +23,11 @@ from rayps.strategies.federated import Federated
 
 @dataclass(frozen=True)
 class Scaffold(Federated):
-    """Control variates against the drift of unequal clients; each client keeps a state."""
+    """Control variates against the drift of unequal clients; each client keeps a state.
+
+    Example:
+        rayps.train(clients, strategy=rayps.Scaffold(fraction=0.5), workers=2)
+    """
 
     server_lr: float = 1.0
     name: ClassVar[str] = "scaffold"

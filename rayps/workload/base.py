@@ -49,6 +49,20 @@ class Workload(ABC):
     clients) step by themselves (hogwild, local_sgd, parallel_sgd, diloco, admm, the federated ones) the gradient of
     each of their steps, not what they exchange; under downpour both a copy's steps and the pushes, each once. The
     workers of one replica count as one. hybrid with sparse tables refuses it.
+
+    Example:
+        class Line(rayps.Workload):
+            def model(self):
+                return torch.nn.Linear(3, 1)
+
+            def data(self):
+                x = torch.randn(60, 3, generator=torch.Generator().manual_seed(0))
+                return rayps.data.tensors(x, x.sum(1, keepdim=True), batch_size=10)
+
+            def loss(self, model, batch):
+                return torch.nn.functional.mse_loss(model(batch.x), batch.y)
+
+        rayps.train(Line(), workers=2)
     """
 
     clip_norm: float | None = None

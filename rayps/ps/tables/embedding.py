@@ -117,6 +117,10 @@ class Embedding(_Rows):
 
     Raises:
         ConfigError: an argument cannot be.
+
+    Example:
+        users = rayps.Embedding(16, table="users")
+        rows = users(torch.tensor([3, 17, 3]))  # [3, 16]
     """
 
     def forward(self, ids: Any) -> Tensor:
@@ -135,6 +139,10 @@ class EmbeddingBag(_Rows):
 
     Raises:
         ConfigError: an argument cannot be.
+
+    Example:
+        words = rayps.EmbeddingBag(16, table="words", mode="mean")
+        bags = words(torch.tensor([[1, 2], [3, 4]]))  # [2, 16]
     """
 
     def __init__(self, dim: int, table: str, *, mode: str = "mean", **options: Any) -> None:

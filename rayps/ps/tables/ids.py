@@ -39,6 +39,9 @@ def hash_ids(strings: Any) -> Tensor:
 
     Raises:
         WorkloadError: one of them is not a string.
+
+    Example:
+        ids = rayps.hash_ids(["plane=N101", "plane=N102"])
     """
     values = np.asarray(strings, dtype=object)
     flat = values.reshape(-1).tolist()
