@@ -35,7 +35,7 @@ from rayps.core.partition import place, slices, spots
 from rayps.core.pipeline.schedule import idle, table
 from rayps.core.pipeline.simulate import simulate
 from rayps.core.traffic import Sizes
-from rayps.federated.cohort import cohort, pack
+from rayps.federated.population.cohort import cohort, pack
 from rayps.parallel.tensor.plan import plan
 
 FOLDER = ROOT / "docs" / "pictures"

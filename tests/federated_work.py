@@ -9,7 +9,7 @@ from torch import nn
 
 import rayps
 from rayps.data.base import random_of
-from rayps.federated.cohort import cohort
+from rayps.federated.population.cohort import cohort
 
 
 class Fed(Small):

@@ -44,12 +44,7 @@ ROOMS = [  # bottom up: a folder imports only those above it in this list
 DEEP = {"ps", "federated", "parallel"}  # their subfolders are rooms of their own
 UNDONE = {  # (room, room above it that it imports): imports that are still to be removed
     ("federated", "strategies"),
-    ("federated/population", "federated"),
-    ("federated/remote", "federated"),
-    ("federated/remote", "strategies"),
-    ("parallel/pipeline", "parallel/division"),
     ("ps/fixed", "parallel/division"),
-    ("ps/server", "ps/manager"),
     ("tensors", "ps/fixed"),
 }
 LAZY = {  # (module, what it imports within a function): why

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from rayps.core.errors import ConfigError, TrainingError
-from rayps.federated.cohort import hashes
 from rayps.federated.population.async_events import AsyncBuffer
+from rayps.federated.population.cohort import hashes
 from rayps.federated.population.events import clock_at, events_of
 from rayps.federated.population.population import Population
 from rayps.strategies.fedavg import FedAvg

@@ -20,7 +20,7 @@ from rayps.core.pipeline.simulate import simulate
 from rayps.core.pipeline.validate import to_csv, to_json
 from rayps.core.traffic import Crossing, Sizes
 from rayps.parallel.division.divide import divide
-from rayps.parallel.pipeline.probe import probe
+from rayps.parallel.division.probe import probe
 from rayps.parallel.pipeline.skip import Stash, Unstash
 from rayps.runtime.cost_report import CostReport, expected, measured, sizes, tally_of, words
 from rayps.strategies.catalogue import CATALOGUE, parse

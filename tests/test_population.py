@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from rayps.core.errors import ConfigError, TrainingError
-from rayps.federated.cohort import cohort, cohort_size, hashes, homes, normals, pack, uniforms
 from rayps.federated.population import options as options_module
+from rayps.federated.population.cohort import cohort, cohort_size, hashes, homes, normals, pack, uniforms
 from rayps.federated.population.population import Population
 
 KNOWN = [[0, 5, 14, 15, 19], [26216, 27747, 34564, 40586, 47560]]

@@ -26,8 +26,8 @@ from rayps.core.job import Status
 from rayps.core.user_code import user_code
 from rayps.data.base import Data
 from rayps.data.other_files import elsewhere
+from rayps.federated import remote_codec
 from rayps.federated.client import ClientReply, ClientRows, Task, Trainer
-from rayps.federated.remote import codec
 from rayps.federated.remote.join_options import DEADLINE
 from rayps.federated.remote.signed_orders import ClientToken, verified
 from rayps.service.client import checked
@@ -236,7 +236,7 @@ class ClientProcess:
             return
         if hashlib.sha256(raw).hexdigest() != order["parameters"]["sha256"]:
             raise _not_done("the parameters that came with it are not those that were signed")
-        w, shared, buffers = codec.opened(raw, self._trainer.flat.layout)
+        w, shared, buffers = remote_codec.opened(raw, self._trainer.flat.layout)
         at = order["phase"] + round
         state = self._kept.state(at, strategy.name, order["starts"])
         began = time.monotonic()
@@ -256,7 +256,7 @@ class ClientProcess:
             self._say(f"round {round}: {reply.n} samples, loss {reply.loss:.4g}, {seconds:.1f} s; sent")
 
     def _send(self, order: dict[str, Any], reply: ClientReply) -> bool:
-        raw = codec.update(reply)
+        raw = remote_codec.update(reply)
         headers = self._headers(
             **{"Rayps-Sha256": hashlib.sha256(raw).hexdigest(), "Content-Type": "application/octet-stream"}
         )

@@ -12,7 +12,7 @@ from rayps.core.user_code import user_code
 from rayps.data import Data
 from rayps.federated import rule_spec
 from rayps.federated.client import is_plain
-from rayps.federated.cohort import cohort_size
+from rayps.federated.population.cohort import cohort_size
 from rayps.federated.population.events import events_of
 from rayps.federated.remote.join_options import joining_of
 from rayps.strategies.job import JobSpec

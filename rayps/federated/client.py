@@ -22,7 +22,7 @@ from rayps.core.errors import ConfigError, WorkloadError
 from rayps.core.user_code import user_code
 from rayps.data import Batch
 from rayps.data.base import map_tensors
-from rayps.federated.cohort import number
+from rayps.federated.population.cohort import number
 from rayps.federated.row_order import Ints, parts
 from rayps.tensors import optim
 from rayps.tensors.clip import NormClip

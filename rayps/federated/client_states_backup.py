@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from rayps.core.errors import CheckpointError, ClusterError
 from rayps.federated.client_states import ClientStates, Row
-from rayps.federated.cohort import Ints, homes
+from rayps.federated.population.cohort import Ints, homes
 
 _FOLDER, _FILE = "clients", "states.parquet"
 _STRATEGY = b"rayps.strategy"

@@ -21,9 +21,9 @@ from rayps.federated.aggregate import Aggregate, RoundAggregate
 from rayps.federated.buffer_statistics import BufferStatistics
 from rayps.federated.client import ClientReply, Tensors, Trainer
 from rayps.federated.client_states import ClientStates
-from rayps.federated.cohort import homes
 from rayps.federated.personal_metrics import personal
-from rayps.federated.remote.remote_replies import RemoteReplies
+from rayps.federated.population.cohort import homes
+from rayps.federated.remote_replies import RemoteReplies
 from rayps.federated.reply_source import Round, SimulatedReplies, TrainingTask, old
 from rayps.tensors.finite import is_finite
 from rayps.tensors.learning_rate import Ticks

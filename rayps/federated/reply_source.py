@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rayps.federated import rule_spec
 from rayps.federated.client import ClientReply, ClientRows, Task, Tensors
-from rayps.federated.cohort import Ints, pack
+from rayps.federated.population.cohort import Ints, pack
 from rayps.federated.population.events import clock_at, events_of
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from rayps.core.errors import ActorDied, ConfigError, Conflict, PeerTimeout
 from rayps.ps.follow import Follower
 from rayps.ps.manager.balance import Balance
 from rayps.ps.manager.manager import BALANCE, SILENCE, check_size
-from rayps.ps.manager.registry import actor_of, listed
+from rayps.ps.protocol.registry import actor_of, listed
 from rayps.ps.protocol.segment_map import SpaceMap
 from rayps.ps.protocol.space import Quota, Space
 

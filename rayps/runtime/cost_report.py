@@ -27,9 +27,9 @@ from rayps.data import Batch
 from rayps.parallel.division.build import blank
 from rayps.parallel.division.divide import sample_of
 from rayps.parallel.division.division import Division
+from rayps.parallel.division.probe import plain, probe, whole
 from rayps.parallel.pipeline import loss_proxy
 from rayps.parallel.pipeline.cut import layers, measure, spans
-from rayps.parallel.pipeline.probe import plain, probe, whole
 from rayps.ps.tables.embedding import tables_of
 from rayps.tensors import optim
 from rayps.tensors.flat import Layout

@@ -25,7 +25,7 @@ from rayps.core.errors import RaypsError
 from rayps.core.job import Status
 from rayps.core.strategy import Phase
 from rayps.core.time_limit import awaited
-from rayps.federated.remote.remote_replies import prepared
+from rayps.federated.remote_replies import prepared
 from rayps.runtime import decide as states
 from rayps.runtime.decide import Continue, Fail, Findings, Finish, Mend, Replace, Restart, RunFacts, decide, next_state
 from rayps.runtime.job_servers import space_of

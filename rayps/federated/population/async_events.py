@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rayps.core.errors import ConfigError, TrainingError
-from rayps.federated.cohort import Ints, hashes
+from rayps.federated.population.cohort import Ints, hashes
 from rayps.federated.population.population import LOOKS, REASONS, Plan, Population, Training
 
 STALE = "stale"  # the reason of an update that was begun too many versions ago

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayps.core.errors import ConfigError
-from rayps.federated.cohort import Ints, uniforms
+from rayps.federated.population.cohort import Ints, uniforms
 from rayps.federated.population.options import intervals
 
 FOREVER = 1 << 61

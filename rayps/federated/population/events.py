@@ -11,9 +11,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rayps.federated.cohort import Ints
 from rayps.federated.population.async_events import AsyncBuffer
 from rayps.federated.population.availability import micros
+from rayps.federated.population.cohort import Ints
 from rayps.federated.population.population import Plan, Population
 
 

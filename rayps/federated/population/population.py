@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rayps.core.errors import ConfigError, TrainingError
-from rayps.federated.cohort import Ints, cohort_size, first, normals, uniforms
 from rayps.federated.population import options
 from rayps.federated.population.availability import FOREVER, Availability, availability, micros, read_seconds
+from rayps.federated.population.cohort import Ints, cohort_size, first, normals, uniforms
 
 LOOKS = 10_000  # at an empty world, before a round gives up
 _LATEST = 1 << 60  # microseconds: where the clock ends

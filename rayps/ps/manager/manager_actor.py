@@ -8,7 +8,7 @@ from typing import Any
 
 from rayps.cluster.local import Cluster, rendezvous
 from rayps.ps.manager.manager import Manager
-from rayps.ps.manager.registry import enlist, key_of, strike
+from rayps.ps.protocol.registry import enlist, key_of, strike
 
 
 class ManagerActor(Manager):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from rayps.cluster.local import LocalCluster, host_address, rendezvous, surrounding
 from rayps.comm.link import Listener
-from rayps.ps.manager.registry import key_of
+from rayps.ps.protocol.registry import key_of
 
 if TYPE_CHECKING:
     from rayps.ps.server.server import GroupServerLoop

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from rayps.core.errors import ConfigError, StaleGeneration, TrainingError
 from rayps.core.strategy import Phase
+from rayps.federated import remote_codec
 from rayps.federated.client import ClientReply
-from rayps.federated.cohort import Ints, cohort_size, first
-from rayps.federated.remote import codec
+from rayps.federated.population.cohort import Ints, cohort_size, first
 from rayps.federated.remote.join_options import DEADLINE, JoinOptions, joining_of
 from rayps.federated.remote.mailbox import FOLDER, JoinedClient, Mailbox, RoundOrder
 from rayps.federated.reply_source import Round
@@ -97,7 +97,7 @@ class RemoteReplies:
         w, strategy = self._engine.w, self._strategy
         chosen = first(w.plan.seed, t, there, cohort_size(len(there), strategy.fraction)).tolist()
         given = {name: value for name, value in shared.items() if name in strategy.sums}
-        raw = codec.packed(w_t, w.flat.layout, given, buffers)
+        raw = remote_codec.packed(w_t, w.flat.layout, given, buffers)
         facts = {
             "kind": "round",
             "round": t,
@@ -111,7 +111,7 @@ class RemoteReplies:
             facts["tick"] = self._engine.tick(t)
         self._first = False
         self._like = w_t, buffers if strategy.buffers == "mean" else {}
-        most = codec.most_bytes(w_t, strategy.sums, self._like[1])
+        most = remote_codec.most_bytes(w_t, strategy.sums, self._like[1])
         asked = dict(zip(chosen, self.names(chosen), strict=True))
         order = self._mailbox.begin(facts, asked, self._deadline, most, raw)
         self._wait_for(order)
@@ -145,7 +145,7 @@ class RemoteReplies:
 
     def _read(self, number: int) -> ClientReply | str:
         (w_t, buffers), most = self._like, self._members[number].samples
-        return codec.received(self._files[number].read_bytes(), w_t, self._strategy.sums, buffers, most)
+        return remote_codec.received(self._files[number].read_bytes(), w_t, self._strategy.sums, buffers, most)
 
     def _since(self, position: int) -> int:
         """The earliest round that the job may go back to from here: the checkpoint before the newest one."""
