@@ -21,7 +21,7 @@ from rayps.core.errors import WorkloadError
 from rayps.core.job import Status
 from rayps.runtime.driver import Driver
 from rayps.runtime.journal import Journal
-from rayps.runtime.trial import MOST_BYTES, TrialFacts, bytes_of, untried
+from rayps.runtime.preflight import MOST_BYTES, TrialFacts, bytes_of, untried
 from rayps.strategies.catalogue import parse, wire
 from rayps.strategies.job import JobSpec
 
@@ -292,7 +292,7 @@ def test_it_ends_with_its_driver(tmp_path):
     code = f"""
 import os, sys, time
 sys.path[:] = {sys.path!r}
-from rayps.runtime.trial import Trial, TrialFacts, TrialRequest
+from rayps.runtime.preflight import Trial, TrialFacts, TrialRequest
 from rayps.workload.base import pack
 from test_trial import OnlyThere
 trial = Trial()

@@ -32,10 +32,9 @@ from rayps.runtime.job_servers import space_of
 from rayps.runtime.journal import Journal
 from rayps.runtime.mending import Mender
 from rayps.runtime.phases import PhaseRun, RunPlan
-from rayps.runtime.preflight import PreflightFindings, preflight
+from rayps.runtime.preflight import PreflightFindings, Trial, TrialFacts, TrialRequest, preflight
 from rayps.runtime.snapshots import Checkpointer
 from rayps.runtime.status import Outcome, RunRecord
-from rayps.runtime.trial import Trial, TrialFacts, TrialRequest
 from rayps.runtime.worker_actor import WorkerFacts
 from rayps.runtime.worker_group import WorkerGroup
 from rayps.strategies.catalogue import parse
@@ -69,7 +68,7 @@ class Driver:
         tries: bool = False,
     ) -> None:
         """`name` is that of the job, and of its space on a server group. `again`: an earlier driver of it has died.
-        `tries`: one batch is tried in a process of its own while workers start, see `rayps.runtime.trial`.
+        `tries`: one batch is tried in a process of its own while workers start, see `rayps.runtime.preflight`.
         """
         self.workload, self.spec, self.journal = workload, spec.check(), journal
         self.trial = Trial()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from rayps.cluster.local import ActorReply, Cluster
+from rayps.cluster.members import GroupMember, place, settle
 from rayps.core.strategy import StrategyView
 from rayps.core.topology import group_of, servers_of
 from rayps.parallel.division.division import shares
@@ -16,7 +17,6 @@ from rayps.ps.fixed.shard_actor import ShardPlan
 from rayps.ps.group import find, start
 from rayps.ps.job_space import JobSpace
 from rayps.ps.protocol.space import Quota, SpaceRank, SparseTable
-from rayps.runtime.members import GroupMember, place, settle
 from rayps.strategies.job import JobSpec
 from rayps.tensors.learning_rate import Recipe
 from rayps.tensors.optim import Factory

@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rayps.cluster.local import ActorReply
+from rayps.cluster.members import GroupMember
 from rayps.core.errors import ClusterError
 from rayps.core.grid import Grid
 from rayps.core.time_limit import START_SECONDS
 from rayps.recovery.backup_assignment import Bond, HeldRounds, Mending, keepers, mending
-from rayps.recovery.commit import CommitCost
+from rayps.recovery.worker_backup import CommitCost
 from rayps.runtime.decide import Mend, Replace, Restart
 from rayps.runtime.journal import Journal
-from rayps.runtime.members import GroupMember
 from rayps.runtime.worker_actor import WorkerFacts
 from rayps.tensors.snapshot import Snapshot
 

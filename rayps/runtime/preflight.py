@@ -1,37 +1,58 @@
-"""What is wrong with a workload is found before any worker starts."""
+"""Finds what is wrong with a workload before any worker trains.
+
+`preflight` looks at data, model, optimizer and strategy in the driver's process. `Trial` trains and evaluates one small
+batch in a process of its own while the workers start, so that a mistake in shapes, labels or dtypes is reported before
+the first worker is there. That process draws its own random numbers and keeps its results to itself: the job's numbers
+are the same with and without it. A fault of that process alone (it exits, hangs, lacks memory or a file) does not end
+the job.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from dataclasses import replace
-from typing import NamedTuple
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from rayps.core.errors import ConfigError, WorkloadError
+from rayps.core.errors import ConfigError, RaypsError, WorkloadError
 from rayps.core.grid import Grid
 from rayps.core.replica import Pipeline
 from rayps.core.strategy import Phase, StrategyView
 from rayps.core.topology import JobFacts, servers_of
 from rayps.core.user_code import user_code
-from rayps.data import Data
+from rayps.data.base import Batch, Data, map_tensors
 from rayps.data.unsupported import is_ray_data, ray_data_way
 from rayps.federated.check import federated
 from rayps.parallel.division.divide import divide, sample_of
 from rayps.parallel.division.division import Division
+from rayps.parallel.pipeline.loss_proxy import parts
 from rayps.ps.fixed.shard_optimizer import chosen
 from rayps.ps.protocol.space import SparseTable
 from rayps.ps.tables.embedding import tables_of, try_out
 from rayps.ps.tables.row_optimizers import Scheduled
 from rayps.ps.tables.row_optimizers import rule_of as table_rule
-from rayps.runtime.trial import bytes_of
+from rayps.runtime.journal import Journal
 from rayps.strategies.job import JobSpec
 from rayps.tensors import optim
 from rayps.tensors.flat import Layout
 from rayps.tensors.learning_rate import Recipe, Ticks, rates_of, recipe_of
-from rayps.workload.base import Workload, check_clip_norm, misspelt
+from rayps.tensors.optim import made
+from rayps.workload.base import Workload, check_clip_norm, misspelt, unpack
 from rayps.workload.model import apart, model_of
+from rayps.workload.part import Whole, number
 
 
 class PreflightFindings(NamedTuple):
@@ -111,9 +132,9 @@ def _check_topologies(
         tuple(table.name for table in tables),
         clip_norm,
     )
-    for number, phase in enumerate(phases):
+    for at, phase in enumerate(phases):
         # a branch is where the job begins: later phases need not know of it
-        phase.strategy.topology.check(phase.strategy.name, facts if number else replace(facts, branch=spec.branch))
+        phase.strategy.topology.check(phase.strategy.name, facts if at else replace(facts, branch=spec.branch))
     if spec.server_group is not None and not tables and not any(servers_of(phase.strategy) for phase in phases):
         raise ConfigError(
             f"server_group is {spec.server_group!r}, and {phases[0].strategy.name} without sparse tables needs no "
@@ -167,3 +188,304 @@ def _try_schedule(workload: Workload, phases: list[Phase], layout: Layout, table
             rates.at(1)
     for table in tables:
         Scheduled(recipe, Ticks()).pace(table, table_rule(table)).at(1)
+
+
+FEW_ROWS = 8  # of a batch, at first
+_NO_VERDICT = (OSError, ImportError, MemoryError, KeyboardInterrupt)  # of a process that is not a worker's
+_DEVICES = ("CUDA", "NVIDIA", "cuda")  # in the message of an error that is one of the device
+
+
+@dataclass(frozen=True, slots=True)
+class TrialRequest:
+    """What the process is given: the packed workload, and what makes its first batch that of worker 0."""
+
+    packed: bytes
+    workers: int
+    seed: int
+    federated: bool = False
+    working_dir: str | None = None
+    path: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """`error`: the job fails. `skipped`: why there is none, although it was tried."""
+
+    error: RaypsError | None = None
+    skipped: str | None = None
+
+
+def main() -> None:
+    """Read a Request from stdin, write a Verdict to stdout, and leave."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what the user's code prints is printed by the workers
+    request: TrialRequest = pickle.load(sys.stdin.buffer)
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    with contextlib.suppress(OSError):  # where memory is short this process is the one to be ended
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+    sys.path[:] = request.path
+    torch.set_num_threads(1)
+    verdict = judged(request)
+    try:
+        text = pickle.dumps(verdict)
+    except Exception as error:  # whatever the user's objects in an error's data raise
+        text = pickle.dumps(Verdict(skipped=f"its answer cannot be sent: {type(error).__name__}: {error}"))
+    answers.write(text)
+    answers.flush()
+    os._exit(0)  # threads of the user's own are not waited for
+
+
+def _leave_with_parent() -> None:
+    sys.stdin.buffer.read()
+    os._exit(1)
+
+
+def judged(request: TrialRequest) -> Verdict:
+    """Try the request's first batch. Never raises."""
+    try:
+        return Verdict(skipped=_tried(unpack(request.packed), request))
+    except RaypsError as error:
+        cause = error.__cause__
+        said = error.message.splitlines()[0]
+        if isinstance(cause, _NO_VERDICT) or _of_ray(cause):
+            return Verdict(skipped=said)
+        if error.data.get("memory") or any(word in said for word in _DEVICES):
+            return Verdict(skipped=said)
+        return Verdict(error=error)
+    except BaseException as error:  # no verdict on the job
+        return Verdict(skipped=f"{type(error).__name__}: {error}")
+
+
+def _of_ray(error: BaseException | None) -> bool:
+    """Whether an error was raised inside Ray: the user's code asks for a Ray, and only the workers are in one."""
+    file = getattr(sys.modules.get("ray"), "__file__", None)
+    if error is None or file is None:
+        return False
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and Path(frames[-1].filename).is_relative_to(Path(file).parent)
+
+
+def _tried(workload: Workload, request: TrialRequest) -> str | None:
+    """Why no batch could be tried; None: one was. In a worker's order. Raises WorkloadError, DataError."""
+    try:
+        with user_code("data"):
+            data = workload.data()
+        torch.manual_seed(request.seed)
+        held = Whole(workload, model_of(workload))
+        made(workload.optimizer, held.parameters)
+        with user_code("evaluation_data"):
+            evaluation = workload.evaluation_data()
+    except RaypsError as error:  # in the driver they could be made
+        return error.message.splitlines()[0]
+    batch = _first(data, request)
+    if batch is None:
+        return "worker-0 has no row"
+    _with_few(batch, lambda some: _learn(held, some))
+    with user_code("evaluation_data"):
+        judged_on = next(iter(evaluation.batches(rank=0, size=request.workers, seed=request.seed, epoch=0)), None)
+    if judged_on is not None and judged_on.size:
+        _with_few(judged_on, lambda some: _evaluate(held, some))
+    return None
+
+
+def _first(data: Data, request: TrialRequest) -> Batch | None:
+    """The first batch of worker 0, or of the first client."""
+    with user_code("data"):
+        if request.federated:
+            clients = data.clients
+            first = next((k for k in range(clients.count) if len(clients.rows(k))), None)
+            return None if first is None else clients.batch(clients.rows(first)[: data.batch_size])
+        found = next(iter(data.batches(rank=0, size=request.workers, seed=request.seed, epoch=0)), None)
+    return found if found is not None and found.size else None
+
+
+def _with_few(batch: Batch, run: Callable[[Batch], None]) -> None:
+    """Run on a few rows; what fails with these must fail with the whole batch too."""
+    few = batch
+    if batch.size > FEW_ROWS:
+        with contextlib.suppress(WorkloadError):  # it cannot be cut
+            few = parts(batch, batch.size // FEW_ROWS)[0]
+    try:
+        run(few)
+    except RaypsError:
+        if few is batch:
+            raise
+        run(batch)
+
+
+def _learn(held: Whole, batch: Batch) -> None:
+    held.module.train()
+    with _given(batch):
+        held.backward(batch, 0, scalar)
+
+
+def _evaluate(held: Whole, batch: Batch) -> None:
+    held.module.eval()
+    with _given(batch), torch.no_grad(), user_code("evaluate"):
+        for name, mean in held.evaluate(batch).items():
+            number(name, mean)
+
+
+def scalar(loss: Any) -> float:
+    """A loss as a number. Raises WorkloadError: it is none."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise WorkloadError(f"loss(model, batch) gave {shape}: return one number as a tensor, the mean over the batch")
+    return float(loss.item())
+
+
+@contextlib.contextmanager
+def _given(batch: Batch) -> Iterator[None]:
+    """Errors say what the batch was."""
+    try:
+        yield
+    except WorkloadError as error:
+        told = WorkloadError(f"{error.message}\ngiven a batch with {words(batch)}", **error.data)
+        raise told from error.__cause__
+
+
+def words(batch: Batch) -> str:
+    """What a batch holds: `x float32[8, 5], y int64[8]`."""
+    return f"x {_words(batch.x)}, y {_words(batch.y)}"
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_words(item)}" for key, item in list(value.items())[:8]) + "}"
+    if isinstance(value, (list, tuple)):
+        return "(" + ", ".join(_words(item) for item in _some(value)) + ")"
+    return type(value).__name__
+
+
+def _some(values: Sequence[Any]) -> Sequence[Any]:
+    return values[:4]
+
+
+MOST_BYTES = 256 << 20  # of parameters, of a packed workload, and of data in memory, which the process has once more
+_MAIN = "from rayps.runtime.preflight import main; main()"
+
+
+class TrialFacts(NamedTuple):
+    """What decides whether a batch can be tried in the driver."""
+
+    remote: bool = False  # clients are real
+    divided: bool = False
+    gpus: float = 0.0  # of a worker
+    model: int = 0  # bytes of its parameters and buffers
+    packed: int = 0  # bytes of the workload
+    data: int = 0  # bytes of its tensors
+
+
+def untried(facts: TrialFacts) -> str | None:
+    """Why no batch is tried before the workers start; None where one is."""
+    if facts.remote:
+        return "the clients have the data"
+    if facts.divided:
+        return "the model is divided among workers"
+    if facts.gpus:
+        return "the workers have GPUs, and the driver has none"
+    sizes = {"model": facts.model, "workload": facts.packed, "data in memory": facts.data}
+    for what, size in sizes.items():
+        if size > MOST_BYTES:
+            return f"the {what} takes {size / 2**20:.0f} MiB, and up to {MOST_BYTES >> 20} MiB are tried"
+    return None
+
+
+def bytes_of(value: Any) -> int:
+    """The memory of the tensors in a module, a data set or nested values."""
+    if isinstance(value, nn.Module):
+        return sum(tensor.nbytes for tensor in [*value.parameters(), *value.buffers()])
+    found: list[int] = []
+
+    def add(tensor: Tensor) -> Tensor:
+        found.append(tensor.nbytes)
+        return tensor
+
+    map_tensors(dict(vars(value)) if isinstance(value, Data) else value, add)
+    return sum(found)
+
+
+class Trial:
+    """The process, as the driver sees it; none before `begin`."""
+
+    def __init__(self) -> None:
+        self.verdict: Verdict | None = None  # once it is known
+        self._process: subprocess.Popen[bytes] | None = None
+        self._thread: threading.Thread | None = None
+
+    def begin(self, facts: TrialFacts, request: TrialRequest) -> None:
+        """Start it, where a batch can be tried; returns at once."""
+        reason = untried(facts)
+        if reason is not None:
+            self.verdict = Verdict(skipped=reason)
+            return
+        options: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        more = {
+            "PYTHONPATH": os.pathsep.join(request.path),
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "RAY_ENABLE_AUTO_CONNECT": "0",
+        }  # the process is in no Ray, and the user's code must not start one
+        cwd = request.working_dir if request.working_dir and Path(request.working_dir).is_dir() else None
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _MAIN], env=os.environ | more, cwd=cwd, start_new_session=True, **options
+            )
+        except OSError as error:
+            self.verdict = Verdict(skipped=f"no process could be started: {error}")
+            return
+        self._thread = threading.Thread(
+            target=self._talk, args=(self._process, request), daemon=True, name="rayps-trial"
+        )
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raises WorkloadError, DataError: what the process found, if it has found anything yet."""
+        if self.verdict is not None and self.verdict.error is not None:
+            raise self.verdict.error
+
+    def wait(self, seconds: float) -> None:
+        """Return once there is a verdict, or after `seconds`."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+
+    def end(self, journal: Journal) -> None:
+        """End it: the workers are there. Raises as `check`; a batch that was not tried is filed with the reason."""
+        self.check()
+        verdict, begun = self.verdict, self._process is not None
+        self.close()
+        if verdict is None and begun:
+            verdict = Verdict(skipped="the workers were there first")
+        if verdict is not None and verdict.skipped is not None:
+            journal.event("choice", f"no batch was tried before the workers started: {verdict.skipped}")
+
+    def close(self) -> None:
+        """End the process."""
+        process, self._process = self._process, None
+        if process is not None and self._thread is not None:
+            if process.returncode is None:  # with what the user's code has started there
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            self._thread.join()
+            process.wait()
+
+    def _talk(self, process: subprocess.Popen[bytes], request: TrialRequest) -> None:
+        given, taken = process.stdin, process.stdout
+        assert given is not None
+        assert taken is not None
+        self.verdict = _answer(process, given, taken, request)
+
+
+def _answer(process: subprocess.Popen[bytes], given: IO[bytes], taken: IO[bytes], request: TrialRequest) -> Verdict:
+    """Give the request, which stays open until there is an answer: the process ends with its parent."""
+    with contextlib.suppress(OSError), given, taken:
+        try:
+            pickle.dump(request, given)
+            given.flush()
+            found: Verdict = pickle.load(taken)
+            return found
+        except (OSError, EOFError, pickle.UnpicklingError):
+            pass
+    return Verdict(skipped=f"its process ended with exit code {process.wait()}")

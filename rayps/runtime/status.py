@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rayps.cluster.members import GroupMember
 from rayps.core.calendar import Calendar
 from rayps.core.grid import Grid
 from rayps.core.job import Status
 from rayps.core.metrics import Point, Rounds, Throughput
 from rayps.ps.fixed.shard import ShardFacts
 from rayps.runtime.journal import Journal
-from rayps.runtime.members import GroupMember
 from rayps.runtime.worker_actor import WorkerFacts
 from rayps.runtime.worker_group import WorkerGroup
 from rayps.tensors.snapshot import Snapshot

@@ -26,8 +26,7 @@ from rayps.core.retained_parts import RetainedParts
 from rayps.core.user_code import Call, lacks_memory, placed, too_large, under_way, user_code
 from rayps.federated.client_states import ClientStates, Row
 from rayps.recovery.backup_assignment import HeldRounds
-from rayps.recovery.commit import CommitCost
-from rayps.recovery.worker_backup import WorkerBackup
+from rayps.recovery.worker_backup import CommitCost, WorkerBackup
 from rayps.tensors.local_state import LocalState
 from rayps.tensors.snapshot import Snapshot
 from rayps.worker.connections import WorkerConnections

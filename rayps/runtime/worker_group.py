@@ -6,21 +6,22 @@ Polling never blocks. Which members to replace is decided by the driver.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from rayps.cluster.local import Bundle, Cluster
+from rayps.cluster.local import ActorReply, Bundle, Cluster, until
+from rayps.cluster.members import GroupMember, place, settle
 from rayps.cluster.reservation import WorkerResources, reserve
-from rayps.core.errors import ClusterError
+from rayps.core.errors import ActorDied, ClusterError, LinkError
 from rayps.core.families import Rebuild
 from rayps.core.grid import Grid
+from rayps.core.metrics import means
 from rayps.core.time_limit import START_SECONDS, overdue
 from rayps.core.topology import servers_of
 from rayps.federated.client_states_backup import ClientStatesBackup
 from rayps.recovery.backup_assignment import Mending
 from rayps.runtime.job_servers import FixedServers, JobServers
-from rayps.runtime.members import GroupMember, evaluated, place, settle
 from rayps.runtime.mending import PeerStates
 from rayps.runtime.snapshots import SnapshotSchedule, assemble, columns_of, in_columns
 from rayps.runtime.worker_actor import WorkerFacts
@@ -455,3 +456,38 @@ def _servers(orders: Orders) -> int:
     columns = 1 if orders.division is None else len(orders.division.columns)
     servers = servers_of(orders.strategy)
     return 0 if servers is None else servers.shards(columns)
+
+
+def evaluated(
+    members: Sequence[GroupMember], replies: Sequence[ActorReply], timeout: float, *, silence: float, round: int
+) -> dict[str, float] | None:
+    """The means of every metric from everyone's answers; None when one was lost meanwhile: it counts as dead.
+
+    All have `timeout` seconds, and one call of the user's code `silence`. `round` is the one that was trained last.
+    """
+    asked = list(zip(members, replies, strict=True))
+    for member in members:
+        member.question = None  # what it is asked as it trains
+
+    def over() -> bool:
+        for member, reply in asked:
+            if not reply.done():
+                member.look(silence, round)
+        return all(reply.done() or member.dead for member, reply in asked)
+
+    until(over, timeout)
+    found, torn = [], list[tuple[GroupMember, str]]()
+    for member, reply in asked:
+        if member.dead and not reply.done():
+            continue
+        try:
+            found.append(reply.result(0))
+        except ActorDied as error:
+            member.dead = str(error.data.get("reason", error))
+        except TimeoutError:
+            member.dead = f"it did not evaluate within {timeout:g} s"
+        except LinkError as error:  # within its replica
+            torn.append((member, str(error)))
+    if torn and not any(member.dead for member in members):  # else the dead one is why
+        torn[0][0].dead = torn[0][1]
+    return means(found) if len(found) == len(members) else None

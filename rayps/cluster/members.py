@@ -11,8 +11,7 @@ from typing import Any
 
 from rayps.cluster.actor_host import ActorHost
 from rayps.cluster.local import ActorHandle, ActorReply, until
-from rayps.core.errors import ActorDied, ClusterError, LinkError
-from rayps.core.metrics import means
+from rayps.core.errors import ClusterError
 from rayps.core.time_limit import START_SECONDS, overdue
 
 
@@ -102,38 +101,3 @@ def settle(replies: Sequence[ActorReply], members: Sequence[GroupMember]) -> Non
     for reply, member in zip(replies, members, strict=True):
         member.question, member.facts = None, None
         member.heard(reply)
-
-
-def evaluated(
-    members: Sequence[GroupMember], replies: Sequence[ActorReply], timeout: float, *, silence: float, round: int
-) -> dict[str, float] | None:
-    """The means of every metric from everyone's answers; None when one was lost meanwhile: it counts as dead.
-
-    All have `timeout` seconds, and one call of the user's code `silence`. `round` is the one that was trained last.
-    """
-    asked = list(zip(members, replies, strict=True))
-    for member in members:
-        member.question = None  # what it is asked as it trains
-
-    def over() -> bool:
-        for member, reply in asked:
-            if not reply.done():
-                member.look(silence, round)
-        return all(reply.done() or member.dead for member, reply in asked)
-
-    until(over, timeout)
-    found, torn = [], list[tuple[GroupMember, str]]()
-    for member, reply in asked:
-        if member.dead and not reply.done():
-            continue
-        try:
-            found.append(reply.result(0))
-        except ActorDied as error:
-            member.dead = str(error.data.get("reason", error))
-        except TimeoutError:
-            member.dead = f"it did not evaluate within {timeout:g} s"
-        except LinkError as error:  # within its replica
-            torn.append((member, str(error)))
-    if torn and not any(member.dead for member in members):  # else the dead one is why
-        torn[0][0].dead = torn[0][1]
-    return means(found) if len(found) == len(members) else None
