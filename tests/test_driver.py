@@ -184,7 +184,7 @@ def test_an_evaluation_that_a_death_interrupts_is_made_up(tag, strategy, at):
     errors = result.history.column("evaluation_error").to_pylist()
     evaluated = [n for n, value in enumerate(errors) if value is not None]
     assert evaluated == [1, 3, 5]
-    if strategy.lockstep:
+    if strategy.topology.in_step:
         _, _, losses = plain(work, 6, epochs=3)
         found = result.history.column("evaluation_loss").to_pylist()
         assert [found[n] for n in evaluated] == pytest.approx(losses, abs=EXACT)
