@@ -181,7 +181,7 @@ def test_a_loader_that_does_not_return_is_silence(tmp_path, strategy):
     result = within(lambda: train(work, strategy, workers=2, epochs=2, timeout=5.0))
     assert "data() at round 3 has not returned" in told(result)
     assert "worker-1 died" in told(result)
-    if strategy.lockstep:
+    if strategy.topology.in_step:
         assert distance(result.model(), plain(work, 2, epochs=2)[0]) < 1e-12
 
 
