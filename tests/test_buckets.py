@@ -13,7 +13,7 @@ from rayps.core.errors import ConfigError, PeerLost
 from rayps.strategies.catalogue import parse
 from rayps.tensors.flat import FlatModel, Gradient, Layout
 from rayps.worker.buckets import Buckets, cut
-from rayps.worker.optimizer_step import steps_by_reading
+from rayps.worker.core import steps_by_reading
 
 GROUPS = [(1, "shm"), (2, "shm"), (3, "shm"), (4, "shm"), (2, "tcp"), (3, "tcp")]
 SIZES = [0, 1e-6, 4e-4, None]  # one bucket; one a parameter; some; chosen

@@ -16,6 +16,7 @@ from rayps.recovery import worker_backup
 from rayps.recovery.backup_assignment import Bond, Source
 from rayps.recovery.peer_replication import Mirror
 from rayps.runtime import worker_actor
+from rayps.worker import run as worker_run
 from rayps.worker.connections import WorkerConnections
 from rayps.worker.plan import WorkerPlan
 from rayps.workload.base import pack
@@ -137,7 +138,7 @@ def test_what_a_dead_worker_had_said_is_heard_however_long_the_others_are_waited
 
     monkeypatch.setattr(worker_backup, "fetch", lambda *_: state)
     monkeypatch.setattr(worker_backup, "overlaid", lambda snapshot, *_: snapshot)
-    monkeypatch.setattr(worker_actor, "WorkerConnections", Waiting)
+    monkeypatch.setattr(worker_run, "WorkerConnections", Waiting)
     work = Deeper(n=96, batch=6)
     actor = worker_actor.WorkerActor(1, b"secret" * 6, pack(work))
     bond = Bond(1, ("", ""), 0, False, recalls=True, source=Source(0, 1))

@@ -30,8 +30,10 @@ from rayps.core.errors import ConfigError
 from rayps.strategies.all_reduce import AllReduce
 from rayps.tensors.flat import FlatModel
 from rayps.tensors.snapshot import Snapshot
-from rayps.worker.core import Worker
+from rayps.worker.connections import WorkerConnections
 from rayps.worker.plan import WorkerPlan
+from rayps.worker.run import PlanRun
+from rayps.worker.sync_gradients import SyncGradients
 
 CONTENDERS = ("own", "one_bucket", "alone", "ddp", "ddp_plain", "ray_train")
 DEFAULT = "own,one_bucket,alone,ddp"
@@ -117,13 +119,17 @@ class StepBench:
             evaluated=1 << 62,
             timeout=60.0,
         )
-        worker = Worker(self._work, plan, Snapshot(flat.layout, flat.vector), ring, None)
+        peers = WorkerConnections([], [])
+        peers.ring = ring
+        loop = SyncGradients(self._work, plan, peers)
+        loop.load_state_dict(Snapshot(flat.layout, flat.vector))
 
         def turn(steps: int) -> dict[str, float]:
             points: list[dict[str, Any]] = []
-            worker.plan = dataclasses.replace(plan, end=worker.position + steps)
+            loop.w.plan = dataclasses.replace(plan, end=loop.w.position + steps)
             start = time.perf_counter()
-            worker.run(points.append, lambda part: None, lambda: worker.position >= worker.plan.end)  # no checkpoint
+            run = PlanRun(loop, points.append, lambda part: None, lambda: loop.w.position >= loop.w.plan.end)
+            run.run()  # without checkpoints
             step = 1000 * (time.perf_counter() - start) / steps
             rounds = [p for p in points if p["kind"] == "round"]
             parts = {key: 1000 * statistics.mean(p[key] for p in rounds) for key in ("compute", "data", "wait", "move")}

@@ -12,16 +12,20 @@ from __future__ import annotations
 import sqlite3
 import tempfile
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import safetensors.torch
 from torch import Tensor
 
 from rayps.core.errors import ConfigError
+from rayps.core.user_code import user_code
+from rayps.federated.population.cohort import Ints
+from rayps.workload.base import Workload
 
 Row = tuple[int, int, bytes]  # client, the round after which it holds, the state
 _CACHE = 4096  # KiB of pages that SQLite keeps
+DEALT_STATES = "rayps.federated.client_states:DealtStates"  # a worker's companion, see `WorkerActor.companion`
 CHUNK = 16 << 20  # bytes of states that are read at once
 
 
@@ -134,3 +138,36 @@ class ClientStates:
         """Let go of the file."""
         with self._lock:
             self._db.close()
+
+
+class DealtStates:
+    """The states of the clients that live on one worker, between its generations: the driver gives them before one
+    begins (`take`), and asks after snapshots for those that changed (`give`).
+    """
+
+    def __init__(self, workload: Callable[[], Workload]) -> None:
+        """`workload()` gives the job's workload."""
+        self.states: ClientStates | None = None
+        self._workload = workload
+
+    def sizes(self) -> Ints:
+        """The samples of each client of the data. Raises DataError, WorkloadError."""
+        with user_code("data"):
+            found: Ints = self._workload().data().clients.sizes
+        return found
+
+    def take(self, rows: list[Row] | None, round: int) -> None:
+        """Hold these states after `round`; None begins, with none of them."""
+        if rows is None:
+            self.states = ClientStates()
+            self.states.saved = round
+        if self.states is not None:
+            self.states.file(rows or ())
+            self.states.end()
+
+    def give(self, since: int, upto: int, after: int) -> list[Row]:
+        """What changed above round `since` and up to `upto`, of clients above `after`: see `ClientStates.rows`."""
+        if self.states is None:
+            return []
+        self.states.saved = since
+        return self.states.rows(since, upto, after)

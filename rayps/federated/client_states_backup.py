@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rayps.core.errors import CheckpointError, ClusterError
-from rayps.federated.client_states import ClientStates, Row
+from rayps.federated.client_states import DEALT_STATES, ClientStates, Row
 from rayps.federated.population.cohort import Ints, homes
 
 _FOLDER, _FILE = "clients", "states.parquet"
@@ -45,19 +45,19 @@ class ClientStatesBackup:
         self._strategy, self._at = strategy.name, round
         try:
             if self._sizes is None:
-                self._sizes = workers[0].handle.call("client_sizes").result(timeout)
+                self._sizes = workers[0].handle.call("companion", DEALT_STATES, "sizes").result(timeout)
             if self._states is not None:
                 self._states.back(round)
             home = homes(self._sizes, len(workers))
             for worker in workers:
-                worker.handle.call("take_states", None, round).result(timeout)
+                worker.handle.call("companion", DEALT_STATES, "take", None, round).result(timeout)
             for rows in self._all(round):
                 self._must_know(rows)
                 shares: list[list[Row]] = [[] for _ in workers]
                 for row in rows:
                     shares[int(home[row[0]])].append(row)
                 for worker, share in zip(workers, shares, strict=True):
-                    worker.handle.call("take_states", share, round).result(timeout)
+                    worker.handle.call("companion", DEALT_STATES, "take", share, round).result(timeout)
         except (ClusterError, TimeoutError):
             return
 
@@ -69,8 +69,8 @@ class ClientStatesBackup:
             self._states = ClientStates()
         try:
             for worker in workers:
-                after = -1
-                while rows := worker.handle.call("give_states", self._at, round, after).result(timeout):
+                after, ask = -1, ("companion", DEALT_STATES, "give", self._at, round)
+                while rows := worker.handle.call(*ask, after).result(timeout):
                     self._states.file(rows)
                     after = rows[-1][0]
         except (ClusterError, TimeoutError):

@@ -11,6 +11,7 @@ own update.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +30,7 @@ from rayps.tensors.finite import is_finite
 from rayps.tensors.learning_rate import Ticks
 
 if TYPE_CHECKING:
-    from rayps.worker.core import Worker
+    from rayps.worker.federated_rounds import FederatedWorker
 
 SHOWN = 50  # names in an event
 SAID = 3  # names in its message
@@ -38,19 +39,20 @@ SAID = 3  # names in its message
 class FederatedEngine:
     """The federated half of a worker; `round` is what its strategy calls."""
 
-    def __init__(self, w: Worker) -> None:
+    def __init__(self, w: FederatedWorker) -> None:
         """Raises ConfigError: what preflight would have found."""
-        strategy: Any = w.strategy
+        strategy: Any = w.plan.strategy
         self.w, self.strategy = w, strategy
-        self.clients: Any = None if strategy.remote else w.data.clients
+        self.clients: Any = None if strategy.remote else w.batches.data.clients
         self.trainer = Trainer(w.flat, w.workload, w.device)
         self._w_t = torch.empty_like(w.flat.vector)
         stateful = strategy.stateful and not strategy.remote
-        self.homes = homes(w.data.clients.sizes, w.size) if stateful else None
+        self.homes = homes(w.batches.data.clients.sizes, w.size) if stateful else None
         self.states = ClientStates() if stateful else None
         self._losses: list[tuple[int, float, int]] = []  # of the round's usable replies here: client, loss, samples
         self._spoilt: set[int] = set()  # clients of which a state was not kept, as far as it was said
         self._begun, self._counted = 0, False  # rounds, and whether one of them moved the model
+        self.stopped: Callable[[], bool] = lambda: False  # whether the plan was ended from outside
         self.judging: Any = None  # the evaluation data, once it is known
         self.source: Any = RemoteReplies(self) if strategy.remote else SimulatedReplies(self)
         size, dtype = w.flat.layout.size, w.flat.layout.dtype
@@ -79,7 +81,7 @@ class FederatedEngine:
     def tick(self, number: int) -> int:
         """Where the workload's schedule stands in this round of the phase."""
         origin = self.w.plan.origin
-        return Ticks(origin, self.w.steps_per_epoch).of(self.w.workload.schedule_every, origin[0] + number)
+        return Ticks(origin, self.w.batches.steps_per_epoch).of(self.w.workload.schedule_every, origin[0] + number)
 
     def base(self, version: int) -> Tensor:
         """The parameters with which round `version` began."""

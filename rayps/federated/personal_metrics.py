@@ -61,7 +61,7 @@ def _evaluate(engine: FederatedEngine, clients: Any, rows: Any, sums: dict[str, 
         for lo in range(0, len(rows), ROWS):
             batch = clients.batch(rows[lo : lo + ROWS]).to(w.device)
             with user_code("evaluate"):  # each batch is a sign of life
-                found = w.held.evaluate(batch)
+                found = w.part.evaluate(batch)
             for name, mean in found.items():
                 total, count = sums.get(f"personal_{name}", (0.0, 0))
                 sums[f"personal_{name}"] = (total + number(name, mean) * batch.size, count + batch.size)

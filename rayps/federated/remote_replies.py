@@ -42,7 +42,7 @@ class RemoteReplies:
     def __init__(self, engine: FederatedEngine) -> None:
         """Raises ConfigError: no service, or a folder that this machine does not have."""
         self._engine, w = engine, engine.w
-        strategy: Any = w.strategy
+        strategy: Any = w.plan.strategy
         joining = joining_of(strategy.clients)
         assert joining is not None, "its clients are remote"
         self._joining: JoinOptions = joining
@@ -200,7 +200,7 @@ class RemoteReplies:
             self._rest()
 
     def _rest(self) -> None:
-        if self._engine.w.stopped():
+        if self._engine.stopped():
             raise StaleGeneration("the job goes on without this worker", peer="driver")
         time.sleep(PAUSE)
 

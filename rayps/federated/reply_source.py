@@ -54,7 +54,7 @@ class SimulatedReplies:
         self._engine, w = engine, engine.w
         options: Any = engine.strategy
         self.count = engine.clients.count
-        self._events = events_of(options, engine.clients.sizes, w.plan.seed, w.data.batch_size)
+        self._events = events_of(options, engine.clients.sizes, w.plan.seed, w.batches.data.batch_size)
         self._costs = engine.clients.sizes
         self._mine: list[Any] = []  # this worker's trainings
         self._w_t: Tensor | None = None
@@ -123,7 +123,7 @@ class SimulatedReplies:
 
     def rows(self, client: int) -> ClientRows:
         """A client's own rows, with wrong labels where it attacks by them."""
-        data, clients = self._engine.w.data, self._engine.clients
+        data, clients = self._engine.w.batches.data, self._engine.clients
         relabel = self._attack.labels if self._attack is not None and client in self._liars else None
         return ClientRows(clients.rows(client), clients.batch, data.batch_size, getattr(data, "shuffle", True), relabel)
 

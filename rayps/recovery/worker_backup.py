@@ -21,8 +21,10 @@ from rayps.core.errors import LinkError, PeerLost
 from rayps.recovery.backup_assignment import Bond, HeldRounds
 from rayps.recovery.peer_replication import Mirror, PeerReplication, fetch, fetch_rest
 from rayps.recovery.slots import CommittedState, tensors_of
+from rayps.tensors.flat import FlatModel
 from rayps.tensors.optim import with_edits
 from rayps.tensors.snapshot import Snapshot
+from rayps.workload.part import ModelPart
 
 log = logging.getLogger(__name__)
 
@@ -30,10 +32,21 @@ log = logging.getLogger(__name__)
 class CommittedWorker(Protocol):
     """A worker, as far as it is kept: what it has between two rounds."""
 
-    position: int
-    flat: Any
-    held: Any
-    optimizer: Any
+    @property
+    def position(self) -> int:
+        """Batches that it has taken."""
+
+    @property
+    def flat(self) -> FlatModel:
+        """Parameters."""
+
+    @property
+    def part(self) -> ModelPart:
+        """Buffers and frozen parameters."""
+
+    @property
+    def optimizer(self) -> Any:
+        """Moments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +108,11 @@ class Committer:
     def _state_of(self, worker: CommittedWorker) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Nothing is copied."""
         if self._frozen is None:
-            self._frozen = {name for name, p in worker.held.module.named_parameters() if not p.requires_grad}
+            self._frozen = {name for name, p in worker.part.module.named_parameters() if not p.requires_grad}
         named = zip(worker.flat.layout.entries, worker.flat.parameters, strict=True)
         moments = {entry.name: worker.optimizer.state.get(p, {}) for entry, p in named}
         moments = with_edits(moments, worker.optimizer, worker.flat.layout, worker.flat.parameters)
-        buffers = {name: value for name, value in worker.held.beside.items() if name not in self._frozen}
+        buffers = {name: value for name, value in worker.part.beside.items() if name not in self._frozen}
         return tensors_of(worker.flat.vector, moments, buffers, torch.get_rng_state(), self._points())
 
     @property

@@ -35,11 +35,11 @@ from rayps.runtime.phases import PhaseRun, RunPlan
 from rayps.runtime.preflight import PreflightFindings, Trial, TrialFacts, TrialRequest, preflight
 from rayps.runtime.snapshots import Checkpointer
 from rayps.runtime.status import Outcome, RunRecord
-from rayps.runtime.worker_actor import WorkerFacts
 from rayps.runtime.worker_group import WorkerGroup
 from rayps.strategies.catalogue import parse
 from rayps.strategies.job import JobSpec
 from rayps.tensors.learning_rate import ScheduleRecord, recipe_of
+from rayps.worker.plan import WorkerFacts
 from rayps.workload.base import Workload, pack
 
 log = logging.getLogger(__name__)

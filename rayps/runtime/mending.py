@@ -21,8 +21,8 @@ from rayps.recovery.backup_assignment import Bond, HeldRounds, Mending, keepers,
 from rayps.recovery.worker_backup import CommitCost
 from rayps.runtime.decide import Mend, Replace, Restart
 from rayps.runtime.journal import Journal
-from rayps.runtime.worker_actor import WorkerFacts
 from rayps.tensors.snapshot import Snapshot
+from rayps.worker.plan import WorkerFacts
 
 if TYPE_CHECKING:
     from rayps.runtime.worker_group import WorkerGroup

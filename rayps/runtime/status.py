@@ -16,9 +16,9 @@ from rayps.core.job import Status
 from rayps.core.metrics import Point, Rounds, Throughput
 from rayps.ps.fixed.shard import ShardFacts
 from rayps.runtime.journal import Journal
-from rayps.runtime.worker_actor import WorkerFacts
 from rayps.runtime.worker_group import WorkerGroup
 from rayps.tensors.snapshot import Snapshot
+from rayps.worker.plan import WorkerFacts
 
 POINTS_PER_RANK = 50  # newest ones, for rates
 AFTER_SECONDS = 3.0  # after a server's death: by then no worker waits for it any more

@@ -24,9 +24,8 @@ from rayps.recovery.backup_assignment import Mending
 from rayps.runtime.job_servers import FixedServers, JobServers
 from rayps.runtime.mending import PeerStates
 from rayps.runtime.snapshots import SnapshotSchedule, assemble, columns_of, in_columns
-from rayps.runtime.worker_actor import WorkerFacts
 from rayps.tensors.snapshot import Snapshot
-from rayps.worker.plan import Orders, WorkerPlan
+from rayps.worker.plan import Orders, WorkerFacts, WorkerPlan
 
 if TYPE_CHECKING:
     from rayps.ps.job_space import JobSpace

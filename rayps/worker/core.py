@@ -1,173 +1,116 @@
-"""One replica: batches in, gradients out, a step taken. What a strategy's `round` is given.
+"""One replica on one worker: its model, data, optimizer and meter, and the verbs that every family of strategies has.
 
-`Worker` knows one model and its own share of the data; it knows no actor, no retry and no file.
+`Worker` is what a strategy's `round` is given. It knows no actor, no file and no retry. A family adds verbs in a
+subclass (`rayps.worker.sync_gradients.SyncWorker`, ...); what runs the rounds is the family's loop
+(`rayps.worker.loop.Loop`).
 """
 
 from __future__ import annotations
 
 import math
 import time
-import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import closing, nullcontext
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_pre_hooks as _GLOBAL_HOOKS
 
-from rayps.comm.ring import Ring
-from rayps.comm.ring.compressed_mean import compressed
 from rayps.core.errors import TrainingError, WorkloadError
-from rayps.core.families import FEDERATED_ROUNDS, LOCAL_UPDATES, SERVER_STEPS, SHARED_VECTOR, SYNC_GRADIENTS
-from rayps.core.topology import Peers, SharedVector, servers_of
 from rayps.core.user_code import user_code
-from rayps.data import Batch
-from rayps.federated.engine import FederatedEngine
-from rayps.parallel.division.agree import agreed
-from rayps.parallel.division.model_slice import ModelSlice
-from rayps.parallel.division.optimizer import of_some
-from rayps.ps.client.client import GroupServer
-from rayps.ps.client.session import Session
-from rayps.ps.fixed import Server
-from rayps.ps.fixed.compressed import compress
-from rayps.ps.tables.embedding import bind
+from rayps.data import Batch, Data
 from rayps.tensors import optim
+from rayps.tensors.clip import NormClip
 from rayps.tensors.finite import gradient_fault
-from rayps.tensors.flat import FlatModel, Gradient, square_of
-from rayps.tensors.learning_rate import Pace, Ticks, pace_of, recipe_of
-from rayps.tensors.snapshot import Snapshot
-from rayps.worker import state
-from rayps.worker.buckets import Buckets
-from rayps.worker.meter import Meter
-from rayps.worker.optimizer_step import clip_factor, clip_sparse, clipped, steps_by_reading
-from rayps.worker.plan import WorkerPart, WorkerPlan
+from rayps.tensors.flat import FlatModel, Gradient
+from rayps.tensors.learning_rate import Ticks, pace_of, recipe_of
+from rayps.worker.connections import WorkerConnections
+from rayps.worker.families import MODEL_SLICE, load
+from rayps.worker.plan import WorkerPlan
 from rayps.workload.base import Workload
 from rayps.workload.model import model_of
-from rayps.workload.part import ModelPart, Whole
+from rayps.workload.part import ModelPart, Whole, number
+
+Memory = Callable[[int, torch.dtype], Tensor]  # elements, dtype -> where a vector of that size may lie
+Traffic = tuple[float, float, int]  # seconds of waiting, seconds of moving, bytes
 
 
 class Worker:
-    """One replica under a strategy, from `plan.start` to `plan.end`."""
+    """One replica under a strategy: what every family needs.
+
+    `memory` is what a strategy keeps between its rounds; `shared` the part of it that is the same on all workers.
+    """
 
     def __init__(
         self,
         workload: Workload,
         plan: WorkerPlan,
-        snapshot: Snapshot,
-        ring: Ring | None,
-        server: Server | GroupServer | None,
+        peers: WorkerConnections,
         device: str = "cpu",
-        talk: Session | None = None,
-        rings: Mapping[str, Ring] | None = None,
+        *,
+        gradients: Memory | None = None,
+        parameters: Memory | None = None,
+        steps: bool = True,
     ) -> None:
-        """`talk` is about the job's space on a server group, where it has one. `rings` are those within a replica of
-        several workers, by axis; `ring` and `snapshot` are then of this worker's column.
+        """`gradients` and `parameters` give memory that others read or write; None = memory of this process.
+
+        `steps`: the worker runs an optimizer of its own.
+
+        Raises:
+            WorkloadError, DataError: the user's code failed.
         """
-        self.workload, self.plan, self.device, self.strategy = workload, plan, device, plan.strategy
-        grid = plan.strategy.grid(plan.size)
-        self.place = grid.at(plan.rank)
-        self.rank, self.size = self.place.data, grid.data
-        self.ring: Any = ring
-        self.rings: Mapping[str, Any] = rings or {}
-        self._norm = workload.clip_norm, tuple(self.rings.values())
-        self.server: Any = server
-        self.tables: Any = None
-        self.clients: Any = None  # those of a federated job
-        self.memory: dict[str, Any] = {}  # what a strategy keeps between its rounds
-        self.shared: dict[str, Any] = {}  # of this, what is the same on all workers
-        self.stopped: Callable[[], bool] = lambda: False  # whether the plan was ended from outside
+        self.workload, self.plan, self.device = workload, plan, device
+        self.ring: Any = peers.ring
+        self.memory: dict[str, Any] = {}
+        self.shared: dict[str, Any] = {}
         self.done, self.reason = False, ""  # whether the strategy has met its stop rule, and why
-        self.agreement: tuple[Tensor | None] | None = None  # of this round, once it was asked for
-        self._said: dict[str, float] = {}  # by the strategy, of the round under way
-        self._events: list[dict[str, Any]] = []
-        with user_code("data"):
-            rows = plan.strategy.rows
-            self.data = rows.source(workload)
-            self.steps_per_epoch = rows.rounds(self.data, self.size)
-        self.held: ModelPart = self._whole_or_slice(grid.column(plan.rank))
-        # gradients lie where the other ranks, or the shards, of this host can read them: no copy is needed
-        loop, topology = plan.strategy.loop, plan.strategy.topology
-        shared = None if loop == FEDERATED_ROUNDS else ring if ring is not None else server
-        buffer, home = (None if shared is None else shared.buffer), None
-        if loop == SHARED_VECTOR and ring is not None:
-            buffer, home = None, ring.common
-        self.flat = FlatModel(self.held.module, buffer, (self.held.layout, self.held.parameters), home)
-        self.choices: list[dict[str, Any]] = []  # what was chosen here, as events
-        self._buckets: Buckets | None = None
-        self._choose(ring)
-        self.optimizer, self.pace = self._own_optimizer()
-        self._mean: Tensor | None = None  # of the gradients, where the ring's ranks share it
-        self._used: list[bool] = []  # which parameters the latest gradient is of
-        self._unused: Collection[int] = ()  # parameters that no rank used in this round
-        self._only_reads: bool | None = None  # whether the optimizer may be given what others read too
-        state.take_over(self, snapshot)
-        if server is not None and device == "cpu":
-            server.home = self.flat.vector  # a pull lands in the model at once
-        if talk is not None and talk.space.tables:
-            foretell = workload.lookups if isinstance(topology, SharedVector) or topology.prefetch else None
-            self.tables = bind(self.flat.model, talk, talk.space, foretell)
-            if isinstance(server, GroupServer):
-                server.extras = self.tables.pieces
-        if isinstance(server, Server) and topology.compression is not None:
-            self.choices.append(compress(server, topology.compression))
-        if server is not None and self.rings:
-            server.step = agreed(server.step, self.rings.values(), exact=plan.start < 0 and topology.in_step)
-        self.position = server.step if server is not None else plan.start
-        self.wanted = 0  # the round whose part the driver waits for
-        self.commit: Callable[[Worker], None] | None = None  # keeps what it has between two rounds
-        self._batches: Iterator[Batch] = iter(())
-        self._epoch = -1
-        self._coming: Batch | None = None  # the batch after this one, where its rows are looked up ahead
-        self._samples = 0  # of the batch under way
-        self.meter = Meter(self.ring, self.server, self.tables, list(self.rings.values()))
-        if loop == FEDERATED_ROUNDS:
-            self.clients = FederatedEngine(self)
+        self.tables: Any = None  # those of the model, where they are on servers: rayps.ps.tables.client.Tables
+        self.log = RoundLog()
+        self.batches = self._stream(workload)
+        self.part: ModelPart = self._model_part(peers)
+        self.flat = FlatModel(self.part.module, gradients, (self.part.layout, self.part.parameters), parameters)
+        self.clip = NormClip(workload.clip_norm, peers.rings.values())
+        self.local: LocalOptimizer | None = self._optimizer() if steps else None
+        self.meter = Meter(list(peers.rings.values()))
 
-    def _choose(self, ring: Ring | None) -> None:
-        """How gradients and means travel around the ring; the choices as events."""
-        plan, loop, topology = self.plan, self.strategy.loop, self.strategy.topology
-        if plan.division is not None:
-            self.choices += self._ring_choices()
-        elif ring is not None and plan.rank == 0 and plan.size > 1:
-            self.choices.append({"kind": "choice", "message": ring.choice, "ring": ring.choices})
-        sent: Any = ring
-        if ring is not None and topology.compression is not None:
-            sent, found = compressed(ring, topology.compression, Gradient(self.flat.packed, 0))
-            self.choices += [found] if plan.rank == 0 else []
-        self.means = state.BackgroundMeans(ring, sent)
-        if loop != LOCAL_UPDATES:  # else gradients, where there are some, are of another kind than what is sent
-            self.ring = sent
-        each_step = loop in (SYNC_GRADIENTS, SERVER_STEPS)
-        if isinstance(self.ring, Ring) and plan.division is None and each_step:
-            self._buckets = Buckets(self.flat, self.ring, topology.bucket_mb if isinstance(topology, Peers) else None)
-            self.choices += [self._buckets.choice] if plan.rank == 0 and plan.size > 1 else []
+    # ---- where it is
 
-    def _own_optimizer(self) -> tuple[Any, Pace | None]:
-        """What steps this worker's parameters, and its schedule, if it has one; None where only servers step."""
-        strategy, division, factory = self.strategy, self.plan.division, recipe_of(self.workload)
-        servers = servers_of(strategy)
-        if servers is not None and not servers.own_copies:
-            return None, None
-        if division is not None:
-            factory = of_some(factory, division.layout, [entry.name for entry in self.held.layout.entries])
-        optimizer = optim.made(factory, self.flat.parameters)
-        ticks = Ticks(self.plan.origin, self.steps_per_epoch)
-        return optimizer, pace_of(factory, self.held.layout, optimizer, ticks)
+    @property
+    def rank(self) -> int:
+        """The replica's number, 0 to size - 1."""
+        return self.batches.rank
 
-    def _whole_or_slice(self, column: int) -> ModelPart:
-        plan = self.plan
-        if plan.division is None:
-            model = model_of(self.workload).to(self.device)
-            return Whole(self.workload, plan.strategy.split(model, self.ring))
-        return ModelSlice(
-            self.workload, plan.division, column, self.rings, seed=plan.seed, data=self.rank, device=self.device
-        )
+    @property
+    def size(self) -> int:
+        """Replicas."""
+        return self.batches.size
 
-    # ---- what a strategy sees
+    @property
+    def position(self) -> int:
+        """Batches that this replica has taken since the run's begin."""
+        return self.batches.position
+
+    @position.setter
+    def position(self, position: int) -> None:
+        self.batches.position = position
+
+    @property
+    def rows(self) -> int:
+        """Rows of this worker's share of the data."""
+        return self.batches.data.share(self.rank, self.size)
+
+    @property
+    def all_rows(self) -> int:
+        """Rows of the data, over all workers."""
+        return self.batches.data.rows()
+
+    # ---- model and optimizer
 
     @property
     def params(self) -> Tensor:
-        """The parameters as one vector; assigning copies into the model."""
+        """The parameters as one vector [size]; assigning copies into the model."""
         return self.flat.vector
 
     @params.setter
@@ -175,55 +118,17 @@ class Worker:
         if vector.data_ptr() != self.flat.vector.data_ptr():
             self.flat.vector.copy_(vector)
 
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer of this worker; None where only servers step."""
+        return None if self.local is None else self.local.optimizer
+
     def batch(self) -> Batch:
-        """The next batch of this worker's share of the data."""
+        """The next batch of this worker's share of the data. Raises DataError, WorkloadError."""
         began = time.perf_counter()
-        batch, self._coming = self._coming, None
-        if batch is None:
-            batch = self._next(self.position)
-        self.position += 1
-        if self.tables is not None and self.position < self.plan.end:
-            self._coming = self._next(self.position)
-        self._samples = batch.size
+        batch = self.batches.take(self.plan.end)
         self.meter.data += time.perf_counter() - began
         return batch.to(self.device) if self.device != "cpu" else batch
-
-    @property
-    def rows(self) -> int:
-        """Rows of this worker's share of the data."""
-        return self.data.share(self.rank, self.size)
-
-    @property
-    def all_rows(self) -> int:
-        """Rows of the data, over all workers."""
-        return self.data.rows()
-
-    def _next(self, position: int) -> Batch:
-        epoch, index = self.epoch_of(position)
-        with user_code("data"):
-            if epoch != self._epoch:
-                self._epoch = epoch
-                self._batches = self.data.batches(
-                    rank=self.rank, size=self.size, seed=self.plan.seed, epoch=epoch, start=index
-                )
-            batch = next(self._batches)
-        if self.tables is not None:
-            self.tables.ahead(batch)
-        return batch
-
-    def _ring_choices(self) -> list[dict[str, Any]]:
-        """Of the rings that this worker is the first of, as the data rings and tensor rings of its replica."""
-        known = {"data": self.ring, "tensor": self.rings.get("tensor")}
-        mine = {axis: ring for axis, ring in known.items() if ring is not None and ring.size > 1 and ring.rank == 0}
-        tables = {self.place.line(axis): ring.choices for axis, ring in mine.items()}
-        said = [{"kind": "choice", "message": f"{self.place.line(axis)}: {ring.choice}"} for axis, ring in mine.items()]
-        return ([{"kind": "rings", "rings": tables}] if tables else []) + (said if self.plan.rank == 0 else [])
-
-    def epoch_of(self, position: int) -> tuple[int, int]:
-        """The epoch, and the number of the batch in it."""
-        began, before = self.plan.origin
-        epoch, index = divmod(position - began, self.steps_per_epoch)
-        return before + epoch, index
 
     def grad(self, batch: Batch) -> Gradient:
         """The gradient of the loss on `batch`; an empty batch gives zeros with no samples.
@@ -232,243 +137,409 @@ class Worker:
             TrainingError: the loss or the gradient is not finite.
             WorkloadError: the user's loss failed or is not a scalar.
         """
-        began, inside = time.perf_counter(), self.meter.inside
-        self.flat.drop_grad()
-        gradient = Gradient(self.flat.packed, batch.size)
-        if batch.size:
-            gradient.loss = self._backward(batch)
-        self._used, self._unused = [p.grad is not None for p in self.flat.parameters], ()
-        if self.strategy.loop in (
-            SHARED_VECTOR,
-            LOCAL_UPDATES,
-        ):  # with zeros it would be a step, and undo others' meanwhile
-            self._unused = [i for i, used in enumerate(self._used) if not used]
-        self.flat.collect_grad()
-        if batch.size:
-            self._refuse(self.plan.rank, gradient_fault(self.flat))
-        if self.server is not None and batch.size and self.optimizer is None:
-            self._clip_push(gradient.vector)
-        self.meter.compute += time.perf_counter() - began - (self.meter.inside - inside)
-        return gradient
+        return self._gradient(batch)[0]
 
-    def mean_grad(self, batch: Batch) -> Tensor:
-        """`ring.mean(grad(batch))`, in buckets that leave while backward goes on; to be read only.
+    def step(self, grad: Gradient | Tensor) -> None:
+        """Let this worker's own optimizer apply a gradient, shortened to the workload's `clip_norm`.
 
-        A parameter that no rank used has no gradient in the next `step`. Raises as `grad`, and LinkError.
+        Raises:
+            WorkloadError: the optimizer's step failed.
+            TypeError: only servers step under this strategy.
         """
-        buckets = self._buckets
-        if buckets is None:
-            return self._mean_at_once(batch)
-        began, talked = time.perf_counter(), buckets.seconds
-        buckets.begin(batch.size)
-        if batch.size:
-            self._backward(batch)
-        self._refuse(*(buckets.fault or (self.rank, None)))  # nobody else knows of it yet
-        self._mean, self._unused = buckets.finish()
-        if buckets.fault is not None:
-            self._refuse(*buckets.fault)
-        self.meter.compute += time.perf_counter() - began - (buckets.seconds - talked)
-        return self._mean
+        if self.local is None:
+            raise TypeError(
+                f"{self.plan.strategy.name}: servers step, workers have no optimizer: call w.server.push, not w.step"
+            )
+        with self.meter.computing():
+            self.local.step(grad.vector if isinstance(grad, Gradient) else grad)
 
-    def _mean_at_once(self, batch: Batch) -> Tensor:
-        mean: Tensor = self.ring.mean(self.grad(batch))
-        used = self.ring.max(torch.tensor(self._used, dtype=torch.uint8))
-        self._unused = [i for i, some in enumerate(used.tolist()) if not some]
-        return mean
+    def clipped(self, vector: Tensor) -> Tensor:
+        """The vector, or a shorter copy where its norm is above the workload's `clip_norm`. Raises LinkError."""
+        return self.clip.clipped(vector)
+
+    def own_loss(self) -> float:
+        """The loss of this worker's own model on all of the evaluation data."""
+        total, count = evaluated(self, whole=True).get("loss", (math.nan, 1))
+        return total / count
+
+    # ---- reports
+
+    def say(self, **numbers: float) -> None:
+        """Add numbers to this round's point, the same on all workers; what every point has cannot be replaced."""
+        self.log.say(numbers)
+
+    def event(self, kind: str, message: str, **facts: Any) -> None:
+        """Add an event of the job, sent once this round is over."""
+        self.log.event(kind, message, facts)
+
+    # ---- for subclasses
+
+    def _gradient(self, batch: Batch) -> tuple[Gradient, list[bool]]:
+        """As `grad`; and of each parameter whether backward gave it a gradient."""
+        with self.meter.computing():
+            self.flat.drop_grad()
+            gradient = Gradient(self.flat.packed, batch.size)
+            if batch.size:
+                gradient.loss = self._backward(batch)
+            used = [p.grad is not None for p in self.flat.parameters]
+            self.flat.collect_grad()
+            if batch.size:
+                self._must_be_finite(self.plan.rank, gradient_fault(self.flat))
+        return gradient, used
 
     def _backward(self, batch: Batch) -> float:
-        value = self.held.backward(batch, self.position - 1, self._check)
-        if value is not None and self.held.reports:
+        value = self.part.backward(batch, self.position - 1, self._check)
+        if value is not None and self.part.reports:
             self.meter.losses.append((value, batch.size))
         return math.nan if value is None else value
 
-    def clipped(self, vector: Tensor) -> Tensor:
-        """See `WorkerView.clipped`."""
-        return clipped(vector, *self._norm)
+    def _check(self, loss: Any) -> float:
+        at = self.position - 1
+        return loss_value(loss, self.plan.rank, at, self.batches.epoch_of(at)[0])
 
-    def _clip_push(self, vector: Tensor) -> None:
-        """Shorten a push to `clip_norm`, in place: the dense vector, and with it the rows of the tables."""
-        most, rings = self._norm
-        if most is None:
-            return
-        square = square_of(vector)
-        if self.tables is not None:
-            square += self.tables.square()
-        factor = clip_factor(square, most, rings)
-        if factor < 1:
-            vector.mul_(factor)
-            if self.tables is not None:
-                self.tables.scale(factor)
+    def _must_be_finite(self, rank: int, parameter: str | None) -> None:
+        """Raise TrainingError if worker `rank`'s gradient of `parameter`, or this one's of a row, is not finite."""
+        row = None if parameter is not None or self.tables is None else self.tables.gradient_fault()
+        if parameter is not None or row is not None:
+            at = self.position - 1
+            raise gradient_error(rank, parameter, row, at, self.batches.epoch_of(at)[0])
 
-    def _refuse(self, rank: int, fault: str | None) -> None:
-        """Raise TrainingError if worker `rank`'s gradient of a parameter, or this one's of a row, is not finite.
+    def _stream(self, workload: Workload) -> BatchStream:
+        plan = self.plan
+        grid = plan.strategy.grid(plan.size)
+        place = grid.at(plan.rank).data, grid.data
+        with user_code("data"):
+            data = plan.strategy.rows.source(workload)
+            steps = plan.strategy.rows.rounds(data, grid.data)
+        return BatchStream(data, place, plan.seed, plan.origin, steps)
 
-        Rank -1: the gradients are, but not their sum.
-        """
-        row = None if fault is not None or self.tables is None else self.tables.gradient_fault()
-        if fault is None and row is None:
-            return
-        at, named = self.position - 1, dict[str, Any](parameter=fault, rank=rank)
-        what, who = f"the gradient of parameter {fault!r}", f"on worker-{rank}"
-        if row is not None:
-            what = f"the gradient of table {row[0]!r}, id {row[1]},"
-            named = {"parameter": row[0], "id": row[1], "rank": rank}
-        if rank < 0:
-            who = "once the workers' gradients, which are, are added up,"
-            del named["rank"]
-        raise TrainingError(
-            f"{what} is not finite (NaN or infinite) {who} at round {at} "
-            f"(epoch {self.epoch_of(at)[0] + 1}), although the loss is:\nlook for an operation without a finite "
-            "derivative there (sqrt or a norm at 0, 0 * inf, a division by 0), or for bad values in the data; "
-            "torch.autograd.set_detect_anomaly(True) names the operation",
-            round=at,
-            **named,
+    def _optimizer(self) -> LocalOptimizer:
+        factory = self.part.factory(recipe_of(self.workload))
+        return LocalOptimizer(factory, self.flat, self.clip, Ticks(self.plan.origin, self.batches.steps_per_epoch))
+
+    def _model_part(self, peers: WorkerConnections) -> ModelPart:
+        plan, workload = self.plan, self.workload
+        if plan.division is None:
+            return Whole(workload, plan.strategy.split(model_of(workload).to(self.device), peers.ring))
+        column = plan.strategy.grid(plan.size).column(plan.rank)
+        part: ModelPart = load(MODEL_SLICE)(
+            workload, plan.division, column, peers.rings, seed=plan.seed, data=self.rank, device=self.device
         )
+        return part
 
-    def step(self, grad: Gradient | Tensor) -> None:
-        """Let this worker's own optimizer apply a gradient vector."""
-        began = time.perf_counter()
-        vector = grad.vector if isinstance(grad, Gradient) else grad
-        if self.flat.sparse_grads and self._norm[0] is not None:
-            vector = clip_sparse(self.flat.parameters, vector, self._norm[0])
-        else:
-            vector = clipped(vector, *self._norm)
-        if vector is self._mean and self._only_reads is not False:
-            self.flat.bind(vector if self._only_reads else vector.clone())
-        else:
-            self.flat.load_grad(vector)
-        for i in self._unused:
-            self.flat.parameters[i].grad = None
-        if not self.flat.parameters:
-            pass  # a part of a model that owns nothing
-        elif self._only_reads is None:  # found out once, on a copy
-            self._only_reads = steps_by_reading(self.optimizer, self.flat.parameters)
-        else:
-            with user_code("optimizer.step"):
-                self.optimizer.step()
-        self.meter.compute += time.perf_counter() - began
 
-    def say(self, **numbers: float) -> None:
-        """Numbers for this round's point, the same on all workers; what every point has cannot be said."""
-        self._said |= {name: value if isinstance(value, int) else float(value) for name, value in numbers.items()}
+# ---- data
 
-    def event(self, kind: str, message: str, **facts: Any) -> None:
-        """File an event of the job, once this round is over."""
+
+class BatchStream:
+    """A replica's batches. `position` counts those that were taken since the run's begin."""
+
+    def __init__(self, data: Data, place: tuple[int, int], seed: int, origin: tuple[int, int], steps: int) -> None:
+        """`place` is (rank, size) among the replicas, `origin` (round, epoch) is where `steps` batches an epoch are
+        counted from.
+        """
+        self.data, self.seed, self.origin, self.steps_per_epoch = data, seed, origin, steps
+        self.rank, self.size = place
+        self.position = 0
+        self.samples = 0  # of the batch that was taken last
+        self.ahead: Callable[[Batch], None] | None = None  # called with each batch one round before it is taken
+        self._batches: Iterator[Batch] = iter(())
+        self._epoch = -1
+        self._coming: Batch | None = None  # the next batch, where `ahead` was called with it
+
+    def epoch_of(self, position: int) -> tuple[int, int]:
+        """The epoch of a position, and the number of its batch in the epoch."""
+        began, before = self.origin
+        epoch, index = divmod(position - began, self.steps_per_epoch)
+        return before + epoch, index
+
+    def take(self, end: int) -> Batch:
+        """The next batch. Before position `end`, `ahead` gets the one after it. Raises DataError, WorkloadError."""
+        batch, self._coming = self._coming, None
+        if batch is None:
+            batch = self._made(self.position)
+        self.position += 1
+        if self.ahead is not None and self.position < end:
+            self._coming = self._made(self.position)
+        self.samples = batch.size
+        return batch
+
+    def _made(self, position: int) -> Batch:
+        epoch, index = self.epoch_of(position)
+        with user_code("data"):
+            if epoch != self._epoch:
+                self._epoch = epoch
+                self._batches = self.data.batches(
+                    rank=self.rank, size=self.size, seed=self.seed, epoch=epoch, start=index
+                )
+            batch = next(self._batches)
+        if self.ahead is not None:
+            self.ahead(batch)
+        return batch
+
+
+# ---- optimizer
+
+
+class LocalOptimizer:
+    """Steps the parameters of a flat model.
+
+    `unused` are the numbers of the parameters that have no gradient in the next step: the optimizer skips them.
+    `mean` is a gradient in memory that other ranks read too: an optimizer that only reads gradients gets it uncopied.
+    """
+
+    def __init__(self, factory: optim.Factory, flat: FlatModel, clip: NormClip, ticks: Ticks) -> None:
+        """Raises WorkloadError: the user's optimizer() or schedule() failed."""
+        self.optimizer: Optimizer = optim.made(factory, flat.parameters)
+        self.unused: Collection[int] = ()
+        self.mean: Tensor | None = None
+        self._pace = pace_of(factory, flat.layout, self.optimizer, ticks)
+        self._flat, self._clip = flat, clip
+        self._only_reads: bool | None = None  # whether a step leaves the gradients as they are; None = not known yet
+
+    def at(self, round: int) -> None:
+        """Set what the schedule sets for this round. Raises WorkloadError."""
+        if self._pace is not None:
+            self._pace.at(round)
+
+    def step(self, vector: Tensor) -> None:
+        """Apply a gradient [size], shortened to the workload's `clip_norm`. Raises WorkloadError."""
+        flat = self._flat
+        vector = self._clip.with_sparse(flat.parameters, vector) if flat.sparse_grads else self._clip.clipped(vector)
+        if vector is self.mean and self._only_reads is not False:
+            flat.bind(vector if self._only_reads else vector.clone())
+        else:
+            flat.load_grad(vector)
+        for i in self.unused:
+            flat.parameters[i].grad = None
+        if not flat.parameters:
+            return  # a part of a model that owns nothing
+        if self._only_reads is None:  # found out once, on a copy
+            self._only_reads = steps_by_reading(self.optimizer, flat.parameters)
+            return
+        with user_code("optimizer.step"):
+            self.optimizer.step()
+
+    def moments(self) -> optim.Moments:
+        """The optimizer's state by parameter, as copies on the CPU."""
+        return optim.moments(self.optimizer, self._flat.layout, self._flat.parameters)
+
+    def load(self, moments: optim.Moments) -> None:
+        """Go on from such a state; what another kind of optimizer left in it is dropped."""
+        fitting = optim.fitting(moments, self.optimizer)
+        optim.load(self.optimizer, fitting, self._flat.layout, self._flat.parameters)
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors of the optimizer's state, in an order that is the same on all workers."""
+        states = [self.optimizer.state.get(p, {}) for p in self._flat.parameters]
+        return [state[key] for state in states for key in sorted(state) if isinstance(state[key], Tensor)]
+
+    def make_state(self) -> None:
+        """Let the optimizer make its state, at zero, and leave the parameters as they are. Raises WorkloadError."""
+        before = self._flat.vector.clone()
+        self._flat.zero_grad()
+        with user_code("optimizer.step"):
+            self.optimizer.step()
+        self._flat.vector.copy_(before)
+        for each in self.tensors():
+            each.zero_()
+
+    def reset(self) -> None:
+        """Forget the optimizer's state."""
+        self.optimizer.state.clear()
+
+
+def steps_by_reading(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> bool:
+    """Take a step; whether it, and every later one, leaves the gradients as they are.
+
+    Only torch's own optimizers without hooks always do what they did once; some of them write (SGD with nesterov and
+    foreach does). Raises WorkloadError.
+    """
+    before = [None if p.grad is None else p.grad._version for p in params]
+    with user_code("optimizer.step"):
+        optimizer.step()
+    after = [None if p.grad is None else p.grad._version for p in params]
+    own = type(optimizer).__module__.startswith("torch.optim.") and "step" not in vars(optimizer)
+    return own and before == after and not optimizer._optimizer_step_pre_hooks and not _GLOBAL_HOOKS
+
+
+# ---- meter
+
+
+class RingTraffic(Protocol):
+    """A ring, as far as it is measured; all are totals since it was formed."""
+
+    @property
+    def seconds_waiting(self) -> float:
+        """For other ranks."""
+
+    @property
+    def seconds_moving(self) -> float:
+        """Bytes."""
+
+    @property
+    def bytes_sent(self) -> int:
+        """To other ranks."""
+
+
+class Meter:
+    """Seconds and bytes of the round under way.
+
+    `compute`, `data` (getting the batch) and `losses` (loss, samples) are added by the worker. Each of `sources` gives
+    the traffic of one connection since it was made. `lead` is how many rounds the worker leads the slowest, where
+    servers count.
+    """
+
+    def __init__(self, axes: Sequence[RingTraffic] = ()) -> None:
+        """`axes` are the rings within the worker's replica."""
+        self.compute = self.data = 0.0
+        self.losses: list[tuple[float, int]] = []
+        self.sources: list[Callable[[], Traffic]] = [traffic_of(ring) for ring in axes]
+        self.lead: Callable[[], int | None] = lambda: None
+        self._axes = axes
+        self._began = 0.0
+        self._before: Traffic = (0.0, 0.0, 0)
+
+    def begin(self) -> None:
+        """Start a round."""
+        self.compute, self.data, self.losses = 0.0, 0.0, []
+        self._began, self._before = time.perf_counter(), self._traffic()
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Count the time within as `compute`, but for waiting on others of the same replica."""
+        began, inside = time.perf_counter(), self._inside()
+        yield
+        self.compute += time.perf_counter() - began - (self._inside() - inside)
+
+    def _inside(self) -> float:
+        return float(sum(ring.seconds_waiting for ring in self._axes))
+
+    def _traffic(self) -> Traffic:
+        waiting, moving, moved = 0.0, 0.0, 0
+        for source in self.sources:
+            more = source()
+            waiting, moving, moved = waiting + more[0], moving + more[1], moved + more[2]
+        return waiting, moving, moved
+
+    def point(self) -> dict[str, Any]:
+        """What the round took."""
+        waiting, moving, moved = (now - then for now, then in zip(self._traffic(), self._before, strict=True))
+        samples = sum(count for _, count in self.losses)
+        seconds = time.perf_counter() - self._began
+        exposed = max(0.0, seconds - self.compute)  # what a background thread does meanwhile takes no time
+        wait = min(waiting, exposed)
+        return {
+            "loss": sum(loss * count for loss, count in self.losses) / samples if samples else None,
+            "samples": samples,
+            "seconds": seconds,
+            "compute": self.compute,
+            "data": self.data,
+            "wait": wait,
+            "move": min(moving, exposed - wait),
+            "talk": waiting + moving,  # also what computing hid
+            "bytes": moved,
+            "lead": self.lead(),
+        }
+
+
+def traffic_of(ring: RingTraffic) -> Callable[[], Traffic]:
+    """What measures a ring."""
+    return lambda: (ring.seconds_waiting, ring.seconds_moving, ring.bytes_sent)
+
+
+class RoundLog:
+    """What a worker reports beside the meter: choices that were made before the first round, numbers, events."""
+
+    def __init__(self) -> None:
+        self.choices: list[dict[str, Any]] = []
+        self._numbers: dict[str, float] = {}
+        self._events: list[dict[str, Any]] = []
+
+    def say(self, numbers: dict[str, float]) -> None:
+        """Add numbers to this round's point, by name."""
+        self._numbers |= {name: value if isinstance(value, int) else float(value) for name, value in numbers.items()}
+
+    def event(self, kind: str, message: str, facts: dict[str, Any]) -> None:
+        """Add an event of the job."""
         self._events.append({"kind": kind, "message": message, **facts})
 
-    def mean(self, vector: Tensor, samples: float = 1.0, *, exact: bool = False) -> Tensor:
-        """See `WorkerView.mean`. Raises LinkError."""
-        return self.means.mean(vector, samples, exact=exact)
+    def take_events(self) -> list[dict[str, Any]]:
+        """The events since the last call."""
+        taken, self._events = self._events, []
+        return taken
 
-    def mean_later(self, vector: Tensor, samples: float = 1.0, *, slot: int = 0) -> Tensor:
-        """See `WorkerView.mean_later`."""
-        return self.means.mean_later(vector, samples, slot)
+    def take_numbers(self) -> dict[str, Any]:
+        """The numbers since the last call, as a part of a point; empty where there are none."""
+        taken, self._numbers = self._numbers, {}
+        return {"said": taken} if taken else {}
 
-    def own_loss(self) -> float:
-        """See `WorkerView.own_loss`."""
-        total, count = state.evaluated(self, whole=True).get("loss", (math.nan, 1))
-        return total / count
 
-    def arrived(self, parcel: Tensor) -> Tensor:
-        """See `WorkerView.arrived`. Raises LinkError."""
-        return self.means.arrived(parcel)
+# ---- evaluation and errors
 
-    def sync_optimizer_and_buffers(self, samples: float, *, momentum: str, buffers: str) -> None:
-        """See `state.together`."""
-        state.together(self, samples, momentum=momentum, buffers=buffers)
 
-    def together(self, samples: float, *, momentum: str, buffers: str) -> None:
-        """The old name of `sync_optimizer_and_buffers`."""
-        warnings.warn(
-            "w.together is called w.sync_optimizer_and_buffers; the old name goes with the next release",
-            DeprecationWarning,
-            stacklevel=2,
+def evaluated(w: Worker, *, whole: bool = False) -> dict[str, tuple[float, int]]:
+    """Metric -> (sum, samples) over this worker's share of the evaluation data, or the `whole` of it.
+
+    Means over all workers are the sums divided by the samples. Raises WorkloadError, DataError, LinkError.
+    """
+    rank, size = (0, 1) if whole else (w.rank, w.size)
+    model, sums = w.flat.model, dict[str, tuple[float, int]]()
+    w.part.refresh()
+    model.eval()
+    with torch.no_grad(), user_code("evaluate"):
+        data = w.workload.evaluation_data()
+        for batch in data.batches(rank=rank, size=size, seed=w.plan.seed, epoch=0):
+            if batch.size:
+                with user_code("evaluate"):  # each batch shows that the call is alive
+                    found = w.part.evaluate(batch.to(w.device))
+                for name, mean in found.items():
+                    total, count = sums.get(name, (0.0, 0))
+                    sums[name] = (total + number(name, mean) * batch.size, count + batch.size)
+    model.train()
+    return sums
+
+
+def loss_value(loss: object, rank: int, round: int, epoch: int) -> float:
+    """The loss that the user's code gave, as a number.
+
+    Raises:
+        WorkloadError: it is not one number in a tensor.
+        TrainingError: it is not finite.
+    """
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise WorkloadError(f"loss(model, batch) gave {shape}: return one number as a tensor, the mean over the batch")
+    value = float(loss.item())
+    if not math.isfinite(value):
+        raise TrainingError(
+            f"the loss became {value} on worker-{rank} at round {round} (epoch {epoch + 1}):\n"
+            "lower the learning rate, clip the gradient, or look for bad values in the data",
+            rank=rank,
+            round=round,
         )
-        self.sync_optimizer_and_buffers(samples, momentum=momentum, buffers=buffers)
+    return value
 
-    # ---- what runs it
 
-    def run(
-        self, report: Callable[[dict[str, Any]], None], keep: Callable[[WorkerPart], None], stopped: Callable[[], bool]
-    ) -> None:
-        """Rounds from the position to the plan's end; a point after each, an evaluation after each epoch."""
-        with closing(self.tables) if self.tables is not None else nullcontext():
-            self._run(report, keep, stopped)
+def gradient_error(
+    rank: int, parameter: str | None, row: tuple[str, int] | None, round: int, epoch: int
+) -> TrainingError:
+    """The error of a gradient that is not finite: that of a parameter, or of a row (table, id).
 
-    def _run(
-        self, report: Callable[[dict[str, Any]], None], keep: Callable[[WorkerPart], None], stopped: Callable[[], bool]
-    ) -> None:
-        self.stopped = stopped
-        self.flat.model.train()
-        for choice in self.choices:
-            report(choice)
-        self.strategy.begin(self)
-        if self.commit is not None:
-            self.commit(self)
-        state.evaluate_epoch(self, report)  # what a death before this generation has cut short
-        while self.position < self.plan.end and not self.done and not stopped():
-            self._round(report)
-            at, over = self.position, self.done or self.position >= self.plan.end
-            if (at in self.plan.boundary or at == self.wanted) and not (over and self.strategy.loop == LOCAL_UPDATES):
-                keep(state.share(self, together=at in self.plan.boundary))
-                if self.clients is not None:
-                    self.clients.keep(at)
-            state.evaluate_epoch(self, report)
-        if not stopped():
-            self.strategy.finish(self)
-        if self.server is not None and not stopped():
-            self.server.settle()
-        self.agreement = None
-        if self.server is None and not stopped() and (agreed := state.agreed(self)) is not None:
-            self.params = agreed
-        if not stopped():
-            keep(state.share(self, together=True))  # also for one that replaced a worker at its very end
-
-    def _round(self, report: Callable[[dict[str, Any]], None]) -> None:
-        self.agreement = None
-        self.meter.begin()
-        step = self.position
-        if self.tables is not None:
-            self.tables.begin(step)
-        if self.pace is not None:
-            self.pace.at(step)
-        self.strategy.round(self)
-        if self.tables is not None and self.server is None:
-            self.tables.push(step, float(self._samples))
-        for event in self._events:
-            report({"kind": "event", "event": event})
-        self._events = []
-        report(self._point())
-        if self.commit is not None:
-            self.commit(self)
-
-    def evaluate(self, vector: Tensor | None = None) -> dict[str, tuple[float, int]]:
-        """See `state.evaluated`."""
-        return state.evaluated(self, vector)
-
-    def buffers(self) -> dict[str, Tensor]:
-        """The model's buffers and frozen parameters by name, as copies."""
-        return {name: value.detach().cpu().clone() for name, value in self.held.beside.items()}
-
-    def _check(self, loss: Any) -> float:
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise WorkloadError(
-                f"loss(model, batch) gave {shape}: return one number as a tensor, the mean over the batch"
-            )
-        if not math.isfinite(loss.item()):
-            raise TrainingError(
-                f"the loss became {loss.item()} on worker-{self.plan.rank} at round {self.position - 1} "
-                f"(epoch {self.epoch_of(self.position - 1)[0] + 1}):\n"
-                "lower the learning rate, clip the gradient, or look for bad values in the data",
-                rank=self.plan.rank,
-                round=self.position - 1,
-            )
-        return float(loss.item())
-
-    def _point(self) -> dict[str, Any]:
-        done = self.position - 1
-        point = {"kind": "round", "round": done, "epoch": self.epoch_of(done)[0], **self.meter.point()}
-        if self._said:
-            point, self._said = point | {"said": self._said}, {}
-        return point | self.held.facts() | (self.tables.point() if self.tables is not None else {})
+    Rank -1: each worker's gradient is finite, their sum is not.
+    """
+    named: dict[str, Any] = {"parameter": parameter, "rank": rank}
+    what, who = f"the gradient of parameter {parameter!r}", f"on worker-{rank}"
+    if row is not None:
+        what = f"the gradient of table {row[0]!r}, id {row[1]},"
+        named = {"parameter": row[0], "id": row[1], "rank": rank}
+    if rank < 0:
+        who = "in the sum over the workers, whose gradients are finite,"
+        del named["rank"]
+    return TrainingError(
+        f"{what} is not finite (NaN or infinite) {who} at round {round} (epoch {epoch + 1}), although the loss is:\n"
+        "look for an operation without a finite derivative there (sqrt or a norm at 0, 0 * inf, a division by 0), or "
+        "for bad values in the data; torch.autograd.set_detect_anomaly(True) names the operation",
+        round=round,
+        **named,
+    )

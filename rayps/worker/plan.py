@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
 from rayps.core.calendar import Boundary
+from rayps.core.grid import Point
 from rayps.core.strategy import StrategyView
+from rayps.core.user_code import Call
 from rayps.parallel.division.division import Division
 from rayps.ps.protocol.space import SpaceRank
 from rayps.recovery.backup_assignment import Bond
+from rayps.recovery.worker_backup import CommitCost
 from rayps.tensors import optim
 from rayps.tensors.learning_rate import Ticks
 from rayps.tensors.local_state import LocalState
@@ -60,6 +64,30 @@ class WorkerPlan:
     bond: Bond | None = None  # where workers keep each other's states
     attempt: int = 0  # how often this replica has begun anew in this generation
     mailbox: str | None = None  # see Orders
+
+    @property
+    def place(self) -> Point:
+        """The rank's place in the grid of workers."""
+        return self.strategy.grid(self.size).at(self.rank)
+
+
+@dataclass(slots=True)
+class WorkerFacts:
+    """What a worker is asked about while it runs."""
+
+    rank: int
+    generation: int
+    status: str  # idle, running, finished, failed
+    position: int = 0
+    error: Exception | None = None
+    points: list[dict[str, Any]] = field(default_factory=list)
+    parts: list[int] = field(default_factory=list)
+    lines: list[tuple[float, str]] = field(default_factory=list)
+    kept_since: int = 0  # pushes below this step are not kept, and are not known to be durable
+    cost: CommitCost | None = None  # of keeping its state for a death
+    met: str | None = None  # why the phase is over before its end, as its strategy's stop rule says
+    call: Call | None = None  # of the user's code, which has not returned yet
+    ends: list[str] = field(default_factory=list)  # what threads of its process ended by
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ from rayps.core.errors import WorkloadError
 from rayps.core.user_code import user_code
 from rayps.data import Batch
 from rayps.tensors.flat import Layout, beside
+from rayps.tensors.optim import Factory
 from rayps.workload.base import Workload
 
 Check = Callable[[Any], float]  # of a loss: its value; raises where it is none
@@ -40,6 +41,9 @@ class ModelPart(Protocol):
 
     def evaluate(self, batch: Batch) -> dict[str, Any]:
         """Named means over the batch, of them the loss; nothing where they are not known. In eval mode, no gradient."""
+
+    def factory(self, factory: Factory) -> Factory:
+        """The workload's `factory` of optimizers, for what is owned."""
 
     def facts(self) -> dict[str, Any]:
         """Numbers of the last step for the worker's point, such as `activations` or `idle`."""
@@ -76,6 +80,10 @@ class Whole:
         """See Part."""
         loss = self.workload.loss(self.module, batch)
         return {"loss": loss} | metrics_of(self.workload.evaluate(self.module, batch))
+
+    def factory(self, factory: Factory) -> Factory:
+        """See Part."""
+        return factory
 
     def facts(self) -> dict[str, Any]:
         """See Part."""

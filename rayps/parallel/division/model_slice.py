@@ -14,11 +14,13 @@ from rayps.core.replica import Pipeline
 from rayps.data import Batch
 from rayps.parallel.division.build import blank, keep_only
 from rayps.parallel.division.division import Division
+from rayps.parallel.division.optimizer import of_some
 from rayps.parallel.division.share import Share
 from rayps.parallel.pipeline import loss_proxy
 from rayps.parallel.pipeline.cut import layers
 from rayps.parallel.pipeline.engine import PipelineEngine
 from rayps.parallel.tensor import agree, split
+from rayps.tensors.optim import Factory
 from rayps.workload.base import Workload
 from rayps.workload.part import Check, Whole, number
 
@@ -62,6 +64,7 @@ class ModelSlice(Whole):
         parameters = dict(model.named_parameters())
         self.workload, self.module = workload, model
         self.reports = stage == division.stages - 1 and rank == 0
+        self._whole = division.layout
         self.layout, self.parameters = mine.layout, [parameters[piece.name] for piece in mine.owned]
         self._beside = {piece.name for piece in mine.beside}
         self._lent = [parameters[lent.piece.name] for lent in mine.borrowed]
@@ -136,6 +139,10 @@ class ModelSlice(Whole):
 
         self._engine.evaluate(weights, lambda i: loss_proxy.inputs(self.workload, parts[i]), done)
         return means if self.reports else {}
+
+    def factory(self, factory: Factory) -> Factory:
+        """See Part."""
+        return of_some(factory, self._whole, [entry.name for entry in self.layout.entries])
 
     def facts(self) -> dict[str, Any]:
         """See Part."""

@@ -1,0 +1,53 @@
+"""Which loop runs a strategy: the one table of families. A strategy names its family in `Strategy.loop`.
+
+Targets are "module:Name" strings, so that a job loads the code of its own family only.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from rayps.core import families
+from rayps.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rayps.core.strategy import StrategyView
+    from rayps.worker.loop import Loop
+
+FAMILIES = {
+    families.SYNC_GRADIENTS: "rayps.worker.sync_gradients:SyncGradients",
+    families.SERVER_STEPS: "rayps.worker.server_steps:ServerSteps",
+    families.LOCAL_UPDATES: "rayps.worker.local_updates:LocalUpdates",
+    families.SHARED_VECTOR: "rayps.worker.shared_vector:SharedVector",
+    families.FEDERATED_ROUNDS: "rayps.worker.federated_rounds:FederatedRounds",
+}
+MODEL_SLICE = "rayps.parallel.division.model_slice:ModelSlice"  # where a replica is several workers
+TABLES = "rayps.ps.tables.embedding:bind"  # where the model has sparse tables
+
+
+def loop_class(strategy: StrategyView) -> type[Loop]:
+    """The loop that runs a strategy: that of its family, or one of its own.
+
+    Raises:
+        ConfigError: `strategy.loop` is neither a family, nor a class of a loop, nor "module:Class" of one.
+    """
+    given: Any = strategy.loop
+    known = isinstance(given, str) and (given in FAMILIES or ":" in given)
+    found = load(FAMILIES.get(given, given)) if known else given
+    if not isinstance(found, type) or not hasattr(found, "run_round"):
+        raise ConfigError(
+            f"strategy {strategy.name!r} has loop {given!r}: give {', '.join(FAMILIES)}, or a subclass of "
+            "rayps.worker.loop.Loop, or its place as 'module:Class'",
+            field="strategy",
+        )
+    return found
+
+
+def load(target: str) -> Any:
+    """What "module:Name" names. Raises ConfigError: there is no such thing."""
+    module, _, name = target.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{target!r} cannot be loaded: {error}", field="strategy") from error

@@ -1,0 +1,52 @@
+"""Rounds of federated strategies: this worker's share of the clients trains, then all workers meet once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from rayps.federated.client_states import DEALT_STATES
+from rayps.federated.engine import FederatedEngine
+from rayps.worker.connections import WorkerConnections
+from rayps.worker.core import Worker
+from rayps.worker.loop import Loop
+from rayps.worker.plan import WorkerPlan
+from rayps.worker.ring_worker import RingWorker
+from rayps.workload.base import Workload
+
+
+class FederatedWorker(RingWorker):
+    """A worker with `clients`, which runs its share of a round; a position is a round."""
+
+    def __init__(self, workload: Workload, plan: WorkerPlan, peers: WorkerConnections, device: str = "cpu") -> None:
+        """See `Worker`. Raises ConfigError: the strategy's options do not fit the clients."""
+        super().__init__(workload, plan, peers, device)
+        self.clients = FederatedEngine(self)
+
+
+class FederatedRounds(Loop):
+    """One vector, the same on all workers, and states of clients beside it."""
+
+    view: ClassVar[type[Worker]] = FederatedWorker
+    w: FederatedWorker
+
+    def join(self, companions: Mapping[str, Any]) -> None:
+        """See `Loop`: the states of the clients that live on this worker."""
+        dealt = companions.get(DEALT_STATES)
+        if dealt is not None and dealt.states is not None:
+            self.w.clients.adopt(dealt.states)
+
+    def begin(self, stopped: Callable[[], bool]) -> None:
+        """See `Loop`."""
+        self.w.clients.stopped = stopped
+        super().begin(stopped)
+
+    def evaluate(self, vector: Tensor | None = None) -> dict[str, tuple[float, int]]:
+        """See `Loop`; with the metrics `personal_*` of clients' own models."""
+        return super().evaluate(vector) | self.w.clients.evaluate()
+
+    def retain(self, round: int) -> None:
+        """See `Loop`: the clients' states after `round`."""
+        self.w.clients.keep(round)

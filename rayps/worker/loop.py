@@ -1,0 +1,161 @@
+"""What a family of strategies brings to a worker: how a round runs, what its state is, and what is evaluated.
+
+`rayps.worker.families` maps a strategy to its loop. A strategy of one's own may bring a loop itself: a subclass of
+`Loop`, or of one of the families' loops, named by `Strategy.loop = "module:Class"`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from rayps.tensors import optim
+from rayps.tensors.local_state import LocalState
+from rayps.tensors.snapshot import Snapshot
+from rayps.worker.connections import WorkerConnections
+from rayps.worker.core import Worker, evaluated
+from rayps.worker.plan import WorkerPart, WorkerPlan
+from rayps.workload.base import Workload
+
+
+class Loop:
+    """Runs a strategy's rounds on one worker, `w`, of a class that has the family's verbs."""
+
+    view: ClassVar[type[Worker]] = Worker
+    w: Worker
+
+    def __init__(self, workload: Workload, plan: WorkerPlan, peers: WorkerConnections, device: str = "cpu") -> None:
+        """Make the worker. `load_state_dict` comes next.
+
+        Raises:
+            WorkloadError, DataError: the user's code failed.
+        """
+        self.w = self.view(workload, plan, peers, device)
+        self.w.position = plan.start
+
+    # ---- rounds
+
+    def join(self, companions: Mapping[str, Any]) -> None:
+        """Take over what the family keeps on this worker between generations; see `WorkerActor.companion`."""
+
+    def begin(self, stopped: Callable[[], bool]) -> None:
+        """Do what comes before the first round. `stopped()`: the plan was ended from outside."""
+        self.w.flat.model.train()
+        self.w.plan.strategy.begin(self._view())
+
+    def run_round(self) -> None:
+        """Run one round: the strategy's `round`, with the optimizer's schedule set for it."""
+        if self.w.local is not None:
+            self.w.local.at(self.w.position)
+        self.w.plan.strategy.round(self._view())
+
+    def finish(self) -> None:
+        """Do what comes after the last round: all workers then hold what they agree on. Raises LinkError."""
+        self.w.plan.strategy.finish(self._view())
+        agreed = self.consensus()
+        if agreed is not None:
+            self.w.params = agreed
+
+    def retain(self, round: int) -> None:
+        """Hold what a checkpoint after `round` may be asked for, beside `state_dict`."""
+
+    def close(self) -> None:
+        """Free what the loop holds; also after an error."""
+        if self.w.tables is not None:
+            self.w.tables.close()
+
+    def point(self) -> dict[str, Any]:
+        """The metrics of the round that was run last."""
+        w, done = self.w, self.w.position - 1
+        point = {"kind": "round", "round": done, "epoch": w.batches.epoch_of(done)[0], **w.meter.point()}
+        point |= w.log.take_numbers() | w.part.facts()
+        return point | (w.tables.point() if w.tables is not None else {})
+
+    # ---- what is evaluated
+
+    def consensus(self) -> Tensor | None:
+        """What the workers would agree on if training ended now, as a vector; None = the parameters as they are.
+
+        All workers call it together. Raises LinkError.
+        """
+        agreed: Tensor | None = self.w.plan.strategy.consensus(self._view())
+        return agreed
+
+    def evaluation_params(self) -> Tensor | None:
+        """The parameters to evaluate in the middle of the plan; None = those of the worker. Raises LinkError."""
+        return self.consensus()
+
+    def evaluate(self, vector: Tensor | None = None) -> dict[str, tuple[float, int]]:
+        """Metric -> (sum, samples) over this worker's share; `vector` replaces the parameters first."""
+        if vector is not None:
+            self.w.params = vector
+        return evaluated(self.w)
+
+    # ---- state
+
+    def state_dict(self, *, together: bool) -> WorkerPart:
+        """The worker's part of a checkpoint, as copies on the CPU.
+
+        `together`: all workers call it at this round, so that it may hold what they agree on. Raises LinkError.
+        """
+        found = self.consensus() if together else None
+        return self._part(self.w.flat.vector if found is None else found)
+
+    def load_state_dict(self, snapshot: Snapshot) -> None:
+        """Continue from a snapshot: parameters, optimizer state, buffers and this rank's random state.
+
+        Raises:
+            CheckpointError: it is of another model.
+        """
+        w = self.w
+        snapshot.check(w.flat.layout)
+        self._load(snapshot)
+        w.shared = {name: value.clone().to(w.device) for name, value in snapshot.shared.items()}
+        if w.plan.rank in snapshot.rng:
+            torch.set_rng_state(snapshot.rng[w.plan.rank])
+        else:  # the ranks that share a layer draw the same numbers
+            torch.manual_seed(w.plan.seed * 1_000_003 + w.plan.rank - w.plan.place.tensor)
+
+    def buffers(self) -> dict[str, Tensor]:
+        """The model's buffers and frozen parameters by name, as copies on the CPU."""
+        return {name: value.detach().cpu().clone() for name, value in self.w.part.beside.items()}
+
+    def load_buffers(self, buffers: dict[str, Tensor]) -> None:
+        """Copy buffers into the model, by name; names that it does not have are ignored."""
+        with torch.no_grad():
+            for name, value in self.w.part.beside.items():
+                if name in buffers:
+                    value.copy_(buffers[name])
+
+    # ---- for subclasses
+
+    def _view(self) -> Any:
+        """The worker as the strategy sees it: `WorkerView` has the verbs of all families, `w` those of its own."""
+        return self.w
+
+    def _part(
+        self, params: Tensor | None, moments: optim.Moments | None = None, own: LocalState | None = None
+    ) -> WorkerPart:
+        """A part with these parameters; rank 0's has them, the `moments` (None = the local optimizer's), the buffers
+        and what is shared.
+        """
+        w = self.w
+        if w.tables is not None:
+            w.tables.settle()
+        if w.rank:
+            return WorkerPart(w.position, None, {}, {}, torch.get_rng_state(), own, {}, w.done)
+        if moments is None:
+            moments = {} if w.local is None else w.local.moments()
+        shared = {name: value.cpu().clone() for name, value in w.shared.items()}
+        held = None if params is None else params.cpu().clone()
+        return WorkerPart(w.position, held, moments, self.buffers(), torch.get_rng_state(), own, shared, w.done)
+
+    def _load(self, state: Snapshot | LocalState) -> None:
+        """Parameters, moments and buffers into the worker."""
+        self.w.params = state.params
+        self.load_buffers(state.buffers)
+        if self.w.local is not None:
+            self.w.local.load(state.moments)

@@ -1,0 +1,204 @@
+"""The verbs of a worker on a ring: means of gradients and vectors, at once or in the background, and of buffers."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Sequence
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rayps.comm.ring.compressed_mean import CompressedRing, compressed
+from rayps.data import Batch
+from rayps.tensors.flat import Gradient
+from rayps.tensors.local_state import below
+from rayps.worker.connections import WorkerConnections
+from rayps.worker.core import Memory, Worker, traffic_of
+from rayps.worker.plan import WorkerPlan
+from rayps.workload.base import Workload
+
+_FEEDBACK = "ring/"  # prefix of what a compressed ring has left out, in a worker's memory
+
+
+class BackgroundMeans:
+    """Means over the workers of vectors that a strategy sends now and then, compressed where it asks for it."""
+
+    def __init__(self, ring: Any, sent: Any) -> None:
+        """`sent` is the ring that compresses, or `ring` itself."""
+        self._ring, self.sent = ring, sent
+        self._slots: dict[int, CompressedRing] | None = {0: sent} if isinstance(sent, CompressedRing) else None
+
+    def mean(self, vector: Tensor, samples: float = 1.0, *, exact: bool = False) -> Tensor:
+        """See `WorkerView.mean`. Raises LinkError."""
+        sent: Any = self._ring if exact or self._slots is None else self._slots[0]
+        found: Tensor = sent.mean(Gradient(_packed(vector), samples))  # type: ignore[arg-type]
+        return found
+
+    def mean_later(self, vector: Tensor, samples: float, slot: int) -> Tensor:
+        """See `WorkerView.mean_later`: the sum comes to lie in the result, with the sum of weights behind it.
+
+        That of a half-precision vector is float32: neither a sum weighted by samples nor their count fits into half
+        precision.
+        """
+        if self._slots is not None:
+            parcel = _packed(vector)
+            self._slot(slot).mean_async(Gradient(parcel, samples))  # type: ignore[arg-type]
+        else:
+            parcel = _packed(vector, torch.promote_types(vector.dtype, torch.float32))
+            parcel[:-1].mul_(samples) if samples else parcel.zero_()
+            parcel[-1] = samples
+            self._ring.sum_async(parcel)
+        return parcel
+
+    def _slot(self, slot: int) -> CompressedRing:
+        assert self._slots is not None
+        return self._slots.setdefault(slot, self._slots[0].another())
+
+    def arrived(self, parcel: Tensor) -> Tensor:
+        """See `WorkerView.arrived`; in the dtype of `mean_later`'s result. Raises LinkError."""
+        self.settle()
+        count = parcel[-1].item()
+        return parcel[:-1] / count if count else torch.zeros_like(parcel[:-1])
+
+    def settle(self) -> None:
+        """Wait for what is under way. Raises LinkError."""
+        self._ring.settle()
+
+    def feedback(self) -> dict[str, Tensor]:
+        """What compression has left out so far, by name."""
+        slots = self._slots or {}
+        return {
+            f"{_FEEDBACK}{slot}/{name}": left for slot, sent in slots.items() for name, left in sent.feedback().items()
+        }
+
+    def restore(self, memory: dict[str, Any]) -> None:
+        """Take that back out of a worker's memory."""
+        held = below(_FEEDBACK, memory)
+        for name in held:
+            del memory[f"{_FEEDBACK}{name}"]
+        for slot in {name.partition("/")[0] for name in held} if self._slots is not None else ():
+            self._slot(int(slot)).restore(below(f"{slot}/", held))
+
+
+class RingWorker(Worker):
+    """A worker whose peers are reached through a ring, which compresses where the strategy says so."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        plan: WorkerPlan,
+        peers: WorkerConnections,
+        device: str = "cpu",
+        *,
+        gradients: Memory | None = None,
+        parameters: Memory | None = None,
+    ) -> None:
+        """See `Worker`."""
+        super().__init__(workload, plan, peers, device, gradients=gradients, parameters=parameters)
+        ring = peers.ring
+        assert ring is not None, "a family without servers has a ring"
+        self.meter.sources.append(traffic_of(ring))
+        self.log.choices += ring_choices(plan, peers)
+        sent: Any = ring
+        compression = plan.strategy.topology.compression
+        if compression is not None:
+            sent, choice = compressed(ring, compression, Gradient(self.flat.packed, 0))
+            self.log.choices += [choice] if plan.rank == 0 else []
+        self.means = BackgroundMeans(ring, sent)
+
+    def grad(self, batch: Batch) -> Gradient:
+        """See `Worker.grad`. The next `step` skips the parameters that backward gave no gradient.
+
+        A step with zeros would move them by momentum, and undo what other workers may write there meanwhile.
+        """
+        gradient, used = self._gradient(batch)
+        self._skip(_unmarked(used))
+        return gradient
+
+    def mean_grad(self, batch: Batch) -> Tensor:
+        """`ring.mean(grad(batch))`; to be read only. The next `step` skips the parameters that no rank used.
+
+        Raises as `grad`, and LinkError.
+        """
+        gradient, used = self._gradient(batch)
+        mean: Tensor = self.ring.mean(gradient)
+        marks = self.ring.max(torch.tensor(used, dtype=torch.uint8))
+        self._skip(_unmarked(marks.tolist()))
+        return mean
+
+    def mean(self, vector: Tensor, samples: float = 1.0, *, exact: bool = False) -> Tensor:
+        """See `WorkerView.mean`. Raises LinkError."""
+        return self.means.mean(vector, samples, exact=exact)
+
+    def mean_later(self, vector: Tensor, samples: float = 1.0, *, slot: int = 0) -> Tensor:
+        """See `WorkerView.mean_later`."""
+        return self.means.mean_later(vector, samples, slot)
+
+    def arrived(self, parcel: Tensor) -> Tensor:
+        """See `WorkerView.arrived`. Raises LinkError."""
+        return self.means.arrived(parcel)
+
+    def sync_optimizer_and_buffers(self, samples: float, *, momentum: str, buffers: str) -> None:
+        """Do to the optimizer's state and to the model's buffers what a strategy's options say.
+
+        `momentum`: "keep" (each worker its own), "reset" (empty), "average" (weighted by `samples`; counts of steps
+        are rounded). `buffers`: "keep", or "average", of those that are not whole numbers. Averages are taken in
+        float32, or in float64 where one of them is float64. Raises LinkError.
+        """
+        local = self.local
+        assert local is not None, "on a ring each worker has an optimizer"
+        if momentum == "reset":
+            local.reset()
+        held = local.tensors() if momentum == "average" else []
+        if momentum == "average":
+            most = torch.tensor([sum(each.numel() for each in held)], dtype=torch.int64)
+            if self.ring.max(most).item() and not held:  # no step yet here, as without a row
+                local.make_state()
+                held = local.tensors()
+        if buffers == "average":
+            held += [value for value in dict(self.flat.model.named_buffers()).values() if value.is_floating_point()]
+        if not held:
+            return
+        dtype = reduce(torch.promote_types, (each.dtype for each in held), torch.float32)
+        wide = torch.cat([each.detach().reshape(-1).to(self.flat.vector.device, dtype) for each in held])
+        mean = self.means.mean(wide, samples, exact=True)
+        with torch.no_grad():
+            for each, part in zip(held, torch.split_with_sizes(mean, [each.numel() for each in held]), strict=True):
+                each.copy_(part.view(each.shape).round() if each.dim() == 0 else part.view(each.shape))
+
+    def together(self, samples: float, *, momentum: str, buffers: str) -> None:
+        """Deprecated name of `sync_optimizer_and_buffers`."""
+        warnings.warn("w.together is now w.sync_optimizer_and_buffers", DeprecationWarning, stacklevel=2)
+        self.sync_optimizer_and_buffers(samples, momentum=momentum, buffers=buffers)
+
+    def _skip(self, unused: Collection[int], mean: Tensor | None = None) -> None:
+        """Set which parameters the next step skips, and the gradient of it that lies where other ranks read it."""
+        assert self.local is not None, "on a ring each worker has an optimizer"
+        self.local.unused, self.local.mean = unused, mean
+
+
+def ring_choices(plan: WorkerPlan, peers: WorkerConnections) -> list[dict[str, Any]]:
+    """What the rings have chosen, as events, from the first rank of each ring."""
+    if plan.division is None:
+        ring = peers.ring
+        if ring is None or plan.rank or plan.size == 1:
+            return []
+        return [{"kind": "choice", "message": ring.choice, "ring": ring.choices}]
+    known = {"data": peers.ring, "tensor": peers.rings.get("tensor")}
+    mine = {axis: ring for axis, ring in known.items() if ring is not None and ring.size > 1 and ring.rank == 0}
+    line = plan.place.line
+    tables = {line(axis): ring.choices for axis, ring in mine.items()}
+    said = [{"kind": "choice", "message": f"{line(axis)}: {ring.choice}"} for axis, ring in mine.items()]
+    return ([{"kind": "rings", "rings": tables}] if tables else []) + (said if plan.rank == 0 else [])
+
+
+def _packed(vector: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    packed = torch.empty(vector.numel() + 1, dtype=dtype or vector.dtype, device=vector.device)
+    packed[:-1].copy_(vector)
+    return packed
+
+
+def _unmarked(marks: Sequence[int]) -> list[int]:
+    return [i for i, marked in enumerate(marks) if not marked]

@@ -1,0 +1,289 @@
+"""One generation's plan on a worker: the thread that runs it, its connections, and what the driver asks about it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from rayps.comm.link import Listener
+from rayps.core.errors import RaypsError, StaleGeneration, UserError
+from rayps.core.retained_parts import RetainedParts
+from rayps.core.user_code import Call, lacks_memory, placed, too_large, under_way
+from rayps.recovery.worker_backup import WorkerBackup
+from rayps.tensors.snapshot import Snapshot
+from rayps.worker.connections import WorkerConnections
+from rayps.worker.families import loop_class
+from rayps.worker.loop import Loop
+from rayps.worker.plan import WorkerFacts, WorkerPart, WorkerPlan
+from rayps.workload.base import Workload
+
+log = logging.getLogger(__name__)
+
+Point = dict[str, Any]
+
+
+class GenerationRun:
+    """Runs one plan, from `start` to `end`. Any thread may call it.
+
+    A run that has been ended reports nothing more: what its thread still does is of no generation.
+    """
+
+    def __init__(self, plan: WorkerPlan, backup: WorkerBackup | None, points: list[dict[str, Any]]) -> None:
+        """`backup` is that of this worker, where workers keep each other's states. `points` are those of an earlier
+        generation that the driver may not have heard.
+        """
+        self.plan = plan
+        self._facts = WorkerFacts(plan.rank, plan.generation, "running", max(plan.start, 0), points=points)
+        self._parts: RetainedParts[WorkerPart] = RetainedParts()
+        self._backup, self._lock = backup, threading.Lock()
+        self._stop = threading.Event()
+        shards = plan.shards
+        self._connections = WorkerConnections([address for address, _, _ in shards], [(lo, hi) for _, lo, hi in shards])
+        self._thread: threading.Thread | None = None
+        self._run: PlanRun | None = None
+
+    def start(
+        self,
+        load: Callable[[], Workload],
+        snapshot: Snapshot,
+        listener: Listener,
+        device: str,
+        companions: Mapping[str, Any],
+    ) -> None:
+        """Start the thread. `companions` are objects that a family keeps between generations, by class."""
+        given = [snapshot]  # as large as the model: the thread takes it out
+
+        def prepare() -> PlanRun:
+            return self._prepare(load(), given, listener, device, companions)
+
+        name = f"worker-{self.plan.rank}"
+        self._thread = threading.Thread(target=self._main, args=(prepare,), daemon=True, name=name)
+        self._thread.start()
+
+    # ---- what the driver asks
+
+    def poll(self, wanted: int) -> WorkerFacts:
+        """What happened since the last poll; points are handed over once. The part of round `wanted` is retained."""
+        with self._lock:
+            facts, session = self._facts, self._connections.talk
+            self._parts.wanted = wanted
+            if self._run is not None:
+                self._run.wanted = wanted
+            answer = WorkerFacts(
+                facts.rank,
+                facts.generation,
+                facts.status,
+                facts.position,
+                facts.error,
+                facts.points,
+                sorted(self._parts),
+                kept_since=0 if session is None else session.kept.since,
+                cost=None if self._backup is None else self._backup.cost,
+                met=facts.met,
+                call=self.call,
+            )
+            facts.points = []
+            if self._backup is not None:
+                self._backup.asked()
+        return answer
+
+    @property
+    def call(self) -> Call | None:
+        """The call of the user's code that has not returned in the run's thread."""
+        return None if self._thread is None else under_way(self._thread.ident)
+
+    @property
+    def position(self) -> int:
+        """Rounds that were reported."""
+        return self._facts.position
+
+    def part(self, rounds: int | None) -> WorkerPart | None:
+        """The part of the checkpoint after `rounds`, or the newest one, if it is still retained."""
+        with self._lock:
+            return self._parts.get(max(self._parts, default=0) if rounds is None else rounds)
+
+    def rewire(self, shard: int, address: str) -> None:
+        """Connect to a shard's replacement."""
+        self._connections.rewire(shard, address)
+
+    def evaluate(self, vector: Tensor | None, buffers: dict[str, Tensor]) -> dict[str, tuple[float, int]]:
+        """Metric -> (sum, samples) over this worker's share, at the given parameters and buffers.
+
+        Raises UserError: the user's code failed.
+        """
+        assert self._run is not None, "evaluate comes after a plan has run"
+        loop = self._run.loop
+        loop.load_buffers(buffers)
+        try:
+            return loop.evaluate(vector)
+        except UserError as error:
+            raise at_worker(error, self.plan.rank, loop.w.position) from error
+
+    def end(self, timeout: float) -> None:
+        """End the run; its peers see this worker leave. A step of the user's code that takes longer than `timeout`
+        seconds ends at its next exchange.
+        """
+        self._stop.set()
+        if self._backup is not None:
+            self._backup.part()
+        self._connections.part()
+        if self._thread is not None:
+            self._thread.join(timeout)
+            if not self._thread.is_alive():
+                self._connections.close()
+
+    # ---- the thread
+
+    def _main(self, prepare: Callable[[], PlanRun]) -> None:
+        plan, status, error = self.plan, "finished", None
+        try:
+            run = prepare()
+            run.run()
+        except UserError as raised:
+            status, error = "failed", at_worker(raised, plan.rank, self._facts.position)
+        except RaypsError as raised:
+            status, error = "failed", raised
+        except BaseException as raised:  # a fault of ours or of a library: the driver must see it, not a hung worker
+            status, error = "failed", _failure(f"worker-{plan.rank}", raised)
+        with self._lock:
+            if not self._stop.is_set():  # before the peers can notice that this worker has gone
+                self._facts.status, self._facts.error = status, error
+                if error is None and run.loop.w.done:
+                    self._facts.met = run.loop.w.reason or "it is done"
+        if error is not None:
+            self._connections.part()
+            self._connections.close()
+
+    def _prepare(
+        self, workload: Workload, given: list[Snapshot], listener: Listener, device: str, companions: Mapping[str, Any]
+    ) -> PlanRun:
+        plan = self.plan
+        snapshot = given.pop()
+        if self._backup is not None:
+            snapshot, missed = self._backup.recall(plan, snapshot)
+            with self._lock:  # before the others are waited for: they may never come, and this be asked meanwhile
+                if missed is not None and not self._stop.is_set():
+                    self._facts.points += self._backup.inherit(missed, plan.start)
+        self._connections.form(plan, snapshot, listener)
+        if self._stop.is_set():
+            raise StaleGeneration(f"generation {plan.generation} was ended before it began", peer="driver")
+        loop: Loop = loop_class(plan.strategy)(workload, plan, self._connections, device)
+        loop.load_state_dict(snapshot)
+        loop.join(companions)
+        run = PlanRun(loop, self._report, self._retain, self._stop.is_set)
+        committer = None if self._backup is None else self._backup.begin(plan)
+        if committer is not None:
+            run.commit = lambda: committer.commit(loop.w)
+        self._run = run
+        return run
+
+    def _report(self, point: dict[str, Any]) -> None:
+        with self._lock:
+            if self._stop.is_set():
+                return
+            self._facts.points.append(point)
+            if self._backup is not None:
+                self._backup.said(point)
+            if point["kind"] == "round":
+                self._facts.position = point["round"] + 1
+
+    def _retain(self, part: WorkerPart) -> None:
+        with self._lock:
+            if not self._stop.is_set():
+                self._parts.keep(part.round, part)
+
+
+class PlanRun:
+    """One run of a loop under its plan.
+
+    `wanted` is a round after which the driver waits for this worker's part. `commit`, where set, is called between
+    rounds and copies what a replacement of this worker would need.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        report: Callable[[Point], None],
+        retain: Callable[[WorkerPart], None],
+        stopped: Callable[[], bool],
+    ) -> None:
+        """`report` takes points, `retain` parts of checkpoints; `stopped()`: the plan was ended from outside."""
+        self.loop, self.wanted = loop, 0
+        self.commit: Callable[[], None] | None = None
+        self._report, self._retain, self._stopped = report, retain, stopped
+
+    def run(self) -> None:
+        """Run until the plan's end, the strategy's stop rule, or `stopped()`.
+
+        Raises:
+            UserError: the user's code failed.
+            TrainingError, LinkError: see `Worker.grad`, `Loop`.
+        """
+        try:
+            self._run()
+        finally:
+            self.loop.close()
+
+    def _run(self) -> None:
+        loop, w, plan = self.loop, self.loop.w, self.loop.w.plan
+        for choice in w.log.choices:
+            self._report(choice)
+        loop.begin(self._stopped)
+        self._commit()
+        self._evaluate()  # the one that a death before this generation has cut short
+        while self._continues():
+            w.meter.begin()
+            loop.run_round()
+            for event in w.log.take_events():
+                self._report({"kind": "event", "event": event})
+            self._report(loop.point())
+            self._commit()
+            at = w.position
+            if at in plan.boundary or at == self.wanted:
+                loop.retain(at)
+                if not (w.done or at >= plan.end):  # else the part is that after `finish`
+                    self._retain(loop.state_dict(together=at in plan.boundary))
+            self._evaluate()
+        if not self._stopped():
+            loop.finish()
+            self._retain(loop.state_dict(together=True))
+
+    def _continues(self) -> bool:
+        w = self.loop.w
+        return w.position < w.plan.end and not w.done and not self._stopped()
+
+    def _commit(self) -> None:
+        if self.commit is not None:
+            self.commit()
+
+    def _evaluate(self) -> None:
+        """Evaluate after epochs. The driver asks for the last evaluation; one that it has is not reported again."""
+        w, plan = self.loop.w, self.loop.w.plan
+        at, (epoch, index) = w.position, w.batches.epoch_of(w.position)
+        if w.done or index or not plan.evaluated < at < plan.end or epoch % plan.strategy.evaluate_every:
+            return
+        held = self.loop.evaluation_params()
+        own = None if held is None or held.data_ptr() == w.params.data_ptr() else w.params.clone()
+        self._report({"kind": "evaluation", "round": at, "sums": self.loop.evaluate(held)})
+        if own is not None:
+            w.params = own  # what this worker has learnt since it last met the others
+
+
+def at_worker(error: UserError, rank: int, round: int) -> RaypsError:
+    """The same error, with the worker and the round at which it was raised, where it does not have them yet."""
+    if "rank" in error.data:
+        return error
+    return type(error)(
+        placed(error.message, f"on worker-{rank} at round {round}"), **error.data | {"rank": rank, "round": round}
+    )
+
+
+def _failure(name: str, error: BaseException) -> RaypsError:
+    if lacks_memory(error):
+        return too_large(name, error)
+    log.exception("%s failed", name)
+    return RaypsError(f"{name} failed: {type(error).__name__}: {error}")

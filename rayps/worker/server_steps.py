@@ -1,0 +1,114 @@
+"""Workers whose parameters are on servers: they pull, compute and push; the servers step.
+
+Under a strategy with `own_copies` (Downpour) a worker also steps its own copy between two pulls.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from rayps.core.topology import servers_of
+from rayps.data import Batch
+from rayps.parallel.division.agree import agreed
+from rayps.ps.client.client import GroupServer
+from rayps.ps.fixed import Server
+from rayps.ps.fixed.compressed import compress
+from rayps.tensors.flat import Gradient, square_of
+from rayps.tensors.local_state import LocalState
+from rayps.tensors.snapshot import Snapshot
+from rayps.worker.connections import WorkerConnections
+from rayps.worker.core import Worker
+from rayps.worker.loop import Loop
+from rayps.worker.plan import WorkerPart, WorkerPlan
+from rayps.worker.ring_worker import ring_choices
+from rayps.worker.tables import bind_tables
+from rayps.workload.base import Workload
+
+
+class ServerWorker(Worker):
+    """A worker with `server`. Its gradients lie where servers of this host can read them; a pull lands in the model."""
+
+    def __init__(self, workload: Workload, plan: WorkerPlan, peers: WorkerConnections, device: str = "cpu") -> None:
+        """See `Worker`."""
+        server: Any = peers.server
+        assert server is not None, "the parameters are on servers"
+        servers = servers_of(plan.strategy)
+        assert servers is not None, "the strategy declares them"
+        super().__init__(workload, plan, peers, device, gradients=server.buffer, steps=servers.own_copies)
+        self.server = server
+        self.meter.sources.append(lambda: (server.seconds_waiting, 0.0, server.bytes_moved))
+        self.meter.lead = lambda: server.lead
+        if plan.division is not None:
+            self.log.choices += ring_choices(plan, peers)
+        if device == "cpu":
+            server.home = self.flat.vector
+        if peers.talk is not None:
+            bind_tables(self, peers.talk)
+        if self.tables is not None and isinstance(server, GroupServer):
+            server.extras = self.tables.pieces
+        if isinstance(server, Server) and servers.compression is not None:
+            self.log.choices.append(compress(server, servers.compression))
+        if peers.rings:
+            exact = plan.start < 0 and servers.in_step
+            server.step = agreed(server.step, peers.rings.values(), exact=exact)
+
+    def grad(self, batch: Batch) -> Gradient:
+        """See `Worker.grad`. What the servers will step by is shortened to `clip_norm`, rows of tables included."""
+        gradient = super().grad(batch)
+        if batch.size and self.local is None and self.clip.most is not None:
+            with self.meter.computing():
+                self._clip_push(gradient.vector)
+        return gradient
+
+    def _clip_push(self, vector: Tensor) -> None:
+        square = square_of(vector)
+        if self.tables is not None:
+            square += self.tables.square()
+        factor = self.clip.factor(square)
+        if factor < 1:
+            vector.mul_(factor)
+            if self.tables is not None:
+                self.tables.scale(factor)
+
+
+class ServerSteps(Loop):
+    """What the servers hold is what is saved and evaluated; a worker's part is its position and random state."""
+
+    view: ClassVar[type[Worker]] = ServerWorker
+    w: ServerWorker
+
+    def __init__(self, workload: Workload, plan: WorkerPlan, peers: WorkerConnections, device: str = "cpu") -> None:
+        """See `Loop`."""
+        super().__init__(workload, plan, peers, device)
+        self.w.position = self.w.server.step  # a worker that replaces another continues where that one's pushes end
+
+    def run_round(self) -> None:
+        """See `Loop`."""
+        if self.w.tables is not None:
+            self.w.tables.begin(self.w.position)
+        super().run_round()
+
+    def finish(self) -> None:
+        """See `Loop`; waits until the servers have this worker's pushes. Raises LinkError."""
+        self.w.plan.strategy.finish(self._view())
+        self.w.server.settle()
+
+    def consensus(self) -> Tensor | None:
+        """None: the servers hold it."""
+        return None
+
+    def evaluation_params(self) -> Tensor:
+        """What the servers hold: in step, only once everyone's pushes of the round are in. Raises LinkError."""
+        server = self.w.server
+        vector: Tensor = server.pull() if self.w.plan.strategy.topology.in_step else server.read()
+        return vector
+
+    def state_dict(self, *, together: bool) -> WorkerPart:
+        """See `Loop`: without parameters and moments, which are on the servers."""
+        return self._part(None, {})
+
+    def _load(self, state: Snapshot | LocalState) -> None:
+        self.w.params = state.params
+        self.load_buffers(state.buffers)

@@ -1,0 +1,27 @@
+"""Workers of one host that step one vector in shared memory, each at its own pace, without locks."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from rayps.worker.connections import WorkerConnections
+from rayps.worker.core import Worker
+from rayps.worker.loop import Loop
+from rayps.worker.plan import WorkerPlan
+from rayps.worker.ring_worker import RingWorker
+from rayps.workload.base import Workload
+
+
+class SharedVectorWorker(RingWorker):
+    """A worker whose parameters lie in memory that all workers write; gradient and optimizer state are its own."""
+
+    def __init__(self, workload: Workload, plan: WorkerPlan, peers: WorkerConnections, device: str = "cpu") -> None:
+        """See `Worker`."""
+        assert peers.ring is not None, "the shared memory is the ring's"
+        super().__init__(workload, plan, peers, device, parameters=peers.ring.common)
+
+
+class SharedVector(Loop):
+    """Each worker at its own pace; the vector is one, and so is what is saved and evaluated."""
+
+    view: ClassVar[type[Worker]] = SharedVectorWorker

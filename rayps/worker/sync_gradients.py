@@ -1,0 +1,84 @@
+"""Workers in step: each round everyone's gradients are averaged over the ring, and all take the same step.
+
+Sparse tables of the model, where it has some, are on servers: their rows' gradients are pushed after the step.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import ClassVar
+
+from torch import Tensor
+
+from rayps.comm.ring import Ring
+from rayps.core.topology import Peers
+from rayps.data import Batch
+from rayps.tensors.flat import Gradient
+from rayps.worker.buckets import Buckets
+from rayps.worker.connections import WorkerConnections
+from rayps.worker.core import Worker
+from rayps.worker.loop import Loop
+from rayps.worker.plan import WorkerPlan
+from rayps.worker.ring_worker import RingWorker
+from rayps.worker.tables import bind_tables
+from rayps.workload.base import Workload
+
+
+class SyncWorker(RingWorker):
+    """A worker with the verb `mean_grad`. Gradients lie where the other ranks of this host can read them."""
+
+    def __init__(self, workload: Workload, plan: WorkerPlan, peers: WorkerConnections, device: str = "cpu") -> None:
+        """See `Worker`."""
+        assert peers.ring is not None, "gradients are averaged over a ring"
+        super().__init__(workload, plan, peers, device, gradients=peers.ring.buffer)
+        self.ring = self.means.sent
+        self._buckets: Buckets | None = None
+        if isinstance(self.ring, Ring) and plan.division is None:
+            topology = plan.strategy.topology
+            size = topology.bucket_mb if isinstance(topology, Peers) else None
+            self._buckets = Buckets(self.flat, self.ring, size)
+            self.log.choices += [self._buckets.choice] if plan.rank == 0 and plan.size > 1 else []
+        if peers.talk is not None:
+            bind_tables(self, peers.talk)
+
+    def grad(self, batch: Batch) -> Gradient:
+        """See `Worker.grad`. In the next `step` every parameter has a gradient: zeros, where backward gave none."""
+        self._skip(())
+        return self._gradient(batch)[0]
+
+    def mean_grad(self, batch: Batch) -> Tensor:
+        """`ring.mean(grad(batch))`, in buckets that leave while backward goes on; to be read only.
+
+        The next `step` skips the parameters that no rank used. Raises as `grad`, and LinkError.
+        """
+        buckets = self._buckets
+        if buckets is None:
+            return super().mean_grad(batch)
+        began, talked = time.perf_counter(), buckets.seconds
+        buckets.begin(batch.size)
+        if batch.size:
+            self._backward(batch)
+        self._must_be_finite(*(buckets.fault or (self.rank, None)))  # no other rank knows of it yet
+        mean, unused = buckets.finish()
+        self._skip(unused, mean)
+        if buckets.fault is not None:
+            self._must_be_finite(*buckets.fault)
+        self.meter.compute += time.perf_counter() - began - (buckets.seconds - talked)
+        return mean
+
+
+class SyncGradients(Loop):
+    """All workers in step; one parameter vector, the same on all of them."""
+
+    view: ClassVar[type[Worker]] = SyncWorker
+
+    def run_round(self) -> None:
+        """Run one round; with sparse tables, look their rows up before it and push their gradients after it."""
+        w = self.w
+        if w.tables is None:
+            super().run_round()
+            return
+        step = w.position
+        w.tables.begin(step)
+        super().run_round()
+        w.tables.push(step, float(w.batches.samples))

@@ -1,0 +1,22 @@
+"""Sparse tables of a worker's model, where they are on servers."""
+
+from __future__ import annotations
+
+from rayps.core.topology import SharedVector
+from rayps.ps.client.session import Session
+from rayps.worker.core import Worker
+from rayps.worker.families import TABLES, load
+
+
+def bind_tables(w: Worker, session: Session) -> None:
+    """Let the model's tables be those of the session's space, if it has some; their rows are looked up ahead.
+
+    Raises:
+        ConfigError: the space lacks a table of the model, or has another one by its name.
+    """
+    if not session.space.tables:
+        return
+    topology = w.plan.strategy.topology
+    lookups = None if isinstance(topology, SharedVector) or not topology.prefetch else w.workload.lookups
+    w.tables = load(TABLES)(w.flat.model, session, session.space, lookups)
+    w.batches.ahead = w.tables.ahead
