@@ -13,6 +13,7 @@ import rayps
 from rayps.cluster.local import LocalCluster
 from rayps.comm.link.socket_link import as_bytes
 from rayps.core.errors import ConfigError, LinkError
+from rayps.core.topology import servers_of
 from rayps.ps.client.session import SegmentReplies
 from rayps.ps.protocol.messages import GroupMessage
 from rayps.ps.protocol.space import Space
@@ -33,7 +34,7 @@ def test_the_parts_of_a_hybrid():
     found = Hybrid(servers=3, staleness=2, replicas=1, compression="bf16", bucket_mb=1)
     assert found.tables == ParameterServer(shards=3, staleness=2, replicas=1)
     assert found.ring == rayps.AllReduce(compression="bf16", bucket_mb=1)
-    assert found.shards == 0 and found.lockstep  # its dense part is
+    assert servers_of(found) is None and found.topology.in_step  # its dense part is
     assert Hybrid().tables.staleness is None
     both = Hybrid(dense=rayps.AllReduce(bucket_mb=1), sparse=ParameterServer(shards=3, staleness=2), servers=5)
     assert both == Hybrid(servers=3, staleness=2, bucket_mb=1)

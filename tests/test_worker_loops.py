@@ -119,7 +119,7 @@ class OldName(Strategy):
     """Local steps; calls the old name of a verb."""
 
     name: ClassVar[str] = "old_name"
-    apart: ClassVar[bool] = True
+    loop: ClassVar[str] = "local_updates"
 
     def round(self, w):
         w.step(w.grad(w.batch()))
