@@ -242,13 +242,13 @@ def test_choices_say_what_and_why_and_can_be_given_back(rings):
 def test_several_streams_share_what_is_large():
     rings = form(3, prefer="tcp", streams=3, algorithm="two_shot")
     assert [ring.choices["streams"] for ring in rings] == [3] * 3
-    before = [[link.bytes_sent for link in ring._mesh._links.values()] for ring in rings]
+    before = [[link.bytes_sent for link in ring.collectives.mesh._links.values()] for ring in rings]
     assert [len(some) for some in before] == [6] * 3
     for algorithm in ("two_shot", "ring"):
         for got in every(rings, lambda ring, a=algorithm: ring.sum(torch.ones(3_000_000), algorithm=a)):
             assert torch.equal(got, torch.full((3_000_000,), 3.0))
     for ring, some in zip(rings, before, strict=True):
-        assert all(link.bytes_sent > b for link, b in zip(ring._mesh._links.values(), some, strict=True))
+        assert all(link.bytes_sent > b for link, b in zip(ring.collectives.mesh._links.values(), some, strict=True))
     rings[1].close()
     for error in errors([rings[0], rings[2]], lambda ring: ring.sum(torch.ones(3_000_000))):
         assert isinstance(error, PeerLost) and error.data["peer"] == "rank 1"
@@ -264,10 +264,10 @@ def test_a_relay_ends_with_its_last_bytes_whatever_may_be_queued(transport, monk
     taken = [torch.zeros_like(piece) for piece in pieces]
 
     def work(ring):
-        ring._mesh.begin()
+        ring.collectives.mesh.begin()
         give = [memoryview(piece.numpy()) for piece in pieces] if ring.rank == 0 else []
         take = [(memoryview(piece.numpy()), lambda: None) for piece in taken] if ring.rank == 1 else []
-        ring._mesh.relay(1 - ring.rank, 1 - ring.rank, give, take)
+        ring.collectives.mesh.relay(1 - ring.rank, 1 - ring.rank, give, take)
 
     assert errors(rings, work) == [None, None]
     assert all(torch.equal(*pair) for pair in zip(pieces, taken, strict=True))
@@ -281,7 +281,7 @@ def test_how_many_streams_fill_the_line_is_measured_and_the_others_are_closed():
         count = ring.choices["streams"]
         assert count in ring.choices["streams_seconds"] and min(ring.choices["streams_seconds"]) == 1
         assert ring.choices == rings[0].choices
-        assert len(ring._mesh._links) == count == ring._mesh.streams
+        assert len(ring.collectives.mesh._links) == count == ring.collectives.mesh.streams
     again = form(2, prefer="tcp", streams=0, table=rings[0].choices)
     assert again[0].choices["streams"] == rings[0].choices["streams"]
     assert "streams_seconds" not in again[0].choices

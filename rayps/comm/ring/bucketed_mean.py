@@ -18,8 +18,9 @@ from torch import Tensor
 
 from rayps.comm.link.memory import ORDERED
 from rayps.comm.ring.background import CollectiveHandle
-from rayps.comm.ring.ring import _HALF, Ring
-from rayps.comm.ring.shared_memory import SharedMemoryFold, _fold, tensor_of
+from rayps.comm.ring.collectives import HALF
+from rayps.comm.ring.ring import Ring
+from rayps.comm.ring.shared_memory import SharedMemoryFold, fold_parts, tensor_of
 from rayps.core.partition import part
 from rayps.tensors.finite import first_not_finite, is_finite
 
@@ -66,7 +67,7 @@ def pieces(ring: Ring, vector: Tensor, cuts: Sequence[slice], marks: int) -> Buc
     """
     if ring.size == 1:
         return SingleRank(vector)
-    board = ring._folder.board
+    board = ring.collectives.board
     where = board.find(vector) if board is not None and board.has_buffers else None
     if board is None or where is None:
         return SentBuckets(ring, vector, cuts)
@@ -135,15 +136,15 @@ class SharedMemoryMean:
         self._ring, self._board, self._where = ring, board, where
         self._dtype, self._size, self._cuts = vector.dtype, vector.nbytes, cuts
         number, offset = where
-        self._resident = board._residents[number]
+        self._resident = board.residents[number]
         self._mean = tensor_of(self._resident.out[offset : offset + self._size], vector.dtype)
         width = vector.element_size()
         own = [self.mine(i) for i in range(len(cuts))]
         self._own = [slice(offset + each.start * width, offset + each.stop * width) for each in own]
         head = 8 * (1 + len(cuts))
-        with ring._collective():
+        with ring.collectives.collective():
             board.buffer(head + 16 + marks)  # what each rank says of itself, for all to read
-        notes = board._residents[-1].parts
+        notes = board.residents[-1].parts
         self._samples = [note[:8].view(np.float64) for note in notes]
         self._given = [note[8:head].view(np.int64) for note in notes]
         self._faults = [note[head : head + 16].view(np.int64) for note in notes]  # 1 + element (0 = none), rank
@@ -191,16 +192,16 @@ class SharedMemoryMean:
         start, rank = time.perf_counter(), self._ring.rank
         self._marks[rank][:] = marks.numpy()
         board = self._board
-        with self._ring._collective():
+        with self._ring.collectives.collective():
             parity = board.parity
-            board._announce(_KIND, self._size, self._where)
+            board.announce(_KIND, self._size, self._where)
             board.barrier()
-            board._agree(parity)
+            board.agree(parity)
             for piece in list(self._open):
                 self._add(piece)
             self._faults[rank][:] = (0, 0) if self.fault is None else (1 + self.fault[1], self.fault[0])
             np.maximum.reduce(self._marks, out=marks.numpy())
-            board.bytes_shared += board._shared_by_two_shot(self._size)
+            board.bytes_shared += board.bytes_by_two_shot(self._size)
             board.barrier()
         found = [(int(at) - 1, int(blamed)) for at, blamed in self._faults if at]
         self.fault = min(found)[::-1] if found else None  # the same on all ranks
@@ -243,12 +244,12 @@ class SharedMemoryMean:
         sources = [each[where] for each in self._resident.parts]
         if own is not None:
             sources[self._ring.rank] = own
-        _fold(sources, self._resident.out[where], self._dtype, "add", weights)
+        fold_parts(sources, self._resident.out[where], self._dtype, "add", weights)
 
     def _count(self, start: float) -> None:
         spent = time.perf_counter() - start
         self.seconds += spent
-        self._ring._seconds += spent
+        self._ring.collectives.seconds += spent
 
 
 class SentBuckets(_Whole):
@@ -267,14 +268,16 @@ class SentBuckets(_Whole):
         self._samples, self._total = samples, torch.tensor([float(samples)], dtype=torch.float64)
         self._ready.clear()
         total = self._total
-        self._under_way = [self._ring._later.start(lambda: self._ring._fold_now(total, "add", None))]
+        self._under_way = [
+            self._ring.collectives.background.start(lambda: self._ring.collectives.fold_now(total, "add", None))
+        ]
 
     def give(self, i: int) -> None:
         """See Pieces."""
         self._ready.add(i)
         while (at := len(self._under_way) - 1) < len(self._order) and self._order[at] in self._ready:
             part = self._vector[self._cuts[self._order[at]]]
-            self._under_way.append(self._ring._later.start(lambda part=part: self._mean(part)))  # type: ignore[misc]
+            self._under_way.append(self._ring.collectives.background.start(lambda part=part: self._mean(part)))  # type: ignore[misc]
 
     def finish(self, marks: Tensor) -> Tensor:
         """See Pieces."""
@@ -291,12 +294,12 @@ class SentBuckets(_Whole):
 
     def _mean(self, part: Tensor) -> None:
         """Sum(n_i g_i) / sum(n_i), by the same operations as one mean over the whole."""
-        wide = part.float() if part.dtype in _HALF else part
+        wide = part.float() if part.dtype in HALF else part
         if self._samples:
             wide.mul_(self._samples)
         else:
             wide.zero_()  # the mean over nothing may be NaN
-        self._ring._fold_now(wide, "add", None)
+        self._ring.collectives.fold_now(wide, "add", None)
         total = self._total.item()
         if total:
             wide.div_(total)

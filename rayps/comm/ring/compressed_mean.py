@@ -53,9 +53,9 @@ class CompressedRing:
             return self._ring.mean(x, in_place=in_place)
         vector: Tensor = x.vector
         if self._ring.size > 1:
-            self._ring._later.settle()
-            with self._ring._collective():
-                self._fold(self._ring._mesh, vector, x.samples)
+            self._ring.collectives.background.settle()
+            with self._ring.collectives.collective():
+                self._fold(self._ring.collectives.mesh, vector, x.samples)
         return vector
 
     def mean_async(self, x: Gradient) -> None:
@@ -63,15 +63,15 @@ class CompressedRing:
 
         `settle` of the ring waits for it; until then `x` must not be touched.
         """
-        self._ring._mesh.check()
+        self._ring.collectives.mesh.check()
 
         def work() -> None:
             x.packed[-1] = 1
             if self._ring.size > 1:
-                with self._ring._collective():
-                    self._fold(self._ring._mesh, x.vector, x.samples)
+                with self._ring.collectives.collective():
+                    self._fold(self._ring.collectives.mesh, x.vector, x.samples)
 
-        self._ring._later.start(work)
+        self._ring.collectives.background.start(work)
 
     def another(self) -> CompressedRing:
         """The same for another vector, with a memory of its own."""

@@ -7,10 +7,7 @@ the ring is dead; form another.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,7 +16,8 @@ from rayps.comm.link import Listener, Prefer
 from rayps.comm.ring import algorithms as ring_algorithms
 from rayps.comm.ring.algorithms import raw
 from rayps.comm.ring.autotune import Autotuner
-from rayps.comm.ring.background import BackgroundThread, CollectiveHandle
+from rayps.comm.ring.background import CollectiveHandle
+from rayps.comm.ring.collectives import HALF, Collectives, Tensors, flat_cpu, must_add
 from rayps.comm.ring.connect import link_up
 from rayps.comm.ring.describe import in_words
 from rayps.comm.ring.mesh import Mesh
@@ -28,13 +26,9 @@ from rayps.comm.ring.rendezvous import meet
 from rayps.comm.ring.shared_memory import tensor_of
 from rayps.comm.ring.shared_progress import Progress, common
 from rayps.comm.ring.torch_groups import Delegate
-from rayps.core.errors import ConfigError, LinkError
-
-_HALF = (torch.float16, torch.bfloat16)
-_NUMBERS = (torch.float32, torch.float64, *_HALF, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+from rayps.core.errors import ConfigError
 
 Backend = Literal["own", "gloo", "nccl"]
-Tensors = TypeVar("Tensors", Tensor, list[Tensor])
 
 
 class Ring:
@@ -56,11 +50,8 @@ class Ring:
         self.rank = mesh.rank
         self.size = mesh.size
         self.generation = generation
-        self._mesh = mesh
-        self._folder = folder
-        self._later = BackgroundThread()
+        self.collectives = Collectives(mesh, folder)  # for other collectives over the same ranks
         self._parcels: PointToPoint | None = None
-        self._seconds = 0.0
 
     @classmethod
     def form(
@@ -129,48 +120,48 @@ class Ring:
     @property
     def seconds_waiting(self) -> float:
         """Seconds spent waiting for other ranks."""
-        return self._mesh.seconds_waiting
+        return self.collectives.mesh.seconds_waiting
 
     @property
     def seconds_moving(self) -> float:
         """Seconds spent copying and adding."""
-        return max(0.0, self._seconds - self._mesh.seconds_waiting)
+        return max(0.0, self.collectives.seconds - self.collectives.mesh.seconds_waiting)
 
     @property
     def bytes_sent(self) -> int:
         """Bytes that other ranks have had from this one."""
-        board = self._folder.board
-        return self._mesh.bytes_sent + (board.bytes_shared if board is not None else 0)
+        board = self.collectives.board
+        return self.collectives.mesh.bytes_sent + (board.bytes_shared if board is not None else 0)
 
     @property
     def choices(self) -> dict[str, Any]:
         """Which algorithm is used over what, and why. It can be given to `form` as `table`."""
-        return self._folder.choices
+        return self.collectives.backend.choices
 
     @property
     def choice(self) -> str:
         """The choices in words."""
-        return in_words(self._folder.choices)
+        return in_words(self.collectives.backend.choices)
 
     # Together
 
     def sum(self, t: Tensors, *, algorithm: str | None = None) -> Tensors:
         """Add up the ranks' tensors, in place; all hold the same bits. Half precision adds in float32."""
-        return self._fold(t, "add", algorithm)
+        return self.collectives.fold(t, "add", algorithm)
 
     def max(self, t: Tensors, *, algorithm: str | None = None) -> Tensors:
         """The elementwise maximum over ranks, in place; NaN wins."""
-        return self._fold(t, "max", algorithm)
+        return self.collectives.fold(t, "max", algorithm)
 
     def sum_async(self, t: Tensors, *, algorithm: str | None = None) -> CollectiveHandle[Tensors]:
         """As `sum`, in the background: `wait()` on the handle. Until then `t` must not be touched."""
-        self._mesh.check()
-        return self._later.start(lambda: self._fold_now(t, "add", algorithm))
+        self.collectives.mesh.check()
+        return self.collectives.background.start(lambda: self.collectives.fold_now(t, "add", algorithm))
 
     def settle(self) -> None:
         """Wait for what is under way in the background. Raises the LinkError that it failed with."""
-        self._later.settle()
-        self._mesh.check()
+        self.collectives.background.settle()
+        self.collectives.mesh.check()
 
     def mean(self, x: Any, *, in_place: bool = True) -> Tensor:
         """The mean over ranks; of a gradient (`vector` and `samples`), the mean over all samples.
@@ -183,11 +174,11 @@ class Ring:
         if not vector.dtype.is_floating_point:
             raise ConfigError(f"a mean of {vector.dtype} is not a whole number; convert to float first")
         weight = 1.0 if isinstance(x, Tensor) else float(x.samples)
-        shared = self._resident(vector, weight)
+        shared = self.collectives.resident(vector, weight)
         if shared is not None:
             return vector.copy_(shared) if in_place else shared
         if isinstance(x, Tensor):
-            if x.dtype in _HALF:
+            if x.dtype in HALF:
                 return x.copy_(self.sum(x.float()).div_(self.size))
             return self.sum(x).div_(self.size)
         return self._mean_over_samples(x)
@@ -196,8 +187,8 @@ class Ring:
         """The sum over ranks without copying it back where `t` lies in `buffer` memory: to be read only, until this
         buffer's next collective. For any other tensor, the same as `sum`.
         """
-        _must_add(t)
-        shared = self._resident(t, None)
+        must_add(t)
+        shared = self.collectives.resident(t, None)
         return self.sum(t) if shared is None else shared
 
     def buffer(self, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -205,90 +196,90 @@ class Ring:
 
         All ranks must call it alike. `sum` and `mean` of it, or of a contiguous part of it, save a copy.
         """
-        board = self._folder.board
+        board = self.collectives.board
         size = n * torch.empty(0, dtype=dtype).element_size()
         if board is None or n == 0:
             return torch.zeros(n, dtype=dtype)
-        with self._collective():
+        with self.collectives.collective():
             return tensor_of(board.buffer(size), dtype)
 
     def common(self, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """A vector of `n` zeros in memory that all ranks, of one host, read and write without locks. All must call it
         alike. Raises ConfigError: the ranks are on several hosts.
         """
-        with self._collective():
-            return common(self._mesh, self._folder.board, n, dtype)
+        with self.collectives.collective():
+            return common(self.collectives.mesh, self.collectives.board, n, dtype)
 
     def progress(self) -> Progress:
         """How many rounds each rank has made, in such memory; returns once every rank is here. Raises as `common`."""
-        with self._collective():
-            return Progress(self._mesh, self._folder.board)
+        with self.collectives.collective():
+            return Progress(self.collectives.mesh, self.collectives.board)
 
     def broadcast(self, t: Tensor, root: int = 0) -> Tensor:
         """Give everyone rank `root`'s tensor, in place."""
         self._must_be_rank(root)
-        board = self._folder.board
-        with self._collective(), _flat(t) as flat:
+        board = self.collectives.board
+        with self.collectives.collective(), flat_cpu(t) as flat:
             if board is not None:
                 board.spread(flat, root)
             elif self.size > 1:
-                ring_algorithms.broadcast(self._mesh, flat, root)
+                ring_algorithms.broadcast(self.collectives.mesh, flat, root)
         return t
 
     def all_gather(self, t: Tensor) -> Tensor:
         """Everyone's tensor, stacked in the order of ranks: a new tensor [size, *shape]."""
         out = torch.empty(self.size, t.numel(), dtype=t.dtype)
-        with self._collective():
-            ring_algorithms.all_gather(self._mesh, t.detach().reshape(-1).cpu(), out)
+        with self.collectives.collective():
+            ring_algorithms.all_gather(self.collectives.mesh, t.detach().reshape(-1).cpu(), out)
         return out.view(self.size, *t.shape).to(t.device)
 
     def reduce_scatter(self, t: Tensor) -> Tensor:
         """This rank's slice (`partition.slices`) of the sum of the flat tensors; `t` is left as it was."""
-        _must_add(t)
+        must_add(t)
         flat = t.detach().reshape(-1).cpu()
-        with self._collective():
-            wide = flat.float() if t.dtype in _HALF else flat
-            mine = ring_algorithms.reduce_scatter(self._mesh, wide, ring_algorithms.add)
+        with self.collectives.collective():
+            wide = flat.float() if t.dtype in HALF else flat
+            mine = ring_algorithms.reduce_scatter(self.collectives.mesh, wide, ring_algorithms.add)
         return mine.to(t.device, t.dtype)
 
     def barrier(self) -> None:
         """Return once every rank has come here."""
-        board = self._folder.board
-        with self._collective():
-            self._mesh.meet() if board is None else board.barrier()
+        board = self.collectives.board
+        with self.collectives.collective():
+            self.collectives.mesh.meet() if board is None else board.barrier()
 
     # In pairs
 
     def send(self, t: Tensor, to: int, tag: int = 0) -> None:
         """Give a tensor to rank `to`; returns once it has left."""
         self._must_be_another(to)
-        with self._timed():
-            self._mesh.send(to, tag, raw(t.detach().reshape(-1).cpu()))
+        with self.collectives.timed():
+            self.collectives.mesh.send(to, tag, raw(t.detach().reshape(-1).cpu()))
 
     def recv(self, t: Tensor, frm: int, tag: int = 0) -> Tensor:
         """Fill `t` with what rank `frm` sent under `tag`, in the order of sending; returns `t`."""
         self._must_be_another(frm)
-        with self._timed(), _flat(t) as flat:
-            self._mesh.recv(frm, tag, raw(flat))
+        with self.collectives.timed(), flat_cpu(t) as flat:
+            self.collectives.mesh.recv(frm, tag, raw(flat))
         return t
 
     @property
     def parcels(self) -> PointToPoint:
         """Tensors of any shape and dtype in pairs: `give` and `take`."""
         if self._parcels is None:
-            self._parcels = PointToPoint(self._mesh)
+            self._parcels = PointToPoint(self.collectives.mesh)
         return self._parcels
 
     # Ending
 
     def abort(self) -> None:
         """Make every rank that waits in this ring raise PeerLost now; the ring is dead. Any thread may call it."""
-        self._mesh.abort()
+        self.collectives.mesh.abort()
 
     def close(self) -> None:
         """Leave the ring. Safe to call twice."""
-        self._later.close(self._mesh.abort)
-        self._mesh.close()
+        self.collectives.background.close(self.collectives.mesh.abort)
+        self.collectives.mesh.close()
 
     def __enter__(self) -> Ring:
         return self
@@ -298,66 +289,10 @@ class Ring:
 
     # Parts
 
-    def _fold(self, t: Tensors, kind: str, algorithm: str | None) -> Tensors:
-        self._later.settle()
-        return self._fold_now(t, kind, algorithm)
-
-    def _fold_now(self, t: Tensors, kind: str, algorithm: str | None) -> Tensors:
-        if isinstance(t, Tensor):
-            self._fold_one(t, kind, algorithm)
-            return t
-        for some in _by_dtype(t):
-            packed = torch.cat([each.detach().reshape(-1) for each in some])
-            self._fold_one(packed, kind, algorithm)
-            with torch.no_grad():
-                parts = torch.split_with_sizes(packed, [each.numel() for each in some])
-                for each, part in zip(some, parts, strict=True):
-                    each.copy_(part.view(each.shape))
-        return t
-
-    def _fold_one(self, t: Tensor, kind: str, algorithm: str | None) -> None:
-        _must_add(t)
-        self._folder.must_know(algorithm)
-        if self.size == 1:
-            self._mesh.check()
-            return
-        self._mesh.begin()
-        start = time.perf_counter()
-        try:
-            if isinstance(self._folder, Delegate):
-                self._folder.fold(t.detach(), kind)
-            elif t.is_contiguous() and t.device.type == "cpu":
-                self._folder.fold(t.detach().view(-1), kind, algorithm)
-            else:
-                with _flat(t) as flat:
-                    self._folder.fold(flat, kind, algorithm)
-        except LinkError as error:
-            raise self._mesh.fail(error) from error
-        finally:
-            self._seconds += time.perf_counter() - start
-
-    def _resident(self, t: Tensor, weight: float | None) -> Tensor | None:
-        """The sum or weighted mean of what lies in `buffer` memory, where it lies; None for any other tensor."""
-        self._later.settle()
-        board = self._folder.board
-        if board is None or not board.has_buffers or not t.is_contiguous():
-            return None
-        where = board.find(t)
-        if where is None:
-            return None
-        self._mesh.begin()
-        start = time.perf_counter()
-        try:
-            return tensor_of(board.reduce_resident(where, t.dtype, t.nbytes, "add", weight), t.dtype).view(t.shape)
-        except LinkError as error:
-            raise self._mesh.fail(error) from error
-        finally:
-            self._seconds += time.perf_counter() - start
-
     def _mean_over_samples(self, x: Any) -> Tensor:
         vector: Tensor = x.vector
         packed: Tensor | None = getattr(x, "packed", None)
-        if packed is None or vector.dtype in _HALF:  # a count needs more digits than half precision has
+        if packed is None or vector.dtype in HALF:  # a count needs more digits than half precision has
             packed = torch.empty(vector.numel() + 1, dtype=torch.promote_types(vector.dtype, torch.float32))
             packed[:-1].copy_(vector.reshape(-1))
         if x.samples:
@@ -373,23 +308,6 @@ class Ring:
             vector.copy_(packed[:-1].view(vector.shape))
         return vector
 
-    @contextmanager
-    def _collective(self) -> Iterator[None]:
-        self._mesh.begin()
-        with self._timed():
-            try:
-                yield
-            except LinkError as error:
-                raise self._mesh.fail(error) from error
-
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._seconds += time.perf_counter() - start
-
     def _must_be_rank(self, rank: int) -> None:
         if not 0 <= rank < self.size:
             raise ConfigError(f"no rank {rank} in a ring of {self.size} (0 to {self.size - 1})", rank=rank)
@@ -398,31 +316,3 @@ class Ring:
         self._must_be_rank(rank)
         if rank == self.rank:
             raise ConfigError(f"rank {rank} cannot send to itself", rank=rank)
-
-
-@contextmanager
-def _flat(t: Tensor) -> Iterator[Tensor]:
-    """The tensor as one contiguous CPU vector that is written back where it had to be copied."""
-    with torch.no_grad():
-        whole = t.detach()
-        if whole.is_contiguous() and whole.device.type == "cpu":
-            yield whole.view(-1)
-            return
-        flat = whole.reshape(-1).to("cpu", copy=True)
-        yield flat
-        whole.copy_(flat.view(t.shape))
-
-
-def _must_add(t: Tensor) -> None:
-    if t.dtype not in _NUMBERS:
-        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _NUMBERS)
-        raise ConfigError(f"a ring cannot add {t.dtype}; it adds {known}", dtype=str(t.dtype))
-
-
-def _by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """The tensors in groups of one dtype and device, in the order of first sight."""
-    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for t in tensors:
-        _must_add(t)
-        groups.setdefault((t.dtype, t.device), []).append(t)
-    return list(groups.values())

@@ -58,7 +58,7 @@ class SharedMemoryFold:
         self._place = group.index(mesh.rank)
         self._others = [peer for peer in group if peer != mesh.rank]
         self._offers = 10
-        self._residents: list[Resident] = []
+        self.residents: list[Resident] = []
         self.bytes_shared = 0  # bytes that other ranks have read from this one
         slots = self._share(_SLOTS, 2 * PIECE_BYTES)
         shared = self._share_one(_TABLE, 2 * PIECE_BYTES + len(group) * (2 * _ROW.size + (2 + WORDS) * 8))
@@ -123,7 +123,7 @@ class SharedMemoryFold:
         parts = self._share(key, size)
         out = self._share_one(key + 1, size)
         mine = parts[self._place]
-        self._residents.append(Resident(mine.ctypes.data, parts, out))
+        self.residents.append(Resident(mine.ctypes.data, parts, out))
         return mine
 
     def common(self, size: int) -> Bytes:
@@ -134,7 +134,7 @@ class SharedMemoryFold:
     @property
     def has_buffers(self) -> bool:
         """Whether `buffer` has ever been called."""
-        return bool(self._residents)
+        return bool(self.residents)
 
     # Agreeing
 
@@ -147,13 +147,15 @@ class SharedMemoryFold:
         """Which of the two halves of what is double the next barrier makes readable."""
         return self._barrier.turn & 1
 
-    def _announce(self, kind: int, size: int, where: tuple[int, int] = (-1, 0), weight: float = 1.0) -> None:
+    def announce(self, kind: int, size: int, where: tuple[int, int] = (-1, 0), weight: float = 1.0) -> None:
+        """Say which collective this rank is about to do, for the others to compare after the next barrier."""
         parity = self.parity
         self._row = _ROW.pack(self._mesh.number, kind, size, *where)
         self._rows[parity][self._place * _ROW.size : (self._place + 1) * _ROW.size] = self._row
         self._weights[parity][self._place] = weight
 
-    def _agree(self, parity: int) -> None:
+    def agree(self, parity: int) -> None:
+        """Raise LinkError unless all ranks announced the same collective."""
         rows = self._rows[parity]
         if rows == self._row * len(self._group):
             return
@@ -180,7 +182,7 @@ class SharedMemoryFold:
             parity = self.parity
             self._put(piece, len(data), 1)
             self.bytes_shared += len(self._others) * len(piece)
-            _fold([slots[parity][: len(piece)] for slots in self._slots], piece, x.dtype, fold)
+            fold_parts([slots[parity][: len(piece)] for slots in self._slots], piece, x.dtype, fold)
 
     def two_shot(self, x: Tensor, fold: str) -> None:
         """Everyone adds 1/N and reads the sums of the others; while one piece is read, the next one is written."""
@@ -195,8 +197,8 @@ class SharedMemoryFold:
             size = piece.stop - piece.start
             lo, hi = part(size // width, len(self._group), self._place)
             own = slice(lo * width, hi * width)
-            self.bytes_shared += self._shared_by_two_shot(size)
-            _fold([slots[parity][own] for slots in self._slots], self._out[parity][own], x.dtype, fold)
+            self.bytes_shared += self.bytes_by_two_shot(size)
+            fold_parts([slots[parity][own] for slots in self._slots], self._out[parity][own], x.dtype, fold)
             if i + 1 < len(pieces):
                 self._put(data[pieces[i + 1]], len(data), 2)
             else:
@@ -212,28 +214,29 @@ class SharedMemoryFold:
             if self._place == root:
                 self._slots[root][parity][: len(piece)] = piece
                 self.bytes_shared += len(self._others) * len(piece)
-            self._announce(5, len(data))
+            self.announce(5, len(data))
             self.barrier()
-            self._agree(parity)
+            self.agree(parity)
             if self._place != root:
                 piece[:] = self._slots[root][parity][: len(piece)]
 
-    def _shared_by_two_shot(self, size: int) -> int:
+    def bytes_by_two_shot(self, size: int) -> int:
+        """The bytes that others read from this rank when `size` bytes are folded in two steps."""
         return 2 * len(self._others) * size // len(self._group)
 
     def _put(self, piece: Bytes, total: int, kind: int) -> None:
         parity = self.parity
         self._slots[self._place][parity][: len(piece)] = piece
-        self._announce(kind, total)
+        self.announce(kind, total)
         self.barrier()
-        self._agree(parity)
+        self.agree(parity)
 
     # In place
 
     def find(self, x: Tensor) -> tuple[int, int] | None:
         """Which buffer `x` lies in, and where; None when it is in ordinary memory."""
         start, size = x.data_ptr(), x.nbytes
-        for i, resident in enumerate(self._residents):
+        for i, resident in enumerate(self.residents):
             offset = start - resident.start
             if offset >= 0 and offset + size <= len(resident.out):
                 return (i, offset) if size else None
@@ -248,23 +251,23 @@ class SharedMemoryFold:
         """
         number, offset = where
         parity = self.parity
-        resident = self._residents[number]
-        self._announce(3 if weight is None else 4, size, where, 0.0 if weight is None else weight)
+        resident = self.residents[number]
+        self.announce(3 if weight is None else 4, size, where, 0.0 if weight is None else weight)
         self.barrier()
-        self._agree(parity)
+        self.agree(parity)
         weights = None if weight is None else self._weights[parity].copy()
         width = dtype.itemsize
         lo, hi = part(size // width, len(self._group), self._place)
         own = slice(offset + lo * width, offset + hi * width)
-        _fold([each[own] for each in resident.parts], resident.out[own], dtype, fold, weights)
-        self.bytes_shared += self._shared_by_two_shot(size)
+        fold_parts([each[own] for each in resident.parts], resident.out[own], dtype, fold, weights)
+        self.bytes_shared += self.bytes_by_two_shot(size)
         self.barrier()
         return resident.out[offset : offset + size]
 
     def close(self) -> None:
         """Close the bells; the memory goes with its last user."""
         self._barrier.close()
-        self._residents.clear()
+        self.residents.clear()
 
 
 def _bytes(memory: Memory) -> Bytes:
@@ -280,7 +283,7 @@ def tensor_of(data: Bytes, dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(data).view(dtype) if len(data) else torch.empty(0, dtype=dtype)
 
 
-def _fold(parts: list[Bytes], out: Bytes, dtype: torch.dtype, fold: str, weights: Any = None) -> None:
+def fold_parts(parts: list[Bytes], out: Bytes, dtype: torch.dtype, fold: str, weights: Any = None) -> None:
     """Fold `parts` in the order of ranks into `out`, block by block; infinities are the caller's business."""
     with np.errstate(all="ignore"):
         _fold_quietly(parts, out, dtype, fold, weights)

@@ -1,0 +1,144 @@
+"""What the collectives of one ring share: the mesh, the algorithm that folds, the background thread, the clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from rayps.comm.ring.autotune import Autotuner
+from rayps.comm.ring.background import BackgroundThread
+from rayps.comm.ring.mesh import Mesh
+from rayps.comm.ring.shared_memory import SharedMemoryFold, tensor_of
+from rayps.comm.ring.torch_groups import Delegate
+from rayps.core.errors import ConfigError, LinkError
+
+HALF = (torch.float16, torch.bfloat16)
+_NUMBERS = (torch.float32, torch.float64, *HALF, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+Tensors = TypeVar("Tensors", Tensor, list[Tensor])
+
+
+class Collectives:
+    """Folds tensors over the ranks of one ring. For one thread, or for work that `background` runs."""
+
+    def __init__(self, mesh: Mesh, backend: Autotuner | Delegate) -> None:
+        self.mesh = mesh
+        self.backend = backend
+        self.background = BackgroundThread()
+        self.seconds = 0.0  # spent in collectives, waiting included
+
+    @property
+    def board(self) -> SharedMemoryFold | None:
+        """The memory that all ranks share, where all are on one host."""
+        return self.backend.board
+
+    def fold(self, t: Tensors, kind: str, algorithm: str | None) -> Tensors:
+        """Add ("add") or take the maximum ("max") over ranks in place, after what is under way in the background."""
+        self.background.settle()
+        return self.fold_now(t, kind, algorithm)
+
+    def fold_now(self, t: Tensors, kind: str, algorithm: str | None) -> Tensors:
+        """As `fold`, without waiting for the background."""
+        if isinstance(t, Tensor):
+            self._fold_one(t, kind, algorithm)
+            return t
+        for some in _by_dtype(t):
+            packed = torch.cat([each.detach().reshape(-1) for each in some])
+            self._fold_one(packed, kind, algorithm)
+            with torch.no_grad():
+                parts = torch.split_with_sizes(packed, [each.numel() for each in some])
+                for each, part in zip(some, parts, strict=True):
+                    each.copy_(part.view(each.shape))
+        return t
+
+    def _fold_one(self, t: Tensor, kind: str, algorithm: str | None) -> None:
+        must_add(t)
+        self.backend.must_know(algorithm)
+        if self.mesh.size == 1:
+            self.mesh.check()
+            return
+        self.mesh.begin()
+        start = time.perf_counter()
+        try:
+            if isinstance(self.backend, Delegate):
+                self.backend.fold(t.detach(), kind)
+            elif t.is_contiguous() and t.device.type == "cpu":
+                self.backend.fold(t.detach().view(-1), kind, algorithm)
+            else:
+                with flat_cpu(t) as flat:
+                    self.backend.fold(flat, kind, algorithm)
+        except LinkError as error:
+            raise self.mesh.fail(error) from error
+        finally:
+            self.seconds += time.perf_counter() - start
+
+    def resident(self, t: Tensor, weight: float | None) -> Tensor | None:
+        """The sum or weighted mean of what lies in `buffer` memory, where it lies; None for any other tensor."""
+        self.background.settle()
+        board = self.board
+        if board is None or not board.has_buffers or not t.is_contiguous():
+            return None
+        where = board.find(t)
+        if where is None:
+            return None
+        self.mesh.begin()
+        start = time.perf_counter()
+        try:
+            return tensor_of(board.reduce_resident(where, t.dtype, t.nbytes, "add", weight), t.dtype).view(t.shape)
+        except LinkError as error:
+            raise self.mesh.fail(error) from error
+        finally:
+            self.seconds += time.perf_counter() - start
+
+    @contextmanager
+    def collective(self) -> Iterator[None]:
+        """Begin a collective of the mesh, and count its time. A LinkError within ends the ring."""
+        self.mesh.begin()
+        with self.timed():
+            try:
+                yield
+            except LinkError as error:
+                raise self.mesh.fail(error) from error
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Count the time spent within."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - start
+
+
+@contextmanager
+def flat_cpu(t: Tensor) -> Iterator[Tensor]:
+    """The tensor as one contiguous CPU vector that is written back where it had to be copied."""
+    with torch.no_grad():
+        whole = t.detach()
+        if whole.is_contiguous() and whole.device.type == "cpu":
+            yield whole.view(-1)
+            return
+        flat = whole.reshape(-1).to("cpu", copy=True)
+        yield flat
+        whole.copy_(flat.view(t.shape))
+
+
+def must_add(t: Tensor) -> None:
+    """Raise ConfigError for a dtype that a ring cannot add."""
+    if t.dtype not in _NUMBERS:
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _NUMBERS)
+        raise ConfigError(f"a ring cannot add {t.dtype}; it adds {known}", dtype=str(t.dtype))
+
+
+def _by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """The tensors in groups of one dtype and device, in the order of first sight."""
+    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for t in tensors:
+        must_add(t)
+        groups.setdefault((t.dtype, t.device), []).append(t)
+    return list(groups.values())
