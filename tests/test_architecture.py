@@ -175,6 +175,15 @@ def test_sizes(name):
             assert length <= 75, f"{name}.{node.name} has {length} lines below its docstring"
 
 
+def test_a_class_name_occurs_once():
+    where = {}
+    for name in OURS:
+        for node in ast.walk(TREES[name]):
+            if isinstance(node, ast.ClassDef):
+                where.setdefault(node.name, []).append(name)
+    assert {name: places for name, places in where.items() if len(places) > 1} == {}
+
+
 def test_nobody_prints():
     calls = [
         f"{name}:{node.lineno}"

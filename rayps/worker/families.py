@@ -19,7 +19,7 @@ FAMILIES = {
     families.SYNC_GRADIENTS: "rayps.worker.sync_gradients:SyncGradients",
     families.SERVER_STEPS: "rayps.worker.server_steps:ServerSteps",
     families.LOCAL_UPDATES: "rayps.worker.local_updates:LocalUpdates",
-    families.SHARED_VECTOR: "rayps.worker.shared_vector:SharedVector",
+    families.SHARED_VECTOR: "rayps.worker.shared_vector:SharedVectorSteps",
     families.FEDERATED_ROUNDS: "rayps.worker.federated_rounds:FederatedRounds",
 }
 MODEL_SLICE = "rayps.parallel.division.model_slice:ModelSlice"  # where a replica is several workers

@@ -21,7 +21,7 @@ class SharedVectorWorker(RingWorker):
         super().__init__(workload, plan, peers, device, parameters=peers.ring.common)
 
 
-class SharedVector(Loop):
+class SharedVectorSteps(Loop):
     """Each worker at its own pace; the vector is one, and so is what is saved and evaluated."""
 
     view: ClassVar[type[Worker]] = SharedVectorWorker
