@@ -7,6 +7,7 @@ real Ray. A command is parsed by the command line's own parser, its files and st
 """
 
 import ast
+import importlib
 import inspect
 import io
 import json
@@ -362,6 +363,29 @@ def test_a_command_is_one(command, request):
         looked_up(rest)
     else:
         assert program in PROGRAMS, f"{program}: say in this test how to check it"
+
+
+def inline_commands():
+    """Inline code that begins with `rayps COMMAND` or `python -m benchmarks COMMAND`; values may be placeholders."""
+    for page in PAGES:
+        for span in re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S)):
+            span = " ".join(span.split())
+            if re.match(r"rayps [a-z]|python -m benchmarks [a-z]", span) and "..." not in span:
+                yield pytest.param(span, id=f"{name_of(page)}: {span}")
+
+
+@pytest.mark.parametrize("span", list(inline_commands()))
+def test_an_inline_command_and_its_options_exist(span):
+    words = span.split()
+    peers = words[0] == "python"
+    command = typer.main.get_command(importlib.import_module("benchmarks.__main__").app if peers else app)
+    words = words[3:] if peers else words[1:]
+    while hasattr(command, "commands") and words:
+        assert words[0] in command.commands, span
+        command = command.commands[words.pop(0)]
+    known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    given = {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)}
+    assert given <= known | {"--help"}, span
 
 
 # Job files, strategies in text
