@@ -18,6 +18,7 @@ from rayps.ps.client.client import GroupServer
 from rayps.ps.client.session import Session
 from rayps.ps.fixed.messages import refusal
 from rayps.ps.protocol.messages import GroupMessage, SegmentPayload, numbers, pack, unpack
+from rayps.ps.protocol.pieces import Extent
 from rayps.ps.protocol.segment_map import SegmentHolders, SpaceMap
 from rayps.ps.protocol.space import Space
 from rayps.strategies.parameter_server import ParameterServer
@@ -132,8 +133,10 @@ class Server(Loop):
                 elif group.marks[segment].get(rank, 0) <= message.a:
                     group.marks[segment][rank] = message.a + 1
                     if len(data):
-                        group.values[segment] += message.weight * np.frombuffer(data, np.float64)
+                        said = group.extent(segment).read_push(data)
+                        group.values[segment][slice(*said.area)] += message.weight * said.value.numpy()
             mark = 0 if group.files else message.a + 1
+            pieces = [SegmentPayload(s, g, b"") for s, g, _ in pieces]
         if message.kind in (GroupMessage.PUSH, GroupMessage.FLUSH):
             link.queue(Message(GroupMessage.ACK, message.tag, weight=mark))
         elif group.parks and message.kind != GroupMessage.READ:
@@ -142,8 +145,9 @@ class Server(Loop):
             self.answer(link, message, pieces, mark)
 
     def answer(self, link, message, pieces, mark=0):
-        found = pack([SegmentPayload(s, g, self.group.values[s].tobytes()) for s, g, _ in pieces])
-        link.queue(Message(GroupMessage.VALUE, message.tag, 3, 1, mark), found)
+        values, extent = self.group.values, self.group.extent
+        found = [SegmentPayload(s, g, values[s][slice(*extent(s).read_pull(d))].tobytes()) for s, g, d in pieces]
+        link.queue(Message(GroupMessage.VALUE, message.tag, 3, 1, mark), pack(found))
 
     def turn(self):
         with self.group.lock:
@@ -175,6 +179,9 @@ class FakeGroup:
         for i in range(len(space.cuts)):
             self.give(i, f"s{i % servers}")
         self.manager = Manager(self)
+
+    def extent(self, segment):
+        return Extent(self.space.layout, *self.space.cuts[segment])
 
     def add(self, name):
         self.servers[name] = Server(name, self)

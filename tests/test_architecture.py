@@ -18,8 +18,8 @@ ROOMS = [  # bottom up: a folder imports only those above it in this list
     "data",
     "workload",
     "comm",
-    "ps/fixed",
     "ps/protocol",
+    "ps/fixed",
     "ps/client",
     "ps/tables",
     "ps/server",
@@ -45,7 +45,6 @@ DEEP = {"ps", "federated", "parallel"}  # their subfolders are rooms of their ow
 UNDONE = {  # (room, room above it that it imports): imports that are still to be removed
     ("federated", "strategies"),
     ("ps/fixed", "parallel/division"),
-    ("tensors", "ps/fixed"),
 }
 LAZY = {  # (module, what it imports within a function): why
     ("runtime.training", "rayps.cluster.ray_cluster"): "a run on a given cluster needs no Ray",

@@ -23,6 +23,7 @@ from rayps.core.strategy import Phase
 from rayps.ps.fixed import Server
 from rayps.ps.fixed.loop import ShardLoop
 from rayps.ps.fixed.shard import Shard
+from rayps.ps.group import start
 from rayps.runtime.preflight import preflight
 from rayps.strategies.catalogue import parse
 from rayps.strategies.job import JobSpec
@@ -290,6 +291,88 @@ def test_a_push_that_stands_for_several_steps():
     assert Ledger.from_json(ledger.to_json()) == ledger
 
 
+# ------------------------------------------------------------------------------------ on a server group
+
+
+class GroupTally(Small):
+    """Each gradient, of one row of the data, adds one to that row's slot; several segments' slots, and servers'."""
+
+    def model(self):
+        return Slots()
+
+    def data(self):
+        return rayps.data.tensors(torch.arange(60), torch.zeros(60), batch_size=1)
+
+    def loss(self, model, batch):
+        importlib.import_module("small_work").SEEN[self.tag] += 1
+        time.sleep(self.pause)
+        return -model.slots[batch.x].sum()
+
+    def optimizer(self, params):
+        return torch.optim.SGD(params, lr=1.0)
+
+    def evaluate(self, model, batch):
+        return {}
+
+
+class Slots(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.slots = nn.Parameter(torch.zeros(60, dtype=torch.float64))
+
+
+@pytest.fixture
+def site():
+    cluster = Watched()
+    with start(cluster, "common", servers=3, replicas=1, detached=False) as group:
+        yield cluster, group
+    cluster.close()
+
+
+@pytest.mark.parametrize(("n_push", "n_fetch", "adagrad"), [(1, 1, None), (2, 3, None), (4, 4, 0.1)])
+def test_on_a_server_group_one_replica_is_the_appendix_to_the_bit_of_fixed_servers(site, n_push, n_fetch, adagrad):
+    work, strategy = Small(n=51, optimizer="adam"), Downpour(n_push=n_push, n_fetch=n_fetch, adagrad=adagrad)
+    fixed = train(work, strategy, workers=1, epochs=2)
+    found = train(work, strategy, site[0], workers=1, epochs=2, server_group="common", checkpoint_every=3)
+    assert distance(found.model(), fixed.model()) == 0.0
+    assert distance(found.model(), appendix(work, n_push, n_fetch, adagrad, epochs=2)) < EXACT
+
+
+@pytest.mark.parametrize(("n_push", "n_fetch"), [(1, 1), (3, 2), (100, 100)])
+@pytest.mark.parametrize("every", [1, 5])
+def test_on_a_server_group_every_gradient_is_in_a_push_once_whoever_dies(site, n_push, n_fetch, every):
+    cluster, _ = site
+    work = GroupTally(pause=0.01, tag=f"downpour-group-{n_push}-{n_fetch}-{every}")
+    cluster.kill_when(work.tag, 20, ("ServerActor", "server-1"))
+    cluster.kill_when(work.tag, 60, ("WorkerActor", 1))
+    strategy = Downpour(n_push=n_push, n_fetch=n_fetch)
+    result = train(work, strategy, cluster, workers=3, epochs=6, server_group="common", checkpoint_every=every)
+    assert torch.equal(result.snapshot.params, torch.full((60,), 6.0, dtype=torch.float64))
+    assert {"server_lost", "replaced"} <= set(kinds(result)) and "restarted" not in kinds(result)
+
+
+def test_on_a_server_group_without_copies_pushes_of_several_rounds_are_said_again():
+    cluster = Watched()
+    with start(cluster, "common", servers=2, replicas=0, detached=False):
+        work = GroupTally(pause=0.01, tag="downpour-group-lost")
+        cluster.kill_when(work.tag, 120, ("ServerActor", "server-1"))
+        strategy = Downpour(n_push=3, n_fetch=2)
+        result = train(work, strategy, cluster, workers=3, epochs=6, server_group="common", checkpoint_every=5)
+    cluster.close()
+    assert torch.equal(result.snapshot.params, torch.full((60,), 6.0, dtype=torch.float64))
+    assert "restored" in kinds(result)
+
+
+def test_on_a_server_group_a_warm_start_is_one_replica_alone(site):
+    ORDER.clear()
+    work = Ordered(n=72, batch=1, jitter=0.002, tag="downpour-group-warm")
+    train(work, Downpour(warm_start=5, n_push=2), site[0], workers=3, epochs=1, server_group="common")
+    first = {int((b.x * 72).round()) for b in work.data().batches(rank=0, size=3, seed=0, epoch=0)}
+    alone = next(i for i, row in enumerate(ORDER) if row not in first)
+    assert sorted(ORDER) == list(range(72))
+    assert 6 <= alone < 24
+
+
 # ------------------------------------------------------------------------------------------- warm start
 
 
@@ -412,15 +495,6 @@ def test_its_text_is_read_and_it_is_out_of_step():
     found = parse("downpour:n_push=4,n_fetch=2,adagrad=0.01,warm_start=100")[0].strategy
     assert found == Downpour(n_push=4, n_fetch=2, adagrad=0.01, warm_start=100)
     assert not found.topology.in_step and found.topology.staleness is None
-
-
-def test_an_elastic_group_cannot_serve_it():
-    spec = JobSpec("x:Small", workers=2, server_group="common")
-    with pytest.raises(ConfigError, match=r"downpour needs servers of its own"):
-        preflight(Small(), [Phase(None, Downpour())], spec)
-    phases = [Phase(1, ParameterServer(shards=2, replicas=1)), Phase(None, Downpour())]
-    with pytest.raises(ConfigError, match=r"downpour needs servers of its own"):
-        preflight(Small(), phases, JobSpec("x:Small", workers=2))
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,14 @@ def test_in_step_the_result_is_that_of_fixed_servers_to_the_bit(cluster, group, 
     assert spaces(group) == []
 
 
+def test_encoded_pushes_give_what_they_give_on_fixed_servers_to_the_bit(cluster, group):
+    work = Small(n=36, optimizer="adam")
+    fixed = train(work, ParameterServer(shards=2, compression="fp16"), cluster)
+    assert not same(fixed, train(work, ParameterServer(shards=2), cluster))
+    assert same(fixed, train(work, ParameterServer(shards=3, replicas=1, compression="fp16"), cluster))
+    assert same(fixed, train(work, ParameterServer(compression="fp16"), cluster, server_group="main"))
+
+
 @pytest.mark.parametrize("staleness", [2, None])
 def test_out_of_step_every_round_is_told_once(cluster, group, staleness):
     result = train(Small(n=120), ParameterServer(staleness=staleness), cluster, server_group="main")
@@ -380,8 +388,6 @@ def test_a_group_that_is_not_there(cluster, group):
     ("strategy", "options", "word"),
     [
         (AllReduce(), {"server_group": "main"}, "needs no servers"),
-        (ParameterServer(compression="fp16"), {"server_group": "main"}, "compression"),
-        (ParameterServer(shards=2, replicas=1, compression="int8"), {}, "compression"),
         (ParameterServer(), {"branch": "other"}, "server_group"),
         (
             [(1, AllReduce()), (1, ParameterServer())],

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from torch.optim import SGD, Adam
+from torch.optim import SGD, Adagrad, Adam
 
 import rayps
 from rayps.cluster.local import LocalCluster, until
@@ -180,3 +180,84 @@ def test_a_branch_goes_its_own_way(cluster):
             assert torch.equal(shared.join(0).read(), law)
         assert torch.equal(shared.join(0).read(), law)
         assert len(shared.facts()["spaces"]) == 1
+
+
+# ---- what a push may be: rows, ranges
+
+ROWS, WIDTH = 200, 3
+OUTSIDE = {"head": torch.zeros(7).double(), "tail": torch.zeros(4).double()}
+
+
+def with_table():
+    return {**OUTSIDE, "table": torch.arange(ROWS * WIDTH).double().view(ROWS, WIDTH) / 9}
+
+
+def mixed_pushes(shared, workers, events=None, steps=STEPS):
+    """What is there at the end, when each worker pushes rows, a range, or everything in turn. Events as `trained`."""
+    events = events or {}
+
+    def work(rank):
+        server = shared.join(rank)
+        try:
+            for step in range(steps):
+                made = torch.Generator().manual_seed(1000 * rank + step)
+                ids = torch.randint(0, ROWS, (11,), generator=made)
+                rows = torch.randn(11, WIDTH, generator=made).double()
+                server.pull(ids)
+                if rank == 0 and step in events:
+                    events[step]()
+                match (rank + step) % 4:
+                    case 0:
+                        lo = 10 * rank + step
+                        server.push(torch.randn(40, generator=made).double(), lo=lo, weight=weight(rank, step))
+                    case 1:
+                        table = torch.zeros(ROWS, WIDTH).double().index_add_(0, ids, rows)
+                        server.push({**OUTSIDE, "table": table}, weight=weight(rank, step))
+                    case _:
+                        server.push(ids, rows, weight=weight(rank, step))
+        finally:
+            server.close()
+
+    with ThreadPoolExecutor(workers) as pool:
+        for call in [pool.submit(work, rank) for rank in range(workers)]:
+            call.result(120)
+    return shared.join(0).read()
+
+
+def adagrad(params):
+    return Adagrad(params, lr=0.25)
+
+
+@pytest.mark.parametrize("optimizer", [momentum, adam, adagrad])
+@pytest.mark.parametrize(("workers", "staleness"), [(3, 0), (1, None)])
+def test_rows_and_ranges_are_what_they_are_on_fixed_servers_whoever_dies(cluster, workers, staleness, optimizer):
+    options = {"workers": workers, "timeout": 60.0, "cluster": cluster, "optimizer": optimizer, "staleness": staleness}
+    with rayps.ServerGroup(with_table(), shards=5, **options) as fixed:
+        law = mixed_pushes(fixed, workers)
+    with rayps.ServerGroup(with_table(), shards=3, replicas=1, segments=5, **options) as shared:
+        events = {2: lambda: shared.resize(4), 5: lambda: kill_one(cluster, shared), 9: lambda: shared.wait_settled(30)}
+        found = mixed_pushes(shared, workers, events)
+        counts = shared.facts()["counts"]
+    for name, value in law.items():
+        assert torch.equal(found[name], value), name
+    assert counts["deaths"] == 1 and counts["lost"] == 0
+
+
+# ---- pushes in fewer bytes
+
+
+@pytest.mark.parametrize("compression", ["fp16", "int8", "top_k:0.1"])
+@pytest.mark.parametrize(("workers", "staleness"), [(3, 0), (1, None)])
+def test_encoded_pushes_and_what_they_left_out_survive_the_death_of_a_server(cluster, workers, staleness, compression):
+    options = {"optimizer": adam, "staleness": staleness, "compression": compression}
+    with group(cluster, workers, shards=5, **options) as fixed:
+        law = trained(fixed, workers)
+    with group(cluster, workers, shards=3, replicas=1, segments=5, **options) as shared:
+        events = {2: lambda: shared.resize(4), 5: lambda: kill_one(cluster, shared), 9: lambda: shared.wait_settled(30)}
+        found = trained(shared, workers, events)
+        counts = shared.facts()["counts"]
+    assert torch.equal(found, law)  # a server's death, and a push that is repeated, change no bit
+    assert counts["deaths"] == 1 and counts["lost"] == 0
+    plain = alone(workers, adam)
+    assert torch.allclose(found, plain, atol=0.2)
+    assert compression == "fp16" or not torch.equal(found, plain)  # a gradient in eighths fits into fp16

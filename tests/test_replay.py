@@ -9,9 +9,9 @@ from test_consistent import joined
 from test_server import START, N, every, house  # noqa: F401  (a fixture)
 
 from rayps.ps.fixed.messages import ShardMessage
-from rayps.ps.fixed.shared_memory import flat_bytes
 from rayps.ps.fixed.transport import ShardCall
 from rayps.tensors.flat import Layout
+from rayps.tensors.packing import flat_bytes
 
 ONES = torch.ones(N, dtype=torch.float64)
 TABLE = Layout.of([("w", torch.empty(N, 1, dtype=torch.float64))])

@@ -10,7 +10,7 @@ from torch.optim import SGD, Adagrad, Adam
 
 from rayps.core.errors import ConfigError
 from rayps.core.partition import slices
-from rayps.ps.fixed.rows import (
+from rayps.ps.protocol.rows import (
     KEPT_LISTS,
     IdLists,
     Ids,

@@ -16,9 +16,9 @@ from rayps.comm.link import Listener, Message, connect
 from rayps.core.calendar import Boundary
 from rayps.core.errors import ConfigError, PeerLost
 from rayps.core.partition import slices
+from rayps.ps.client.compressed import compress
 from rayps.ps.fixed import Server, ShardLoop
 from rayps.ps.fixed.coded import coded, value_of
-from rayps.ps.fixed.compressed import compress
 from rayps.ps.fixed.messages import ShardMessage
 from rayps.ps.fixed.shard import Shard
 from rayps.ps.server_group import ServerGroup
@@ -312,8 +312,9 @@ def test_in_step_server_and_ring_take_nearly_the_same_course():
     assert distance(*results) < 1e-3
 
 
-def test_a_group_of_ones_own_may_compress():
-    with ServerGroup(torch.zeros(N), staleness=None, compression="int8", cluster=LocalCluster()) as group:
+@pytest.mark.parametrize("more", [{}, {"shards": 2, "replicas": 1, "segments": 1}], ids=["fixed", "elastic"])
+def test_a_group_of_ones_own_may_compress(more):
+    with ServerGroup(torch.zeros(N), staleness=None, compression="int8", cluster=LocalCluster(), **more) as group:
         server = group.join(0)
         vector, memory = gradient(0, 0), ErrorFeedback(codec("int8"), N, torch.float32)
         assert torch.equal(server.push_pull(vector), -through(memory, vector, [(0, N)]))

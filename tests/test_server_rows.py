@@ -17,14 +17,19 @@ F64 = torch.float64
 OPTIMIZERS = {"sgd": lambda p: SGD(p, lr=0.1), "adagrad": lambda p: Adagrad(p, lr=0.1)}
 
 
-def group(**options):
+SERVERS = {"fixed": {}, "group": {"replicas": 0}, "copies": {"replicas": 1}}  # which servers, as options
+
+
+def group(servers="fixed", **options):
+    if servers == "copies":
+        options["shards"] = options.get("shards", 1) + 1
     chance = torch.Generator().manual_seed(5)
     params = {
         "head": torch.zeros(5, dtype=F64),
         "table": torch.randn(ROWS, WIDTH, dtype=F64, generator=chance),
         "tail": torch.zeros(4, dtype=F64),
     }
-    return rayps.ServerGroup(params, cluster=LocalCluster(), timeout=60.0, **options)
+    return rayps.ServerGroup(params, cluster=LocalCluster(), timeout=60.0, **SERVERS[servers], **options)
 
 
 def batch(seed, n=20):
@@ -43,12 +48,14 @@ def every(work, count):
         return [call.result(60) for call in [pool.submit(work, rank) for rank in range(count)]]
 
 
-@pytest.mark.parametrize("resident", [True, False])
+@pytest.mark.parametrize(
+    ("servers", "resident"), [("fixed", True), ("fixed", False), ("group", True), ("copies", True)]
+)
 @pytest.mark.parametrize("shards", [1, 2, 3])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_rows_are_what_a_dense_push_of_them_gives(shards, resident, optimizer):
+def test_rows_are_what_a_dense_push_of_them_gives(shards, servers, resident, optimizer):
     factory = OPTIMIZERS[optimizer]
-    with group(shards=shards, staleness=None, optimizer=factory) as shared, group(optimizer=factory) as law:
+    with group(servers, shards=shards, staleness=None, optimizer=factory) as shared, group(optimizer=factory) as law:
         one, slow = shared.join(0, resident=resident), law.join(0)
         for seed in (1, 2, 1, 3, 1):  # some ids come again
             ids, rows = batch(seed)
@@ -64,9 +71,10 @@ def test_rows_are_what_a_dense_push_of_them_gives(shards, resident, optimizer):
             assert torch.allclose(value, whole[name], atol=1e-12), name
 
 
+@pytest.mark.parametrize("servers", SERVERS)
 @pytest.mark.parametrize("staleness", [0, 1, None])
 @pytest.mark.parametrize("mixed", [False, True])
-def test_several_workers(staleness, mixed):
+def test_several_workers(servers, staleness, mixed):
     """Each pushes rows of its own, and one of them perhaps all parameters; in step the mean is weighted."""
     steps, weights = 6, [1.0, 2.0, 3.0]
 
@@ -85,7 +93,7 @@ def test_several_workers(staleness, mixed):
             one.pull(ids)
         return one.pull() if staleness == 0 else None
 
-    with group(shards=2, staleness=staleness, workers=3, optimizer=OPTIMIZERS["sgd"]) as shared:
+    with group(servers, shards=2, staleness=staleness, workers=3, optimizer=OPTIMIZERS["sgd"]) as shared:
         start = shared.join(0).read()
         every(work, 3)
         final = shared.join(0).read()
@@ -95,8 +103,9 @@ def test_several_workers(staleness, mixed):
         assert torch.allclose(value, law, atol=1e-12), name
 
 
-def test_push_pull_of_rows():
-    with group(shards=2, optimizer=OPTIMIZERS["sgd"]) as shared:
+@pytest.mark.parametrize("servers", SERVERS)
+def test_push_pull_of_rows(servers):
+    with group(servers, shards=2, optimizer=OPTIMIZERS["sgd"]) as shared:
         one = shared.join(0)
         ids, rows = batch(3)
         before = one.pull()["table"]
@@ -131,8 +140,9 @@ def test_ids_that_come_again_are_not_sent_again(monkeypatch, resident):
         (lambda one: one.pull(torch.tensor([1]), out=torch.empty(WIDTH)), "out is torch.float32"),
     ],
 )
-def test_what_cannot_be_is_refused_and_changes_nothing(call, words):
-    with group(shards=2) as shared:
+@pytest.mark.parametrize("servers", ["fixed", "group"])
+def test_what_cannot_be_is_refused_and_changes_nothing(call, words, servers):
+    with group(servers, shards=2) as shared:
         one = shared.join(0)
         before = one.read()
         with pytest.raises(ConfigError, match=words):
@@ -142,10 +152,11 @@ def test_what_cannot_be_is_refused_and_changes_nothing(call, words):
             assert torch.equal(value, before[name])
 
 
-def test_a_row_that_would_be_cut_between_servers_is_refused():
+@pytest.mark.parametrize("servers", SERVERS)
+def test_a_row_that_would_be_cut_between_servers_is_refused(servers):
     words = "rows of '' have 9 elements and are cut between servers"
     with (
-        rayps.ServerGroup(torch.zeros(2, 9), shards=4, cluster=LocalCluster()) as shared,
+        rayps.ServerGroup(torch.zeros(2, 9), shards=4, cluster=LocalCluster(), **SERVERS[servers]) as shared,
         pytest.raises(ConfigError, match=words),
     ):
         shared.join(0).pull(torch.tensor([0]))

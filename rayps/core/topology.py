@@ -236,16 +236,6 @@ class Servers:
         if job.tables and not self.tables:
             raise _no_tables(name, job)
         _refuse_replica(self.replica, job)
-        if job.elastic and self.compression is not None:
-            raise ConfigError(
-                f"compression is {self.compression!r}: pushes to an elastic server group travel as they are; leave it "
-                "out, or use fixed servers (no server_group, no replicas, no tables)",
-                field="compression",
-            )
-        if self.update.spans and job.elastic:
-            raise ConfigError(
-                f"{name} needs servers of its own: leave out server_group, and other phases' replicas", field="strategy"
-            )
 
     def cost(self, grid: Grid, sizes: Sizes) -> list[TrafficCost]:
         """Traffic of a step with the servers, by formula."""

@@ -11,9 +11,9 @@ from torch import Tensor
 from rayps.core.errors import ConfigError, RaypsError
 from rayps.ps.client.client import GroupServer
 from rayps.ps.client.session import KEEP_BYTES, Session
-from rayps.ps.fixed.rows import cuts
 from rayps.ps.group import ManagerClient
 from rayps.ps.protocol.messages import GroupMessage
+from rayps.ps.protocol.rows import cuts
 from rayps.ps.protocol.space import Quota, Space
 from rayps.ps.server.dense_segment import state_of
 from rayps.tensors.flat import Layout
@@ -36,7 +36,7 @@ def cut(layout: Layout, segments: int | None = None) -> tuple[tuple[int, int], .
         raise ConfigError(
             f"segments is {segments!r}: give a whole number from 1 to the {layout.size} elements", field="segments"
         )
-    return tuple(cuts(layout, segments))
+    return tuple(cuts(layout, segments, 1 / 2))  # a server has many of them, so that they need not be equal
 
 
 class OwnSpace:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,12 +23,12 @@ from rayps.core.errors import ConfigError
 from rayps.core.server_updates import PlainServers, plain_servers
 from rayps.ps import group as elastic
 from rayps.ps.client.client import GroupServer
+from rayps.ps.client.compressed import compress
 from rayps.ps.fixed import Server
-from rayps.ps.fixed.compressed import compress
 from rayps.ps.fixed.parameters import SharedParameters
-from rayps.ps.fixed.rows import cuts
 from rayps.ps.fixed.shard_actor import ShardPlan
 from rayps.ps.own_space import OwnSpace, cut
+from rayps.ps.protocol.rows import cuts
 from rayps.ps.protocol.space import Quota, Space
 from rayps.tensors import optim
 from rayps.tensors.flat import Layout
@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 
 START_SECONDS = 180.0
 
+S = TypeVar("S", Server, GroupServer)
+
 
 class ServerGroup:
     """Shared parameters on servers. Pass it to your actors; whoever made it ends it with `close()`.
@@ -47,7 +49,7 @@ class ServerGroup:
     parameters (default: SGD with lr=1, which subtracts what is pushed). `staleness` is 0 (each round waits for all
     `workers`), a number of rounds, or None (asynchronous). `timeout` is in seconds.
 
-    Without `replicas` and `group`, `shards` servers hold a part each, for as long as all of them live; `compression`
+    Without `replicas` and `group`, `shards` servers hold a part each, for as long as all of them live. `compression`
     says how pushes travel, as a strategy's does.
 
     With `replicas` an elastic group of `shards` servers is started and ended with this one. With replicas=1, every
@@ -87,7 +89,7 @@ class ServerGroup:
         cluster: Cluster | None = None,
     ) -> None:
         is_elastic = replicas is not None or group is not None
-        _refuse_mixtures(is_elastic, replicas, group, name, segments, quota, compression)
+        _refuse_mixtures(is_elastic, replicas, group, name, segments, quota)
         own = replicas if group is None else None
         servers = plain_servers(shards, staleness, compression, own)
         strategy = PlainServers(servers)
@@ -189,7 +191,7 @@ class ServerGroup:
                 f"rank {rank} is not one of {self.workers} workers (0 to {self.workers - 1})", field="rank"
             )
         if self._own is not None:
-            return self._own.server(rank)
+            return self._coded(self._own.server(rank))
         links = [
             connect(
                 address, name=f"worker-{rank}", secret=self._secret, generation=self.generation, timeout=self.timeout
@@ -208,6 +210,10 @@ class ServerGroup:
             independent=self._independent,
             layout=self.layout,
         )
+        return self._coded(server)
+
+    def _coded(self, server: S) -> S:
+        """The server, whose pushes travel as `compression` says."""
         if self._compression is not None:
             log.info(compress(server, self._compression)["message"])
         return server
@@ -282,22 +288,11 @@ class ServerGroup:
 
 
 def _refuse_mixtures(
-    is_elastic: bool,
-    replicas: object,
-    group: object,
-    name: object,
-    segments: object,
-    quota: object,
-    compression: object,
+    is_elastic: bool, replicas: object, group: object, name: object, segments: object, quota: object
 ) -> None:
     """Say which arguments do not go together. Raises ConfigError."""
     if group is not None and replicas is not None:
         raise ConfigError("a group that runs has its replicas: leave out `replicas`, or `group`", field="replicas")
-    if is_elastic and compression is not None:
-        raise ConfigError(
-            "an elastic group takes pushes as they are: leave out `compression`, or `replicas` and `group`",
-            field="compression",
-        )
     given = [key for key, value in [("name", name), ("segments", segments), ("quota", quota)] if value is not None]
     if not is_elastic and given:
         raise ConfigError(f"{given[0]} is for an elastic group: give replicas=1 or group=NAME too", field=given[0])

@@ -11,11 +11,11 @@ from rayps.cluster.members import GroupMember, place, settle
 from rayps.core.strategy import StrategyView
 from rayps.core.topology import group_of, servers_of
 from rayps.parallel.division.division import shares
-from rayps.ps.fixed.rows import cuts
 from rayps.ps.fixed.shard import ShardFacts, ShardPart
 from rayps.ps.fixed.shard_actor import ShardPlan
 from rayps.ps.group import find, start
 from rayps.ps.job_space import JobSpace
+from rayps.ps.protocol.rows import cuts
 from rayps.ps.protocol.space import Quota, SpaceRank, SparseTable
 from rayps.strategies.job import JobSpec
 from rayps.tensors.learning_rate import Recipe

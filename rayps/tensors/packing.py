@@ -13,10 +13,14 @@ import torch
 from torch import Tensor
 
 from rayps.core.errors import CheckpointError
-from rayps.ps.fixed.shared_memory import flat_bytes
 from rayps.tensors.optim import Moments
 
 _ALIGN = 16
+
+
+def flat_bytes(tensor: Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    """The bytes of a contiguous CPU tensor, without a copy, for any dtype."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy()
 
 
 def pack_state(head: dict[str, Any], tensors: list[Tensor]) -> bytes:

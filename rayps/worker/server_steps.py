@@ -13,8 +13,7 @@ from rayps.core.topology import servers_of
 from rayps.data import Batch
 from rayps.parallel.division.agree import agreed
 from rayps.ps.client.client import GroupServer
-from rayps.ps.fixed import Server
-from rayps.ps.fixed.compressed import compress
+from rayps.ps.client.compressed import compress
 from rayps.tensors.flat import Gradient, square_of
 from rayps.tensors.local_state import LocalState
 from rayps.tensors.snapshot import Snapshot
@@ -48,7 +47,7 @@ class ServerWorker(Worker):
             bind_tables(self, peers.talk)
         if self.tables is not None and isinstance(server, GroupServer):
             server.extras = self.tables.pieces
-        if isinstance(server, Server) and servers.compression is not None:
+        if servers.compression is not None:
             self.log.choices.append(compress(server, servers.compression))
         if peers.rings:
             exact = plan.start < 0 and servers.in_step

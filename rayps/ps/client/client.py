@@ -6,18 +6,24 @@ With `defer`, a push leaves with whatever is said next, so that a round of push 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from rayps.comm.compress import ErrorFeedback
 from rayps.comm.link.socket_link import EMPTY
-from rayps.core.errors import ConfigError
-from rayps.ps.client.session import Session
-from rayps.ps.fixed.shared_memory import flat_bytes
-from rayps.ps.protocol.messages import GroupMessage
+from rayps.core.errors import ConfigError, PeerTimeout
+from rayps.ps.client.session import SegmentReplies, Session
+from rayps.ps.protocol.messages import GroupMessage, read_numbers
+from rayps.ps.protocol.pieces import coded_piece, range_piece, rows_piece
+from rayps.ps.protocol.rows import IdLists, piece
 from rayps.tensors.flat import Gradient
+from rayps.tensors.packing import flat_bytes
+
+LOOK_SECONDS = 0.01  # between two looks at how far another worker is
 
 Extras = Callable[[], Mapping[int, Any]]
 
@@ -53,9 +59,11 @@ class GroupServer:
         self.version = 0  # steps that were taken where the last pull came from, the least of the segments
         self.durable = 0  # all pushes of this rank below this step are durable, as of the last answers
         self.consistent = consistent
+        self.feedback: ErrorFeedback | None = None  # where pushes are encoded: see `rayps.ps.client.compressed`
         self.extras = extras
         self._defer, self._cuts, self._item = defer, space.cuts, self.dtype.itemsize
-        self._nothing: dict[int, Any] = dict.fromkeys(range(len(space.cuts), space.segments), EMPTY)
+        self._lists = IdLists(space.layout, space.cuts)
+        self._nothing: dict[int, Any] = dict.fromkeys(range(space.segments), EMPTY)
         self._posted: _SentPush | None = None  # a push that has not left yet
         marks = talk.join()
         self.step = min(marks.values()) if step < 0 else step
@@ -84,11 +92,13 @@ class GroupServer:
         """The elements lo to hi as they are now, outside the clock; each segment's are of one version."""
         return self._fetch(GroupMessage.READ, lo, self.size if hi is None else hi, None)
 
-    def push(self, value: Tensor | Gradient, weight: float = 1.0, lo: int = 0) -> None:
+    def push(self, value: Tensor | Gradient, weight: float = 1.0, lo: int = 0, rounds: int = 1) -> None:
         """Push a gradient, or a range of it that begins at element lo; the push counts as one step.
 
-        A Gradient brings its number of samples as its weight. What a range leaves out of a segment counts as zero, and
-        segments that it leaves out are not stepped. Deferred, `value` must not change before the next call here.
+        Where the strategy's pushes are `spans` it counts as `rounds` steps, all that were made since the one before.
+
+        A Gradient brings its number of samples as its weight. What a range leaves out is not stepped, unless others
+        push it in the same round. Deferred, `value` must not change before the next call here.
 
         Raises:
             PeerTimeout, PeerLost, StaleGeneration: as `Session.exchange`.
@@ -97,16 +107,45 @@ class GroupServer:
         count = vector.numel()
         self._must_fit(lo, lo + count)
         self.settle()
-        laid = flat_bytes(vector.detach().reshape(-1).to("cpu", self.dtype))
-        pieces: dict[int, Any] = {i: self._piece(laid, lo, count, a, b) for i, (a, b) in enumerate(self._cuts)}
-        pieces |= self._nothing
+        if self.feedback is not None:
+            pieces = self._coded(self.feedback, vector.detach().reshape(-1), weight, lo)
+        else:
+            laid = flat_bytes(vector.detach().reshape(-1).to("cpu", self.dtype))
+            pieces = {i: self._piece(laid, lo, count, a, b) for i, (a, b) in enumerate(self._cuts)}
+        self._post(pieces, weight, rounds)
+
+    def _post(self, pieces: dict[int, Any], weight: float, rounds: int = 1) -> None:
+        """Let a push leave, now or with what is asked next; it says nothing of the segments that `pieces` lacks."""
+        pieces = self._nothing | pieces
         if self.extras is not None:
             pieces |= self.extras()
         self.bytes_moved += sum(len(piece) for piece in pieces.values())
-        self._posted = _SentPush(self.step, weight, pieces)
-        self.step += 1
+        self.step += rounds
+        self._posted = _SentPush(self.step - 1, weight, pieces)
         if not self._defer:
             self.settle()
+
+    def wait(self, rank: int, rounds: int) -> None:
+        """Return once a rank's pushes stand for so many rounds.
+
+        Raises:
+            PeerTimeout: it was silent past the deadline; pushes begin it anew.
+        """
+        self.settle()
+        reached, since, timeout = -1, time.monotonic(), self.talk.timeout
+        while reached < rounds:
+            found = read_numbers(self.talk.exchange(GroupMessage.MARKS, {0: EMPTY}).pieces[0])[rank]
+            if found > reached:
+                reached, since = found, time.monotonic()
+            elif time.monotonic() - since > timeout:
+                raise PeerTimeout(
+                    f"worker-{rank} has pushed {reached} of the {rounds} rounds that the others wait for, and none in "
+                    f"{timeout:g} s (the knob is `timeout`)",
+                    peer=f"worker-{rank}",
+                    seconds=timeout,
+                )
+            else:
+                time.sleep(LOOK_SECONDS)
 
     def settle(self) -> None:
         """Return once every push is acknowledged."""
@@ -125,13 +164,48 @@ class GroupServer:
         self.settle()
         self.talk.flush()
 
-    def pull_rows(self, ids: Tensor, table: str | None = None, **more: Any) -> Tensor:
-        """Rows by id of a dense parameter are not served here. Raises ConfigError."""
-        raise _no_rows()
+    def pull_rows(
+        self, ids: Tensor, table: str | None = None, *, out: Tensor | None = None, consistent: bool | None = None
+    ) -> Tensor:
+        """The rows of a table with these ids, in their order and with their repetitions, as [len(ids), width].
+
+        A table is a parameter of two or more dimensions; `table` is its name, where there are several. The rows land
+        in `out` where given. Waits and raises as `pull`, and ConfigError: there is no such table or row.
+        """
+        self.settle()
+        listed = self._lists.find(ids, table)
+        width = listed.ids.table.width
+        self._must_land(out, len(ids) * width)
+        shape = (len(listed.ids.unique), width)
+        found = out.view(shape) if out is not None and listed.ids.sorted else torch.empty(shape, dtype=self.dtype)
+        pieces = {i: rows_piece(rows, self._plain(i)) for i, rows in listed.parts}
+        places = {i: flat_bytes(found[slice(*listed.cuts[i])]) for i, _ in listed.parts}
+        self._take(self._pulled(pieces, places, consistent))
+        self.bytes_moved += found.numel() * self._item
+        return listed.ids.spread(found, None if out is None else out.view(-1, width))
 
     def push_rows(self, ids: Tensor, rows: Tensor, weight: float = 1.0, table: str | None = None) -> None:
-        """Rows by id of a dense parameter are not served here. Raises ConfigError."""
-        raise _no_rows()
+        """Push a gradient [len(ids), width] of the rows with these ids; rows of the same id are added up.
+
+        Counts as one step, as `push` does. Out of step the optimizer steps these rows alone, in step all that anybody
+        pushed in the round; see `rayps.ps.protocol.rows.step_rows` for what that means to its state.
+
+        Raises:
+            ConfigError: there is no such table or row, or the shape is another.
+        """
+        listed = self._lists.find(ids, table)
+        width = listed.ids.table.width
+        if tuple(rows.shape[:1]) != tuple(ids.shape) or rows.numel() != len(ids) * width:
+            raise ConfigError(
+                f"rows have shape {tuple(rows.shape)}: give [{len(ids)}, {width}], one row for each of the ids"
+            )
+        self.settle()
+        summed = listed.ids.summed(rows.detach().reshape(-1, width).to("cpu", self.dtype))
+        pieces = {
+            i: rows_piece(part, self._plain(i), flat_bytes(piece(summed, *listed.cuts[i])).data)
+            for i, part in listed.parts
+        }
+        self._post(pieces, float(weight))
 
     def buffer(self, size: int, dtype: torch.dtype) -> Tensor:
         """Memory of `size` elements, all zero, for gradients. Ordinary memory: pushes are copied into requests."""
@@ -146,6 +220,11 @@ class GroupServer:
         self.talk.close()
 
     @property
+    def shares_memory(self) -> bool:
+        """Whether all servers read this worker's gradient in shared memory."""
+        return False
+
+    @property
     def seconds_waiting(self) -> float:
         """How long this worker has waited for answers."""
         return self.talk.seconds_waiting
@@ -157,11 +236,8 @@ class GroupServer:
             out = self.home if whole and kind is GroupMessage.PULL else None
         if out is None:
             out = torch.empty(hi - lo, dtype=self.dtype)
-        if out.numel() != hi - lo or out.dtype != self.dtype or not out.is_contiguous() or out.device.type != "cpu":
-            raise ConfigError(
-                f"out is {out.dtype} of {out.numel()} elements: give a contiguous CPU tensor of {hi - lo} {self.dtype}"
-            )
-        places, spare = self._places(flat_bytes(out), lo, hi)
+        self._must_land(out, hi - lo)
+        pieces, places = self._places(flat_bytes(out), lo, hi)
         self.bytes_moved += (hi - lo) * self._item
         posted = self._posted
         if kind is GroupMessage.PULL and whole and posted is not None:
@@ -171,29 +247,32 @@ class GroupServer:
             )
         else:
             self.settle()
-            pieces = dict.fromkeys(places, EMPTY)
-            answers = self.talk.exchange(
-                kind, pieces, step=self.step if kind is GroupMessage.PULL else 0, landing=places
-            )
-        for a, b, place in spare:
-            start, stop, item = max(a, lo), min(b, hi), self._item
-            flat_bytes(out)[(start - lo) * item : (stop - lo) * item] = place[(start - a) * item : (stop - a) * item]
+            if kind is GroupMessage.PULL:
+                answers = self._pulled(pieces, places, None)
+            else:
+                answers = self.talk.exchange(kind, pieces, landing=places)
         self.version = answers.version
         if kind is GroupMessage.PULL:
-            self.lead, self.durable = answers.lead, answers.durable
+            self._take(answers)
         return out
 
-    def _places(self, out: Any, lo: int, hi: int) -> tuple[dict[int, Any], list[tuple[int, int, Any]]]:
-        """Where each segment lands, and of these those that are longer than what is wanted of them."""
+    def _pulled(self, pieces: dict[int, Any], places: dict[int, Any], consistent: bool | None) -> SegmentReplies:
+        return self.talk.exchange(GroupMessage.PULL, pieces, step=self.step, landing=places)
+
+    def _take(self, answers: SegmentReplies) -> None:
+        self.version, self.lead, self.durable = answers.version, answers.lead, answers.durable
+
+    def _places(self, out: Any, lo: int, hi: int) -> tuple[dict[int, Any], dict[int, Any]]:
+        """What to ask of the segments that hold the elements lo to hi, and where each lands in `out`."""
+        pieces: dict[int, Any] = {}
         places: dict[int, Any] = {}
-        spare: list[tuple[int, int, Any]] = []
         for index, (a, b) in enumerate(self._cuts):
-            if lo <= a and b <= hi:
-                places[index] = out[(a - lo) * self._item : (b - lo) * self._item]
-            elif max(a, lo) < min(b, hi):
-                places[index] = flat_bytes(torch.empty(b - a, dtype=self.dtype))
-                spare.append((a, b, places[index]))
-        return places, spare
+            start, stop = max(a, lo), min(b, hi)
+            if start < stop:
+                whole = stop - start == b - a
+                pieces[index] = EMPTY if whole else range_piece(start - a, stop - start, self._plain(index))
+                places[index] = out[(start - lo) * self._item : (stop - lo) * self._item]
+        return pieces, places
 
     def _piece(self, laid: Any, lo: int, count: int, a: int, b: int) -> Any:
         """What a push of the elements from `lo` says to the segment [a, b)."""
@@ -201,11 +280,29 @@ class GroupServer:
         if start >= stop:
             return EMPTY
         found = laid[(start - lo) * item : (stop - lo) * item]
-        if stop - start < b - a:
-            whole = flat_bytes(torch.zeros(b - a, dtype=self.dtype))
-            whole[(start - a) * item : (stop - a) * item] = found
-            return whole
-        return found
+        return found if stop - start == b - a else range_piece(start - a, stop - start, (b - a) * item, found.data)
+
+    def _coded(self, memory: ErrorFeedback, vector: Tensor, weight: float, lo: int) -> dict[int, Any]:
+        """An encoded gradient, a piece for each segment."""
+        cuts = [(i, a, max(a, lo), min(b, lo + vector.numel())) for i, (a, b) in enumerate(self._cuts)]
+        return {
+            i: coded_piece(memory, vector[start - lo : stop - lo], start, start - a, weight, self._plain(i))
+            for i, a, start, stop in cuts
+            if start < stop
+        }
+
+    def _plain(self, index: int) -> int:
+        """Bytes of a segment's elements."""
+        a, b = self._cuts[index]
+        return (b - a) * self._item
+
+    def _must_land(self, out: Tensor | None, count: int) -> None:
+        if out is None:
+            return
+        if out.numel() != count or out.dtype != self.dtype or not out.is_contiguous() or out.device.type != "cpu":
+            raise ConfigError(
+                f"out is {out.dtype} of {out.numel()} elements: give a contiguous CPU tensor of {count} {self.dtype}"
+            )
 
     def _must_fit(self, lo: int, hi: int) -> None:
         if not 0 <= lo <= hi <= self.size:
@@ -218,10 +315,3 @@ class _SentPush(NamedTuple):
     step: int
     weight: float
     pieces: dict[int, Any]
-
-
-def _no_rows() -> ConfigError:
-    return ConfigError(
-        "an elastic group serves rows by id from tables (rayps.Embedding), not out of a dense parameter: use a table, "
-        "or a group of fixed servers (ServerGroup without `replicas` and `group`)"
-    )

@@ -18,11 +18,11 @@ from rayps.comm.link import Link
 from rayps.core import errors
 from rayps.ps.fixed.coded import coded
 from rayps.ps.fixed.messages import CODED, PULLING, ShardMessage
-from rayps.ps.fixed.rows import IdLists, Listed, ShardRows, piece
 from rayps.ps.fixed.session import ShardSession
-from rayps.ps.fixed.shared_memory import flat_bytes
 from rayps.ps.fixed.transport import Place, ShardCall
+from rayps.ps.protocol.rows import IdLists, Listed, ShardRows, piece
 from rayps.tensors.flat import Gradient, Layout
+from rayps.tensors.packing import flat_bytes
 
 _LOOK_SECONDS = 0.01  # between two looks at how far another worker is
 
@@ -63,7 +63,7 @@ class Server:
         self.lead = 0  # by how many rounds this worker led the slowest at its last pull
         self.consistent = consistent
         self.dtype = dtype
-        self.feedback: ErrorFeedback | None = None  # where pushes are encoded: see `rayps.ps.fixed.compressed`
+        self.feedback: ErrorFeedback | None = None  # where pushes are encoded: see `rayps.ps.client.compressed`
         self._ranges, self._defer, self._independent = ranges, defer, independent
         self._lists = None if layout is None else IdLists(layout, ranges)
         self._posted: _FixedPush | None = None  # a push that has not left yet
@@ -151,7 +151,7 @@ class Server:
         """Push a gradient [len(ids), width] of the rows with these ids; rows of the same id are added up.
 
         Counts as one step, as `push` does. Out of step the optimizer steps these rows alone, in step all that anybody
-        pushed in the round; see `rayps.ps.fixed.rows.step_rows` for what that means to its state.
+        pushed in the round; see `rayps.ps.protocol.rows.step_rows` for what that means to its state.
 
         Raises:
             ConfigError: there is no such table or row, or the shape is another.
@@ -238,6 +238,11 @@ class Server:
             PeerTimeout, PeerLost: it died again.
         """
         self._turns.replay(shard, link, wanted)
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether all shards read this worker's gradient in shared memory."""
+        return all(self._turns.shares(shard) for shard in range(len(self._ranges)))
 
     @property
     def step(self) -> int:

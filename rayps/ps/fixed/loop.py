@@ -25,9 +25,10 @@ from rayps.core.failpoint import passing
 from rayps.ps.fixed.connection import ShardPeer, ShardRequest, fenced
 from rayps.ps.fixed.consistent_readers import ConsistentReaders, too_late
 from rayps.ps.fixed.messages import ShardMessage, refusal
-from rayps.ps.fixed.rows import KEPT_LISTS, ShardRows, rows_here
 from rayps.ps.fixed.shard import Shard, ShardFacts, ShardPart
-from rayps.ps.fixed.shared_memory import ASKED, ASLEEP, BY_MESSAGE, RequestMailbox, flat_bytes
+from rayps.ps.fixed.shared_memory import ASKED, ASLEEP, BY_MESSAGE, RequestMailbox
+from rayps.ps.protocol.rows import KEPT_LISTS, ShardRows, rows_here
+from rayps.tensors.packing import flat_bytes
 
 log = logging.getLogger(__name__)
 

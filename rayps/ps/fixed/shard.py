@@ -21,9 +21,9 @@ from rayps.core.retained_parts import RetainedParts
 from rayps.core.server_updates import weighted_mean
 from rayps.core.strategy import ServerHalf
 from rayps.core.topology import Servers
-from rayps.ps.fixed.rows import Area, ShardRows, gathered, step_rows
 from rayps.ps.fixed.shard_optimizer import chosen
 from rayps.ps.fixed.shared_memory import STEPS, SharedSlice
+from rayps.ps.protocol.rows import Area, ShardRows, gathered, step_rows
 from rayps.tensors.flat import Layout
 from rayps.tensors.learning_rate import Ticks, pace_of
 from rayps.tensors.optim import Factory, Moments, SlicedOptimizer, fitting
@@ -204,7 +204,7 @@ class Shard:
         if rank in self._pulled_at:  # it has pulled from this shard, and not only from one that this one replaces
             self.ages[self.version - self._pulled_at[rank]] += 1
         if rows is None and count < self._count:
-            value, lent = _padded(value, offset, self._count), False
+            value, lent = padded(value, offset, self._count), False
         elif lent and not self._borrows:
             value, lent = value.clone(), False
         if count:
@@ -309,7 +309,8 @@ def _elements(area: Area) -> int:
     return area.elements if isinstance(area, ShardRows) else area[1] - area[0]
 
 
-def _padded(value: Tensor, offset: int, size: int) -> Tensor:
+def padded(value: Tensor, offset: int, size: int) -> Tensor:
+    """A part of `size` elements that begins at `offset`, with zeros around it."""
     whole = torch.zeros(size, dtype=value.dtype)
     whole[offset : offset + value.numel()] = value
     return whole

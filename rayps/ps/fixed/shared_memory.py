@@ -40,11 +40,6 @@ ANSWER = struct.Struct("<4q")  # behind the word ANSWERED
 REQUEST_AT, ANSWER_AT = 8 * (ASKED + 1), 8 * (ANSWERED + 1)
 
 
-def flat_bytes(tensor: Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    """The bytes of a contiguous CPU tensor, without a copy, for any dtype."""
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy()
-
-
 class SharedSlice:
     """A shard's parameters, in memory that workers of this host can read where there is such memory.
 

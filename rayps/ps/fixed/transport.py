@@ -18,7 +18,6 @@ from rayps.comm.link.shared_memory_link import SharedLink
 from rayps.comm.link.socket_link import EMPTY
 from rayps.core.errors import LinkError, PeerLost, PeerTimeout
 from rayps.ps.fixed.messages import CODED, ShardMessage, error_of
-from rayps.ps.fixed.rows import ShardRows, take_rows
 from rayps.ps.fixed.shared_memory import (
     ANSWERED,
     ASKED,
@@ -36,8 +35,9 @@ from rayps.ps.fixed.shared_memory import (
     VERSION,
     WAITS,
     GradientBuffer,
-    flat_bytes,
 )
+from rayps.ps.protocol.rows import ShardRows, take_rows
+from rayps.tensors.packing import flat_bytes
 
 GRACE_SECONDS = 5.0  # the shard answers a pull that waits too long itself, naming the slowest rank: it gets time to
 TRIES = 20  # readings of a slice that the shard steps in the middle of, before it is asked to send a copy

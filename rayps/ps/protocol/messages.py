@@ -28,6 +28,7 @@ class GroupMessage(enum.IntEnum):
     SAVED = 8  # a = round: the state after it is kept elsewhere; no answer
     FLUSH = 9  # payload = head: answer once all pushes of this rank are durable -> ACK
     CHANGES = 10  # tables only; payload = head + since which version (int64) -> VALUE, an Arrow stream each
+    MARKS = 11  # payload = head -> VALUE, int64 a segment and rank: its next step there
     # server -> worker. Every answer: weight = step of this rank below which all pushes to these segments are durable
     JOINED = 20  # payload = int64 pairs: segment, this rank's next step there; of all segments that it is primary of
     ACK = 21

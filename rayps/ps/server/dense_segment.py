@@ -16,14 +16,16 @@ from torch import Tensor
 
 from rayps.core.errors import CheckpointError, ConfigError
 from rayps.core.ledger import WINDOW, Ledger
+from rayps.core.topology import servers_of
 from rayps.ps.fixed.shard import ShardPart
-from rayps.ps.fixed.shared_memory import flat_bytes
+from rayps.ps.protocol.pieces import DensePiece, Extent
+from rayps.ps.protocol.rows import ShardRows
 from rayps.ps.protocol.space import Space
 from rayps.ps.server.replicated_shard import CHANGE, MEAN, NEVER, ONE, PUSHED, VALUES, ReplicatedShard, changes_by
 from rayps.tensors.flat import Layout
 from rayps.tensors.optim import Factory, Moments
 from rayps.tensors.optim import cut as cut_moments
-from rayps.tensors.packing import full_moments, pack_state, plain_moments, tensor_of, unpack_state
+from rayps.tensors.packing import flat_bytes, full_moments, pack_state, plain_moments, unpack_state
 
 
 class DenseSegment:
@@ -40,7 +42,8 @@ class DenseSegment:
         self.operations = 0
         self.copied = True  # whether changes go to copies; where not, they come back empty
         self.by = changes_by(space.strategy)
-        self._size = self.rows * self.layout.dtype.itemsize
+        self._extent = Extent(self.layout, self.lo, self.hi)
+        self._checked: tuple[tuple[int, int, float], memoryview, DensePiece] | None = None  # the push checked last
         self._base = base
         self._branches: list[weakref.ref[DenseSegment]] = []
         if base is None:
@@ -93,34 +96,38 @@ class DenseSegment:
     # ---- pushes
 
     def check(self, rank: int, step: int, weight: float, data: memoryview) -> None:
-        """Raises ValueError where `push` would."""
-        size = len(data)
-        if size and size != self._size:
-            raise ValueError(f"a push of {size} bytes does not fit into segment {self.index} of {self._size} bytes")
+        """Raises ValueError, ConfigError where `push` would."""
+        self._checked, read = None, self._extent.read_push(data)
         if not 0 <= weight < float("inf"):
             raise ValueError(f"a push of weight {weight}: give the number of samples, 0 or more")
         marks = self.marks()
         if rank not in marks:
             raise ValueError(f"rank {rank} is not one of {len(marks)} workers (0 to {len(marks) - 1})")
-        if step - marks[rank] >= WINDOW:
+        servers = servers_of(self.space.strategy)
+        if step - marks[rank] >= WINDOW and not (servers is not None and servers.update.spans):
             raise ValueError(f"rank {rank} pushed step {step} before step {marks[rank]}: at most {WINDOW - 1} are kept")
+        self._checked = (rank, step, weight), data, read
 
     def push(self, rank: int, step: int, weight: float, data: memoryview) -> list[bytes]:
         """File a push of this segment's elements (or of none: zeros). What copies must apply for it."""
-        self.check(rank, step, weight, data)
+        known = self._checked
+        if known is None or known[0] != (rank, step, weight) or known[1] is not data:
+            self.check(rank, step, weight, data)
+            known = self._checked
+        assert known is not None, "check() sets it"
+        (value, offset, rows), self._checked = known[2], None
         self.operations += 1
         shard = self._own()
         if shard.ledger.seen(rank, step):
             return []
-        value = tensor_of(data, self.layout.dtype)
         if shard.by == PUSHED:
             change = b"".join([CHANGE.pack(PUSHED, rank, step, weight), data]) if self.copied else b""
-            shard.push(rank, step, value, weight)
+            shard.push(rank, step, value, weight, offset, rows=rows)
             shard.seq += 1
             return [change]
         shard.writes = self.copied
         before = shard.seq
-        shard.push(rank, step, value, weight)
+        shard.push(rank, step, value, weight, offset, rows=rows)
         changes, shard.changes = shard.changes, []
         return changes if self.copied else [b""] * (shard.seq - before)
 
@@ -131,10 +138,11 @@ class DenseSegment:
         shard, rest = self._own(), view[CHANGE.size :]
         shard.writes = False
         if what == PUSHED:
-            shard.push(first, second, tensor_of(rest, self.layout.dtype), weight)
+            value, offset, rows = self._extent.read_push(rest)
+            shard.push(first, second, value, weight, offset, rows=rows)
             shard.seq += 1
         elif what == MEAN:
-            shard.close_as(first, tensor_of(rest, self.layout.dtype) if second else None)
+            shard.close_as(first, self._extent.read_push(rest) if second else None)
         elif what == VALUES:
             self._replay_values(shard, first, second, rest)
         else:
@@ -153,9 +161,9 @@ class DenseSegment:
         at = count * ONE.size
         for i in range(count):
             rank, size, weight = ONE.unpack_from(rest, i * ONE.size)
-            value = tensor_of(rest[at : at + size], self.layout.dtype).clone()
+            value, offset, rows = self._extent.read_push(rest[at : at + size])
             at += size
-            shard.push(rank, finished, value, weight)  # what a state brought along is known
+            shard.push(rank, finished, value.clone(), weight, offset, rows=rows)  # what a state brought along is known
 
     # ---- pulls
 
@@ -168,15 +176,26 @@ class DenseSegment:
         return list(range(self.space.workers)) if self._base is not None else self._shard.clock.laggards()
 
     def pull(self, rank: int, data: memoryview = memoryview(b"")) -> tuple[Any, int, list[bytes]]:
-        """All elements, as a view that is good until the next push; the lead; nothing for copies."""
+        """What `read` gives; the lead; nothing for copies."""
         self.operations += 1
         if rank not in range(self.space.workers):
             raise ValueError(f"rank {rank} is not one of {self.space.workers} workers")
         return self.read(data), 0 if self._base is not None else self._shard.pulled(rank), []
 
     def read(self, data: memoryview = memoryview(b"")) -> Any:
-        """All elements, as a view that is good until the next push."""
-        return self._buffer if self._base is None else self._base.read(data)
+        """What `data` asks for: all elements or a range of them as a view, good until the next push; or rows.
+
+        Raises ValueError, ConfigError: it asks for what is not here.
+        """
+        if self._base is not None:
+            return self._base.read(data)
+        if not len(data):
+            return self._buffer
+        area = self._extent.read_pull(data)
+        if isinstance(area, ShardRows):
+            return flat_bytes(area.of(self._shard.params)).data
+        item = self.layout.dtype.itemsize
+        return self._buffer[area[0] * item : area[1] * item]
 
     def marks(self) -> dict[int, int]:
         """By rank: its next step here."""

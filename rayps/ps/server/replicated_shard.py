@@ -14,10 +14,11 @@ from rayps.core.retained_parts import RetainedParts
 from rayps.core.server_updates import weighted_mean
 from rayps.core.strategy import ServerHalf
 from rayps.core.topology import servers_of
-from rayps.ps.fixed.shard import Shard
-from rayps.ps.fixed.shared_memory import flat_bytes
+from rayps.ps.fixed.shard import Shard, padded
+from rayps.ps.protocol.pieces import DensePiece, Extent, area_piece
+from rayps.ps.protocol.rows import Area
 from rayps.tensors.optim import Moments
-from rayps.tensors.packing import full_moments, pack_state, plain_moments, tensor_of
+from rayps.tensors.packing import flat_bytes, full_moments, pack_state, plain_moments, tensor_of
 
 CHANGE = struct.Struct("<qqqd")  # what it is; then rank, step, weight, or round, number of values, 0
 ONE = struct.Struct("<qqd")  # rank, bytes and weight of one value of a round
@@ -53,7 +54,7 @@ class ReplicatedShard(Shard):
 
     def step(self, grad: Tensor, scale: float = 1.0, decays: float | None = None) -> None:
         if self.writes and self.by == MEAN:
-            self._mean = flat_bytes(grad).tobytes()
+            self._mean = area_piece(grad, self._touched, self._count)
         super().step(grad, scale, decays)
 
     def step_mean(self, values: Sequence[Tensor], weights: Sequence[float]) -> None:
@@ -74,27 +75,30 @@ class ReplicatedShard(Shard):
 
     def _values(self, finished: int) -> bytes:
         held = sorted(self._inbox.get(finished, {}).items())
-        values = [flat_bytes(value).data if self._filled(area) else b"" for _, (value, _, area) in held]
-        heads = [ONE.pack(held[i][0], len(value), held[i][1][1]) for i, value in enumerate(values)]
+        values = [area_piece(value, area, self._count) for _, (value, _, area) in held]
+        heads = [ONE.pack(rank, len(value), weight) for (rank, (_, weight, _)), value in zip(held, values, strict=True)]
         return b"".join([CHANGE.pack(VALUES, finished, len(held), 0.0), *heads, *values])
 
-    def _filled(self, area: Any) -> bool:
-        """Whether a push was of all elements, and not of none."""
-        return list(area) == [0, self._count] and self._count > 0
-
-    def close_as(self, finished: int, mean: Tensor | None) -> None:
+    def close_as(self, finished: int, mean: DensePiece | None) -> None:
         """Close a round with the mean that the primary made."""
         for rank in self.ledger.marks:
             self.ledger.skip(rank, finished + 1)
         self._inbox.pop(finished, None)
         self._slowest = finished + 1  # a state may have brought later rounds along: they are closed by later changes
         if mean is not None:
-            self._touched = self._whole
+            value, self._touched = self.filed(mean)
             if self._pace is not None:
                 self._pace.at(finished)
-            self.step(mean)
+            self.step(value)
         self.seq += 1
         self._keep(finished + 1)
+
+    def filed(self, piece: DensePiece) -> tuple[Tensor, Area]:
+        """A piece as it lies in the inbox: its elements, with zeros where it says nothing, and its area."""
+        value, offset, rows = piece
+        if rows is None and value.numel() < self._count:
+            value = padded(value, offset, self._count)
+        return value, piece.area if piece.area != self._whole else self._whole
 
     def catch_up(self) -> None:
         """Close what nobody else will close now."""
@@ -114,8 +118,8 @@ class ReplicatedShard(Shard):
         inbox = []
         for step, of_step in self._inbox.items():
             for rank, (value, weight, area) in of_step.items():
-                inbox.append([step, rank, weight, self._filled(area), len(tensors)])
-                tensors.append(value)
+                inbox.append([step, rank, weight, len(tensors)])
+                tensors.append(tensor_of(area_piece(value, area, self._count), torch.uint8))
         kept = {}
         for rounds in sorted(self.kept) if parts else []:
             kept[str(rounds)] = len(tensors)
@@ -138,9 +142,10 @@ class ReplicatedShard(Shard):
         self._optimizer.restore(full_moments(head["moments"], tensors))
         for mine, given in zip(self._optimizer.optimizer.param_groups, head.get("groups", []), strict=False):
             mine.update({key: tuple(value) if isinstance(value, list) else value for key, value in given.items()})
-        for step, rank, weight, whole, number in head["inbox"]:
-            area = self._whole if whole else (0, 0)
-            self._inbox.setdefault(step, {})[rank] = (tensors[number].clone(), weight, area)
+        extent = Extent(self.layout, self.lo, self.hi)
+        for step, rank, weight, number in head["inbox"]:
+            value, area = self.filed(extent.read_push(flat_bytes(tensors[number].clone()).data))
+            self._inbox.setdefault(step, {})[rank] = (value, weight, area)
         for rounds, number in head["kept"].items():
             self.kept[int(rounds)] = flat_bytes(tensors[number]).tobytes()
         self.wanted = set(head["wanted"])

@@ -44,6 +44,7 @@ class RequestHandler(PendingReplies):
             GroupMessage.SAVED: self._saved,
             GroupMessage.FLUSH: self._wait,
             GroupMessage.CHANGES: self._changes,
+            GroupMessage.MARKS: self._marks,
         }
 
     def answer(self, held: AssignedSpace, request: PeerRequest) -> None:
@@ -205,7 +206,8 @@ class RequestHandler(PendingReplies):
                 changed.append((holding, changes))
         self._copies.forward(changed)
         key = None
-        if shared is not None and all(isinstance(holding.segment, DenseSegment) for holding in touched):
+        dense = all(isinstance(holding.segment, DenseSegment) for holding in touched)
+        if shared is not None and dense and not any(len(piece.data) for piece in request.pieces):
             key = tuple(holding.index for holding in touched)
         payload = shared.get(key) if shared and key else None
         if payload is None:
@@ -219,6 +221,9 @@ class RequestHandler(PendingReplies):
 
     def _changes(self, held: AssignedSpace, request: PeerRequest) -> None:
         self._say(held, request, _changed)
+
+    def _marks(self, held: AssignedSpace, request: PeerRequest) -> None:
+        self._say(held, request, lambda segment, data: numbers(segment.marks().values()))
 
     def _say(self, held: AssignedSpace, request: PeerRequest, look: Callable[[ServedSegment, memoryview], Any]) -> None:
         touched = [held.holdings[piece.segment] for piece in request.pieces]

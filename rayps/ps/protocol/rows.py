@@ -47,7 +47,7 @@ class TableInVector:
         if (start - self.lo) % self.width or (stop - self.lo) % self.width:
             raise ConfigError(
                 f"rows of {self.name!r} have {self.width} elements and are cut between servers: "
-                f"use fewer shards than {self.rows} rows fill, or one shard"
+                f"use fewer shards (segments, of a server group) than {self.rows} rows fill, or one"
             )
         return (start - self.lo) // self.width, (stop - self.lo) // self.width
 
@@ -69,12 +69,14 @@ def table_of(layout: Layout, name: str | None = None) -> TableInVector:
     return TableInVector(name, tables[name], entry.lo, entry.shape[0], (entry.hi - entry.lo) // entry.shape[0])
 
 
-def cuts(layout: Layout, shards: int) -> list[tuple[int, int]]:
+def cuts(layout: Layout, shards: int, most: float = 1 / 16) -> list[tuple[int, int]]:
     """The elements [lo, hi) of each shard: equal parts, whose bounds move back to the beginning of a table's row.
 
-    Where a row is large beside a shard's part, its bounds stay, and that table has no rows by id. Raises ConfigError.
+    Where a row is larger than this share of a shard's part (`most`), its bounds stay, and that table has no rows by id.
+    Raises ConfigError.
     """
-    bounds = [_row_begin(layout, cut.stop, layout.size // shards // 16) for cut in slices(layout.size, shards)]
+    widest = int(layout.size // shards * most)
+    bounds = [_row_begin(layout, cut.stop, widest) for cut in slices(layout.size, shards)]
     return list(zip([0, *bounds[:-1]], bounds, strict=True))
 
 
@@ -263,22 +265,30 @@ def union(several: Sequence[ShardRows]) -> ShardRows:
 
 
 def rows_here(layout: Layout, lo: int, hi: int, entry: int, ids: Tensor) -> ShardRows:
-    """Global ids of a table, as rows of the shard that holds the elements lo to hi.
+    """Global ids of a table, as rows of the shard that holds the elements lo to hi. Raises as `local_rows`."""
+    return local_rows(layout, lo, hi, entry, ids - _table_at(layout, entry).part(lo, hi)[0])
+
+
+def local_rows(layout: Layout, lo: int, hi: int, entry: int, ids: Tensor) -> ShardRows:
+    """Ids that count from a table's first row among the elements lo to hi, as rows of these.
 
     Raises:
-        ValueError: there is no such table here, or the ids are not sorted, unique and all on this shard.
+        ValueError: there is no such table here, or the ids are not sorted, unique and all of these rows.
     """
-    if not 0 <= entry < len(layout.entries):
-        raise ValueError(f"there is no parameter number {entry}: there are {len(layout.entries)}")
-    table = table_of(layout, layout.entries[entry].name)
+    table = _table_at(layout, entry)
     first, last = table.part(lo, hi)
-    local = ids - first
-    inside = len(ids) == 0 or 0 <= int(local[0]) <= int(local[-1]) < last - first
+    inside = len(ids) == 0 or 0 <= int(ids[0]) <= int(ids[-1]) < last - first
     if not inside or not bool((ids[1:] > ids[:-1]).all()):
         raise ValueError(
             f"ids of {table.name!r} must be sorted, unique and of the rows {first} to {last - 1}, which are held here"
         )
-    return ShardRows(entry, table.lo + first * table.width - lo, table.width, local)
+    return ShardRows(entry, table.lo + first * table.width - lo, table.width, ids)
+
+
+def _table_at(layout: Layout, entry: int) -> TableInVector:
+    if not 0 <= entry < len(layout.entries):
+        raise ValueError(f"there is no parameter number {entry}: there are {len(layout.entries)}")
+    return table_of(layout, layout.entries[entry].name)
 
 
 @dataclass(frozen=True, slots=True)

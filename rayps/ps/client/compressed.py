@@ -5,20 +5,33 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from rayps.comm.compress import CANDIDATES, MARGIN, ErrorFeedback, choice, codec
-from rayps.ps.fixed.client import Server
-from rayps.ps.fixed.transport import MemoryTransport
 
 PROBE_ELEMENTS = 1 << 20
 _TRIES = 3
 
 
-def compress(server: Server, compression: str) -> dict[str, Any]:
+class PushesWhole(Protocol):
+    """What `compress` needs of a worker's server."""
+
+    size: int  # elements
+    dtype: torch.dtype
+    feedback: ErrorFeedback | None  # where pushes are encoded
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether all servers read the worker's gradient in shared memory."""
+
+    def read(self, lo: int = 0, hi: int | None = None) -> Tensor:
+        """The elements lo to hi as they are now."""
+
+
+def compress(server: PushesWhole, compression: str) -> dict[str, Any]:
     """Let a server's pushes travel as `compression` says; the choice as an event.
 
     `auto` leaves them as they are where shards read a worker's gradient in shared memory. Elsewhere it compares what a
@@ -28,7 +41,7 @@ def compress(server: Server, compression: str) -> dict[str, Any]:
     if compression != "auto":
         server.feedback = ErrorFeedback(codec(compression), server.size, server.dtype)
         return choice("server", compression, "given")
-    if all(isinstance(way, MemoryTransport) for way in server._turns._ways):
+    if server.shares_memory:
         return choice("server", "off", "all shards are on this host and read them where they lie")
     n = min(server.size, PROBE_ELEMENTS)
     x = torch.randn(n).to(server.dtype)
