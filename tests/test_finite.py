@@ -17,7 +17,9 @@ import rayps
 from rayps import ADMM, AllReduce, DiLoCo, Downpour, Hogwild, Hybrid, LocalSGD, ParallelSGD, ParameterServer
 from rayps.core.errors import CheckpointError, TrainingError
 from rayps.core.replica import Pipeline, TensorParallel
+from rayps.core.topology import SharedVector
 from rayps.strategies.catalogue import CATALOGUE
+from rayps.strategies.federated import Federated
 from rayps.tensors import checkpoint
 from rayps.tensors.finite import is_finite
 
@@ -58,7 +60,7 @@ TABLES = [
     ParameterServer(shards=2, replicas=1, staleness=2),
     ParameterServer(shards=2, replicas=0, staleness=None),
 ]
-FEDERATED = [name for name, kind in CATALOGUE.items() if kind.federated]
+FEDERATED = [name for name, kind in CATALOGUE.items() if issubclass(kind, Federated)]
 
 
 class Spoilt(torch.autograd.Function):
@@ -240,7 +242,7 @@ def test_a_step_that_overflows_is_no_success(tmp_path, strategy, optimizer, what
 
 
 def in_step(strategy):
-    return strategy.lockstep and not strategy.in_place
+    return strategy.topology.in_step and not isinstance(strategy.topology, SharedVector)
 
 
 class LargeFilms(Films):
@@ -255,7 +257,7 @@ class LargeFilms(Films):
 @pytest.mark.parametrize("rule", ["sgd:lr=1e150", "adagrad:lr=0.1"], ids=["row", "state"])
 @pytest.mark.parametrize("strategy", TABLES, ids=str)
 def test_a_row_that_overflows_is_no_success(tmp_path, strategy, rule):
-    workers = 2 if strategy.tables.lockstep else 1
+    workers = 2 if strategy.tables.topology.in_step else 1
     error = fails(LargeFilms(rule=rule), strategy, tmp_path, steps=1, workers=workers)
     assert "table" in str(error)
     assert error.data["round"] == 0

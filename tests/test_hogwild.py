@@ -244,7 +244,7 @@ def test_the_meeting_ends_with_the_ring():
 
 def test_options_and_models_that_it_cannot_have():
     assert parse("hogwild")[0].strategy == Hogwild()
-    assert Hogwild().lockstep
+    assert Hogwild().topology.in_step
     with pytest.raises(ConfigError, match="hogwild has no option 'shards'"):
         parse("hogwild:shards=2")
     with pytest.raises(ConfigError, match="on meta: this strategy needs it on the CPU"):

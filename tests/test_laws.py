@@ -222,7 +222,7 @@ class Frozen(Small):
     "strategy", [*IN_STEP, ParameterServer(staleness=None), Downpour(n_push=3, n_fetch=3)], ids=str
 )
 def test_frozen_parameters_are_the_same_everywhere_and_stay(strategy):
-    workers = 3 if strategy.lockstep else 1
+    workers = 3 if strategy.topology.in_step else 1
     result = train(Frozen(), strategy, workers=workers, epochs=2, seed=9)
     model, expected, evaluations = plain(Frozen(), workers, epochs=2, seed=9)
     assert losses(result) == pytest.approx(expected, abs=EXACT)

@@ -10,6 +10,7 @@ from torch import nn
 import rayps
 from rayps import AllReduce, Hybrid, ParameterServer
 from rayps.core.errors import ConfigError
+from rayps.core.topology import servers_of
 
 MOST = 0.3
 RINGS = [AllReduce(), Hybrid()]
@@ -85,7 +86,7 @@ def test_it_clips_the_mean_or_the_push_and_returns_the_norm(strategy, optimizer)
             optimizer.step()
         return norms
 
-    expected, norms = law(work, 3, each=strategy.shards > 0)
+    expected, norms = law(work, 3, each=servers_of(strategy) is not None)
     for rank, (found, told) in enumerate(run(loop(work, strategy, body), workers=3)):
         assert told == pytest.approx([each[rank] for each in norms], abs=EXACT)
         assert (found - expected).abs().max() < EXACT
@@ -129,7 +130,7 @@ def test_backwards_that_add_up_are_clipped_together(strategy):
                 optimizer.step()
         return norms
 
-    _, norms = law(work, 2, each=strategy.shards > 0, parts=2)
+    _, norms = law(work, 2, each=servers_of(strategy) is not None, parts=2)
     for rank, (_, told) in enumerate(run(loop(work, strategy, body))):
         assert told == pytest.approx([each[rank] for each in norms], abs=EXACT)
 
