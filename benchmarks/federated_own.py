@@ -92,21 +92,21 @@ class RoundWatch(Federated):
                 lines.write(json.dumps(found) + "\n")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Watched(RoundWatch, FedAvg):
     """FedAvg, watched."""
 
     log: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class WatchedStates(RoundWatch, Scaffold):
     """SCAFFOLD, watched: each client has a state as large as the model."""
 
     log: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Nothing(Watched):
     """Clients that send back what they were sent."""
 

@@ -31,7 +31,8 @@ import rayps
 from rayps.cluster.local import Cluster
 from rayps.core.errors import ConfigError
 from rayps.data import Batch, Data
-from rayps.federated.rule_spec import attack_of, rule_of
+from rayps.federated.population.attack_spec import attack_of
+from rayps.federated.robust_rules import rule_of
 from rayps.runtime.training import train
 from rayps.strategies.fedavg import FedAvg
 from rayps.strategies.federated import Federated

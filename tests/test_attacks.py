@@ -12,7 +12,8 @@ from rayps.core.errors import ConfigError
 from rayps.federated.aggregate import BEFORE, Aggregate
 from rayps.federated.attacks import agreed, counted, spoilt, usual_z
 from rayps.federated.exact_sum import NOT_FINITE, TOO_LARGE
-from rayps.federated.rule_spec import attack_of, rule_of
+from rayps.federated.population.attack_spec import attack_of
+from rayps.federated.robust_rules import rule_of
 from rayps.federated.rules import aggregate
 
 CLIENTS, SIZE = 20, 37

@@ -9,8 +9,9 @@ import pytest
 from rayps.core.errors import ConfigError, TrainingError
 from rayps.federated.population.async_events import AsyncBuffer
 from rayps.federated.population.cohort import hashes
-from rayps.federated.population.events import clock_at, events_of
+from rayps.federated.population.events import clock_at
 from rayps.federated.population.population import Population
+from rayps.federated.simulated_rounds import events_of
 from rayps.strategies.fedavg import FedAvg
 from rayps.strategies.fedbuff import FedBuff
 

@@ -405,8 +405,8 @@ def test_bad_options_are_refused_with_what_can_be_given(option, words):
 
 def test_a_round_that_could_never_count_is_refused():
     with pytest.raises(ConfigError, match="no round would ever count"):
-        options_module.check(enough=3, min_replies=4)
+        options_module.check_replies(4, 3, 0.0)
     with pytest.raises(ConfigError, match="min_replies is -1"):
-        options_module.check(min_replies=-1)
+        options_module.check_replies(-1, None, 0.0)
     with pytest.raises(ConfigError, match="there are no clients"):
         Population(0, [])

@@ -24,7 +24,7 @@ import rayps
 from rayps import AllReduce, FedAvg
 from rayps.core.compression import COMPRESSIONS
 from rayps.core.replica import SCHEDULES
-from rayps.federated.rule_spec import RULES
+from rayps.federated.robust_rules import RULES
 from rayps.strategies.catalogue import CATALOGUE, REPLICAS, parse
 
 pytestmark = pytest.mark.ray

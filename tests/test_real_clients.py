@@ -29,7 +29,7 @@ from rayps.clients.client_process import ClientProcess, own_data, rows_of
 from rayps.cluster.local import surrounding
 from rayps.core.errors import ConfigError, Conflict, DataError, Unauthorized, WorkloadError
 from rayps.core.logs import LogBuffer
-from rayps.federated.remote import remote_replies
+from rayps.federated import remote_replies
 from rayps.federated.remote.mailbox import Mailbox
 from rayps.federated.remote.signed_orders import ClientToken, Key, order_text, verified
 

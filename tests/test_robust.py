@@ -8,7 +8,7 @@ from torch.nn import functional
 
 import rayps
 from rayps.core.errors import ConfigError
-from rayps.federated.rule_spec import attack_of
+from rayps.federated.population.attack_spec import attack_of
 
 RULES = [
     "krum(f=4)",

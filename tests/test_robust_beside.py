@@ -11,7 +11,8 @@ from torch import nn
 import rayps
 from rayps.federated.aggregate import Aggregate
 from rayps.federated.buffer_statistics import NEGATIVE, BufferStatistics
-from rayps.federated.rule_spec import attack_of, rule_of
+from rayps.federated.population.attack_spec import attack_of
+from rayps.federated.robust_rules import rule_of
 from rayps.federated.rules import aggregate, geometric_median
 
 CLIENTS, SIZE, LIARS = 12, 23, (0, 5)

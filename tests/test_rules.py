@@ -1,13 +1,18 @@
 """Rules that bear attackers: cases counted by hand, naive loops, guards, order; and what may be asked for."""
 
 import itertools
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import pytest
 
 from rayps.core.errors import ConfigError
-from rayps.federated.rule_spec import RuleSpec, attack_of, clip_of, rule_of, skew
+from rayps.federated.aggregation import Aggregation
+from rayps.federated.population.attack_spec import attack_of, skew
+from rayps.federated.robust_rules import RULES, AggregationRule, Bulyan, rule_of
 from rayps.federated.rules import aggregate, centered_clipping, clip_factor, distances, geometric_median, median, scores
+from rayps.strategies.fedavg import FedAvg
 
 ROBUST = [
     "krum(f=4)",
@@ -143,7 +148,7 @@ def test_bulyan_as_its_paper_says_it():
         for values in x[chosen].T:
             middle = np.median(values)
             law.append(np.mean(sorted(values, key=lambda value: abs(value - middle))[: len(x) - 4 * f]))
-        assert aggregate(RuleSpec("bulyan", f=f), x) == pytest.approx(law, rel=1e-12)
+        assert aggregate(Bulyan(f), x) == pytest.approx(law, rel=1e-12)
 
 
 def test_centered_clipping_by_hand():
@@ -346,11 +351,11 @@ def test_text_and_wire_form_say_the_same():
 @pytest.mark.parametrize("clip", [0, -1, True, float("inf"), float("nan"), "much"])
 def test_clips_that_cannot_be(clip):
     with pytest.raises(ConfigError, match="clip"):
-        clip_of(clip)
+        Aggregation(clip=clip)
 
 
 def test_clips_that_can_be():
-    assert clip_of(None) is None and clip_of(3) == 3.0
+    assert Aggregation().clip is None and Aggregation(clip=3).clip == 3.0
 
 
 def test_what_skewed_data_cost_is_said():
@@ -370,3 +375,40 @@ def test_what_skewed_data_cost_is_said():
 def test_what_dropouts_cost_is_said():
     assert rule_of("krum(f=4)").doubt(20, 20.0) is None
     assert "10 are expected to reply in a round, and krum(f=4) needs 11" in rule_of("krum(f=4)").doubt(20, 10.0)
+
+
+def test_a_rule_is_added_by_one_class():
+    """Its text form, its checks and its arithmetic: nothing else knows of it."""
+
+    @dataclass(frozen=True)
+    class Midrange(AggregationRule):
+        """Of each coordinate the middle between its largest and its smallest, without f of either."""
+
+        f: int
+        name: ClassVar[str] = "midrange"
+        guard: ClassVar[str] = "2f < n"
+        drawback: ClassVar[str] = "follows the most extreme clients"
+
+        def needs(self):
+            return 2 * self.f + 1
+
+        def attackers_of(self, n):
+            return self.f
+
+        def combine(self, x, before):
+            column = np.sort(x, axis=0)
+            return (column[self.f] + column[len(x) - 1 - self.f]) / 2.0
+
+    try:
+        rule = rule_of("midrange(f=1)")
+        assert rule == Midrange(1) and str(rule) == "midrange(f=1)" and rule_of(str(rule)) == rule
+        assert (rule.least, rule.bears(2), rule.bears(5), rule_of("midrange(f=1,bucket=2)").least) == (3, 0, 1, 5)
+        x = np.array([[0.0], [1.0], [4.0], [100.0]])
+        assert aggregate(rule, x).tolist() == [2.5]
+        with pytest.raises(ConfigError, match=r"midrange\(f=1\) needs 3 replies \(2f < n\), 2 came"):
+            aggregate(rule, x[:2])
+        with pytest.raises(ConfigError, match="midrange has to know how many"):
+            rule_of("midrange")
+        assert FedAvg(rule="midrange(f=1)").aggregation.chosen_rule == rule
+    finally:
+        del RULES["midrange"]

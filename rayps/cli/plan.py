@@ -14,6 +14,7 @@ from rayps.cli.show import Output
 from rayps.cli.sizes import size
 from rayps.core.costs import Costs, amount, costs
 from rayps.core.errors import ConfigError
+from rayps.core.families import learns_by_client
 from rayps.core.grid import Grid
 from rayps.core.pipeline import gantt
 from rayps.core.pipeline.schedule import Table, splits, table
@@ -21,6 +22,7 @@ from rayps.core.pipeline.simulate import Timeline, simulate
 from rayps.core.pipeline.validate import read
 from rayps.core.replica import Pipeline, pipeline_of
 from rayps.core.strategy import Phase, StrategyView
+from rayps.core.topology import replica_of
 from rayps.core.traffic import Sizes
 from rayps.strategies.catalogue import parse, wire
 
@@ -111,7 +113,7 @@ class _Plan:
     @property
     def title(self) -> str:
         """The schedule in words."""
-        replica = self.strategy.topology.replica
+        replica = replica_of(self.strategy)
         assert isinstance(replica, Pipeline)
         of = f" of {replica.chunks} chunks" if replica.chunks > 1 else ""
         m = replica.micro_batches
@@ -201,7 +203,7 @@ class _Plan:
             whole = [_bytes(self.costs.bytes), ""] if self.known else []
             rows.append(["all workers together", _count(self.costs.messages), *whole, "", ""])
         figures = ["bytes", "of one worker"] if self.known else []
-        turn = "round" if self.strategy.rows.by_client else "step"
+        turn = "round" if learns_by_client(self.strategy) else "step"
         show.table([f"traffic of a {turn}", "messages", *figures, "hidden", "formula"], rows)
 
     def _say_memory(self) -> None:
@@ -222,7 +224,7 @@ class _Plan:
                     f"does not fit: {_who(grid, i)} needs {amount(each['all'])} and has {amount(self.limit)}; most of "
                     f"it ({amount(each[most])}) is for {most}: {_way_out(most, self.strategy)}"
                 )
-        if pipeline_of(self.strategy.topology.replica) and self.costs.idle and self.costs.idle > 0.3:
+        if pipeline_of(replica_of(self.strategy)) and self.costs.idle and self.costs.idle > 0.3:
             p = grid.stage
             found.append(
                 f"waits much: {float(self.costs.idle):.0%} of the time; with {4 * p} micro-batches (4 a stage) it "
@@ -235,10 +237,10 @@ class _Plan:
 
 def _way_out(most: str, strategy: StrategyView) -> str:
     if most == "activations":
-        if isinstance(strategy.topology.replica, Pipeline):
+        if isinstance(replica_of(strategy), Pipeline):
             return "give more micro-batches under 1f1b, or a smaller batch"
         return "give a smaller batch, or a pipeline, which holds some micro-batches' only"
-    if strategy.topology.replica is None:
+    if replica_of(strategy) is None:
         return "divide the model: pipeline:stages=2, or tensor_parallel:size=2"
     return "give more stages, or a larger tensor size"
 
@@ -260,7 +262,7 @@ def _own(path: Path | None, phases: list[Phase]) -> Table | None:
     """A schedule of the user's own, which must fit the strategy's pipeline."""
     if path is None:
         return None
-    replicas = [phase.strategy.topology.replica for phase in phases]
+    replicas = [replica_of(phase.strategy) for phase in phases]
     if len(replicas) != 1 or not isinstance(replicas[0], Pipeline):
         raise ConfigError("--table needs one strategy with a pipeline, e.g. pipeline:stages=4", field="table")
     try:
@@ -313,7 +315,7 @@ def _divisions(workload: Any, target: str | None, phases: list[Phase], workers: 
 
 
 def _workers(strategy: StrategyView, given: int | None) -> int:
-    replica = strategy.topology.replica
+    replica = replica_of(strategy)
     count = (1 if replica is None else replica.stages * replica.tensor) if given is None else given
     if count < 1:
         raise ConfigError(f"workers is {count}: give a whole number of at least 1", field="workers")
@@ -321,7 +323,7 @@ def _workers(strategy: StrategyView, given: int | None) -> int:
 
 
 def _timeline(strategy: StrategyView, own: Table | None, workload: Any, division: Any, workers: int) -> Timeline | None:
-    replica = pipeline_of(strategy.topology.replica)
+    replica = pipeline_of(replica_of(strategy))
     if replica is None:
         return None
     rows = own

@@ -28,7 +28,7 @@ from rayps.data.base import Data
 from rayps.data.other_files import elsewhere
 from rayps.federated import remote_codec
 from rayps.federated.client import ClientReply, ClientRows, Task, Trainer
-from rayps.federated.remote.join_options import DEADLINE
+from rayps.federated.remote.join_options import deadline_of
 from rayps.federated.remote.signed_orders import ClientToken, verified
 from rayps.service.client import checked
 from rayps.strategies.catalogue import parse
@@ -237,20 +237,20 @@ class ClientProcess:
         if hashlib.sha256(raw).hexdigest() != order["parameters"]["sha256"]:
             raise _not_done("the parameters that came with it are not those that were signed")
         w, shared, buffers = remote_codec.opened(raw, self._trainer.flat.layout)
-        at = order["phase"] + round
-        state = self._kept.state(at, strategy.name, order["starts"])
+        at, name = order["phase"] + round, strategy.name
+        state = self._kept.state(at, name, order["starts"])
         began = time.monotonic()
         own = {key.removeprefix(_OWN): value for key, value in state.items() if key.startswith(_OWN)}
         task = Task(order["seed"], round, self._number, w, shared, state, buffers | own, order.get("tick", at))
         reply = self._trainer.train(strategy, task, self._rows)
-        if strategy.buffers != "mean":  # they stay here
+        if strategy.client_side.keeps_buffers:  # they stay here
             reply.state |= {f"{_OWN}{key}": value for key, value in reply.buffers.items()}
             reply.buffers = {}
         seconds = time.monotonic() - began
         order |= {"trained": seconds, "ends": asked + float(order["seconds"]) - _TRAVEL}
         if self._send(order, reply):
             if reply.state:
-                self._kept.keep(at, serial, strategy.name, reply.state, order["since"])
+                self._kept.keep(at, serial, name, reply.state, order["since"])
             self._kept.settle(serial, at)
             self._rounds += 1
             self._say(f"round {round}: {reply.n} samples, loss {reply.loss:.4g}, {seconds:.1f} s; sent")
@@ -275,7 +275,7 @@ class ClientProcess:
             self._say(f"round {order['round']}: {error}")
             return
         strategy: Any = parse(order["strategy"])[0].strategy
-        deadline = DEADLINE if strategy.deadline is None else strategy.deadline
+        deadline = deadline_of(strategy.population)
         self._say(
             f"round {order['round']}: too late, and not counted: training took {order['trained']:.1f} s, and "
             f"{order['seconds']:.1f} s were left of the round's deadline of {deadline:g} s. Ask for a longer "

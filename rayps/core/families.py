@@ -111,6 +111,26 @@ class ByClient:
 Rows = Reshuffled | Fixed | ByClient
 
 
+class HasRows(Protocol):
+    """A strategy, as far as its rows go."""
+
+    @property
+    def rows(self) -> Rows:
+        """How rows are dealt to workers."""
+
+
+def learns_by_client(strategy: HasRows) -> bool:
+    """Whether an epoch under a strategy is one round of clients."""
+    rows = strategy.rows
+    return rows.by_client
+
+
+def has_remote_clients(strategy: HasRows) -> bool:
+    """Whether a strategy's clients are processes outside of the cluster."""
+    rows = strategy.rows
+    return rows.remote
+
+
 # ---- recovery
 
 

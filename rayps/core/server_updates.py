@@ -103,7 +103,8 @@ class PlainServers:
     @property
     def name(self) -> str:
         """Of the strategy whose server half it is."""
-        return "downpour" if self.topology.update.spans else "parameter_server"
+        servers = self.topology
+        return "downpour" if servers.update.spans else "parameter_server"
 
     @property
     def server_half(self) -> PlainServers:
@@ -112,9 +113,10 @@ class PlainServers:
 
     def on_push(self, shard: ShardView, value: Any, weight: float) -> None:
         """Out of step: one push, at once."""
-        if self.topology.update.spans:
+        servers = self.topology
+        if servers.update.spans:
             apply_sum(shard, value, weight)
-        elif not self.topology.in_step:
+        elif not servers.in_step:
             apply_push(shard, value, weight)
 
     def on_round(self, shard: ShardView, values: list[Any], weights: list[float]) -> None:
@@ -127,8 +129,8 @@ class PlainServers:
         Raises:
             ConfigError: its replica is several workers; such servers are never an elastic group's.
         """
-        must_go_with(self.topology.replica, group=self.name)
         servers = self.topology
+        must_go_with(servers.replica, group=self.name)
         found: dict[str, Any] = {"name": self.name, "shards": servers.count, "replay_mb": servers.replay_mb}
         if servers.update.spans:
             found |= {"adagrad": servers.adagrad}
@@ -144,7 +146,10 @@ class PlainServers:
         name = options.pop("name", None)
         if name not in ("parameter_server", "downpour"):
             raise ValueError(f"servers that follow {name!r} cannot be read: there are parameter_server and downpour")
-        return cls(plain_servers(**options) if name == "parameter_server" else summing_servers(**options))
+        if name == "parameter_server":
+            return cls(plain_servers(**options))
+        known = ("shards", "adagrad", "replay_mb")  # the others are the workers'
+        return cls(summing_servers(**{option: options[option] for option in known if option in options}))
 
 
 def weighted_mean(values: list[Any], weights: list[float]) -> Any:

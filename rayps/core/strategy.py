@@ -153,6 +153,9 @@ class StrategyView(ServerHalf, Protocol):
     def tables(self) -> StrategyView | None:
         """The strategy that servers of sparse tables follow; None = a model with tables cannot be trained."""
 
+    def to_wire(self) -> dict[str, Any]:
+        """Its name and options as JSON-ready data."""
+
     def grid(self, workers: int) -> Grid:
         """How `workers` are laid out. Raises ConfigError where they are no whole number of replicas."""
 

@@ -17,12 +17,6 @@ FIRST = {
     "by_quantity": "clients",
     "shards": "per_client",
     "dirichlet": "alpha",
-    "krum": "f",
-    "multi_krum": "f",
-    "trimmed_mean": "f",
-    "bulyan": "f",
-    "centered_clipping": "tau",
-    "geometric_median": "iterations",
     "l1": "weight",
     "l2": "weight",
     "sign_flip": "clients",
@@ -36,6 +30,12 @@ FIRST = {
     "false_c": "clients",
 }
 _WORDS = {"none": None, "null": None, "true": True, "false": False}
+
+
+def may_stand_first(name: str, option: str | None) -> None:
+    """Let `name(4)` be `name(option=4)`; None: `name` has no option that may stand without its own name."""
+    if option is not None:
+        FIRST[name] = option
 
 
 def form(text: str, depth: int = 0) -> dict[str, Any]:

@@ -301,6 +301,24 @@ def servers_of(strategy: ServerHalf) -> Servers | None:
     return topology if isinstance(topology, Servers) else None
 
 
+def replica_of(strategy: ServerHalf) -> Replica | None:
+    """What holds one copy of the model under a strategy; None = one worker."""
+    topology = strategy.topology
+    return topology.replica
+
+
+def compression_in(strategy: ServerHalf) -> str | None:
+    """How vectors travel under a strategy; None = as they are."""
+    topology = strategy.topology
+    return topology.compression
+
+
+def runs_in_step(strategy: ServerHalf) -> bool:
+    """Whether all workers are at the same round under a strategy."""
+    topology = strategy.topology
+    return topology.in_step
+
+
 def group_of(topology: Topology) -> tuple[int, int]:
     """Servers and copies of the elastic group that a job under this topology needs, should it need one."""
     servers = topology.tables if isinstance(topology, Peers) else topology

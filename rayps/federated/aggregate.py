@@ -41,7 +41,8 @@ from rayps.federated.attacks import OWN, agreed, counted, false_buffers, false_s
 from rayps.federated.buffer_statistics import NEGATIVE, BufferStatistics
 from rayps.federated.exact_sum import NOT_FINITE, TOO_LARGE, ExactSum, refusal
 from rayps.federated.gather_replies import Gathering, Replies
-from rayps.federated.rule_spec import AttackSpec, RuleSpec, attack_of, rule_of
+from rayps.federated.population.attack_spec import AttackSpec, attack_of
+from rayps.federated.robust_rules import rule_of
 from rayps.federated.rules import Matrix, Picks, Vector, aggregate, beside, clip_factor, median, members, picks
 
 BEFORE = "rule.before"  # in the server's memory: the last round's result, where a rule begins with it
@@ -93,7 +94,7 @@ class Aggregate:
             least: replies that a round needs.
             asynchronous: replies may have begun from older models, so that only their updates are added up.
         """
-        self.rule, self.clip = rule if isinstance(rule, RuleSpec) else rule_of(rule), clip
+        self.rule, self.clip = rule_of(rule), clip
         self.attack: AttackSpec | None = attack if isinstance(attack, AttackSpec) else attack_of(attack)
         self.size, self.dtype, self.least, self._seed = size, dtype, max(1, least), seed
         self._extras, self._statistics = dict(extras or {}), statistics
@@ -292,7 +293,7 @@ class Aggregate:
         chosen = picks(self.rule, rows[_UPDATE], seed) if self.rule.selects else None
         before = memory[BEFORE].cpu().numpy() if BEFORE in memory else None
         result = torch.from_numpy(aggregate(self.rule, rows[_UPDATE], before, seed, chosen=chosen))
-        if self.rule.name == "centered_clipping":
+        if self.rule.remembers:
             memory[BEFORE] = result
         met.delta = result.to(self.dtype)
         met.mean = None if self._asynchronous else (self._w_t.double() + result).to(self.dtype)
@@ -301,7 +302,7 @@ class Aggregate:
         for name, (_, dtype) in self._extras.items():
             before = memory[f"{BEFORE}/{name}"].cpu().numpy() if f"{BEFORE}/{name}" in memory else None
             made = torch.from_numpy(beside(self.rule, rows[name], before, seed, chosen=chosen))
-            if self.rule.name == "centered_clipping":
+            if self.rule.remembers:
                 memory[f"{BEFORE}/{name}"] = made
             met.sums[name] = (made * len(clients)).to(dtype)
         if self._statistics is not None:
@@ -310,7 +311,7 @@ class Aggregate:
     def _ruled_buffers(self, x: Matrix, seed: int, chosen: Picks | None) -> Vector:
         assert self._statistics is not None, "a job whose clients send buffers"
         before = None if self._buffers is None else self._buffers.numpy()
-        if self.rule.name not in ("geometric_median", "centered_clipping"):
+        if not self.rule.by_distance:
             return beside(self.rule, x, before, seed, chosen=chosen)
         floats = self._statistics.floats
         center = None if before is None else before[:floats]

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rayps.federated.rule_spec import AttackSpec
+from rayps.federated.population.attack_spec import AttackSpec
 from rayps.federated.rules import Matrix, Vector
 
 OWN = ("sign_flip", "gaussian", "nan")  # attacks that need nothing but the attacker's own update

@@ -24,6 +24,7 @@ from rayps.data import Batch
 from rayps.data.base import map_tensors
 from rayps.federated.population.cohort import number
 from rayps.federated.row_order import Ints, parts
+from rayps.federated.view import FederatedView
 from rayps.tensors import optim
 from rayps.tensors.clip import NormClip
 from rayps.tensors.flat import FlatModel, dense
@@ -114,7 +115,7 @@ class Grad:
 class ClientTurn:
     """A client as a strategy's `client` sees it."""
 
-    def __init__(self, trainer: Trainer, strategy: Any, task: Task, rows: ClientRows) -> None:
+    def __init__(self, trainer: Trainer, strategy: FederatedView, task: Task, rows: ClientRows) -> None:
         self.w, self.w_t = trainer.flat.vector, task.w_t
         self.n = len(rows.numbers)
         self.state, self.shared = dict(task.state), task.shared
@@ -139,16 +140,16 @@ class ClientTurn:
         """E epochs, or L steps, of this client's rows, with a fresh optimizer; the same ones if called again."""
         self._trainer.fresh()
         self.steps = 0
-        task, rows, strategy = self._task, self._rows, self._strategy
-        size = rows.batch_size if strategy.batch_size is None else strategy.batch_size or self.n
+        task, rows, local = self._task, self._rows, self._strategy.local
+        size = local.rows(self.n, rows.batch_size)
         stream = parts(
             task.seed,
             task.client,
             self.n,
             size,
             round=task.round,
-            epochs=epochs or strategy.epochs,
-            steps=None if epochs else strategy.local_steps,
+            epochs=epochs or local.epochs,
+            steps=None if epochs else local.local_steps,
             shuffle=rows.shuffle,
         )
         for positions in stream:
@@ -312,7 +313,7 @@ class Trainer:
         with user_code("optimizer.step"):
             self._optimizer.step()
 
-    def train(self, strategy: Any, task: Task, rows: ClientRows) -> ClientReply:
+    def train(self, strategy: FederatedView, task: Task, rows: ClientRows) -> ClientReply:
         """Let one client train, once. The same task and rows give the same bits, wherever.
 
         Raises:
@@ -325,7 +326,7 @@ class Trainer:
         strategy.client(turn)
         steps, losses = turn.steps, turn.losses
         w, buffers = self.flat.vector, self.buffers
-        if strategy.personal is not None:
+        if strategy.client_side.model is not None:
             w, buffers = w.clone(), self.kept()
             turn.losses = []
             self.put(w, task.buffers | beside_of(task.state))  # not those that training w_k has left
@@ -337,7 +338,7 @@ class Trainer:
             w, turn.n, turn.reply, turn.state, buffers, total / samples if samples else math.nan, samples, steps
         )
 
-    def tune(self, strategy: Any, task: Task, rows: ClientRows, epochs: int) -> None:
+    def tune(self, strategy: FederatedView, task: Task, rows: ClientRows, epochs: int) -> None:
         """Leave in the model w_t, trained on by this client alone for so many epochs."""
         self.put(task.w_t, task.buffers)
         self.at(task.tick)

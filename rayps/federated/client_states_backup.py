@@ -32,17 +32,19 @@ class ClientStatesBackup:
         self._strategy = ""  # whose states these are
         self._at = 0  # the round of the newest snapshot
 
-    def deal(self, workers: list[Any], strategy: Any, round: int, timeout: float) -> None:
+    def deal(self, workers: list[Any], owner: str | None, round: int, timeout: float) -> None:
         """Give each worker the states of its clients after `round`, before it begins; to be called for any strategy.
+
+        `owner`: the strategy that keeps states, see `rayps.federated.view.keeper_of`; None = none does.
 
         A worker that is lost meanwhile is missed by who calls it next.
         """
-        if not strategy.rows.by_client or not strategy.stateful or strategy.rows.remote:  # real clients keep their own
+        if owner is None:
             self.close()
             return
-        if strategy.name != self._strategy:  # another one's states say nothing to this one
+        if owner != self._strategy:  # another one's states say nothing to this one
             self.close()
-        self._strategy, self._at = strategy.name, round
+        self._strategy, self._at = owner, round
         try:
             if self._sizes is None:
                 self._sizes = workers[0].handle.call("companion", DEALT_STATES, "sizes").result(timeout)

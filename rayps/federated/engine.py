@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rayps.federated import rule_spec
+from rayps.core.errors import ConfigError
+from rayps.core.families import has_remote_clients
 from rayps.federated.aggregate import Aggregate, RoundAggregate
 from rayps.federated.buffer_statistics import BufferStatistics
 from rayps.federated.client import ClientReply, Tensors, Trainer
@@ -26,6 +27,7 @@ from rayps.federated.personal_metrics import personal
 from rayps.federated.population.cohort import homes
 from rayps.federated.remote_replies import RemoteReplies
 from rayps.federated.reply_source import Round, SimulatedReplies, TrainingTask, old
+from rayps.federated.view import FederatedView
 from rayps.tensors.finite import is_finite
 from rayps.tensors.learning_rate import Ticks
 
@@ -41,12 +43,19 @@ class FederatedEngine:
 
     def __init__(self, w: FederatedWorker) -> None:
         """Raises ConfigError: what preflight would have found."""
-        strategy: Any = w.plan.strategy
-        self.w, self.strategy = w, strategy
-        self.clients: Any = None if strategy.remote else w.batches.data.clients
+        strategy = w.plan.strategy
+        if not isinstance(strategy, FederatedView):
+            raise ConfigError(
+                f"{strategy.name} says that rows belong to clients, and not what clients and the server do: derive it "
+                "from rayps.FedAvg",
+                field="strategy",
+            )
+        self.w, self.strategy, self.side = w, strategy, strategy.client_side
+        remote = has_remote_clients(strategy)
+        self.clients: Any = None if remote else w.batches.data.clients
         self.trainer = Trainer(w.flat, w.workload, w.device)
         self._w_t = torch.empty_like(w.flat.vector)
-        stateful = strategy.stateful and not strategy.remote
+        stateful = self.side.stateful and not remote
         self.homes = homes(w.batches.data.clients.sizes, w.size) if stateful else None
         self.states = ClientStates() if stateful else None
         self._losses: list[tuple[int, float, int]] = []  # of the round's usable replies here: client, loss, samples
@@ -54,23 +63,23 @@ class FederatedEngine:
         self._begun, self._counted = 0, False  # rounds, and whether one of them moved the model
         self.stopped: Callable[[], bool] = lambda: False  # whether the plan was ended from outside
         self.judging: Any = None  # the evaluation data, once it is known
-        self.source: Any = RemoteReplies(self) if strategy.remote else SimulatedReplies(self)
+        self.source: Any = RemoteReplies(self) if remote else SimulatedReplies(self)
         size, dtype = w.flat.layout.size, w.flat.layout.dtype
-        extras = dict.fromkeys(strategy.sums, (size, dtype))
+        extras = dict.fromkeys(self.side.sums, (size, dtype))
         statistics = BufferStatistics(self.trainer.buffers)
-        self._statistics = statistics if statistics.size and strategy.buffers == "mean" else None
-        rule, attack = rule_spec.rule_of(strategy.rule), rule_spec.attack_of(strategy.attack)
+        self._statistics = statistics if statistics.size and not self.side.keeps_buffers else None
+        aggregation = strategy.aggregation
         self._aggregate = Aggregate(
-            rule,
-            rule_spec.clip_of(strategy.clip),
-            attack,
+            aggregation.chosen_rule,
+            aggregation.clip,
+            strategy.population.attackers,
             size,
             dtype,
             seed=w.plan.seed,
             clients=self.source.count,
             extras=extras,
-            least=strategy.min_replies,
-            asynchronous=strategy.asynchronous,
+            least=aggregation.min_replies,
+            asynchronous=strategy.buffered is not None,
             statistics=self._statistics,
         )
 
@@ -134,7 +143,7 @@ class FederatedEngine:
         self._losses.append((errand.client, reply.loss, reply.samples))
         if self.states is not None:
             state = dict(reply.state)
-            if strategy.buffers == "keep":
+            if self.side.keeps_buffers:
                 state |= {f"buffers/{name}": value.detach().clone() for name, value in reply.buffers.items()}
             if all(map(is_finite, state.values())):
                 self.states.put(errand.client, state, w.position + 1)

@@ -23,9 +23,9 @@ ROWS = 1024  # of a client that are evaluated at once
 def personal(engine: FederatedEngine) -> dict[str, tuple[float, int]]:
     """Sums and sample counts of this worker's share; nothing where nobody has a model of their own."""
     w, strategy = engine.w, engine.strategy
-    options: Any = strategy
+    side = strategy.client_side
     sums: dict[str, tuple[float, int]] = {}
-    if options.remote or not (options.finetune or options.personal or options.buffers == "keep"):
+    if engine.clients is None or not side.measured:
         return sums
     if engine.judging is None:
         with user_code("evaluation_data"):
@@ -39,13 +39,13 @@ def personal(engine: FederatedEngine) -> dict[str, tuple[float, int]]:
         k = engine.clients.find(name)
         if k is None or (engine.homes[k] if engine.homes is not None else k % w.size) != w.rank:
             continue
-        state, own = engine.state_of(k)
+        state, own_buffers = engine.state_of(k)
         t = engine.at(w.position)
-        task = Task(w.plan.seed, t, k, vector, w.shared, state, buffers | own, engine.tick(t))
-        if options.finetune:
-            trainer.tune(strategy, task, engine.source.rows(k), options.finetune)
-        elif options.personal in state:
-            trainer.put(state[options.personal], buffers | beside_of(state))
+        task = Task(w.plan.seed, t, k, vector, w.shared, state, buffers | own_buffers, engine.tick(t))
+        if side.finetune:
+            trainer.tune(strategy, task, engine.source.rows(k), side.finetune)
+        elif side.model is not None and side.model in state:
+            trainer.put(state[side.model], buffers | beside_of(state))
         else:
             trainer.put(vector, task.buffers)
         _evaluate(engine, clients, clients.rows(other), sums)

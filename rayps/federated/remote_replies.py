@@ -17,14 +17,14 @@ import numpy as np
 from torch import Tensor
 
 from rayps.core.errors import ConfigError, StaleGeneration, TrainingError
+from rayps.core.families import has_remote_clients
 from rayps.core.strategy import Phase
 from rayps.federated import remote_codec
 from rayps.federated.client import ClientReply
 from rayps.federated.population.cohort import Ints, cohort_size, first
-from rayps.federated.remote.join_options import DEADLINE, JoinOptions, joining_of
+from rayps.federated.remote.join_options import JoinOptions, deadline_of, joining_of
 from rayps.federated.remote.mailbox import FOLDER, JoinedClient, Mailbox, RoundOrder
 from rayps.federated.reply_source import Round
-from rayps.strategies.catalogue import wire
 
 if TYPE_CHECKING:
     from rayps.federated.engine import FederatedEngine
@@ -42,11 +42,11 @@ class RemoteReplies:
     def __init__(self, engine: FederatedEngine) -> None:
         """Raises ConfigError: no service, or a folder that this machine does not have."""
         self._engine, w = engine, engine.w
-        strategy: Any = w.plan.strategy
+        strategy = engine.strategy
         joining = joining_of(strategy.clients)
         assert joining is not None, "its clients are remote"
         self._joining: JoinOptions = joining
-        self._deadline: float = DEADLINE if strategy.deadline is None else strategy.deadline
+        self._deadline: float = deadline_of(strategy.population)
         self._mailbox = mailbox_of(w.plan.mailbox)
         self._members: list[JoinedClient] = self._mailbox.members()
         self._strategy, self._first = strategy, True
@@ -94,24 +94,24 @@ class RemoteReplies:
             TrainingError: too few clients came within `wait` seconds.
         """
         there = self._gather(t)
-        w, strategy = self._engine.w, self._strategy
+        w, strategy, side = self._engine.w, self._strategy, self._engine.side
         chosen = first(w.plan.seed, t, there, cohort_size(len(there), strategy.fraction)).tolist()
-        given = {name: value for name, value in shared.items() if name in strategy.sums}
+        given = {name: value for name, value in shared.items() if name in side.sums}
         raw = remote_codec.packed(w_t, w.flat.layout, given, buffers)
         facts = {
             "kind": "round",
             "round": t,
             "phase": w.plan.origin[0],
             "seed": w.plan.seed,
-            "strategy": wire([Phase(None, strategy)]),
+            "strategy": strategy.to_wire(),
             "since": self._since(w.position),
             "starts": self._mailbox.starts(w.position, self._first),
         }
         if self._engine.trainer.scheduled:
             facts["tick"] = self._engine.tick(t)
         self._first = False
-        self._like = w_t, buffers if strategy.buffers == "mean" else {}
-        most = remote_codec.most_bytes(w_t, strategy.sums, self._like[1])
+        self._like = w_t, {} if side.keeps_buffers else buffers
+        most = remote_codec.most_bytes(w_t, side.sums, self._like[1])
         asked = dict(zip(chosen, self.names(chosen), strict=True))
         order = self._mailbox.begin(facts, asked, self._deadline, most, raw)
         self._wait_for(order)
@@ -145,7 +145,7 @@ class RemoteReplies:
 
     def _read(self, number: int) -> ClientReply | str:
         (w_t, buffers), most = self._like, self._members[number].samples
-        return remote_codec.received(self._files[number].read_bytes(), w_t, self._strategy.sums, buffers, most)
+        return remote_codec.received(self._files[number].read_bytes(), w_t, self._engine.side.sums, buffers, most)
 
     def _since(self, position: int) -> int:
         """The earliest round that the job may go back to from here: the checkpoint before the newest one."""
@@ -223,7 +223,7 @@ def prepared(phases: list[Phase], folder: Path | None) -> str | None:
     Raises:
         ConfigError: real clients could not reach the job.
     """
-    if not any(phase.strategy.rows.remote for phase in phases):
+    if not any(has_remote_clients(phase.strategy) for phase in phases):
         return None
     if folder is None:
         raise _no_service()

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rayps.federated import rule_spec
 from rayps.federated.client import ClientReply, ClientRows, Task, Tensors
 from rayps.federated.population.cohort import Ints, pack
-from rayps.federated.population.events import clock_at, events_of
+from rayps.federated.population.events import clock_at
+from rayps.federated.simulated_rounds import events_of
 
 if TYPE_CHECKING:
     from rayps.federated.engine import FederatedEngine
@@ -52,14 +52,13 @@ class SimulatedReplies:
     def __init__(self, engine: FederatedEngine) -> None:
         """Raises ConfigError: the options do not fit these clients."""
         self._engine, w = engine, engine.w
-        options: Any = engine.strategy
         self.count = engine.clients.count
-        self._events = events_of(options, engine.clients.sizes, w.plan.seed, w.batches.data.batch_size)
+        self._events = events_of(engine.strategy, engine.clients.sizes, w.plan.seed, w.batches.data.batch_size)
         self._costs = engine.clients.sizes
         self._mine: list[Any] = []  # this worker's trainings
         self._w_t: Tensor | None = None
         self._buffers: Tensors = {}
-        attack = rule_spec.attack_of(options.attack)
+        attack = engine.strategy.population.attackers
         self._attack = attack if attack is None else attack.settled(engine.clients.label_names)
         flips = attack is not None and attack.flips_labels
         self._liars = attack.attackers(w.plan.seed, self.count) if attack is not None and flips else frozenset[int]()
@@ -92,7 +91,7 @@ class SimulatedReplies:
             plan.begin,
             plan.end,
             [each.client for each in trainings],
-            plan.staleness if self._engine.strategy.asynchronous else None,
+            plan.staleness if self._engine.strategy.buffered is not None else None,
         )
 
     def _dealt(self, who: Ints) -> list[Ints]:

@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayps.core.errors import ConfigError
-from rayps.federated.rule_spec import RuleSpec
+from rayps.federated.robust_rules import AggregationRule
 
 Matrix = NDArray[np.float64] | NDArray[np.float32]
 Vector = NDArray[np.float64]
@@ -43,58 +43,43 @@ _AT = 1e-12  # of the median distance: a row that is nearer than this is at the 
 
 
 def aggregate(
-    rule: RuleSpec, x: Matrix, before: Vector | None = None, seed: int = 0, *, chosen: Picks | None = None
+    rule: AggregationRule, x: Matrix, before: Vector | None = None, seed: int = 0, *, chosen: Picks | None = None
 ) -> Vector:
-    """What a robust rule makes of the rows of x, [P] in float64.
+    """What a rule makes of the rows of x, [P] in float64.
 
-    `before` is the last round's result (centered_clipping begins there; none: zeros). `seed` draws the buckets: give
+    `before` is the last round's result (for a rule that `remembers`; none: zeros). `seed` draws the buckets: give
     another in each round. `chosen` is what `picks` found for x, where that is known.
 
     Raises:
         ConfigError: the rows are fewer than the rule needs.
     """
-    if rule.name == "mean":
-        return mean(x)
     lacking = rule.lacking(len(x))
     if lacking is not None:
         raise ConfigError(lacking, field="rule")
     if rule.selects and chosen is None:
         chosen = picks(rule, x, seed)
     x = buckets(x, rule.bucket, seed)
-    if chosen is not None:
-        return _near_the_median(x[chosen], len(x) - 4 * rule.f) if rule.name == "bulyan" else mean(x[chosen])
-    if rule.name == "trimmed_mean":
-        return trimmed_mean(x, rule.f)
-    if rule.name == "median":
-        return median(x)
-    if rule.name == "geometric_median":
-        return geometric_median(x, rule.iterations)
-    return centered_clipping(x, rule.tau, rule.iterations, before)
+    return rule.combine(x if chosen is None else x[chosen], before)
 
 
 def beside(
-    rule: RuleSpec, x: Matrix, before: Vector | None = None, seed: int = 0, *, chosen: Picks | None = None
+    rule: AggregationRule, x: Matrix, before: Vector | None = None, seed: int = 0, *, chosen: Picks | None = None
 ) -> Vector:
-    """What a robust rule makes of the rows of x, which clients sent beside their updates; otherwise as `aggregate`.
+    """What a rule makes of the rows of x, which clients sent beside their updates; otherwise as `aggregate`.
 
     `chosen` is what `picks` found for the updates, where the rule chooses clients.
     """
-    if rule.name != "multi_krum" or chosen is None:
-        return aggregate(rule, x, before, seed, chosen=chosen)
-    picked = buckets(x, rule.bucket, seed)[chosen]
-    return trimmed_mean(picked, min(rule.f, (len(picked) - 1) // 2))
+    if chosen is None:
+        return aggregate(rule, x, before, seed)
+    return rule.beside(buckets(x, rule.bucket, seed)[chosen], before)
 
 
-def picks(rule: RuleSpec, x: Matrix, seed: int = 0) -> Picks:
-    """Which rows krum, multi_krum or bulyan choose by the updates x: numbers of buckets, ascending."""
-    x = buckets(x, rule.bucket, seed)
-    if rule.name == "bulyan":
-        return _bulyan_picks(x, rule.f)
-    count = 1 if rule.name == "krum" else len(x) - rule.f if rule.m is None else rule.m
-    return np.sort(np.argsort(scores(distances(x), rule.f), kind="stable")[:count])
+def picks(rule: AggregationRule, x: Matrix, seed: int = 0) -> Picks:
+    """Which rows a rule that `selects` chooses by the updates x: numbers of buckets, ascending."""
+    return rule.picks(buckets(x, rule.bucket, seed))
 
 
-def members(rule: RuleSpec, n: int, chosen: Picks, seed: int = 0) -> list[int]:
+def members(rule: AggregationRule, n: int, chosen: Picks, seed: int = 0) -> list[int]:
     """The rows of n that are in the chosen buckets, ascending."""
     dealt = _dealt(n, rule.bucket, seed)
     return sorted(int(row) for bucket in chosen for row in dealt[int(bucket)])
@@ -163,7 +148,12 @@ def _weiszfeld(x: Matrix, z: Vector, apart: Vector) -> tuple[Vector, float]:
     return target, max(0.0, 1.0 - at / pull) if pull else 0.0
 
 
-def _bulyan_picks(x: Matrix, f: int) -> Picks:
+def krum_picks(x: Matrix, f: int, count: int) -> Picks:
+    """The `count` rows with the least sum of squared distances to their n - f - 2 nearest others, ascending."""
+    return np.sort(np.argsort(scores(distances(x), f), kind="stable")[:count])
+
+
+def bulyan_picks(x: Matrix, f: int) -> Picks:
     """n - 2f rows, chosen by Krum one by one."""
     n, d = len(x), distances(x)
     left, chosen = list(range(n)), list[int]()
@@ -174,7 +164,7 @@ def _bulyan_picks(x: Matrix, f: int) -> Picks:
     return np.sort(np.asarray(chosen, dtype=np.int64))
 
 
-def _near_the_median(picked: Matrix, keep: int) -> Vector:
+def near_the_median(picked: Matrix, keep: int) -> Vector:
     """Of each column the mean of the `keep` values nearest to its median."""
     out = np.empty(picked.shape[1])
     for part in _blocks(picked):

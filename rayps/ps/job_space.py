@@ -99,7 +99,7 @@ class JobSpace:
 
     def serves(self, strategy: StrategyView) -> bool:
         """Whether a generation under this strategy needs the space."""
-        return servers_of(strategy) is not None or (bool(self.tables) and strategy.tables is not None)
+        return servers_of(strategy) is not None or (bool(self.tables) and _of_tables(strategy) is not None)
 
     def take_over(self) -> None:
         """Drop what an earlier driver of this very job has left."""
@@ -134,7 +134,7 @@ class JobSpace:
         """See Servers."""
         strategy, old = orders.strategy, self.space
         dense_too = servers_of(strategy) is not None
-        follows = strategy if dense_too else strategy.tables
+        follows = strategy if dense_too else _of_tables(strategy)
         assert follows is not None, "serves() said that this strategy needs the space"
         dense = snapshot.layout if dense_too else None
         self._base, self._ticks = snapshot, orders.ticks
@@ -446,3 +446,8 @@ def _begun(
     ledger = snapshot.ledger(lo, hi).copy()
     missing = sum(ledger.skip(rank, step) for rank, step in (skips or {}).items())
     return state_of(snapshot.params[lo:hi], snapshot.layout, lo, moments=snapshot.moments, marks=ledger), missing
+
+
+def _of_tables(strategy: StrategyView) -> StrategyView | None:
+    """What servers of sparse tables follow under a strategy; None = a model with tables cannot be trained."""
+    return strategy.tables

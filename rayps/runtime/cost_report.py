@@ -15,12 +15,14 @@ import torch
 from torch import nn
 
 from rayps.core.costs import Costs, amount, costs
+from rayps.core.families import learns_by_client
 from rayps.core.grid import Grid
 from rayps.core.metrics import Point
 from rayps.core.pipeline.schedule import table
 from rayps.core.pipeline.simulate import simulate
 from rayps.core.replica import pipeline_of
 from rayps.core.strategy import StrategyView
+from rayps.core.topology import replica_of
 from rayps.core.traffic import Sizes
 from rayps.core.user_code import user_code
 from rayps.data import Batch
@@ -46,8 +48,8 @@ class CostReport:
     def __init__(self, strategy: StrategyView, workers: int, formula: Callable[[], Costs]) -> None:
         """`formula` gives the costs by formula; it is called at the end only."""
         self._strategy, self._grid, self._formula = strategy.name, strategy.grid(workers), formula
-        self._turn = "round" if strategy.rows.by_client else "step"
-        self._replica = pipeline_of(strategy.topology.replica)
+        self._turn = "round" if learns_by_client(strategy) else "step"
+        self._replica = pipeline_of(replica_of(strategy))
         self._spans: dict[int, list[Any]] = {}  # of one step of each rank
         self._points: dict[int, list[Point]] = defaultdict(list)
         self._seen: dict[int, int] = defaultdict(int)

@@ -22,9 +22,11 @@ from typing import Any, assert_never
 from rayps.cluster.local import Cluster
 from rayps.core.calendar import Calendar
 from rayps.core.errors import RaypsError
+from rayps.core.families import has_remote_clients, learns_by_client
 from rayps.core.job import Status
 from rayps.core.strategy import Phase
 from rayps.core.time_limit import awaited
+from rayps.core.topology import runs_in_step
 from rayps.federated.remote_replies import prepared
 from rayps.runtime import decide as states
 from rayps.runtime.decide import Continue, Fail, Findings, Finish, Mend, Replace, Restart, RunFacts, decide, next_state
@@ -223,7 +225,7 @@ class Driver:
         phase.enter(snapshot, self.spec.workers)
         phase.tell(self.journal, snapshot.round)
         self.journal.tally = phase.tally(self.workload, self.spec.workers, snapshot.layout)
-        if phase.phase.strategy.topology.in_step:  # also after a phase that was not
+        if runs_in_step(phase.phase.strategy):  # also after a phase that was not
             snapshot.align()
         return Findings(phases=count)
 
@@ -231,7 +233,7 @@ class Driver:
         phase = self._plan.phase(state.phase)
         self._generation += 1
         self._mender.begin()
-        self._record.generation(self._generation, phase.phase.strategy.name, mended=state.mending is not None)
+        self._record.generation(self._generation, phase.name, mended=state.mending is not None)
         orders = phase.orders(self.spec, self._generation, self._record.evaluated, self._plan.mailbox)
         self._group.begin(orders, self._checkpoints.snapshot, state.mending)
         self._record.say(Status.RUNNING, "")
@@ -303,7 +305,7 @@ class Driver:
         return Findings()
 
     def _request_checkpoint(self, phase: PhaseRun) -> Findings:
-        if not self.saves or phase.phase.strategy.rows.remote:  # real clients may take hours for a round
+        if not self.saves or has_remote_clients(phase.phase.strategy):  # real clients may take hours for a round
             return Findings()
         self._record.say(Status.STOPPING, "saving a checkpoint")
         self._group.hurry()
@@ -359,7 +361,7 @@ class Driver:
             failures=mender.failures,
             max_failures=self.spec.max_failures,
             broken_for=mender.broken_for,
-            lockstep=phase.phase.strategy.topology.in_step and not group.holds_tables and not mender.may_replace(group),
+            lockstep=runs_in_step(phase.phase.strategy) and not group.holds_tables and not mender.may_replace(group),
             stop=self._stop.is_set(),
             at={name: f.position for name, f in current},
             mends=group.mends,
@@ -374,7 +376,7 @@ class Driver:
         strategies, packed = [phase.strategy for phase in self._phases], pack(self.workload)
         model, data = found.sizes
         facts = TrialFacts(
-            all(strategy.rows.remote for strategy in strategies),
+            all(map(has_remote_clients, strategies)),
             any(division is not None for division in found.divisions),
             self.spec.resources.get("gpu", 0.0),
             model,
@@ -383,7 +385,7 @@ class Driver:
         )
         first = strategies[0]
         size, path = first.grid(self.spec.workers).data, tuple(sys.path)
-        request = TrialRequest(packed, size, self.spec.seed, first.rows.by_client, self.spec.working_dir, path)
+        request = TrialRequest(packed, size, self.spec.seed, learns_by_client(first), self.spec.working_dir, path)
         self.trial.begin(facts, request)
 
     # ---- the end

@@ -191,7 +191,8 @@ def space_of(
     if spec.server_group is not None:
         group, own = find(cluster, spec.server_group), False
     else:
-        needed = [group_of(each.topology) for each in strategies if each.topology.group_size or tables]
+        topologies = [each.topology for each in strategies]
+        needed = [group_of(topology) for topology in topologies if topology.group_size or tables]
         if not needed:
             return None
         count, replicas = (max(column) for column in zip(*needed, strict=True))

@@ -29,7 +29,7 @@ from rayps.comm.ring import Ring
 from rayps.comm.ring.compressed_mean import compressed
 from rayps.core.errors import ActorDied, ClusterError, ConfigError, LinkError, PeerTimeout, RaypsError, WorkloadError
 from rayps.core.logs import LogBuffer
-from rayps.core.topology import servers_of
+from rayps.core.topology import compression_in, servers_of
 from rayps.core.user_code import placed, user_code
 from rayps.ps.server_group import ServerGroup
 from rayps.ps.tables.embedding import tables_of
@@ -407,7 +407,7 @@ def wrap(
         )
         server = group.server(here.rank)
     talk = ring
-    compression = chosen.topology.compression
+    compression = compression_in(chosen)
     if compression is not None and server is None:
         talk, choice = compressed(ring, compression, Gradient(flat.packed, 0))
         log.info(choice["message"])

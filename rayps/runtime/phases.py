@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rayps.core.calendar import Boundary, Calendar, PhaseSpan
+from rayps.core.families import has_remote_clients
 from rayps.core.grid import Grid
 from rayps.core.strategy import Phase
 from rayps.parallel.division.divide import words
@@ -73,14 +74,13 @@ class PhaseRun:
 
     def tell(self, journal: Journal, now: int) -> None:
         """File that it begins, after round `now`."""
-        strategy = self.phase.strategy
-        journal.event("phase", f"{self.name} until round {self.end}", round=now, end=self.end, strategy=strategy.name)
+        journal.event("phase", f"{self.name} until round {self.end}", round=now, end=self.end, strategy=self.name)
         if self.division is not None:
             journal.event("divided", words(self.division), columns=self.division.facts())
 
     def tally(self, workload: Workload, workers: int, layout: Layout) -> CostReport | None:
         """What hears the points of its rounds; None where one worker waits for real clients."""
-        if self.phase.strategy.rows.remote:
+        if has_remote_clients(self.phase.strategy):
             return None
         return tally_of(workload, self.phase.strategy, workers, self.division, layout)
 

@@ -28,14 +28,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rayps.core.errors import ConfigError, RaypsError, WorkloadError
+from rayps.core.families import has_remote_clients
 from rayps.core.grid import Grid
 from rayps.core.replica import Pipeline
 from rayps.core.strategy import Phase, StrategyView
-from rayps.core.topology import JobFacts, servers_of
+from rayps.core.topology import JobFacts, replica_of, servers_of
 from rayps.core.user_code import user_code
 from rayps.data.base import Batch, Data, map_tensors
 from rayps.data.unsupported import is_ray_data, ray_data_way
 from rayps.federated.check import federated
+from rayps.federated.view import FederatedView
 from rayps.parallel.division.divide import divide, sample_of
 from rayps.parallel.division.division import Division
 from rayps.parallel.pipeline.loss_proxy import parts
@@ -74,7 +76,7 @@ def preflight(workload: Workload, phases: list[Phase], spec: JobSpec) -> Preflig
         DataError, WorkloadError, ConfigError: what is wrong and the way out.
     """
     check_clip_norm(workload)
-    data = _data(workload, all(phase.strategy.rows.remote for phase in phases))
+    data = _data(workload, all(has_remote_clients(phase.strategy) for phase in phases))
     grids = [phase.strategy.grid(spec.workers) for phase in phases]
     with apart():  # the user's own random numbers stay as they were
         model = model_of(workload)
@@ -87,9 +89,9 @@ def preflight(workload: Workload, phases: list[Phase], spec: JobSpec) -> Preflig
     _try_schedule(workload, phases, layout, tables)
     both = list(zip([phase.strategy for phase in phases], grids, strict=True))
     divisions = [_division(workload, strategy, grid, model, data) for strategy, grid in both]
-    asked = [strategy for strategy, _ in both if strategy.rows.by_client]
+    asked = [strategy for strategy, _ in both if isinstance(strategy, FederatedView)]
     warnings = misspelt(workload)
-    warnings += [said for strategy in asked for said in federated(strategy, workload, data, spec)]
+    warnings += [said for strategy in asked for said in federated(strategy, workload, data, spec.seed)]
     if any(servers_of(strategy) for strategy, _ in both) or any(grid.tensor > 1 for grid in grids):
         optim.check_elementwise(workload.optimizer, layout)
         said = dict.fromkeys(strategy.scale_warning(grid.data) for strategy, grid in both)
@@ -101,12 +103,13 @@ def preflight(workload: Workload, phases: list[Phase], spec: JobSpec) -> Preflig
 
 def _steps(data: Data, strategy: StrategyView, grid: Grid) -> int:
     """Rounds of an epoch. Raises DataError, ConfigError: no worker could keep its rows."""
-    return strategy.rows.rounds(data, grid.data)
+    rows = strategy.rows
+    return rows.rounds(data, grid.data)
 
 
 def _division(workload: Workload, strategy: StrategyView, grid: Grid, model: nn.Module, data: Data) -> Division | None:
     """How the model is divided under a strategy. Raises ConfigError, WorkloadError."""
-    replica = strategy.topology.replica
+    replica = replica_of(strategy)
     if replica is None or grid.columns == 1:
         return None
     if isinstance(replica, Pipeline) and replica.micro_batches > data.batch_size:
@@ -125,19 +128,21 @@ def _check_topologies(
     phases: list[Phase], spec: JobSpec, tables: tuple[SparseTable, ...], clip_norm: float | None
 ) -> None:
     """Refuse what cannot be combined. Raises ConfigError."""
+    names = [phase.strategy.name for phase in phases]
+    topologies = [phase.strategy.topology for phase in phases]
     facts = JobFacts(
         spec.server_group,
         None,
-        any(phase.strategy.topology.group_size for phase in phases),
+        any(topology.group_size for topology in topologies),
         tuple(table.name for table in tables),
         clip_norm,
     )
-    for at, phase in enumerate(phases):
+    for at, (name, topology) in enumerate(zip(names, topologies, strict=True)):
         # a branch is where the job begins: later phases need not know of it
-        phase.strategy.topology.check(phase.strategy.name, facts if at else replace(facts, branch=spec.branch))
+        topology.check(name, facts if at else replace(facts, branch=spec.branch))
     if spec.server_group is not None and not tables and not any(servers_of(phase.strategy) for phase in phases):
         raise ConfigError(
-            f"server_group is {spec.server_group!r}, and {phases[0].strategy.name} without sparse tables needs no "
+            f"server_group is {spec.server_group!r}, and {names[0]} without sparse tables needs no "
             "servers: leave it out, or use parameter_server",
             field="server_group",
         )

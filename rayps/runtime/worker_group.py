@@ -18,8 +18,9 @@ from rayps.core.families import Rebuild
 from rayps.core.grid import Grid
 from rayps.core.metrics import means
 from rayps.core.time_limit import START_SECONDS, overdue
-from rayps.core.topology import servers_of
+from rayps.core.topology import runs_in_step, servers_of
 from rayps.federated.client_states_backup import ClientStatesBackup
+from rayps.federated.view import keeper_of
 from rayps.recovery.backup_assignment import Mending
 from rayps.runtime.job_servers import FixedServers, JobServers
 from rayps.runtime.mending import PeerStates
@@ -213,7 +214,7 @@ class WorkerGroup:
         else:
             self._fixed.begin(orders, parts, shared)
         del parts
-        self.client_states.deal(self.workers, orders.strategy, snapshot.round, orders.timeout)
+        self.client_states.deal(self.workers, keeper_of(orders.strategy), snapshot.round, orders.timeout)
         replies = []
         for rank, worker in enumerate(self.workers):
             start = snapshot.positions[self.grid.at(rank).data] if mending is None else mending.round
@@ -350,7 +351,7 @@ class WorkerGroup:
         concerned = self._concerned()
         if concerned is None or any(member.dead for member in self.members):
             return None
-        in_step = self._known().strategy.topology.in_step
+        in_step = runs_in_step(self._known().strategy)
         common = set.intersection(*(set(held) for _, held in concerned))
         for newest in sorted((r for r in common if r > snapshot.round), reverse=True):
             workers = [worker.handle.call("part", newest if in_step else None) for worker in self.workers]
@@ -398,7 +399,7 @@ class WorkerGroup:
             if held is None:
                 return None
             found += held
-        if found and not self._known().strategy.topology.in_step:
+        if found and not runs_in_step(self._known().strategy):
             return found
         if not all(facts):
             return None

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from rayps.core.families import Recovery, Reshuffled, Rows, loop_of, recovery_of
 from rayps.core.grid import Grid
+from rayps.core.nested_options import wire_of
 from rayps.core.strategy import ServerHalf, ShardView, WorkerView
 from rayps.core.topology import Peers, Topology, servers_of
 from rayps.core.traffic import Sizes, TrafficCost
@@ -65,6 +66,10 @@ class Strategy:
     def server_half(self) -> ServerHalf:
         """What servers are given in place of it: itself, unless said otherwise."""
         return self
+
+    def to_wire(self) -> dict[str, Any]:
+        """Its name and options as JSON-ready data; `rayps.strategies.catalogue.parse` reads them again."""
+        return wire_of(self)
 
     def grid(self, workers: int) -> Grid:
         """How `workers` are laid out. Raises ConfigError where they are no whole number of replicas."""

@@ -5,19 +5,20 @@ No torch here, so that the job service can check a strategy without loading any.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from rayps.core.calendar import phase_ends
 from rayps.core.errors import ConfigError
 from rayps.core.families import SERVER_STEPS, SYNC_GRADIENTS
+from rayps.core.nested_options import options_of
 from rayps.core.replica import Pipeline, Replica, TensorParallel
 from rayps.core.spelling import near
 from rayps.core.strategy import Phase, ShardView, StrategyView, WorkerView
 from rayps.core.text import form, scalar
 from rayps.core.topology import servers_of
-from rayps.federated.rule_spec import inside
+from rayps.federated.population.attack_spec import attack_with
+from rayps.federated.robust_rules import rule_with
 from rayps.strategies.admm import ADMM
 from rayps.strategies.all_reduce import AllReduce
 from rayps.strategies.base import Strategy
@@ -134,8 +135,8 @@ def for_a_loop(given: Any) -> StrategyView:
 def wire(phases: list[Phase]) -> Any:
     """The phases as JSON-ready data; one phase without epochs is its strategy alone."""
     if len(phases) == 1 and phases[0].epochs is None:
-        return _wire(phases[0].strategy)
-    return [{"epochs": phase.epochs, "strategy": _wire(phase.strategy)} for phase in phases]
+        return phases[0].strategy.to_wire()
+    return [{"epochs": phase.epochs, "strategy": phase.strategy.to_wire()} for phase in phases]
 
 
 def catalogue() -> list[dict[str, Any]]:
@@ -152,7 +153,7 @@ def catalogue() -> list[dict[str, Any]]:
             "options": [
                 {"name": f.name, "type": str(f.type), "default": f.default}
                 | ({"of": list(_NESTED[f.name])} if f.name in _NESTED else {})
-                for f in _options(kind)
+                for f in options_of(kind)
             ],
         }
         for name, kind in kinds.items()
@@ -210,7 +211,7 @@ def _strategy(item: Any) -> Strategy:
 
 def _build(what: str, kinds: Mapping[str, type[_Kind]], item: dict[str, Any]) -> _Kind:
     kind = kinds[item["name"].replace("-", "_")]
-    known = [f.name for f in _options(kind)]
+    known = [f.name for f in options_of(kind)]
     given = {key: value for key, value in item.items() if key != "name"}
     for key in given:
         if key not in known:
@@ -224,11 +225,13 @@ def _build(what: str, kinds: Mapping[str, type[_Kind]], item: dict[str, Any]) ->
 
 def _elsewhere(key: str, known: list[str]) -> str:
     """Where an option belongs that a strategy with these options does not have, if it is known."""
-    if "replica" in known and any(key == f.name for replica in REPLICAS.values() for f in _options(replica)):
+    if "replica" in known and any(key == f.name for replica in REPLICAS.values() for f in options_of(replica)):
         return "; a replica's own stand in parentheses, as in replica=pipeline(stages=4,micro_batches=8)"
-    if "rule" in known and inside(key):
-        return f"; {key} stands in the parentheses of what it belongs to, as in {inside(key)}"
-    takers = [name for name, kind in CATALOGUE.items() if key in [f.name for f in _options(kind)]]
+    if "rule" in known:
+        for option, found in (("rule", rule_with(key)), ("attack", attack_with(key))):
+            if found is not None:
+                return f"; {key} stands in the parentheses of what it belongs to, as in {option}={found}"
+    takers = [name for name, kind in CATALOGUE.items() if key in [f.name for f in options_of(kind)]]
     return f"; {key} is an option of {', '.join(takers)}" if takers else ""
 
 
@@ -242,7 +245,7 @@ def _replica(option: str, item: Any) -> Any:
     if not isinstance(item, dict) or not isinstance(item.get("name"), str):
         raise ConfigError(
             f"{option} is {item!r}: give none, or one of {', '.join(known)} with its options, as in "
-            f"{known[0]}({_options(REPLICAS[known[0]])[0].name}=2)",
+            f"{known[0]}({options_of(REPLICAS[known[0]])[0].name}=2)",
             field="strategy",
         )
     name = item["name"].replace("-", "_")
@@ -252,25 +255,6 @@ def _replica(option: str, item: Any) -> Any:
             f"{option} {item['name']!r}{is_a}: a {option} is made of {', '.join(known)}", field="strategy"
         )
     return _build("replica", REPLICAS, item)
-
-
-def _wire(given: StrategyView | Replica) -> dict[str, Any]:
-    found: dict[str, Any] = {"name": given.name}
-    for f in sorted(_options(type(given)), key=lambda f: f.default is None):
-        value = getattr(given, f.name)
-        if f.default is not None or value is not None:
-            found[f.name] = _plain(value)
-    return found
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, (Strategy, Replica)):
-        return _wire(value)
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _options(kind: type[Any]) -> list[dataclasses.Field[Any]]:
-    return list(dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else []
 
 
 def _names() -> str:

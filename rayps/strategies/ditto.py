@@ -19,7 +19,7 @@ from rayps.core.errors import ConfigError
 from rayps.strategies.fedavg import FedAvg
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Ditto(FedAvg):
     """A model for each client beside the global one: clients that differ, and gain from the others all the same.
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from rayps.strategies.federated import Federated
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class FedAvg(Federated):
     """Clients train apart from the same model; the server takes the mean, weighted by samples.
 

@@ -15,17 +15,19 @@ With K = M = all clients it is FedAvg on updates that are worth the same, howeve
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rayps.core import options
 from rayps.core.errors import ConfigError
+from rayps.federated.view import Buffered
 from rayps.strategies.federated import Federated
 
 _LEAST = 2.0**-1000  # a reply's weight is above 0, whatever the decay
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class FedBuff(Federated):
     """Clients train at their own pace from parameters of different age; every K updates make a step.
 
@@ -39,7 +41,6 @@ class FedBuff(Federated):
     max_staleness: int | None = None
     decay: float = 0.5
     name: ClassVar[str] = "fedbuff"
-    asynchronous: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -47,13 +48,19 @@ class FedBuff(Federated):
             options.whole(self, field, least, none=free)
         options.number(self, "server_lr", above=0)
         options.number(self, "decay", least=0)
-        for field, usual in (("rule", "mean"), ("enough", None), ("over_selection", 0.0), ("min_replies", 1)):
-            if getattr(self, field) != usual:
+        for option in dataclasses.fields(self.aggregation):
+            value = getattr(self.aggregation, option.name)
+            if option.name != "clip" and value != option.default:
                 raise ConfigError(
-                    f"{field} is {getattr(self, field)!r}: a buffer of fedbuff always waits for {self.buffer} updates "
-                    f"and sums them by their age; leave out {field}, or take fedavg",
-                    field=field,
+                    f"{option.name} is {value!r}: a buffer of fedbuff always waits for {self.buffer} updates "
+                    f"and sums them by their age; leave out {option.name}, or take fedavg",
+                    field=option.name,
                 )
+
+    @property
+    def buffered(self) -> Buffered:
+        """Rounds end once `buffer` updates have come."""
+        return Buffered(self.buffer, self.concurrency, self.max_staleness)
 
     def weight(self, n: int, staleness: int) -> float:
         """s(tau)."""

@@ -22,77 +22,80 @@ and is evaluated on its own rows: metrics `personal_*`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from rayps.core import options, traffic
 from rayps.core.errors import ConfigError
 from rayps.core.families import FEDERATED_ROUNDS, ByClient, Rows
 from rayps.core.grid import Grid
+from rayps.core.nested_options import NESTED, FlatOptions
 from rayps.core.strategy import WorkerView
 from rayps.core.traffic import Sizes, TrafficCost
-from rayps.federated import rule_spec
-from rayps.federated.population import options as options_module
-from rayps.federated.remote import join_options
+from rayps.federated.aggregation import Aggregation
+from rayps.federated.local_training import LocalTraining
+from rayps.federated.population.options import PopulationSpec, check_fraction
+from rayps.federated.remote.join_options import joining_of
+from rayps.federated.view import Buffered, ClientSide
 from rayps.strategies.base import Strategy
 
 
-@dataclass(frozen=True)
-class Federated(Strategy):
-    """Clients with data of their own train apart; a server takes over what they have learnt."""
+@dataclass(frozen=True, init=False)
+class Federated(FlatOptions, Strategy):
+    """Clients with data of their own train apart; a server takes over what they have learnt.
+
+    Options of the nested values are given flat: `FedAvg(local_epochs=2, rule="median", dropout=0.1)`.
+    """
 
     fraction: float = 1.0
-    local_epochs: int | None = None
-    local_steps: int | None = None
-    batch_size: int | None = None
-    rule: Any = "mean"
-    clip: float | None = None
-    attack: Any = None
-    dropout: float = 0.0
-    deadline: float | None = None
-    min_replies: int = 1
-    enough: int | None = None
-    over_selection: float = 0.0
-    speed: Any = None
-    available: Any = None
+    local: LocalTraining = field(default_factory=LocalTraining, metadata=NESTED)
+    aggregation: Aggregation = field(default_factory=Aggregation, metadata=NESTED)
+    population: PopulationSpec = field(default_factory=PopulationSpec, metadata=NESTED)
     evaluate_every: int = 1
     buffers: str = "mean"
     finetune: int | None = None
     clients: Any = None
     loop: ClassVar[str] = FEDERATED_ROUNDS
-    asynchronous: ClassVar[bool] = False  # replies may have begun from older parameters
     sums: ClassVar[tuple[str, ...]] = ()  # what `c.reply` holds, added up unweighted, each as long as w
     state: ClassVar[tuple[str, ...]] = ()  # what `c.state` keeps of each client
     personal: ClassVar[str | None] = None  # which of these is a model of the client's own
     plain: ClassVar[bool] = False  # the client's optimizer must be SGD without momentum or weight decay
 
     def __post_init__(self) -> None:
-        options_module.check(
-            fraction=self.fraction,
-            speed=self.speed,
-            available=self.available,
-            dropout=self.dropout,
-            deadline=self.deadline,
-            min_replies=self.min_replies,
-            enough=self.enough,
-            over_selection=self.over_selection,
-        )
-        if self.local_epochs is not None and self.local_steps is not None:
-            raise ConfigError(
-                f"local_epochs is {self.local_epochs!r} and local_steps is {self.local_steps!r}: give one of them",
-                field="local_steps",
-            )
-        for field in ("local_epochs", "local_steps", "finetune"):
-            options.whole(self, field, none=True)
-        options.whole(self, "batch_size", 0, none=True, said="; 0 takes all rows of a client at once")
+        check_fraction(self.fraction)
+        options.whole(self, "finetune", none=True)
         options.whole(self, "evaluate_every")
-        rule_spec.rule_of(self.rule), rule_spec.attack_of(self.attack), rule_spec.clip_of(self.clip)
         if self.buffers not in ("mean", "keep"):
             raise ConfigError(
                 f"buffers is {self.buffers!r}: give mean (averaged by samples) or keep (they stay with each client)",
                 field="buffers",
             )
-        join_options.check(self)
+        if joining_of(self.clients) is not None:
+            self._must_suit_real_clients()
+
+    def _must_suit_real_clients(self) -> None:
+        self.population.must_be_unset()
+        for name, value, unset in (
+            ("enough", self.aggregation.enough, None),
+            ("over_selection", self.aggregation.over_selection, 0.0),
+            ("finetune", self.finetune, None),
+        ):
+            if value != unset:
+                raise ConfigError(
+                    f"{name} is {value!r}, and clients is remote: {name} describes simulated clients; leave it out",
+                    field=name,
+                )
+        if self.buffered is not None:
+            raise ConfigError(
+                f"clients is remote, and {self.name} is asynchronous: real clients take part in rounds; use fedavg, "
+                "fedprox, scaffold, ditto or a server optimizer",
+                field="clients",
+            )
+
+    @property
+    def buffered(self) -> Buffered | None:
+        """How updates are buffered where replies may have begun from older parameters; None = rounds are in step."""
+        return None
 
     @property
     def remote(self) -> bool:
@@ -117,20 +120,16 @@ class Federated(Strategy):
         """A round's exchange: the sums of what workers have added up of their clients' replies, or all replies."""
         if grid.data == 1 or self.remote:
             return [TrafficCost("replies between workers", "0: there is one", 0, 0, 0)]
-        if self.rule != "mean":
+        if self.aggregation.rule != "mean":
             what = f"replies gathered by {grid.data} workers"
             return [TrafficCost(what, "V of each reply to each other worker", None, None)]
         return [traffic.summed_replies(grid, sizes, len(self.sums))]
 
     @property
-    def epochs(self) -> int:
-        """E, where `local_steps` says nothing else."""
-        return self.local_epochs or 1
-
-    @property
-    def stateful(self) -> bool:
-        """Whether something is kept of each client from round to round."""
-        return bool(self.state) or self.buffers == "keep"
+    def client_side(self) -> ClientSide:
+        """What a client keeps, and what it sends beside its update."""
+        keeps = self.buffers == "keep"
+        return ClientSide(self.sums, self.state, self.personal, keeps, self.finetune, self.plain)
 
     def client(self, c: Any) -> None:
         """What a client does with `c.w`, which begins as w_t."""

@@ -21,7 +21,7 @@ from rayps.core import options
 from rayps.strategies.fedavg import FedAvg
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class FedAvgM(FedAvg):
     """FedAvg with momentum on the server.
 
@@ -44,7 +44,7 @@ class FedAvgM(FedAvg):
         s.w.add_(v, alpha=self.server_lr)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class FedAdagrad(FedAvg):
     """A rate for each parameter on the server, from all updates so far.
 
@@ -74,7 +74,7 @@ class FedAdagrad(FedAvg):
         s.w.add_(m / (v.sqrt() + self.tau), alpha=self.server_lr)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class FedAdam(FedAdagrad):
     """Adam on the server, without bias correction.
 
@@ -96,7 +96,7 @@ class FedAdam(FedAdagrad):
         return self.beta2 * v + (1 - self.beta2) * d2
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class FedYogi(FedAdam):
     """As FedAdam, with a v that shrinks slowly.
 

@@ -17,7 +17,7 @@ from rayps.core import options
 from rayps.strategies.fedavg import FedAvg
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class FedProx(FedAvg):
     """FedAvg with a pull towards the round's first model: unequal clients, unequal amounts of work.
 

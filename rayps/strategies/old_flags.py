@@ -67,38 +67,36 @@ def adopt(cls: type[Any]) -> None:
         cls.rows = property(lambda self: Fixed() if self.keeps_rows else Reshuffled())
 
 
-def _topology(strategy: Any, before: Topology) -> Topology:
-    """The topology that a strategy's flags say; what they leave open is that of its base class."""
-    if getattr(strategy, "in_place", False):
+def _topology(given: Any, before: Topology) -> Topology:
+    """The topology that the flags of a strategy say; what they leave open is that of its base class."""
+    if getattr(given, "in_place", False):
         return SharedVector()
     servers = before if isinstance(before, Servers) else Servers(count=0, update=PerRound(borrows=False))
-    shards = getattr(strategy, "shards", servers.count)
-    shared = {
-        name: getattr(strategy, name) for name in ("replica", "compression", "bucket_mb") if hasattr(strategy, name)
-    }
+    shards = getattr(given, "shards", servers.count)
+    shared = {name: getattr(given, name) for name in ("replica", "compression", "bucket_mb") if hasattr(given, name)}
     if not shards:
         return replace(before, **shared) if isinstance(before, Peers) else Peers(**shared)
     shared.pop("bucket_mb", None)
     update = servers.update
-    borrows = getattr(strategy, "borrows", update.borrows)
-    if getattr(strategy, "gathers", update.gathers):
-        listens = _listens(strategy) if not isinstance(before, Servers) else update.listens
-        new: PerRound | PerPush = PerRound(getattr(strategy, "means", update.means), borrows, listens)
+    borrows = getattr(given, "borrows", update.borrows)
+    if getattr(given, "gathers", update.gathers):
+        listens = _listens(given) if not isinstance(before, Servers) else update.listens
+        new: PerRound | PerPush = PerRound(getattr(given, "means", update.means), borrows, listens)
     else:
-        new = PerPush(borrows, getattr(strategy, "spans", update.spans))
+        new = PerPush(borrows, getattr(given, "spans", update.spans))
     return replace(
         servers,
         count=shards,
-        consistency=consistency_of(getattr(strategy, "staleness", servers.staleness)),
+        consistency=consistency_of(getattr(given, "staleness", servers.staleness)),
         update=new,
-        replicas=getattr(strategy, "replicas", servers.replicas),
-        replay_mb=getattr(strategy, "replay_mb", servers.replay_mb),
-        adagrad=getattr(strategy, "adagrad", servers.adagrad),
-        own_copies=getattr(strategy, "steps_locally", servers.own_copies),
+        replicas=getattr(given, "replicas", servers.replicas),
+        replay_mb=getattr(given, "replay_mb", servers.replay_mb),
+        adagrad=getattr(given, "adagrad", servers.adagrad),
+        own_copies=getattr(given, "steps_locally", servers.own_copies),
         **shared,
     )
 
 
-def _listens(strategy: Any) -> bool:
+def _listens(given: Any) -> bool:
     """Whether a class of the chain below `Strategy` defines `on_push`."""
-    return any("on_push" in kind.__dict__ for kind in type(strategy).__mro__ if kind.__name__ != "Strategy")
+    return any("on_push" in kind.__dict__ for kind in type(given).__mro__ if kind.__name__ != "Strategy")

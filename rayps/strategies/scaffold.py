@@ -21,7 +21,7 @@ from rayps.core import options
 from rayps.strategies.federated import Federated
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Scaffold(Federated):
     """Control variates against the drift of unequal clients; each client keeps a state.
 

@@ -70,7 +70,7 @@ class WorkerConnections:
 
     def _ring(self, plan: WorkerPlan, axis: str, addresses: list[str], listener: Listener, snapshot: Snapshot) -> Ring:
         """A ring of all ranks that differ from this one along an axis only."""
-        place = plan.strategy.grid(plan.size).at(plan.rank)
+        place = plan.place
         label, table = "worker", snapshot.ring
         if plan.division is not None:
             label = place.line(axis)
@@ -131,7 +131,7 @@ class WorkerConnections:
         links = [link(i, plan.timeout) for i in range(len(self._ranges))]
         relink = None if servers.in_step else lambda shard: self._relink(plan, shard, link)
         return Server(
-            plan.strategy.grid(plan.size).at(plan.rank).data,
+            plan.place.data,
             snapshot.layout.dtype,
             self._ranges,
             links,

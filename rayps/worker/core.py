@@ -206,11 +206,11 @@ class Worker:
 
     def _stream(self, workload: Workload) -> BatchStream:
         plan = self.plan
-        grid = plan.strategy.grid(plan.size)
-        place = grid.at(plan.rank).data, grid.data
+        place = plan.place.data, plan.grid.data
         with user_code("data"):
-            data = plan.strategy.rows.source(workload)
-            steps = plan.strategy.rows.rounds(data, grid.data)
+            rows = plan.strategy.rows
+            data = rows.source(workload)
+            steps = rows.rounds(data, plan.grid.data)
         return BatchStream(data, place, plan.seed, plan.origin, steps)
 
     def _optimizer(self) -> LocalOptimizer:
@@ -221,7 +221,7 @@ class Worker:
         plan, workload = self.plan, self.workload
         if plan.division is None:
             return Whole(workload, plan.strategy.split(model_of(workload).to(self.device), peers.ring))
-        column = plan.strategy.grid(plan.size).column(plan.rank)
+        column = plan.grid.column(plan.rank)
         part: ModelPart = load(MODEL_SLICE)(
             workload, plan.division, column, peers.rings, seed=plan.seed, data=self.rank, device=self.device
         )

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from rayps.core.calendar import Boundary
-from rayps.core.grid import Point
+from rayps.core.grid import Grid, Point
 from rayps.core.strategy import StrategyView
 from rayps.core.user_code import Call
 from rayps.parallel.division.division import Division
@@ -66,9 +66,14 @@ class WorkerPlan:
     mailbox: str | None = None  # see Orders
 
     @property
+    def grid(self) -> Grid:
+        """How all workers are laid out."""
+        return self.strategy.grid(self.size)
+
+    @property
     def place(self) -> Point:
         """The rank's place in the grid of workers."""
-        return self.strategy.grid(self.size).at(self.rank)
+        return self.grid.at(self.rank)
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rayps.comm.ring.compressed_mean import CompressedRing, compressed
+from rayps.core.topology import compression_in
 from rayps.data import Batch
 from rayps.tensors.flat import Gradient
 from rayps.tensors.local_state import below
@@ -102,7 +103,7 @@ class RingWorker(Worker):
         self.meter.sources.append(traffic_of(ring))
         self.log.choices += ring_choices(plan, peers)
         sent: Any = ring
-        compression = plan.strategy.topology.compression
+        compression = compression_in(plan.strategy)
         if compression is not None:
             sent, choice = compressed(ring, compression, Gradient(self.flat.packed, 0))
             self.log.choices += [choice] if plan.rank == 0 else []

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from rayps.core.topology import servers_of
+from rayps.core.topology import runs_in_step, servers_of
 from rayps.data import Batch
 from rayps.parallel.division.agree import agreed
 from rayps.ps.client.client import GroupServer
@@ -101,7 +101,7 @@ class ServerSteps(Loop):
     def evaluation_params(self) -> Tensor:
         """What the servers hold: in step, only once everyone's pushes of the round are in. Raises LinkError."""
         server = self.w.server
-        vector: Tensor = server.pull() if self.w.plan.strategy.topology.in_step else server.read()
+        vector: Tensor = server.pull() if runs_in_step(self.w.plan.strategy) else server.read()
         return vector
 
     def state_dict(self, *, together: bool) -> WorkerPart:

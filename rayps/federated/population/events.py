@@ -7,11 +7,10 @@ It is all that one round leaves to the next: save it, and a run goes on from any
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
-from rayps.federated.population.async_events import AsyncBuffer
 from rayps.federated.population.availability import micros
 from rayps.federated.population.cohort import Ints
 from rayps.federated.population.population import Plan, Population
@@ -41,26 +40,3 @@ def clock_at(seconds: float = 0.0) -> Ints:
     clock = np.zeros((1, 7), dtype=np.int64)
     clock[0, 0] = micros(seconds)
     return clock
-
-
-def events_of(strategy: Any, sizes: Any, seed: int, batch_size: int) -> Events:
-    """The events of a `Federated` strategy on clients with so many samples; `batch_size` is the data's own.
-
-    Raises:
-        ConfigError: the strategy's options do not fit so many clients, or a trace cannot be read.
-    """
-    s, n = strategy, np.asarray(sizes, dtype=np.int64)
-    batch = n if s.batch_size == 0 else np.full(len(n), s.batch_size or batch_size)
-    work = n * s.epochs if s.local_steps is None else s.local_steps * np.minimum(batch, n)
-    world = Population(
-        seed,
-        work,
-        fraction=s.fraction,
-        speed=s.speed,
-        available=s.available,
-        dropout=s.dropout,
-        deadline=s.deadline,
-        enough=s.enough,
-        over_selection=s.over_selection,
-    )
-    return AsyncBuffer(world, s.buffer, s.concurrency, s.max_staleness) if s.asynchronous else InStep(world)

@@ -1,4 +1,4 @@
-"""What a federated strategy may say of its clients' world: speed, availability, dropouts, deadlines. Pure, no numpy.
+"""The simulated world of a federated job's clients: speed, availability, dropouts, deadlines, attacks. Pure, no numpy.
 
 A speed is virtual seconds a sample: a number (all clients alike), a list (client k takes the k-th, from the beginning
 again where there are more clients), or one of
@@ -20,10 +20,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 from rayps.core.errors import ConfigError
 from rayps.core.text import form
+from rayps.federated.population.attack_spec import AttackSpec, attack_of
 
 _SPEEDS: dict[str, dict[str, Any]] = {
     "constant": {"seconds": 0.001},
@@ -103,36 +105,66 @@ def intervals(given: Any, period: float | None) -> list[list[tuple[float, float]
     return checked
 
 
-def check(
-    *,
-    fraction: Any = 1.0,
-    speed: Any = None,
-    available: Any = None,
-    dropout: Any = 0.0,
-    deadline: Any = None,
-    min_replies: Any = 1,
-    enough: Any = None,
-    over_selection: Any = 0.0,
-) -> None:
-    """Look at what a strategy was given, before anything starts.
+@dataclass(frozen=True)
+class PopulationSpec:
+    """The simulated world of the clients: how fast they are, when they are there, who is lost, and who attacks.
 
-    Raises:
-        ConfigError: something cannot be; it says what can.
+    It says nothing about the algorithm, and nothing of it describes real clients.
+
+    Args:
+        speed, available: see the module.
+        dropout: probability that a client that was asked never replies, from 0 to below 1.
+        deadline: seconds, virtual or of real clients real, after which a round gives a client up; None = never.
+        attack: what some of the clients do to spoil the model, see `rayps.federated.population.attack_spec`.
     """
+
+    attack: Any = None
+    dropout: float = 0.0
+    deadline: float | None = None
+    speed: Any = None
+    available: Any = None
+
+    def __post_init__(self) -> None:
+        if not _is_number(self.dropout) or not 0 <= self.dropout < 1:
+            raise ConfigError(
+                f"dropout is {self.dropout!r}: give the share of the asked clients that never reply, from 0 to below 1",
+                field="dropout",
+            )
+        if self.deadline is not None and not (_is_number(self.deadline) and 0 < self.deadline <= _LONGEST):
+            raise ConfigError(
+                f"deadline is {self.deadline!r}: give virtual seconds above 0, or none (a round waits for all)",
+                field="deadline",
+            )
+        speed_of(self.speed), available_of(self.available), attack_of(self.attack)
+
+    @property
+    def attackers(self) -> AttackSpec | None:
+        """The attack, read from its text or wire form."""
+        return attack_of(self.attack)
+
+    def must_be_unset(self) -> None:
+        """Refuse what describes simulated clients, where clients are real: all but `deadline`. Raises ConfigError."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name != "deadline" and value != field.default:
+                raise ConfigError(
+                    f"{field.name} is {value!r}, and clients is remote: {field.name} describes simulated clients; "
+                    "leave it out",
+                    field=field.name,
+                )
+
+
+def check_fraction(fraction: Any) -> None:
+    """Raises ConfigError: it is no share of the clients."""
     if not _is_number(fraction) or not 0 < fraction <= 1:
         raise ConfigError(
             f"fraction is {fraction!r}: give the share of the clients that each round asks, above 0 and up to 1",
             field="fraction",
         )
-    if not _is_number(dropout) or not 0 <= dropout < 1:
-        raise ConfigError(
-            f"dropout is {dropout!r}: give the share of the asked clients that never reply, from 0 to below 1",
-            field="dropout",
-        )
-    if deadline is not None and not (_is_number(deadline) and 0 < deadline <= _LONGEST):
-        raise ConfigError(
-            f"deadline is {deadline!r}: give virtual seconds above 0, or none (a round waits for all)", field="deadline"
-        )
+
+
+def check_replies(min_replies: Any, enough: Any, over_selection: Any) -> None:
+    """Raises ConfigError: numbers of replies that cannot be, or under which no round would count."""
     if not _is_number(over_selection) or not 0 <= over_selection <= 10:
         raise ConfigError(
             f"over_selection is {over_selection!r}: give how many clients beyond the needed ones to ask, as a share of "
@@ -153,8 +185,6 @@ def check(
             "would ever count; raise enough, or lower min_replies",
             field="enough",
         )
-    speed_of(speed)
-    available_of(available)
 
 
 def _read(field: str, given: Any, known: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -95,16 +95,9 @@ class Population:
         enough: int | None = None,
         over_selection: float = 0.0,
     ) -> None:
-        options.check(
-            fraction=fraction,
-            speed=speed,
-            available=available,
-            dropout=dropout,
-            deadline=deadline,
-            enough=enough,
-            min_replies=0,
-            over_selection=over_selection,
-        )
+        options.check_fraction(fraction)
+        options.check_replies(0, enough, over_selection)
+        options.PopulationSpec(None, dropout, deadline, speed, available)  # it checks them
         self.seed, self.work = seed, np.asarray(work, dtype=np.float64)
         self.clients = len(self.work)
         if not self.clients:

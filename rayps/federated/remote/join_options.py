@@ -17,18 +17,10 @@ from typing import Any
 
 from rayps.core.errors import ConfigError
 from rayps.core.text import form
+from rayps.federated.population.options import PopulationSpec
 
 DEADLINE = 600.0  # seconds of a round, unless the strategy says otherwise
 REMOTE = "remote"
-_OF_SIMULATED = {
-    "speed": None,
-    "available": None,
-    "dropout": 0.0,
-    "attack": None,
-    "enough": None,
-    "over_selection": 0.0,
-    "finetune": None,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,25 +58,6 @@ def joining_of(given: Any) -> JoinOptions | None:
     return found
 
 
-def check(strategy: Any) -> None:
-    """Refuse what goes not together with real clients.
-
-    Raises:
-        ConfigError: naming the option.
-    """
-    joining = joining_of(strategy.clients)
-    if joining is None:
-        return
-    for name, free in _OF_SIMULATED.items():
-        value = getattr(strategy, name, free)
-        if value != free:
-            raise ConfigError(
-                f"{name} is {value!r}, and clients is remote: {name} describes simulated clients; leave it out",
-                field=name,
-            )
-    if strategy.asynchronous:
-        raise ConfigError(
-            f"clients is remote, and {strategy.name} is asynchronous: real clients take part in rounds; use fedavg, "
-            "fedprox, scaffold, ditto or a server optimizer",
-            field="clients",
-        )
+def deadline_of(population: PopulationSpec) -> float:
+    """Seconds of a round of real clients."""
+    return DEADLINE if population.deadline is None else population.deadline

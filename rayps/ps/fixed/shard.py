@@ -20,7 +20,7 @@ from rayps.core.ledger import Ledger
 from rayps.core.retained_parts import RetainedParts
 from rayps.core.server_updates import weighted_mean
 from rayps.core.strategy import ServerHalf
-from rayps.core.topology import Servers
+from rayps.core.topology import Servers, servers_of
 from rayps.ps.fixed.shard_optimizer import chosen
 from rayps.ps.fixed.shared_memory import STEPS, SharedSlice
 from rayps.ps.protocol.rows import Area, ShardRows, gathered, step_rows
@@ -94,8 +94,7 @@ class Shard:
         self.rounds = 1  # steps of a worker that the push under way stands for
         self.version = 0  # steps that the optimizer has taken here
         self.strategy = strategy
-        topology = strategy.topology
-        servers = topology if isinstance(topology, Servers) else Servers()
+        servers = servers_of(strategy) or Servers()
         update = servers.update
         self._gathers, self._borrows, self._spans = update.gathers, update.borrows, update.spans
         self.clock = Clock(self.ledger.marks, servers.staleness)

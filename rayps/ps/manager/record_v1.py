@@ -100,12 +100,12 @@ def read_space(data: bytes) -> dict[str, Any]:
     space = _Restricted(io.BytesIO(data)).load()
     if getattr(space, "path", None) != _SPACE:
         raise pickle.UnpicklingError(f"it holds a {type(space).__name__} in place of a space")
-    strategy, layout, ticks = space["strategy"], space["layout"], space["ticks"]
+    held, layout, ticks = space["strategy"], space["layout"], space["ticks"]
     return {
         "name": space["name"],
         "number": space["number"],
         "workers": space["workers"],
-        "strategy": {"name": _STRATEGIES[strategy.path], **strategy.state},
+        "strategy": {"name": _STRATEGIES[held.path], **held.state},
         "layout": None
         if layout is None
         else {"dtype": layout["dtype"], "entries": [_fields(each) for each in layout["entries"]]},

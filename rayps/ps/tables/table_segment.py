@@ -24,7 +24,7 @@ from rayps.core.ledger import WINDOW, Ledger
 from rayps.core.retained_parts import RetainedParts
 from rayps.core.server_updates import weighted_mean
 from rayps.core.strategy import ServerHalf
-from rayps.core.topology import Servers
+from rayps.core.topology import Servers, servers_of
 from rayps.ps.protocol.space import SparseTable
 from rayps.ps.tables import initial_rows, segment_state
 from rayps.ps.tables.hash_index import ABSENT
@@ -103,8 +103,7 @@ class TableSegment:
 
     def _begin(self, ledger: Ledger) -> None:
         self.ledger = ledger
-        topology = self.strategy.topology
-        servers = topology if isinstance(topology, Servers) else Servers()
+        servers = servers_of(self.strategy) or Servers()
         self.clock = Clock(ledger.marks, servers.staleness)
         self._gathers = servers.update.gathers
         self.life = RowLifecycle(self.table, self.store.row_bytes, 1 if self._gathers else max(1, self.size))

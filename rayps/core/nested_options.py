@@ -1,0 +1,107 @@
+"""Options that stand beside each other in text and in Python, and are kept together in values of their own. Pure.
+
+A field with the metadata `NESTED` holds a value of the dataclass that is its default factory; the options of that value
+are written as if they were the outer class's own: `FedAvg(dropout=0.1)` is
+`FedAvg(population=PopulationSpec(dropout=0.1))`, in the text form `fedavg:dropout=0.1`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+NESTED = {"nested": True}  # the metadata of such a field
+
+
+def options_of(kind: type[Any]) -> list[dataclasses.Field[Any]]:
+    """The options of a class as they are written, in order; none where it is no dataclass."""
+    found: list[dataclasses.Field[Any]] = []
+    for field in dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ():
+        inner = _kind(field)
+        found += [field] if inner is None else options_of(inner)
+    return found
+
+
+def written_options(value: Any) -> Iterator[tuple[dataclasses.Field[Any], Any]]:
+    """Each option of a value as it is written, and what it is."""
+    for field in dataclasses.fields(value) if dataclasses.is_dataclass(value) else ():
+        held = getattr(value, field.name)
+        if _kind(field) is not None:
+            yield from written_options(held)
+        else:
+            yield field, held
+
+
+def wire_of(value: Any) -> dict[str, Any]:
+    """A strategy or a replica as JSON-ready data: its name and options; none where none is the default is left out."""
+    found: dict[str, Any] = {"name": value.name}
+    for field, held in sorted(written_options(value), key=lambda option: option[0].default is None):
+        if field.default is not None or held is not None:
+            found[field.name] = _plain(held)
+    return found
+
+
+def _kind(field: dataclasses.Field[Any]) -> type[Any] | None:
+    """The dataclass of a nested value; None where the field is an option itself."""
+    made = field.default_factory
+    return made if "nested" in field.metadata and isinstance(made, type) else None
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and hasattr(value, "name"):
+        return wire_of(value)
+    return list(value) if isinstance(value, tuple) else value
+
+
+class FlatOptions:
+    """A frozen dataclass that takes its nested options flat, and shows them so.
+
+    Derived dataclasses get this class's `__init__`, also those that are decorated with plain `@dataclass(frozen=True)`.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """Options by name, or in the order of `options_of`.
+
+        Raises:
+            TypeError: an option is unknown, missing or given twice.
+        """
+        kind = type(self)
+        names = [field.name for field in options_of(kind) if not field.kw_only]
+        if len(args) > len(names):
+            raise TypeError(f"{kind.__name__} takes {len(names)} options, and {len(args)} were given")
+        for name, value in zip(names, args, strict=False):
+            if name in options:
+                raise TypeError(f"{kind.__name__} got {name} twice")
+            options[name] = value
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            object.__setattr__(self, field.name, _taken(kind, field, options))
+        if options:
+            raise TypeError(f"{kind.__name__} has no option {next(iter(options))!r}; it has {', '.join(names)}")
+        getattr(self, "__post_init__", lambda: None)()
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        if "__init__" not in cls.__dict__:
+            cls.__init__ = FlatOptions.__init__  # type: ignore[method-assign]
+
+    def __getattr__(self, name: str) -> Any:
+        """An option that a nested value holds."""
+        for value in self.__dict__.values():
+            if dataclasses.is_dataclass(value) and any(field.name == name for field in dataclasses.fields(value)):
+                return getattr(value, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+def _taken(kind: type[Any], field: dataclasses.Field[Any], options: dict[str, Any]) -> Any:
+    """The value of a field, made of the options that belong to it; these are taken out."""
+    inner = _kind(field)
+    given = options.pop(field.name, dataclasses.MISSING)
+    if given is dataclasses.MISSING:
+        given = field.default if inner is None else inner()
+    if given is dataclasses.MISSING:
+        raise TypeError(f"{kind.__name__} needs the option {field.name}")
+    if inner is None:
+        return given
+    own = {option.name: options.pop(option.name) for option in options_of(inner) if option.name in options}
+    return dataclasses.replace(given, **own) if own else given

@@ -1,0 +1,52 @@
+"""How a round makes one update of its replies, and how many replies it needs: options of an aggregation. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rayps.core.errors import ConfigError
+from rayps.federated.population import options
+from rayps.federated.population.option_text import is_number
+from rayps.federated.robust_rules import AggregationRule, rule_of
+
+
+@dataclass(frozen=True)
+class Aggregation:
+    """The `rule` that makes one update of the replies, each shortened to the norm `clip` first.
+
+    `min_replies`: a round with fewer leaves the model as it was. `enough`: a round ends once so many have come.
+    `over_selection`: ask (1 + so much) times the clients that are needed, and end with the needed number.
+    """
+
+    rule: Any = "mean"
+    clip: float | None = None
+    min_replies: int = 1
+    enough: int | None = None
+    over_selection: float = 0.0
+
+    def __post_init__(self) -> None:
+        options.check_replies(self.min_replies, self.enough, self.over_selection)
+        rule_of(self.rule)
+        if self.clip is not None and (not is_number(self.clip) or self.clip <= 0):
+            raise ConfigError(
+                f"clip is {self.clip!r}: give the largest norm of an update, above 0, or none", field="clip"
+            )
+
+    @property
+    def chosen_rule(self) -> AggregationRule:
+        """The rule, read from its text or wire form."""
+        return rule_of(self.rule)
+
+    def asked(self, needed: int, clients: int) -> int:
+        """How many of `clients` a round asks that needs the replies of `needed`."""
+        return min(clients, int(needed * (1 + self.over_selection) + 0.5))
+
+    def must_be_met(self, asked: int, clients: int) -> None:
+        """Refuse `min_replies` above what a round asks. Raises ConfigError."""
+        if self.min_replies > asked:
+            raise ConfigError(
+                f"min_replies is {self.min_replies}, and a round asks {asked} of {clients} clients: no round would "
+                "ever count; lower it, or raise fraction",
+                field="min_replies",
+            )

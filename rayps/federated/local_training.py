@@ -1,0 +1,43 @@
+"""How long a client trains in a round: epochs or steps of its own rows, in batches. Plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rayps.core import options
+from rayps.core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class LocalTraining:
+    """E epochs (`local_epochs`, 1 unless said otherwise) or L steps (`local_steps`) of batches of `batch_size` rows.
+
+    A `batch_size` of 0 takes all rows of a client at once; none takes the data's.
+    """
+
+    local_epochs: int | None = None
+    local_steps: int | None = None
+    batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.local_epochs is not None and self.local_steps is not None:
+            raise ConfigError(
+                f"local_epochs is {self.local_epochs!r} and local_steps is {self.local_steps!r}: give one of them",
+                field="local_steps",
+            )
+        for field in ("local_epochs", "local_steps"):
+            options.whole(self, field, none=True)
+        options.whole(self, "batch_size", 0, none=True, said="; 0 takes all rows of a client at once")
+
+    @property
+    def epochs(self) -> int:
+        """E, where `local_steps` says nothing else."""
+        return self.local_epochs or 1
+
+    def rows(self, own: int, default: int) -> int:
+        """Rows of a batch of a client with `own` rows; `default` is the data's batch size."""
+        return default if self.batch_size is None else self.batch_size or own
+
+    def work(self, own: int, default: int) -> int:
+        """Samples that a client with `own` rows goes through in a round."""
+        return own * self.epochs if self.local_steps is None else self.local_steps * min(self.rows(own, default), own)

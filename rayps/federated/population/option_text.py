@@ -1,0 +1,74 @@
+"""Text and wire forms such as `krum(f=4)`: names with options that are numbers, read and checked. Pure, no numpy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from rayps.core.errors import ConfigError
+from rayps.core.spelling import near
+from rayps.core.text import form, nested
+
+REQUIRED = "required"  # the default of an option that must be given
+
+
+class Option(NamedTuple):
+    """What an option may be: its default, and the least whole number; None = any number above 0."""
+
+    default: Any
+    least: int | None = None
+    signed: bool = False  # any number at all
+
+
+def read(field: str, given: Any, known: Mapping[str, Mapping[str, Option]], example: str) -> dict[str, Any]:
+    """Text or a mapping as {"name": ..., every option of it: ...}, numbers checked.
+
+    Raises:
+        ConfigError: naming the field, what was given and what there is.
+    """
+    if not isinstance(given, (str, Mapping)):
+        raise ConfigError(f"{field} is {given!r}: give text such as {example}", field=field)
+    spec = form(given) if isinstance(given, str) else dict(given)
+    name = spec.pop("name", None)
+    if name not in known:
+        told = given if isinstance(given, str) else nested(dict(given))
+        raise ConfigError(
+            f"{field} is {told!r}{near(name, known)}: give one of {', '.join(known)}, as in {example}", field=field
+        )
+    options = known[name]
+    for key, value in spec.items():
+        if key not in options:
+            raise ConfigError(
+                f"{field}: {name} has no option {key!r}{near(key, options)}; it has {', '.join(options) or 'none'}",
+                field=field,
+            )
+        _check(field, f"{name}'s {key}", options[key], value)
+    missing = [key for key, option in options.items() if option.default is REQUIRED and key not in spec]
+    if missing:
+        what = "how many of a round's replies may come from attackers" if missing[0] == "f" else "how many attack"
+        raise ConfigError(f"{field}: {name} has to know {what}: {name}({missing[0]}=4)", field=field)
+    return {"name": name, **{key: option.default for key, option in options.items()}, **spec}
+
+
+def shown(name: str, options: Mapping[str, Any]) -> str:
+    """The text form; options that are none are left out."""
+    inside = ",".join(f"{key}={value:g}" for key, value in options.items() if value is not None)
+    return f"{name}({inside})" if inside else name
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a finite number."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _check(field: str, what: str, option: Option, value: Any) -> None:
+    if value is None and option.default is None:
+        return
+    if option.least is not None:
+        if isinstance(value, bool) or not isinstance(value, int) or value < option.least:
+            raise ConfigError(
+                f"{field}: {what} is {value!r}: give a whole number of at least {option.least}", field=field
+            )
+    elif not is_number(value) or (value <= 0 and not option.signed):
+        raise ConfigError(f"{field}: {what} is {value!r}: give a number above 0", field=field)

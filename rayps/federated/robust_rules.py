@@ -1,0 +1,363 @@
+"""Aggregation rules: one class each. Its options, its text form, how many replies it needs, what it bears, the rule.
+
+A rule makes one update of a round's replies. f: how many of the replies may come from attackers; n: the replies.
+
+    mean                                      weighted by samples; bears no attacker
+    krum(f=4)                                 one reply, the one nearest to its neighbours      2f + 2 < n
+    multi_krum(f=4,m=none)                    the mean of the m nearest (none: n - f)           2f + 2 < n, m <= n - f
+    trimmed_mean(f=4)                         of each coordinate, without its f largest and f smallest   2f < n
+    median                                    of each coordinate
+    geometric_median(iterations=100)          the point with the least sum of distances
+    bulyan(f=4)                               a trimmed mean of what Krum chooses               n >= 4f + 3
+    centered_clipping(tau=1,iterations=3)     a mean of clipped distances from the last round's result
+
+`bucket=s` for all but mean: means of s replies, drawn from the seed, take the replies' place (Karimireddy, He and
+Jaggi, "Byzantine-robust learning on heterogeneous datasets via bucketing", ICLR 2022); n is then ceil(replies / s).
+All of them but mean count each reply once: the number of samples is what a client says of itself, and an attacker may
+say anything. Papers of the rules: `rayps.federated.rules`, which has the arithmetic.
+
+To add a rule, write a class here: a frozen dataclass derived from `AggregationRule` with a `name`, its options as
+fields, `needs`, `drawback`, and `combine`. numpy is loaded only once a rule is applied: the job service reads rules
+without it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from rayps.core.errors import ConfigError
+from rayps.core.text import may_stand_first
+from rayps.federated.population.attack_spec import AttackSpec
+from rayps.federated.population.option_text import REQUIRED, Option, read, shown
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from rayps.federated.rules import Matrix, Picks, Vector
+
+SKEWED = 0.35  # of `skew`: dealt evenly, ten clients' worth of rows a label stay far below
+_WHOLE = {"f": 0, "m": 1, "bucket": 1, "iterations": 1}  # and the least that makes sense
+RULES: dict[str, type[AggregationRule]] = {}
+
+
+def _kernels() -> ModuleType:
+    """The arithmetic, with numpy."""
+    from rayps.federated import rules
+
+    return rules
+
+
+@dataclass(frozen=True)
+class AggregationRule:
+    """A rule as it was asked for. Derived classes are found by their `name`."""
+
+    bucket: int = dataclasses.field(default=1, kw_only=True)
+    name: ClassVar[str] = ""
+    robust: ClassVar[bool] = True  # it needs all replies of a round at once, and counts each once
+    selects: ClassVar[bool] = False  # it chooses some of the clients by their updates, and takes nothing of the others
+    remembers: ClassVar[bool] = False  # it begins with the last round's result
+    by_distance: ClassVar[bool] = False  # it measures whole rows: a count in them would outweigh the rest
+    guard: ClassVar[str] = "n >= 1"  # what `needs` asks of n, in symbols
+    drawback: ClassVar[str] = ""  # what it costs where clients' data differ
+
+    def __init_subclass__(cls) -> None:
+        RULES[cls.name] = cls
+
+    def __str__(self) -> str:
+        kept = [key for key in self.options() if key != "bucket" or self.bucket > 1]
+        return shown(self.name, {key: getattr(self, key) for key in kept})
+
+    @classmethod
+    def options(cls) -> dict[str, Option]:
+        """Its options by name, `bucket` last."""
+        fields = sorted(dataclasses.fields(cls), key=lambda field: field.name == "bucket")
+        if not cls.robust:
+            return {}
+        return {
+            field.name: Option(
+                REQUIRED if field.default is dataclasses.MISSING else field.default, _WHOLE.get(field.name)
+            )
+            for field in fields
+        }
+
+    # ---- how many replies
+
+    def needs(self) -> int:
+        """The least n that it can work with."""
+        return 1
+
+    def attackers_of(self, n: int) -> int:
+        """How many attackers among n it is made for, n being enough: fewer than half."""
+        return (n - 1) // 2
+
+    @property
+    def least(self) -> int:
+        """The fewest replies of a round that it can work with."""
+        return (self.needs() - 1) * self.bucket + 1
+
+    def bears(self, replies: int) -> int:
+        """How many attackers among so many replies it is made for."""
+        if not self.robust or replies < self.least:
+            return 0
+        return self.attackers_of(-(-replies // self.bucket))
+
+    def lacking(self, replies: int) -> str | None:
+        """Why a round with so many replies is skipped, and leaves the model unchanged; None if it is not."""
+        if replies >= self.least:
+            return None
+        if not replies:
+            return "no reply came"
+        return f"{self} needs {self.least} replies ({self._guard()}), {replies} came"
+
+    def check(self, cohort: int, attack: AttackSpec | None = None) -> None:
+        """Whether a cohort of so many clients can be borne, should all of them reply.
+
+        Raises:
+            ConfigError: it cannot, or more attackers may be among them than the rule is made for.
+        """
+        if cohort < self.least:
+            raise ConfigError(
+                f"{self} needs a round of at least {self.least} replies ({self._guard()}), and a round asks {cohort}\n"
+                f"{'bear fewer attackers' if self.attackers_of(0) > 0 else 'ask more clients'}, or raise fraction",
+                field="rule",
+                needed=self.least,
+                cohort=cohort,
+            )
+        if self.robust and attack is not None and min(attack.clients, cohort) > self.bears(cohort):
+            raise ConfigError(
+                f"up to {min(attack.clients, cohort)} of a round's {cohort} replies come from attackers, and {self} "
+                f"bears {self.bears(cohort)}",
+                field="rule",
+                attackers=attack.clients,
+                bears=self.bears(cohort),
+            )
+
+    def doubt(self, cohort: int, replies: float) -> str | None:
+        """A warning where fewer replies are to be expected than the rule needs; None where enough come."""
+        if replies >= self.least:
+            return None
+        return (
+            f"of {cohort} clients {replies:.3g} are expected to reply in a round, and {self} needs {self.least} "
+            f"({self._guard()}): rounds with fewer are skipped and leave the model unchanged"
+        )
+
+    def warning(self, skew: float | None = None) -> str | None:
+        """What it costs where clients' data differ by `skew` (see there; None: not known); None for the mean."""
+        if not self.robust or (skew is not None and skew < SKEWED):
+            return None
+        told = "where clients' data differ" if skew is None else f"clients' labels differ (by {skew:.2f} of 1), and"
+        return (
+            f"{told} {self} costs accuracy even without an attacker: it {self.drawback}; bear fewer attackers, or try "
+            "centered_clipping or geometric_median, which cost least where that was measured"
+        )
+
+    def _guard(self) -> str:
+        return self.guard if self.bucket == 1 else f"{self.guard} with n = replies / {self.bucket}"
+
+    # ---- the rule
+
+    def combine(self, x: Matrix, before: Vector | None) -> Vector:
+        """What it makes of the rows of x [n, P], [P] in float64; of those that it has chosen, where it `selects`.
+
+        `before` is the last round's result; None = there is none.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not say how it makes one update: define combine")
+
+    def picks(self, x: Matrix) -> Picks:
+        """Which rows of x it chooses, ascending, where it `selects`."""
+        raise NotImplementedError(f"{type(self).__name__} selects, and does not say whom: define picks")
+
+    def beside(self, x: Matrix, before: Vector | None) -> Vector:
+        """As `combine`, of what clients send beside their updates."""
+        return self.combine(x, before)
+
+
+@dataclass(frozen=True)
+class Mean(AggregationRule):
+    """The mean, weighted by samples."""
+
+    name: ClassVar[str] = "mean"
+    robust: ClassVar[bool] = False
+
+    def combine(self, x: Matrix, before: Vector | None) -> Vector:
+        """See AggregationRule; here each row counts once."""
+        found: Vector = _kernels().mean(x)
+        return found
+
+
+@dataclass(frozen=True)
+class Krum(AggregationRule):
+    """The one reply that is nearest to its neighbours."""
+
+    f: int
+    name: ClassVar[str] = "krum"
+    selects: ClassVar[bool] = True
+    guard: ClassVar[str] = "2f + 2 < n"
+    drawback: ClassVar[str] = (
+        "takes over one client's update in each round: with two labels a client it hardly learns "
+        "(buckets help, inside of its parentheses: krum(f=1,bucket=2))"
+    )
+
+    def needs(self) -> int:
+        """See AggregationRule."""
+        return 2 * self.f + 3
+
+    def attackers_of(self, n: int) -> int:
+        """See AggregationRule."""
+        return self.f
+
+    def picks(self, x: Matrix) -> Picks:
+        """See AggregationRule."""
+        found: Picks = _kernels().krum_picks(x, self.f, 1)
+        return found
+
+    def combine(self, x: Matrix, before: Vector | None) -> Vector:
+        """See AggregationRule."""
+        found: Vector = _kernels().mean(x)
+        return found
+
+
+@dataclass(frozen=True)
+class MultiKrum(Krum):
+    """The mean of the m replies that are nearest to their neighbours."""
+
+    m: int | None = None
+    name: ClassVar[str] = "multi_krum"
+    guard: ClassVar[str] = "2f + 2 < n and m <= n - f"
+    drawback: ClassVar[str] = "drops the clients that differ most, attackers or not"
+
+    def needs(self) -> int:
+        """See AggregationRule."""
+        return max(2 * self.f + 3, self.f + (self.m or 1))
+
+    def picks(self, x: Matrix) -> Picks:
+        """See AggregationRule."""
+        found: Picks = _kernels().krum_picks(x, self.f, len(x) - self.f if self.m is None else self.m)
+        return found
+
+    def beside(self, x: Matrix, before: Vector | None) -> Vector:
+        """A trimmed mean: a client that was chosen for its update may lie in what it sends beside."""
+        found: Vector = _kernels().trimmed_mean(x, min(self.f, (len(x) - 1) // 2))
+        return found
+
+
+@dataclass(frozen=True)
+class Bulyan(Krum):
+    """Of each coordinate the mean of the values nearest to the median, of the n - 2f replies that Krum chooses."""
+
+    name: ClassVar[str] = "bulyan"
+    guard: ClassVar[str] = "n >= 4f + 3"
+    drawback: ClassVar[str] = "drops the clients that differ most, attackers or not"
+
+    def needs(self) -> int:
+        """See AggregationRule."""
+        return 4 * self.f + 3
+
+    def picks(self, x: Matrix) -> Picks:
+        """See AggregationRule."""
+        found: Picks = _kernels().bulyan_picks(x, self.f)
+        return found
+
+    def combine(self, x: Matrix, before: Vector | None) -> Vector:
+        """See AggregationRule: n - 4f values of each coordinate, of the n - 2f chosen."""
+        found: Vector = _kernels().near_the_median(x, len(x) - 2 * self.f)
+        return found
+
+
+@dataclass(frozen=True)
+class TrimmedMean(AggregationRule):
+    """Of each coordinate the mean without its f largest and f smallest."""
+
+    f: int
+    name: ClassVar[str] = "trimmed_mean"
+    guard: ClassVar[str] = "2f < n"
+    drawback: ClassVar[str] = "drops what few clients know"
+
+    def needs(self) -> int:
+        """See AggregationRule."""
+        return 2 * self.f + 1
+
+    def attackers_of(self, n: int) -> int:
+        """See AggregationRule."""
+        return self.f
+
+    def combine(self, x: Matrix, before: Vector | None) -> Vector:
+        """See AggregationRule."""
+        found: Vector = _kernels().trimmed_mean(x, self.f)
+        return found
+
+
+@dataclass(frozen=True)
+class Median(AggregationRule):
+    """Of each coordinate the middle."""
+
+    name: ClassVar[str] = "median"
+    drawback: ClassVar[str] = "drops what few clients know: rare labels may never be learnt"
+
+    def combine(self, x: Matrix, before: Vector | None) -> Vector:
+        """See AggregationRule."""
+        found: Vector = _kernels().median(x)
+        return found
+
+
+@dataclass(frozen=True)
+class GeometricMedian(AggregationRule):
+    """The point with the least sum of distances to the replies."""
+
+    iterations: int = 100
+    name: ClassVar[str] = "geometric_median"
+    by_distance: ClassVar[bool] = True
+    drawback: ClassVar[str] = "gives clients that differ most the least weight"
+
+    def combine(self, x: Matrix, before: Vector | None) -> Vector:
+        """See AggregationRule."""
+        found: Vector = _kernels().geometric_median(x, self.iterations)
+        return found
+
+
+@dataclass(frozen=True)
+class CenteredClipping(AggregationRule):
+    """The mean of clipped distances from the last round's result."""
+
+    tau: float = 1.0
+    iterations: int = 3
+    name: ClassVar[str] = "centered_clipping"
+    remembers: ClassVar[bool] = True
+    by_distance: ClassVar[bool] = True
+    drawback: ClassVar[str] = "learns slowly where its tau is below the updates' norms"
+
+    def combine(self, x: Matrix, before: Vector | None) -> Vector:
+        """See AggregationRule."""
+        found: Vector = _kernels().centered_clipping(x, self.tau, self.iterations, before)
+        return found
+
+
+for _kind in RULES.values():
+    may_stand_first(_kind.name, next((option for option in _kind.options() if option != "bucket"), None))
+
+
+def rule_of(given: Any) -> AggregationRule:
+    """A rule from its text or its wire form; as it is where it is one; none is the mean. Raises ConfigError."""
+    if isinstance(given, AggregationRule):
+        return given
+    found: Mapping[str, Any] = read("rule", "mean" if given is None else given, _known(), "krum(f=4)")
+    return RULES[found["name"]](**{key: value for key, value in found.items() if key != "name"})
+
+
+def rule_with(option: str) -> str | None:
+    """How an option of a rule is written where it belongs; None: no rule has it."""
+    for kind in sorted(RULES.values(), key=lambda kind: kind.selects):  # those that need few replies come first
+        own = kind.options()
+        if option in own:
+            needed = {name: 1 for name, each in own.items() if each.default is REQUIRED}
+            value = own[option].default if isinstance(own[option].default, (int, float)) else 3
+            shown_value = 2 if option == "bucket" else value
+            return shown(kind.name, {**needed, option: needed.get(option, shown_value)})
+    return None
+
+
+def _known() -> dict[str, dict[str, Option]]:
+    return {name: kind.options() for name, kind in RULES.items()}

@@ -1,0 +1,34 @@
+"""The rounds of a federated strategy on the virtual clock: its options, given to the simulated population."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rayps.federated.population.async_events import AsyncBuffer
+from rayps.federated.population.events import Events, InStep
+from rayps.federated.population.population import Population
+from rayps.federated.view import FederatedView
+
+
+def events_of(strategy: FederatedView, sizes: Any, seed: int, batch_size: int) -> Events:
+    """The events of a federated strategy on clients with so many samples; `batch_size` is the data's own.
+
+    Raises:
+        ConfigError: the strategy's options do not fit so many clients, or a trace cannot be read.
+    """
+    population, aggregation, local = strategy.population, strategy.aggregation, strategy.local
+    world = Population(
+        seed,
+        [local.work(int(own), batch_size) for own in sizes],
+        fraction=strategy.fraction,
+        speed=population.speed,
+        available=population.available,
+        dropout=population.dropout,
+        deadline=population.deadline,
+        enough=aggregation.enough,
+        over_selection=aggregation.over_selection,
+    )
+    buffered = strategy.buffered
+    if buffered is None:
+        return InStep(world)
+    return AsyncBuffer(world, buffered.size, buffered.concurrency, buffered.max_staleness)

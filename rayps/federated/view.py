@@ -1,0 +1,96 @@
+"""A federated strategy as the engine, the population and real clients see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from rayps.core.families import has_remote_clients
+from rayps.core.strategy import StrategyView
+from rayps.federated.aggregation import Aggregation
+from rayps.federated.local_training import LocalTraining
+from rayps.federated.population.options import PopulationSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Buffered:
+    """Asynchronous rounds: one ends once `size` updates have come, of `concurrency` clients that train at any time."""
+
+    size: int
+    concurrency: int | None = None  # None = the share of the clients that `fraction` says
+    max_staleness: int | None = None  # versions; an older update is dropped; None = none is
+
+
+@dataclass(frozen=True, slots=True)
+class ClientSide:
+    """What a client keeps of its own, what it sends beside its update, and what its optimizer must be."""
+
+    sums: tuple[str, ...] = ()  # what `c.reply` holds, added up unweighted, each as long as w
+    state: tuple[str, ...] = ()  # what `c.state` keeps from round to round
+    model: str | None = None  # which of these is a model of the client's own
+    keeps_buffers: bool = False  # BatchNorm statistics stay with each client; otherwise they are averaged
+    finetune: int | None = None  # epochs that a copy of w is trained for before it is evaluated on the client's rows
+    plain: bool = False  # the optimizer must be SGD without momentum or weight decay
+
+    @property
+    def stateful(self) -> bool:
+        """Whether something is kept of each client from round to round."""
+        return bool(self.state) or self.keeps_buffers
+
+    @property
+    def measured(self) -> bool:
+        """Whether each client is evaluated with a model, or buffers, of its own."""
+        return bool(self.finetune or self.model or self.keeps_buffers)
+
+
+@runtime_checkable
+class FederatedView(StrategyView, Protocol):
+    """What a federated strategy declares, and the paper's halves: `client` and `server`."""
+
+    @property
+    def fraction(self) -> float:
+        """The share of the clients that a round asks."""
+
+    @property
+    def local(self) -> LocalTraining:
+        """How long a client trains in a round."""
+
+    @property
+    def aggregation(self) -> Aggregation:
+        """How a round makes one update of its replies."""
+
+    @property
+    def population(self) -> PopulationSpec:
+        """The simulated world of the clients."""
+
+    @property
+    def buffered(self) -> Buffered | None:
+        """How updates are buffered where replies may have begun from older parameters; None = rounds are in step."""
+
+    @property
+    def clients(self) -> Any:
+        """How the job waits for real clients, see `rayps.federated.remote.join_options`; None = they are simulated."""
+
+    @property
+    def client_side(self) -> ClientSide:
+        """What a client keeps, and what it sends beside its update."""
+
+    def client(self, c: Any) -> None:
+        """What a client does with `c.w`, which begins as w_t."""
+
+    def beside(self, c: Any) -> None:
+        """What a client does for itself afterwards."""
+
+    def weight(self, n: int, staleness: int) -> float:
+        """The weight of one reply in `s.delta`, of n samples, begun so many rounds ago."""
+
+    def server(self, s: Any) -> None:
+        """What the server does with the replies: `s.w` is w_t, and w_(t+1) afterwards."""
+
+
+def keeper_of(strategy: StrategyView) -> str | None:
+    """The name of a strategy that keeps states of clients on the workers; None = it keeps none."""
+    if not isinstance(strategy, FederatedView) or has_remote_clients(strategy):
+        return None  # real clients keep their own
+    side = strategy.client_side
+    return strategy.name if side.stateful else None
