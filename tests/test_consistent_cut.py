@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayps.core.ledger import Ledger
-from rayps.ps.fixed.consistent_cut import ConsistentCut, furthest
+from rayps.ps.protocol.consistent_cut import ConsistentCut, furthest
 
 
 class Shard:

@@ -86,6 +86,38 @@ def test_encoded_pushes_give_what_they_give_on_fixed_servers_to_the_bit(cluster,
     assert same(fixed, train(work, ParameterServer(compression="fp16"), cluster, server_group="main"))
 
 
+class OneMoment(Small):
+    """Each push adds as much everywhere, so that parameters of one moment are all alike."""
+
+    def model(self):
+        return Slots()
+
+    def loss(self, model, batch):
+        super().loss(torch.nn.Flatten(), batch)
+        if torch.is_grad_enabled():
+            assert bool((model.slots == model.slots[0]).all()), model.slots
+        return -model.slots.sum()
+
+    def optimizer(self, params):
+        return torch.optim.SGD(params, lr=3.0)
+
+    def evaluate(self, model, batch):
+        return {}
+
+
+def test_out_of_step_workers_pull_one_moment_while_the_group_grows_and_shrinks(cluster, group, tag):
+    sizes = [2, 4]
+
+    def resize(progress):
+        if sizes and SEEN[tag] > 20 and group.settled():
+            group.resize(sizes.pop())
+
+    work = OneMoment(n=90, pause=0.004, tag=tag)
+    result = train(work, ParameterServer(staleness=2), cluster, server_group="main", epochs=6, progress=resize)
+    assert not sizes and group.facts()["counts"]["moves"] > 0
+    assert torch.equal(result.snapshot.params, torch.full((60,), 180.0, dtype=torch.float64))
+
+
 @pytest.mark.parametrize("staleness", [2, None])
 def test_out_of_step_every_round_is_told_once(cluster, group, staleness):
     result = train(Small(n=120), ParameterServer(staleness=staleness), cluster, server_group="main")

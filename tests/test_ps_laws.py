@@ -1,7 +1,9 @@
 """An elastic group is what fixed servers are, and one process: to the bit, whatever happens to its servers."""
 
+import random
 import secrets
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -261,3 +263,54 @@ def test_encoded_pushes_and_what_they_left_out_survive_the_death_of_a_server(clu
     plain = alone(workers, adam)
     assert torch.allclose(found, plain, atol=0.2)
     assert compression == "fp16" or not torch.equal(found, plain)  # a gradient in eighths fits into fp16
+
+
+# ---- pulls of one moment, out of step
+
+
+@pytest.mark.parametrize("staleness", [2, None])
+@pytest.mark.parametrize("moving", [False, True])
+def test_out_of_step_a_consistent_pull_is_of_one_moment_although_segments_move(cluster, staleness, moving):
+    """Each push adds one everywhere: a pull that has a push has it in all elements."""
+    options = {"staleness": staleness, "segments": 7, "optimizer": lambda p: SGD(p, lr=3.0)}
+    with rayps.ServerGroup(
+        torch.zeros(SIZE).double(), workers=3, shards=3, replicas=1, timeout=60.0, cluster=cluster, **options
+    ) as shared:
+        events = {5: lambda: shared.resize(4), 12: lambda: kill_one(cluster, shared)} if moving else {}
+
+        def work(rank):
+            server = shared.join(rank)
+            try:
+                for step in range(20):
+                    time.sleep(random.random() * 0.002)
+                    if rank == 0 and step in events:
+                        events[step]()
+                    found = server.pull(consistent=True)
+                    assert (found == found[0]).all(), found
+                    assert found[0] <= -step  # its own pushes are there
+                    server.push(torch.ones(SIZE).double())
+                server.flush()
+            finally:
+                server.close()
+
+        with ThreadPoolExecutor(3) as pool:
+            for call in [pool.submit(work, rank) for rank in range(3)]:
+                call.result(240)
+        assert torch.equal(shared.join(0).read(), torch.full((SIZE,), -60.0).double())
+        if moving:
+            counts = shared.facts()["counts"]
+            assert counts["moves"] > 0 and counts["deaths"] == 1 and counts["lost"] == 0
+
+
+def test_a_reader_that_vanishes_or_stays_too_long_lets_the_servers_go(cluster):
+    options = {"staleness": None, "shards": 2, "replicas": 0, "cluster": cluster}
+    with rayps.ServerGroup(torch.zeros(64), workers=2, timeout=1.0, **options) as shared:
+        slow, pusher = shared.server(0), shared.server(1)
+        slow.talk._hold()
+        pusher.push(torch.ones(64))
+        pusher.settle()  # once the reader's time was over
+        slow.talk._hold()
+        slow.talk.hang_up()
+        slow.close()  # dies while it holds them
+        pusher.push(torch.ones(64))
+        assert torch.equal(pusher.pull(consistent=True), torch.full((64,), -1.0))

@@ -32,8 +32,8 @@ class GroupServer:
     """The dense vector of a space: pull and push, whole or by range.
 
     `extras` gives a step's pieces of tables, by segment; without it tables are pushed nothing. `step` is the number of
-    the next push; -1 goes on where the rank was. `consistent` is taken for the sake of the other server: here pulls are
-    of one moment in step (staleness 0), and else each segment is of one version.
+    the next push; -1 goes on where the rank was. `consistent` is what pulls do unless they say otherwise, see `pull`;
+    by default they are consistent for every staleness but None.
 
     Raises:
         PeerTimeout, PeerLost, StaleGeneration: as `Session.join`.
@@ -47,7 +47,7 @@ class GroupServer:
         defer: bool = True,
         extras: Extras | None = None,
         step: int = -1,
-        consistent: bool = False,
+        consistent: bool | None = None,
     ) -> None:
         space = talk.space
         if space.layout is None:
@@ -58,7 +58,9 @@ class GroupServer:
         self.lead = 0  # by how many rounds this worker led the slowest at its last pull
         self.version = 0  # steps that were taken where the last pull came from, the least of the segments
         self.durable = 0  # all pushes of this rank below this step are durable, as of the last answers
-        self.consistent = consistent
+        servers = space.servers
+        self.consistent = servers.staleness is not None if consistent is None else consistent
+        self._independent = not servers.in_step and len(space.cuts) > 1  # segments step each on its own
         self.feedback: ErrorFeedback | None = None  # where pushes are encoded: see `rayps.ps.client.compressed`
         self.extras = extras
         self._defer, self._cuts, self._item = defer, space.cuts, self.dtype.itemsize
@@ -73,24 +75,20 @@ class GroupServer:
     ) -> Tensor:
         """The elements lo to hi of the vector; waits while the clock says so.
 
-        They land in `out` where given (a contiguous CPU tensor of as many elements), else in a new tensor.
+        They land in `out` where given (a contiguous CPU tensor of as many elements), else in a new tensor. With
+        `consistent` they are of one moment: every push is in all of them or in none (in step that is so anyway, out of
+        step pushes wait on the servers for it, which takes four turns instead of one). Without, each segment is of one
+        version.
 
         Raises:
             PeerTimeout: the slowest worker, or a server, was silent past the deadline.
             PeerLost: segments are lost.
-            ConfigError: `consistent`, out of step: segments answer each for itself here.
         """
-        if consistent and not self.talk.space.servers.in_step:
-            raise ConfigError(
-                "the servers of an elastic group are read as of one moment in step only: give staleness=0, or pull "
-                "with consistent=False",
-                field="consistent",
-            )
-        return self._fetch(GroupMessage.PULL, lo, self.size if hi is None else hi, out)
+        return self._fetch(GroupMessage.PULL, lo, self.size if hi is None else hi, out, consistent)
 
     def read(self, lo: int = 0, hi: int | None = None) -> Tensor:
         """The elements lo to hi as they are now, outside the clock; each segment's are of one version."""
-        return self._fetch(GroupMessage.READ, lo, self.size if hi is None else hi, None)
+        return self._fetch(GroupMessage.READ, lo, self.size if hi is None else hi, None, False)
 
     def push(self, value: Tensor | Gradient, weight: float = 1.0, lo: int = 0, rounds: int = 1) -> None:
         """Push a gradient, or a range of it that begins at element lo; the push counts as one step.
@@ -229,7 +227,7 @@ class GroupServer:
         """How long this worker has waited for answers."""
         return self.talk.seconds_waiting
 
-    def _fetch(self, kind: GroupMessage, lo: int, hi: int, out: Tensor | None) -> Tensor:
+    def _fetch(self, kind: GroupMessage, lo: int, hi: int, out: Tensor | None, consistent: bool | None) -> Tensor:
         self._must_fit(lo, hi)
         whole = hi - lo == self.size
         if out is None:
@@ -239,8 +237,8 @@ class GroupServer:
         self._must_land(out, hi - lo)
         pieces, places = self._places(flat_bytes(out), lo, hi)
         self.bytes_moved += (hi - lo) * self._item
-        posted = self._posted
-        if kind is GroupMessage.PULL and whole and posted is not None:
+        posted, together = self._posted, self._together(consistent)
+        if kind is GroupMessage.PULL and whole and posted is not None and not together:
             self._posted = None
             answers = self.talk.exchange(
                 GroupMessage.PUSH_PULL, posted.pieces, step=posted.step, weight=posted.weight, landing=places
@@ -248,7 +246,7 @@ class GroupServer:
         else:
             self.settle()
             if kind is GroupMessage.PULL:
-                answers = self._pulled(pieces, places, None)
+                answers = self._pulled(pieces, places, consistent)
             else:
                 answers = self.talk.exchange(kind, pieces, landing=places)
         self.version = answers.version
@@ -257,7 +255,13 @@ class GroupServer:
         return out
 
     def _pulled(self, pieces: dict[int, Any], places: dict[int, Any], consistent: bool | None) -> SegmentReplies:
+        if len(pieces) > 1 and self._together(consistent):
+            return self.talk.read_together(pieces, step=self.step, landing=places)
         return self.talk.exchange(GroupMessage.PULL, pieces, step=self.step, landing=places)
+
+    def _together(self, consistent: bool | None) -> bool:
+        """Whether a pull must hold the servers to be of one moment."""
+        return self._independent and (self.consistent if consistent is None else consistent)
 
     def _take(self, answers: SegmentReplies) -> None:
         self.version, self.lead, self.durable = answers.version, answers.lead, answers.durable

@@ -41,6 +41,7 @@ class ServerConnections:
         self.map: SpaceMap = self.watch.map
         self.open: dict[str, ServerConnection] = {}
         self.ended = False
+        self.breaks = 0  # times that a server was lost, or segments got another holder
         self.deadline = 0.0
         self._incarnation = incarnation
         self._troubles: dict[str, _Trouble] = {}
@@ -53,11 +54,13 @@ class ServerConnections:
             return None
         old, self.map = self.map, found
         self._troubles.clear()
-        return {
+        changed = {
             index
             for index, (a, b) in enumerate(zip(old.holdings, found.holdings, strict=True))
             if (a.primary, a.generation) != (b.primary, b.generation)
         }
+        self.breaks += bool(changed)
+        return changed
 
     def line(self, server: str) -> ServerConnection | None:
         """The link to a server, on which this rank has said who it is; None while it cannot be reached, or refuses."""
@@ -107,6 +110,7 @@ class ServerConnections:
     def lose(self, line: ServerConnection) -> None:
         """A link has failed: what was under way on it is to be said again."""
         if self.open.pop(line.server, None) is not None:
+            self.breaks += 1
             line.link.close()
             for flight in line.flights.values():
                 flight.reopen()

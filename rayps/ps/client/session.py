@@ -14,14 +14,15 @@ from typing import Any, NamedTuple
 
 from rayps.comm.link import Message
 from rayps.comm.link.socket_link import EMPTY, as_bytes
-from rayps.core.errors import LinkError, PeerLost
+from rayps.core.errors import LinkError, PeerLost, PeerTimeout
 from rayps.core.failpoint import passing
 from rayps.ps.client.connection import PATIENT, PUSHES, BufferPool, InFlight, SegmentRequest, ServerConnection, gather
 from rayps.ps.client.connections import ServerConnections, named
 from rayps.ps.client.map_subscription import Door
 from rayps.ps.client.replay_buffer import ReplayBuffer
 from rayps.ps.fixed.messages import error_of
-from rayps.ps.protocol.messages import GroupMessage, SegmentPayload, read_numbers, unpack
+from rayps.ps.protocol.consistent_cut import furthest
+from rayps.ps.protocol.messages import GroupMessage, SegmentPayload, numbers, read_numbers, unpack
 from rayps.ps.protocol.segment_map import SpaceMap
 from rayps.ps.protocol.space import Space
 
@@ -166,6 +167,52 @@ class Session:
             min((ask.version for ask in asks if ask.version is not None), default=0),
             min((ask.durable for ask in asks if ask.durable is not None), default=0),
         )
+
+    def read_together(self, pieces: Mapping[int, Any], *, step: int, landing: Mapping[int, Any]) -> SegmentReplies:
+        """As `exchange` of a PULL, while all dense segments have the same pushes and apply no other: one moment of all,
+        also while segments move. Nothing may be unacknowledged.
+
+        Raises:
+            PeerTimeout: a push that one server has did not reach another, or the space was held for too long.
+        """
+        deadline = time.monotonic() + self.timeout
+        while True:
+            breaks, began = self._lines.breaks, time.monotonic()
+            try:
+                self._hold()
+                found = self.exchange(GroupMessage.PULL, pieces, step=step, landing=landing)
+            except PeerTimeout as error:
+                if not error.data.get("behind") or time.monotonic() > deadline:
+                    raise
+                continue  # whoever must repeat a push may wait for a server that was held here
+            finally:
+                self.tell(GroupMessage.RELEASE, 0)
+            if self._lines.breaks == breaks and time.monotonic() - began < self.timeout:
+                return found  # else a segment was not the one that was held, or has gone on meanwhile
+            if time.monotonic() > deadline:
+                raise PeerTimeout(
+                    f"the segments of {self.space.name!r} could not be held and read within {self.timeout:g} s: raise "
+                    "timeout, or pull with consistent=False",
+                    peer="server",
+                    seconds=self.timeout,
+                )
+
+    def _hold(self) -> None:
+        """Hold all dense segments where they have the same pushes: first at the server of segment 0, which admits one
+        reader at a time."""
+        dense = range(len(self.space.cuts))
+        first = [i for i in dense if self.map.holdings[i].primary == self.map.holdings[0].primary]
+        pieces = self.exchange(GroupMessage.HOLD, dict.fromkeys(first, EMPTY), step=1).pieces
+        others = dict.fromkeys((i for i in dense if i not in pieces), EMPTY)
+        if others:
+            pieces |= self.exchange(GroupMessage.HOLD, others).pieces
+        reached = {i: read_numbers(piece) for i, piece in pieces.items()}
+        target = furthest(list(reached.values()))
+        if len({steps[self.rank] for steps in reached.values()}) > 1:
+            return  # a push of this rank was cut off between servers: no moment has it in all, until it is repeated
+        late = {i: numbers(target) for i, steps in reached.items() if steps != target}
+        if late:
+            self.exchange(GroupMessage.AIM, late)
 
     def tell(self, kind: GroupMessage, number: int) -> None:
         """Say what has no answer (SAVED) to all servers that are joined; that one is lost is found out later."""

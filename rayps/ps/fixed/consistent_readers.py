@@ -1,7 +1,7 @@
 """The readers of one shard who want several shards as of one moment: who holds it, who is next, which pushes wait.
 
-`rayps.ps.fixed.consistent_cut` says which pushes may be applied meanwhile. A reader that vanishes, or holds the shard
-past its deadline, lets it go.
+`rayps.ps.protocol.consistent_cut` says which pushes may be applied meanwhile. A reader that vanishes, or holds the
+shard past its deadline, lets it go.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch import Tensor
 
 from rayps.core.errors import PeerTimeout
 from rayps.ps.fixed.connection import ShardPeer, ShardRequest
-from rayps.ps.fixed.consistent_cut import ConsistentCut
 from rayps.ps.fixed.messages import ShardMessage
 from rayps.ps.fixed.shard import Shard
+from rayps.ps.protocol.consistent_cut import ConsistentCut
 
 BEHIND_SECONDS = 0.5  # what has been applied elsewhere is here at once, or must be said again by somebody who waits
 
 
-class ConsistentReaders:
+class ShardReaders:
     """The turns of a shard's readers. `reply`, `refuse` and `serve` are the loop's, for requests of any guest."""
 
     def __init__(

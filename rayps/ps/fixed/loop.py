@@ -2,7 +2,7 @@
 
 Requests come as messages and in boxes (`rayps.ps.fixed.shared_memory`), and are answered the way they came. Pulls
 that the clock does not allow yet are parked, and so are pushes while a reader holds the shard
-(`rayps.ps.fixed.consistent_cut`). What waits
+(`rayps.ps.protocol.consistent_cut`). What waits
 past its deadline is answered with an error that names the ranks it waits for.
 """
 
@@ -23,7 +23,7 @@ from rayps.comm.link.memory import Fence
 from rayps.core.errors import LinkError, RaypsError
 from rayps.core.failpoint import passing
 from rayps.ps.fixed.connection import ShardPeer, ShardRequest, fenced
-from rayps.ps.fixed.consistent_readers import ConsistentReaders, too_late
+from rayps.ps.fixed.consistent_readers import ShardReaders, too_late
 from rayps.ps.fixed.messages import ShardMessage, refusal
 from rayps.ps.fixed.shard import Shard, ShardFacts, ShardPart
 from rayps.ps.fixed.shared_memory import ASKED, ASLEEP, BY_MESSAGE, RequestMailbox
@@ -45,7 +45,7 @@ class ShardLoop:
         self._guests: dict[int, ShardPeer] = {}  # by descriptor
         self._boxes: list[ShardPeer] = []  # those that have one
         self._parked: list[ShardRequest] = []  # pulls that wait for the clock
-        self._readers = ConsistentReaders(shard, self._reply_or_lose, self._refuse_or_lose, self._redo)
+        self._readers = ShardReaders(shard, self._reply_or_lose, self._refuse_or_lose, self._redo)
         self._answered: list[RequestMailbox] = []  # their workers may sleep
         self._fence = Fence()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) if shard.slice.memory is not None else -1

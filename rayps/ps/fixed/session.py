@@ -1,7 +1,7 @@
 """A worker's turns with all of its shards: asks several at once, hears them all, finds lost ones again.
 
 What a worker pushed to a shard since that was last saved is kept, and said again to the shard that replaces it. Several
-shards are read as of one moment while they are held (`rayps.ps.fixed.consistent_cut`).
+shards are read as of one moment while they are held (`rayps.ps.protocol.consistent_cut`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from rayps.comm.link.memory import Fence, Memory
 from rayps.comm.link.shared_memory_link import SharedLink
 from rayps.core.errors import LinkError, PeerLost, PeerTimeout
 from rayps.core.failpoint import passing
-from rayps.ps.fixed.consistent_cut import furthest
 from rayps.ps.fixed.messages import PUSHES, ShardMessage
 from rayps.ps.fixed.replay_buffer import FixedReplayBuffer
 from rayps.ps.fixed.shared_memory import AVAILABLE, SLICE, GradientBuffer
@@ -32,6 +31,7 @@ from rayps.ps.fixed.transport import (
     Transport,
     together,
 )
+from rayps.ps.protocol.consistent_cut import furthest
 
 LOSSES = 4  # in a row of one shard, until its worker gives up
 

@@ -29,6 +29,9 @@ class GroupMessage(enum.IntEnum):
     FLUSH = 9  # payload = head: answer once all pushes of this rank are durable -> ACK
     CHANGES = 10  # tables only; payload = head + since which version (int64) -> VALUE, an Arrow stream each
     MARKS = 11  # payload = head -> VALUE, int64 a segment and rank: its next step there
+    HOLD = 12  # a = 1: once the clock lets this rank pull; payload = head -> VALUE, int64: steps by rank. Pushes wait
+    AIM = 13  # payload = head + int64: steps by rank            -> ACK once all of these are applied
+    RELEASE = 14  # pushes that wait are applied; no answer
     # server -> worker. Every answer: weight = step of this rank below which all pushes to these segments are durable
     JOINED = 20  # payload = int64 pairs: segment, this rank's next step there; of all segments that it is primary of
     ACK = 21

@@ -201,6 +201,11 @@ class DenseSegment:
         """By rank: its next step here."""
         return dict.fromkeys(range(self.space.workers), 0) if self._base is not None else self._shard.ledger.marks
 
+    @property
+    def ledger(self) -> Ledger:
+        """The pushes that it has, in memory of its own: to be read only."""
+        return self._own().ledger
+
     def durable(self, rank: int) -> int:
         """Below this step all of a rank's pushes are applied."""
         if self._base is not None:

@@ -17,7 +17,8 @@ from rayps.core.failpoint import passing
 from rayps.ps.protocol.messages import GroupMessage, SegmentPayload, numbers, pack, read_numbers, unpack
 from rayps.ps.protocol.segment import ServedSegment
 from rayps.ps.server.assignments import AssignedSegment, AssignedSpace
-from rayps.ps.server.connection import NOBODY, PeerRequest, fenced
+from rayps.ps.server.connection import NOBODY, PeerRequest, ServerPeer, fenced
+from rayps.ps.server.consistent_readers import ConsistentReaders
 from rayps.ps.server.dense_segment import DenseSegment
 from rayps.ps.server.pending_replies import PendingReplies, ReplySender, remove, segment_of
 from rayps.ps.server.replication import Replication
@@ -34,6 +35,7 @@ class RequestHandler(PendingReplies):
 
     def __init__(self, copies: Replication, mouth: ReplySender, name: str) -> None:
         super().__init__(copies, mouth, name)
+        self._readers: dict[int, ConsistentReaders] = {}  # by space, while somebody reads
         self._answers: dict[int, Callable[[AssignedSpace, PeerRequest], None]] = {
             GroupMessage.PUSH: self._push,
             GroupMessage.PULL: self._wait,
@@ -45,6 +47,9 @@ class RequestHandler(PendingReplies):
             GroupMessage.FLUSH: self._wait,
             GroupMessage.CHANGES: self._changes,
             GroupMessage.MARKS: self._marks,
+            GroupMessage.HOLD: lambda held, request: self._reader(held).hold(request),
+            GroupMessage.AIM: lambda held, request: self._reader(held).aim(request),
+            GroupMessage.RELEASE: lambda held, request: self._reader(held).release(request.guest),
         }
 
     def answer(self, held: AssignedSpace, request: PeerRequest) -> None:
@@ -58,7 +63,7 @@ class RequestHandler(PendingReplies):
                 raise ValueError(f"there is no request of kind {request.kind}")
             if request.guest.rank == NOBODY:
                 raise fenced(request.guest)
-            if request.kind != GroupMessage.SAVED:
+            if request.kind not in (GroupMessage.SAVED, GroupMessage.RELEASE):
                 request.pieces = unpack(request.payload)
                 if self._is_stale(held, request):
                     return
@@ -122,9 +127,13 @@ class RequestHandler(PendingReplies):
     # ---- pushes
 
     def _push(self, held: AssignedSpace, request: PeerRequest) -> None:
+        if not self._admits(held, request):
+            return
         self.reply(request, GroupMessage.ACK, self._apply(held, request))
 
     def _push_pull(self, held: AssignedSpace, request: PeerRequest) -> None:
+        if not self._admits(held, request):
+            return
         self._apply(held, request)
         request.kind = GroupMessage.PULL
         request.a += 1
@@ -150,6 +159,8 @@ class RequestHandler(PendingReplies):
         passing("host: forwarded, not copied")
         if held.parked:
             self.wake(held)
+        if held.number in self._readers:
+            self._readers[held.number].look()
         return touched
 
     def _check_bytes(self, held: AssignedSpace, touched: list[AssignedSegment]) -> None:
@@ -245,6 +256,53 @@ class RequestHandler(PendingReplies):
             except Exception as error:
                 remove(held.parked, request)
                 self.fail(held, request, error)
+
+    # ---- readers of one moment
+
+    def _reader(self, held: AssignedSpace) -> ConsistentReaders:
+        found = self._readers.get(held.number)
+        if found is None:
+            found = self._readers[held.number] = ConsistentReaders(held, self)
+        return found
+
+    def _admits(self, held: AssignedSpace, push: PeerRequest) -> bool:
+        readers = self._readers.get(held.number)
+        return readers is None or readers.admits(push)
+
+    def redo(self, held: AssignedSpace, request: PeerRequest) -> None:
+        """Serve a push that waited for a reader."""
+        try:
+            if not self._is_stale(held, request):
+                self._answers[request.kind](held, request)
+        except Exception as error:
+            self.fail(held, request, error)
+
+    def reads(self, held: AssignedSpace) -> bool:
+        """Whether a reader holds the space, or waits for it."""
+        readers = self._readers.get(held.number)
+        if readers is not None and not readers.busy:
+            del self._readers[held.number]
+            return False
+        return readers is not None
+
+    def expire(self, held: AssignedSpace, now: float) -> None:
+        """See PendingReplies; readers too."""
+        super().expire(held, now)
+        if held.number in self._readers:
+            self._readers[held.number].expire(now)
+
+    def forget(self, held: AssignedSpace, guest: ServerPeer) -> None:
+        """See PendingReplies; what it held is let go."""
+        super().forget(held, guest)
+        if held.number in self._readers:
+            self._readers[held.number].forget(guest)
+
+    def stop_serving(self, holding: AssignedSegment) -> None:
+        """See PendingReplies; its readers try again."""
+        super().stop_serving(holding)
+        if holding.space.number in self._readers:
+            for request in self._readers[holding.space.number].stop_serving(holding.index):
+                self.say_stale(request, [holding.index])
 
     # ---- states
 

@@ -251,7 +251,7 @@ class GroupServerLoop:
                     guest.told = guest.applied
                     self.say(guest, Message(GroupMessage.COPIED, guest.applied), None)
         for held in list(self._holdings.spaces.values()):
-            if held.parked or held.withheld:
+            if held.parked or held.withheld or self._serving.reads(held):
                 self._serving.expire(held, now)
         for number, since in list(self._strange.items()):
             if now - since > STRANGE_SECONDS or number in self._holdings.forgotten:

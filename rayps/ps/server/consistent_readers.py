@@ -1,0 +1,205 @@
+"""The readers of one space, on one server, who want all of its dense segments as of one moment.
+
+A reader holds the space: no push is applied meanwhile, except those that other servers have applied already
+(`rayps.ps.protocol.consistent_cut`). The server of the first segment admits one reader at a time. A reader that is
+lost, that holds the space past its deadline, or whose segment moves, lets it go; the reader then tries again.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+from rayps.core.errors import PeerTimeout
+from rayps.ps.protocol.consistent_cut import ConsistentCut
+from rayps.ps.protocol.messages import GroupMessage, SegmentPayload, numbers, pack, read_numbers
+from rayps.ps.server.assignments import AssignedSegment, AssignedSpace
+from rayps.ps.server.connection import PeerRequest, ServerPeer
+from rayps.ps.server.dense_segment import DenseSegment
+
+BEHIND_SECONDS = 0.5  # what another server has applied is on its way here, or its worker must repeat it
+
+
+class ReaderReplies(Protocol):
+    """How readers, and pushes that waited for them, are answered."""
+
+    def reply(
+        self, request: PeerRequest, kind: GroupMessage, touched: list[AssignedSegment], *, payload: bytes | bytearray
+    ) -> None:
+        """Answer a request."""
+
+    def fail(self, held: AssignedSpace | None, request: PeerRequest, error: Exception) -> None:
+        """Answer with an error."""
+
+    def redo(self, held: AssignedSpace, request: PeerRequest) -> None:
+        """Serve a push that waited."""
+
+
+@dataclass(slots=True)
+class _Hold:
+    """Who holds the space, until when, and each segment's cut."""
+
+    reader: ServerPeer
+    deadline: float
+    cuts: dict[int, ConsistentCut]
+    aimed: PeerRequest | None = None  # an AIM that is not answered yet
+
+    def missing(self) -> list[int]:
+        """The ranks of which another server has a push that has not arrived here."""
+        return sorted({rank for cut in self.cuts.values() for rank in cut.missing()})
+
+
+class ConsistentReaders:
+    """Who holds a space on this server, who is next, and which pushes wait."""
+
+    def __init__(self, held: AssignedSpace, replies: ReaderReplies) -> None:
+        self._held, self._replies = held, replies
+        self._hold: _Hold | None = None
+        self._waiting: list[PeerRequest] = []  # to hold the space
+        self._delayed: list[PeerRequest] = []  # pushes
+
+    @property
+    def busy(self) -> bool:
+        """Whether a reader holds the space, or waits for it."""
+        return self._hold is not None or bool(self._waiting)
+
+    def admits(self, push: PeerRequest) -> bool:
+        """Whether a push may be applied now; otherwise it is served later."""
+        hold = self._hold
+        if hold is None:
+            return True
+        touched = [hold.cuts[piece.segment] for piece in push.pieces if piece.segment in hold.cuts]
+        if all(cut.admits(push.guest.rank, push.a) for cut in touched):
+            return True
+        self._delayed.append(push)
+        return False
+
+    def hold(self, request: PeerRequest) -> None:
+        """Answer how far each segment has come with each rank, once it is this reader's turn; then hold the space."""
+        if request.guest.rank < 0:
+            raise ValueError(f"{request.guest.link.peer} joined as a reader, which has no clock: READ, do not HOLD")
+        if self._hold is not None and self._hold.reader is request.guest:  # it tries again
+            self._let_go()
+        # a reader that the first server has admitted need not wait at the others, unless the first one was replaced
+        request.deadline = time.monotonic() + (request.guest.patience if request.a else BEHIND_SECONDS)
+        self._waiting.append(request)
+        self._grant()
+
+    def aim(self, request: PeerRequest) -> None:
+        """Answer once the named segments have come so far. Raises PeerTimeout: the reader does not hold them."""
+        hold = self._hold
+        if hold is None or hold.reader is not request.guest or any(p.segment not in hold.cuts for p in request.pieces):
+            raise PeerTimeout(
+                f"{request.guest.link.peer} does not hold {self._held.space.name!r}: it was held for longer than "
+                f"{request.guest.patience:g} s (the knob is `timeout`) and let go, or a segment has moved",
+                peer=request.guest.link.peer,
+                seconds=request.guest.patience,
+                behind=True,
+            )
+        for piece in request.pieces:
+            hold.cuts[piece.segment].aim(read_numbers(piece.data))
+        hold.aimed = request
+        hold.deadline = min(hold.deadline, time.monotonic() + BEHIND_SECONDS)
+        self._again()
+        self.look()
+
+    def release(self, guest: ServerPeer) -> None:
+        """The reader has read."""
+        if self._hold is not None and self._hold.reader is guest:
+            self._let_go()
+
+    def look(self) -> None:
+        """After a push: the segments may have come far enough, or the clock admits the next reader."""
+        hold = self._hold
+        if hold is not None and hold.aimed is not None and not hold.missing():
+            aimed, hold.aimed = hold.aimed, None
+            hold.deadline = time.monotonic() + aimed.guest.patience  # to read
+            self._replies.reply(
+                aimed, GroupMessage.ACK, [self._held.holdings[p.segment] for p in aimed.pieces], payload=b""
+            )
+        self._grant()
+
+    def forget(self, guest: ServerPeer) -> None:
+        """A guest is lost, and whatever it asked for."""
+        self._delayed = [request for request in self._delayed if request.guest is not guest]
+        self._waiting = [request for request in self._waiting if request.guest is not guest]
+        self.release(guest)
+
+    def stop_serving(self, segment: int) -> list[PeerRequest]:
+        """A segment is served here no longer: the requests about it that waited, to be refused."""
+        gone = [r for r in [*self._waiting, *self._delayed] if any(p.segment == segment for p in r.pieces)]
+        self._waiting = [request for request in self._waiting if request not in gone]
+        self._delayed = [request for request in self._delayed if request not in gone]
+        if self._hold is not None and segment in self._hold.cuts:
+            aimed = self._hold.aimed
+            gone += [] if aimed is None else [aimed]
+            self._let_go()
+        return gone
+
+    def expire(self, now: float) -> None:
+        """Refuse who has waited too long, and take the space back from who has held it too long."""
+        for request in [waiting for waiting in self._waiting if waiting.deadline < now]:
+            self._waiting.remove(request)
+            self._replies.fail(self._held, request, self._too_late(request))
+        hold = self._hold
+        if hold is not None and hold.deadline < now:
+            aimed, missing = hold.aimed, hold.missing()
+            self._let_go()
+            if aimed is not None:
+                self._replies.fail(self._held, aimed, self._cut_off(aimed, missing))
+
+    def _segment(self, index: int) -> DenseSegment:
+        segment = self._held.holdings[index].segment
+        if not isinstance(segment, DenseSegment):
+            raise ValueError(f"segment {index} of {self._held.space.name!r} is of a table: hold the dense vector")
+        return segment
+
+    def _grant(self) -> None:
+        """Let the next reader hold the space, if nobody does and the clock lets it pull."""
+        for request in self._waiting if self._hold is None else []:
+            segments = {piece.segment: self._segment(piece.segment) for piece in request.pieces}
+            if not request.a or all(segment.may_pull(request.guest.rank) for segment in segments.values()):
+                self._waiting.remove(request)
+                deadline = time.monotonic() + request.guest.patience
+                cuts = {index: ConsistentCut(segment.ledger) for index, segment in segments.items()}
+                self._hold = _Hold(request.guest, deadline, cuts)
+                pieces = [
+                    SegmentPayload(p.segment, p.generation, numbers(cuts[p.segment].hold(request.guest, deadline)))
+                    for p in request.pieces
+                ]
+                touched = [self._held.holdings[index] for index in segments]
+                self._replies.reply(request, GroupMessage.VALUE, touched, payload=pack(pieces))
+                return
+
+    def _let_go(self) -> None:
+        self._hold = None
+        self._again()
+        self._grant()
+
+    def _again(self) -> None:
+        """Serve the pushes that waited, in the order in which they came."""
+        waiting, self._delayed = self._delayed, []
+        for push in waiting:
+            self._replies.redo(self._held, push)
+
+    def _too_late(self, request: PeerRequest) -> PeerTimeout:
+        behind = sorted({rank for p in request.pieces for rank in self._segment(p.segment).laggards()})
+        names = ", ".join(f"rank {rank}" for rank in behind)
+        return PeerTimeout(
+            f"{request.guest.link.peer} waited too long for {names} to push, or for other readers (the knob is "
+            "`timeout`)",
+            peer=names,
+            ranks=behind,
+            behind=not request.a,
+        )
+
+    def _cut_off(self, aimed: PeerRequest, missing: list[int]) -> PeerTimeout:
+        return PeerTimeout(
+            f"{aimed.guest.link.peer} waited for a push of rank {', '.join(map(str, missing))} that another server has "
+            "and this one has not: did its worker die between two servers?\nraise timeout if it may take longer, or "
+            "pull with consistent=False",
+            peer=f"worker-{missing[0]}" if missing else "server",
+            seconds=aimed.guest.patience,
+            behind=True,
+        )
