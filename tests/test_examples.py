@@ -14,9 +14,10 @@ import yaml
 
 import rayps
 from rayps.cluster.local import LocalCluster
+from rayps.core.user_module import pack
 from rayps.strategies.catalogue import parse
 from rayps.strategies.job import JobSpec
-from rayps.workload.base import Workload, load, pack
+from rayps.workload.base import Workload, load
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 WORKLOADS = {

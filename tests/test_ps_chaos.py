@@ -18,12 +18,12 @@ from ps_session_fakes import Handed, slot
 
 from rayps.cluster.local import LocalCluster, until
 from rayps.core.errors import ActorDied, PeerLost
+from rayps.core.user_module import pack
 from rayps.ps import group as elastic
 from rayps.ps.own_space import OwnSpace, cut
 from rayps.ps.protocol.space import Space
 from rayps.strategies.parameter_server import ParameterServer
 from rayps.tensors.flat import Layout
-from rayps.workload.base import pack
 
 SEGMENTS, PUSHES, SECONDS = 6, 40, 60.0
 

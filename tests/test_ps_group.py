@@ -13,6 +13,7 @@ from process_cluster import ProcessCluster
 
 from rayps.cluster.local import LocalCluster, until
 from rayps.core.errors import ActorDied, ConfigError, Conflict, NotFound
+from rayps.core.user_module import pack
 from rayps.ps import group as elastic
 from rayps.ps.client.client import GroupServer
 from rayps.ps.client.session import Session
@@ -24,7 +25,6 @@ from rayps.ps.protocol.space import Space, SparseTable
 from rayps.ps.tables.client import TableClient
 from rayps.strategies.parameter_server import ParameterServer
 from rayps.tensors.flat import Layout
-from rayps.workload.base import pack
 
 SIZE, SECONDS = 4000, 60.0
 

@@ -12,6 +12,7 @@ from torch import nn
 from rayps import AllReduce, Pipeline, TensorParallel
 from rayps.core.calendar import Boundary
 from rayps.core.errors import PeerLost, TrainingError
+from rayps.core.user_module import pack
 from rayps.recovery import worker_backup
 from rayps.recovery.backup_assignment import Bond, Source
 from rayps.recovery.peer_replication import Mirror
@@ -19,7 +20,6 @@ from rayps.runtime import worker_actor
 from rayps.worker import run as worker_run
 from rayps.worker.connections import WorkerConnections
 from rayps.worker.plan import WorkerPlan
-from rayps.workload.base import pack
 
 pytestmark = pytest.mark.chaos
 

@@ -293,7 +293,7 @@ def test_it_ends_with_its_driver(tmp_path):
 import os, sys, time
 sys.path[:] = {sys.path!r}
 from rayps.runtime.preflight import Trial, TrialFacts, TrialRequest
-from rayps.workload.base import pack
+from rayps.core.user_module import pack
 from test_trial import OnlyThere
 trial = Trial()
 trial.begin(TrialFacts(), TrialRequest(pack(OnlyThere(lambda: time.sleep(3600))), 1, 0, path=tuple(sys.path)))

@@ -13,9 +13,10 @@ import torch
 import rayps
 from rayps.cluster.local import LocalCluster
 from rayps.core.errors import DataError, WorkloadError
+from rayps.core.user_module import pack, unpack
 from rayps.data import Batch, Data, tensors
 from rayps.workload import base
-from rayps.workload.base import Workload, load, pack, unpack
+from rayps.workload.base import Workload, load
 
 GOOD = """
 import torch
@@ -69,7 +70,7 @@ def twice(x):
 @pytest.fixture(autouse=True)
 def forget() -> Iterator[None]:
     yield
-    base._forget()
+    base.FINDER.forget()
 
 
 @pytest.fixture
@@ -195,7 +196,7 @@ def test_a_working_directory_that_is_not_there(tmp_path: Path) -> None:
 
 CHILD = """
 import sys
-from rayps.workload.base import unpack
+from rayps.core.user_module import unpack
 found = unpack(sys.stdin.buffer.read())
 model = found.model()
 batch = next(found.data().batches(rank=0, size=1, seed=0, epoch=0))
@@ -221,7 +222,7 @@ def test_a_fresh_process_needs_no_file(folder: Path) -> None:
 def test_a_function_travels_too(folder: Path) -> None:
     load("line:Line", str(folder))
     content = pack(sys.modules["helper"].twice)
-    base._forget()
+    base.FINDER.forget()
     assert unpack(content)(4) == 8
 
 

@@ -27,7 +27,7 @@ from rayps.federated.remote.mailbox import JoinedClient, Mailbox, RoundOrder
 from rayps.federated.remote.signed_orders import order_text
 from rayps.service.client_tokens import Grant
 from rayps.service.store import JobRecord
-from rayps.strategies.catalogue import parse
+from rayps.strategies.catalogue import own_names, parse
 from rayps_api.schemas import problems
 from rayps_api.schemas_clients import (
     ClientsOut,
@@ -360,7 +360,8 @@ def _blocks(file: Any) -> Iterator[bytes]:
 
 
 def _must_be_remote(job: JobRecord) -> None:
-    if not any(phase.strategy.rows.remote for phase in parse(job.spec.strategy)):
+    own = own_names(job.spec.strategy)  # none of them has such clients: their file is not here
+    if own or not any(phase.strategy.rows.remote for phase in parse(job.spec.strategy)):
         raise ConfigError(
             f"job {job.id} ({job.name}) has no clients outside of the cluster: submit it with a "
             "federated strategy and clients=remote, such as fedavg:clients=remote",

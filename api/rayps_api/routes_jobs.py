@@ -16,9 +16,9 @@ from fastapi.responses import JSONResponse
 from rayps.core.errors import ConfigError, Conflict, NotFound
 from rayps.core.failpoint import passing
 from rayps.core.job import Status, misnamed
-from rayps.core.topology import servers_of
-from rayps.service import job_folders
-from rayps.strategies.catalogue import parse, wire
+from rayps.service import job_folders, strategy_check
+from rayps.service.strategy_check import PhaseFacts, checked
+from rayps.strategies.catalogue import own_names, parse
 from rayps.strategies.job import JobSpec
 from rayps_api import folder
 from rayps_api.schemas import Events, JobIn, JobOut, JobsOut, Lines, Points, Series, problems
@@ -37,10 +37,10 @@ async def submit(
     body: JobIn, known: Known, idempotency_key: Annotated[str | None, Header(min_length=1, max_length=255)] = None
 ) -> Any:
     """File a job. With an Idempotency-Key a second identical request gives the first one's job, with 200."""
-    spec, name = _spec(body)
+    spec, name, phases = await _spec(body)
     if spec.server_group is not None:
         known.groups.must_exist(spec.server_group)
-        _refuse_without_servers(spec)
+        _refuse_without_servers(spec, phases)
     if spec.branch is not None:  # a space is named by its job's id, of which the beginning is enough
         with contextlib.suppress(NotFound):
             spec = replace(spec, branch=(await known.store.find(spec.branch)).id)
@@ -165,19 +165,18 @@ async def _keep(job_id: str, known: Service) -> None:
         log.warning("job %s: %s cannot be written: %s", job_id, job_folders.SPEC, error)
 
 
-def _refuse_without_servers(spec: JobSpec) -> None:
+def _refuse_without_servers(spec: JobSpec, phases: list[PhaseFacts]) -> None:
     """Refuse a strategy that keeps nothing on a group, whatever the model is."""
-    strategies = [phase.strategy for phase in parse(spec.strategy)]
-    if all(servers_of(each) is None and each.tables is None for each in strategies):
-        names = " and ".join(dict.fromkeys(each.name for each in strategies))
+    if not any(each.servers or each.tables for each in phases):
+        names = " and ".join(dict.fromkeys(each.name for each in phases))
         raise ConfigError(
             f"server_group is {spec.server_group!r}, and {names} keeps nothing on servers: leave it out, "
             "or use parameter_server or hybrid",
             field="server_group",
         )
-    if spec.branch is not None and servers_of(strategies[0]) is None:
+    if spec.branch is not None and not phases[0].servers:
         raise ConfigError(
-            f"branch is {spec.branch!r}, and {strategies[0].name} keeps no parameters on servers: begin "
+            f"branch is {spec.branch!r}, and {phases[0].name} keeps no parameters on servers: begin "
             "with parameter_server, or leave it out",
             field="branch",
         )
@@ -225,15 +224,29 @@ async def _checkpoint(resume: str, working_dir: str | None, known: Service) -> s
     return resume
 
 
-def _spec(body: JobIn) -> tuple[JobSpec, str]:
+async def _spec(body: JobIn) -> tuple[JobSpec, str, list[PhaseFacts]]:
+    """The job, its name, and what is known of its strategy's phases."""
     data = body.model_dump()
-    data["strategy"] = wire(parse(_finite_strategy(data["strategy"])))
+    given = _finite_strategy(data["strategy"])
+    own = own_names(given)
+    found = None if own else checked(parse(given))
+    if found is not None:
+        data["strategy"] = found.strategy
     data["resources"] = {"cpu": 1.0} | data["resources"]
     spec = JobSpec.from_dict(data)
     if (reason := misnamed(spec.workload)) is not None:
         raise ConfigError(reason, field="workload")
     _find(spec)
-    return spec, spec.name or spec.workload.rpartition(":")[2][:64]
+    if found is None:
+        if spec.working_dir is None:
+            raise ConfigError(
+                f"strategy {own[0]!r} is a class of your own: give working_dir, the absolute path of the directory in "
+                "which its file is",
+                field="working_dir",
+            )
+        found = await strategy_check.check_in_child(given, spec.working_dir, spec.workers)
+        spec = replace(spec, strategy=found.strategy)
+    return spec, spec.name or spec.workload.rpartition(":")[2][:64], found.phases
 
 
 def _finite_strategy(given: Any) -> Any:

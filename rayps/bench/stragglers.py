@@ -26,6 +26,7 @@ from rayps.cluster.local import Cluster
 from rayps.comm.link import Link, Message, connect
 from rayps.core.calendar import Boundary
 from rayps.core.errors import ConfigError, TrainingError
+from rayps.core.user_module import pack
 from rayps.data import Batch, Data, parquet
 from rayps.data.base import random_of
 from rayps.ps.fixed.messages import ShardMessage
@@ -33,7 +34,7 @@ from rayps.runtime.worker_group import WorkerGroup
 from rayps.strategies.catalogue import parse
 from rayps.tensors.flat import FlatModel
 from rayps.worker.plan import Orders
-from rayps.workload.base import Workload, pack
+from rayps.workload.base import Workload
 
 SCENES = ("come_and_go", "one_slow")
 STALENESS: tuple[int | None, ...] = (0, 8, None)

@@ -63,7 +63,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="The same as --output json.")] = False,
 ) -> None:
     """Say how a strategy divides the model, when workers wait and what a step costs, before anything starts."""
-    phases = parse(strategy)
+    phases = parse(strategy, Path.cwd())
     _must_fit_together(target, batch, parameters, times)
     own = _own(schedule, phases)
     limit = None if memory is None else size(memory, "memory")

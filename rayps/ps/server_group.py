@@ -21,6 +21,7 @@ from rayps.comm.link import connect
 from rayps.core.calendar import Boundary
 from rayps.core.errors import ConfigError
 from rayps.core.server_updates import PlainServers, plain_servers
+from rayps.core.user_module import pack
 from rayps.ps import group as elastic
 from rayps.ps.client.client import GroupServer
 from rayps.ps.client.compressed import compress
@@ -33,7 +34,6 @@ from rayps.ps.protocol.space import Quota, Space
 from rayps.tensors import optim
 from rayps.tensors.flat import Layout
 from rayps.tensors.snapshot import Snapshot
-from rayps.workload.base import pack
 
 log = logging.getLogger(__name__)
 

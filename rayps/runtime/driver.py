@@ -27,6 +27,7 @@ from rayps.core.job import Status
 from rayps.core.strategy import Phase
 from rayps.core.time_limit import awaited
 from rayps.core.topology import runs_in_step
+from rayps.core.user_module import pack
 from rayps.federated.remote_replies import prepared
 from rayps.runtime import decide as states
 from rayps.runtime.decide import Continue, Fail, Findings, Finish, Mend, Replace, Restart, RunFacts, decide, next_state
@@ -42,7 +43,7 @@ from rayps.strategies.catalogue import parse
 from rayps.strategies.job import JobSpec
 from rayps.tensors.learning_rate import ScheduleRecord, recipe_of
 from rayps.worker.plan import WorkerFacts
-from rayps.workload.base import Workload, pack
+from rayps.workload.base import Workload
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ class Driver:
         """
         self.workload, self.spec, self.journal = workload, spec.check(), journal
         self.trial = Trial()
-        self._phases = phases or parse(spec.strategy)
+        self._phases = phases or parse(spec.strategy, spec.working_dir or Path.cwd())
         self._name, self._again = name or spec.name or f"job-{uuid.uuid4().hex[:8]}", again
         self._capture, self._tries = capture, tries
         self._stop = threading.Event()

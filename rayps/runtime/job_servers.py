@@ -10,6 +10,7 @@ from rayps.cluster.local import ActorReply, Cluster
 from rayps.cluster.members import GroupMember, place, settle
 from rayps.core.strategy import StrategyView
 from rayps.core.topology import group_of, servers_of
+from rayps.core.user_module import pack
 from rayps.parallel.division.division import shares
 from rayps.ps.fixed.shard import ShardFacts, ShardPart
 from rayps.ps.fixed.shard_actor import ShardPlan
@@ -22,7 +23,6 @@ from rayps.tensors.learning_rate import Recipe
 from rayps.tensors.optim import Factory
 from rayps.tensors.snapshot import Snapshot
 from rayps.worker.plan import Orders
-from rayps.workload.base import pack
 
 
 class JobServers(Protocol):

@@ -31,6 +31,7 @@ from rayps.core.errors import ActorDied, ClusterError, ConfigError, LinkError, P
 from rayps.core.logs import LogBuffer
 from rayps.core.topology import compression_in, servers_of
 from rayps.core.user_code import placed, user_code
+from rayps.core.user_module import pack, unpack
 from rayps.ps.server_group import ServerGroup
 from rayps.ps.tables.embedding import tables_of
 from rayps.runtime.display import Display
@@ -39,7 +40,6 @@ from rayps.tensors.flat import FlatModel, Gradient, beside
 from rayps.tensors.gradient_watch import GradWatch
 from rayps.tensors.learning_rate import Maker, Pace, Recipe, Ticks, pace_of
 from rayps.tensors.optim import plain_values
-from rayps.workload.base import pack, unpack
 
 WAIT_SECONDS = 1.0  # that a question waits in a worker for a line
 END_SECONDS = 10.0  # for the last lines of workers whose function has returned

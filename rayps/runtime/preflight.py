@@ -34,6 +34,7 @@ from rayps.core.replica import Pipeline
 from rayps.core.strategy import Phase, StrategyView
 from rayps.core.topology import JobFacts, replica_of, servers_of
 from rayps.core.user_code import user_code
+from rayps.core.user_module import unpack
 from rayps.data.base import Batch, Data, map_tensors
 from rayps.data.unsupported import is_ray_data, ray_data_way
 from rayps.federated.check import federated
@@ -52,7 +53,7 @@ from rayps.tensors import optim
 from rayps.tensors.flat import Layout
 from rayps.tensors.learning_rate import Recipe, Ticks, rates_of, recipe_of
 from rayps.tensors.optim import made
-from rayps.workload.base import Workload, check_clip_norm, misspelt, unpack
+from rayps.workload.base import Workload, check_clip_norm, misspelt
 from rayps.workload.model import apart, model_of
 from rayps.workload.part import Whole, number
 

@@ -102,7 +102,8 @@ def train(
     """Train a workload with `workers` Ray actors and give back the result.
 
     `workload` is a Workload or its name ("digits.py:Digits"). `strategy` is a Strategy, its name
-    ("parameter_server:staleness=3,shards=2"), or a list of (epochs, strategy) to change it during the run.
+    ("parameter_server:staleness=3,shards=2", or for a class of yours in the current folder "easgd.py:EASGD:rho=0.1"),
+    or a list of (epochs, strategy) to change it during the run.
     Where its `replica` is several workers, `workers` are a whole number of replicas and each holds its part of the
     model; the parameters that it begins with are drawn in this process.
     Without `epochs` or `steps` (batches per worker) it trains one epoch.
@@ -139,7 +140,7 @@ def train(
         result = rayps.train(work, strategy="parameter_server:shards=2", workers=2, epochs=3)
         result.metrics["loss"], result.model()
     """
-    phases = parse(strategy)
+    phases = parse(strategy, Path.cwd())
     kind = workload if isinstance(workload, str) else f"{type(workload).__module__}:{type(workload).__qualname__}"
     spec = JobSpec(
         kind,

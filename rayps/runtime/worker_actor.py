@@ -23,6 +23,7 @@ from rayps.core import thread_ends
 from rayps.core.errors import PeerLost
 from rayps.core.logs import LogBuffer
 from rayps.core.user_code import Call, lacks_memory, too_large, under_way
+from rayps.core.user_module import unpack
 from rayps.recovery.backup_assignment import HeldRounds
 from rayps.recovery.worker_backup import WorkerBackup
 from rayps.tensors.local_state import LocalState
@@ -30,7 +31,7 @@ from rayps.tensors.snapshot import Snapshot
 from rayps.worker.families import load
 from rayps.worker.plan import WorkerFacts, WorkerPart, WorkerPlan
 from rayps.worker.run import GenerationRun
-from rayps.workload.base import Workload, unpack
+from rayps.workload.base import Workload
 from rayps.workload.model import drawn
 
 MOST_ENDS = 10  # ends of threads that are reported at a time

@@ -15,6 +15,7 @@ from rayps.core.nested_options import wire_of
 from rayps.core.strategy import ServerHalf, ShardView, WorkerView
 from rayps.core.topology import Peers, Topology, servers_of
 from rayps.core.traffic import Sizes, TrafficCost
+from rayps.core.user_module import by_value
 from rayps.strategies import old_flags
 
 
@@ -35,6 +36,12 @@ class Strategy:
         if not cls.name:
             cls.name = cls.__name__
         old_flags.adopt(cls)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A class of the user's own travels by value: no other process needs its file, servers of a group neither."""
+        if type(self).__module__.partition(".")[0] == "rayps":
+            return super().__reduce_ex__(protocol)
+        return by_value(self, protocol)
 
     @property
     def topology(self) -> Topology:

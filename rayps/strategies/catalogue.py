@@ -1,15 +1,21 @@
 """The catalogue of strategies: find one by name, read it from text, YAML or JSON, write it back.
 
+A strategy of the user's own is named as a workload is, "module:Class" or "path/file.py:Class", with its options behind
+it: "easgd:EASGD:rho=0.1". Reading it runs the user's file, so `parse` does that only where it is given the folder in
+which to look; `own_names` tells whether there is any without reading it.
+
 No torch here, so that the job service can check a strategy without loading any.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import re
+from pathlib import Path
 from typing import Any, TypeVar
 
 from rayps.core.calendar import phase_ends
-from rayps.core.errors import ConfigError
+from rayps.core.errors import ConfigError, WorkloadError
 from rayps.core.families import SERVER_STEPS, SYNC_GRADIENTS
 from rayps.core.nested_options import options_of
 from rayps.core.replica import Pipeline, Replica, TensorParallel
@@ -17,6 +23,7 @@ from rayps.core.spelling import near
 from rayps.core.strategy import Phase, ShardView, StrategyView, WorkerView
 from rayps.core.text import form, scalar
 from rayps.core.topology import servers_of
+from rayps.core.user_module import Finder, broken
 from rayps.federated.population.attack_spec import attack_with
 from rayps.federated.robust_rules import rule_with
 from rayps.strategies.admm import ADMM
@@ -45,7 +52,9 @@ __all__ = [
     "Strategy",
     "WorkerView",
     "catalogue",
+    "described",
     "for_a_loop",
+    "own_names",
     "parse",
     "phase_ends",
     "wire",
@@ -77,10 +86,12 @@ CATALOGUE: dict[str, type[Strategy]] = {
 REPLICAS: dict[str, type[Replica]] = {kind.name: kind for kind in (Pipeline, TensorParallel)}
 _NESTED: dict[str, tuple[str, ...]] = {"replica": tuple(REPLICAS), "stage": (TensorParallel.name,)}  # by option
 _Kind = TypeVar("_Kind", Strategy, Replica)
+_OWN = re.compile(r"(?P<place>[\w./~-]+):(?P<kind>[^\W\d]\w*)(?=$|:|\()")  # module:Class or file.py:Class
+FINDER = Finder("strategy", "strategies", "rayps.Strategy")
 
 
-def parse(given: Any) -> list[Phase]:
-    """Read what a user wrote as the phases of a run.
+def parse(given: Any, folder: str | Path | None = None) -> list[Phase]:
+    """Read what a user wrote as the phases of a run. `folder` is where the files of strategies of the user's own are.
 
     Accepts a Strategy, the text form `parameter_server:staleness=3,shards=2` (several joined by ` > ` with
     their epochs in front: `2*parameter_server:staleness=none > all_reduce`), the wire form
@@ -89,21 +100,9 @@ def parse(given: Any) -> list[Phase]:
     `{"name": "all_reduce", "replica": {"name": "pipeline", "stages": 4}}`; alone, it learns by all_reduce.
 
     Raises:
-        ConfigError: naming the strategies or options that there are.
+        ConfigError: naming the strategies or options that there are; a strategy of the user's own without `folder`.
     """
-    if isinstance(given, str) and ">" in given:
-        whole, given = given, [part.strip() for part in given.split(">")]
-        if "" in given:
-            raise ConfigError(
-                f"strategy {given.index('') + 1} of {len(given)} in {whole!r} is empty: write one on each side of >, "
-                "as in 2*parameter_server:staleness=none > all_reduce",
-                field="strategy",
-            )
-    if not isinstance(given, list):
-        given = [given]
-    if not given:
-        raise ConfigError("strategy is an empty list: give at least one of " + _names(), field="strategy")
-    phases = [_phase(item) for item in given]
+    phases = [_phase(item, folder) for item in _items(given)]
     for phase in phases[:-1]:
         if phase.epochs is None:
             raise ConfigError(
@@ -114,13 +113,40 @@ def parse(given: Any) -> list[Phase]:
     return phases
 
 
+def own_names(given: Any) -> list[str]:
+    """The strategies of the user's own that are named in what a user wrote; nothing of theirs is read or run.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    found = [_form(_parted(item)[1]) for item in _items(given)]
+    return [item["name"] for item in found if isinstance(item, dict) and _is_own(item.get("name"))]
+
+
+def _items(given: Any) -> list[Any]:
+    """The phases that a user wrote, one by one."""
+    if isinstance(given, str) and ">" in given:
+        whole, given = given, [part.strip() for part in given.split(">")]
+        if "" in given:
+            raise ConfigError(
+                f"strategy {given.index('') + 1} of {len(given)} in {whole!r} is empty: write one on each side of >, "
+                "as in 2*parameter_server:staleness=none > all_reduce",
+                field="strategy",
+            )
+    if not isinstance(given, list):
+        return [given]
+    if not given:
+        raise ConfigError("strategy is an empty list: give at least one of " + _names(), field="strategy")
+    return list(given)
+
+
 def for_a_loop(given: Any) -> StrategyView:
     """The strategy of a training loop of one's own, read as `parse` does.
 
     Raises:
         ConfigError: it cannot be read, changes during the run, or needs more of a worker than such a loop has.
     """
-    phases = parse(given)
+    phases = parse(given, Path.cwd())
     if len(phases) > 1:
         raise ConfigError("wrap takes one strategy: a loop of your own changes it by wrapping again", field="strategy")
     chosen = phases[0].strategy
@@ -135,8 +161,21 @@ def for_a_loop(given: Any) -> StrategyView:
 def wire(phases: list[Phase]) -> Any:
     """The phases as JSON-ready data; one phase without epochs is its strategy alone."""
     if len(phases) == 1 and phases[0].epochs is None:
-        return phases[0].strategy.to_wire()
-    return [{"epochs": phase.epochs, "strategy": phase.strategy.to_wire()} for phase in phases]
+        return _wire(phases[0].strategy)
+    return [{"epochs": phase.epochs, "strategy": _wire(phase.strategy)} for phase in phases]
+
+
+def described(name: str, kind: type[Strategy] | type[Replica]) -> dict[str, Any]:
+    """A strategy's name, summary and options, JSON-ready."""
+    return {
+        "name": name,
+        "summary": ((kind.__doc__ or "").strip().splitlines() or [""])[0],
+        "options": [
+            {"name": f.name, "type": str(f.type), "default": _default(f)}
+            | ({"of": list(_NESTED[f.name])} if f.name in _NESTED else {})
+            for f in options_of(kind)
+        ],
+    }
 
 
 def catalogue() -> list[dict[str, Any]]:
@@ -146,40 +185,49 @@ def catalogue() -> list[dict[str, Any]]:
     An option that takes one of them says so in `of`.
     """
     kinds: dict[str, type[Strategy] | type[Replica]] = {**CATALOGUE, **REPLICAS}
-    return [
-        {
-            "name": name,
-            "summary": (kind.__doc__ or "").strip().splitlines()[0],
-            "options": [
-                {"name": f.name, "type": str(f.type), "default": f.default}
-                | ({"of": list(_NESTED[f.name])} if f.name in _NESTED else {})
-                for f in options_of(kind)
-            ],
-        }
-        for name, kind in kinds.items()
-    ]
+    return [described(name, kind) for name, kind in kinds.items()]
 
 
-def _phase(item: Any) -> Phase:
-    epochs: int | None = None
+def _phase(item: Any, folder: str | Path | None) -> Phase:
+    epochs, item = _parted(item)
+    if epochs is not None and (isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1):
+        raise ConfigError(f"a phase has epochs {epochs!r}: give a whole number of at least 1", field="strategy")
+    return Phase(epochs, _strategy(item, folder))
+
+
+def _parted(item: Any) -> tuple[Any, Any]:
+    """The epochs of a phase, None where there are none, and its strategy as it was written."""
     if isinstance(item, tuple) and len(item) == 2:
-        epochs, item = item
-    elif isinstance(item, dict) and "strategy" in item:
+        return item[0], item[1]
+    if isinstance(item, dict) and "strategy" in item:
         unknown = set(item) - {"epochs", "strategy"}
         if unknown:
             raise ConfigError(
                 f"a phase has no field {sorted(unknown)[0]!r}: write epochs and strategy", field="strategy"
             )
-        epochs, item = item.get("epochs"), item["strategy"]
-    elif isinstance(item, str) and "*" in item.partition("(")[0].partition(":")[0]:
-        count, item = item.split("*", 1)
-        epochs = scalar(count)
-    if epochs is not None and (isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1):
-        raise ConfigError(f"a phase has epochs {epochs!r}: give a whole number of at least 1", field="strategy")
-    return Phase(epochs, _strategy(item))
+        return item.get("epochs"), item["strategy"]
+    if isinstance(item, str) and "*" in item.partition("(")[0].partition(":")[0]:
+        count, _, item = item.partition("*")
+        return scalar(count), item
+    return None, item
 
 
-def _strategy(item: Any) -> Strategy:
+def _form(item: Any) -> Any:
+    """A strategy's text as its wire form; what is no text as it is."""
+    if not isinstance(item, str):
+        return item
+    own = _OWN.match(item.strip())
+    if own is None or own["place"].replace("-", "_") in {*CATALOGUE, *REPLICAS}:
+        return form(item)
+    options = form("-" + item.strip()[own.end() :])
+    return options | {"name": f"{own['place']}:{own['kind']}"}
+
+
+def _is_own(name: Any) -> bool:
+    return isinstance(name, str) and _OWN.fullmatch(name) is not None
+
+
+def _strategy(item: Any, folder: str | Path | None) -> Strategy:
     if isinstance(item, Strategy):
         return item
     if isinstance(item, Replica):
@@ -189,8 +237,7 @@ def _strategy(item: Any) -> Strategy:
             f"strategy is the class {item.__name__}: write {item.__name__}(), or its name {item.name!r}",
             field="strategy",
         )
-    if isinstance(item, str):
-        item = form(item)
+    item = _form(item)
     if not isinstance(item, dict) or not isinstance(item.get("name"), str):
         raise ConfigError(
             f"strategy {item!r} cannot be read: write a name such as 'all_reduce', or "
@@ -199,23 +246,49 @@ def _strategy(item: Any) -> Strategy:
         )
     name = item["name"].replace("-", "_")
     if name in REPLICAS:
-        return AllReduce(replica=_build("replica", REPLICAS, item))
+        return AllReduce(replica=_build("replica", REPLICAS[name], item))
+    if _is_own(item["name"]):
+        return _own(item, folder)
     if name not in CATALOGUE:
         raise ConfigError(
             f"there is no strategy {item['name']!r}{near(name, [*CATALOGUE, *REPLICAS])}: there are "
-            f"{', '.join(CATALOGUE)}, and for models larger than a worker {', '.join(REPLICAS)}",
+            f"{', '.join(CATALOGUE)}, and for models larger than a worker {', '.join(REPLICAS)}; one of your own is "
+            "written module:Class or file.py:Class",
             field="strategy",
         )
-    return _build("strategy", CATALOGUE, item)
+    return _build("strategy", CATALOGUE[name], item)
 
 
-def _build(what: str, kinds: Mapping[str, type[_Kind]], item: dict[str, Any]) -> _Kind:
-    kind = kinds[item["name"].replace("-", "_")]
+def _own(item: dict[str, Any], folder: str | Path | None) -> Strategy:
+    """A strategy of the user's own. Raises ConfigError: it cannot be found, or its file or its options do not work."""
+    target = item["name"]
+    if folder is None:
+        raise ConfigError(
+            f"strategy {target!r} is a class of your own, and no working directory was given in which to find it",
+            field="strategy",
+        )
+    try:
+        kind: type[Strategy] = FINDER.find(target, folder, Strategy)
+    except WorkloadError as error:
+        message = error.message
+        known = near(target.partition(":")[0].replace("-", "_"), [*CATALOGUE, *REPLICAS])
+        raise ConfigError(f"strategy {target!r}: {message}{known}", field="strategy") from error
+    try:
+        return _build("strategy", kind, item)
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"strategy {broken(f'{target}()', error).message}", field="strategy") from error
+
+
+def _build(what: str, kind: type[_Kind], item: dict[str, Any]) -> _Kind:
     known = [f.name for f in options_of(kind)]
     given = {key: value for key, value in item.items() if key != "name"}
     for key in given:
         if key not in known:
             has = f"its options are {', '.join(known)}" if known else "it has none"
+            if not dataclasses.is_dataclass(kind):
+                has = "it has none, for it is no dataclass: fields of a @dataclass(frozen=True) are options"
             has += _elsewhere(str(key), known)
             raise ConfigError(
                 f"{what} {kind.name} has no option {key!r}{near(str(key), known)}: {has}", field="strategy"
@@ -254,7 +327,27 @@ def _replica(option: str, item: Any) -> Any:
         raise ConfigError(
             f"{option} {item['name']!r}{is_a}: a {option} is made of {', '.join(known)}", field="strategy"
         )
-    return _build("replica", REPLICAS, item)
+    return _build("replica", REPLICAS[name], item)
+
+
+def _wire(given: StrategyView) -> dict[str, Any]:
+    return given.to_wire() | {"name": _named(given)}
+
+
+def _named(given: StrategyView) -> str:
+    """The name by which `parse` finds it again; of a class that no file holds, what it calls itself."""
+    module = type(given).__module__
+    if module == "__main__" or module.partition(".")[0] == "rayps" or "<locals>" in type(given).__qualname__:
+        return given.name
+    return FINDER.target_of(type(given))
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    """An option's default; what JSON does not know as text."""
+    if field.default is dataclasses.MISSING:
+        return None
+    default = field.default
+    return default if default is None or isinstance(default, (bool, int, float, str, tuple)) else str(default)
 
 
 def _names() -> str:

@@ -1,36 +1,22 @@
 """What to learn, and how to find it by name. A workload knows nothing about machines, ranks or strategies.
 
-`load` turns "module:Class" or "path/file.py:Class" into an instance; `pack` and `unpack` carry one to another
-process. The user's own modules travel by value, so the other process needs none of the user's files to unpack
-it (an import inside a function runs only when called, and does need its file).
+`load` turns "module:Class" or "path/file.py:Class" into an instance; `rayps.core.user_module` carries one to another
+process.
 """
 
 from __future__ import annotations
 
 import difflib
-import functools
-import hashlib
-import importlib
-import importlib.util
 import inspect
-import linecache
-import pickle
-import site
-import sys
-import sysconfig
-import threading
-import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-import cloudpickle
 import torch
 
 from rayps.core.errors import ConfigError, UserError, WorkloadError
 from rayps.core.job import misnamed
+from rayps.core.user_module import Finder, broken
 from rayps.data.base import Batch, Data
 
 
@@ -157,8 +143,7 @@ def misspelt(workload: Workload) -> list[str]:
 
 # ---------------------------------------------------------------------------------------------- by name
 
-_ours: list[str] = []  # modules that the last load() brought in
-_our_path: list[str] = []  # what it put on sys.path
+FINDER = Finder("workload", "workloads", "rayps.Workload")
 
 
 def load(target: str, working_dir: str | None = None) -> Workload:
@@ -171,111 +156,7 @@ def load(target: str, working_dir: str | None = None) -> Workload:
     """
     if (reason := misnamed(target)) is not None:
         raise WorkloadError(reason, target=target)
-    place, _, name = target.rpartition(":")
-    root = Path(working_dir or ".").absolute()
-    if not root.is_dir():
-        raise WorkloadError(f"the working directory {root} does not exist: give --working-dir", target=target)
-    _forget()
-    before = set(sys.modules)
-    try:
-        module = _from_file(root, place) if place.endswith(".py") else _from_name(root, place)
-    finally:
-        _ours.extend(key for key in set(sys.modules) - before if _is_users(sys.modules[key]))
-    return _instance(_class(module, name, target), target)
-
-
-def _forget() -> None:
-    for key in _ours:
-        sys.modules.pop(key, None)
-    for entry in _our_path:
-        if entry in sys.path:
-            sys.path.remove(entry)
-    _ours.clear()
-    _our_path.clear()
-    linecache.checkcache()
-    importlib.invalidate_caches()
-
-
-def _add_path(folder: Path) -> None:
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
-        _our_path.append(str(folder))
-
-
-def _from_name(root: Path, place: str) -> ModuleType:
-    _add_path(root)
-    try:
-        return importlib.import_module(place)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (place == error.name or place.startswith(error.name + ".")):
-            raise _broken(place, error) from error
-        near = difflib.get_close_matches(place, [path.stem for path in root.glob("*.py")], n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "give --working-dir, or a file: 'path/file.py:Class'"
-        raise WorkloadError(
-            f"there is no module {place!r} in {root} or among the installed packages: {hint}", module=place
-        ) from error
-    except (Exception, SystemExit) as error:
-        raise _broken(place, error) from error
-
-
-def _from_file(root: Path, place: str) -> ModuleType:
-    path = (root / Path(place).expanduser()).resolve()
-    if not path.is_file():
-        near = difflib.get_close_matches(path.name, [item.name for item in path.parent.glob("*.py")], n=1)
-        hint = f": did you mean {near[0]!r}?" if near else ": give a path from the working directory"
-        raise WorkloadError(f"there is no file {path}{hint}", file=str(path))
-    _add_path(path.parent)
-    known = sys.modules.get(path.stem)
-    if known is not None and _file(known) == path:
-        return known
-    name = path.stem
-    if known is not None or name in sys.stdlib_module_names or not name.isidentifier():
-        name = f"workload_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"  # its own would hide another
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise WorkloadError(f"{path} is not a Python file", file=str(path))
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        sys.modules.pop(name, None)
-        raise _broken(place, error) from error
-    return module
-
-
-def _broken(what: str, error: BaseException) -> WorkloadError:
-    """The user's own last line, and where it is."""
-    last = traceback.format_exception_only(error)[-1].strip().splitlines()[0][:300]
-    return WorkloadError(f"{what} does not work: {last}{_where(error)}", module=what)
-
-
-def _where(error: BaseException) -> str:
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"\nin {error.filename}:{error.lineno}"
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith("<frozen") and Path(frame.filename) != Path(__file__)
-    ]
-    mine = [frame for frame in frames if _users_file(Path(frame.filename))] or frames
-    return f"\nin {mine[-1].filename}:{mine[-1].lineno}: {mine[-1].line}" if mine else ""
-
-
-def _class(module: ModuleType, name: str, target: str) -> type[Workload]:
-    found = getattr(module, name, None)
-    classes = {key: value for key, value in vars(module).items() if isinstance(value, type)}
-    workloads = [key for key, kind in classes.items() if issubclass(kind, Workload) and kind is not Workload]
-    if found is None:
-        near = difflib.get_close_matches(name, classes, n=3, cutoff=0.5) or workloads
-        hint = f"did you mean {', '.join(near)}?" if near else "no class there derives from rayps.Workload"
-        raise WorkloadError(f"{module.__file__} has no class {name!r}: {hint}", target=target)
-    if not isinstance(found, type) or not issubclass(found, Workload):
-        hint = f"; the workloads there are {', '.join(workloads)}" if workloads else ""
-        raise WorkloadError(
-            f"{name} in {module.__file__} is not a workload: derive it from rayps.Workload{hint}", target=target
-        )
-    return found
+    return _instance(FINDER.find(target, working_dir, Workload), target)
 
 
 def _instance(kind: type[Workload], target: str) -> Workload:
@@ -294,92 +175,6 @@ def _instance(kind: type[Workload], target: str) -> Workload:
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        raise _broken(f"{target}()", error) from error
+        raise broken(f"{target}()", error) from error
     check_clip_norm(made)
     return made
-
-
-# ---------------------------------------------------------------------------------------------- by value
-
-
-_packing = threading.Lock()  # what is pickled by value is said to all of the process
-
-
-def pack(workload: Any) -> bytes:
-    """A workload or a training function as bytes, with the user's modules in them.
-
-    Raises:
-        WorkloadError: if something in it cannot be sent, such as an open file or a lock.
-    """
-    with _packing:
-        known = cloudpickle.list_registry_pickle_by_value()
-        keys = [key for key in list(sys.modules) if key not in known and _is_users(sys.modules[key])]
-        for key in keys:
-            cloudpickle.register_pickle_by_value(sys.modules[key])
-        try:
-            return bytes(cloudpickle.dumps(workload))
-        except (Exception, SystemExit) as error:
-            raise WorkloadError(
-                f"{_name(workload)} cannot be sent to workers: {type(error).__name__}: {error}\n"
-                "create such things inside model(), data() or loss(), not in __init__"
-            ) from error
-        finally:
-            for key in keys:
-                cloudpickle.unregister_pickle_by_value(sys.modules[key])
-
-
-def unpack(packed: bytes) -> Any:
-    """What `pack` packed. It runs the user's code, so only ever give it bytes from a driver of one's own job.
-
-    Raises:
-        WorkloadError: if a package that it needs is not installed here.
-    """
-    try:
-        return pickle.loads(packed)
-    except (Exception, SystemExit) as error:
-        raise WorkloadError(
-            f"the workload cannot be unpacked here: {type(error).__name__}: {error}\n"
-            "install the package it needs on every machine of the cluster"
-        ) from error
-
-
-def _name(workload: Any) -> str:
-    return getattr(workload, "__qualname__", type(workload).__qualname__)
-
-
-def _file(module: ModuleType) -> Path | None:
-    file = getattr(module, "__file__", None)
-    return _resolved(file) if isinstance(file, str) else None
-
-
-@functools.cache
-def _resolved(file: str) -> Path:
-    return Path(file).resolve()
-
-
-def _is_users(module: ModuleType | None) -> bool:
-    """Whether a module is the user's own, and not installed, Python's or ours."""
-    if not isinstance(module, ModuleType):
-        return False
-    if module.__name__.partition(".")[0] in ("__main__", "rayps", "rayps_api"):
-        return False
-    if sys.modules.get(module.__name__) is not module:
-        return False  # an alias: cloudpickle knows modules by their own name only
-    file = _file(module)
-    return file is not None and _users_file(file)
-
-
-@functools.cache  # asked of every module that is loaded, at each pack()
-def _users_file(file: Path) -> bool:
-    if file.suffix != ".py" or {"site-packages", "dist-packages"} & set(file.parts):
-        return False
-    return not any(file.is_relative_to(folder) for folder in _INSTALLED)
-
-
-def _installed() -> tuple[Path, ...]:
-    paths = [sysconfig.get_path(key) for key in ("stdlib", "platstdlib", "purelib", "platlib")]
-    paths += [*site.getsitepackages(), site.getusersitepackages(), str(Path(__file__).parents[1])]
-    return tuple({Path(path).resolve() for path in paths if path})
-
-
-_INSTALLED = _installed()

@@ -13,6 +13,7 @@ from rayps.cluster.local import host_address
 from rayps.comm.link import Listener
 from rayps.core.calendar import Boundary
 from rayps.core.strategy import ServerHalf
+from rayps.core.user_module import unpack
 from rayps.parallel.division.optimizer import of_some
 from rayps.ps.fixed.loop import ShardLoop
 from rayps.ps.fixed.shard import Shard, ShardFacts, ShardPart
@@ -20,7 +21,7 @@ from rayps.tensors.flat import Layout
 from rayps.tensors.learning_rate import Ticks, recipe_of
 from rayps.tensors.optim import Factory
 from rayps.tensors.snapshot import Snapshot
-from rayps.workload.base import Workload, unpack
+from rayps.workload.base import Workload
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,258 @@
+"""The user's own modules: a class found by name in a working directory, and values sent to other processes by value.
+
+A name is "module:Class" or "path/file.py:Class", seen from a working directory. `pack` puts the user's modules into the
+bytes, so that the process that unpacks them needs none of the user's files (an import inside a function runs only when
+it is called, and does need its file).
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import hashlib
+import importlib
+import importlib.util
+import linecache
+import pickle
+import site
+import sys
+import sysconfig
+import threading
+import traceback
+import weakref
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import cloudpickle
+
+from rayps.core.errors import WorkloadError
+
+
+class Finder:
+    """Finds the user's classes of one kind, such as those derived from `rayps.Workload`.
+
+    The user's files are read again at each call of `find`: a warm process never keeps an older version of them.
+    """
+
+    def __init__(self, what: str, plural: str, base: str) -> None:
+        """`what` is the kind in words, such as "workload"; `base` the public name of the class it derives from."""
+        self._what, self._plural, self._base = what, plural, base
+        self._modules: list[str] = []  # that the last find() has imported
+        self._paths: list[str] = []  # that it has put on sys.path
+        self._found: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()
+
+    def find(self, target: str, working_dir: str | Path | None, base: type) -> type[Any]:
+        """The class that `target` names.
+
+        Raises:
+            WorkloadError: what was tried, and where in the user's file it went wrong.
+        """
+        place, _, name = target.rpartition(":")
+        root = Path(working_dir or ".").absolute()
+        if not root.is_dir():
+            raise WorkloadError(f"the working directory {root} does not exist: give --working-dir", target=target)
+        self.forget()
+        before = set(sys.modules)
+        try:
+            module = self._from_file(root, place) if place.endswith(".py") else self._from_name(root, place)
+        finally:
+            self._modules += [key for key in set(sys.modules) - before if is_users(sys.modules[key])]
+        found = self._class(module, name, target, base)
+        self._found[found] = target
+        return found
+
+    def target_of(self, kind: type) -> str:
+        """The name by which a class can be found again: as it was found, else where it is defined."""
+        return self._found.get(kind) or f"{kind.__module__}:{kind.__qualname__}"
+
+    def forget(self) -> None:
+        """Forget the user's modules that were read."""
+        for key in self._modules:
+            sys.modules.pop(key, None)
+        for entry in self._paths:
+            if entry in sys.path:
+                sys.path.remove(entry)
+        self._modules.clear()
+        self._paths.clear()
+        linecache.checkcache()
+        importlib.invalidate_caches()
+
+    def _add_path(self, folder: Path) -> None:
+        if str(folder) not in sys.path:
+            sys.path.insert(0, str(folder))
+            self._paths.append(str(folder))
+
+    def _from_name(self, root: Path, place: str) -> ModuleType:
+        self._add_path(root)
+        try:
+            return importlib.import_module(place)
+        except ModuleNotFoundError as error:
+            if error.name is None or not (place == error.name or place.startswith(error.name + ".")):
+                raise broken(place, error) from error
+            near = difflib.get_close_matches(place, [path.stem for path in root.glob("*.py")], n=1)
+            hint = f"did you mean {near[0]!r}?" if near else "give --working-dir, or a file: 'path/file.py:Class'"
+            raise WorkloadError(
+                f"there is no module {place!r} in {root} or among the installed packages: {hint}", module=place
+            ) from error
+        except (Exception, SystemExit) as error:
+            raise broken(place, error) from error
+
+    def _from_file(self, root: Path, place: str) -> ModuleType:
+        path = (root / Path(place).expanduser()).resolve()
+        if not path.is_file():
+            near = difflib.get_close_matches(path.name, [item.name for item in path.parent.glob("*.py")], n=1)
+            hint = f": did you mean {near[0]!r}?" if near else ": give a path from the working directory"
+            raise WorkloadError(f"there is no file {path}{hint}", file=str(path))
+        self._add_path(path.parent)
+        known = sys.modules.get(path.stem)
+        if known is not None and _file(known) == path:
+            return known
+        name = path.stem
+        if known is not None or name in sys.stdlib_module_names or not name.isidentifier():
+            name = f"{self._what}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"  # its own would hide another
+        spec = importlib.util.spec_from_file_location(name, path)
+        if spec is None or spec.loader is None:
+            raise WorkloadError(f"{path} is not a Python file", file=str(path))
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        try:
+            spec.loader.exec_module(module)
+        except (Exception, SystemExit) as error:
+            sys.modules.pop(name, None)
+            raise broken(place, error) from error
+        return module
+
+    def _class(self, module: ModuleType, name: str, target: str, base: type) -> type[Any]:
+        found = getattr(module, name, None)
+        classes = {key: value for key, value in vars(module).items() if isinstance(value, type)}
+        known = [key for key, kind in classes.items() if issubclass(kind, base) and kind is not base]
+        if found is None:
+            near = difflib.get_close_matches(name, classes, n=3, cutoff=0.5) or known
+            hint = f"did you mean {', '.join(near)}?" if near else f"no class there derives from {self._base}"
+            raise WorkloadError(f"{module.__file__} has no class {name!r}: {hint}", target=target)
+        if not isinstance(found, type) or not issubclass(found, base):
+            hint = f"; the {self._plural} there are {', '.join(known)}" if known else ""
+            raise WorkloadError(
+                f"{name} in {module.__file__} is not a {self._what}: derive it from {self._base}{hint}", target=target
+            )
+        return found
+
+
+def broken(what: str, error: BaseException) -> WorkloadError:
+    """The user's own last line, and where it is."""
+    last = traceback.format_exception_only(error)[-1].strip().splitlines()[0][:300]
+    return WorkloadError(f"{what} does not work: {last}{_where(error)}", module=what)
+
+
+def _where(error: BaseException) -> str:
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"\nin {error.filename}:{error.lineno}"
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith("<frozen") and Path(frame.filename) != Path(__file__)
+    ]
+    mine = [frame for frame in frames if users_file(Path(frame.filename))] or frames
+    return f"\nin {mine[-1].filename}:{mine[-1].lineno}: {mine[-1].line}" if mine else ""
+
+
+_packing = threading.Lock()  # what is pickled by value is said to all of the process
+
+
+def pack(workload: Any) -> bytes:
+    """A workload, a training function or a class as bytes, with the user's modules in them.
+
+    Raises:
+        WorkloadError: if something in it cannot be sent, such as an open file or a lock.
+    """
+    with _packing:
+        known = cloudpickle.list_registry_pickle_by_value()
+        keys = [key for key in list(sys.modules) if key not in known and is_users(sys.modules[key])]
+        for key in keys:
+            cloudpickle.register_pickle_by_value(sys.modules[key])
+        try:
+            return bytes(cloudpickle.dumps(workload))
+        except (Exception, SystemExit) as error:
+            raise WorkloadError(
+                f"{_name(workload)} cannot be sent to workers: {type(error).__name__}: {error}\n"
+                "create such things inside model(), data() or loss(), not in __init__"
+            ) from error
+        finally:
+            for key in keys:
+                cloudpickle.unregister_pickle_by_value(sys.modules[key])
+
+
+def unpack(packed: bytes) -> Any:
+    """What `pack` packed. It runs the user's code, so only ever give it bytes from a driver of one's own job.
+
+    Raises:
+        WorkloadError: if a package that it needs is not installed here.
+    """
+    try:
+        return pickle.loads(packed)
+    except (Exception, SystemExit) as error:
+        raise WorkloadError(
+            f"the workload cannot be unpacked here: {type(error).__name__}: {error}\n"
+            "install the package it needs on every machine of the cluster"
+        ) from error
+
+
+def by_value(value: Any, protocol: int) -> tuple[Any, ...]:
+    """What `__reduce_ex__` of a user's object returns for the object to travel with its class by value.
+
+    Raises:
+        WorkloadError: something in its class cannot be sent.
+    """
+    found = object.__reduce_ex__(value, max(2, protocol))
+    assert isinstance(found, tuple), "protocol 2 gives a tuple"
+    _, (kind, *args), *state = found
+    return (_rebuilt, (pack(kind), args), *state)
+
+
+def _rebuilt(kind: bytes, args: list[Any]) -> Any:
+    found = unpack(kind)
+    return found.__new__(found, *args)
+
+
+def _name(workload: Any) -> str:
+    return getattr(workload, "__qualname__", type(workload).__qualname__)
+
+
+def _file(module: ModuleType) -> Path | None:
+    file = getattr(module, "__file__", None)
+    return _resolved(file) if isinstance(file, str) else None
+
+
+@functools.cache
+def _resolved(file: str) -> Path:
+    return Path(file).resolve()
+
+
+def is_users(module: ModuleType | None) -> bool:
+    """Whether a module is the user's own, and not installed, Python's or ours."""
+    if not isinstance(module, ModuleType):
+        return False
+    if module.__name__.partition(".")[0] in ("__main__", "rayps", "rayps_api"):
+        return False
+    if sys.modules.get(module.__name__) is not module:
+        return False  # an alias: cloudpickle knows modules by their own name only
+    file = _file(module)
+    return file is not None and users_file(file)
+
+
+@functools.cache  # asked of every module that is loaded, at each pack()
+def users_file(file: Path) -> bool:
+    """Whether a file is the user's own, and not installed, Python's or ours."""
+    if file.suffix != ".py" or {"site-packages", "dist-packages"} & set(file.parts):
+        return False
+    return not any(file.is_relative_to(folder) for folder in _INSTALLED)
+
+
+def _installed() -> tuple[Path, ...]:
+    paths = [sysconfig.get_path(key) for key in ("stdlib", "platstdlib", "purelib", "platlib")]
+    paths += [*site.getsitepackages(), site.getusersitepackages(), str(Path(__file__).parents[1])]
+    return tuple({Path(path).resolve() for path in paths if path})
+
+
+_INSTALLED = _installed()

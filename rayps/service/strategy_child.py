@@ -1,0 +1,115 @@
+"""A process of the service that reads strategies of a user's own: importing their files runs the user's code.
+
+    python -P -m rayps.service.strategy_child < request.json > answer.json
+
+The request is an object with `working_dir`, and `strategy` and `workers` of a job to check, or `list`: true. The answer
+is an object with `strategy` (in wire form) and `phases`, or `found`, or `error` (message and field). Its parent kills
+it at a deadline, `rayps.service.strategy_check`; should the parent have ended, it ends itself after `seconds`.
+"""
+
+from __future__ import annotations
+
+import ast
+import faulthandler
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rayps.core.errors import ConfigError, RaypsError, WorkloadError
+from rayps.service import strategy_check
+from rayps.strategies.base import Strategy
+from rayps.strategies.catalogue import FINDER, described, parse
+
+
+def main() -> None:
+    """Answer the one request on stdin."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what the user's file prints is no answer
+    request = json.load(sys.stdin)
+    faulthandler.dump_traceback_later(request["seconds"], exit=True)  # also where the service has ended
+    try:
+        os.chdir(request["working_dir"])
+        answer = listed(request) if request.get("list") else checked(request)
+    except RaypsError as error:
+        answer = {"error": {"message": error.message, "field": error.data.get("field", "strategy")}}
+    answers.write(json.dumps(answer))
+    answers.flush()
+    os._exit(0)  # threads of the user's own are not waited for
+
+
+def checked(request: dict[str, Any]) -> dict[str, Any]:
+    """The strategy of a job in wire form, and what the service asks of each phase.
+
+    Raises:
+        ConfigError: it cannot be found, read or used with so many workers.
+    """
+    phases = parse(request["strategy"], request["working_dir"])
+    for phase in phases:
+        strategy = phase.strategy
+        try:
+            strategy.grid(request["workers"])
+            facts = [strategy.rows, strategy.recovery, strategy.loop]
+        except RaypsError:
+            raise
+        except (Exception, SystemExit) as error:
+            what = f"{type(strategy).__name__} declares no topology: {type(error).__name__}: {error}"
+            raise ConfigError(f"strategy {what}", field="strategy") from error
+        if strategy.rows.remote and type(strategy).__module__.partition(".")[0] != "rayps":
+            raise ConfigError(
+                f"{strategy.name} has clients outside of the cluster, which do not have its file: use a built-in "
+                "federated strategy, or simulated clients",
+                field="strategy",
+            )
+        assert len(facts) == 3
+    found = strategy_check.checked(phases)
+    try:
+        json.dumps(found.strategy, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"an option of the strategy cannot be stored ({error}): options are numbers, texts, true, false and none",
+            field="strategy",
+        ) from error
+    return asdict(found)
+
+
+def listed(request: dict[str, Any]) -> dict[str, Any]:
+    """The strategies that the files of a folder define, and why some cannot be read."""
+    found, broken = [], []
+    for path in sorted(Path(request["working_dir"]).glob("*.py")):
+        for name in _candidates(path):
+            target = f"{path.name}:{name}"
+            try:
+                found.append(described(target, FINDER.find(target, request["working_dir"], Strategy)))
+            except WorkloadError as error:
+                broken.append({"name": target, "message": error.message})
+    return {"found": found, "broken": broken}
+
+
+def _candidates(path: Path) -> list[str]:
+    """Classes of a file that name rayps and derive from something called a strategy; the file is not run."""
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, SyntaxError):
+        return []
+    if "rayps" not in ast.dump(tree):
+        return []
+    kinds = {kind.__name__ for kind in _every(Strategy)}
+    found: list[str] = []
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            bases = {base.attr if isinstance(base, ast.Attribute) else getattr(base, "id", "") for base in node.bases}
+            if bases & (kinds | set(found)):
+                found.append(node.name)
+    return found
+
+
+def _every(kind: type) -> list[type]:
+    below: list[type] = kind.__subclasses__()
+    return [kind, *(each for one in below for each in _every(one))]
+
+
+if __name__ == "__main__":
+    main()
