@@ -299,7 +299,7 @@ def looked_up(words):
     """Check the arguments that name files, classes or strategies; `words` are those after `rayps`."""
     for option, value in pairwise(words):
         if option == "--strategy":
-            parse(value)
+            parse(value, ROOT)
     for word in words:
         if re.fullmatch(r"examples/\S+\.py(:\w+)?", word):
             path, _, name = word.partition(":")
@@ -394,7 +394,7 @@ def test_an_inline_command_and_its_options_exist(span):
 @pytest.mark.parametrize("block", in_language("yaml"), ids=str)
 def test_a_job_file_is_one(block):
     spec = JobSpec.from_dict(yaml.safe_load(block.text)).check()
-    assert parse(spec.strategy)
+    assert parse(spec.strategy, ROOT / (spec.working_dir or "."))
 
 
 def strategies():

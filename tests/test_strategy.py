@@ -365,7 +365,7 @@ class Own(Strategy):
 
 def test_an_own_strategy_is_written_with_its_options():
     assert parse(Own(0.5)) == [Phase(None, Own(0.5))]
-    assert wire(parse(Own(0.5))) == {"name": "own", "momentum": 0.5}
+    assert wire(parse(Own(0.5))) == {"name": "test_strategy:Own", "momentum": 0.5}  # found again by it
 
 
 ENDS = [

@@ -17,6 +17,7 @@ from rayps.cli import jobs as cli_jobs
 from rayps.cli import plan as cli_plan
 from rayps.cli import servers as cli_servers
 from rayps.cli import show
+from rayps.cli import strategies as cli_strategies
 from rayps.cli.show import Output
 from rayps.core.errors import RaypsError
 
@@ -195,6 +196,7 @@ cli_jobs.add(app)
 cli_client.add(app)
 app.command()(cli_backup.backup)
 app.command()(cli_plan.plan)
+app.command()(cli_strategies.strategies)
 app.command()(cli_clients.clients)
 app.add_typer(cli_servers.app, name="servers")
 app.add_typer(cli_bench.app, name="bench")

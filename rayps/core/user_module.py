@@ -32,13 +32,13 @@ from rayps.core.errors import WorkloadError
 class Finder:
     """Finds the user's classes of one kind, such as those derived from `rayps.Workload`.
 
-    The user's files are read again at each call of `find`: a warm process never keeps an older version of them.
+    After `forget` the user's files are read again: a warm process never keeps an older version of them.
     """
 
     def __init__(self, what: str, plural: str, base: str) -> None:
         """`what` is the kind in words, such as "workload"; `base` the public name of the class it derives from."""
         self._what, self._plural, self._base = what, plural, base
-        self._modules: list[str] = []  # that the last find() has imported
+        self._modules: list[str] = []  # that find() has imported
         self._paths: list[str] = []  # that it has put on sys.path
         self._found: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()
 
@@ -52,7 +52,6 @@ class Finder:
         root = Path(working_dir or ".").absolute()
         if not root.is_dir():
             raise WorkloadError(f"the working directory {root} does not exist: give --working-dir", target=target)
-        self.forget()
         before = set(sys.modules)
         try:
             module = self._from_file(root, place) if place.endswith(".py") else self._from_name(root, place)
@@ -67,7 +66,7 @@ class Finder:
         return self._found.get(kind) or f"{kind.__module__}:{kind.__qualname__}"
 
     def forget(self) -> None:
-        """Forget the user's modules that were read."""
+        """Forget the modules that were read, so that the next `find` reads them again."""
         for key in self._modules:
             sys.modules.pop(key, None)
         for entry in self._paths:

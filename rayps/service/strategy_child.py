@@ -50,20 +50,21 @@ def checked(request: dict[str, Any]) -> dict[str, Any]:
     for phase in phases:
         strategy = phase.strategy
         try:
-            strategy.grid(request["workers"])
-            facts = [strategy.rows, strategy.recovery, strategy.loop]
+            declared = strategy.grid(request["workers"]), strategy.rows, strategy.recovery, strategy.loop
         except RaypsError:
             raise
         except (Exception, SystemExit) as error:
-            what = f"{type(strategy).__name__} declares no topology: {type(error).__name__}: {error}"
-            raise ConfigError(f"strategy {what}", field="strategy") from error
-        if strategy.rows.remote and type(strategy).__module__.partition(".")[0] != "rayps":
+            raise ConfigError(
+                f"strategy {strategy.name} declares what cannot be read ({type(error).__name__}: {error}): look at its "
+                "topology, rows, recovery and loop",
+                field="strategy",
+            ) from error
+        if declared[1].remote and type(strategy).__module__.partition(".")[0] != "rayps":
             raise ConfigError(
                 f"{strategy.name} has clients outside of the cluster, which do not have its file: use a built-in "
                 "federated strategy, or simulated clients",
                 field="strategy",
             )
-        assert len(facts) == 3
     found = strategy_check.checked(phases)
     try:
         json.dumps(found.strategy, allow_nan=False)

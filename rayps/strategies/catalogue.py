@@ -102,6 +102,7 @@ def parse(given: Any, folder: str | Path | None = None) -> list[Phase]:
     Raises:
         ConfigError: naming the strategies or options that there are; a strategy of the user's own without `folder`.
     """
+    FINDER.forget()
     phases = [_phase(item, folder) for item in _items(given)]
     for phase in phases[:-1]:
         if phase.epochs is None:

@@ -156,6 +156,7 @@ def load(target: str, working_dir: str | None = None) -> Workload:
     """
     if (reason := misnamed(target)) is not None:
         raise WorkloadError(reason, target=target)
+    FINDER.forget()
     return _instance(FINDER.find(target, working_dir, Workload), target)
 
 
