@@ -24,6 +24,7 @@ import rayps
 from rayps import AllReduce, FedAvg
 from rayps.core.compression import COMPRESSIONS
 from rayps.core.replica import SCHEDULES
+from rayps.core.topology import replica_of
 from rayps.federated.robust_rules import RULES
 from rayps.strategies.catalogue import CATALOGUE, REPLICAS, parse
 
@@ -201,7 +202,8 @@ def test_everything_has_a_law():
     for name, laws in LAWS.items():
         for law in laws:
             strategy = parse(law.strategy)[0].strategy
-            assert name in (strategy.name, strategy.replica and strategy.replica.name), law
+            replica = replica_of(strategy)
+            assert name in (strategy.name, replica and replica.name), law
 
 
 @pytest.mark.parametrize(("name", "law"), [(name, law) for name, laws in LAWS.items() for law in laws], ids=str)
