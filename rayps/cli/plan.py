@@ -22,7 +22,7 @@ from rayps.core.pipeline.simulate import Timeline, simulate
 from rayps.core.pipeline.validate import read
 from rayps.core.replica import Pipeline, pipeline_of
 from rayps.core.strategy import Phase, StrategyView
-from rayps.core.topology import replica_of
+from rayps.core.topology import replica_of, replicas_in
 from rayps.core.traffic import Sizes
 from rayps.strategies.catalogue import parse, wire
 
@@ -333,7 +333,7 @@ def _timeline(strategy: StrategyView, own: Table | None, workload: Any, division
         return simulate(rows)
     from rayps.runtime.cost_report import seconds
 
-    chunks = seconds(workload, division, strategy.grid(workers).data, replica.micro_batches)
+    chunks = seconds(workload, division, replicas_in(strategy, workers), replica.micro_batches)
     share = {"F": 1 / 3, "B": 1 / 3, "W": 1 / 3} if splits(rows) else {"F": 1 / 3, "B": 2 / 3}
     return simulate(rows, lambda action: chunks[action.chunk] * share[action.kind])
 

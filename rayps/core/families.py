@@ -161,6 +161,19 @@ def recovery_of(topology: Topology) -> Recovery:
     return RestartAll() if topology.replica is None else Rebuild(from_servers=isinstance(topology, Servers))
 
 
+class HasRecovery(Protocol):
+    """A strategy, as far as deaths go."""
+
+    @property
+    def recovery(self) -> Recovery:
+        """What the death of one worker or server brings about."""
+
+
+def rebuilds(strategy: HasRecovery, *, from_servers: bool) -> bool:
+    """Whether a dead worker's state is rebuilt from the servers; else whether from its peers."""
+    return strategy.recovery == Rebuild(from_servers)
+
+
 # ---- loops
 
 SYNC_GRADIENTS = "sync_gradients"

@@ -307,6 +307,12 @@ def replica_of(strategy: ServerHalf) -> Replica | None:
     return topology.replica
 
 
+def replicas_in(strategy: ServerHalf, workers: int) -> int:
+    """Copies of the model that `workers` hold under a strategy. Raises ConfigError: they are no whole number."""
+    topology = strategy.topology
+    return topology.grid(workers).data
+
+
 def compression_in(strategy: ServerHalf) -> str | None:
     """How vectors travel under a strategy; None = as they are."""
     topology = strategy.topology

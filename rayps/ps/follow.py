@@ -50,14 +50,15 @@ class Follower:
         return changed
 
     def __len__(self) -> int:
-        return sum(len(rows) for rows in self._served.rows.values())
+        segments = self._served.rows
+        return sum(len(rows) for rows in segments.values())
 
     def get(self, ids: Iterable[int]) -> Any:
         """The rows [n, dim] with these ids; zeros where there is none."""
         wanted = np.fromiter(ids, np.int64)
-        found = np.zeros((len(wanted), self.table.dim), np.dtype(self.table.dtype))
+        found, segments = np.zeros((len(wanted), self.table.dim), np.dtype(self.table.dtype)), self._served.rows
         for i, (each, segment) in enumerate(zip(wanted.tolist(), bucket(wanted, self.table.segments), strict=True)):
-            row = self._served.rows.get(int(segment), {}).get(each)
+            row = segments.get(int(segment), {}).get(each)
             if row is not None:
                 found[i] = row
         return found

@@ -22,7 +22,7 @@ from rayps.core.pipeline.schedule import table
 from rayps.core.pipeline.simulate import simulate
 from rayps.core.replica import pipeline_of
 from rayps.core.strategy import StrategyView
-from rayps.core.topology import replica_of
+from rayps.core.topology import replica_of, replicas_in
 from rayps.core.traffic import Sizes
 from rayps.core.user_code import user_code
 from rayps.data import Batch
@@ -229,7 +229,7 @@ def expected(
     found = sizes(workload, strategy, workers, division, batch)
     if activations and division is None and not tables_of(blank(workload)):
         with suppress(Exception):  # as in sizes()
-            found = whole(workload, found, sample_of(first(workload, strategy.grid(workers).data)))
+            found = whole(workload, found, sample_of(first(workload, replicas_in(strategy, workers))))
     return costs(strategy, workers, found)
 
 
@@ -268,7 +268,7 @@ def sizes(
         found = Sizes(layout.size, layout.dtype.itemsize)
         try:
             found = Sizes(layout.size, layout.dtype.itemsize, states=states(workload, layout))
-            sample = first(workload, strategy.grid(workers).data)
+            sample = first(workload, replicas_in(strategy, workers))
             rows = sample.size if batch is None else batch
             found = Sizes(found.parameters, found.width, states=found.states, batch=rows)
             if division is not None:

@@ -14,7 +14,7 @@ from rayps.cluster.local import ActorReply, Bundle, Cluster, until
 from rayps.cluster.members import GroupMember, place, settle
 from rayps.cluster.reservation import WorkerResources, reserve
 from rayps.core.errors import ActorDied, ClusterError, LinkError
-from rayps.core.families import Rebuild
+from rayps.core.families import rebuilds
 from rayps.core.grid import Grid
 from rayps.core.metrics import means
 from rayps.core.time_limit import START_SECONDS, overdue
@@ -172,13 +172,13 @@ class WorkerGroup:
     @property
     def mends(self) -> bool:
         """Whether workers hold each other's states, so that a death need not bring everyone back to a snapshot."""
-        return self._known().strategy.recovery == Rebuild()
+        return rebuilds(self._known().strategy, from_servers=False)
 
     @property
     def rejoins(self) -> bool:
         """Whether a replica that has lost a worker can begin again from the servers although all work in step."""
-        rebuilds = self._known().strategy.recovery == Rebuild(from_servers=True)
-        return rebuilds and not any(shard.dead for shard in self.shards)
+        from_servers = rebuilds(self._known().strategy, from_servers=True)
+        return from_servers and not any(shard.dead for shard in self.shards)
 
     def halt(self) -> Mending | None:
         """End the generation where it stands. The round from which all can continue without a snapshot, or None."""
