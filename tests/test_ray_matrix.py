@@ -245,3 +245,14 @@ def test_compression(ray_cluster, compression):
     law, _, evaluations = plain(work, WORKERS, epochs=4)
     assert (distance(result.model(), law) > EXACT) != off
     assert result.metrics["loss"] == pytest.approx(evaluations[-1], rel=0.05)
+
+
+def test_what_a_server_group_serves(ray_cluster):
+    """One job in two phases on one group: encoded pushes and pulls of one moment out of step, then Downpour."""
+    phases = [
+        (1, rayps.ParameterServer(shards=2, replicas=1, staleness=2, compression="bf16")),
+        (1, rayps.Downpour(shards=2, n_push=3, n_fetch=2)),
+    ]
+    result = train(ray_cluster, Line(n=96), phases, epochs=None)
+    assert column(result, "round") == list(range(32))
+    assert result.metrics["loss"] < column(result, "loss")[0]
