@@ -45,7 +45,7 @@ def weights(module):
 def stored(module):
     """Ids and true counts of the rows that the module's table has stored."""
     client = module._bound()
-    segment = client.talk.segments[client.first]
+    segment = client.session.segments[client.first]
     columns = segment.store.export()
     return dict(zip(columns.ids.tolist(), columns.life[:, 0].tolist(), strict=True))
 
@@ -165,7 +165,7 @@ def test_weights_of_samples():
     "ids, offsets", [(torch.tensor([1, 2]), None), (torch.tensor([[1]]), torch.tensor([0])), (torch.tensor(3), None)]
 )
 def test_bags_say_what_shape_they_want(ids, offsets):
-    with pytest.raises(WorkloadError, match="'genres' was given ids of shape"):
+    with pytest.raises(WorkloadError, match="'genres' got ids of shape"):
         EmbeddingBag(DIM, "genres")(ids, offsets)
 
 
@@ -191,7 +191,7 @@ def test_whole_numbers_in_any_wrapping(ids):
 @pytest.mark.parametrize(
     "ids, error, text",
     [
-        (torch.tensor([1.0, 2.0]), WorkloadError, "table 'users' are float32"),
+        (torch.tensor([1.0, 2.0]), WorkloadError, "table 'users' have dtype float32"),
         ([1.5], WorkloadError, "float64"),
         (torch.tensor([True]), WorkloadError, "bool"),
         (["a", None], WorkloadError, "None among strings"),
@@ -268,7 +268,7 @@ def test_modules_of_one_name_share_one_table():
     [({"dim": 8}, "dim"), ({"seed": 1}, "seed"), ({"optimizer": "sgd"}, "optimizer"), ({"wire": "bf16"}, "wire")],
 )
 def test_modules_of_one_name_must_agree(other, field):
-    with pytest.raises(ConfigError, match=f"table 'users' is used with {field}"):
+    with pytest.raises(ConfigError, match=f"table 'users' has {field}"):
         tables_of(Two(**other))
 
 
@@ -321,11 +321,11 @@ def test_a_workload_that_is_right():
 @pytest.mark.parametrize(
     "work, text",
     [
-        (Users(torch.arange(8.0)), "are float32"),
+        (Users(torch.arange(8.0)), "have dtype float32"),
         (Users(torch.arange(8) - 9), "is negative"),
         (Users(torch.arange(8), {"films": 1}), "names table 'films'; the model's are users"),
-        (Users(torch.arange(8), 3), "lookups.* gave int"),
-        (Users(torch.arange(8), {"users": torch.ones(2)}), "are float32"),
+        (Users(torch.arange(8), 3), "lookups.* returned int"),
+        (Users(torch.arange(8), {"users": torch.ones(2)}), "have dtype float32"),
     ],
 )
 def test_what_is_wrong_is_said_before_training(work, text):
@@ -360,7 +360,7 @@ def test_states_of_several_segments_are_one_table():
     model = trained()
     table = model.a.table
     cut = [TableSegment(table, index, ParameterServer(staleness=0), 1) for index in range(table.segments)]
-    segment = model.a._bound().talk.segments[0]
+    segment = model.a._bound().session.segments[0]
     columns = segment.store.export()
     for index, part in enumerate(cut):
         part.store.load(columns.take(np.flatnonzero(bucket(columns.ids, table.segments) == index)))
@@ -376,7 +376,7 @@ def test_what_is_not_there_cannot_be_loaded(tmp_path):
 def test_words_among_numbers_are_refused():
     table = Embedding(2, "words")
     for given in (["a", 1], [["a", "b"], ["c", 2]]):
-        with pytest.raises(WorkloadError, match="among strings: give strings alone"):
+        with pytest.raises(WorkloadError, match="among strings: give only strings"):
             table(given)
     assert torch.equal(table(["a", "b"]), table(np.array(["a", "b"])))
 
@@ -384,6 +384,6 @@ def test_words_among_numbers_are_refused():
 @pytest.mark.parametrize("offsets", [[1, 2], [0, 3, 2], [0, 5], [[0, 1]], [0.0, 1.0]])
 def test_offsets_that_cannot_be_say_what_can(offsets):
     bag = EmbeddingBag(2, "bags")
-    with pytest.raises(WorkloadError, match=r"'bags' was given offsets \[.* for 4 ids: .* begin with 0, never fall"):
+    with pytest.raises(WorkloadError, match=r"'bags' got offsets \[.* for 4 ids: .* the first 0, not decreasing"):
         bag(torch.arange(4), torch.tensor(offsets))
     assert bag(torch.arange(4), torch.tensor([0, 2, 2, 4])).shape == (4, 2)

@@ -242,9 +242,9 @@ def test_in_step_a_prefetch_changes_nothing_and_pulls_all_tables_at_once():
     servers = Servers(embedding.tables_of(Model()), 1, 0)
     model, tables = work(servers, 0, given, lookups)
     assert torch.equal(values(model), values(alone(given)))
-    pulls = [segments for kind, segments in tables.talk.asked if kind is GroupMessage.PULL]
+    pulls = [segments for kind, segments in tables.session.asked if kind is GroupMessage.PULL]
     assert len(pulls) == 6 + 3  # one for each round, and three of `values`
-    assert not tables.talk.readers
+    assert not tables.session.readers
 
 
 def test_what_was_pulled_ahead_is_one_round_older():
@@ -260,7 +260,7 @@ def test_what_was_pulled_ahead_is_one_round_older():
         tables.push(step, 8.0)
     tables.settle()
     tables.close()
-    assert not any(kind is GroupMessage.PULL for kind, _ in tables.talk.asked)
+    assert not any(kind is GroupMessage.PULL for kind, _ in tables.session.asked)
     assert torch.allclose(values(model), delayed(given), rtol=0, atol=1e-12)
     assert not torch.allclose(values(model), values(alone(given, rule="sgd:lr=0.3")), rtol=0, atol=1e-6)
 
@@ -384,7 +384,7 @@ def test_a_push_leaves_while_the_worker_goes_on_and_what_it_meets_is_said_by_the
 def test_a_push_names_every_segment():
     servers = Servers(embedding.tables_of(Model()), 1, 0)
     model, tables = work(servers, 0, batches(1, 1))
-    assert tables.talk.asked[-1] == (GroupMessage.PUSH, list(range(12)))
+    assert tables.session.asked[-1] == (GroupMessage.PUSH, list(range(12)))
     assert all(segment.version == 1 for segment in servers.segments)
     before = servers.rows
     values(model)
@@ -509,7 +509,7 @@ def test_a_run_in_step_is_the_union_of_the_batches(strategy):
 def uses_of(result):
     """How often the users' rows were learnt, by their own counts."""
     client = result.model().tables.users._bound()
-    return int(client.talk.segments[client.first].store.export().life[:, 0].sum())
+    return int(client.session.segments[client.first].store.export().life[:, 0].sum())
 
 
 @pytest.mark.parametrize(
@@ -570,5 +570,5 @@ class Wrong(nn.Module):
 
 
 def test_a_table_of_two_dims_is_found_before_training():
-    with pytest.raises(ConfigError, match="table 'users' is used with dim 4 and with dim 8"):
+    with pytest.raises(ConfigError, match="table 'users' has dim 4 in one module and 8"):
         run(Films(net=Wrong), "hybrid", 2)

@@ -82,7 +82,7 @@ def test_a_push_is_cut_by_segments_and_nothing_is_lost():
     found = {}
     for index in range(3):
         part = order[bounds[index] : bounds[index + 1]]
-        push = wire_format.decode_push(wire_format.encode_push(keys[part], rows, order=part), TABLE)
+        push = wire_format.decode_push(wire_format.encode_push(keys[part], rows[part]), TABLE)
         assert (wire_format.bucket(push.ids, 3) == index).all()
         found |= zip(push.ids.tolist(), push.rows, strict=True)
     assert sorted(found) == keys.tolist()
@@ -100,13 +100,13 @@ def pieces_that_cannot_be():
     nan = torch.ones(2, 4)
     nan[1, 2] = float("nan")
     yield "negative", wire_format.encode_push(ids(-5, 2), torch.ones(2, 4)), "id -5 is negative"
-    yield "unsorted", wire_format.encode_push(ids(9, 2), torch.ones(2, 4)), "id 2 comes after 9"
-    yield "twice", wire_format.encode_push(ids(2, 2), torch.ones(2, 4)), "none twice"
-    yield "dim", wire_format.encode_push(ids(1, 2), torch.ones(2, 5)), "rows of 5 elements came: it has 4"
+    yield "unsorted", wire_format.encode_push(ids(9, 2), torch.ones(2, 4)), "id 2 follows 9"
+    yield "twice", wire_format.encode_push(ids(2, 2), torch.ones(2, 4)), "strictly ascending"
+    yield "dim", wire_format.encode_push(ids(1, 2), torch.ones(2, 5)), "have 5 elements; the table's dim is 4"
     yield "nan", wire_format.encode_push(ids(1, 2), nan), "the gradient of id 2 is not finite"
-    yield "torn", good[:40], "cannot hold|were expected"
+    yield "torn", good[:40], "cannot contain|expected"
     yield "short", good[:10], "at least 24"
-    yield "pull", wire_format.encode_pull(ids(1, 2)), "a push with rows was expected"
+    yield "pull", wire_format.encode_pull(ids(1, 2)), "expected a push with rows"
     yield "half", wire_format.encode_push(ids(1, 2), nan, half=True), "not finite"
 
 
@@ -130,16 +130,16 @@ def test_bad_pieces_are_refused_and_change_nothing(name, piece, said):
     [
         ({"dim": 0}, "dim is 0"),
         ({"dtype": "int8"}, "give float32 or float64"),
-        ({"optimizer": {"name": "lamb"}}, "sgd, adagrad and adam"),
-        ({"optimizer": {"name": "sgd", "rate": 1}}, "it has lr"),
+        ({"optimizer": {"name": "lamb"}}, "sgd, adagrad or adam"),
+        ({"optimizer": {"name": "sgd", "rate": 1}}, "options are lr"),
         ({"optimizer": {"name": "adam", "betas": [1, 2]}}, "betas"),
         ({"optimizer": {"name": "sgd", "lr": float("nan")}}, "at least 0"),
         ({"init": {"name": "xavier"}}, "init is"),
         ({"policy": {"evict": "random", "capacity": 1 << 20}}, "give lru or lfu"),
-        ({"policy": {"evict": "lru"}}, "there is no limit"),
-        ({"policy": {"capacity": 10}}, "a row takes"),
-        ({"policy": {"capacity": 1 << 12, "floor": 10_000}}, "a floor of 10000 rows"),
-        ({"policy": {"size": 10}}, "it has admit"),
+        ({"policy": {"evict": "lru"}}, "give capacity"),
+        ({"policy": {"capacity": 10}}, "bytes a row"),
+        ({"policy": {"capacity": 1 << 12, "floor": 10_000}}, "floor 10000 rows"),
+        ({"policy": {"size": 10}}, "options are admit"),
         ({"policy": {"probability": 0}}, "above 0"),
         ({"policy": {"ttl": 0}}, "ttl is 0"),
     ],
@@ -377,18 +377,18 @@ def test_rows_on_disk_come_back_and_branches_have_their_own():
     again = one(small)
     again.load(plain.dump())
     assert again.dump() == plain.dump() and again.store.cold
-    with pytest.raises(ConfigError, match="another folder"):
+    with pytest.raises(ConfigError, match="another `folder`"):
         say(one(dataclasses.replace(small, policy={"memory": 1, "folder": "/nowhere"})), 0, dict.fromkeys(range(99), 1))
 
 
 LARGE = """
 import resource, sys
 import numpy as np, torch
-from rayps.ps.protocol.space import Table
+from rayps.ps.protocol.space import SparseTable
 from rayps.strategies.parameter_server import ParameterServer
-from rayps.ps.tables import wire
+from rayps.ps.tables import wire_format
 from rayps.ps.tables.table_segment import TableSegment
-table = Table("large", 256, 1, policy={"memory": 8 << 20} if sys.argv[1] == "disk" else {})
+table = SparseTable("large", 256, 1, policy={"memory": 8 << 20} if sys.argv[1] == "disk" else {})
 segment = TableSegment(table, 0, ParameterServer(staleness=None), 1)
 said = dict(line.split(":", 1) for line in open("/proc/self/status"))
 held = int(said["VmData"].split()[0]) * 1024
@@ -396,12 +396,12 @@ resource.setrlimit(resource.RLIMIT_DATA, (held + (72 << 20),) * 2)
 try:
     for step in range(60):
         ids = np.arange(step * 1000, step * 1000 + 1000)
-        segment.push(0, step, 1.0, wire.encode_push(ids, np.ones((1000, 256), np.float32)))
+        segment.push(0, step, 1.0, wire_format.encode_push(ids, np.ones((1000, 256), np.float32)))
 except (MemoryError, OSError):
     print("no memory after", step)
 else:
-    row = segment.read(wire.encode_pull(np.array([7])))
-    print(segment.rows, segment.store.cold > 50_000, wire.decode_rows(row, 1, table).mean() < -0.05)
+    row = segment.read(wire_format.encode_pull(np.array([7])))
+    print(segment.rows, segment.store.cold > 50_000, wire_format.decode_rows(row, 1, table).mean() < -0.05)
 """
 
 
@@ -496,11 +496,11 @@ def test_parquet_is_read_by_anybody_and_refused_where_it_does_not_fit(tmp_path):
     assert np.allclose(found["sum"].to_pylist(), 1.0)
     assert found["row"].to_pylist()[0] == rows_of(segment, ids(7))[0].tolist()
     for wrong in ({"dim": 5}, {"optimizer": {"name": "adam"}}):
-        with pytest.raises(CheckpointError, match="were expected"):
+        with pytest.raises(CheckpointError, match="expected"):
             list(parquet.read(tmp_path, dataclasses.replace(segment.table, **wrong), 1))
-    with pytest.raises(CheckpointError, match="there are no files"):
+    with pytest.raises(CheckpointError, match="no files"):
         list(parquet.read(tmp_path / "nowhere", segment.table, 1))
-    with pytest.raises(CheckpointError, match="cannot be read"):
+    with pytest.raises(CheckpointError, match=r"cannot (read|decode)"):
         segment.load(segment.dump()[:60])
 
 
@@ -524,7 +524,7 @@ def test_a_serving_system_follows_by_deltas():
     segment.life.log.clear()
     segment.life.known_from = segment.version - 1  # what was evicted before is forgotten
     assert read_delta(delta(segment, segment.version - 5)).whole
-    with pytest.raises(DataError, match="ask from there"):
+    with pytest.raises(DataError, match="request one since version"):
         Served().apply(delta(segment, segment.version))
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match=r"cannot (read|decode)"):
         read_delta(b"nonsense")

@@ -193,8 +193,8 @@ def _turn(segments: list[TableSegment], dense: Dense, ids: Any, step: int) -> li
     grad, order_bounds, places = torch.rand(len(ids), table.dim), split(ids, table.segments), torch.from_numpy(ids)
     order, bounds = order_bounds
     parts = [order[a:b] for a, b in itertools.pairwise(bounds)]
-    pulls = [memoryview(encode_pull(ids[part])) for part in parts]
-    pushes = [memoryview(encode_push(ids[part], grad, np.ones(len(part), np.uint32), order=part)) for part in parts]
+    pulls = [encode_pull(ids[part]).data for part in parts]
+    pushes = [encode_push(ids[part], grad[part], np.ones(len(part), np.uint32)).data for part in parts]
     times = [time.thread_time()]
     dense.rows.index_select(0, places)
     times.append(time.thread_time())

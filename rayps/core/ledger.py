@@ -1,26 +1,32 @@
-"""Which pushes have been applied: for each rank a contiguous mark, and the few steps above it. Pure; plain data.
+"""The ledger of applied pushes: it makes each push apply exactly once. Pure; plain data.
 
-A push is (rank, step). Retries and replays may come in any order and any number of times: the ledger says whether one
-is new, so that each is applied once. It is saved with the parameters that it describes, and loaded with them: a
-shard restored from a snapshot knows exactly which pushes those parameters hold. Vector clocks as filters of repeated
+A push is (rank, step). Retries and replays may arrive in any order and any number of times; the ledger says whether
+one is new. It stores a contiguous mark for each rank, and the few steps above it. It is saved and loaded with the
+parameters, so a restored shard knows exactly which pushes its parameters include. Vector clocks as filters of repeated
 messages: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014, section 4.1.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TypedDict
 
 from rayps.core.errors import CheckpointError
 
-WINDOW = 1024  # steps that may be filed above a gap: more of them is a fault, not a retry
+WINDOW = 1024  # steps that may be recorded above a gap; more is an error, not a retry
+
+
+class LedgerJson(TypedDict):
+    """A ledger as plain data."""
+
+    marks: list[int]  # by rank
+    above: dict[str, list[int]]  # by rank: applied steps above a gap
 
 
 class Ledger:
-    """The pushes that have been applied, of the ranks 0 to n-1.
+    """The pushes of ranks 0 to n-1 that have been applied.
 
-    `marks[rank]` is the number of steps from 0 on without a gap: the rank's clock. Whoever is given `marks` reads it;
-    only the ledger writes it.
+    `marks[rank]` is the number of steps applied without a gap: the rank's clock. Only the ledger writes `marks`.
     """
 
     def __init__(self, marks: Iterable[int], above: Mapping[int, Iterable[int]] | None = None) -> None:
@@ -31,17 +37,17 @@ class Ledger:
                 self.add(rank, step)
 
     def seen(self, rank: int, step: int) -> bool:
-        """Whether the push is filed already. Raises ValueError for a rank that is not of this group."""
+        """Whether the push is recorded. Raises ValueError: there is no such rank."""
         return step < self._mark(rank) or step in self._above[rank]
 
     def add(self, rank: int, step: int) -> bool:
-        """File a push; False, and no change, when it was filed before.
+        """Record a push; False, without a change, if it is recorded already.
 
         Raises:
-            ValueError: the rank is not of this group, or the step lies `WINDOW` or more above the first gap.
+            ValueError: there is no such rank, or the step is `WINDOW` or more above the first gap.
         """
         mark = self._mark(rank)
-        if step == mark and not self._above[rank]:  # in order, as nearly always
+        if step == mark and not self._above[rank]:  # in order: the usual case
             self.marks[rank] = mark + 1
             return True
         if self.seen(rank, step):
@@ -53,14 +59,14 @@ class Ledger:
         return True
 
     def fill(self, rank: int, step: int) -> bool:
-        """File a push that stands for every step up to `step`; False, and no change, when it was filed before."""
+        """Record a push that stands for every step up to `step`; False, without a change, if it is recorded already."""
         if step < self._mark(rank):
             return False
         self.skip(rank, step + 1)
         return True
 
     def skip(self, rank: int, step: int) -> int:
-        """Give up what is missing below `step`: nobody has it any more. The number of pushes that are lost so."""
+        """Count all steps below `step` as applied, as no worker retains them; returns how many pushes are lost."""
         lost = max(0, step - self._mark(rank)) - sum(1 for known in self._above[rank] if known < step)
         self.marks[rank] = max(self.marks[rank], step)
         self._above[rank] = {known for known in self._above[rank] if known >= self.marks[rank]}
@@ -68,25 +74,25 @@ class Ledger:
         return lost
 
     def reach(self, rank: int) -> int:
-        """One more than the highest step filed."""
+        """One more than the highest recorded step."""
         return max(self._above[rank], default=self._mark(rank) - 1) + 1
 
     def copy(self) -> Ledger:
-        """Another one that says the same."""
+        """A copy."""
         return Ledger(self.marks.values(), self._above)
 
-    def to_json(self) -> dict[str, Any]:
-        """As plain data, for a snapshot."""
+    def to_json(self) -> LedgerJson:
+        """The ledger as plain data, for a snapshot."""
         above = {str(rank): sorted(steps) for rank, steps in self._above.items() if steps}
         return {"marks": list(self.marks.values()), "above": above}
 
     @classmethod
-    def from_json(cls, data: Any) -> Ledger:
-        """Read back what `to_json` gave. Raises CheckpointError."""
+    def from_json(cls, data: LedgerJson) -> Ledger:
+        """Read back what `to_json` returned. Raises CheckpointError."""
         try:
             return cls(map(int, data["marks"]), {int(rank): map(int, steps) for rank, steps in data["above"].items()})
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CheckpointError(f"a ledger of pushes cannot be read: {str(data)[:100]!r}") from error
+            raise CheckpointError(f"cannot read a ledger of pushes: {str(data)[:100]!r}") from error
 
     def _mark(self, rank: int) -> int:
         if rank not in self.marks:
@@ -109,11 +115,11 @@ class Ledger:
 
 
 def anywhere(ledgers: Iterable[Ledger]) -> Ledger:
-    """What at least one of these has filed: of a range that was held by several shards, and now by one."""
+    """The union of ledgers: for a range that several shards had, and one has now."""
     held = list(ledgers)
     found = Ledger(max(ledger.marks[rank] for ledger in held) for rank in held[0].marks)
     for ledger in held:
-        for rank, steps in ledger._above.items():
+        for rank, steps in ledger.to_json()["above"].items():
             for step in steps:
-                found.add(rank, step)
+                found.add(int(rank), step)
     return found

@@ -1,76 +1,79 @@
-"""A worker's tables: rows pulled by id, gradients of rows pushed, the rows of the next batch pulled ahead of time.
+"""The client of sparse tables: pull rows by id, push their gradients, prefetch the rows of the next batch.
 
-The ids of a lookup are made unique and sorted once; the same list serves the pull and the push. Each table is cut into
-segments by a hash of the id (`rayps.ps.tables.wire_format`); a step's push names every segment, so that all clocks
-advance.
+The ids of a lookup are made unique and sorted once, for the pull and the push. Each table is cut into segments by a
+hash of the id (`rayps.ps.tables.wire_format`). The push of a step names every segment, so all clocks advance.
 
-Prefetch: `Tables.ahead` is told the next batch while this one computes, and its rows are pulled by a thread over links
-of its own. They are then one round older than those of a pull at the round's begin: they lack this worker's newest
-push. With staleness 0 that would not be synchronous: there only the ids are sorted ahead, and the pull comes after the
-push. The same thread sends the pushes then, in the order of the rounds.
+Prefetch: `Tables.ahead` announces the next batch, and a thread pulls its rows over its own connections. These rows lack
+this worker's newest push: they are one round older than those of a pull at the beginning of the round. With staleness
+0 that would not be synchronous, so only the sorting of ids is prefetched, and the pull follows the push. When rows are
+prefetched, the same thread sends the pushes, in the order of the rounds.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from rayps.core.values import Buffer
+from rayps.data.base import Batch
+from rayps.ps.client.session import SegmentReplies
 from rayps.ps.protocol.messages import GroupMessage
 from rayps.ps.protocol.space import Space
 from rayps.ps.tables import wire_format
+from rayps.ps.tables.ids import GivenIds
+from rayps.ps.tables.local import TableSession
 from rayps.ps.tables.lookup import Lookup, lookup_of, merged, spans
-from rayps.ps.tables.prefetch import Foretold, Prefetcher, PrefetchOrder
+from rayps.ps.tables.prefetch import Prefetched, Prefetcher, PrefetchOrder
 from rayps.tensors.finite import first_not_finite, is_finite
 from rayps.tensors.flat import square_of
 
 
 class TableClient:
-    """One table of a space, seen by one worker. For one thread."""
+    """One worker's client of one table of a space. For one thread."""
 
-    def __init__(self, talk: Any, space: Space, name: str, half: bool = False) -> None:
-        """`talk` is a `rayps.ps.client.session.Session`; with `half` rows travel as bfloat16. Raises ConfigError."""
+    def __init__(self, session: TableSession, space: Space, name: str, half: bool = False) -> None:
+        """`half`: send rows as bfloat16. Raises ConfigError: the space has no such table."""
         self.table, self.first = space.table(name)
         self.half = half
-        self.foretold: Callable[[str], Foretold | None] = lambda name: None
-        self.settle: Callable[[], None] = lambda: None  # returns once nobody else uses the talk
-        self.seconds = 0.0  # in pulls that a forward waited for
-        self.talk = talk
+        self.prefetched: Callable[[str], Prefetched | None] = lambda name: None
+        self.settle: Callable[[], None] = lambda: None  # waits until no other thread uses the session
+        self.seconds = 0.0  # that forwards waited for pulls
+        self.session = session
         self._lockstep = space.servers.in_step
         self._pending: list[tuple[Lookup, Tensor]] = []
         self._last: tuple[Tensor, Lookup] | None = None
 
     # ---- ids
 
-    def look(self, ids: Any) -> Lookup:
-        """Sort ids of any shape, an int64 tensor or array. Raises DataError for a negative one."""
+    def look(self, ids: Tensor | wire_format.Ids) -> Lookup:
+        """The lookup of int64 ids of any shape. Raises DataError: an id is negative."""
         given = torch.as_tensor(ids).detach().cpu()
         if self._last is None or not torch.equal(self._last[0], given):
-            self._last = given.clone(), lookup_of(given, self.table)  # the caller may write to its ids
+            self._last = given.clone(), lookup_of(given, self.table)  # a copy: the caller may write to its ids
         return self._last[1]
 
     # ---- rows
 
     def rows(self, ids: Tensor, learns: bool = True) -> tuple[Lookup, Tensor]:
-        """What a forward needs: the lookup and its rows [n, dim]; from what was pulled ahead, if it was.
+        """The lookup of a forward's ids and its rows [n, dim], prefetched if possible.
 
-        Where it `learns`, the rows are those of this round; else those of now. Raises LinkError, DataError.
+        With `learns` the rows are those of this round; otherwise the current ones. Raises LinkError, DataError.
         """
         began = time.perf_counter()
-        held = self.foretold(self.table.name) if learns else None
+        held = self.prefetched(self.table.name) if learns else None
         if held is None:
             lookup = self.look(ids)
             found = self.fetch(lookup, GroupMessage.PULL if learns or self._lockstep else GroupMessage.READ)
         else:
-            lookup, found = self._of(held, ids)
+            lookup, found = self._from_prefetched(held, ids)
         self.seconds += time.perf_counter() - began
         return lookup, found
 
-    def _of(self, held: Foretold, ids: Tensor) -> tuple[Lookup, Tensor]:
-        """Rows out of those that were foretold; what was not is pulled now."""
+    def _from_prefetched(self, held: Prefetched, ids: Tensor) -> tuple[Lookup, Tensor]:
+        """The rows of `ids` out of the prefetched ones; pull those that are missing."""
         if held.given.shape == ids.shape and torch.equal(held.given, ids.cpu()):
             return held.lookup, held.rows
         lookup = self.look(ids)
@@ -81,40 +84,41 @@ class TableClient:
             found[torch.from_numpy(~known)] = self.fetch(rest)[rest.inverse]
         return lookup, found
 
-    def pull(self, ids: Any, counts: Any = None) -> Tensor:
-        """The rows of ids of any shape: [*ids.shape, dim]. With `counts` (True) it makes and counts them."""
+    def pull(self, ids: Tensor | wire_format.Ids, counts: bool = False) -> Tensor:
+        """Pull the rows of ids of any shape: [*ids.shape, dim]. With `counts` it is a use: stores and counts them."""
         lookup = self.look(ids)
-        return self.fetch(lookup, uses=counts is not None)[lookup.inverse]
+        return self.fetch(lookup, uses=counts)[lookup.inverse]
 
     def fetch(self, lookup: Lookup, kind: GroupMessage = GroupMessage.PULL, uses: bool = False) -> Tensor:
-        """The rows of a lookup, [n, dim], in its order. Raises LinkError."""
+        """Pull the rows of a lookup, [n, dim], in its order. Raises LinkError."""
         self.settle()
         rows = self.room(lookup)
-        self.land(lookup, rows, self.talk.exchange(kind, self.asked(lookup, uses), landing=self.landing(lookup, rows)))
+        answers = self.session.exchange(kind, self.asked(lookup, uses), landing=self.landing(lookup, rows))
+        self.land(lookup, rows, answers)
         return rows
 
     def room(self, lookup: Lookup) -> Tensor:
-        """Memory for the rows of a lookup."""
+        """Allocate the rows of a lookup, [n, dim]."""
         return torch.empty(len(lookup.ids), self.table.dim, dtype=wire_format.DTYPES[self.table.dtype])
 
-    def asked(self, lookup: Lookup, uses: bool = False) -> dict[int, Any]:
-        """The pieces of a pull, by number of segment; none for segments without ids."""
+    def asked(self, lookup: Lookup, uses: bool = False) -> dict[int, Buffer]:
+        """The pieces of a pull by segment, for segments with ids."""
         return {
             self.first + s: wire_format.encode_pull(
                 lookup.ids[lo:hi], lookup.counts[lo:hi] if uses else None, self.half
-            )
+            ).data
             for s, lo, hi in spans(lookup)
         }
 
-    def landing(self, lookup: Lookup, rows: Tensor) -> dict[int, memoryview] | None:
-        """Where in `rows` each segment's answer belongs; None where it comes in another dtype."""
+    def landing(self, lookup: Lookup, rows: Tensor) -> dict[int, Buffer] | None:
+        """The memory within `rows` that receives each segment's answer; None where answers have another dtype."""
         if self.half:
             return None
-        memory: Any = rows.numpy()
-        return {self.first + s: memoryview(memory[lo:hi]).cast("B") for s, lo, hi in spans(lookup)}
+        memory = rows.numpy()
+        return {self.first + s: memory[lo:hi].data.cast("B") for s, lo, hi in spans(lookup)}
 
-    def land(self, lookup: Lookup, rows: Tensor, answers: Any) -> None:
-        """Put what has not landed yet into `rows`."""
+    def land(self, lookup: Lookup, rows: Tensor, answers: SegmentReplies) -> None:
+        """Convert answers of another dtype into `rows`; the others are there already."""
         if not self.half:
             return
         for s, lo, hi in spans(lookup):
@@ -122,8 +126,8 @@ class TableClient:
 
     # ---- gradients
 
-    def gradient(self, ids: Lookup | Any, grads: Tensor) -> None:
-        """Keep gradients of rows for the coming push: [n, dim] of a lookup, or [*ids.shape, dim] of ids."""
+    def gradient(self, ids: Lookup | Tensor | wire_format.Ids, grads: Tensor) -> None:
+        """Add gradients of rows to the next push: [n, dim] of a lookup, or [*ids.shape, dim] of ids."""
         if not isinstance(ids, Lookup):
             lookup = self.look(ids)
             summed = torch.zeros(len(lookup.ids), self.table.dim, dtype=wire_format.DTYPES[self.table.dtype])
@@ -132,80 +136,82 @@ class TableClient:
         self._pending.append((ids, grads.detach()))
 
     def gradient_fault(self) -> int | None:
-        """The first id whose gradient of the coming push is not finite; None = all are."""
+        """The first id whose gradient in the next push is not finite; None = all are finite."""
         for lookup, grads in self._pending:
             if not is_finite(grads):
                 return int(lookup.ids[first_not_finite(grads) // self.table.dim])
         return None
 
     def square(self) -> Tensor:
-        """The squared Euclidean norm of the coming push: what is kept is added up by id first."""
+        """The squared Euclidean norm of the next push, after summing gradients by id."""
         if len(self._pending) > 1:
             self._pending = [merged(self._pending, self.table)]
         return sum((square_of(grads) for _, grads in self._pending), torch.zeros((), dtype=torch.float64))
 
     def scale(self, factor: float) -> None:
-        """Multiply the coming push."""
+        """Multiply the next push by `factor`."""
         self._pending = [(lookup, grads * factor) for lookup, grads in self._pending]
 
     def drop(self) -> None:
-        """Forget the gradients that are kept."""
+        """Discard the gradients of the next push."""
         self._pending.clear()
 
-    def pieces(self) -> dict[int, Any]:
-        """The pieces of the coming push, for every segment of the table; what was kept is taken."""
-        empty = wire_format.empty_push(self.table)
-        found: dict[int, Any] = {self.first + s: empty for s in range(self.table.segments)}
+    def pieces(self) -> dict[int, Buffer]:
+        """Take the next push: a piece for every segment of the table."""
+        empty = wire_format.empty_push(self.table).data
+        found: dict[int, Buffer] = {self.first + s: empty for s in range(self.table.segments)}
         if self._pending:
             lookup, grads = self._pending[0] if len(self._pending) == 1 else merged(self._pending, self.table)
             self._pending = []
             for s, lo, hi in spans(lookup):
                 found[self.first + s] = wire_format.encode_push(
                     lookup.ids[lo:hi], grads[lo:hi], lookup.counts[lo:hi], self.half
-                )
+                ).data
         return found
 
 
 class Tables:
-    """All tables of a space for one worker: what it looks up in a round and pushes at its end.
+    """One worker's client of all tables of a space.
 
-    `lookups(batch)` foretells ids by table; None = no prefetch. Each round: `begin`, lookups and backward, then either
-    `pieces` (which a push of the dense part takes along) or `push`.
+    In each round call `begin`, run forward and backward, then call `push`, or `pieces` where a push of dense parameters
+    includes them. `lookups(batch)` returns the ids of a coming batch by table; None = no prefetch.
     """
 
-    def __init__(self, talk: Any, space: Space, *, lookups: Callable[[Any], Mapping[str, Any]] | None = None) -> None:
-        self.talk, self.space = talk, space
-        self.clients = {table.name: TableClient(talk, space, table.name) for table in space.tables}
+    def __init__(
+        self, session: TableSession, space: Space, *, lookups: Callable[[Batch], Mapping[str, GivenIds]] | None = None
+    ) -> None:
+        self.session, self.space = session, space
+        self.clients = {table.name: TableClient(session, space, table.name) for table in space.tables}
         self.step = 0
         self._pushing = 0.0
-        self._sent: PrefetchOrder | None = None  # a push that is under way
+        self._sent: PrefetchOrder | None = None  # a push in flight
         self._ahead: Prefetcher | None = None
         if lookups is not None:
-            self._ahead = Prefetcher(self.clients, talk, lookups, pulls=not space.servers.in_step)
+            self._ahead = Prefetcher(self.clients, session, lookups, pulls=not space.servers.in_step)
             for client in self.clients.values():
-                client.foretold, client.settle = self._ahead.rows, self.settle
-        self._said = (0.0, 0.0)
+                client.prefetched, client.settle = self._ahead.rows, self.settle
+        self._reported = (0.0, 0.0)
 
     def begin(self, step: int) -> None:
-        """A round begins, whose push will be number `step`."""
+        """Begin a round whose push has number `step`."""
         self.step = step
         if self._ahead is not None:
             self._ahead.begin(step)
 
-    def ahead(self, batch: Any, model: Any = None) -> None:
-        """Tell the batch of a coming round; once for each, in order, the first one's before or after its `begin`."""
+    def ahead(self, batch: Batch | None) -> None:
+        """Announce the batch of the next round: once a round, in order; the first before or after its `begin`."""
         if self._ahead is not None:
-            self._ahead.tell(batch)
+            self._ahead.announce(batch)
 
-    def pieces(self) -> dict[int, Any]:
-        """The pieces of every table segment for the coming push; what was collected since the last call is taken."""
-        found: dict[int, Any] = {}
+    def pieces(self) -> dict[int, Buffer]:
+        """Take the next push: a piece for every segment of all tables."""
+        found: dict[int, Buffer] = {}
         for client in self.clients.values():
             found.update(client.pieces())
         return found
 
     def gradient_fault(self) -> tuple[str, int] | None:
-        """The first table and id whose gradient of the coming push is not finite; None = all are."""
+        """The first table and id whose gradient in the next push is not finite; None = all are finite."""
         for name, client in self.clients.items():
             found = client.gradient_fault()
             if found is not None:
@@ -213,55 +219,55 @@ class Tables:
         return None
 
     def square(self) -> Tensor:
-        """The squared Euclidean norm of all rows of the coming push."""
+        """The squared Euclidean norm of the next push of all tables."""
         return sum((client.square() for client in self.clients.values()), torch.zeros((), dtype=torch.float64))
 
     def scale(self, factor: float) -> None:
-        """Multiply all rows of the coming push."""
+        """Multiply the next push of all tables by `factor`."""
         for client in self.clients.values():
             client.scale(factor)
 
     def push(self, step: int, weight: float) -> None:
-        """Push this round's gradients, means over `weight` samples, where no dense part does.
+        """Push this round's gradients, means over `weight` samples. For a model without dense parameters on servers.
 
-        Where the rows were pulled ahead, the push leaves in that thread, between this pull ahead and the next: one
-        may be under way while the worker goes on. What it meets is raised by the next call. Raises LinkError.
+        If rows are prefetched, the prefetch thread sends the push, and the call returns before it is acknowledged; its
+        error is raised by the next call. Raises LinkError.
         """
         began = time.perf_counter()
         self.settle()
         pieces = self.pieces()
         if self._ahead is not None and self._ahead.pulls:
-            self._sent = self._ahead.later(lambda: self._send(pieces, step, weight))
+            self._sent = self._ahead.submit(lambda: self._send(pieces, step, weight))
         else:
             self._send(pieces, step, weight)
         self.step = step + 1
         self._pushing += time.perf_counter() - began
 
-    def _send(self, pieces: dict[int, Any], step: int, weight: float) -> None:
-        self.talk.exchange(GroupMessage.PUSH, pieces, step=step, weight=weight)
+    def _send(self, pieces: dict[int, Buffer], step: int, weight: float) -> None:
+        self.session.exchange(GroupMessage.PUSH, pieces, step=step, weight=weight)
 
     def settle(self) -> None:
-        """Return once everything that was pushed is acknowledged. Raises LinkError."""
+        """Wait until all pushes are acknowledged. Raises LinkError."""
         sent, self._sent = self._sent, None
         if sent is not None:
-            sent.wait(self.talk.timeout)
+            sent.wait(self.session.timeout)
 
     @property
     def seconds_waiting(self) -> float:
-        """Seconds that the worker waited for its tables, ever."""
+        """Seconds that the worker has waited for its tables, in all."""
         return self._pushing + sum(client.seconds for client in self.clients.values())
 
     def point(self) -> dict[str, float]:
-        """Since the last call: seconds that pulls took, and how many of these the worker computed meanwhile."""
+        """Since the last call: `pull`, seconds of pulls; `pull_hidden`, how many of them overlapped computation."""
         waited = sum(client.seconds for client in self.clients.values())
         pulled = waited
         if self._ahead is not None:
             pulled = self._ahead.pulled + sum(client.seconds for client in self.clients.values()) - self._ahead.waited
-        before, self._said = self._said, (pulled, pulled - waited)
+        before, self._reported = self._reported, (pulled, pulled - waited)
         return {"pull": pulled - before[0], "pull_hidden": max(0.0, pulled - waited - before[1])}
 
     def close(self) -> None:
-        """End the prefetch, and do not wait for a push that is under way: `settle` does. The talk is its owner's."""
+        """End the prefetch thread. Does not wait for a push in flight (`settle` does) nor close the session."""
         self._sent = None
         if self._ahead is not None:
             self._ahead.close()

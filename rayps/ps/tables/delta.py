@@ -1,43 +1,58 @@
-"""What changed in a segment since a version, as an Arrow stream: how a system that serves the rows follows training.
+"""The changes of a segment since a version, as an Arrow stream: for a system that serves the rows during training.
 
-A record is id, row, version, and whether the row is gone (then `row` is null). The schema's metadata says of which
-table and segment, from which version to which, and whether it is `whole`: then it is all rows, and what is not in it
-is gone. It is whole from version 0, and where evictions since the version asked for are no longer all remembered.
+A record has id, row, version, and `gone`: whether the row was evicted (then `row` is null). The schema's metadata names
+the table, the segment, the first and last version, and whether the delta is `whole`: it contains all rows, and a row
+that it lacks was evicted. A delta is whole from version 0, and where the segment no longer remembers all evictions
+since the version asked for.
 """
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from rayps.core.errors import DataError
+from rayps.core.values import Buffer
 from rayps.ps.protocol.space import SparseTable
 from rayps.ps.tables.row_store import USED
 from rayps.ps.tables.table_segment import TableSegment
+from rayps.ps.tables.wire_format import Ids, Rows
 
 _KEY = b"rayps.delta"
 
 
+class DeltaHead(TypedDict):
+    """The metadata of a delta."""
+
+    table: str
+    segment: int
+    segments: int
+    since: int
+    version: int
+    whole: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """A delta that was read: rows [n, dim] to be put in place, and ids to be forgotten."""
+    """A decoded delta: the rows [n, dim] that changed, by id, and the ids of evicted rows."""
 
     segment: int
     since: int
     version: int
     whole: bool
-    ids: Any
-    rows: Any
-    versions: Any
-    gone: Any
+    ids: Ids
+    rows: Rows
+    versions: NDArray[np.int64]
+    gone: Ids
 
 
 def schema(table: SparseTable) -> pa.Schema:
-    """The columns of a table's deltas."""
+    """The Arrow schema of a table's deltas."""
     number = pa.from_numpy_dtype(np.dtype(table.dtype))
     return pa.schema(
         [("id", pa.int64()), ("row", pa.list_(number, table.dim)), ("version", pa.int64()), ("gone", pa.bool_())]
@@ -45,7 +60,7 @@ def schema(table: SparseTable) -> pa.Schema:
 
 
 def delta(segment: TableSegment, since: int) -> bytes:
-    """The rows of a segment that changed in versions after `since`, and those evicted, as an Arrow IPC stream."""
+    """Encode the rows that changed or were evicted in versions after `since`, as an Arrow IPC stream."""
     with segment.store.lock:
         gone = segment.life.gone(since) if since > 0 else None
         ids, life = segment.store.life()
@@ -56,7 +71,7 @@ def delta(segment: TableSegment, since: int) -> bytes:
             lost = np.setdiff1d(gone, ids)
         version = segment.version
     table = segment.table
-    said = {
+    head: DeltaHead = {
         "table": table.name,
         "segment": segment.index,
         "segments": table.segments,
@@ -64,13 +79,13 @@ def delta(segment: TableSegment, since: int) -> bytes:
         "version": version,
         "whole": whole,
     }
-    kind = schema(table).with_metadata({_KEY: json.dumps(said)})
+    kind = schema(table).with_metadata({_KEY: json.dumps(head)})
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, kind) as writer:
-        kept = pa.FixedSizeListArray.from_arrays(pa.array(columns.rows.reshape(-1)), type=kind.field("row").type)
+        rows = pa.FixedSizeListArray.from_arrays(pa.array(columns.rows.reshape(-1)), type=kind.field("row").type)
         writer.write_batch(
             pa.record_batch(
-                [pa.array(columns.ids), kept, pa.array(columns.life[:, USED].copy()), _all(False, len(columns.ids))],
+                [pa.array(columns.ids), rows, pa.array(columns.life[:, USED].copy()), _all(False, len(columns.ids))],
                 schema=kind,
             )
         )
@@ -89,15 +104,15 @@ def delta(segment: TableSegment, since: int) -> bytes:
     return bytes(sink.getvalue())
 
 
-def _all(value: bool, count: int) -> Any:
+def _all(value: bool, count: int) -> pa.Array:
     return pa.array(np.full(count, value))
 
 
-def read_delta(data: Any) -> Delta:
-    """Read what `delta` gave. Raises DataError."""
+def read_delta(data: Buffer) -> Delta:
+    """Decode a delta. Raises DataError: it is truncated or not a delta."""
     try:
         with pa.ipc.open_stream(data) as reader:
-            said = json.loads(reader.schema.metadata[_KEY])
+            head: DeltaHead = json.loads(reader.schema.metadata[_KEY])
             batches = list(reader)
         kept = [batch for batch in batches if not batch["gone"].true_count]
         lost = [batch["id"].to_numpy() for batch in batches if batch["gone"].true_count]
@@ -105,12 +120,12 @@ def read_delta(data: Any) -> Delta:
         width = reader.schema.field("row").type.list_size
         rows = whole["row"].combine_chunks().flatten().to_numpy().reshape(-1, width)
     except (pa.ArrowInvalid, KeyError, TypeError, ValueError, OSError) as error:
-        raise DataError(f"a table's delta cannot be read: {error}") from error
+        raise DataError(f"cannot decode the delta of a table: {error}") from error
     return Delta(
-        said["segment"],
-        said["since"],
-        said["version"],
-        said["whole"],
+        head["segment"],
+        head["since"],
+        head["version"],
+        head["whole"],
         whole["id"].to_numpy(),
         rows,
         whole["version"].to_numpy(),
@@ -119,23 +134,23 @@ def read_delta(data: Any) -> Delta:
 
 
 class Served:
-    """Rows by id as a serving system has them, kept up to date by deltas."""
+    """A serving system's copy of the rows by id, updated by deltas."""
 
     def __init__(self) -> None:
-        self.rows: dict[int, dict[int, Any]] = {}  # by segment, by id
-        self.versions: dict[int, int] = {}  # by segment: what to ask the next delta from
+        self.rows: dict[int, dict[int, Rows]] = {}  # by segment, by id: [dim]
+        self.versions: dict[int, int] = {}  # by segment: the `since` of the next delta
 
-    def apply(self, data: Any) -> None:
-        """Take a delta in. Raises DataError: it is torn, or begins after what is known here."""
+    def apply(self, data: Buffer) -> None:
+        """Apply an encoded delta. Raises DataError: it is truncated, or its `since` is newer than this copy."""
         self.take(read_delta(data))
 
     def take(self, found: Delta) -> None:
-        """Take in a delta that was read. Raises DataError: it begins after what is known here."""
+        """Apply a decoded delta. Raises DataError: its `since` is newer than this copy."""
         known = self.versions.get(found.segment, 0)
         if not found.whole and found.since > known:
             raise DataError(
-                f"a delta of segment {found.segment} from version {found.since} came: version {known} is "
-                "known here; ask from there"
+                f"the delta of segment {found.segment} begins at version {found.since}: request one since version "
+                f"{known}, which this copy has"
             )
         rows = {} if found.whole else self.rows.get(found.segment, {})
         rows.update(zip(found.ids.tolist(), found.rows, strict=True))

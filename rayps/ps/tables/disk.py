@@ -1,11 +1,10 @@
-"""Rows that lie on disk because memory is for those in use: an SQLite file of one segment, which nobody else sees.
+"""The rows of a segment that do not fit into memory, in an SQLite file of their own.
 
-SQLite comes with Python; a row in it takes some 30 bytes more than its numbers, found again in a few microseconds.
-(LMDB, measured beside it, reads 2.5 times as fast, writes as fast, and takes three times the space, in the page cache
-too.)
-The file is unlinked as soon as it is open, so that nothing is left behind however the process ends: what must outlive
-it is a checkpoint. A filter in memory, 2 to 4 bytes a row, answers for nearly all ids that are not on disk.
-Bloom, "Space/Time Trade-offs in Hash Coding with Allowable Errors", CACM 1970.
+Nothing here survives the process: the file is unlinked as soon as it is open. Checkpoints make rows durable.
+SQLite comes with Python; a row takes about 30 bytes more than its numbers, and is read in a few microseconds. (LMDB,
+measured for comparison, reads 2.5 times as fast, writes as fast, and takes three times the space.)
+A Bloom filter in memory, 2 to 4 bytes a row, answers for nearly all ids that are not on disk (Bloom, "Space/Time
+Trade-offs in Hash Coding with Allowable Errors", CACM 1970).
 """
 
 from __future__ import annotations
@@ -14,25 +13,27 @@ import sqlite3
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rayps.core.errors import ConfigError
 from rayps.ps.tables.pages import Field
-from rayps.ps.tables.wire_format import Ids, mix
+from rayps.ps.tables.wire_format import Bytes, Ids, Rows, mix
 
+FieldValues: TypeAlias = dict[str, Rows]  # by field: [n, width]
 _ASKED = 500  # ids in one query
-_BITS = 16  # of the filter, for each row that it is made for
-_WAYS = 4  # bits of one id
-_CACHE = 1024  # KiB of pages that SQLite keeps
+_BITS = 16  # of the filter, for each row that it is sized for
+_WAYS = 4  # bits set for one id
+_CACHE = 1024  # KiB of SQLite's page cache
 
 
 class Disk:
-    """Records of `fields` by id. Called by one thread at a time."""
+    """Records of `fields` by id. For one thread at a time."""
 
     def __init__(self, fields: Sequence[Field], folder: str | None) -> None:
-        """Raises ConfigError: the folder cannot be written to."""
+        """Raises ConfigError: `folder` cannot be written to."""
         self._fields, self._folder = tuple(fields), folder
         self._size = sum(field.width * np.dtype(field.dtype).itemsize for field in fields)
         self._count = 0
@@ -40,20 +41,20 @@ class Disk:
         try:
             with tempfile.TemporaryDirectory(prefix="rayps-rows-", dir=folder) as place:
                 self._db = sqlite3.connect(Path(place) / "rows", isolation_level=None, check_same_thread=False)
-                for said in (
+                for setting in (
                     "locking_mode = exclusive",
                     "journal_mode = off",
                     "synchronous = off",
                     "page_size = 8192",
                     f"cache_size = -{_CACHE}",
                 ):
-                    self._db.execute(f"pragma {said}")
+                    self._db.execute(f"pragma {setting}")
                 self._db.execute("create table rows (id integer primary key, record blob not null)")
         except (OSError, sqlite3.Error) as error:
             place = folder or tempfile.gettempdir()
             raise ConfigError(
-                f"rows cannot be put on disk in {place}: {error}; give another folder in the table's "
-                "policy, or no memory",
+                f"cannot store rows on disk in {place}: {error}; give another `folder` in the table's policy, or no "
+                "`memory`",
                 field="policy",
             ) from error
 
@@ -62,15 +63,14 @@ class Disk:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory: the filter, and what SQLite keeps."""
+        """Bytes of memory: the filter, and SQLite's cache."""
         return int(self._filter.nbytes) + (_CACHE << 10 if self._count else 0)
 
-    def put(self, ids: Ids, values: dict[str, Any]) -> None:
-        """Store records that are not there; `values` by field [n, width], in the order of the ids."""
+    def put(self, ids: Ids, values: FieldValues) -> None:
+        """Store records of ids that have none; `values` by field [n, width], in the order of the ids."""
         raw = np.concatenate([_bytes(values[field.name]) for field in self._fields], axis=1)
         order = np.argsort(ids)
-        flat: Any = raw[order].reshape(-1)
-        records = memoryview(flat)
+        records = raw[order].reshape(-1).data
         size = self._size
         with self._db:
             self._db.execute("begin")
@@ -87,16 +87,16 @@ class Disk:
             ids = np.fromiter((key for (key,) in self._db.execute("select id from rows")), np.int64, self._count)
         self._mark(ids)
 
-    def has(self, ids: Ids) -> Any:
-        """Which ids may be here, bool [n]: all that are, and few others."""
+    def has(self, ids: Ids) -> NDArray[np.bool_]:
+        """Which ids may have a record, bool [n]: true for all that do, and for few others."""
         found = np.full(len(ids), self._count > 0)
         if self._count:
             for byte, bit in self._places(ids):
                 found &= (self._filter.take(byte) & bit) != 0
         return found
 
-    def peek(self, ids: Ids) -> tuple[Ids, dict[str, Any]]:
-        """Those of the ids that are here, ascending, and their records by field."""
+    def peek(self, ids: Ids) -> tuple[Ids, FieldValues]:
+        """The ids that have a record, ascending, and the records by field."""
         wanted = np.sort(ids[self.has(ids)]).tolist()
         found: list[tuple[int, bytes]] = []
         for lo in range(0, len(wanted), _ASKED):
@@ -105,41 +105,42 @@ class Disk:
         return self._read(found)
 
     def delete(self, ids: Ids) -> None:
-        """Forget records, all of which are here."""
+        """Delete records, all of which exist."""
         if len(ids):
             with self._db:
                 self._db.execute("begin")
                 self._db.executemany("delete from rows where id = ?", ((key,) for key in np.sort(ids).tolist()))
             self._count -= len(ids)
 
-    def all(self) -> tuple[Ids, dict[str, Any]]:
-        """Everything, ascending."""
+    def all(self) -> tuple[Ids, FieldValues]:
+        """All records by field, in the order of the ids."""
         return self._read(self._db.execute("select id, record from rows order by id").fetchall())
 
-    def column(self, name: str) -> tuple[Ids, Any]:
-        """One field of everything, ascending."""
+    def column(self, name: str) -> tuple[Ids, Rows]:
+        """One field of all records, in the order of the ids."""
         at = 1
         for field in self._fields:
             size = field.width * np.dtype(field.dtype).itemsize
             if field.name == name:
                 break
             at += size
-        said = self._db.execute(f"select id, substr(record, {at}, {size}) from rows order by id").fetchall()
-        raw = b"".join(part for _, part in said)
-        ids = np.fromiter((key for key, _ in said), np.int64, len(said))
+        parts = self._db.execute(f"select id, substr(record, {at}, {size}) from rows order by id").fetchall()
+        raw = b"".join(part for _, part in parts)
+        ids = np.fromiter((key for key, _ in parts), np.int64, len(parts))
         return ids, np.frombuffer(raw, field.dtype).reshape(-1, field.width)
 
     def branch(self) -> Disk:
-        """Another one with the same records, in a file of its own."""
+        """A copy, in a file of its own."""
         other = Disk(self._fields, self._folder)
         self._db.backup(other._db)
         other._count, other._filter = self._count, self._filter.copy()
         return other
 
-    def _read(self, found: list[tuple[int, bytes]]) -> tuple[Ids, dict[str, Any]]:
+    def _read(self, found: list[tuple[int, bytes]]) -> tuple[Ids, FieldValues]:
         ids = np.fromiter((key for key, _ in found), np.int64, len(found))
         raw = np.frombuffer(b"".join(record for _, record in found), np.uint8).reshape(-1, self._size)
-        values, at = {}, 0
+        values: FieldValues = {}
+        at = 0
         for field in self._fields:
             size = field.width * np.dtype(field.dtype).itemsize
             part = np.ascontiguousarray(raw[:, at : at + size])
@@ -151,7 +152,7 @@ class Disk:
         for byte, bit in self._places(ids):
             np.bitwise_or.at(self._filter, byte, bit)
 
-    def _places(self, ids: Ids) -> Iterator[tuple[Any, Any]]:
+    def _places(self, ids: Ids) -> Iterator[tuple[Ids, Bytes]]:
         hashed = mix(ids)
         step = (hashed >> np.uint64(32)) | np.uint64(1)
         for _ in range(_WAYS):
@@ -160,5 +161,5 @@ class Disk:
             hashed = hashed + step
 
 
-def _bytes(values: Any) -> Any:
+def _bytes(values: Rows) -> Bytes:
     return np.ascontiguousarray(values).view(np.uint8).reshape(len(values), -1)

@@ -1,8 +1,8 @@
-"""Embeddings without a dense weight: modules of a torch model whose rows live in a sparse table.
+"""`torch.nn` embeddings whose rows are in a sparse table instead of a dense weight.
 
-A forward looks the ids up, once each, and gives their rows; a backward leaves the rows' gradients with the table, those
-of an id that came several times added up. In a run of rayps the table is on servers (`bind`); elsewhere each module
-has a table in its own process, which takes a step by `step(model)`: the law that distributed runs are held against.
+A forward pulls the rows of its ids, each once; a backward adds the rows' gradients, summed by id, to the table's next
+push. In a rayps job the table is on servers (`bind`). Elsewhere it is in the process, and `step(model)` applies the
+gradients.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import dataclasses
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -21,20 +21,23 @@ from rayps.core.errors import ConfigError, WorkloadError
 from rayps.core.server_updates import PlainServers, update_of
 from rayps.core.topology import Servers
 from rayps.core.user_code import peers_awaited, user_code
+from rayps.core.values import Buffer, Json
+from rayps.data.base import Batch
 from rayps.ps.protocol.space import Space, SparseTable
 from rayps.ps.tables import parquet
 from rayps.ps.tables.client import TableClient, Tables
-from rayps.ps.tables.ids import hash_ids, ids_of
-from rayps.ps.tables.local import InProcess
+from rayps.ps.tables.ids import GivenIds, hash_ids, ids_of
+from rayps.ps.tables.local import InProcess, TableSession
 from rayps.ps.tables.lookup import Lookup
-from rayps.ps.tables.table_options import made_table, wire_of
+from rayps.ps.tables.row_lifecycle import RowPolicy
+from rayps.ps.tables.table_options import Options, TableOptions, made_table, wire_of
 from rayps.workload.base import Workload
 
 MODES = ("sum", "mean")
 
 
 class _Rows(nn.Module):
-    """A view of a sparse table: what `Embedding` and `EmbeddingBag` have in common."""
+    """The base of `Embedding` and `EmbeddingBag`: a module whose rows are in a sparse table."""
 
     def __init__(
         self,
@@ -42,29 +45,31 @@ class _Rows(nn.Module):
         table: str,
         *,
         seed: int = 0,
-        init: str | Mapping[str, Any] = "normal:scale=0.01",
-        optimizer: str | Mapping[str, Any] = "adagrad:lr=0.1",
-        policy: Any = None,
+        init: Options = "normal:scale=0.01",
+        optimizer: Options = "adagrad:lr=0.1",
+        policy: RowPolicy | Mapping[str, Json] | None = None,
         dtype: str | torch.dtype = "float32",
         wire: str | None = None,
         segments: int = 16,
     ) -> None:
         super().__init__()
-        self.table = made_table(dim, table, seed, init, optimizer, policy, dtype, segments)
+        self.table = made_table(
+            dim, table, seed=seed, init=init, optimizer=optimizer, policy=policy, dtype=dtype, segments=segments
+        )
         self.wire = wire_of(wire)
         self._tables: Tables | None = None
 
     @property
     def dim(self) -> int:
-        """Numbers in a row."""
+        """Elements of a row."""
         return self.table.dim
 
     def extra_repr(self) -> str:
-        """What print(model) shows."""
+        """Text for print(model)."""
         return f"{self.table.dim}, table={self.table.name!r}"
 
     def step(self) -> None:
-        """In a loop of plain torch: let the table's own optimizer apply what backward has left; see `step`."""
+        """Apply the gradients of the last backward with the table's optimizer, in a plain torch loop; see `step`."""
         step(self)
 
     def _bind(self, tables: Tables) -> None:
@@ -81,7 +86,7 @@ class _Rows(nn.Module):
         return self._tables
 
     def _look(self, ids: Tensor) -> tuple[Lookup, Tensor]:
-        """Which rows the ids need, and these, once each [n, dim]; a backward to them goes into the coming push."""
+        """The lookup of the ids and its rows [n, dim]; their gradient becomes part of the next push."""
         client, learns = self._bound(), torch.is_grad_enabled()
         with peers_awaited():
             lookup, rows = client.rows(ids, learns=learns)
@@ -92,7 +97,7 @@ class _Rows(nn.Module):
         return lookup, rows
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_tables": None}  # links and rows stay where they are
+        return self.__dict__ | {"_tables": None}  # connections and rows are not pickled
 
 
 def _taker(client: TableClient, lookup: Lookup) -> Callable[[Tensor], None]:
@@ -105,26 +110,29 @@ def _taker(client: TableClient, lookup: Lookup) -> Callable[[Tensor], None]:
 
 
 class Embedding(_Rows):
-    """`torch.nn.Embedding` over a sparse table: any 64-bit id has a row, made on first use from seed and id.
+    """`torch.nn.Embedding` over a sparse table: every 64-bit id has a row, created on first use from seed and id.
 
-    `dim` is the length of a row and `table` the table's name: modules of one model with the same name share its rows,
-    and must agree on everything else. `init` says how a row begins: "normal:scale=0.01", "uniform:scale=0.05",
-    "zeros", or a dict {"name": ..., ...}. `optimizer` steps single rows: "sgd:lr=0.1", "adagrad:lr=0.1",
-    "adam:lr=0.001", or a dict. `policy` is the life of a row (`rayps.ps.tables.row_lifecycle`), e.g. {"admit": 3}.
-    `dtype` is
-    that of the rows; `wire="bf16"` halves what travels. The table is cut into `segments`: it can be spread over as
-    many servers.
+    Args:
+        dim: elements of a row.
+        table: the table's name. Modules of one model with the same name share its rows, and need the same options.
+        seed: of the initial rows.
+        init: initial value of a row: "normal:scale=0.01", "uniform:scale=0.05", "zeros", or {"name": ..., ...}.
+        optimizer: of the rows: "sgd:lr=0.1", "adagrad:lr=0.1", "adam:lr=0.001", or a dict.
+        policy: admission and eviction, e.g. {"admit": 3}; see `rayps.ps.tables.row_lifecycle`.
+        dtype: of the rows, float32 or float64.
+        wire: "bf16" halves the bytes sent.
+        segments: parts of the table; at most as many servers can share it.
 
     Raises:
-        ConfigError: an argument cannot be.
+        ConfigError: an argument is not valid.
 
     Example:
         users = rayps.Embedding(16, table="users")
         rows = users(torch.tensor([3, 17, 3]))  # [3, 16]
     """
 
-    def forward(self, ids: Any) -> Tensor:
-        """The rows of `ids`, [*ids.shape, dim]. Ids are int64 of any shape, 0 or more, or strings (see `ids_of`)."""
+    def forward(self, ids: GivenIds) -> Tensor:
+        """The rows of `ids`, [*ids.shape, dim]. Ids are int64 of any shape, at least 0, or strings (see `ids_of`)."""
         given = ids_of(ids, self.table.name)
         if not given.numel():
             return torch.zeros(*given.shape, self.dim, dtype=getattr(torch, self.table.dtype), device=given.device)
@@ -135,27 +143,27 @@ class Embedding(_Rows):
 class EmbeddingBag(_Rows):
     """`torch.nn.EmbeddingBag` over a sparse table: the sum or the mean of the rows of each bag of ids.
 
-    `mode` is "sum" or "mean"; an empty bag gives zeros. The other arguments are those of `Embedding`.
+    `mode` is "sum" or "mean"; the result of an empty bag is zeros. The other arguments are those of `Embedding`.
 
     Raises:
-        ConfigError: an argument cannot be.
+        ConfigError: an argument is not valid.
 
     Example:
         words = rayps.EmbeddingBag(16, table="words", mode="mean")
         bags = words(torch.tensor([[1, 2], [3, 4]]))  # [2, 16]
     """
 
-    def __init__(self, dim: int, table: str, *, mode: str = "mean", **options: Any) -> None:
+    def __init__(self, dim: int, table: str, *, mode: str = "mean", **options: Unpack[TableOptions]) -> None:
         super().__init__(dim, table, **options)
         if mode not in MODES:
             raise ConfigError(f"mode is {mode!r}: give one of {', '.join(MODES)}", field="mode")
         self.mode = mode
 
-    def forward(self, ids: Any, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+    def forward(self, ids: GivenIds, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """One row for each bag, [bags, dim].
 
-        `ids` [bags, n] has a bag in each row; `ids` [m] with `offsets` [bags] has the bags one behind another, bag i
-        from offsets[i] on. `per_sample_weights`, of the ids' shape, multiply the rows (mode "sum").
+        `ids` [bags, n]: each row is a bag. `ids` [m] with `offsets` [bags]: bag i begins at offsets[i].
+        `per_sample_weights`, of the shape of `ids`, multiply the rows (only with mode "sum").
         """
         given = ids_of(ids, self.table.name)
         offsets = self._offsets(given, offsets)
@@ -163,7 +171,7 @@ class EmbeddingBag(_Rows):
         if not given.numel():
             return torch.zeros(bags, self.dim, dtype=getattr(torch, self.table.dtype), device=given.device)
         lookup, rows = self._look(given)
-        if lookup.order is not None:  # torch adds up in the order of the rows' numbers: however many segments there are
+        if lookup.order is not None:  # torch sums in the order of the ids, for any number of segments
             rows = rows[lookup.order.to(given.device)]
         numbers = lookup.numbers.to(given.device)
         return functional.embedding_bag(numbers, rows, offsets, mode=self.mode, per_sample_weights=per_sample_weights)
@@ -175,7 +183,7 @@ class EmbeddingBag(_Rows):
             return self._checked(torch.as_tensor(offsets, device=ids.device), len(ids))
         with_offsets = "without" if offsets is None else "with"
         raise WorkloadError(
-            f"EmbeddingBag {self.table.name!r} was given ids of shape {list(ids.shape)} {with_offsets} offsets: "
+            f"EmbeddingBag {self.table.name!r} got ids of shape {list(ids.shape)} {with_offsets} offsets: "
             "give [bags, n] without offsets, or [m] with offsets [bags]"
         )
 
@@ -186,14 +194,14 @@ class EmbeddingBag(_Rows):
         if not good:
             shown = offsets.flatten()[:6].tolist()
             raise WorkloadError(
-                f"EmbeddingBag {self.table.name!r} was given offsets {shown}{' ...' if offsets.numel() > 6 else ''} of "
-                f"shape {list(offsets.shape)} for {ids} ids: give whole numbers [bags] that begin with 0, never fall, "
-                f"and end with at most {ids}"
+                f"EmbeddingBag {self.table.name!r} got offsets {shown}{' ...' if offsets.numel() > 6 else ''} of "
+                f"shape {list(offsets.shape)} for {ids} ids: give whole numbers [bags] from 0 to {ids}, the first 0, "
+                "not decreasing"
             )
         return offsets.to(torch.int64)
 
     def extra_repr(self) -> str:
-        """What print(model) shows."""
+        """Text for print(model)."""
         return f"{super().extra_repr()}, mode={self.mode!r}"
 
 
@@ -201,35 +209,35 @@ class EmbeddingBag(_Rows):
 
 
 def rows_of(model: nn.Module) -> Iterator[_Rows]:
-    """The modules of a model whose rows live in tables."""
+    """The modules of a model whose rows are in tables."""
     return (module for module in model.modules() if isinstance(module, _Rows))
 
 
 def tables_of(model: nn.Module) -> tuple[SparseTable, ...]:
-    """The tables of a model, in the order of their first use; () where there are none.
+    """The tables of a model, in the order of their modules; () if there are none.
 
     Raises:
-        ConfigError: two modules say different things about one table.
+        ConfigError: two modules give one table different options.
     """
     found: dict[str, _Rows] = {}
     for module in rows_of(model):
         first = found.setdefault(module.table.name, module)
         for name, one, other in _differences(first, module):
             raise ConfigError(
-                f"table {module.table.name!r} is used with {name} {one!r} and with {name} {other!r} in one model: "
-                "give both modules the same, or two tables by other names",
+                f"table {module.table.name!r} has {name} {one!r} in one module and {other!r} in another: "
+                "give both modules the same options, or tables of different names",
                 field=name,
             )
     return tuple(module.table for module in found.values())
 
 
-def _differences(a: _Rows, b: _Rows) -> Iterator[tuple[str, Any, Any]]:
+def _differences(a: _Rows, b: _Rows) -> Iterator[tuple[str, Json, Json]]:
     yield from _unlike(a.table, b.table)
     if a.wire != b.wire:
         yield "wire", a.wire, b.wire
 
 
-def _unlike(a: SparseTable, b: SparseTable) -> Iterator[tuple[str, Any, Any]]:
+def _unlike(a: SparseTable, b: SparseTable) -> Iterator[tuple[str, Json, Json]]:
     for field in dataclasses.fields(SparseTable):
         one, other = getattr(a, field.name), getattr(b, field.name)
         if one != other:
@@ -237,31 +245,34 @@ def _unlike(a: SparseTable, b: SparseTable) -> Iterator[tuple[str, Any, Any]]:
 
 
 def bind(
-    model: nn.Module, talk: Any, space: Space, lookups: Callable[[Any], Mapping[str, Any]] | None = None
+    model: nn.Module,
+    session: TableSession,
+    space: Space,
+    lookups: Callable[[Batch], Mapping[str, GivenIds]] | None = None,
 ) -> Tables:
-    """Let a model's tables be those of a space on servers, seen through `talk` (`rayps.ps.client.session.Session`).
+    """Connect a model's tables to those of a space on servers.
 
-    `lookups(batch)` foretells the ids of a batch by table, see `Workload.lookups`; None = no prefetch.
+    `lookups(batch)` returns the ids of a coming batch by table, see `Workload.lookups`; None = no prefetch.
 
     Raises:
-        ConfigError: the space has no such table, or another one by that name.
+        ConfigError: the space has no such table, or the table has other options there.
     """
     for table in tables_of(model):
         held, _ = space.table(table.name)
         for name, there, here in _unlike(held, dataclasses.replace(table, segments=held.segments)):
             raise ConfigError(
                 f"table {table.name!r} has {name} {there!r} on the servers and {here!r} in the model: "
-                "change the model, or begin under another name",
+                "change the model, or use another table name",
                 field=name,
             )
-    tables = Tables(talk, space, lookups=lookups)
+    tables = Tables(session, space, lookups=lookups)
     for module in rows_of(model):
         module._bind(tables)
     return tables
 
 
 def local(model: nn.Module) -> Tables | None:
-    """Let a model's tables be in this process, new and empty; those of one name are one. None where there are none."""
+    """Create a model's tables in this process, empty. None if the model has no tables."""
     found = tables_of(model)
     if not found:
         return None
@@ -271,26 +282,27 @@ def local(model: nn.Module) -> Tables | None:
     return tables
 
 
-def _local(found: Any) -> Tables:
+def _local(found: Iterable[SparseTable]) -> Tables:
     cut = tuple(dataclasses.replace(table, segments=1) for table in found)
     space = Space("local", 0, 1, PlainServers(Servers(update=update_of(0), tables=True)), tables=cut)
     return Tables(InProcess(space), space)
 
 
 def save(model: nn.Module, folder: str | Path) -> None:
-    """Write the tables of a model in this process as Parquet, each into `folder`/NAME; `load` reads them."""
-    for tables in _locals(model):
+    """Write a model's tables in this process as Parquet, each into `folder`/NAME; `load` reads them."""
+    for tables, session in _locals(model):
         for client in tables.clients.values():
-            segment = tables.talk.segments[client.first]
+            segment = session.segments[client.first]
             parquet.write(Path(folder) / client.table.name, client.table, [segment.dump()])
 
 
 def load(model: nn.Module, folder: str | Path) -> nn.Module:
-    """Let a model's tables be in this process, with the rows that Parquet files in `folder`/NAME hold, e.g. of a
-    checkpoint in its folder `tables`, by whatever number of segments.
+    """Create a model's tables in this process with the rows of the Parquet files in `folder`/NAME.
+
+    The files may be of any number of segments, e.g. in the folder `tables` of a checkpoint.
 
     Raises:
-        CheckpointError: there are none, or they are of another table.
+        CheckpointError: there are no files, or they are of another table.
     """
     tables = local(model)
     for name, client in tables.clients.items() if tables is not None else ():
@@ -298,8 +310,8 @@ def load(model: nn.Module, folder: str | Path) -> nn.Module:
     return model
 
 
-def load_states(model: nn.Module, states: Mapping[str, Iterable[Any]]) -> nn.Module:
-    """As `load`, from the states of all segments of a table (`TableSegment.dump`), by its name; others are empty."""
+def load_states(model: nn.Module, states: Mapping[str, Iterable[Buffer]]) -> nn.Module:
+    """As `load`, from the states of all segments (`TableSegment.dump`) by table name; tables not named are empty."""
     tables = local(model)
     for name, client in tables.clients.items() if tables is not None else ():
         if name in states:
@@ -310,32 +322,34 @@ def load_states(model: nn.Module, states: Mapping[str, Iterable[Any]]) -> nn.Mod
 
 
 def _fill(client: TableClient, folder: Path) -> None:
+    assert isinstance(client.session, InProcess)
     for index, state in parquet.read(folder, client.table, 1, marks=[0]):
-        client.talk.segments[client.first + index].load(state)
+        client.session.segments[client.first + index].load(state)
 
 
 def step(model: nn.Module) -> None:
-    """In a loop of plain torch: let the tables' own optimizers apply what backward has left; after `optimizer.step()`.
+    """Apply the gradients of the last backward to the tables, in a plain torch loop, after `optimizer.step()`.
 
-    What is not applied is kept and added to the next backward's.
+    Without this call the gradients are added to those of the next backward.
     """
-    for tables in _locals(model):
+    for tables, _ in _locals(model):
         tables.push(tables.step, 1.0)
 
 
-def _locals(model: nn.Module) -> list[Tables]:
-    """The tables of a model that are in this process, once each. Raises ConfigError where they are on servers."""
+def _locals(model: nn.Module) -> list[tuple[Tables, InProcess]]:
+    """The distinct tables of a model and their sessions in this process. Raises ConfigError: they are on servers."""
     found = list({id(tables): tables for tables in (module._bound_tables() for module in rows_of(model))}.values())
-    if any(not isinstance(tables.talk, InProcess) for tables in found):
-        raise ConfigError("the model's tables are on servers: there the strategy takes the step, and checkpoints save")
-    return found
+    local = [(tables, tables.session) for tables in found if isinstance(tables.session, InProcess)]
+    if len(local) < len(found):
+        raise ConfigError("the model's tables are on servers: the job's strategy steps them, and checkpoints save them")
+    return local
 
 
 def try_out(workload: Workload, model: nn.Module) -> None:
-    """Compute the loss of one batch here, so that what is wrong with ids is said before any worker starts.
+    """Compute the loss of one batch here, to find invalid ids before any worker starts.
 
     Raises:
-        WorkloadError, DataError: e.g. ids are no whole numbers, or one is negative.
+        WorkloadError, DataError: e.g. ids are not whole numbers, or one is negative.
     """
     with user_code("data"):
         batch = next(iter(workload.data().batches(rank=0, size=1, seed=0, epoch=0)), None)
@@ -347,10 +361,10 @@ def try_out(workload: Workload, model: nn.Module) -> None:
         _check_lookups(given, model)
 
 
-def _check_lookups(given: Any, model: nn.Module) -> None:
+def _check_lookups(given: Mapping[str, GivenIds], model: nn.Module) -> None:
     known = {table.name for table in tables_of(model)}
     if not isinstance(given, Mapping):
-        raise WorkloadError(f"lookups(batch) gave {type(given).__name__}: return a dict of ids by table")
+        raise WorkloadError(f"lookups(batch) returned {type(given).__name__}: return a dict of ids by table")
     for name, ids in given.items():
         if name not in known:
             raise WorkloadError(f"lookups(batch) names table {name!r}; the model's are {', '.join(sorted(known))}")

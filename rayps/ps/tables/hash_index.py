@@ -1,38 +1,36 @@
-"""Where the row of an id is: a hash index of open addressing, looked up for many ids at a time. Pure numpy.
+"""A hash index from ids to slots, by open addressing, vectorised over many ids. Pure numpy.
 
-A cell holds the slot whose key it stands for, so that a lookup reads a cell and a key; 10 to 24 bytes of cells and 8 of
-keys a row. Slots are given by the index: those that were freed last come back first. Knuth, "The Art of Computer
-Programming", vol. 3, section 6.4 (open addressing; deleted cells are marked and go with the next rebuilding);
-steps of 1, 2, 3, ... reach every cell of a table whose size is a power of two (exercise 20).
+A cell contains the slot of an id; a lookup reads one cell and one key. Memory: 10 to 24 bytes of cells and 8 of keys a
+row. The index assigns the slots; the slot freed last is reused first. Knuth, "The Art of Computer Programming",
+vol. 3, section 6.4: deleted cells are marked, and disappear when the index is rebuilt; probe steps of 1, 2, 3, ...
+reach every cell of a table whose size is a power of two (exercise 20).
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from rayps.ps.tables.wire_format import Ids, mix
+from rayps.ps.tables.wire_format import Ids, Slots, mix
 
-ABSENT = 0  # the slot of an id that is not there; nobody's key
-_GONE = 1  # in a cell: its key was deleted
-FIRST = 2  # the first slot that is given
+ABSENT = 0  # the slot returned for an id that is not in the index
+_GONE = 1  # a cell whose key was deleted
+FIRST = 2  # the first slot that is assigned
 _LEAST = 64
-_SPARSE = 3  # at most one cell in so many is filled: a look-up goes on until the unluckiest id has found its own
+_SPARSE = 3  # at most one cell in three is filled: a vectorised lookup takes as long as its longest probe
 
 
 class HashIndex:
-    """From ids to slots, which are whole numbers from `FIRST` on, nearly without gaps."""
+    """A map from ids to slots. Slots are whole numbers from `FIRST` on, nearly without gaps."""
 
     def __init__(self) -> None:
         self._cells = np.zeros(_LEAST, np.int32)
-        self.keys = np.full(_LEAST, -1, np.int64)  # by slot: its id, -1 = nobody's
-        self.top = FIRST  # no slot from here on was ever given
-        self._free: list[Any] = []  # arrays of slots below `top` that are nobody's
+        self.keys = np.full(_LEAST, -1, np.int64)  # by slot: its id, -1 = free
+        self.top = FIRST  # slots from here on were never assigned
+        self._free: list[Slots] = []  # arrays of free slots below `top`
         self._filled = 0  # cells that are not empty
         self._live = 0
         self._shared = False
-        self.lost = 0  # deletions so far: slots that were found before the last of them may be another's
+        self.lost = 0  # deletions so far: a slot found before the last deletion may belong to another id now
 
     def __len__(self) -> int:
         return self._live
@@ -42,8 +40,8 @@ class HashIndex:
         """Bytes of cells and keys."""
         return int(self._cells.nbytes + self.keys.nbytes)
 
-    def find(self, ids: Ids) -> Any:
-        """The slot of each id, int64 [n]; `ABSENT` where it is not there."""
+    def find(self, ids: Ids) -> Slots:
+        """The slot of each id, int64 [n]; `ABSENT` for an id that is not in the index."""
         cells, keys, mask = self._cells, self.keys, len(self._cells) - 1
         place = (mix(ids) & np.uint64(mask)).view(np.int64)
         slots = cells.take(place).astype(np.int64)
@@ -61,20 +59,20 @@ class HashIndex:
             rest, at, wanted = rest.take(other), at.take(other), wanted.take(other)
         return slots
 
-    def insert(self, ids: Ids) -> Any:
-        """A slot for each id, int64 [n]; none of them may be there, or twice."""
+    def insert(self, ids: Ids) -> Slots:
+        """Insert distinct ids that are not in the index; their slots, int64 [n]."""
         count = len(ids)
         self._own()
         if (self._filled + count) * _SPARSE > len(self._cells):
             self._rebuild(self._live + count)
-        slots = self._give(count)
+        slots = self._assign(count)
         self.keys[slots] = ids
         self._place(ids, slots)
         self._live += count
         return slots
 
-    def delete(self, ids: Ids) -> Any:
-        """Forget these ids, all of which are there and none twice; the slots that they had."""
+    def delete(self, ids: Ids) -> Slots:
+        """Delete distinct ids that are in the index; the slots that they had, int64 [n]."""
         self._own()
         cells, mask = self._cells, len(self._cells) - 1
         slots = self.find(ids)
@@ -92,12 +90,12 @@ class HashIndex:
         self._live -= len(ids)
         return slots
 
-    def slots(self) -> Any:
+    def slots(self) -> Slots:
         """The slots in use, ascending."""
         return np.flatnonzero(self.keys[: self.top] >= 0)
 
     def branch(self) -> HashIndex:
-        """Another index that says the same; memory is shared until one of them changes."""
+        """A copy; both share memory until one of them changes."""
         other = HashIndex()
         other._cells, other.keys, other.top = self._cells, self.keys, self.top
         other._free, other._filled, other._live = list(self._free), self._filled, self._live
@@ -108,7 +106,7 @@ class HashIndex:
         if self._shared:
             self._cells, self.keys, self._shared = self._cells.copy(), self.keys.copy(), False
 
-    def _give(self, count: int) -> Any:
+    def _assign(self, count: int) -> Slots:
         parts, wanted = [], count
         while wanted and self._free:
             last = self._free.pop()
@@ -126,23 +124,23 @@ class HashIndex:
 
     def _rebuild(self, wanted: int) -> None:
         size = _LEAST
-        while size < (wanted + wanted // 4) * _SPARSE:  # room to grow: rebuilding costs as much as all the inserting
+        while size < (wanted + wanted // 4) * _SPARSE:  # room to grow: a rebuild costs as much as all inserts
             size *= 2
         self._cells = np.zeros(size, np.int32)
         self._filled = 0
         held = self.slots()
         self._place(self.keys[held], held)
 
-    def _place(self, ids: Ids, slots: Any) -> None:
-        """Put slots into the first cells that are free on their ids' ways; of several for one cell the last wins."""
+    def _place(self, ids: Ids, slots: Slots) -> None:
+        """Write each slot into the first free cell of its id's probe sequence; of several for a cell, the last one."""
         cells, mask = self._cells, len(self._cells) - 1
         place = (mix(ids) & np.uint64(mask)).view(np.int64)
-        slots, step = slots.astype(np.int32), 0
-        while len(slots):
+        rest, step = slots.astype(np.int32), 0
+        while len(rest):
             step += 1
             before = cells[place]
             free = before <= _GONE
-            cells[place[free]] = slots[free]
-            lost = cells[place] != slots
+            cells[place[free]] = rest[free]
+            lost = cells[place] != rest
             self._filled += int(np.count_nonzero(~lost & (before == ABSENT)))
-            slots, place = slots[lost], (place[lost] + step) & mask
+            rest, place = rest[lost], (place[lost] + step) & mask

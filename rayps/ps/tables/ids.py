@@ -1,44 +1,48 @@
-"""Ids from what a user gives: whole numbers in any wrapping, or strings. Pure."""
+"""Ids from a user's values: whole numbers in any container, or strings. Pure."""
 
 from __future__ import annotations
 
 import hashlib
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from rayps.core.errors import WorkloadError
 
+GivenIds: TypeAlias = Tensor | ArrayLike  # whole numbers, or strings, of any shape
 
-def ids_of(given: Any, table: str = "") -> Tensor:
+
+def ids_of(given: GivenIds, table: str = "") -> Tensor:
     """Ids as an int64 tensor of the same shape; strings become 63-bit ids by `hash_ids`.
 
     Raises:
-        WorkloadError: they are neither whole numbers nor strings.
+        WorkloadError: the values are neither whole numbers nor strings.
     """
     if not isinstance(given, Tensor):
         values = np.asarray(given)
         if values.dtype.kind in "USO" and values.size:
-            return hash_ids(values if isinstance(given, np.ndarray) else given)  # numpy makes words of all
+            return hash_ids(values if isinstance(given, np.ndarray) else given)  # numpy turns a mixed list into strings
         given = torch.from_numpy(values.astype(np.int64)) if values.size == 0 else torch.as_tensor(values)
     if given.dtype in (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8):
         ids: Tensor = given.detach().to(torch.int64)
         return ids
     kind = str(given.dtype).removeprefix("torch.")
     raise WorkloadError(
-        f"the ids of table {table!r} are {kind}: give whole numbers (int64, e.g. ids.long()) or strings", table=table
+        f"the ids of table {table!r} have dtype {kind}: give whole numbers (int64, e.g. ids.long()) or strings",
+        table=table,
     )
 
 
-def hash_ids(strings: Any) -> Tensor:
-    """Strings (or bytes), in a list or an array of any shape, as ids of 63 bits: the low ones of their blake2b.
+def hash_ids(strings: ArrayLike) -> Tensor:
+    """Strings or bytes, in a list or an array of any shape, as 63-bit ids: the low bits of their blake2b hash.
 
-    Two of ten million different strings get the same id once in 200,000 such sets.
+    Collisions are rare: among 200,000 sets of ten million different strings each, about one set has one.
 
     Raises:
-        WorkloadError: one of them is not a string.
+        WorkloadError: a value is not a string.
 
     Example:
         ids = rayps.hash_ids(["plane=N101", "plane=N102"])
@@ -49,9 +53,9 @@ def hash_ids(strings: Any) -> Tensor:
     return torch.tensor([known[text] for text in flat], dtype=torch.int64).reshape(values.shape)
 
 
-def _hash(text: Any) -> int:
+def _hash(text: str | bytes | int | float | None) -> int:
     if isinstance(text, str):
         text = text.encode()
     if not isinstance(text, bytes):
-        raise WorkloadError(f"an id is {text!r} among strings: give strings alone, or whole numbers alone")
+        raise WorkloadError(f"an id is {text!r} among strings: give only strings, or only whole numbers")
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") & (2**63 - 1)

@@ -1,30 +1,34 @@
-"""How a row begins: the same value everywhere, from the table's seed and the id alone. Pure.
+"""The initial value of a row: a function of the table's seed and the id alone. Pure.
 
-A counter-based generator (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011): element j of row i
-is a hash of (seed, i, j), so rows may be made in any order, at any time, on any server. Only whole-number arithmetic
-and exactly rounded operations are used: no processor and no library gives another bit.
+The value is the same to the bit on every processor, server and library version: it uses only whole-number arithmetic
+and exactly rounded operations. Element j of row i is a hash of (seed, i, j), so rows can be made in any order, at any
+time, on any server (a counter-based generator: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011).
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rayps.core.errors import ConfigError
 from rayps.ps.protocol.space import SparseTable
-from rayps.ps.tables.wire_format import Ids, mix
+from rayps.ps.tables.wire_format import Ids, Rows, mix
+
+Floats = NDArray[np.float64]
+_Bits = TypeVar("_Bits", np.uint16, np.uint32)
 
 KINDS = ("normal", "uniform", "zeros", "constant")
 _GOLDEN = 0x9E3779B97F4A7C15
 _LEVELS = 1 << 16
-_BLOCK = 4096  # rows made at a time: what is made on the way stays in the cache
+_BLOCK = 4096  # rows made at a time: temporaries stay in the processor's cache
 
 
 def check(table: SparseTable) -> None:
-    """Raises ConfigError where `table.init` cannot be read."""
+    """Check `table.init`. Raises ConfigError: it is not valid."""
     _read(table)
 
 
@@ -44,11 +48,11 @@ def _read(table: SparseTable) -> tuple[str, float]:
     return str(name), float(value)
 
 
-def initial(table: SparseTable, ids: Ids) -> Any:
-    """The first values of these rows, [n, dim] of the table's dtype.
+def initial(table: SparseTable, ids: Ids) -> Rows:
+    """The initial values of rows, [n, dim] of the table's dtype.
 
-    normal: mean 0, standard deviation `scale`, one of 65,536 equally likely quantiles; uniform: within -scale and
-    scale, of 2^32 levels; constant: `value`.
+    normal: mean 0, standard deviation `scale`, one of 65,536 equally likely quantiles; uniform: between -scale and
+    scale, one of 2^32 levels; constant: `value`.
     """
     name, value = _read(table)
     dtype, count = np.dtype(table.dtype), len(ids)
@@ -68,7 +72,7 @@ def initial(table: SparseTable, ids: Ids) -> Any:
     return found
 
 
-def _bits(table: SparseTable, ids: Ids, kind: Any) -> Any:
+def _bits(table: SparseTable, ids: Ids, kind: type[_Bits]) -> NDArray[_Bits]:
     """Random whole numbers [n, dim] of 16 or 32 bits."""
     words = -(-table.dim * np.dtype(kind).itemsize // 8)
     key = mix(ids ^ np.int64(key_of(table.seed)))
@@ -77,23 +81,23 @@ def _bits(table: SparseTable, ids: Ids, kind: Any) -> Any:
 
 
 def key_of(seed: int) -> int:
-    """A seed as 63 bits that look like any others."""
+    """A seed as 63 well-mixed bits."""
     return int(mix(np.array([seed % (1 << 63)], np.int64) ^ np.int64(0x5DEECE66D))[0]) >> 1
 
 
 @functools.cache
-def _normals(dtype: str) -> Any:
+def _normals(dtype: str) -> Rows:
     """The quantiles of the normal distribution at (i + 1/2) / 65536, scaled to a variance of 1."""
     half = quantile((np.arange(_LEVELS // 2) + 0.5) / _LEVELS)
     values = np.concatenate([half, -half[::-1]])
     return (values / math.sqrt(math.fsum(values * values) / _LEVELS)).astype(dtype)  # fsum: exact in any order
 
 
-def quantile(p: Any) -> Any:
-    """Where the normal distribution has the probability p below it, 0 < p <= 1/2, float64, by its series.
+def quantile(p: Floats) -> Floats:
+    """The quantiles of the normal distribution at probabilities 0 < p <= 1/2, float64, by its series.
 
-    The distribution function is 1/2 - x phi(x) (1 + x^2/3 + x^4/(3 5) + ...) for -x; Newton's method on it from a
-    start that is too small converges from one side. Abramowitz and Stegun, 26.2.11.
+    The distribution function at -x is 1/2 - x phi(x) (1 + x^2/3 + x^4/(3 5) + ...); Newton's method from a start below
+    the root converges from one side. Abramowitz and Stegun, 26.2.11.
     """
     x = np.zeros_like(p)
     for _ in range(16):
@@ -108,7 +112,7 @@ def quantile(p: Any) -> Any:
     return -x
 
 
-def _exp(x: Any) -> Any:
+def _exp(x: Floats) -> Floats:
     """e^x for -16 <= x <= 0, by exactly rounded operations only."""
     small = x * 2.0**-8
     total = np.ones_like(x)

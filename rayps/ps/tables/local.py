@@ -1,23 +1,50 @@
-"""A space's tables in this process, for one worker: the same segments as on servers, without links.
+"""The session of a table client, and its implementation without servers: all segments in this process.
 
-What a single process learns with it is the law that runs on servers are held against.
+Tests compare runs on servers with a run in one process.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Protocol
 
 from rayps.comm.link.socket_link import EMPTY, as_bytes
 from rayps.core.errors import ConfigError
+from rayps.core.values import Buffer
 from rayps.ps.client.session import SegmentReplies
 from rayps.ps.protocol.messages import GroupMessage
 from rayps.ps.protocol.space import Space
 from rayps.ps.tables.table_segment import TableSegment
 
 
+class TableSession(Protocol):
+    """A session as the tables use it: `rayps.ps.client.session.Session` or `InProcess`."""
+
+    timeout: float
+
+    def exchange(
+        self,
+        kind: GroupMessage,
+        pieces: Mapping[int, Buffer],
+        *,
+        step: int = 0,
+        weight: float = 0.0,
+        landing: Mapping[int, Buffer] | None = None,
+    ) -> SegmentReplies:
+        """Send a piece to each segment and wait for the answers. Raises LinkError."""
+
+    def reader(self) -> TableSession:
+        """A session of the same rank for another thread."""
+
+    def hang_up(self) -> None:
+        """End exchanges that wait."""
+
+    def close(self) -> None:
+        """Close the connections."""
+
+
 class InProcess:
-    """Stands where a `Talk` stands: rank 0 of one worker, whose exchanges are calls. Not for several threads."""
+    """A session of rank 0 of one worker that calls the segments. For one thread."""
 
     timeout = 60.0
 
@@ -32,15 +59,15 @@ class InProcess:
     def exchange(
         self,
         kind: GroupMessage,
-        pieces: Mapping[int, Any],
+        pieces: Mapping[int, Buffer],
         *,
         step: int = 0,
         weight: float = 0.0,
-        landing: Mapping[int, Any] | None = None,
+        landing: Mapping[int, Buffer] | None = None,
     ) -> SegmentReplies:
-        """Do what servers would with the pieces. Raises ConfigError, ValueError: nothing was applied."""
+        """Apply the pieces as servers would. Raises ConfigError, ValueError: nothing was applied."""
         views = {index: memoryview(as_bytes(piece)) for index, piece in pieces.items()}
-        answers: dict[int, Any] = dict.fromkeys(views, EMPTY)
+        answers: dict[int, Buffer] = dict.fromkeys(views, EMPTY)
         if kind is GroupMessage.PUSH:
             for index, view in views.items():
                 self.segments[index].check(0, step, weight, view)
@@ -56,7 +83,7 @@ class InProcess:
                 else:
                     as_bytes(place)[:] = as_bytes(value)
         else:
-            raise ConfigError(f"tables in this process cannot do {kind.name}")
+            raise ConfigError(f"tables in this process do not support {kind.name}")
         versions = [self.segments[index].version for index in views]
         return SegmentReplies(answers, 0, min(versions, default=0), step)
 
@@ -65,7 +92,7 @@ class InProcess:
         return self
 
     def hang_up(self) -> None:
-        """There is nobody to leave."""
+        """Do nothing: an exchange does not wait."""
 
     def close(self) -> None:
-        """There is nobody to leave."""
+        """Do nothing: there are no connections."""

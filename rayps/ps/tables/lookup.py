@@ -1,32 +1,33 @@
-"""Which rows some ids need: made unique and sorted once, for the pull and for the push. Pure."""
+"""The unique rows that a batch of ids refers to: computed once, used by the pull and the push. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rayps.core.errors import DataError, WorkloadError
 from rayps.ps.protocol.space import SparseTable
 from rayps.ps.tables import wire_format
+from rayps.ps.tables.wire_format import Counts, Ids, Slots
 
 
 @dataclass(slots=True)
 class Lookup:
-    """Which rows some ids need: `ids` [n] once each, a segment's together and ascending; `counts` [n] how often."""
+    """The unique ids of a batch: `ids` [n], by segment, ascending within; `counts` [n], how often each occurs."""
 
-    ids: Any
-    counts: Any
+    ids: Ids
+    counts: Counts
     bounds: list[int]  # segment s has ids[bounds[s]:bounds[s + 1]]
-    inverse: Tensor  # of the ids' shape: which row is each one's
-    numbers: Tensor  # of the ids' shape: the same, were the rows in the order of all ids,
-    order: Tensor | None = None  # [n]: in which these are the rows; None where the rows are so already
+    inverse: Tensor  # of the batch's shape: index into `ids`
+    numbers: Tensor  # of the batch's shape: index into `ids` sorted over all segments
+    order: Tensor | None = None  # [n]: the rows in the order of the sorted ids; None: they are sorted already
 
-    def places(self, ids: Any) -> tuple[Any, Any]:
-        """Where other ids stand in this lookup, and which of them do."""
+    def places(self, ids: Ids) -> tuple[Slots, NDArray[np.bool_]]:
+        """The index of other ids in this lookup, int64 [m], and which of them it contains, bool [m]."""
         if not len(self.ids):
             return np.zeros(len(ids), np.int64), np.zeros(len(ids), bool)
         order = np.arange(len(self.ids)) if self.order is None else self.order.numpy()
@@ -37,14 +38,14 @@ class Lookup:
 
 
 def lookup_of(ids: Tensor, table: SparseTable) -> Lookup:
-    """Sort ids, once. Raises DataError, WorkloadError."""
+    """Make ids of any shape unique and sort them. Raises DataError (a negative id), WorkloadError (not int64)."""
     if ids.dtype is not torch.int64:
         raise WorkloadError(f"the ids of table {table.name!r} are {ids.dtype}: give int64", table=table.name)
     unique, inverse, counts = torch.unique(ids, sorted=True, return_inverse=True, return_counts=True)
     if len(unique) and int(unique[0]) < 0:
         raise DataError(
-            f"id {int(unique[0])} of table {table.name!r} is negative: ids are whole numbers from 0 to 2**63 - 1; "
-            "give another one for what is missing, or leave it out of the bag",
+            f"id {int(unique[0])} of table {table.name!r} is negative: give ids from 0 to 2**63 - 1; for a missing "
+            "value give an id of its own, or leave it out of the bag",
             table=table.name,
         )
     found, many = unique.numpy(), counts.numpy().astype(np.uint32)
@@ -58,7 +59,7 @@ def lookup_of(ids: Tensor, table: SparseTable) -> Lookup:
 
 
 def merged(pending: list[tuple[Lookup, Tensor]], table: SparseTable) -> tuple[Lookup, Tensor]:
-    """Several lookups' gradients as those of one, summed by id, with the sum of the counts."""
+    """Merge the gradients of several lookups: gradients and counts are summed by id."""
     one = lookup_of(torch.from_numpy(np.concatenate([lookup.ids for lookup, _ in pending])), table)
     grads = torch.zeros(len(one.ids), table.dim, dtype=wire_format.DTYPES[table.dtype])
     grads.index_add_(0, one.inverse, torch.cat([grad for _, grad in pending]).to(grads.dtype))
@@ -69,6 +70,6 @@ def merged(pending: list[tuple[Lookup, Tensor]], table: SparseTable) -> tuple[Lo
 
 
 def spans(lookup: Lookup) -> list[tuple[int, int, int]]:
-    """Segment, first row, end; of the segments that have any."""
+    """(segment, first row, end) of each segment that has rows."""
     bounds = lookup.bounds
     return [(s, bounds[s], bounds[s + 1]) for s in range(len(bounds) - 1) if bounds[s] < bounds[s + 1]]

@@ -1,4 +1,4 @@
-"""The pushes of one round, made one: over all ids that somebody named. Pure."""
+"""Merge the pushes of one round: each push extended to the union of all pushed ids. Pure."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from rayps.ps.tables.wire_format import DTYPES, Counts, Ids, TablePush
 
 
 def union(table: SparseTable, pushes: Sequence[TablePush]) -> tuple[Ids, Counts, list[Tensor]]:
-    """All ids that somebody pushed, their counts together, and each push over all of them: zeros where it has none."""
+    """The union of the pushed ids, their summed counts, and each push's gradients over the union (0 for other ids)."""
     several = [push.ids for push in pushes]
     if not any(len(ids) for ids in several):
         return np.empty(0, np.int64), np.empty(0, np.uint32), []
     if all(np.array_equal(ids, several[0]) for ids in several[1:]):
-        counts = np.sum([push.counts for push in pushes], axis=0, dtype=np.uint32)
-        return several[0], counts, [push.rows for push in pushes]
+        total: Counts = np.stack([push.counts for push in pushes]).sum(axis=0, dtype=np.uint32)
+        return several[0], total, [push.rows for push in pushes]
     ids = np.unique(np.concatenate(several))
     counts = np.zeros(len(ids), np.uint32)
     values = []

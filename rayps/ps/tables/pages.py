@@ -1,8 +1,8 @@
-"""The memory of rows: columns in pages, copied on write where several stores share them. Pure.
+"""The memory of rows: columns in pages, shared by stores and copied on write. Pure.
 
-A store counts its rows by slots; its page table says in which page of the columns a slot lies. A branch takes the page
-table, so that a page belongs to both until one of them writes to it. A store that was never branched has its pages in
-order, and needs no table.
+A store numbers its rows by slots; its page table maps a slot to a page of the columns. A branch copies the page table,
+so both stores share a page until one of them writes to it. A store that was never branched has its pages in order,
+and does not use the table.
 """
 
 from __future__ import annotations
@@ -10,19 +10,20 @@ from __future__ import annotations
 import mmap
 import threading
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from rayps.ps.tables.wire_format import cells
+from rayps.ps.tables.wire_format import Rows, Slots, cells
 
 BITS = 6
-ROWS = 1 << BITS  # of a page: few, as ids touch rows anywhere and a page is copied whole
+ROWS = 1 << BITS  # rows of a page: few, because ids are spread over all pages and a page is copied whole
 _MASK = ROWS - 1
 
 
 class Field(NamedTuple):
-    """A column of a table: its elements for each row, and what a new row has in them."""
+    """A column of a table: elements for each row, their dtype, and the value in a new row."""
 
     name: str
     width: int
@@ -31,16 +32,16 @@ class Field(NamedTuple):
 
 
 class _Column:
-    """An array [rows, width] that grows without a copy: the system moves the pages of its memory to a longer place."""
+    """An array [rows, width] that grows without a copy: the operating system remaps its memory."""
 
     def __init__(self, field: Field) -> None:
         self.width, self.dtype = field.width, np.dtype(field.dtype)
-        self._memory: Any = None
-        self.rows = np.empty((0, self.width), self.dtype)
+        self._memory: mmap.mmap | None = None
+        self.rows: Rows = np.empty((0, self.width), self.dtype)
         self.cells = cells(self.rows)
 
     def grow(self, rows: int) -> None:
-        """Give it room for so many rows; new ones are zeros."""
+        """Grow to `rows` rows; the new ones are zeros."""
         size = rows * self.width * self.dtype.itemsize
         old, held = self.rows, len(self.rows)
         self.rows = self.cells = old[:0].copy()
@@ -49,34 +50,35 @@ class _Column:
                 raise BufferError
             del old
             self._memory.resize(size)
-        except (BufferError, SystemError, ValueError):  # somebody reads it at this moment, or the system cannot
-            before = None if self._memory is None else self._array(held)
+        except (BufferError, SystemError, ValueError):  # another thread reads it now, or the system cannot remap
+            before = None if self._memory is None else _array(self._memory, self.dtype, held, self.width)
             self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             if hasattr(mmap, "MADV_HUGEPAGE") and size >= 1 << 22:
-                self._memory.madvise(mmap.MADV_HUGEPAGE)  # rows lie anywhere: fewer of the processor's table walks
+                self._memory.madvise(mmap.MADV_HUGEPAGE)  # rows are read in random order: fewer TLB misses
             if before is not None:
-                self._array(held)[:] = before
-        self.rows = self._array(rows)
+                _array(self._memory, self.dtype, held, self.width)[:] = before
+        self.rows = _array(self._memory, self.dtype, rows, self.width)
         self.cells = cells(self.rows)
 
-    def _array(self, rows: int) -> Any:
-        return np.frombuffer(self._memory, self.dtype, rows * self.width).reshape(rows, self.width)
+
+def _array(memory: mmap.mmap, dtype: np.dtype[np.generic], rows: int, width: int) -> Rows:
+    return np.frombuffer(memory, dtype, rows * width).reshape(rows, width)
 
 
 class Pages:
-    """The columns of a store and of its branches. Hold `lock` while calling anything or using what it gave."""
+    """The columns of a store and of its branches. Hold `lock` in every call, and while using what it returned."""
 
     def __init__(self, fields: Sequence[Field]) -> None:
         self.fields = tuple(fields)
         self.columns = {field.name: _Column(field) for field in self.fields}
         self.lock = threading.RLock()
-        self.users = np.zeros(0, np.int32)  # by page: stores that have it
-        self._top = 0  # pages that were ever given
+        self.users: NDArray[np.int32] = np.zeros(0, np.int32)  # by page: stores that use it
+        self._top = 0  # pages allocated so far
         self._free: list[int] = []
         self.row_bytes = sum(field.width * np.dtype(field.dtype).itemsize for field in self.fields)
 
-    def give(self, count: int) -> Any:
-        """So many pages with one user each, int64. What is in them is not said."""
+    def allocate(self, count: int) -> Slots:
+        """Allocate `count` pages with one user each, int64 [count]; their content is undefined."""
         again = [self._free.pop() for _ in range(min(count, len(self._free)))]
         fresh = np.arange(self._top, self._top + count - len(again))
         self._top += len(fresh)
@@ -89,14 +91,14 @@ class Pages:
         self.users[found] = 1
         return found
 
-    def drop(self, pages: Any) -> None:
-        """One user fewer for each of these pages."""
+    def drop(self, pages: Slots) -> None:
+        """Remove one user of each page; a page without users is free."""
         self.users[pages] -= 1
         self._free.extend(pages[self.users[pages] == 0].tolist())
 
-    def copy(self, pages: Any) -> Any:
-        """Pages with the same content, for one user alone, who had these with others before."""
-        found = self.give(len(pages))
+    def copy(self, pages: Slots) -> Slots:
+        """Replace shared pages by copies for one user; the numbers of the copies."""
+        found = self.allocate(len(pages))
         within = np.arange(ROWS)
         source, target = ((each[:, None] << BITS) + within for each in (pages, found))
         for column in self.columns.values():
@@ -105,12 +107,13 @@ class Pages:
         return found
 
 
-def places(table: Any, slots: Any) -> Any:
-    """Where slots lie in the columns, by a store's page table."""
-    return (table[slots >> BITS] << BITS) + (slots & _MASK)
+def places(table: Slots, slots: Slots) -> Slots:
+    """The row numbers of slots in the columns, by a store's page table."""
+    found: Slots = (table[slots >> BITS] << BITS) + (slots & _MASK)
+    return found
 
 
-def release(pages: Pages, held: list[Any]) -> None:
-    """Give back a store's pages, when nobody has the store any more."""
+def release(pages: Pages, held: list[Slots]) -> None:
+    """Free the pages of a store that is garbage-collected; `held` contains its page table."""
     with pages.lock:
         pages.drop(held[0])

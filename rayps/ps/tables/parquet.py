@@ -1,8 +1,9 @@
-"""A table as Parquet files, one for each segment, which any number of segments loads and anybody can query.
+"""A table as Parquet files, one for each segment; any number of segments can load them.
 
-Columns: id; row, a list of `dim` numbers; a column for each part of the optimizer's state; uses (true counts) and
-used (version of the segment). Rows are in the order of their ids. Beside them, where ids are counted that are not
-stored yet, `counted-NNNNN.parquet`: id, uses, used. What else a segment knows is in the files' metadata.
+Columns of `rows-NNNNN.parquet`: id; row, a list of `dim` numbers; one column for each part of the optimizer's state;
+uses, the use count; used, the segment's version at the last use. Rows are in the order of their ids. Columns of
+`counted-NNNNN.parquet`, for ids that are counted and not stored: id, uses, used. The segment's plain data is in the
+files' metadata.
 """
 
 from __future__ import annotations
@@ -10,31 +11,52 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple, TypedDict
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from rayps.core.errors import CheckpointError
 from rayps.core.ledger import Ledger
+from rayps.core.values import Buffer, JsonObject
 from rayps.ps.protocol.space import SparseTable
 from rayps.ps.tables import segment_state
+from rayps.ps.tables.disk import FieldValues
 from rayps.ps.tables.pages import Field
 from rayps.ps.tables.row_optimizers import rule_of
 from rayps.ps.tables.row_store import Columns
-from rayps.ps.tables.wire_format import bucket, split
+from rayps.ps.tables.segment_state import LifeHead, SegmentHead
+from rayps.ps.tables.wire_format import Ids, Rows, bucket, split
 
 _LIFE = ("uses", "used")
 _GROUP = 1 << 17  # rows of a row group
 _KEY = b"rayps.table"
 
 
-def write(folder: str | Path, table: SparseTable, states: Iterable[Any]) -> list[Path]:
-    """Save a table: the states of all its segments (`TableSegment.dump` or `.part`), one file each; their paths.
+class _Metadata(TypedDict):
+    """The metadata of a file of rows."""
+
+    head: SegmentHead
+    dim: int
+    optimizer: JsonObject
+    init: JsonObject
+    seed: int
+
+
+class _Counted(NamedTuple):
+    """Ids that are counted and not stored: [n], and [n, 2] of uses and version of the last one."""
+
+    ids: Ids
+    seen: NDArray[np.int64]
+
+
+def write(folder: str | Path, table: SparseTable, states: Iterable[Buffer]) -> list[Path]:
+    """Save the states of a table's segments (`TableSegment.dump` or `.part`), one file each; the paths of the files.
 
     Raises:
-        CheckpointError: a state is torn, or not of this table.
+        CheckpointError: a state is truncated, or of another table.
     """
     place, written = Path(folder), []
     place.mkdir(parents=True, exist_ok=True)
@@ -45,13 +67,19 @@ def write(folder: str | Path, table: SparseTable, states: Iterable[Any]) -> list
         index = int(head["index"])
         for old in place.glob(f"*-{index:05d}.parquet"):
             old.unlink()
-        said = {"head": head, "dim": table.dim, "optimizer": table.optimizer, "init": table.init, "seed": table.seed}
+        metadata: _Metadata = {
+            "head": head,
+            "dim": table.dim,
+            "optimizer": table.optimizer,
+            "init": table.init,
+            "seed": table.seed,
+        }
         if len(arrays["life.candidates"]):
             seen = arrays["life.seen"]
             counted = pa.table({"id": arrays["life.candidates"], "uses": seen[:, 0].copy(), "used": seen[:, 1].copy()})
             pq.write_table(counted, place / f"counted-{index:05d}.parquet")
         path = place / f"rows-{index:05d}.parquet"
-        whole = as_arrow(table, fields, columns).replace_schema_metadata({_KEY: json.dumps(said)})
+        whole = as_arrow(table, fields, columns).replace_schema_metadata({_KEY: json.dumps(metadata)})
         pq.write_table(
             whole,
             path,
@@ -66,7 +94,7 @@ def write(folder: str | Path, table: SparseTable, states: Iterable[Any]) -> list
 
 
 def as_arrow(table: SparseTable, fields: Sequence[Field], columns: Columns) -> pa.Table:
-    """Rows as an Arrow table; the memory is shared."""
+    """Rows as an Arrow table that shares their memory."""
     found = {"id": pa.array(columns.ids), "row": _lists(columns.rows, table.dim)}
     for field in fields:
         value = columns.state[field.name]
@@ -77,7 +105,7 @@ def as_arrow(table: SparseTable, fields: Sequence[Field], columns: Columns) -> p
 
 
 def as_columns(table: SparseTable, fields: Sequence[Field], given: pa.Table) -> Columns:
-    """Read back what `as_arrow` gave. Raises CheckpointError: columns are missing, or of another width."""
+    """Read back what `as_arrow` returned. Raises CheckpointError: columns are missing or have another width."""
     try:
         rows = _array(given["row"], table.dim, table.dtype)
         values = {field.name: _array(given[field.name], field.width, field.dtype) for field in fields}
@@ -86,21 +114,22 @@ def as_columns(table: SparseTable, fields: Sequence[Field], given: pa.Table) -> 
     except (KeyError, ValueError, AttributeError, pa.ArrowInvalid) as error:
         needed = ", ".join(["id", f"row [{table.dim}]", *(f"{f.name} [{f.width}]" for f in fields), *_LIFE])
         raise CheckpointError(
-            f"table {table.name!r}: the files hold {given.schema.names}: {needed} were expected ({error})",
+            f"table {table.name!r}: the files have columns {given.schema.names}; expected {needed} ({error})",
             table=table.name,
         ) from error
 
 
-def _lists(values: Any, width: int) -> Any:
+def _lists(values: Rows, width: int) -> pa.Array:
     return pa.FixedSizeListArray.from_arrays(pa.array(np.ascontiguousarray(values).reshape(-1)), width)
 
 
-def _array(column: Any, width: int, dtype: str) -> Any:
+def _array(column: pa.ChunkedArray, width: int, dtype: str) -> Rows:
     held = column.combine_chunks()
     if isinstance(held, pa.ChunkedArray):
         held = held.chunk(0) if held.num_chunks else pa.array([], held.type)
     flat = held.flatten() if isinstance(held, pa.FixedSizeListArray) else held
-    return flat.to_numpy(zero_copy_only=False).astype(dtype, copy=False).reshape(len(column), width)
+    found: Rows = flat.to_numpy(zero_copy_only=False).astype(dtype, copy=False).reshape(len(column), width)
+    return found
 
 
 def read(
@@ -110,21 +139,21 @@ def read(
     only: Iterable[int] | None = None,
     marks: Sequence[int] | None = None,
 ) -> Iterator[tuple[int, bytes]]:
-    """The table's segments from what `write` saved, however many there were: index and state for `TableSegment.load`.
+    """Read what `write` saved, from any number of segments: (index, state for `TableSegment.load`) of each segment.
 
-    Segments `only`, or all. Clocks begin at `marks`, by rank; where the cut and the number of workers are those that
-    were saved, and no marks are given, each segment is what it was, its ledger too.
+    `only`: these segments; None = all. `marks`: the clocks by rank to begin at; without them the saved ledgers are
+    used if the number of segments and of workers are those saved, and otherwise clocks begin at 0.
 
     Raises:
-        CheckpointError: there is no such table in the folder, or its files are torn or do not fit.
+        CheckpointError: the folder has no such table, or its files are truncated or do not fit.
     """
     files = sorted(Path(folder).glob("rows-*.parquet"))
     if not files:
-        raise CheckpointError(f"table {table.name!r}: there are no files rows-*.parquet in {folder}", table=table.name)
-    heads = [_said(path, table) for path in files]
+        raise CheckpointError(f"table {table.name!r}: no files rows-*.parquet in {folder}", table=table.name)
+    heads = [_head(path, table) for path in files]
     if heads[0]["segments"] != len(files):
         raise CheckpointError(
-            f"table {table.name!r}: {len(files)} files are in {folder}: {heads[0]['segments']} were saved",
+            f"table {table.name!r}: {folder} has {len(files)} files rows-*.parquet; expected {heads[0]['segments']}",
             table=table.name,
         )
     wanted = list(range(table.segments)) if only is None else list(only)
@@ -158,8 +187,8 @@ def _cut_anew(
     for index in wanted:
         rows = _joined([each for each, _ in parts[index]], none)
         counted = _joined([each for _, each in parts.pop(index)], {})
-        life = {"evicted": 0, "known_from": clock[0], "log": []}
-        head = {
+        life: LifeHead = {"evicted": 0, "known_from": clock[0], "log": []}
+        head: SegmentHead = {
             "table": table.name,
             "index": index,
             "segments": table.segments,
@@ -168,43 +197,43 @@ def _cut_anew(
             "ledger": clock[1].to_json(),
             "life": life,
         }
-        yield index, _state(rows, head, (counted.ids, counted.life))
+        yield index, _state(rows, head, _Counted(counted.ids, counted.life))
 
 
-def _joined(several: list[Columns], none: dict[str, Any]) -> Columns:
+def _joined(several: list[Columns], none: FieldValues) -> Columns:
     ids = np.concatenate([each.ids for each in several])
     whole = {name: np.concatenate([each.state[name] for each in several]) for name in none}
     rows, life = (np.concatenate(parts) for parts in zip(*((each.rows, each.life) for each in several), strict=True))
     return Columns(ids, rows, whole, life).take(np.argsort(ids))
 
 
-def _state(columns: Columns, head: dict[str, Any], counted: tuple[Any, Any]) -> bytes:
-    life = dict(head["life"])
-    if life["log"]:  # which rows were evicted is not saved: a delta from before this is a whole
-        life |= {"known_from": head["version"], "log": []}
+def _state(columns: Columns, head: SegmentHead, counted: _Counted) -> bytes:
+    life = head["life"]
+    if life["log"]:  # the ids of evicted rows are not saved: a delta since an earlier version is whole
+        life = {"evicted": life["evicted"], "known_from": head["version"], "log": []}
     none = np.empty(0, np.int64)
     return segment_state.pack(
         {**head, "life": life},
         {
             **segment_state.as_arrays(columns),
-            "life.candidates": counted[0],
-            "life.seen": counted[1],
+            "life.candidates": counted.ids,
+            "life.seen": counted.seen,
             "life.evicted": none,
         },
     )
 
 
-def _said(path: Path, table: SparseTable) -> dict[str, Any]:
+def _head(path: Path, table: SparseTable) -> SegmentHead:
     try:
-        said = json.loads(pq.read_schema(path).metadata[_KEY])
-        head: dict[str, Any] = said["head"]
+        found: _Metadata = json.loads(pq.read_schema(path).metadata[_KEY])
+        head = found["head"]
     except (KeyError, TypeError, ValueError, OSError, pa.ArrowException) as error:
-        raise CheckpointError(f"table {table.name!r}: {path} cannot be read: {error}", table=table.name) from error
+        raise CheckpointError(f"table {table.name!r}: cannot read {path}: {error}", table=table.name) from error
     name = table.optimizer.get("name")
-    if said["dim"] != table.dim or said["optimizer"].get("name") != name:
+    if found["dim"] != table.dim or found["optimizer"].get("name") != name:
         raise CheckpointError(
-            f"table {table.name!r}: {path} holds rows of {said['dim']} elements with the state of "
-            f"{said['optimizer'].get('name')}: {table.dim} and {name} were expected",
+            f"table {table.name!r}: {path} has rows of {found['dim']} elements and the state of "
+            f"{found['optimizer'].get('name')}; expected {table.dim} and {name}",
             table=table.name,
         )
     return head
@@ -214,9 +243,9 @@ def _load(path: Path) -> pa.Table:
     return pq.read_table(path, memory_map=True)
 
 
-def _counted(path: Path) -> tuple[Any, Any]:
+def _counted(path: Path) -> _Counted:
     beside = path.with_name(path.name.replace("rows-", "counted-"))
     if not beside.exists():
-        return np.empty(0, np.int64), np.zeros((0, 2), np.int64)
+        return _Counted(np.empty(0, np.int64), np.zeros((0, 2), np.int64))
     found = pq.read_table(beside)
-    return found["id"].to_numpy(), np.stack([found["uses"].to_numpy(), found["used"].to_numpy()], axis=1)
+    return _Counted(found["id"].to_numpy(), np.stack([found["uses"].to_numpy(), found["used"].to_numpy()], axis=1))

@@ -1,7 +1,7 @@
-"""The rows of coming batches, pulled by a thread while this batch computes.
+"""Prefetch: a thread pulls the rows of the next batch while the worker computes the current one.
 
-Lian et al., "Persia", KDD 2022 (arXiv:2111.05897): the gets of the sparse part overlap the computation of the dense
-part. What comes so is one round older than what a pull at the round's begin would give.
+Prefetched rows are one round older than rows pulled at the beginning of the round. Lian et al., "Persia", KDD 2022
+(arXiv:2111.05897): the pulls of the sparse part overlap the computation of the dense part.
 """
 
 from __future__ import annotations
@@ -11,24 +11,28 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
 from rayps.core.errors import PeerTimeout
 from rayps.core.user_code import user_code
+from rayps.core.values import Buffer
+from rayps.ps.client.session import SegmentReplies
 from rayps.ps.protocol.messages import GroupMessage
-from rayps.ps.tables.ids import ids_of
+from rayps.ps.tables.ids import GivenIds, ids_of
+from rayps.ps.tables.local import TableSession
 from rayps.ps.tables.lookup import Lookup, lookup_of
 
 if TYPE_CHECKING:
+    from rayps.data.base import Batch
     from rayps.ps.tables.client import TableClient
 
-GRACE_SECONDS = 10.0  # a talk gives up by itself, and says whom it waited for
+GRACE_SECONDS = 10.0  # beyond the session's own timeout, whose error names the server that did not answer
 
 
-class Foretold(NamedTuple):
-    """One table's ids as they were told, sorted, and their rows [n, dim] in that order."""
+class Prefetched(NamedTuple):
+    """The ids of one table as the user gave them, their lookup, and the rows [n, dim] in its order."""
 
     given: Tensor
     lookup: Lookup
@@ -36,14 +40,14 @@ class Foretold(NamedTuple):
 
 
 class PrefetchOrder:
-    """Something that the thread is to do."""
+    """A call for the prefetch thread."""
 
-    def __init__(self, run: Callable[[], Any]) -> None:
+    def __init__(self, run: Callable[[], None]) -> None:
         self.run, self.done = run, threading.Event()
         self.error: Exception | None = None
 
     def wait(self, timeout: float) -> None:
-        """Return once it is done. Raises what it met, PeerTimeout."""
+        """Wait until the call is done. Raises the call's exception; PeerTimeout."""
         if not self.done.wait(timeout + GRACE_SECONDS):
             raise PeerTimeout(
                 f"the servers of the tables did not answer within {timeout:g} s (the knob is `timeout`)",
@@ -56,7 +60,7 @@ class PrefetchOrder:
 
 @dataclass(slots=True)
 class _Coming:
-    """One batch: its ids by table; once its order is done, sorted and, where they are pulled ahead, with their rows."""
+    """A coming batch: its ids by table; once `order` is done, their lookups and, with `pulls`, their rows."""
 
     given: dict[str, Tensor]
     lookups: dict[str, Lookup] = field(default_factory=dict)
@@ -65,49 +69,53 @@ class _Coming:
 
 
 class Prefetcher:
-    """What was told of coming batches, by their place in the run. `begin`, `tell` and `rows` are for one thread."""
+    """The coming batches of a run, by their number. Call `begin`, `announce` and `rows` from one thread."""
 
     def __init__(
-        self, clients: Mapping[str, TableClient], talk: Any, lookups: Callable[[Any], Mapping[str, Any]], pulls: bool
+        self,
+        clients: Mapping[str, TableClient],
+        session: TableSession,
+        lookups: Callable[[Batch], Mapping[str, GivenIds]],
+        pulls: bool,
     ) -> None:
-        """`pulls`: rows too, not only the sorting of ids, is done ahead."""
-        self._clients, self._talk, self._lookups, self._pulls = clients, talk, lookups, pulls
-        self._told, self._begun = 0, 0  # batches, rounds
+        """`pulls`: prefetch the rows; otherwise only sort the ids in advance."""
+        self._clients, self._session, self._lookups, self._pulls = clients, session, lookups, pulls
+        self._announced, self._begun = 0, 0  # batches, rounds
         self._first: int | None = None
         self._coming: dict[int, _Coming] = {}
         self._queue: queue.SimpleQueue[PrefetchOrder | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._reader: Any = None
+        self._reader: TableSession | None = None
         self._closed = False
-        self.pulled = 0.0  # seconds that the thread took for it
-        self.waited = 0.0  # seconds that the caller of `rows` waited for it
+        self.pulled = 0.0  # seconds that the thread spent
+        self.waited = 0.0  # seconds that callers of `rows` waited
 
     def begin(self, step: int) -> None:
-        """A round begins: what was told of those before it is forgotten."""
+        """Begin a round: discard what was prefetched for earlier ones."""
         if self._first is None:
             self._first = step
         self._begun = step - self._first
         for place in [place for place in self._coming if place < self._begun]:
             del self._coming[place]
 
-    def tell(self, batch: Any) -> None:
-        """The next batch in order; None, or an empty one, has no ids."""
+    def announce(self, batch: Batch | None) -> None:
+        """Announce the next batch, in order; None or an empty batch has no ids. Starts its prefetch."""
         given: dict[str, Tensor] = {}
         if batch is not None and batch.size:
             with user_code("lookups"):
                 found = self._lookups(batch)
-            # copies, for the user may write to the batch before its turn has come
+            # copies: the user may write to the batch before its round
             given = {name: ids_of(ids, name).cpu().clone() for name, ids in found.items() if name in self._clients}
         coming = _Coming(given)
-        if self._told >= self._begun and given:
-            self._coming[self._told] = coming
-            coming.order = self.later(lambda: self._prepare(coming))
-        self._told += 1
+        if self._announced >= self._begun and given:
+            self._coming[self._announced] = coming
+            coming.order = self.submit(lambda: self._prepare(coming))
+        self._announced += 1
 
-    def later(self, run: Callable[[], Any]) -> PrefetchOrder:
-        """Let the thread do something, after all that it was told before."""
+    def submit(self, run: Callable[[], None]) -> PrefetchOrder:
+        """Run a call in the thread, after all that were submitted before."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, daemon=True, name="rayps-ahead")
+            self._thread = threading.Thread(target=self._run, daemon=True, name="rayps-prefetch")
             self._thread.start()
         order = PrefetchOrder(run)
         self._queue.put(order)
@@ -115,21 +123,21 @@ class Prefetcher:
 
     @property
     def pulls(self) -> bool:
-        """Whether this round's rows were pulled ahead, so that nobody else waits for the talk."""
+        """Whether this round's rows are prefetched, so that the session is free for a push in the thread."""
         return self._pulls and self._begun in self._coming
 
-    def rows(self, name: str) -> Foretold | None:
-        """This round's rows of a table, if its ids were told. Raises what the thread met."""
+    def rows(self, name: str) -> Prefetched | None:
+        """This round's rows of a table; None if not announced. Raises the thread's exception, PeerTimeout."""
         coming = self._coming.get(self._begun)
         if coming is None or name not in coming.given:
             return None
         began = time.perf_counter()
         assert coming.order is not None
-        coming.order.wait(self._talk.timeout)
+        coming.order.wait(self._session.timeout)
         self.waited += time.perf_counter() - began
         if not coming.rows:
-            self._pull(coming, self._talk)
-        return Foretold(coming.given[name], coming.lookups[name], coming.rows[name])
+            self._pull(coming, self._session)
+        return Prefetched(coming.given[name], coming.lookups[name], coming.rows[name])
 
     def close(self) -> None:
         """End the thread."""
@@ -147,7 +155,7 @@ class Prefetcher:
                 break
             try:
                 order.run()
-            except Exception as error:  # it is for whoever waits for it
+            except Exception as error:  # raised by `PrefetchOrder.wait`
                 order.error = error
             order.done.set()
         if self._reader is not None:
@@ -159,21 +167,21 @@ class Prefetcher:
             coming.lookups[name] = lookup_of(ids, self._clients[name].table)
         if self._pulls:
             if self._reader is None:
-                self._reader = self._talk.reader()
+                self._reader = self._session.reader()
             self._pull(coming, self._reader)
         self.pulled += time.perf_counter() - began
 
-    def _pull(self, coming: _Coming, talk: Any) -> None:
-        """The rows of all tables, by one exchange."""
-        asked: dict[int, Any] = {}
-        landing: dict[int, Any] = {}
+    def _pull(self, coming: _Coming, session: TableSession) -> None:
+        """Pull the rows of all tables in one exchange."""
+        asked: dict[int, Buffer] = {}
+        landing: dict[int, Buffer] = {}
         rows: dict[str, Tensor] = {}
         for name, lookup in coming.lookups.items():
             client = self._clients[name]
             rows[name] = client.room(lookup)
             asked |= client.asked(lookup)
             landing |= client.landing(lookup, rows[name]) or {}
-        answers = talk.exchange(GroupMessage.PULL, asked, landing=landing)
+        answers: SegmentReplies = session.exchange(GroupMessage.PULL, asked, landing=landing)
         for name, lookup in coming.lookups.items():
             self._clients[name].land(lookup, rows[name], answers)
         coming.rows = rows

@@ -1,12 +1,14 @@
-"""The life of a row: who is let in, who must go, and how many may stay. Pure; every decision is a function of what
-was pushed, so that a segment and its copies decide the same.
+"""Admission and eviction of rows. Pure: each decision is a function of the pushes, so a segment and its backups agree.
 
-A table's `policy` is plain data: {"admit": 3, "probability": 0.1, "evict": "lfu", "ttl": 1000, "floor": 10000,
-"capacity": 10**9}; what is left out does not happen. An id is stored at its `admit`-th use, and, of all ids, a share
-`probability` at all; before that it answers its first value, and its gradients are dropped. Beyond `capacity` bytes
-rows go by last use (lru) or by true counts (lfu: duplicates count); not used for `ttl` steps they go too, but never
-below a `floor` of rows. With `memory` bytes, rows beyond them lie on disk, in `folder`, until a push names them: that
-changes no value and no decision. Numbers are of the whole table and are shared out among its segments.
+A table's `policy` is plain data; an option that is left out has no effect:
+
+- `admit`, `probability`: a row is stored at the `admit`-th use of its id, and only for a share `probability` of all
+  ids. Before that a pull returns its initial value, and its gradients are dropped.
+- `capacity` bytes: rows beyond it are evicted, by last use (`evict="lru"`) or by use count (`"lfu"`, duplicates count).
+- `ttl` steps: rows not used for longer are evicted, but not below `floor` rows.
+- `memory` bytes: rows beyond it are on disk, in `folder`, until a push names them. It changes no value or decision.
+
+Numbers are for the whole table and are divided among its segments.
 """
 
 from __future__ import annotations
@@ -14,34 +16,35 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rayps.core.errors import ConfigError
 from rayps.ps.protocol.space import SparseTable
 from rayps.ps.tables.hash_index import ABSENT, HashIndex
 from rayps.ps.tables.initial_rows import key_of
 from rayps.ps.tables.row_store import USED, USES, RowStore
+from rayps.ps.tables.segment_state import LifeHead
 from rayps.ps.tables.wire_format import Counts, Ids, mix
 
 LOGGED = 1 << 16  # ids of evicted rows that a segment remembers
-CANDIDATES = 1 << 20  # ids of a table that are counted and not stored yet; the ones seen longest ago are forgotten
-_SLACK = 16  # beyond its capacity a segment gives up one row in so many at once: choosing them reads all
+CANDIDATES = 1 << 20  # ids of a table that are counted and not stored; beyond it the least recently seen are dropped
+_SLACK = 16  # an eviction frees one row in 16 at once, because choosing rows reads all of them
 
 
 @dataclass(frozen=True, slots=True)
 class RowPolicy:
-    """What a table's `policy` says. Raises ConfigError: a knob that there is not, or a value that cannot be."""
+    """The options of a table's `policy`. Raises ConfigError: an option is unknown, or a value is not valid."""
 
     admit: int = 1
     probability: float = 1.0
-    evict: str | None = None  # "lru" or "lfu"; lru where only a capacity is given
+    evict: str | None = None  # "lru" or "lfu"; with a capacity, None means lru
     ttl: int | None = None
     floor: int = 0
     capacity: int | None = None
-    memory: int | None = None  # bytes of rows in memory; those used longest ago lie on disk
-    folder: str | None = None  # where they lie; None: where temporary files do
+    memory: int | None = None  # bytes of rows in memory; the least recently used rows are on disk
+    folder: str | None = None  # of the rows on disk; None: the folder of temporary files
 
     @classmethod
     def of(cls, table: SparseTable) -> RowPolicy:
@@ -50,7 +53,7 @@ class RowPolicy:
         for key in table.policy:
             if key not in known:
                 raise ConfigError(
-                    f"table {table.name!r}: the policy has no {key!r}: it has {', '.join(known)}",
+                    f"table {table.name!r}: the policy has no option {key!r}; its options are {', '.join(known)}",
                     field="policy",
                     table=table.name,
                 )
@@ -85,7 +88,7 @@ class RowPolicy:
             )
         if found.evict and found.capacity is None:
             raise ConfigError(
-                f"table {table.name!r}: evict is {found.evict!r} and there is no limit: give capacity (bytes)",
+                f"table {table.name!r}: evict is {found.evict!r}, and capacity is missing: give capacity (bytes)",
                 field="policy",
                 table=table.name,
             )
@@ -93,13 +96,13 @@ class RowPolicy:
 
 
 class RowLifecycle:
-    """A table's policy at work in one of its segments."""
+    """The policy of a table applied to one segment: candidates for admission, and evicted rows."""
 
     def __init__(self, table: SparseTable, row_bytes: int, unit: int) -> None:
-        """`unit` versions of the segment are one step of training.
+        """One step of training is `unit` versions of the segment.
 
         Raises:
-            ConfigError: as `RowPolicy.of`; or the capacity does not hold a row in each segment, or not the floor.
+            ConfigError: as `RowPolicy.of`; or the capacity is below one row in each segment, or below the floor.
         """
         self.policy = policy = RowPolicy.of(table)
         self.unit, self._name = unit, table.name
@@ -108,8 +111,8 @@ class RowLifecycle:
         if self.limit is not None and self.limit < max(1, self._floor):
             least = max(1, self._floor) * table.segments * row_bytes
             raise ConfigError(
-                f"table {table.name!r}: capacity is {policy.capacity} bytes: a row takes {row_bytes}, "
-                f"and {table.segments} segments with a floor of {policy.floor} rows need {least}",
+                f"table {table.name!r}: capacity is {policy.capacity} bytes: give at least {least} ({row_bytes} bytes "
+                f"a row, {table.segments} segments, floor {policy.floor} rows)",
                 field="policy",
                 table=table.name,
             )
@@ -124,7 +127,7 @@ class RowLifecycle:
 
     @property
     def candidates(self) -> int:
-        """Ids that are counted and not stored yet."""
+        """The number of ids that are counted and not stored."""
         return len(self._index)
 
     @property
@@ -132,8 +135,8 @@ class RowLifecycle:
         """Bytes of the candidates."""
         return int(self._seen.nbytes) + self._index.nbytes if len(self._seen) else 0
 
-    def admit(self, ids: Ids, counts: Counts, version: int) -> tuple[Any, Any]:
-        """Of ids that are not stored: which are to be stored now, bool [n], and the uses that they had before."""
+    def admit(self, ids: Ids, counts: Counts, version: int) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+        """Count a use of ids that are not stored: which to store now, bool [n], and their earlier uses, int64 [n]."""
         good = np.ones(len(ids), bool)
         before = np.zeros(len(ids), np.int64)
         if self.policy.probability < 1:
@@ -151,7 +154,7 @@ class RowLifecycle:
             enough = self._seen[slots, 0] >= self.policy.admit
             good[lucky] = enough
             self._index.delete(ids[lucky][enough])
-            self._forget()
+            self._drop_oldest()
         return good, before
 
     def _widen(self) -> None:
@@ -160,25 +163,25 @@ class RowLifecycle:
             wider[: len(self._seen)] = self._seen
             self._seen = wider
 
-    def _forget(self) -> None:
+    def _drop_oldest(self) -> None:
         if len(self._index) > self._most:
             ids, seen = self._candidates()
             order = np.lexsort((ids, seen[:, 0], seen[:, 1]))
             self._index.delete(ids[order[: len(ids) // 2]])
 
-    def _candidates(self) -> tuple[Ids, Any]:
+    def _candidates(self) -> tuple[Ids, NDArray[np.int64]]:
         slots = self._index.slots()
         return self._index.keys[slots], self._seen[slots] if len(slots) else np.zeros((0, 2), np.int64)
 
     def due(self, rows: int, version: int) -> bool:
-        """Whether rows may have to go after this version."""
+        """Whether rows may have to be evicted after this version."""
         if self.limit is not None and rows > self.limit:
             return True
         ttl = self.policy.ttl
         return ttl is not None and rows > self._floor and version % max(1, ttl * self.unit // 8) == 0
 
-    def victims(self, ids: Ids, life: Any, version: int) -> Ids:
-        """Which rows go, ascending; `life` as `RowStore.life` gives it, in any order."""
+    def victims(self, ids: Ids, life: NDArray[np.int64], version: int) -> Ids:
+        """The ids of the rows to evict, ascending; `ids` and `life` as `RowStore.life` returns them, in any order."""
         count, kept = len(ids), max(self._floor, 0)
         gone = 0
         order = np.lexsort((ids, life[:, USED]))
@@ -194,7 +197,7 @@ class RowLifecycle:
         return np.sort(ids[np.concatenate([expired, rest[:more]])])
 
     def evict(self, store: RowStore, version: int) -> Ids:
-        """Let rows go after `version`, where it is time; their ids."""
+        """Evict the rows that are due after `version`; their ids."""
         if not self.due(len(store), version):
             return np.empty(0, np.int64)
         ids = self.victims(*store.life(), version)
@@ -204,21 +207,21 @@ class RowLifecycle:
         return ids
 
     def note(self, version: int, ids: Ids) -> None:
-        """Count evicted rows and remember their ids."""
+        """Log evicted rows."""
         self.evicted += len(ids)
         self.log.append((version, ids))
         while self.log and sum(len(each) for _, each in self.log) > LOGGED:
             self.known_from = self.log.popleft()[0]
 
     def gone(self, since: int) -> Ids | None:
-        """The ids evicted in versions after `since`, some perhaps twice; None: not all of them are remembered."""
+        """The ids evicted in versions after `since`, possibly repeated; None: the log no longer has all of them."""
         if since < self.known_from:
             return None
         found = [ids for version, ids in self.log if version > since]
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
-    def dump(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Plain data and arrays, for a state."""
+    def dump(self) -> tuple[LifeHead, dict[str, Ids]]:
+        """The state as plain data and arrays."""
         ids, seen = self._candidates()
         order = np.argsort(ids)
         logged = [ids for _, ids in self.log]
@@ -231,8 +234,8 @@ class RowLifecycle:
             },
         )
 
-    def load(self, head: dict[str, Any], arrays: dict[str, Any]) -> None:
-        """Become what `dump` gave."""
+    def load(self, head: LifeHead, arrays: dict[str, Ids]) -> None:
+        """Load what `dump` returned."""
         self.evicted, self.known_from = int(head["evicted"]), int(head["known_from"])
         self._index = HashIndex()
         self._seen = np.zeros((0, 2), np.int64)

@@ -1,41 +1,45 @@
-"""Optimizers of rows: each row has its own state, and only rows that a gradient names move. Pure.
+"""Optimizers of rows: each row has its own state, and only rows with a gradient change. Pure.
 
-On the rows that are touched they take, to the bit, the steps of torch.optim.SGD, torch.optim.Adagrad and
-torch.optim.SparseAdam; Adam counts the steps of each row by itself, so that a rare row is corrected as if it were new.
-Weight decay is applied to the rows of a push, by the share of a step that the push counts for: a row that all workers
-touch in a round decays as in step, a row that few touch decays less.
+On those rows their steps equal torch.optim.SGD, torch.optim.Adagrad and torch.optim.SparseAdam to the bit. Adam counts
+the steps of each row separately, so the bias correction of a rare row is that of its own steps.
+Weight decay applies to the rows of a push, scaled by the share of a step that the push counts for: a row that all
+workers push in a round decays by a whole step, a row that few push decays by less.
 Duchi et al., "Adaptive Subgradient Methods", JMLR 2011; Kingma and Ba, "Adam", ICLR 2015.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias, TypeGuard
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rayps.core.errors import ConfigError, WorkloadError
+from rayps.core.values import Json
 from rayps.ps.protocol.space import SparseTable
 from rayps.ps.tables.pages import Field
 from rayps.tensors.learning_rate import Rates, Recipe, Ticks
 
 State = Mapping[str, Tensor]  # by field: [n, width]
-Knobs = Mapping[str, Any]  # the numbers of an optimizer by name, e.g. {"lr": 0.1}
+Betas: TypeAlias = tuple[float, float]
+Knobs = Mapping[str, Any]  # the options of an optimizer by name, as torch's: numbers, and betas
+_Doubles = NDArray[np.float64]
 
 
 class RowRule(Protocol):
-    """What a table's optimizer does with a block of rows that were gathered."""
+    """The optimizer of a table, applied to a block of rows."""
 
     fields: tuple[Field, ...]
     knobs: Knobs
 
     def step(self, rows: Tensor, state: State, grad: Tensor, now: Knobs) -> None:
-        """Step rows [n, dim] and their state in place, by the knobs of `now`; `grad` may be written to."""
+        """Step rows [n, dim] and their state in place, with the options `now`; `grad` is overwritten."""
 
 
 class SGD:
@@ -100,45 +104,46 @@ class Adam:
         sizes = torch.from_numpy(self._size(taken.numpy(), now["lr"], (first, second))).to(rows.dtype)
         rows.add_(numer.div_(denom.sqrt_().add_(now["eps"])).mul_(sizes))
 
-    def _size(self, steps: Any, lr: float, betas: tuple[float, float]) -> Any:
-        """By step: minus the length of it, as Python's own arithmetic gives it."""
-        if betas != self._betas:  # a schedule has moved them
+    def _size(self, steps: NDArray[np.int64], lr: float, betas: Betas) -> _Doubles:
+        """Minus the step size at each step number, with the rounding of Python's float arithmetic."""
+        if betas != self._betas:  # changed by a schedule
             known, places = np.unique(steps, return_inverse=True)
             roots, firsts = _corrections(known.tolist(), betas)
             return (-lr * roots / firsts)[places.reshape(steps.shape)]
         steps = np.minimum(steps, self._last)
         for t in range(len(self._roots), int(steps.max(initial=0)) + 1):
-            if t == len(self._roots):  # those of twice as many steps are made at once
+            if t == len(self._roots):  # computed for twice as many steps at once
                 roots, firsts = _corrections(range(t, min(2 * t, self._last) + 1), betas)
                 self._roots, self._firsts = np.append(self._roots, roots), np.append(self._firsts, firsts)
         return -lr * self._roots[steps] / self._firsts[steps]
 
 
-def _corrections(steps: Any, betas: tuple[float, float]) -> tuple[Any, Any]:
-    """By step t: sqrt(1 - b2^t) and 1 - b1^t."""
+def _corrections(steps: Iterable[int], betas: Betas) -> tuple[_Doubles, _Doubles]:
+    """For each step t: sqrt(1 - b2^t) and 1 - b1^t."""
+    steps = list(steps)
     first, second = betas
     return np.array([math.sqrt(1 - second**t) for t in steps]), np.array([1 - first**t for t in steps])
 
 
-_KNOBS: dict[str, dict[str, Any]] = {
+_KNOBS: dict[str, Knobs] = {
     "sgd": {"lr": 0.01, "momentum": 0.0, "weight_decay": 0.0},
     "adagrad": {"lr": 0.01, "eps": 1e-10, "initial_accumulator_value": 0.0, "weight_decay": 0.0},
     "adam": {"lr": 0.001, "betas": (0.9, 0.999), "eps": 1e-8},
 }
-_KINDS: dict[str, Any] = {"sgd": SGD, "adagrad": Adagrad, "adam": Adam}
+_KINDS = {"sgd": SGD, "adagrad": Adagrad, "adam": Adam}
 
 
 def rule_of(table: SparseTable) -> RowRule:
-    """The optimizer that a table names, e.g. {"name": "adagrad", "lr": 0.1}; what is left out is torch's.
+    """The optimizer of a table, e.g. {"name": "adagrad", "lr": 0.1}; defaults are torch's.
 
     Raises:
-        ConfigError: there is no such optimizer or knob, or a number is not finite, or below 0.
+        ConfigError: there is no such optimizer or option, or a number is not finite or below 0.
     """
     given = dict(table.optimizer)
     name = given.pop("name", None)
     if name not in _KINDS:
         raise ConfigError(
-            f"table {table.name!r}: there is no optimizer of rows {name!r}: there are sgd, adagrad and adam",
+            f"table {table.name!r}: optimizer is {name!r}: give sgd, adagrad or adam",
             field="optimizer",
             table=table.name,
         )
@@ -146,7 +151,7 @@ def rule_of(table: SparseTable) -> RowRule:
     for key, value in given.items():
         if key not in knobs:
             raise ConfigError(
-                f"table {table.name!r}: {name} has no {key!r}: it has {', '.join(knobs)}",
+                f"table {table.name!r}: {name} has no option {key!r}; its options are {', '.join(knobs)}",
                 field="optimizer",
                 table=table.name,
             )
@@ -163,52 +168,55 @@ def rule_of(table: SparseTable) -> RowRule:
 
 @dataclass(frozen=True)
 class Scheduled:
-    """A job's schedule for its tables: what gives each table's optimizer the knobs of a round."""
+    """A job's learning-rate schedule for its tables."""
 
     recipe: Recipe
     ticks: Ticks
 
     def pace(self, table: SparseTable, rule: RowRule) -> TablePace:
-        """Of one table. Raises WorkloadError."""
+        """The schedule of one table. Raises WorkloadError."""
         return TablePace(self, table, rule)
 
 
 class TablePace:
-    """The knobs of one table's optimizer by round."""
+    """The options of one table's optimizer in each round."""
 
     def __init__(self, scheduled: Scheduled, table: SparseTable, rule: RowRule) -> None:
         """Raises WorkloadError: the schedule cannot be evaluated."""
         self._table, self._rule, self._scheduled = table, rule, scheduled
-        self._rates = Rates(scheduled.recipe.make, lambda: _torchs(table, rule))
+        self._rates = Rates(scheduled.recipe.make, lambda: _torch_optimizer(table, rule))
 
     def at(self, number: int) -> Knobs:
-        """In the round with this number. Raises WorkloadError."""
+        """The options in round `number`. Raises WorkloadError."""
         tick = self._scheduled.ticks.of(self._scheduled.recipe.every, number)
         knobs = self._rule.knobs
         now = {**knobs, **{key: value for (_, key), value in self._rates.at(tick).items() if key in knobs}}
         if now.get("momentum") and not knobs["momentum"]:
             raise WorkloadError(
-                f"schedule moves the momentum of table {self._table.name!r}, which was made without: give its "
-                "optimizer a momentum, or leave it as it is (cycle_momentum=False)",
+                f"the schedule changes the momentum of table {self._table.name!r}, whose optimizer has none: give the "
+                "optimizer a momentum, or keep it constant (cycle_momentum=False)",
                 table=self._table.name,
             )
         return now
 
 
-def _torchs(table: SparseTable, rule: RowRule) -> Optimizer:
-    """Torch's optimizer of the same kind and knobs, over a stand-in; its group names the table."""
-    kinds: dict[str, Any] = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam}
-    stand_in = nn.Parameter(torch.zeros(1, table.dim))
+def _torch_optimizer(table: SparseTable, rule: RowRule) -> Optimizer:
+    """Torch's optimizer with the same options, over a placeholder parameter; its group names the table."""
+    kinds: dict[str, Callable[..., Optimizer]] = {
+        "sgd": torch.optim.SGD,
+        "adagrad": torch.optim.Adagrad,
+        "adam": torch.optim.Adam,
+    }
+    placeholder = nn.Parameter(torch.zeros(1, table.dim))
     knobs = {key: tuple(value) if isinstance(value, list) else value for key, value in rule.knobs.items()}
-    made: Optimizer = kinds[table.optimizer["name"]]([{"params": [stand_in], "table": table.name}], **knobs)
-    return made
+    return kinds[str(table.optimizer["name"])]([{"params": [placeholder], "table": table.name}], **knobs)
 
 
-def _fits(key: str, value: Any) -> bool:
+def _fits(key: str, value: Json) -> bool:
     if key == "betas":
         return isinstance(value, (list, tuple)) and len(value) == 2 and all(_number(b) and 0 <= b < 1 for b in value)
     return _number(value) and value >= 0
 
 
-def _number(value: Any) -> bool:
+def _number(value: Json) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

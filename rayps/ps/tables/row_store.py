@@ -1,7 +1,7 @@
-"""The rows of one segment: values, optimizer state, last use and true counts beside each other, found by id. Pure.
+"""The rows of one segment by id: values, optimizer state, last use and use counts. Pure.
 
-A row that nobody stored has its first value all the same: `read` gives it, and `make` stores it. Rows beyond a limit
-lie on disk, those used longest ago, until `warm` brings them back. Call it under `lock`.
+A row that is not stored has its initial value: `read` returns it, and `make` stores it. Rows beyond a memory limit are
+on disk, the least recently used first, until `warm` loads them. Hold `lock` in every call.
 """
 
 from __future__ import annotations
@@ -9,50 +9,52 @@ from __future__ import annotations
 import threading
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rayps.ps.protocol.space import SparseTable
-from rayps.ps.tables.disk import Disk
+from rayps.ps.tables.disk import Disk, FieldValues
 from rayps.ps.tables.hash_index import ABSENT, HashIndex
 from rayps.ps.tables.initial_rows import initial
 from rayps.ps.tables.pages import BITS, ROWS, Field, Pages, places, release
 from rayps.ps.tables.row_optimizers import Knobs, RowRule
-from rayps.ps.tables.wire_format import Counts, Ids, cells
+from rayps.ps.tables.wire_format import Counts, Ids, Rows, Slots, cells
 from rayps.tensors.finite import first_not_finite, is_finite
 
-_BLOCK = 4096  # rows stepped at a time: they stay in the cache
-_LEAST = 64  # rows of a segment that are in memory whatever the limit
-LIFE = (Field("life", 2, "int64"),)  # uses by true counts, version of the last use
+_BLOCK = 4096  # rows stepped at a time: they stay in the processor's cache
+_LEAST = 64  # rows of a segment that are in memory at any limit
+LIFE = (Field("life", 2, "int64"),)  # number of uses, version of the last use
 USES, USED = range(2)
 
 
+_T = TypeVar("_T", bound=np.generic)
 _threads = threading.local()
 
 
-def _scratch(*fields: Any) -> list[Any]:
-    """This thread's memory for a block of a gradient and of fields: new memory would have to be mapped each time."""
-    held: dict[Any, list[Any]] = _threads.__dict__
-    if fields not in held:
-        held.clear()
-        held[fields] = [np.empty((_BLOCK, each.width), each.dtype) for each in (fields[0], *fields[1])]
-    return held[fields]
+def _scratch(fields: tuple[Field, ...]) -> list[Rows]:
+    """This thread's memory for a block of each field: mapping new memory for each block would cost more."""
+    if getattr(_threads, "fields", None) != fields:
+        _threads.fields = fields
+        _threads.blocks = [np.empty((_BLOCK, each.width), each.dtype) for each in fields]
+    blocks: list[Rows] = _threads.blocks
+    return blocks
 
 
 @dataclass(slots=True)
 class Columns:
-    """Rows as arrays, in the order of their ids: what is dumped, saved and loaded."""
+    """Rows as arrays, in the order of their ids, as they are dumped, saved and loaded."""
 
     ids: Ids
-    rows: Any  # [n, dim]
-    state: dict[str, Any]  # by field of the optimizer: [n, width]
-    life: Any  # int64 [n, 2]: uses, version of the last use
+    rows: Rows  # [n, dim]
+    state: FieldValues  # by field of the optimizer: [n, width]
+    life: NDArray[np.int64]  # [n, 2]: uses, version of the last use
 
-    def take(self, places: Any) -> Columns:
-        """Some of them, by an array of numbers, or a slice, which is a view."""
+    def take(self, places: Slots | slice) -> Columns:
+        """Select rows by index, or by a slice (as a view)."""
         if isinstance(places, slice):
             state = {name: value[places] for name, value in self.state.items()}
             return Columns(self.ids[places], self.rows[places], state, self.life[places])
@@ -60,15 +62,15 @@ class Columns:
         return Columns(self.ids[places], _taken(self.rows, places), state, _taken(self.life, places))
 
 
-def _taken(values: Any, places: Any) -> Any:
-    found = np.empty((len(places), values.shape[1]), values.dtype)
+def _taken(values: NDArray[_T], places: Slots) -> NDArray[_T]:
+    found: NDArray[_T] = np.empty((len(places), values.shape[1]), values.dtype)
     if len(places):
         np.take(cells(np.ascontiguousarray(values)), places, out=cells(found), mode="clip")
     return found
 
 
 class RowStore:
-    """Rows by id; beyond `memory` bytes on disk, in `folder`."""
+    """Rows by id; rows beyond `memory` bytes are on disk, in `folder`."""
 
     def __init__(self, table: SparseTable, rule: RowRule, memory: int | None = None, folder: str | None = None) -> None:
         self.table, self.rule = table, rule
@@ -76,15 +78,15 @@ class RowStore:
         self._index = HashIndex()
         self._pages = Pages(self.fields)
         self._adopt(np.zeros(0, np.int64), plain=True)
-        self.row_bytes = self._pages.row_bytes + 24  # with its key and cells of the index
+        self.row_bytes = self._pages.row_bytes + 24  # with its key and its cells in the index
         self._limit = None if memory is None else max(_LEAST, memory // self.row_bytes)
         self._folder = folder
         self._disk: Disk | None = None
 
-    def _adopt(self, table: Any, plain: bool) -> None:
-        self._held = [table]  # the page table, in a list that whoever gives the pages back reads last
+    def _adopt(self, table: Slots, plain: bool) -> None:
+        self._held: list[Slots] = [table]  # the page table, in a list that the finalizer reads
         self._nbytes = 0
-        self._plain = plain  # the pages are in order: a slot is its own place
+        self._plain = plain  # the pages are in order: a slot is its own row number
         weakref.finalize(self, release, self._pages, self._held).atexit = False
 
     def __len__(self) -> int:
@@ -92,18 +94,21 @@ class RowStore:
 
     @property
     def cold(self) -> int:
-        """Rows that lie on disk."""
+        """The number of rows on disk."""
         return 0 if self._disk is None else len(self._disk)
 
     @property
     def lock(self) -> threading.RLock:
-        """Guards the memory, which branches share."""
+        """The lock of the memory, which branches share."""
         return self._pages.lock
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory of the rows, their state and the index; a page that is shared counts by its users."""
-        if self.lock.acquire(blocking=False):  # who reports the load must not wait for a long dump: it says the last
+        """Bytes in memory of rows, state and index; a shared page is divided among its users.
+
+        While another thread has the lock, the last value: a load report must not wait for a long dump.
+        """
+        if self.lock.acquire(blocking=False):
             try:
                 users = self._pages.users[self._held[0]]
                 shares = float((1.0 / np.maximum(users, 1)).sum())
@@ -113,45 +118,40 @@ class RowStore:
                 self.lock.release()
         return self._nbytes
 
-    def find(self, ids: Ids) -> Any:
-        """The slot of each id, `ABSENT` where it is not in memory. Those found are good while `lost` is the same."""
+    def find(self, ids: Ids) -> Slots:
+        """The slot of each id; `ABSENT` for a row that is not in memory. Slots are valid while `lost` is unchanged."""
         return self._index.find(ids)
 
     @property
     def lost(self) -> int:
-        """Deletions so far. Slots that were found are good until it is another number."""
+        """Deletions so far: when it changes, slots found earlier are invalid."""
         return self._index.lost
 
-    def read(self, ids: Ids, slots: Any) -> Any:
-        """The rows of ascending ids, which `find` found there, [n, dim]; first values of those that are not stored."""
-        found = np.empty((len(ids), self.table.dim), self.table.dtype)
+    def read(self, ids: Ids, slots: Slots) -> Rows:
+        """The rows [n, dim] of ascending ids with the slots that `find` returned; initial values of rows not stored."""
+        found: Rows = np.empty((len(ids), self.table.dim), self.table.dtype)
         missing = np.flatnonzero(slots == ABSENT)
         if len(missing) < len(ids):
             self._take("rows", self._places(slots), found)
         if len(missing):
             found[missing] = initial(self.table, ids[missing])
-            if self.cold:
-                held, values = self.cold_rows(ids[missing])
+            if self._disk is not None and self.cold:
+                held, values = self._disk.peek(ids[missing])
                 found[np.searchsorted(ids, held)] = values["rows"]
         return found
 
-    def cold_rows(self, ids: Ids) -> tuple[Ids, dict[str, Any]]:
-        """Those of the ids whose rows lie on disk, ascending, and their values by field; they stay there."""
-        assert self._disk is not None
-        return self._disk.peek(ids)
-
     def warm(self, ids: Ids) -> bool:
-        """Bring rows back from the disk, where some of these lie there; whether some did."""
-        if not self.cold:
+        """Load the rows of these ids that are on disk into memory; whether there were any."""
+        if self._disk is None or not self.cold:
             return False
-        held, values = self.cold_rows(ids)
+        held, values = self._disk.peek(ids)
         if len(held):
             self._fill(held, values)
-            self._disk.delete(held)  # type: ignore[union-attr]  # some lie there
+            self._disk.delete(held)
         return len(held) > 0
 
     def cool(self) -> None:
-        """Put the rows used longest ago on disk, where there are more in memory than may be."""
+        """Move the least recently used rows to disk while memory has more rows than the limit."""
         if self._limit is None or len(self._index) <= self._limit:
             return
         if self._disk is None:
@@ -166,10 +166,10 @@ class RowStore:
             self._disk.put(self._index.keys[slots[some]], values)
         self._index.delete(self._index.keys[slots[coldest]])
 
-    def make(self, ids: Ids, uses: Any, version: int) -> Any:
-        """Store rows that are not there, with their first values and `uses` before now; their slots."""
+    def make(self, ids: Ids, uses: NDArray[np.int64], version: int) -> Slots:
+        """Store rows that are not stored, with their initial values and `uses` so far; their slots."""
         slots = self._index.insert(ids)
-        self._reach(self._index.top)
+        self._grow(self._index.top)
         place = self._own(slots)
         self._put("rows", place, initial(self.table, ids))
         for field in self.rule.fields:
@@ -179,25 +179,25 @@ class RowStore:
         self._put("life", place, life)
         return slots
 
-    def use(self, slots: Any, counts: Counts, version: int) -> None:
-        """Count uses of rows, as often as each id really came."""
+    def use(self, slots: Slots, counts: Counts, version: int) -> None:
+        """Add to the use counts of rows: how often each id occurred in the batch."""
         place = self._own(slots)
-        life = self._gather("life", place)
+        life = self._life(place)
         life[:, USES] += counts
         life[:, USED] = version
         self._put("life", place, life)
 
-    def step(self, slots: Any, grad: Tensor, scale: float, now: Knobs | None = None) -> int | None:
-        """Let the optimizer step these rows by `scale` times a gradient [n, dim], which is only read.
+    def step(self, slots: Slots, grad: Tensor, scale: float, now: Knobs | None = None) -> int | None:
+        """Step rows with the optimizer by `scale` times a gradient [n, dim], which is only read.
 
-        `now`: the numbers of the optimizer for this step; None = its own. Returns the number among them of the first
-        row that is not finite after the step, with its state; None = all are.
+        `now`: the optimizer's options for this step; None = its own. Returns the index of the first row whose value or
+        state is not finite after the step; None = all are finite.
         """
         now = self.rule.knobs if now is None else now
         fault: int | None = None
         place = self._own(slots)
         fields = self.fields[:-1]  # all but the life
-        spare = _scratch(self.fields[0], fields)
+        spare = _scratch((self.fields[0], *fields))
         for lo in range(0, len(place), _BLOCK):
             part = place[lo : lo + _BLOCK]
             held = {field.name: value[: len(part)] for field, value in zip(fields, spare[1:], strict=True)}
@@ -214,40 +214,41 @@ class RowStore:
         return fault
 
     def delete(self, ids: Ids) -> None:
-        """Forget rows, all of which are stored."""
+        """Delete rows, all of which are stored."""
         if self._disk is not None:
             there = self._index.find(ids) == ABSENT
             self._disk.delete(ids[there])
             ids = ids[~there]
         self._index.delete(ids)
 
-    def life(self) -> tuple[Ids, Any]:
-        """Ids and life [n, 2] of all rows that are stored, in no order."""
+    def life(self) -> tuple[Ids, NDArray[np.int64]]:
+        """Ids and life [n, 2] of all stored rows, in no order."""
         slots = self._index.slots()
-        ids, life = self._index.keys[slots], self._gather("life", self._places(slots))
-        if not self.cold:
+        ids, life = self._index.keys[slots], self._life(self._places(slots))
+        if self._disk is None or not self.cold:
             return ids, life
-        held, other = self._disk.column("life")  # type: ignore[union-attr]  # some lie there
-        return np.concatenate([ids, held]), np.concatenate([life, other])
+        held, other = self._disk.column("life")
+        return np.concatenate([ids, held]), np.concatenate([life, other.view(np.int64)])
 
     def export(self, ids: Ids | None = None) -> Columns:
-        """All rows, or those of `ids`, which are stored; in the order of the ids."""
+        """All stored rows, or those of `ids`, in the order of the ids."""
         slots = self._index.slots() if ids is None else self._index.find(ids)
         slots = slots[slots != ABSENT]
         slots = slots[np.argsort(self._index.keys[slots])]
         place = self._places(slots)
         state = {field.name: self._gather(field.name, place) for field in self.rule.fields}
-        found = Columns(self._index.keys[slots], self._gather("rows", place), state, self._gather("life", place))
+        found = Columns(self._index.keys[slots], self._gather("rows", place), state, self._life(place))
         if self._disk is None or not self.cold:
             return found
         held, values = self._disk.all() if ids is None else self._disk.peek(ids)
         state = {name: np.concatenate([value, values[name]]) for name, value in state.items()}
-        rows, life = np.concatenate([found.rows, values["rows"]]), np.concatenate([found.life, values["life"]])
+        rows = np.concatenate([found.rows, values["rows"]])
+        life = np.concatenate([found.life, values["life"].view(np.int64)])
         both = np.concatenate([found.ids, held])
         return Columns(both, rows, state, life).take(np.argsort(both))
 
     def load(self, columns: Columns) -> None:
-        """Store rows that are not there, with everything that belongs to them."""
+        """Store rows that are not stored, with state and life."""
         step = len(columns.ids) if self._limit is None else max(1, self._limit)
         for lo in range(0, len(columns.ids), max(1, step)):
             part = slice(lo, lo + step)
@@ -255,15 +256,15 @@ class RowStore:
             self._fill(columns.ids[part], {**values, "rows": columns.rows[part], "life": columns.life[part]})
             self.cool()
 
-    def _fill(self, ids: Ids, values: dict[str, Any]) -> None:
+    def _fill(self, ids: Ids, values: FieldValues) -> None:
         slots = self._index.insert(ids)
-        self._reach(self._index.top)
+        self._grow(self._index.top)
         place = self._own(slots)
         for name, value in values.items():
             self._put(name, place, value)
 
     def branch(self) -> RowStore:
-        """Another store with the same rows; pages are shared until one of them writes to them."""
+        """A copy; both stores share each page until one of them writes to it."""
         other = RowStore.__new__(RowStore)
         other.table, other.rule, other.fields, other.row_bytes = self.table, self.rule, self.fields, self.row_bytes
         other._limit, other._folder = self._limit, self._folder
@@ -274,19 +275,19 @@ class RowStore:
         self._plain = False
         return other
 
-    def _reach(self, top: int) -> None:
+    def _grow(self, top: int) -> None:
         held = self._held[0]
         missing = -(-top // ROWS) - len(held)
         if missing > 0:
-            fresh = self._pages.give(missing)
+            fresh = self._pages.allocate(missing)
             self._plain = self._plain and bool(fresh[0] == len(held)) and bool(fresh[-1] == len(held) + missing - 1)
             self._held[0] = np.concatenate([held, fresh])
 
-    def _places(self, slots: Any) -> Any:
+    def _places(self, slots: Slots) -> Slots:
         return slots if self._plain else places(self._held[0], slots)
 
-    def _own(self, slots: Any) -> Any:
-        """Where rows are that will be written: pages that others have too are copied first."""
+    def _own(self, slots: Slots) -> Slots:
+        """The row numbers of rows to be written; shared pages are copied first."""
         if self._plain:
             return slots
         table = self._held[0]
@@ -296,16 +297,19 @@ class RowStore:
             table[shared] = self._pages.copy(table[shared])
         return places(table, slots)
 
-    def _gather(self, name: str, place: Any) -> Any:
+    def _life(self, place: Slots) -> NDArray[np.int64]:
+        return self._gather("life", place).view(np.int64)
+
+    def _gather(self, name: str, place: Slots) -> Rows:
         column = self._pages.columns[name]
-        found = np.empty((len(place), column.width), column.dtype)
+        found: Rows = np.empty((len(place), column.width), column.dtype)
         self._take(name, place, found)
         return found
 
-    def _take(self, name: str, place: Any, out: Any) -> None:
+    def _take(self, name: str, place: Slots, out: Rows) -> None:
         if len(place):
             np.take(self._pages.columns[name].cells, place, out=cells(out), mode="clip")
 
-    def _put(self, name: str, place: Any, values: Any) -> None:
+    def _put(self, name: str, place: Slots, values: Rows) -> None:
         if len(place):
             self._pages.columns[name].cells[place] = cells(np.ascontiguousarray(values))

@@ -1,69 +1,93 @@
-"""A segment's whole state as bytes: what a copy begins with, what a checkpoint keeps. Pure.
+"""The complete state of a segment as bytes, for backups and checkpoints. Pure.
 
-Magic, bytes of a JSON head, the head filled up to 8 bytes, then its arrays one after the other, each filled up.
+Format: magic, length of the JSON head, the head padded to 8 bytes, then its arrays, each padded to 8 bytes.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 
 from rayps.core.errors import CheckpointError
+from rayps.core.ledger import LedgerJson
+from rayps.core.values import Buffer
 from rayps.ps.protocol.space import SparseTable
 from rayps.ps.tables.pages import Field
 from rayps.ps.tables.row_store import Columns
+from rayps.ps.tables.wire_format import Rows
 
 _MAGIC = b"rayps-t1"
 _DTYPES = {"int64", "uint32", "float32", "float64"}
 
 
-def pack(head: Mapping[str, Any], arrays: Mapping[str, Any]) -> bytes:
-    """A head of plain data and arrays by name."""
+class LifeHead(TypedDict):
+    """The plain data of a `RowLifecycle`."""
+
+    evicted: int
+    known_from: int
+    log: list[list[int]]  # [version, number of ids evicted in it]
+
+
+class SegmentHead(TypedDict):
+    """The plain data of a segment's state."""
+
+    table: str
+    index: int
+    segments: int
+    seq: int
+    version: int
+    ledger: LedgerJson
+    life: LifeHead
+
+
+def pack(head: SegmentHead, arrays: Mapping[str, Rows]) -> bytes:
+    """Encode a head of plain data, and arrays by name."""
     shapes = {name: [str(value.dtype), list(value.shape)] for name, value in arrays.items()}
     text = json.dumps({"head": dict(head), "arrays": shapes}).encode()
     text += b" " * (-len(text) % 8)
-    parts: list[Any] = [_MAGIC, len(text).to_bytes(8, "little"), text]
+    parts: list[Buffer] = [_MAGIC, len(text).to_bytes(8, "little"), text]
     for value in arrays.values():
-        flat: Any = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
-        parts += [memoryview(flat), bytes(-len(flat) % 8)]
+        flat = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+        parts += [flat.data, bytes(-len(flat) % 8)]
     return b"".join(parts)
 
 
-def unpack(data: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read back what `pack` gave; the arrays are views. Raises CheckpointError."""
+def unpack(data: Buffer) -> tuple[SegmentHead, dict[str, Rows]]:
+    """Decode what `pack` returned; the arrays are views. Raises CheckpointError."""
     view = memoryview(data).cast("B") if len(data) else memoryview(b"")
     try:
         if view[:8] != _MAGIC:
-            raise ValueError("it does not begin as one")
+            raise ValueError(f"it does not begin with {_MAGIC!r}")
         at = 16 + int.from_bytes(view[8:16], "little")
-        said = json.loads(bytes(view[16:at]))
-        arrays: dict[str, Any] = {}
-        for name, (dtype, shape) in said["arrays"].items():
+        found = json.loads(bytes(view[16:at]))
+        head: SegmentHead = found["head"]
+        arrays: dict[str, Rows] = {}
+        for name, (dtype, shape) in found["arrays"].items():
             if dtype not in _DTYPES:
-                raise ValueError(f"{name} is of {dtype}")
+                raise ValueError(f"{name} has dtype {dtype}")
             kind = np.dtype(dtype)
             size = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
             arrays[name] = np.frombuffer(view[at : at + size], kind).reshape(shape) if size else np.empty(shape, kind)
             at += size + -size % 8
-        return dict(said["head"]), arrays
+        return head, arrays
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"the state of a table's segment ({len(view)} bytes) cannot be read: {error}") from error
+        raise CheckpointError(f"cannot read the state of a table segment ({len(view)} bytes): {error}") from error
 
 
-def as_arrays(columns: Columns) -> dict[str, Any]:
+def as_arrays(columns: Columns) -> dict[str, Rows]:
     """Rows as arrays by name, for `pack`."""
     state = {f"state.{name}": value for name, value in columns.state.items()}
     return {"ids": columns.ids, "rows": columns.rows, **state, "life": columns.life}
 
 
-def as_columns(table: SparseTable, fields: tuple[Field, ...], arrays: Mapping[str, Any]) -> Columns:
-    """Read back what `as_arrays` gave.
+def as_columns(table: SparseTable, fields: tuple[Field, ...], arrays: Mapping[str, Rows]) -> Columns:
+    """Read back what `as_arrays` returned.
 
     Raises:
-        CheckpointError: the rows or their optimizer's state are not this table's.
+        CheckpointError: the rows or the optimizer state do not fit this table.
     """
     wanted = {"rows": (table.dim, table.dtype), **{f"state.{f.name}": (f.width, f.dtype) for f in fields}}
     count = len(arrays.get("ids", ()))
@@ -75,9 +99,10 @@ def as_columns(table: SparseTable, fields: tuple[Field, ...], arrays: Mapping[st
     needed = {name: ((count, width), dtype) for name, (width, dtype) in wanted.items()}
     if found != needed or "life" not in arrays:
         raise CheckpointError(
-            f"table {table.name!r}: the state holds {found}: {needed} were expected "
-            f"(dim, dtype and optimizer of the table)",
+            f"table {table.name!r}: the state contains {found}; expected {needed} "
+            f"(from the table's dim, dtype and optimizer)",
             table=table.name,
         )
     state = {f.name: arrays[f"state.{f.name}"] for f in fields}
-    return Columns(arrays["ids"], arrays["rows"], state, arrays["life"])
+    ids, life = (arrays[name].astype(np.int64, copy=False) for name in ("ids", "life"))
+    return Columns(ids, arrays["rows"], state, life)

@@ -1,23 +1,51 @@
-"""A table from what a user wrote. Pure."""
+"""Parse a table's options as a user writes them. Pure."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict
 
 from rayps.core.errors import ConfigError
+from rayps.core.values import Json
 from rayps.ps.protocol.space import SparseTable
+from rayps.ps.tables.row_lifecycle import RowPolicy
 from rayps.ps.tables.table_segment import check_table
+
+if TYPE_CHECKING:
+    import torch
+
+Options = str | Mapping[str, Json]  # "adagrad:lr=0.1" or {"name": "adagrad", "lr": 0.1}
+
+
+class TableOptions(TypedDict, total=False):
+    """The optional arguments of `rayps.embedding.Embedding`."""
+
+    seed: int
+    init: Options
+    optimizer: Options
+    policy: RowPolicy | Mapping[str, Json] | None
+    dtype: str | torch.dtype
+    wire: str | None
+    segments: int
+
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 
 
 def made_table(
-    dim: Any, name: Any, seed: Any, init: Any, optimizer: Any, policy: Any, dtype: Any, segments: Any
+    dim: int,
+    name: str,
+    *,
+    seed: int,
+    init: Options,
+    optimizer: Options,
+    policy: RowPolicy | Mapping[str, Json] | None,
+    dtype: str | torch.dtype,
+    segments: int,
 ) -> SparseTable:
-    """A `SparseTable` from what a user wrote. Raises ConfigError."""
+    """Parse a table's options. Raises ConfigError."""
     for field, value, least in (("dim", dim, 1), ("segments", segments, 1), ("seed", seed, 0)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ConfigError(f"{field} is {value!r}: give a whole number of at least {least}", field=field)
@@ -28,9 +56,9 @@ def made_table(
     text = str(dtype).removeprefix("torch.")
     if text not in ("float32", "float64"):
         raise ConfigError(
-            f"dtype is {text!r}: give float32 or float64 (wire='bf16' halves what travels)", field="dtype"
+            f"dtype is {text!r}: give float32 or float64 (wire='bf16' halves the bytes sent)", field="dtype"
         )
-    if dataclasses.is_dataclass(policy) and not isinstance(policy, type):  # a `rayps.ps.tables.row_lifecycle.RowPolicy`
+    if isinstance(policy, RowPolicy):
         fields = dataclasses.fields(policy)
         policy = {f.name: getattr(policy, f.name) for f in fields if getattr(policy, f.name) != f.default}
     if policy is not None and not isinstance(policy, Mapping):
@@ -41,15 +69,15 @@ def made_table(
     return found
 
 
-def wire_of(given: Any) -> str | None:
-    """How rows travel: as they are (None) or as "bf16". Raises ConfigError."""
+def wire_of(given: str | None) -> str | None:
+    """The dtype of rows on the wire: None (the table's) or "bf16". Raises ConfigError."""
     if given in (None, "bf16"):
-        return given  # type: ignore[no-any-return]
-    raise ConfigError(f"wire is {given!r}: give none (rows travel as they are) or 'bf16'", field="wire")
+        return given
+    raise ConfigError(f"wire is {given!r}: give none (rows are sent in the table's dtype) or 'bf16'", field="wire")
 
 
-def options_of(field: str, given: Any) -> dict[str, Any]:
-    """A name and its numbers, from {"name": "adagrad", "lr": 0.1} or from "adagrad:lr=0.1". Raises ConfigError."""
+def options_of(field: str, given: Options) -> dict[str, Json]:
+    """A name and its numbers as a dict, from such a dict or from text. Raises ConfigError."""
     if isinstance(given, Mapping) and isinstance(given.get("name"), str):
         return dict(given)
     if isinstance(given, str):

@@ -1,10 +1,10 @@
-"""One segment of a table, as its primary and as a copy: `rayps.ps.protocol.segment.ServedSegment`. No sockets, no
+"""One segment of a table, as its primary and as a backup: a `rayps.ps.protocol.segment.ServedSegment`. No sockets, no
 threads.
 
-Without gathering each push is applied as it comes, as the strategy says (a parameter server scales it by 1/N), and
-goes to the copies as it came. With gathering a round's pushes become one gradient over all ids that somebody named,
-and that goes to the copies. A pull changes nothing, but where its piece has counts: then it uses the rows, which makes
-and counts them, and copies do the same.
+A push is applied once: the ledger drops repeated ones. If the strategy does not gather, each push is applied on arrival
+by the strategy's `on_push` and forwarded to the backups as it is. If it gathers, the pushes of a round become one
+gradient over the union of their ids, and that is forwarded. A pull changes nothing unless it has counts: then missing
+rows are stored and all are counted, here and on the backups.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import struct
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,17 +24,21 @@ from rayps.core.retained_parts import RetainedParts
 from rayps.core.server_updates import weighted_mean
 from rayps.core.strategy import ServerHalf
 from rayps.core.topology import Servers, servers_of
+from rayps.core.values import Buffer
 from rayps.ps.protocol.space import SparseTable
 from rayps.ps.tables import initial_rows, segment_state
 from rayps.ps.tables.hash_index import ABSENT
 from rayps.ps.tables.merge_pushes import union
 from rayps.ps.tables.row_lifecycle import RowLifecycle, RowPolicy
-from rayps.ps.tables.row_optimizers import Knobs, Scheduled, rule_of
+from rayps.ps.tables.row_optimizers import Knobs, Scheduled, TablePace, rule_of
 from rayps.ps.tables.row_store import RowStore
+from rayps.ps.tables.segment_state import SegmentHead
 from rayps.ps.tables.wire_format import (
     DTYPES,
     Counts,
     Ids,
+    Rows,
+    Slots,
     TablePush,
     decode_pull,
     decode_push,
@@ -44,16 +47,16 @@ from rayps.ps.tables.wire_format import (
     encode_rows,
 )
 
-_PUSH, _ROUND, _USE = 1, 2, 3  # kinds of changes
+_PUSH, _ROUND, _USE = 1, 2, 3  # kinds of changes for backups
 _HEAD = 32  # kind, rank, step: int64; weight: float64
-_DECAYS = struct.Struct("<d")  # before each gradient of a round: how many whole steps it counts for
+_DECAYS = struct.Struct("<d")  # before each gradient of a round: the whole steps it counts for
 
 
 def check_table(table: SparseTable) -> None:
-    """Refuse what a table cannot be.
+    """Check the options of a table.
 
     Raises:
-        ConfigError: naming the table, the field, and what it may be.
+        ConfigError: an option is not valid.
     """
     for name, value in (("dim", table.dim), ("segments", table.segments)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -73,8 +76,119 @@ def check_table(table: SparseTable) -> None:
     RowLifecycle(table, store.row_bytes, 1)
 
 
+class _OpenRounds:
+    """Gathered pushes of rounds that not all ranks have pushed."""
+
+    def __init__(self, closed: int, gathers: bool) -> None:
+        self.gathers = gathers  # whether the strategy applies whole rounds
+        self.closed = closed  # rounds that all ranks have pushed
+        self._pushes: dict[int, dict[int, tuple[TablePush, float]]] = {}  # by step, by rank: push and weight
+
+    def add(self, rank: int, step: int, push: TablePush, weight: float) -> None:
+        self._pushes.setdefault(step, {})[rank] = push, weight
+
+    def take(self) -> tuple[list[TablePush], list[float]]:
+        """The pushes and weights of the oldest open round, in the order of the ranks."""
+        found = [push for _, push in sorted(self._pushes.pop(self.closed, {}).items())]
+        return [push for push, _ in found], [weight for _, weight in found]
+
+
+class _RowUpdate:
+    """The optimizer steps of the rows that the current push or round names."""
+
+    def __init__(self, table: SparseTable, knobs: Knobs, pace: TablePace | None) -> None:
+        self.pace = pace
+        self.recorded: list[tuple[Tensor, float]] = []  # gradients of a round, and how many whole steps each counts for
+        self._table, self._knobs = table, knobs  # the optimizer's options in the current round
+        self._ids: Ids | None = None
+        self._slots: Slots = np.empty(0, np.int64)
+        self._stored: Slots | None = None  # indices of the gradient's rows that are stored; None: all
+        self._overflown: int | None = None  # the first id whose row became not finite
+        self._fault: TrainingError | None = None  # raised for every later push
+
+    def begin_round(self, step: int) -> None:
+        """Take the schedule's options of a round."""
+        if self.pace is not None:
+            self._knobs = self.pace.at(step)
+
+    def select(self, ids: Ids, slots: Slots, stored: Slots | None) -> None:
+        """Select the rows that `step` changes."""
+        self._ids, self._slots, self._stored = ids, slots, stored
+
+    def deselect(self) -> None:
+        self._ids = None
+
+    def step(self, store: RowStore, grad: Tensor, scale: float, decays: float) -> None:
+        """Step the selected rows by `scale` times `grad` [n, dim]; weight decay is multiplied by `decays`."""
+        assert self._ids is not None
+        knobs, decay = self._knobs, self._knobs.get("weight_decay")
+        if decays != 1 and isinstance(decay, float) and decay:
+            knobs = {**knobs, "weight_decay": decay * decays}
+        grad = grad if self._stored is None else grad[torch.from_numpy(self._stored)]
+        fault = store.step(self._slots, grad, scale, knobs)
+        if fault is not None and self._overflown is None:
+            self._overflown = int(self._ids[fault])
+
+    def must_be_finite(self, step: int, rank: int | None = None) -> None:
+        """Raises TrainingError: a row is not finite, since round `step` or earlier; by the push of `rank` if given."""
+        if self._fault is None and self._overflown is not None:
+            who = "" if rank is None else f" by the push of worker-{rank}"
+            self._fault = TrainingError(
+                f"table {self._table.name!r}: the row of id {self._overflown}, or its optimizer state, is not finite "
+                f"(NaN or infinite) since round {step}{who}, although the gradient is:\nlower the table's lr",
+                parameter=self._table.name,
+                id=self._overflown,
+                round=step,
+                **({} if rank is None else {"rank": rank}),
+            )
+        if self._fault is not None:
+            raise self._fault
+
+
+class _SlotCache:
+    """The slots of recently pulled ids: a rank mostly pushes the ids that it pulled."""
+
+    def __init__(self, ranks: int) -> None:
+        self._found: deque[tuple[Ids, Slots, Slots, int]] = deque(maxlen=2 * ranks)
+
+    def find(self, store: RowStore, ids: Ids, keep: bool) -> tuple[Slots, Slots]:
+        """The slots of ids, and the indices of those not stored; `keep`: remember them."""
+        for known, slots, missing, lost in self._found:
+            if lost == store.lost and np.array_equal(known, ids):
+                if len(missing):  # they may have been stored since
+                    slots[missing] = store.find(ids[missing])
+                    missing = np.flatnonzero(slots == ABSENT)
+                return slots.copy(), missing
+        slots = store.find(ids)
+        missing = np.flatnonzero(slots == ABSENT)
+        if keep:
+            self._found.append((ids.copy(), slots, missing, store.lost))
+        return slots, missing
+
+
+class _Snapshots:
+    """States after the rounds that a checkpoint wants; pages of memory are shared until rows change."""
+
+    def __init__(self) -> None:
+        self.wanted: set[int] = set()
+        self._parts: RetainedParts[tuple[RowStore, SegmentHead, dict[str, Rows]]] = RetainedParts()
+
+    def keep(self, rounds: int, store: RowStore, state: tuple[SegmentHead, dict[str, Rows]]) -> None:
+        self.wanted.discard(rounds)
+        self._parts.keep(rounds, (store.branch(), *state))
+
+    def dump(self, rounds: int) -> bytes | None:
+        """The state after `rounds`; None if it is not kept."""
+        held = self._parts.get(rounds)
+        if held is None:
+            return None
+        store, head, arrays = held
+        with store.lock:
+            return segment_state.pack(head, {**segment_state.as_arrays(store.export()), **arrays})
+
+
 class TableSegment:
-    """Segment `index` of a table: its rows, its clock and its ledger."""
+    """One segment of a table: its rows, its clock and its ledger."""
 
     def __init__(
         self,
@@ -86,38 +200,31 @@ class TableSegment:
         *,
         scheduled: Scheduled | None = None,
     ) -> None:
-        """`start_marks`: by rank, its next step; 0 for all unless said otherwise. `scheduled`: the job's schedule.
+        """`start_marks`: the first step of each rank; None = 0. `scheduled`: the job's learning-rate schedule.
 
         Raises:
-            ConfigError, WorkloadError: the table cannot be, or its schedule cannot.
+            ConfigError, WorkloadError: an option of the table, or the schedule, is not valid.
         """
         self.table, self.index, self.strategy, self.size = table, index, strategy, workers
         self.rounds = 1  # see ShardView
         self.seq = self.version = 0
-        self.operations = 0  # ids pulled and pushed: every step names every segment, and only ids tell a hot one
-        self.copied = True  # whether changes go to copies; where not, they come back empty
+        self.operations = 0  # ids pulled and pushed: a step names every segment, so requests do not show the load
+        self.copied = True  # whether there are backups; without them changes are empty
         self.store = self._store()
-        self._now: Knobs = self.store.rule.knobs  # those of the round that is applied
-        self._scheduled, self._pace = scheduled, None if scheduled is None else scheduled.pace(table, self.store.rule)
-        self._begin(Ledger([0] * workers if start_marks is None else start_marks))
+        pace = None if scheduled is None else scheduled.pace(table, self.store.rule)
+        self._begin(Ledger([0] * workers if start_marks is None else start_marks), pace)
 
-    def _begin(self, ledger: Ledger) -> None:
+    def _begin(self, ledger: Ledger, pace: TablePace | None) -> None:
         self.ledger = ledger
         servers = servers_of(self.strategy) or Servers()
+        gathers = servers.update.gathers
         self.clock = Clock(ledger.marks, servers.staleness)
-        self._gathers = servers.update.gathers
-        self.life = RowLifecycle(self.table, self.store.row_bytes, 1 if self._gathers else max(1, self.size))
-        self._closed = self.clock.slowest  # rounds that all ranks have pushed
-        self._inbox: dict[int, dict[int, tuple[TablePush, float]]] = {}
-        self._parts: RetainedParts[tuple[RowStore, dict[str, Any], dict[str, Any]]] = RetainedParts()
-        self._wanted: set[int] = set()
-        # ids, their slots, and which rows of the gradient these are (None: all)
-        self._touched: tuple[Any, Any, Any] = (None, None, None)
-        self._overflown: int | None = None  # the first id whose row a step made not finite
-        self._fault: TrainingError | None = None  # the same as an error: no push is acknowledged from then on
-        self._steps: list[tuple[Tensor, float]] = []  # gradients stepped by in a round, and what each step counts for
-        self._checked: tuple[Any, TablePush] | None = None
-        self._found: deque[tuple[Ids, Any, Any, int]] = deque(maxlen=2 * self.size)  # with what was pulled last
+        self.life = RowLifecycle(self.table, self.store.row_bytes, 1 if gathers else max(1, self.size))
+        self._open = _OpenRounds(self.clock.slowest, gathers)
+        self._snapshots = _Snapshots()
+        self._update = _RowUpdate(self.table, self.store.rule.knobs, pace)
+        self._checked: tuple[Buffer, TablePush] | None = None  # the push that was checked last
+        self._slots = _SlotCache(self.size)
 
     def _store(self) -> RowStore:
         policy = RowPolicy.of(self.table)
@@ -126,7 +233,7 @@ class TableSegment:
 
     @property
     def rows(self) -> int:
-        """Rows that are stored."""
+        """The number of stored rows."""
         return len(self.store)
 
     @property
@@ -135,12 +242,13 @@ class TableSegment:
         return self.store.nbytes + self.life.nbytes
 
     def marks(self) -> dict[int, int]:
-        """By rank: its next step here."""
+        """The next step of each rank."""
         return dict(self.ledger.marks)
 
     def durable(self, rank: int) -> int:
         """The step of this rank below which all pushes are applied here."""
-        return min(self._closed, self.ledger.marks[rank]) if self._gathers else self.ledger.marks[rank]
+        mark = self.ledger.marks[rank]
+        return min(self._open.closed, mark) if self._open.gathers else mark
 
     def may_pull(self, rank: int) -> bool:
         """Whether a pull of `rank` may be served now."""
@@ -152,12 +260,12 @@ class TableSegment:
 
     # pushes
 
-    def check(self, rank: int, step: int, weight: float, data: Any) -> None:
-        """Raises what `push` would.
+    def check(self, rank: int, step: int, weight: float, data: Buffer) -> None:
+        """Raise what `push` would raise.
 
         Raises:
             ConfigError: see `rayps.ps.tables.wire_format.decode_push`.
-            ValueError: the rank is not of this group, or too many steps were skipped.
+            ValueError: there is no such rank, or too many steps were skipped.
         """
         if not self.ledger.seen(rank, step):
             mark = self.ledger.marks[rank]
@@ -168,146 +276,105 @@ class TableSegment:
                 )
             self._checked = (data, decode_push(data, self.table))
 
-    def push(self, rank: int, step: int, weight: float, data: Any) -> list[bytes]:
-        """File a push, which may close rounds; what copies must apply for it.
+    def push(self, rank: int, step: int, weight: float, data: Buffer) -> list[bytes]:
+        """Record a push, which may close rounds; returns the changes that backups must replay.
+
+        A push that the ledger has already seen has no effect.
 
         Raises:
             ConfigError, ValueError: as `check`; nothing was applied.
-            TrainingError: a step has made a row not finite, now or before.
+            TrainingError: a step, of this push or an earlier one, made a row not finite.
         """
         if self.ledger.seen(rank, step):
-            self._must_be_finite(step)
+            self._update.must_be_finite(step)
             return []
         if self._checked is None or self._checked[0] is not data:
             self.check(rank, step, weight, data)
         assert self._checked is not None
         push, self._checked = self._checked[1], None
         self.operations += len(push.ids)
-        if not self._gathers:
+        if not self._open.gathers:
             self._apply(rank, step, weight, push)
-            self._must_be_finite(step, rank)
+            self._update.must_be_finite(step, rank)
             return [b"".join([_head(_PUSH, rank, step, weight), data]) if self.copied else b""]
         self.ledger.add(rank, step)
-        kept = push
-        if self.clock.slowest <= step:  # it waits for others, and its memory is the caller's
-            kept = TablePush(push.ids.copy(), push.counts.copy(), push.rows.clone())
-        self._inbox.setdefault(step, {})[rank] = (kept, weight)
+        if self.clock.slowest <= step:  # the round stays open, and the memory of `data` is the caller's
+            push = TablePush(push.ids.copy(), push.counts.copy(), push.rows.clone())
+        self._open.add(rank, step, push, weight)
         changes = self._close()
-        self._must_be_finite(step)
+        self._update.must_be_finite(step)
         return changes
 
-    def _must_be_finite(self, step: int, rank: int | None = None) -> None:
-        """Refuse to go on with a row that is not finite since this step, which was `rank`'s alone where it is given."""
-        if self._fault is None and self._overflown is not None:
-            who = "" if rank is None else f" by the push of worker-{rank}"
-            self._fault = TrainingError(
-                f"table {self.table.name!r}: the row of id {self._overflown}, or its optimizer state, is not finite "
-                f"(NaN or infinite) since round {step}{who}, although the gradient is:\nlower the table's rate",
-                parameter=self.table.name,
-                id=self._overflown,
-                round=step,
-                **({} if rank is None else {"rank": rank}),
-            )
-        if self._fault is not None:
-            raise self._fault
-
     def _apply(self, rank: int, step: int, weight: float, push: TablePush) -> None:
-        """A push that is applied as it comes."""
+        """Apply a push at once."""
         self.ledger.add(rank, step)
         self.version += 1
         with self.store.lock:
             if len(push.ids) and weight:
                 self._use(push.ids, push.counts)
-                self._at(step)
+                self._update.begin_round(step)
                 self.strategy.on_push(self, push.rows, weight)
             self._after()
-        while self._closed < self.clock.slowest:
-            self._closed += 1
+        while self._open.closed < self.clock.slowest:
+            self._open.closed += 1
             self._keep()
 
     def _close(self) -> list[bytes]:
-        """Close the rounds that all have pushed by now; a change for each."""
+        """Apply the rounds that all ranks have pushed; a change for each."""
         changes = []
-        while self._closed < self.clock.slowest:
-            held = sorted(self._inbox.pop(self._closed, {}).items())
-            ids, counts, values = union(self.table, [push for _, (push, _) in held])
+        update = self._update
+        while self._open.closed < self.clock.slowest:
+            pushes, weights = self._open.take()
+            ids, counts, values = union(self.table, pushes)
             self.version += 1
-            self._steps = []
-            weights: list[float] = [weight for _, (_, weight) in held]
+            update.recorded = []
             with self.store.lock:
                 if len(ids) and any(weights):
                     self._use(ids, counts)
-                    self._at(self._closed)
+                    update.begin_round(self._open.closed)
                     self.strategy.on_round(self, values, weights)
                 self._after()
-            pieces = [b"".join([_DECAYS.pack(decays), encode_push(ids, grad, counts)]) for grad, decays in self._steps]
-            head = _head(_ROUND, len(pieces), self._closed, 0.0)
+            pieces = [
+                b"".join([_DECAYS.pack(decays), encode_push(ids, grad, counts).data])
+                for grad, decays in update.recorded
+            ]
+            head = _head(_ROUND, len(pieces), self._open.closed, 0.0)
             changes.append(b"".join([head, *pieces]) if self.copied else b"")
-            self._steps = []
-            self._closed += 1
+            update.recorded = []
+            self._open.closed += 1
             self._keep()
         return changes
 
-    def _slots(self, ids: Ids, rank: int = -1) -> tuple[Any, Any]:
-        """Where rows are, and which are not stored; found before, mostly: a rank pushes what it pulled."""
-        for known, slots, missing, lost in self._found:
-            if lost == self.store.lost and np.array_equal(known, ids):
-                if len(missing):  # somebody may have stored them since
-                    slots[missing] = self.store.find(ids[missing])
-                    missing = np.flatnonzero(slots == ABSENT)
-                return slots.copy(), missing
-        slots = self.store.find(ids)
-        missing = np.flatnonzero(slots == ABSENT)
-        if rank >= 0:
-            self._found.append((ids.copy(), slots, missing, self.store.lost))
-        return slots, missing
-
     def _use(self, ids: Ids, counts: Counts) -> None:
-        """Find, let in and count rows; what follows steps those that are stored."""
-        slots, missing = self._slots(ids)
+        """Admit and count rows, and select those that are stored for `step`."""
+        slots, missing = self._slots.find(self.store, ids, keep=False)
         if len(missing) and self.store.warm(ids[missing]):
             slots[missing] = self.store.find(ids[missing])
             missing = np.flatnonzero(slots == ABSENT)
+        stored = None
         if len(missing):
-            good, uses = self.life.admit(ids[missing], counts[missing], self.version)
-            come = missing[good]
-            if len(come):
-                slots[come] = self.store.make(ids[come], uses[good], self.version)
-        stored: Any = None
-        if len(missing) and not good.all():
-            stored = np.flatnonzero(slots != ABSENT)
-            ids, slots, counts = ids[stored], slots[stored], counts[stored]
+            admitted, uses = self.life.admit(ids[missing], counts[missing], self.version)
+            fresh = missing[admitted]
+            if len(fresh):
+                slots[fresh] = self.store.make(ids[fresh], uses[admitted], self.version)
+            if not admitted.all():
+                stored = np.flatnonzero(slots != ABSENT)
+                ids, slots, counts = ids[stored], slots[stored], counts[stored]
         self.store.use(slots, counts, self.version)
-        self._touched = (ids, slots, stored)
+        self._update.select(ids, slots, stored)
 
     def step(self, grad: Tensor, scale: float = 1.0, decays: float | None = None) -> None:
-        """Let the optimizer apply `scale` times the gradient of the rows that are being pushed, [n, dim].
+        """Step the rows of the current push by `scale` times a gradient [n, dim].
 
-        `decays`: how many whole steps this one counts for, by which weight decay is multiplied; None = |`scale`|.
+        `decays`: how many whole steps this one counts for; weight decay is multiplied by it. None = |`scale`|.
         """
         decays = abs(scale) if decays is None else decays
-        if self._gathers and self.copied:
-            self._steps.append((grad * scale, decays))
-        ids, slots, stored = self._touched
-        grad = grad if stored is None else grad[torch.from_numpy(stored)]
-        fault = self.store.step(slots, grad, scale, self._knobs(decays))
-        if fault is not None and self._overflown is None:
-            self._overflown = int(ids[fault])
-
-    def _knobs(self, decays: float) -> Knobs:
-        """The optimizer's numbers for a step that counts for `decays` whole ones."""
-        knobs = self._now
-        if decays == 1 or not knobs.get("weight_decay"):
-            return knobs
-        return {**knobs, "weight_decay": knobs["weight_decay"] * decays}
-
-    def _at(self, step: int) -> None:
-        """What is stepped now is of this round."""
-        if self._pace is not None:
-            self._now = self._pace.at(step)
+        if self._open.gathers and self.copied:
+            self._update.recorded.append((grad * scale, decays))
+        self._update.step(self.store, grad, scale, decays)
 
     def step_mean(self, values: Sequence[Tensor], weights: Sequence[float]) -> None:
-        """As `step` of sum(w_i v_i) / sum(w_i), added up in the order given."""
+        """Step by sum(w_i v_i) / sum(w_i), summed in the order given."""
         self.step(weighted_mean(list(values), list(weights)))
 
     def _after(self) -> None:
@@ -315,10 +382,10 @@ class TableSegment:
         self.life.evict(self.store, self.version)
         self.store.cool()
 
-    # copies
+    # backups
 
-    def replay(self, change: Any) -> None:
-        """On a copy: apply one item of what `push` or `pull` gave on the primary. Raises ConfigError."""
+    def replay(self, change: Buffer) -> None:
+        """On a backup: apply one change that `push` or `pull` returned on the primary. Raises ConfigError."""
         view = memoryview(change)
         kind, rank, step = np.frombuffer(view[:24], np.int64).tolist()
         weight = float(np.frombuffer(view[24:_HEAD], np.float64)[0])
@@ -327,18 +394,19 @@ class TableSegment:
             self._apply(rank, step, weight, decode_push(data, self.table))
         elif kind == _USE:
             pull = decode_pull(data, self.table)
+            assert pull.counts is not None
             self._count(pull.ids, pull.counts)
         elif kind == _ROUND:
             self._replay_round(rank, step, data)
         else:
-            raise ConfigError(f"table {self.table.name!r}: a change of kind {kind} is not known here")
+            raise ConfigError(f"table {self.table.name!r}: a change has the unknown kind {kind}")
 
     def _replay_round(self, count: int, step: int, data: memoryview) -> None:
         size = len(data) // count if count else 0
         for rank in self.ledger.marks:
             self.ledger.add(rank, step)
         self.version += 1
-        self._at(step)
+        self._update.begin_round(step)
         with self.store.lock:
             for k in range(count):
                 one = data[k * size : (k + 1) * size]
@@ -346,15 +414,15 @@ class TableSegment:
                 if k == 0:
                     self._use(push.ids, push.counts)
                 self.step(push.rows, decays=_DECAYS.unpack_from(one)[0])
-            self._steps = []
+            self._update.recorded = []
             self._after()
-        self._closed = step + 1
+        self._open.closed = step + 1
         self._keep()
 
     # pulls
 
-    def pull(self, rank: int, data: Any) -> tuple[Any, int, list[bytes]]:
-        """The rows asked for, as a buffer; by how many rounds `rank` leads; and what copies must apply.
+    def pull(self, rank: int, data: Buffer) -> tuple[Buffer, int, list[bytes]]:
+        """Serve a pull: the rows as bytes, by how many rounds `rank` leads, and the changes that backups must replay.
 
         Raises:
             ConfigError: see `rayps.ps.tables.wire_format.decode_pull`.
@@ -366,76 +434,70 @@ class TableSegment:
             if asked.counts is not None and len(asked.ids):
                 self._count(asked.ids, asked.counts)
                 head = _head(_USE, rank, 0, 0.0)
-                changes = [b"".join([head, encode_pull(asked.ids, asked.counts)]) if self.copied else b""]
-            rows = self.store.read(asked.ids, self._slots(asked.ids, rank)[0])
-        return encode_rows(rows, asked.half), self.ledger.marks[rank] - self.clock.slowest, changes
+                changes = [b"".join([head, encode_pull(asked.ids, asked.counts).data]) if self.copied else b""]
+            rows = self.store.read(asked.ids, self._slots.find(self.store, asked.ids, keep=rank >= 0)[0])
+        return encode_rows(rows, asked.half).data, self.ledger.marks[rank] - self.clock.slowest, changes
 
-    def read(self, data: Any) -> Any:
-        """The same outside the clock; changes nothing."""
+    def read(self, data: Buffer) -> Buffer:
+        """Serve a pull outside the clock; changes nothing."""
         asked = decode_pull(data, self.table)
         with self.store.lock:
-            return encode_rows(self.store.read(asked.ids, self.store.find(asked.ids)), asked.half)
+            return encode_rows(self.store.read(asked.ids, self.store.find(asked.ids)), asked.half).data
 
     def _count(self, ids: Ids, counts: Counts) -> None:
         with self.store.lock:
             self._use(ids, counts)
-            self._touched = (None, None, None)
+            self._update.deselect()
             self._after()
 
     # states
 
     def keep(self, rounds: Sequence[int]) -> None:
-        """After which rounds of the slowest worker to keep a state."""
-        self._wanted.update(each for each in rounds if each >= self._closed)
+        """Keep the states after these rounds of the slowest worker."""
+        self._snapshots.wanted.update(each for each in rounds if each >= self._open.closed)
 
     def _keep(self) -> None:
-        if self._closed in self._wanted:
-            self._wanted.discard(self._closed)
+        if self._open.closed in self._snapshots.wanted:
             with self.store.lock:
-                self._parts.keep(self._closed, (self.store.branch(), *self._said()))
+                self._snapshots.keep(self._open.closed, self.store, self._head_and_life())
 
     def part(self, rounds: int) -> bytes | None:
-        """The state after `rounds`, if it is kept."""
-        held = self._parts.get(rounds)
-        if held is None:
-            return None
-        store, head, arrays = held
-        with store.lock:
-            return segment_state.pack(head, {**segment_state.as_arrays(store.export()), **arrays})
+        """The state after `rounds`; None if it is not kept."""
+        return self._snapshots.dump(rounds)
 
     def dump(self) -> bytes:
-        """The whole state; of gathered pushes, those whose rounds are closed."""
+        """The complete state. It contains the gathered pushes of closed rounds only."""
         with self.store.lock:
-            head, arrays = self._said()
+            head, arrays = self._head_and_life()
             return segment_state.pack(head, {**segment_state.as_arrays(self.store.export()), **arrays})
 
-    def _said(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _head_and_life(self) -> tuple[SegmentHead, dict[str, Rows]]:
         ledger = self.ledger
-        if self._gathers:
-            ledger = Ledger(min(mark, self._closed) for mark in ledger.marks.values())
-        head, arrays = self.life.dump()
-        said = {
+        if self._open.gathers:
+            ledger = Ledger(min(mark, self._open.closed) for mark in ledger.marks.values())
+        life, arrays = self.life.dump()
+        head: SegmentHead = {
             "table": self.table.name,
             "index": self.index,
             "segments": self.table.segments,
             "seq": self.seq,
             "version": self.version,
             "ledger": ledger.to_json(),
-            "life": head,
+            "life": life,
         }
-        return said, {f"life.{name}": value for name, value in arrays.items()}
+        return head, {f"life.{name}": value for name, value in arrays.items()}
 
-    def load(self, data: Any) -> None:
-        """Become what `dump` gave.
+    def load(self, data: Buffer) -> None:
+        """Load a state of `dump`.
 
         Raises:
-            CheckpointError: it is torn, of another table, or of another cut.
+            CheckpointError: it is truncated, of another table, or of another number of segments or workers.
         """
         head, arrays = segment_state.unpack(data)
         if [head.get("index"), head.get("segments")] != [self.index, self.table.segments]:
             raise CheckpointError(
-                f"table {self.table.name!r}: segment {head.get('index')} of {head.get('segments')} "
-                f"came: {self.index} of {self.table.segments} was expected",
+                f"table {self.table.name!r}: the state is of segment {head.get('index')} of {head.get('segments')}; "
+                f"expected {self.index} of {self.table.segments}",
                 table=self.table.name,
             )
         store = self._store()
@@ -443,19 +505,21 @@ class TableSegment:
         ledger = Ledger.from_json(head["ledger"])
         if len(ledger.marks) != self.size:
             raise CheckpointError(
-                f"table {self.table.name!r}: a state of {len(ledger.marks)} workers came: {self.size} were expected",
+                f"table {self.table.name!r}: the state is of {len(ledger.marks)} workers; expected {self.size}",
                 table=self.table.name,
             )
         store.load(columns)
         self.store = store
-        self._begin(ledger)
+        self._begin(ledger, self._update.pace)
         self.seq, self.version = int(head["seq"]), int(head["version"])
-        self.life.load(head["life"], {name[5:]: value for name, value in arrays.items() if name.startswith("life.")})
+        self.life.load(
+            head["life"], {name[5:]: value.view(np.int64) for name, value in arrays.items() if name.startswith("life.")}
+        )
 
     def branch(
         self, workers: int | None = None, strategy: ServerHalf | None = None, scheduled: Scheduled | None = None
     ) -> TableSegment:
-        """A segment that begins with the same rows and goes its own way, for as many workers; its clock begins anew."""
+        """A copy that shares memory until rows change, for `workers` workers; its clock begins at 0."""
         other = TableSegment(
             self.table, self.index, strategy or self.strategy, workers or self.size, scheduled=scheduled
         )
