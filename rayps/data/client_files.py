@@ -1,8 +1,7 @@
-"""Rows on disk, those of a client side by side, in memory-mapped files that the processes of a host share.
+"""Rows on disk, sorted by client, in memory-mapped files that the processes of a host share.
 
-The price: the rows twice on disk while they are sorted (once afterwards) and 17 bytes a row more, in the system's
-temporary folder (TMPDIR); and in the memory of the one process that sorts, 32 bytes a row. What others hold is the
-system's cache of the files.
+Cost: in the system's temporary folder (TMPDIR) the rows once, twice while they are sorted, and 17 bytes a row; in the
+memory of the one process that sorts, 32 bytes a row. Other processes use only the operating system's page cache.
 """
 
 from __future__ import annotations
@@ -11,9 +10,9 @@ import shutil
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rayps.cluster.scratch import SharedScratch
 from rayps.core.errors import DataError
@@ -21,11 +20,12 @@ from rayps.data.clients import Clients
 from rayps.data.columns import ColumnLayout, ColumnRows
 from rayps.data.partition_rules import Ints
 
-_BLOCK = 32 << 20  # bytes that are sorted at once
+Array = NDArray[np.generic]
+_BLOCK = 32 << 20  # bytes sorted at once
 
 
 class RowsByClient:
-    """All rows, by client: `rows` as the layout says, and `place`, where each row of the data lies in them."""
+    """All rows sorted by client: `rows` in the layout, and `place`, the position of each row of the data in them."""
 
     def __init__(
         self,
@@ -33,10 +33,10 @@ class RowsByClient:
         layout: ColumnLayout,
         count: int,
         read: Callable[[], Iterator[ColumnRows]],
-        divided: Callable[[Any, Ints | None], Clients],
+        divided: Callable[[Array | None, Ints | None], Clients],
         timeout: float = 600.0,
     ) -> None:
-        """`read` gives all rows in the order of the data; `divided(labels, usable)` says whose they are."""
+        """`read` returns all rows in the order of the data; `divided(labels, usable)` their division."""
 
         def fill(folder: Path) -> None:
             _room(folder, count, layout)
@@ -47,25 +47,25 @@ class RowsByClient:
         self.rows = ColumnRows(
             _open(shared.path / "x.npy"),
             None if layout.label is None else _open(shared.path / "y.npy"),
-            _open(shared.path / "good.npy"),
+            _open(shared.path / "good.npy").view(np.bool_),
             None,
         )
-        self.place, self.order = _open(shared.path / "place.npy"), _open(shared.path / "order.npy")
+        self.place, self.order = (_open(shared.path / name).view(np.int64) for name in ("place.npy", "order.npy"))
         self.sizes = np.load(shared.path / "sizes.npy")
         said = np.load(shared.path / "said.npz")
         self.names, self.rule = tuple(said["names"].tolist()), str(said["rule"])
         self.labels = (tuple(said["labels"].tolist()), said["counts"]) if "labels" in said else None
 
     def close(self) -> None:
-        """Let go of the files; the last process removes them."""
+        """Close the files; the last process removes them."""
         self._closed()
 
 
-def _open(path: Path) -> Any:
+def _open(path: Path) -> Array:
     return np.asarray(np.load(path, mmap_mode="r"))
 
 
-def _new(path: Path, shape: Any, dtype: Any) -> Any:
+def _new(path: Path, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
     return np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
 
 
@@ -85,10 +85,13 @@ def _fill(
     layout: ColumnLayout,
     count: int,
     read: Callable[[], Iterator[ColumnRows]],
-    divided: Callable[[Any, Ints | None], Clients],
+    divided: Callable[[Array | None, Ints | None], Clients],
 ) -> None:
-    """First the rows as they come, then by client, a block at a time."""
-    columns: dict[str, Any] = {"x": ((count, layout.width), layout.store), "good": ((count,), np.bool_)}
+    """Write the rows in the order of the data, then sorted by client, a block at a time."""
+    columns: dict[str, tuple[tuple[int, ...], np.dtype[np.generic]]] = {
+        "x": ((count, layout.width), layout.store),
+        "good": ((count,), np.dtype(np.bool_)),
+    }
     if layout.label is not None:
         columns["y"] = ((count,), layout.label_dtype)
     raw = {name: _new(folder / f"{name}.raw.npy", *how) for name, how in columns.items()}
@@ -114,7 +117,8 @@ def _fill(
     np.save(folder / "place.npy", place)
     np.save(folder / "order.npy", order)
     np.save(folder / "sizes.npy", clients.sizes)
-    said: dict[str, Any] = {"names": np.array(clients.names), "rule": np.array(clients.rule)}
-    if clients.labels is not None:
-        said |= {"labels": np.array(clients.labels[0]), "counts": clients.labels[1]}
-    np.savez(folder / "said.npz", **said)
+    said, names, rule = folder / "said.npz", np.array(clients.names), np.array(clients.rule)
+    if clients.labels is None:
+        np.savez(said, names=names, rule=rule)
+    else:
+        np.savez(said, names=names, rule=rule, labels=np.array(clients.labels[0]), counts=clients.labels[1])

@@ -1,10 +1,13 @@
-"""Who has which rows, as SVG: a bar for each client's rows, and below it a square for each label. Pure."""
+"""The picture of a division into clients, as SVG: a bar for each client, below it a square for each label. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rayps.data.clients import ClientSummary
 
 _CELL, _BARS, _LEFT, _TOP, _SIDE = 14, 80, 84, 58, 16  # pixels
 _STYLE = """
@@ -18,7 +21,7 @@ _STYLE = """
 """.strip()
 
 
-def picture(summary: dict[str, Any]) -> str:
+def picture(summary: ClientSummary) -> str:
     """The picture of `Clients.summary()`, for light and dark pages; a darker square is more rows of that label."""
     names, labels = summary["names"], summary["labels"]
     title = f"{summary['clients']} clients, {summary['rows']} rows: {summary['rule']}"
@@ -40,7 +43,7 @@ def picture(summary: dict[str, Any]) -> str:
     )
 
 
-def _bars(summary: dict[str, Any]) -> Iterator[str]:
+def _bars(summary: ClientSummary) -> Iterator[str]:
     bottom, most = _TOP + _BARS, summary["largest"]
     yield f'<text class="soft end" x="{_LEFT - 8}" y="{_TOP + 10}">{most}</text>'
     yield f'<text class="soft end" x="{_LEFT - 8}" y="{bottom}">rows</text>'
@@ -52,7 +55,7 @@ def _bars(summary: dict[str, Any]) -> Iterator[str]:
         )
 
 
-def _cells(summary: dict[str, Any]) -> Iterator[str]:
+def _cells(summary: ClientSummary) -> Iterator[str]:
     top, most = _TOP + _BARS + 8, max((max(row) for row in summary["counts"]), default=0) or 1
     for i, label in enumerate(summary["labels"]):
         shown = label if len(label) <= 10 else label[:9] + "…"

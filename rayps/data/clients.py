@@ -1,17 +1,18 @@
-"""Data divided into clients: which rows are whose, as numbers, as a table and as a picture."""
+"""The division of rows into clients, its statistics and its picture."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeAlias, TypedDict
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as pt
-from numpy.typing import NDArray
+import torch
+from numpy.typing import ArrayLike, NDArray
 
 from rayps.core.errors import ConfigError, DataError
 from rayps.data.base import Batch, random_of
@@ -20,14 +21,30 @@ from rayps.data.partition_rules import Ints, PartitionRule, apportion, classes
 
 _COLUMNS = 100  # labels that have a column each in statistics()
 _SHOWN, _LABELS = 60, 20  # clients and labels in summary()
-Given = Any  # a Rule, a name of a column, or an id for each row
+RowIds: TypeAlias = torch.Tensor | ArrayLike  # an id for each row: whole numbers or text, of torch, numpy or Arrow
+GivenClients: TypeAlias = PartitionRule | RowIds | None  # a rule, the name of a column, or an id for each row
+
+
+class ClientSummary(TypedDict):
+    """See `Clients.summary`."""
+
+    clients: int
+    rows: int
+    rule: str
+    names: list[str]
+    sizes: list[int]
+    labels: list[str]
+    counts: list[list[int]]
+    smallest: int
+    median: float
+    largest: int
 
 
 class Clients:
-    """Who has which rows. Clients have numbers 0 to count - 1, in the order of their names or of the rule.
+    """The rows of each client. Clients have numbers 0 to count - 1, in the order of their names or of the rule.
 
-    `names`: one text each. `sizes`: rows of each (int64, none 0). `rule`: how they were dealt, in words. `labels`:
-    names of labels and how many rows of each a client has [clients, labels]; None where labels are not classes.
+    `names`: one text each. `sizes`: rows of each (int64, none 0). `rule`: the rule as text. `labels`: names of labels,
+    and the rows of each label by client [clients, labels]; None if labels are not classes.
     """
 
     def __init__(
@@ -40,7 +57,7 @@ class Clients:
         rule: str,
         labels: tuple[tuple[str, ...], Ints] | None = None,
     ) -> None:
-        """`order`: the rows of client 0, then of client 1, ...; `take` makes a batch of row numbers."""
+        """`order`: the rows of client 0, then of client 1, ...; `take` makes a batch from row numbers."""
         self.names = tuple(names)
         self.sizes = sizes
         self.rule = rule
@@ -54,45 +71,46 @@ class Clients:
 
     @property
     def count(self) -> int:
-        """How many clients there are."""
+        """The number of clients."""
         return len(self.names)
 
     def rows(self, k: int) -> Ints:
-        """The row numbers of client `k`, ascending. Do not change them. Raises ConfigError: there is no such client."""
+        """The row numbers of client `k`, ascending; read only. Raises ConfigError: there is no such client."""
         if not 0 <= k < len(self.names):
             raise ConfigError(f"there is no client {k}: their numbers are 0 to {len(self.names) - 1}", field="client")
         return self._order[self._ends[k] : self._ends[k + 1]]
 
     def batch(self, rows: Ints) -> Batch:
-        """These rows of the data, in this order."""
+        """A batch of these rows, in this order."""
         return self._take(rows)
 
     @property
     def label_names(self) -> tuple[str, ...] | None:
-        """The labels, ascending; None where they are not classes."""
+        """The labels, ascending; None if they are not classes."""
         return None if self.labels is None else self.labels[0]
 
     def find(self, name: str) -> int | None:
-        """The number of the client of this name."""
+        """The number of the client with this name; None if there is none."""
         return self._numbers.get(name)
 
-    def alike(self, labels: Any, *, seed: int = 0) -> NDArray[Any]:
-        """A client's name for each of other rows, such as those to evaluate on: client= of that data.
+    def alike(self, labels: torch.Tensor | ArrayLike, *, seed: int = 0) -> NDArray[np.str_]:
+        """Divide other rows, e.g. those to evaluate on, in the same way: a client's name for each row, for client=.
 
         The rows of a label are dealt at random, in proportion to the rows of it that each client has.
 
         Raises:
-            DataError: the clients' labels or these are not classes, or there is a label that no client has.
+            DataError: the clients' labels or these are not classes, or no client has one of the labels.
         """
         if self.labels is None:
-            raise DataError("these clients have no labels that are classes, so other rows cannot be dealt alike")
-        names, numbers = classes(labels.numpy(force=True) if hasattr(labels, "numpy") else np.asarray(labels), "alike")
+            raise DataError("these clients have no class labels, so other rows cannot be dealt in the same way")
+        values = labels.numpy(force=True) if isinstance(labels, torch.Tensor) else np.asarray(labels)
+        names, numbers = classes(values, "alike")
         known, counts = self.labels
         owners = np.empty(len(numbers), dtype=np.int64)
         for label, name in enumerate(names):
             have = counts[:, known.index(name)] if name in known else np.zeros(self.count)
             if not have.any():
-                raise DataError(f"no client has rows of label {name}, so those here are nobody's: leave them out")
+                raise DataError(f"no client has rows of label {name}: leave the rows of that label out")
             rows = random_of(seed, label).permutation(np.flatnonzero(numbers == label))
             owners[rows] = np.repeat(np.arange(self.count), apportion(len(rows), have / have.sum()))
         return np.array(self.names)[owners]
@@ -103,7 +121,7 @@ class Clients:
 
     @functools.cached_property
     def digest(self) -> str:
-        """The same for the same division of the same rows, whichever process computed it."""
+        """A hash of the division: equal in all processes."""
         found = hashlib.sha256(repr(self.names).encode())
         found.update(self.sizes.tobytes() + self._order.tobytes())
         return found.hexdigest()
@@ -111,9 +129,9 @@ class Clients:
     # ------------------------------------------------------------------------------------------ what they have
 
     def statistics(self) -> pa.Table:
-        """A row for each client: `client`, `rows`; with labels `labels` (different ones), `entropy` in bits, and,
-        where there are at most 100 different labels, the rows of each as `label NAME`."""
-        columns: dict[str, Any] = {"client": pa.array(self.names, pa.string()), "rows": pa.array(self.sizes)}
+        """A row for each client: `client`, `rows`; with class labels also `labels` (how many different ones), `entropy`
+        in bits, and, for at most 100 different labels, the rows of each as `label NAME`."""
+        columns: dict[str, pa.Array] = {"client": pa.array(self.names, pa.string()), "rows": pa.array(self.sizes)}
         if self.labels is not None:
             names, counts = self.labels
             columns["labels"] = pa.array((counts > 0).sum(axis=1))
@@ -122,10 +140,10 @@ class Clients:
                 columns |= {f"label {name}": pa.array(counts[:, i]) for i, name in enumerate(names)}
         return pa.table(columns)
 
-    def summary(self) -> dict[str, Any]:
-        """The same, small and ready for JSON: at most 60 clients, spread evenly over the sizes, and 20 labels.
+    def summary(self) -> ClientSummary:
+        """The statistics as JSON: at most 60 clients, spread evenly over the sizes, and 20 labels.
 
-        The last label is "other" where there are more.
+        With more labels the last one is "other".
         """
         by_size = np.argsort(-self.sizes, kind="stable")
         shown = np.arange(self.count)
@@ -156,12 +174,12 @@ class Clients:
         return [*(names[i] for i in most.tolist()), "other"], np.column_stack([counts[:, most], other])
 
     def svg(self) -> str:
-        """A picture of `summary()`: rows of each client, and how many of each label."""
+        """The picture of `summary()` as SVG: the rows of each client, by label."""
         return picture(self.summary())
 
 
-def entropy(counts: NDArray[Any]) -> NDArray[np.float64]:
-    """Bits for each row of counts: 0 where there is one label, log2(L) where L are equally frequent."""
+def entropy(counts: Ints) -> NDArray[np.float64]:
+    """The entropy of each row of counts, in bits: 0 for one label, log2(L) for L equally frequent ones."""
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     logs = np.log2(shares, out=np.zeros_like(shares), where=shares > 0)
     return np.asarray(0.0 - (shares * logs).sum(axis=1), dtype=np.float64)
@@ -170,12 +188,8 @@ def entropy(counts: NDArray[Any]) -> NDArray[np.float64]:
 # ------------------------------------------------------------------------------------------------ making them
 
 
-def given(client: Given, columns: bool = False) -> Given:
-    """`client` if it can divide rows at all: None, a rule, ids, and where there are `columns` the name of one.
-
-    Raises:
-        ConfigError: it is something else.
-    """
+def given(client: GivenClients, columns: bool = False) -> GivenClients:
+    """Check the type of `client`: None, a rule, ids, or, with `columns`, the name of a column. Raises ConfigError."""
     if client is None or isinstance(client, PartitionRule) or (columns and isinstance(client, str) and client):
         return client
     if isinstance(client, (str, bytes)) or not hasattr(client, "__len__"):
@@ -189,20 +203,19 @@ def given(client: Given, columns: bool = False) -> Given:
 
 
 def divide(
-    client: Given,
+    client: GivenClients,
     rows: int,
-    labels: NDArray[Any] | None,
+    labels: NDArray[np.generic] | None,
     take: Callable[[Ints], Batch],
     *,
     usable: Ints | None = None,
     column: str | None = None,
 ) -> Clients:
-    """Clients by a rule, or by an id for each of `rows` rows. `usable`: only these rows are dealt.
-    `column`: where ids are from, for what is said of them.
+    """Divide `rows` rows by a rule, or by an id for each. `usable`: only these rows. `column`: the name of the ids.
 
     Raises:
-        ConfigError: more clients than rows, shards that cannot be cut.
-        DataError: ids with nulls or of another length; labels that a rule cannot use.
+        ConfigError: there are more clients than rows, or shards than rows.
+        DataError: ids have nulls or another length, or the rule needs labels that are classes.
     """
     which = np.arange(rows, dtype=np.int64) if usable is None else usable
     known = None if labels is None else labels[which]
@@ -214,25 +227,25 @@ def divide(
         names, owners = owners_by_id(client, rows, column or "client")
         owners = owners[which]
         words = f"column {column}" if column else "an id for each row"
-        if usable is not None:  # a client whose every row was left out is none
+        if usable is not None:  # drop clients without usable rows
             there, owners = np.unique(owners, return_inverse=True)
             names, owners = tuple(names[k] for k in there.tolist()), owners.astype(np.int64)
     order, sizes = in_order(owners, len(names))
-    counts = None if not _are_classes(known) else label_counts(owners, len(names), known)
+    counts = None if known is None or not _are_classes(known) else label_counts(owners, len(names), known)
     return Clients(names, which[order], sizes, take, rule=words, labels=counts)
 
 
 def in_order(owners: Ints, clients: int) -> tuple[Ints, Ints]:
-    """Row numbers by client and ascending within, and the rows of each."""
+    """Row numbers by client, ascending within, and the number of rows of each."""
     return np.argsort(owners, kind="stable"), np.bincount(owners, minlength=clients).astype(np.int64)
 
 
-def _are_classes(labels: NDArray[Any] | None) -> bool:
-    return labels is not None and labels.ndim == 1 and labels.dtype.kind in "iub"
+def _are_classes(labels: NDArray[np.generic]) -> bool:
+    return labels.ndim == 1 and labels.dtype.kind in "iub"
 
 
-def label_counts(owners: Ints, clients: int, labels: Any) -> tuple[tuple[str, ...], Ints] | None:
-    """Names of labels and counts [clients, labels]; None for so many labels that it were no table."""
+def label_counts(owners: Ints, clients: int, labels: NDArray[np.generic]) -> tuple[tuple[str, ...], Ints] | None:
+    """Names of labels, and counts [clients, labels]; None for more than 10,000 labels or 50 million counts."""
     names, numbers = classes(labels, "statistics")
     if len(names) * clients > 50_000_000 or len(names) > 10_000:
         return None
@@ -240,32 +253,30 @@ def label_counts(owners: Ints, clients: int, labels: Any) -> tuple[tuple[str, ..
     return names, counts.reshape(clients, len(names)).astype(np.int64)
 
 
-def owners_by_id(ids: Any, rows: int, name: str = "client") -> tuple[tuple[str, ...], Ints]:
-    """Names in ascending order, and the number of each row's, for one id for each row.
+def owners_by_id(ids: RowIds | None, rows: int, name: str = "client") -> tuple[tuple[str, ...], Ints]:
+    """The names of clients, ascending, and the client of each row, from an id for each row.
 
     Raises:
-        DataError: a null, another length, or ids that are neither whole numbers nor text.
+        DataError: an id is null, there are not `rows` ids, or ids are neither whole numbers nor text.
     """
     column = ids if isinstance(ids, (pa.Array, pa.ChunkedArray)) else _as_arrow(ids)
     if len(column) != rows:
-        raise DataError(
-            f"client has {len(column)} ids, and there are {rows} rows: give one for each row", column="client"
-        )
+        raise DataError(f"client has {len(column)} ids for {rows} rows: give one for each row", column="client")
     return _coded(column, name)
 
 
-def _coded(column: Any, name: str) -> tuple[tuple[str, ...], Ints]:
-    """The different values of an Arrow column as text, ascending, and the number of each row's among them."""
+def _coded(column: pa.Array, name: str) -> tuple[tuple[str, ...], Ints]:
+    """The distinct values of an Arrow column as text, ascending, and the index of each row's value."""
     kind = column.type.value_type if pt.is_dictionary(column.type) else column.type
     if column.null_count:
         row = int(pc.index(pc.is_null(column), True).as_py())
         raise DataError(
-            f"{name} is null in row {row}: every row needs its client; {column.null_count} have none",
+            f"{name} is null in row {row}, and in {column.null_count} rows in all: give every row a client",
             column=name,
             row=row,
         )
     if not (pt.is_integer(kind) or pt.is_boolean(kind) or pt.is_string(kind) or pt.is_large_string(kind)):
-        raise DataError(f"{name} is {column.type}: ids of clients are whole numbers or text", column=name)
+        raise DataError(f"{name} is {column.type}: give whole numbers or text", column=name)
     if pt.is_dictionary(column.type):
         column = column.cast(kind)
     if pt.is_boolean(kind):
@@ -281,13 +292,13 @@ def _coded(column: Any, name: str) -> tuple[tuple[str, ...], Ints]:
     return names, place[found.indices.to_numpy(zero_copy_only=False)]
 
 
-def _as_arrow(ids: Any) -> Any:
-    values = ids.numpy(force=True) if hasattr(ids, "numpy") else ids
+def _as_arrow(ids: RowIds | None) -> pa.Array:
+    values = ids.numpy(force=True) if isinstance(ids, torch.Tensor) else ids
     if isinstance(values, np.ma.MaskedArray):
         values = values.tolist()
     try:
         return pa.array(values, from_pandas=True)
     except (pa.ArrowException, TypeError, ValueError) as error:
         raise DataError(
-            f"client: these ids cannot be used: {error}; give whole numbers or text, one for each row", column="client"
+            f"client: ids are not valid: {error}; give whole numbers or text, one for each row", column="client"
         ) from None

@@ -1,11 +1,10 @@
-"""Arrow columns as numpy rows: which columns can be used, and which values cannot. It opens no file."""
+"""Convert Arrow columns to numpy rows, and check columns and values. Opens no file."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -14,13 +13,15 @@ import pyarrow.types as pt
 from numpy.typing import NDArray
 
 from rayps.core.errors import DataError
+from rayps.core.values import Json
 
-Array = NDArray[Any]
+Array = NDArray[np.generic]
+DType = np.dtype[np.generic]
 
 
 @dataclass(frozen=True, slots=True)
 class BadValue:
-    """The first value that cannot be used: its row in the chunk, its column, and what is wrong with it."""
+    """The first value that is not valid: its row in the chunk, its column, and the reason."""
 
     row: int
     column: str
@@ -39,17 +40,17 @@ class ColumnRows:
 
 @dataclass(frozen=True, slots=True)
 class ColumnLayout:
-    """How columns become rows: their names, the numbers each gives (None: not known yet), and dtypes."""
+    """How columns become rows: their names, the numbers in each (None: not known yet), and dtypes."""
 
     features: tuple[str, ...]
     widths: tuple[int | None, ...]
     label: str | None
-    store: np.dtype[Any]  # of features while they are held
-    label_dtype: np.dtype[Any]
+    store: DType  # of features while they are held
+    label_dtype: DType
 
     @property
     def columns(self) -> list[str]:
-        """All columns that are read."""
+        """The columns to read."""
         return [*self.features, *([] if self.label is None else [self.label])]
 
     @property
@@ -59,11 +60,11 @@ class ColumnLayout:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes that a row takes while it is held, with one for whether it is good."""
+        """Bytes of a row in memory, including one for its validity."""
         return self.width * self.store.itemsize + (0 if self.label is None else self.label_dtype.itemsize) + 1
 
     def rows(self, chunk: pa.RecordBatch) -> ColumnRows:
-        """The chunk as numpy rows; a row with a bad value has zeros in its place."""
+        """The chunk as numpy rows; values that are not valid are zeros."""
         count = chunk.num_rows
         x = np.zeros((count, self.width), dtype=self.store)
         good = np.ones(count, dtype=np.bool_)
@@ -81,18 +82,12 @@ class ColumnLayout:
 
 
 def layout_of(
-    schema: pa.Schema,
-    features: Sequence[str],
-    label: str | None,
-    *,
-    dtype: np.dtype[Any],
-    label_dtype: np.dtype[Any] | None,
-    file: str,
+    schema: pa.Schema, features: Sequence[str], label: str | None, *, dtype: DType, label_dtype: DType | None, file: str
 ) -> ColumnLayout:
-    """Check that a file's columns can be used as asked.
+    """Check a file's columns and make their layout.
 
     Raises:
-        DataError: naming the file and the column; for a missing one also the columns that there are.
+        DataError: naming the file and the column; for a missing one also the existing columns.
     """
     for name in [*features, *([] if label is None else [label])]:
         if schema.get_field_index(name) < 0:
@@ -111,7 +106,7 @@ def layout_of(
 
 
 def missing(schema: pa.Schema, name: str) -> str:
-    """What to say of a column that is not there."""
+    """The message for a missing column."""
     names = [str(column) for column in schema.names]
     near = difflib.get_close_matches(name, names, n=1)
     shown = ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
@@ -119,7 +114,7 @@ def missing(schema: pa.Schema, name: str) -> str:
     return f"there is no column {name!r}: the columns are {shown or 'none at all'}{hint}"
 
 
-def _label_dtype(schema: pa.Schema, label: str | None, file: str) -> np.dtype[Any]:
+def _label_dtype(schema: pa.Schema, label: str | None, file: str) -> DType:
     if label is None:
         return np.dtype(np.int64)
     kind = schema.field(label).type
@@ -167,7 +162,7 @@ def _usable(kind: pa.DataType, whole: pa.DataType, name: str, file: str) -> None
 
 
 def _fill(out: Array, good: NDArray[np.bool_], column: pa.Array, name: str) -> list[BadValue]:
-    """Write a column into `out`, mark its bad rows in `good`, and say which is the first."""
+    """Write a column into `out`, mark its invalid rows in `good`, and return the first of them."""
     if _is_list(column.type):
         whole, values = _lists(column, out.shape[1])
     else:
@@ -200,7 +195,7 @@ def _lists(column: pa.Array, width: int) -> tuple[NDArray[np.bool_], pa.Array]:
     return whole, (column if whole.all() else column.filter(pa.array(whole))).flatten()
 
 
-def _plain(values: pa.Array, dtype: np.dtype[Any]) -> tuple[Array, NDArray[np.bool_] | None]:
+def _plain(values: pa.Array, dtype: DType) -> tuple[Array, NDArray[np.bool_] | None]:
     """The values as numpy, and which of them are not null (None: all)."""
     if pt.is_dictionary(values.type):
         values = values.dictionary_decode()
@@ -217,7 +212,7 @@ def _plain(values: pa.Array, dtype: np.dtype[Any]) -> tuple[Array, NDArray[np.bo
         return values.to_numpy(zero_copy_only=False).astype(dtype, copy=False), known
 
 
-def _reason(value: Any, width: int) -> str:
+def _reason(value: Json, width: int) -> str:
     if value is None:
         return "is null"
     if isinstance(value, list):
@@ -228,5 +223,5 @@ def _reason(value: Any, width: int) -> str:
     return "is NaN" if value != value else f"is {value}, which is not finite as float32"
 
 
-def _fits(value: Any) -> bool:
+def _fits(value: float) -> bool:
     return bool(abs(float(value)) <= float(np.finfo(np.float32).max))

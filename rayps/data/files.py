@@ -1,8 +1,7 @@
-"""Parquet files: which there are, what their footers say, and how to open one safely. It decodes no rows.
+"""List Parquet files, read their footers, and open them safely. Decodes no rows.
 
-A footer may name Arrow extension types, whose readers can run code that the file carries (CVE-2023-47248,
-CVE-2026-41486). So the footer's bytes are looked at before pyarrow sees them, and a file with such types
-is refused.
+A footer may name Arrow extension types, whose readers can run code from the file (CVE-2023-47248, CVE-2026-41486).
+So the footer's bytes are checked before pyarrow reads them, and a file with such types is refused.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pyarrow as pa
 import pyarrow.fs as pafs
@@ -25,11 +24,15 @@ import pyarrow.parquet as pq
 from rayps.core.errors import DataError
 from rayps.data.unsupported import OTHERWISE, is_pattern, other_format, pattern, refuse_ray_data
 
+if TYPE_CHECKING:
+    import fsspec  # type: ignore[import-untyped]
+
 SUFFIXES = (".parquet", ".parq", ".pq")
 _BUFFER = 1 << 20  # bytes read ahead per column, instead of a whole column of a row group
 _FOOTERS = 64  # footers kept parsed
 
 PathGiven = str | PathLike[str]
+FileSystem: TypeAlias = "pafs.FileSystem | fsspec.AbstractFileSystem | None"  # None: from the path
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,7 @@ class Index:
 class Files:
     """Paths on a file system. Pickles as paths; what was read of the files stays behind."""
 
-    def __init__(self, path: PathGiven | Sequence[PathGiven], filesystem: Any = None) -> None:
+    def __init__(self, path: PathGiven | Sequence[PathGiven], filesystem: FileSystem = None) -> None:
         refuse_ray_data("parquet", path)
         given = [path] if isinstance(path, (str, PathLike)) else list(path)
         if not given:
@@ -211,7 +214,7 @@ def told(name: str, group: int | None = None) -> Iterator[None]:
         ) from error
 
 
-def _resolve(paths: list[str], filesystem: Any) -> tuple[Any, list[str]]:
+def _resolve(paths: list[str], filesystem: FileSystem) -> tuple[pafs.FileSystem, list[str]]:
     if filesystem is not None:
         known = isinstance(filesystem, pafs.FileSystem)
         return filesystem if known else pafs.PyFileSystem(pafs.FSSpecHandler(filesystem)), paths
@@ -246,11 +249,11 @@ def _groups(number: int, name: str, footer: pq.FileMetaData) -> list[RowGroup]:
     return groups
 
 
-def _has_nulls(chunk: Any) -> bool:
+def _has_nulls(chunk: pq.ColumnChunkMetaData) -> bool:
     return chunk.statistics is not None and (chunk.statistics.null_count or 0) > 0
 
 
-def _inside_file(name: str, place: int, chunks: list[Any], size: int) -> None:
+def _inside_file(name: str, place: int, chunks: list[pq.ColumnChunkMetaData], size: int) -> None:
     for chunk in chunks:
         starts = [offset for offset in (chunk.dictionary_page_offset, chunk.data_page_offset) if offset]
         if min(starts, default=0) + chunk.total_compressed_size > size:
@@ -275,8 +278,8 @@ def _same_types(used: Sequence[str], schema: pa.Schema, other: pa.Schema, first:
 # ------------------------------------------------------------------------ a look at the bytes, before pyarrow
 
 
-def _look(name: str, source: Any) -> None:
-    """Raises DataError unless the file ends as a Parquet file does and names no extension type."""
+def _look(name: str, source: pa.NativeFile) -> None:
+    """Check the end of a Parquet file. Raises DataError: it is not one, or it names an extension type."""
     size, tail = source.size(), _look_at_ends(name, source)
     length = int.from_bytes(tail[:4], "little")
     if length > size - 12:
@@ -292,8 +295,8 @@ def _look(name: str, source: Any) -> None:
         )
 
 
-def _look_at_ends(name: str, source: Any) -> bytes:
-    """The last 8 bytes. Raises DataError unless the file begins or ends as a Parquet file does, naming what it is."""
+def _look_at_ends(name: str, source: pa.NativeFile) -> bytes:
+    """The last 8 bytes. Raises DataError: it is not a Parquet file; the message names what it is."""
     size = source.size()
     tail: bytes = source.read_at(min(size, 8), max(size - 8, 0))
     if size == 0:

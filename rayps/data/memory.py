@@ -1,44 +1,58 @@
-"""Data that is in memory: tensors, and any map-style torch Dataset. Copies only to make a batch."""
+"""Data in memory: tensors, and any map-style torch Dataset. Rows are copied only to make a batch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sized
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, default_collate
 
 from rayps.core.errors import DataError, RaypsError
 from rayps.data.base import Batch, Data, batch_size_of, check_place, dealt, kept, map_tensors
-from rayps.data.clients import Clients, divide, given
+from rayps.data.clients import Clients, GivenClients, divide, given
 from rayps.data.partition_rules import Ints, PartitionRule
 from rayps.data.unsupported import refuse_ray_data
 
+Item = TypeVar("Item", covariant=True)
+Array = NDArray[np.generic]
+
+
+class MapStyle(Protocol[Item]):
+    """A map-style `torch.utils.data.Dataset`."""
+
+    def __len__(self) -> int:
+        """The number of items."""
+
+    def __getitem__(self, row: int) -> Item:
+        """One item."""
+
 
 class InMemory(Data):
-    """Rows that can be had by number, dealt from one permutation of all of them."""
+    """Rows with random access, dealt from one permutation of all of them."""
 
     shuffle: bool
 
     def _take(self, rows: Ints) -> Batch:
         raise DataError("this data set cannot take rows by number")
 
-    def _labels(self) -> Any:
-        """The label of each row as numpy, or None."""
+    def _labels(self) -> Array | None:
+        """The label of each row, or None."""
         return None
 
     def _divide(self) -> Clients:
         wanted = isinstance(self.client, PartitionRule) and self.client.by_label
         return divide(self.client, self.rows(), self._labels() if wanted or self._cheap_labels else None, self._take)
 
-    def _take_clients(self, client: Any) -> None:
+    def _take_clients(self, client: GivenClients) -> None:
         super()._take_clients(given(client))
 
     _cheap_labels = True
 
     def batches(self, *, rank: int, size: int, seed: int, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """This rank's batches; step k of all ranks is [k*B*size, (k+1)*B*size) of the permutation."""
+        """This rank's batches; step k of all ranks is rows [k*B*size, (k+1)*B*size) of the permutation."""
         check_place(rank, size, start)
         shuffled = seed if self.shuffle else None
         mine = (
@@ -50,11 +64,14 @@ class InMemory(Data):
             yield self._take(mine[step * self.batch_size : (step + 1) * self.batch_size])
 
 
+Rows = torch.Tensor | NDArray[np.generic]
+
+
 class TensorData(InMemory):
     """Rows of one tensor, or of two of the same length; dtypes stay as given."""
 
     def __init__(
-        self, x: Any, y: Any = None, *, batch_size: int = 32, shuffle: bool = True, client: Any = None
+        self, x: Rows, y: Rows | None = None, *, batch_size: int = 32, shuffle: bool = True, client: GivenClients = None
     ) -> None:
         self.client = given(client)
         self.x = _tensor("x", x)
@@ -63,11 +80,11 @@ class TensorData(InMemory):
         self.shuffle = shuffle
 
     def check(self) -> None:
-        """Raises DataError for no rows, lengths that differ, NaN or infinity."""
+        """Raises DataError: there are no rows, lengths differ, or a value is NaN or infinite."""
         if self.rows() == 0:
             raise DataError("tensors: x has no rows: there is nothing to learn from", column="x")
         if self.y is not None and len(self.y) != len(self.x):
-            raise DataError(f"tensors: x has {len(self.x)} rows, y has {len(self.y)}: give as many of each", column="y")
+            raise DataError(f"tensors: x has {len(self.x)} rows, y has {len(self.y)}: give the same number", column="y")
         for name, values in (("x", self.x), ("y", self.y)):
             row = None if values is None else _not_finite(values)
             if row is not None:
@@ -81,7 +98,7 @@ class TensorData(InMemory):
         """The length of x."""
         return len(self.x)
 
-    def _labels(self) -> Any:
+    def _labels(self) -> Array | None:
         return None if self.y is None else self.y.numpy(force=True)
 
     def _take(self, rows: Ints) -> Batch:
@@ -89,7 +106,7 @@ class TensorData(InMemory):
         return Batch(self.x[index], None if self.y is None else self.y[index], len(rows))
 
 
-def _tensor(name: str, value: Any) -> torch.Tensor:
+def _tensor(name: str, value: Rows) -> torch.Tensor:
     if isinstance(value, np.ndarray):
         value = torch.from_numpy(value)
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
@@ -112,12 +129,12 @@ class DatasetData(InMemory):
 
     def __init__(
         self,
-        source: Any,
+        source: MapStyle[Any],
         *,
         batch_size: int = 32,
         shuffle: bool = True,
         collate: Callable[[list[Any]], Any] | None = None,
-        client: Any = None,
+        client: GivenClients = None,
     ) -> None:
         self.client = given(client)
         self.source = source
@@ -127,7 +144,7 @@ class DatasetData(InMemory):
         self._empty: Batch | None = None
 
     def check(self) -> None:
-        """Raises DataError for a data set without length or rows, or whose first item cannot be read."""
+        """Raises DataError: the data set has no length or no rows, or its first item cannot be read."""
         if isinstance(self.source, IterableDataset) or not isinstance(self.source, Sized):
             raise DataError(
                 "dataset: it has no length, so its rows cannot be dealt to ranks: give a "
@@ -141,9 +158,9 @@ class DatasetData(InMemory):
         """The length of the data set."""
         return len(self.source)
 
-    _cheap_labels = False  # without `targets` every item is read for them
+    _cheap_labels = False  # without `targets` every item must be read
 
-    def _labels(self) -> Any:
+    def _labels(self) -> Array | None:
         known = getattr(self.source, "targets", None)
         if known is not None and len(known) == self.rows():
             return np.asarray(known)
@@ -157,7 +174,7 @@ class DatasetData(InMemory):
             return self._collated([self._item(row) for row in rows.tolist()])
         if self._empty is None:
             one = self._collated([self._item(0)])
-            self._empty = Batch(_no_rows(one.x), _no_rows(one.y), 0)
+            self._empty = Batch(map_tensors(one.x, _no_rows), map_tensors(one.y, _no_rows), 0)
         return self._empty
 
     def _item(self, row: int) -> Any:
@@ -185,12 +202,14 @@ class DatasetData(InMemory):
         return Batch(made, None, len(items))
 
 
-def _no_rows(value: Any) -> Any:
-    return map_tensors(value, lambda tensor: tensor[:0])
+def _no_rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor[:0]
 
 
-def tensors(x: Any, y: Any = None, *, batch_size: int = 32, shuffle: bool = True, client: Any = None) -> Data:
-    """Rows of a tensor (or numpy array) `x`, and of `y` of the same length. They travel to every worker.
+def tensors(
+    x: Rows, y: Rows | None = None, *, batch_size: int = 32, shuffle: bool = True, client: GivenClients = None
+) -> Data:
+    """Rows of a tensor or numpy array `x`, and of `y` of the same length. They are sent to every worker.
 
     `client` divides them for federated strategies: a rule such as `rayps.data.shards(2, clients=20)`, or an id for
     each row (whole numbers or text).
@@ -204,17 +223,17 @@ def tensors(x: Any, y: Any = None, *, batch_size: int = 32, shuffle: bool = True
 
 
 def dataset(
-    torch_dataset: Any,
+    torch_dataset: MapStyle[Item],
     *,
     batch_size: int = 32,
     shuffle: bool = True,
-    collate: Callable[[list[Any]], Any] | None = None,
-    client: Any = None,
+    collate: Callable[[list[Item]], Any] | None = None,
+    client: GivenClients = None,
 ) -> Data:
     """Items of any map-style `torch.utils.data.Dataset`, collated as torch's DataLoader does.
 
-    Random changes inside the data set are its own: they follow torch's global seed, not the platform's. `client` as
-    for `tensors`; a rule by label asks `targets` of the data set where it has them, and reads every item where not.
+    Random transforms inside the data set follow torch's global seed, not the job's. `client` as for `tensors`; a rule
+    by label reads `targets` of the data set if it has them, and otherwise every item.
 
     Raises:
         ConfigError: for a `client` that is no rule and no ids, or a `batch_size` that is no whole number above 0.

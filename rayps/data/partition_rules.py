@@ -1,7 +1,7 @@
-"""Rules that deal rows to clients: each gives the client of every row. Pure numpy; the same for the same seed.
+"""Rules that divide rows among clients. Pure numpy; deterministic for a seed.
 
-`iid` deals at random, `shards` and `dirichlet` by label, `by_quantity` unequally many. (A column of the data, or
-an array of ids, needs no rule.) Every rule gives each row to exactly one client and no client nothing.
+Every rule gives each row to exactly one client, and each client at least one row. `iid` divides at random, `shards`
+and `dirichlet` by label, `by_quantity` into unequal parts. (A column of the data, or an array of ids, needs no rule.)
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,13 +19,14 @@ from numpy.typing import NDArray
 from rayps.core.errors import ConfigError, DataError
 from rayps.core.spelling import near
 from rayps.core.text import form
+from rayps.core.values import Json
 from rayps.data.base import random_of
 
 Ints = NDArray[np.int64]
 
 
 class PartitionRule(ABC):
-    """How rows become clients. `str(rule)` says it as it is written."""
+    """A rule that divides rows among clients. `str(rule)` is its text form."""
 
     by_label: ClassVar[bool] = False
 
@@ -298,7 +299,12 @@ def by_quantity(
 
 def rule(text: str) -> PartitionRule:
     """A rule as text, such as `shards(2,clients=20)` or `shards(per_client=2,clients=20)`. Raises ConfigError."""
-    known: dict[str, Any] = {"iid": iid, "shards": shards, "dirichlet": dirichlet, "by_quantity": by_quantity}
+    known: dict[str, Callable[..., PartitionRule]] = {
+        "iid": iid,
+        "shards": shards,
+        "dirichlet": dirichlet,
+        "by_quantity": by_quantity,
+    }
     options = form(text)
     name = options.pop("name")
     if name not in known:
@@ -317,8 +323,7 @@ def rule(text: str) -> PartitionRule:
             )
     if "clients" not in options:
         raise ConfigError(f"the rule {text!r}: {name} has to know how many clients: {_EXAMPLES[name]}", field="client")
-    made: PartitionRule = known[name](options.pop(has[0]), **options)
-    return made
+    return known[name](options.pop(has[0]), **options)
 
 
 _EXAMPLES = {
@@ -329,7 +334,7 @@ _EXAMPLES = {
 }
 
 
-def _count(name: str, value: Any) -> int:
+def _count(name: str, value: Json) -> int:
     if isinstance(value, np.integer):
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -337,19 +342,19 @@ def _count(name: str, value: Any) -> int:
     return int(value)
 
 
-def _seed(value: Any) -> int:
+def _seed(value: int) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise ConfigError(f"seed is {value!r}: give a whole number", field="client")
     return int(value)
 
 
-def _positive(name: str, value: Any) -> float:
+def _positive(name: str, value: Json) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not (0 < value < math.inf):
         raise ConfigError(f"{name} is {value!r}: give a number above 0", field="client")
     return float(value)
 
 
-def classes(values: NDArray[Any] | None, wanted: str) -> tuple[tuple[str, ...], Ints]:
+def classes(values: NDArray[np.generic] | None, wanted: str) -> tuple[tuple[str, ...], Ints]:
     """The different labels as text, and the number of each row's among them.
 
     Raises:

@@ -28,9 +28,9 @@ from numpy.typing import NDArray
 from rayps.core.errors import ConfigError, DataError
 from rayps.data.base import Batch, Data, batch_size_of, check_place, dealt, kept, random_of
 from rayps.data.client_files import RowsByClient
-from rayps.data.clients import Clients, divide, given, owners_by_id
-from rayps.data.columns import BadValue, ColumnLayout, ColumnRows, layout_of, missing
-from rayps.data.files import Files, Index, PathGiven, RowGroup, told
+from rayps.data.clients import Clients, GivenClients, divide, given, owners_by_id
+from rayps.data.columns import Array, BadValue, ColumnLayout, ColumnRows, DType, layout_of, missing
+from rayps.data.files import Files, FileSystem, Index, PathGiven, RowGroup, told
 from rayps.data.partition_rules import PartitionRule
 
 _log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class ParquetData(Data):
         scale: float | None,
         on_invalid: str,
         window_mb: float,
-        client: Any = None,
+        client: GivenClients = None,
     ) -> None:
         self.client = given(client, columns=True)
         self.batch_size = batch_size_of(batch_size)
@@ -253,7 +253,7 @@ class ParquetData(Data):
     def _divide(self) -> Clients:
         index, layout = self._known()
 
-        def divided(labels: Any, usable: NDArray[np.int64] | None) -> Clients:
+        def divided(labels: Array | None, usable: NDArray[np.int64] | None) -> Clients:
             column = self.client if isinstance(self.client, str) else None
             client = self.client if column is None else self._column(index, column)
             known = None if layout.label is None else labels
@@ -269,7 +269,7 @@ class ParquetData(Data):
 
         return Clients(stored.names, stored.order, stored.sizes, take, labels=stored.labels, rule=stored.rule)
 
-    def _take_clients(self, client: Any) -> None:
+    def _take_clients(self, client: GivenClients) -> None:
         super()._take_clients(given(client, columns=True))
         self._index = None  # the column is looked for anew
 
@@ -385,7 +385,7 @@ def _copy(rows: ColumnRows, begin: int, into: ColumnRows, place: int, count: int
     return place + count
 
 
-def _dtype_of(field: str, name: str, known: tuple[str, ...]) -> np.dtype[Any]:
+def _dtype_of(field: str, name: str, known: tuple[str, ...]) -> DType:
     if name not in known:
         raise ConfigError(f"{field} is {name!r}: give one of {', '.join(known)}", field=field)
     return np.dtype(name)
@@ -405,14 +405,14 @@ def parquet(
     features: str | Sequence[str],
     label: str | None = None,
     batch_size: int = 32,
-    filesystem: Any = None,
+    filesystem: FileSystem = None,
     shuffle: bool = True,
     dtype: str = "float32",
     label_dtype: str | None = None,
     scale: float | None = None,
     on_invalid: str = "fail",
     window_mb: float = 64,
-    client: Any = None,
+    client: GivenClients = None,
 ) -> Data:
     """Rows of a Parquet file, a directory of them, or a list of both, never loaded whole above `window_mb`.
 

@@ -1,4 +1,4 @@
-"""What the readers of rows do not read (Ray Data, file formats other than Parquet, patterns), and the way out."""
+"""Refuse unsupported sources (Ray Data, formats other than Parquet, patterns), and say how to convert them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def refuse_ray_data(call: str, *given: Any) -> None:
 
 
 def is_ray_data(value: Any) -> bool:
-    """Whether a value is of Ray Data; ray is not imported for it."""
+    """Whether a value is of Ray Data; does not import ray."""
     return any(f"{kind.__module__}.".startswith("ray.data.") for kind in type(value).__mro__)
 
 
@@ -87,7 +87,7 @@ def is_pattern(path: str) -> bool:
     return any(mark in path for mark in "*?") or ("[" in path and "]" in path)
 
 
-def pattern(path: str, filesystem: Any) -> str:
+def pattern(path: str, filesystem: pafs.FileSystem) -> str:
     """Why a path with wildcards that is no file is refused, and the way out."""
     folder = path[: min(path.index(mark) for mark in "*?[" if mark in path)].rpartition("/")[0]
     names = (
