@@ -575,7 +575,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
             ),
             "one whole number",
         ),
-        (lambda: labelled([0] * 3, [1, 2]).clients, "has 2 ids, and there are 3 rows"),
+        (lambda: labelled([0] * 3, [1, 2]).clients, "has 2 ids for 3 rows"),
         (lambda: labelled([0] * 3, ["a", None, "b"]).clients, "null in row 1"),
         (lambda: labelled([0] * 3, np.array([1.0, np.nan, 2.0])).clients, "null in row 1"),
         (lambda: labelled([0] * 3, np.array([1.0, 1.5, 2.0])).clients, "whole numbers or text"),

@@ -24,7 +24,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict, TypeGuard
 
 import numpy as np
 import pyarrow as pa
@@ -34,6 +34,7 @@ import torch
 from safetensors import SafetensorError
 
 from rayps.core.errors import CheckpointError, TrainingError
+from rayps.core.values import Json, JsonObject
 from rayps.tensors.finite import Fault, fault_in
 
 FORMAT = "rayps-checkpoint"
@@ -50,10 +51,33 @@ _BESIDE = re.compile(rf"{TABLES}/[A-Za-z0-9_][A-Za-z0-9_.-]*/[A-Za-z0-9_-]+\.par
 
 @dataclass(slots=True)
 class SavedState:
-    """Named tensors ("model/0.weight", "optim/0.weight/exp_avg", "rng/0") and JSON-ready facts."""
+    """A job's state: named tensors ("model/0.weight", "optim/0.weight/exp_avg", "rng/0") and JSON data."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     meta: dict[str, Any] = field(default_factory=dict)
+
+
+class _TensorFacts(TypedDict):
+    shape: list[int]
+    dtype: str
+
+
+class _FileFacts(TypedDict):
+    """A manifest's entry for one file; `tensors` for safetensors files."""
+
+    size: int
+    sha256: str
+    tensors: NotRequired[dict[str, _TensorFacts]]
+
+
+class _Manifest(TypedDict):
+    format: str
+    version: int
+    step: int
+    files: dict[str, _FileFacts]
+    meta: dict[str, Any]
+    beside: NotRequired[dict[str, _FileFacts]]  # of tables; since version 0.1
+    finite: NotRequired[bool]  # whether the tensors were checked before they were written
 
 
 # ---------------------------------------------------------------------------------------------- write
@@ -67,15 +91,14 @@ def save(
     *,
     beside: Callable[[Path], list[Path]] | None = None,
 ) -> Path:
-    """Write a checkpoint of `step` and remove all but the last `keep`. The folder has one writer.
+    """Write a checkpoint of `step`, then remove all but the last `keep`. The folder has one writer.
 
-    `beside` writes further files into the folder `tables` that it is given, and says which: they are part of the
-    checkpoint, hashed as all.
-
-    Checkpoints of later steps are removed too: the run went back, and those belong to a course it left.
+    The write is atomic: after an error or a crash the earlier checkpoints are unchanged. Checkpoints of later steps are
+    removed, because the run was restored to an earlier step. `beside` writes further files into the folder that it
+    gets, `tables`, and returns their paths; the manifest contains their hashes.
 
     Raises:
-        CheckpointError: if it cannot be written, e.g. for want of space; what was there before stays.
+        CheckpointError: it cannot be written, e.g. the disk is full.
         TrainingError: the state is not finite; nothing is written.
     """
     folder = Path(folder)
@@ -92,7 +115,7 @@ def save(
     except OSError as error:
         shutil.rmtree(draft, ignore_errors=True)
         raise CheckpointError(
-            f"the checkpoint {final} cannot be written: {error.strerror or error}", path=str(final)
+            f"cannot write the checkpoint {final}: {error.strerror or error}", path=str(final)
         ) from error
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
@@ -102,7 +125,7 @@ def save(
 
 
 def _write(draft: Path, step: int, state: SavedState, more: list[Path]) -> None:
-    files: dict[str, Any] = {}
+    files: dict[str, _FileFacts] = {}
     for prefix, tensors in sorted(_by_prefix(state.tensors).items()):
         path = draft / f"{prefix}.safetensors"
         plain = _plain(tensors)
@@ -112,8 +135,8 @@ def _write(draft: Path, step: int, state: SavedState, more: list[Path]) -> None:
     try:
         meta = json.loads(json.dumps(state.meta))  # as it will be read again: text keys, no tuples
     except (TypeError, ValueError) as error:
-        raise CheckpointError(f"the checkpoint's meta is not plain JSON: {error}") from error
-    body = {
+        raise CheckpointError(f"the checkpoint's meta is not JSON: {error}") from error
+    body: _Manifest = {
         "format": FORMAT,
         "version": VERSION,
         "step": step,
@@ -130,7 +153,7 @@ def _write(draft: Path, step: int, state: SavedState, more: list[Path]) -> None:
     _sync(draft)
 
 
-def _sealed(path: Path) -> dict[str, Any]:
+def _sealed(path: Path) -> _FileFacts:
     _sync(path)
     return {"size": path.stat().st_size, "sha256": _hash(path)}
 
@@ -198,7 +221,7 @@ def load(path: str | Path) -> SavedState:
     return state
 
 
-def _state(path: Path, manifest: dict[str, Any]) -> SavedState:
+def _state(path: Path, manifest: _Manifest) -> SavedState:
     state = SavedState(meta=manifest["meta"])
     for name, facts in _files(path, manifest):
         state.tensors.update(_tensors(path, name, facts["tensors"]))
@@ -206,9 +229,9 @@ def _state(path: Path, manifest: dict[str, Any]) -> SavedState:
 
 
 def verify(path: str | Path) -> None:
-    """Read all bytes of a checkpoint and compare them with its manifest, without keeping them.
+    """Read all bytes of a checkpoint and compare their hashes with its manifest.
 
-    The tensors of one that an older version wrote are also checked to be finite.
+    The tensors of a checkpoint of an older version are also checked to be finite.
 
     Raises:
         CheckpointError: as `load` does.
@@ -223,15 +246,15 @@ def verify(path: str | Path) -> None:
 
 
 def fault_of(state: SavedState) -> Fault | None:
-    """The first parameter, moment or strategy tensor of a state that is not finite; None = all are."""
+    """The first parameter, moment or strategy tensor of a state that is not finite; None = all are finite."""
     return fault_in(state.tensors, state.meta.get("parameters", ()))
 
 
-def must_be_finite(state: SavedState, when: str, **data: Any) -> None:
-    """Refuse a state that is not finite; `when` ends the sentence, e.g. "after round 7".
+def must_be_finite(state: SavedState, when: str, **data: Json) -> None:
+    """Check that a state is finite. `when` ends the message, e.g. "after round 7".
 
     Raises:
-        TrainingError: with `parameter`, and `rank` where one worker alone holds it.
+        TrainingError: with `parameter`, and `rank` if only one worker has it.
     """
     fault = fault_of(state)
     if fault is None:
@@ -281,7 +304,7 @@ def _number(path: Path) -> int:
     return int(path.name[5:])
 
 
-def _manifest(path: Path) -> dict[str, Any]:
+def _manifest(path: Path) -> _Manifest:
     try:
         text = (path / MANIFEST).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -291,22 +314,22 @@ def _manifest(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise _torn(path, f"its manifest is not whole: {error}") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise CheckpointError(f"{path} is not a checkpoint of rayps: its {MANIFEST} is another", path=str(path))
+        raise CheckpointError(f"{path} is not a checkpoint of rayps: its {MANIFEST} has another format", path=str(path))
     version = manifest.get("version")
     if isinstance(version, int) and version > VERSION:
         raise CheckpointError(
-            f"{path} has format {version}, this rayps reads up to {VERSION}: use a newer one",
+            f"{path} has format {version}, and this rayps reads up to {VERSION}: use a newer rayps",
             path=str(path),
             version=version,
         )
     if manifest.pop("sha256", None) != _seal(manifest):
         raise _torn(path, "its manifest was changed after it was written")
     if not _complete(manifest):
-        raise _torn(path, "its manifest lacks something")
+        raise _torn(path, "its manifest has missing fields")
     return manifest
 
 
-def _complete(manifest: dict[str, Any]) -> bool:
+def _complete(manifest: JsonObject) -> TypeGuard[_Manifest]:
     files = manifest.get("files")
     return (
         isinstance(manifest.get("meta"), dict)
@@ -320,44 +343,42 @@ def _unreadable(path: Path, error: Exception) -> CheckpointError:
     if inside:
         return CheckpointError(f"{path} is a folder of checkpoints: give one of them, e.g. {inside[0]}", path=str(path))
     if not path.exists():
-        return CheckpointError(
-            f"there is no checkpoint {path}: give a folder such as .../step-00000171", path=str(path)
-        )
+        return CheckpointError(f"no checkpoint at {path}: give a folder such as .../step-00000171", path=str(path))
     return _torn(path, f"its {MANIFEST} cannot be read: {getattr(error, 'strerror', None) or error}")
 
 
 def _torn(path: Path, reason: str) -> CheckpointError:
     return CheckpointError(
-        f"the checkpoint {path} cannot be used: {reason}\ngive an earlier one", path=str(path), reason=reason
+        f"the checkpoint {path} is not valid: {reason}\ngive an earlier one", path=str(path), reason=reason
     )
 
 
-def _files(path: Path, manifest: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _files(path: Path, manifest: _Manifest) -> Iterator[tuple[str, _FileFacts]]:
     for name, facts in manifest["files"].items():
         if not _FILE.fullmatch(name):
             raise _torn(path, f"its manifest names the file {name!r}")
         yield name, facts
 
 
-def _verify_beside(path: Path, manifest: dict[str, Any]) -> None:
+def _verify_beside(path: Path, manifest: _Manifest) -> None:
     for name, facts in manifest.get("beside", {}).items():
         if not _BESIDE.fullmatch(name):
             raise _torn(path, f"its manifest names the file {name!r}")
         _verify(path, name, facts)
 
 
-def _verify(path: Path, name: str, facts: dict[str, Any]) -> None:
+def _verify(path: Path, name: str, facts: _FileFacts) -> None:
     try:
         size = (path / name).stat().st_size
         if size != facts["size"]:
-            raise _torn(path, f"{name} has {size} bytes where its manifest says {facts['size']}")
+            raise _torn(path, f"{name} has {size} bytes; the manifest says {facts['size']}")
         if _hash(path / name) != facts["sha256"]:
-            raise _torn(path, f"the bytes of {name} are not those that were written (SHA-256)")
+            raise _torn(path, f"{name} was changed after it was written (SHA-256)")
     except OSError as error:
         raise _torn(path, f"{name} cannot be read: {error.strerror or error}") from error
 
 
-def _verify_finite(path: Path, manifest: dict[str, Any], state: SavedState) -> None:
+def _verify_finite(path: Path, manifest: _Manifest, state: SavedState) -> None:
     fault = fault_of(state)
     if fault is not None:
         raise _torn(path, f"{fault.where} is not finite (NaN or infinite)")
@@ -368,7 +389,7 @@ def _verify_finite(path: Path, manifest: dict[str, Any], state: SavedState) -> N
 
 
 def rows_fault(path: Path) -> str | None:
-    """The first row of a table's Parquet file that is not finite, with its optimizer state; None = all are."""
+    """The first row, or row's optimizer state, of a table's Parquet file that is not finite; None = all are finite."""
     try:
         file = pq.ParquetFile(path)
         for batch in file.iter_batches():
@@ -385,24 +406,24 @@ def rows_fault(path: Path) -> str | None:
     return None
 
 
-def _tensors(path: Path, name: str, expected: dict[str, Any]) -> dict[str, torch.Tensor]:
+def _tensors(path: Path, name: str, expected: dict[str, _TensorFacts]) -> dict[str, torch.Tensor]:
     try:
         tensors = safetensors.torch.load_file(path / name)
     except (OSError, SafetensorError) as error:
         raise _torn(path, f"{name} cannot be read: {error}") from error
     if _kinds(tensors) != expected:
-        raise _torn(path, f"{name} does not hold the tensors that its manifest names")
+        raise _torn(path, f"{name} does not contain the tensors that the manifest names")
     return tensors
 
 
-def _kinds(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+def _kinds(tensors: dict[str, torch.Tensor]) -> dict[str, _TensorFacts]:
     return {
         key: {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
         for key, value in tensors.items()
     }
 
 
-def _seal(body: dict[str, Any]) -> str:
+def _seal(body: _Manifest | JsonObject) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 

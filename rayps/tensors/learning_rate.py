@@ -1,43 +1,67 @@
-"""Learning-rate schedules: what a workload's `schedule` makes of an optimizer's groups, by tick. No sockets.
+"""Learning-rate schedules: the values of an optimizer's groups at each tick, from a workload's `schedule`. No sockets.
 
-The scheduler never sees an optimizer that steps. Each process evaluates it on a skeleton, an optimizer of the same
-groups over stand-ins without memory, and copies what it has moved (rates, and momentum under OneCycleLR) to where
-steps are taken. A tick is the number of a round, or of an epoch: a worker's push carries its round, so that a server
-finds the rate of that round, however late the push is, and however often it is repeated.
+A tick is the number of a round or of an epoch. A push contains its round, so a server uses the rate of that round for a
+late or repeated push too. Each process evaluates the scheduler on a skeleton, an optimizer of the same groups over
+parameters without memory, and copies the values that it changes (rates, and momentum under OneCycleLR) to the optimizer
+that steps.
 """
 
 from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol, TypeAlias, TypedDict, runtime_checkable
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from rayps.core.errors import WorkloadError
 from rayps.core.user_code import user_code
 from rayps.tensors import optim
 from rayps.tensors.flat import Layout
-from rayps.tensors.optim import Factory
+from rayps.tensors.optim import Factory, Group, StateValue
 
-Maker = Callable[[Optimizer], Any]  # what `Workload.schedule` is
+
+@runtime_checkable
+class Scheduler(Protocol):
+    """A scheduler of torch, or an object with its `step`."""
+
+    def step(self) -> None:
+        """Advance by one tick."""
+
+
+class Trainable(Protocol):
+    """What a schedule needs of a workload."""
+
+    schedule_every: str
+
+    def optimizer(self, params: list[nn.Parameter]) -> Optimizer:
+        """See `Workload.optimizer`."""
+
+    def schedule(self, optimizer: Optimizer) -> Schedule:
+        """See `Workload.schedule`."""
+
+
+Function: TypeAlias = Callable[[int], float]
+Schedule: TypeAlias = Scheduler | Function | None
+Maker: TypeAlias = Callable[[Optimizer], Schedule]  # the type of `Workload.schedule`
+Value: TypeAlias = float | tuple[float, ...]
 EVERY = ("step", "epoch")
 _Cell = tuple[int, str]  # number of the group, name of the value
 
 
 @dataclass(frozen=True, slots=True)
 class Ticks:
-    """How rounds become epochs in a phase: its `origin` (first round, first epoch), and the rounds of an epoch."""
+    """The epochs of rounds in a phase: its `origin` (first round, first epoch), and the rounds of an epoch."""
 
     origin: tuple[int, int] = (0, 0)
     steps: int = 1
 
     def of(self, every: str, number: int) -> int:
-        """The tick of the round with this number; `every` is "step" or "epoch"."""
+        """The tick of round `number`; `every` is "step" or "epoch"."""
         if every == "step":
             return number
         began, epoch = self.origin
@@ -46,7 +70,7 @@ class Ticks:
 
 @dataclass(frozen=True)
 class Recipe:
-    """An optimizer factory with a schedule. It is a factory too, for whoever needs no schedule."""
+    """An optimizer factory with a schedule; callable as a factory."""
 
     factory: Factory
     make: Maker
@@ -56,8 +80,8 @@ class Recipe:
         return self.factory(params)
 
 
-def recipe_of(workload: Any) -> Factory:
-    """The optimizer factory of a workload; a `Recipe` where the workload has a schedule.
+def recipe_of(workload: Trainable) -> Factory:
+    """The optimizer factory of a workload; a `Recipe` if the workload has a schedule.
 
     Raises:
         WorkloadError: `schedule_every` is neither "step" nor "epoch".
@@ -66,40 +90,40 @@ def recipe_of(workload: Any) -> Factory:
         raise WorkloadError(f"schedule_every is {workload.schedule_every!r}: give 'step' or 'epoch'")
     own = getattr(workload.schedule, "__func__", workload.schedule)
     if getattr(own, "is_none", False):
-        return workload.optimizer  # type: ignore[no-any-return]
+        return workload.optimizer
     return Recipe(workload.optimizer, workload.schedule, workload.schedule_every)
 
 
 def within(factory: Factory, change: Callable[[Factory], Factory]) -> Factory:
-    """`change(factory)`, with the schedule that the factory has."""
+    """`change(factory)`, with the factory's schedule."""
     return replace(factory, factory=change(factory.factory)) if isinstance(factory, Recipe) else change(factory)
 
 
 class Rates:
-    """What a schedule makes of an optimizer's groups, by tick; only the values that it moves."""
+    """The values of an optimizer's groups that a schedule changes, at each tick."""
 
     def __init__(self, make: Maker, skeleton: Callable[[], Optimizer]) -> None:
-        """Raises WorkloadError: `schedule` failed, or gave no schedule that can be followed."""
+        """Raises WorkloadError: `schedule` failed, or returned something else than a schedule."""
         self._optimizer = skeleton()
         self._made = [_plain(group) for group in self._optimizer.param_groups]
         with user_code("schedule"):
             found = make(self._optimizer)
         self._scheduler, self._function = _checked(found, self._optimizer)
-        # the stand-ins take no step before the scheduler does, of which torch would warn
+        # torch would warn that the scheduler steps before the optimizer
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
-        self._past: dict[_Cell, Any] = {}  # by what is moved: its value at each tick so far
-        self._count = 0  # ticks that are known
+        self._past: dict[_Cell, MutableSequence[Any]] = {}  # changed values, at each tick so far
+        self._count = 0  # ticks evaluated
         self._file()
 
     @property
-    def made(self) -> list[dict[str, Any]]:
-        """The groups' values before the schedule moved any."""
+    def made(self) -> list[dict[str, Value]]:
+        """The groups' values before the first tick."""
         return self._made
 
-    def at(self, tick: int) -> dict[_Cell, Any]:
-        """By number of group and name: the values at this tick.
+    def at(self, tick: int) -> dict[_Cell, Value]:
+        """The values at a tick, by number of group and name.
 
-        Raises WorkloadError: the schedule failed, or gave what is no rate.
+        Raises WorkloadError: the schedule failed, or returned a factor that is not finite.
         """
         if self._function is not None:
             return self._by_function(self._function, tick)
@@ -109,8 +133,8 @@ class Rates:
             self._file()
         return {cell: past[tick] for cell, past in self._past.items()}
 
-    def apply(self, groups: Sequence[dict[str, Any]], tick: int) -> None:
-        """Put the values of this tick into an optimizer's groups, which are those of the skeleton by number."""
+    def apply(self, groups: Sequence[Group], tick: int) -> None:
+        """Write the values of a tick into an optimizer's groups, in the order of the skeleton's."""
         for (number, key), value in self.at(tick).items():
             group = groups[number]
             if isinstance(group.get(key), Tensor):
@@ -118,47 +142,64 @@ class Rates:
             else:
                 group[key] = value
 
-    def _by_function(self, function: Callable[[int], float], tick: int) -> dict[_Cell, Any]:
+    def _by_function(self, function: Function, tick: int) -> dict[_Cell, Value]:
         with user_code("schedule"):
             factor = float(function(tick))
         if not math.isfinite(factor):
-            raise WorkloadError(f"schedule gave the factor {factor} at {tick}: give a finite number")
-        return {(i, "lr"): group["lr"] * factor for i, group in enumerate(self._made) if "lr" in group}
+            raise WorkloadError(f"schedule returned the factor {factor} at {tick}: return a finite number")
+        rates = [(i, group.get("lr")) for i, group in enumerate(self._made)]
+        return {(i, "lr"): rate * factor for i, rate in rates if isinstance(rate, float)}
 
     def _file(self) -> None:
-        """Note the groups' values at the next tick."""
+        """Record the groups' values at the next tick."""
         for number, (group, made) in enumerate(zip(self._optimizer.param_groups, self._made, strict=True)):
             for key, first in made.items():
-                value, past = _number(group[key]), self._past.get((number, key))
+                value = _number(group[key])
+                past = self._past.get((number, key))
                 if past is None and value != first:
-                    past = self._past[number, key] = array("d") if isinstance(value, float) else []
-                    past.extend([first] * self._count)
+                    past = self._changed(value, first)
+                    self._past[number, key] = past
                 if past is not None:
                     past.append(value)
         self._count += 1
 
+    def _changed(self, value: Value, first: Value) -> MutableSequence[Any]:
+        """The values of a cell at the ticks before it changed."""
+        past: MutableSequence[Any] = array("d") if isinstance(value, float) else []
+        past.extend([first] * self._count)
+        return past
+
 
 class Pace:
-    """A schedule over the groups of one optimizer that steps."""
+    """The schedule of an optimizer that steps."""
 
-    def __init__(self, rates: Rates, every: str, ticks: Ticks, groups: Sequence[dict[str, Any]]) -> None:
+    def __init__(self, rates: Rates, every: str, ticks: Ticks, groups: Sequence[Group]) -> None:
         self.rates, self._every, self._ticks, self._groups = rates, every, ticks, groups
 
     def at(self, number: int) -> None:
-        """The step that comes is of the round with this number."""
+        """Set the values for a step of round `number`."""
         self.rates.apply(self._groups, self._ticks.of(self._every, number))
 
 
+class ScheduleFacts(TypedDict):
+    """See `ScheduleRecord.facts`."""
+
+    every: str
+    tick: int
+    groups: list[dict[str, float | list[float]]]
+
+
 class ScheduleRecord:
-    """Where a job's schedule stands, as its checkpoints say it. All else follows from the workload."""
+    """The state of a job's schedule for its checkpoints; the rest follows from the workload."""
 
     def __init__(self, factory: Factory) -> None:
         self._factory = factory
         self._rates: Rates | None = None
 
-    def facts(self, layout: Layout, done: int, ticks: Ticks) -> dict[str, Any]:
-        """In the last of `done` rounds: {"schedule": what it counts, its tick, the values that it has moved by group};
-        empty where there is no schedule. Raises WorkloadError.
+    def facts(self, layout: Layout, done: int, ticks: Ticks) -> dict[str, ScheduleFacts]:
+        """{"schedule": its unit, tick and changed values by group} in the last of `done` rounds; {} without a schedule.
+
+        Raises WorkloadError.
         """
         if not isinstance(self._factory, Recipe):
             return {}
@@ -166,7 +207,7 @@ class ScheduleRecord:
             self._rates = rates_of(self._factory, layout)
             assert self._rates is not None
         tick = max(0, ticks.of(self._factory.every, done - 1))
-        groups: list[dict[str, Any]] = [{} for _ in self._rates.made]
+        groups: list[dict[str, float | list[float]]] = [{} for _ in self._rates.made]
         for (group, key), value in self._rates.at(tick).items():
             groups[group][key] = list(value) if isinstance(value, tuple) else value
         return {"schedule": {"every": self._factory.every, "tick": tick, "groups": groups}}
@@ -187,35 +228,35 @@ def pace_of(factory: Factory, layout: Layout, optimizer: Optimizer, ticks: Ticks
     return Pace(rates, factory.every, ticks, optimizer.param_groups)
 
 
-def _checked(found: Any, optimizer: Optimizer) -> tuple[Any, Callable[[int], float] | None]:
-    """A scheduler and None, None and a function, or twice None. Raises WorkloadError."""
+def _checked(found: Schedule, optimizer: Optimizer) -> tuple[Scheduler | None, Function | None]:
+    """(scheduler, None), (None, function) or (None, None). Raises WorkloadError."""
     if found is None:
         return None, None
     if isinstance(found, ReduceLROnPlateau):
         raise WorkloadError(
-            "schedule(optimizer) gave a ReduceLROnPlateau, whose steps need a metric that no worker has: give a "
-            "scheduler of the step or the epoch (`schedule_every`), such as CosineAnnealingLR or MultiStepLR"
+            "schedule(optimizer) returned a ReduceLROnPlateau, whose steps need a metric that workers do not have: "
+            "return a scheduler of the step or the epoch (`schedule_every`), such as CosineAnnealingLR or MultiStepLR"
         )
-    if isinstance(found, LRScheduler) or callable(getattr(found, "step", None)):
+    if isinstance(found, Scheduler):
         if getattr(found, "optimizer", optimizer) is not optimizer:
             raise WorkloadError(
-                "schedule(optimizer) gave a scheduler of another optimizer: build it from the one that is given"
+                "schedule(optimizer) returned a scheduler of another optimizer: build it from `optimizer`"
             )
         return found, None
     if callable(found):
         return None, found
     raise WorkloadError(
-        f"schedule(optimizer) gave {type(found).__name__}: return a torch.optim.lr_scheduler, or a function that gives "
-        "the factor of the rate at a step, e.g. lambda step: 0.99 ** step"
+        f"schedule(optimizer) returned {type(found).__name__}: return a torch.optim.lr_scheduler, or a function from "
+        "the step to the factor of the rate, e.g. lambda step: 0.99 ** step"
     )
 
 
-def _plain(group: dict[str, Any]) -> dict[str, Any]:
-    """The numbers of a group, by name: what a schedule may move."""
+def _plain(group: Group) -> dict[str, Value]:
+    """The numbers of a group by name, which a schedule may change."""
     return {key: _number(value) for key, value in group.items() if key != "params" and _is_number(value)}
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: StateValue) -> bool:
     if isinstance(value, tuple):
         return bool(value) and all(_is_number(each) for each in value)
     if isinstance(value, Tensor):
@@ -223,9 +264,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _number(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return tuple(_number(each) for each in value)
-    if isinstance(value, list):
-        return tuple(_number(each) for each in value)
-    return float(value)
+def _number(value: Tensor | float | Sequence[float]) -> Value:
+    if isinstance(value, (Tensor, int, float)):
+        return float(value)
+    return tuple(float(each) for each in value)

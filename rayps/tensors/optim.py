@@ -1,15 +1,15 @@
-"""A torch optimizer cut into slices of the parameter vector, and its state as named tensors.
+"""Apply a torch optimizer to slices of the parameter vector, and convert its state to named tensors.
 
-Only an elementwise optimizer gives the same result slice by slice (SGD, Adam, Adagrad: yes; Adafactor,
-Muon, L-BFGS: no). Whether one is, is found out by a probe, not by its name.
+Only an elementwise optimizer has the same result slice by slice (SGD, Adam, Adagrad: yes; Adafactor, Muon, L-BFGS:
+no). `check_elementwise` tests it by a trial, not by the optimizer's name.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -17,21 +17,26 @@ from torch.optim import SGD, Adagrad, Optimizer
 
 from rayps.core.errors import WorkloadError
 from rayps.core.user_code import user_code
+from rayps.core.values import Json, JsonObject
 from rayps.tensors.flat import Entry, Layout
 from rayps.tensors.torch_compat import spare_compiler
 
 Factory = Callable[[list[nn.Parameter]], Optimizer]
-_BLOCK = 1 << 17  # elements of a gradient that are added up at a time: they stay in the cache
-Moments = dict[str, dict[str, Any]]  # parameter name -> state key -> tensor (whole or slice) or number
-EDITS = "group edits"  # a key of such a state, where the parameter's group is not as `optimizer` made it: see `edits`
+Group = dict[str, Any]  # a parameter group, as torch types it
+ParamState = dict[str, Any]  # an optimizer's state of one parameter, as torch types it: tensors and numbers by key
+Moments = dict[str, ParamState]  # by parameter name; tensors of whole parameters or of slices
+StateValue: TypeAlias = Tensor | Json
+_BLOCK = 1 << 17  # elements of a gradient summed at a time: they stay in the processor's cache
+EDITS = "group edits"  # the key of a group's changes in a parameter's state: see `edits`
 
 spare_compiler()
 
 
 class SlicedOptimizer:
-    """The user's optimizer over elements lo to hi of the vector; its parameter groups survive the slicing.
+    """The user's optimizer over elements lo to hi of the vector, with its parameter groups.
 
-    Neighbours of one group whose states allow it are one leaf: a step costs per leaf, and elementwise it is the same.
+    Adjacent pieces of one group with compatible states are one leaf, because a step costs per leaf; for an elementwise
+    optimizer the result is the same.
     """
 
     def __init__(self, factory: Factory, layout: Layout, params: Tensor, lo: int, hi: int) -> None:
@@ -39,7 +44,7 @@ class SlicedOptimizer:
         self._pieces = layout.pieces(lo, hi)
         self._lo = lo
         self.optimizer, self._members, state = _retarget(build(factory, layout), layout, self._pieces)
-        # what a class of the user's keeps beside its tensors could not be told apart again
+        # the other state of a user's class could not be divided again
         self._merges = type(self.optimizer).__module__.startswith("torch.optim")
         self._made_by = factory, layout
         self._decays_alone: bool | None = None  # see `decays_alone`; found out at the first step that asks
@@ -67,10 +72,10 @@ class SlicedOptimizer:
 
     @contextlib.contextmanager
     def decaying(self, times: float) -> Iterator[None]:
-        """Within it a step decays by `times` the `weight_decay` of its group.
+        """A context in which steps use `times` the `weight_decay` of each group.
 
-        So N pushes of 1/N decay as one step does, and a push that is the sum of n gradients as n steps do: the
-        regularised optimum stays where it is. The decay stays whole where it `decays_alone`.
+        N pushes of 1/N then decay as one step does, and a push of the sum of n gradients as n steps do, so the
+        regularised optimum does not change. The decay is not scaled if the optimizer `decays_alone`.
         """
         groups = [] if times == 1 else [group for group in self.optimizer.param_groups if _decays_inside(group)]
         if groups and self._decays_alone is None:
@@ -88,14 +93,14 @@ class SlicedOptimizer:
                 group["weight_decay"] = decay
 
     def step_mean(self, values: Sequence[Tensor], weights: Sequence[float]) -> None:
-        """Apply sum(w_i v_i) / sum(w_i), added up in the order given; the weights must not add up to zero."""
+        """Apply sum(w_i v_i) / sum(w_i), summed in the order given; the sum of the weights must not be 0."""
         self.step(self.mean(values, weights))
 
     def mean(self, values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-        """What `step_mean` applies; good until the next call of this optimizer.
+        """The mean that `step_mean` applies; valid until the next call of this optimizer.
 
-        A block of the sum is made while it fits into the cache, so that each value is read once. Half precision adds
-        in float32 and is rounded once. A value of weight 0 is not read: it may be NaN.
+        The sum is computed by blocks that fit into the cache, so each value is read once. Half precision is summed in
+        float32 and rounded once. A value of weight 0 is not read: it may be NaN.
         """
         total, spare = sum(weights), self._spare()
         shares = [(value, weight / total) for value, weight in zip(values, weights, strict=True) if weight]
@@ -220,7 +225,7 @@ class _Leaf:
         return self.cut.stop - self.cut.start  # type: ignore[no-any-return]
 
 
-def _is_plain(group: dict[str, Any]) -> bool:
+def _is_plain(group: Group) -> bool:
     """Whether this group of an SGD steps by `p -= lr * grad` and nothing else."""
     return (
         type(group["lr"]) is float
@@ -230,12 +235,12 @@ def _is_plain(group: dict[str, Any]) -> bool:
     )
 
 
-def _decays_inside(group: dict[str, Any]) -> bool:
+def _decays_inside(group: Group) -> bool:
     """Whether this group has a weight decay that torch does not keep beside the gradient, as AdamW does."""
     return bool(group.get("weight_decay")) and not group.get("decoupled_weight_decay")
 
 
-def _elementwise(key: str, value: Any, size: int) -> bool:
+def _elementwise(key: str, value: StateValue, size: int) -> bool:
     """Whether a piece of state has one number for each of the leaf's elements; counts such as Adam's step have not."""
     return isinstance(value, Tensor) and value.dim() == 1 and len(value) == size and key != "step"
 
@@ -257,7 +262,7 @@ def _alike(last: Entry, piece: Entry, state: Moments) -> bool:
     return True
 
 
-def _merged(held: list[dict[str, Any]], run: list[Entry]) -> dict[str, Any]:
+def _merged(held: list[ParamState], run: list[Entry]) -> ParamState:
     size = run[0].hi - run[0].lo
     return {
         key: torch.cat([state[key] for state in held]) if _elementwise(key, first, size) else first
@@ -275,12 +280,12 @@ def made(factory: Factory, params: list[nn.Parameter]) -> Optimizer:
         optimizer = factory(params)
     if not isinstance(optimizer, Optimizer):
         raise WorkloadError(
-            f"optimizer(params) gave {type(optimizer).__name__}: return a torch.optim.Optimizer over params"
+            f"optimizer(params) returned {type(optimizer).__name__}: return a torch.optim.Optimizer over params"
         )
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         raise WorkloadError(
-            "optimizer(params) made a learning-rate scheduler, which nobody would step: return it from a method "
-            "schedule(self, optimizer) of the workload, which says so to every process that steps (under rayps.wrap: "
+            "optimizer(params) made a learning-rate scheduler, which rayps does not step: return it from the "
+            "workload's method schedule(self, optimizer); every process that steps then uses it (under rayps.wrap: "
             "the argument `schedule`)"
         )
     optimizer.rayps_made = [plain_values(group) for group in optimizer.param_groups]  # type: ignore[attr-defined]
@@ -288,7 +293,7 @@ def made(factory: Factory, params: list[nn.Parameter]) -> Optimizer:
     for group in optimizer.param_groups:
         if any(id(p) not in known for p in group["params"]):
             raise WorkloadError(
-                "optimizer(params) holds parameters that it was not given: build it from `params`, "
+                "optimizer(params) has other parameters than `params`: build it from `params`, "
                 "e.g. torch.optim.SGD(params, lr=0.1)"
             )
     return optimizer
@@ -332,11 +337,11 @@ def cut(moments: Moments, layout: Layout, lo: int, hi: int) -> Moments:
     }
 
 
-def _cut_all(state: Mapping[str, Any], entry: Entry, piece: Entry) -> dict[str, Any]:
+def _cut_all(state: ParamState, entry: Entry, piece: Entry) -> ParamState:
     return {key: _cut(value, entry, piece, counts=key == "step") for key, value in state.items()}
 
 
-def _cut(value: Any, entry: Entry, piece: Entry, *, counts: bool) -> Any:
+def _cut(value: StateValue, entry: Entry, piece: Entry, *, counts: bool) -> StateValue:
     if not isinstance(value, Tensor):
         return value
     if tuple(value.shape) == entry.shape and not counts:  # of a parameter that is a number, the slice is a vector
@@ -344,11 +349,11 @@ def _cut(value: Any, entry: Entry, piece: Entry, *, counts: bool) -> Any:
     return value.clone()
 
 
-def _copy(state: Mapping[str, Any], device: torch.device | str = "cpu") -> dict[str, Any]:
+def _copy(state: ParamState, device: torch.device | str = "cpu") -> ParamState:
     return {key: _copied(value, device) for key, value in state.items()}
 
 
-def _copied(value: Any, device: torch.device | str = "cpu") -> Any:
+def _copied(value: StateValue, device: torch.device | str = "cpu") -> StateValue:
     # numbers such as Adam's step stay on the CPU, as torch keeps them
     return value.detach().to(device if value.dim() else "cpu", copy=True) if isinstance(value, Tensor) else value
 
@@ -370,24 +375,24 @@ def with_edits(held: Moments, optimizer: Optimizer, layout: Layout, params: list
     return held
 
 
-def edits(optimizer: Optimizer) -> list[list[list[Any]]]:
+def edits(optimizer: Optimizer) -> list[list[list[Json]]]:
     """By group: [name, value that it was made with, value now] of what was changed since `made`, JSON-ready.
 
     A step hook that changes a rate so survives a resume, a change of phase and a death.
     """
-    known: list[dict[str, Any]] = getattr(optimizer, "rayps_made", [])
+    known: list[JsonObject] = getattr(optimizer, "rayps_made", [])
     return [
         [[key, first, now] for key, now in plain_values(group).items() if (first := made.get(key)) != now]
         for made, group in zip(known, optimizer.param_groups, strict=False)
     ] + [[] for _ in optimizer.param_groups[len(known) :]]
 
 
-def edit(group: dict[str, Any], states: Iterable[Mapping[str, Any]]) -> None:
+def edit(group: Group, states: Iterable[ParamState]) -> None:
     """Change a group as the edits say that one of its parameters' states has.
 
     A value that `optimizer` makes otherwise by now stays as it is made: whoever changed it in the workload means it.
     """
-    found: list[list[Any]] = next((state[EDITS] for state in states if EDITS in state), [])
+    found: list[tuple[str, Json, Json]] = next((state[EDITS] for state in states if EDITS in state), [])
     mine = plain_values(group)
     for key, first, now in found:
         if key not in group or mine.get(key) == first:
@@ -398,9 +403,9 @@ def edit(group: dict[str, Any], states: Iterable[Mapping[str, Any]]) -> None:
                 group[key] = value
 
 
-def plain_values(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The plain values of a group, as JSON has them."""
-    found: dict[str, Any] = {}
+def plain_values(group: Group) -> JsonObject:
+    """The plain values of a group as JSON."""
+    found: JsonObject = {}
     for key, value in group.items():
         if isinstance(value, Tensor) and value.numel() == 1:
             found[key] = value.item()
@@ -443,9 +448,9 @@ def _join(values: list[Any], entry: Entry) -> Any:
 
 
 def check_elementwise(factory: Factory, layout: Layout) -> None:
-    """Refuse an optimizer whose step on whole parameters differs from its steps on their flat slices.
+    """Check that an optimizer's steps on flat slices equal its step on whole parameters.
 
-    It is tried on small stand-ins of the layout's parameters, as many and with as many dimensions.
+    The trial uses small parameters of the layout's number and dimensions.
 
     Raises:
         WorkloadError: saying why, and what to use instead.
@@ -469,9 +474,8 @@ def check_elementwise(factory: Factory, layout: Layout) -> None:
         ) from error
     if not same:
         raise WorkloadError(
-            f"{name} is not elementwise: on slices of the parameters it takes other steps than on the whole.\n"
-            "a parameter server needs an elementwise optimizer such as SGD, Adam or Adagrad; "
-            "with all_reduce any will do"
+            f"{name} is not elementwise: its steps on slices of the parameters differ from its step on the whole.\n"
+            "use an elementwise optimizer such as SGD, Adam or Adagrad, or the strategy all_reduce"
         )
 
 

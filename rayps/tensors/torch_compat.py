@@ -1,34 +1,38 @@
-"""Optimizers made without loading torch's compiler, which nobody may need.
+"""Create optimizers without loading torch's compiler.
 
-`torch.optim` keeps four of an optimizer's methods out of compiled code, and loads all of `torch._dynamo` for it at the
-first call of each: a second of processor time and 75 MB, in the driver and in every worker. While nothing has loaded it
-nothing is being compiled, and the methods may be called as they are; as soon as somebody has, torch's own way is gone.
+`torch.optim` excludes four methods of an optimizer from compilation, and for that loads all of `torch._dynamo` at their
+first call: a second of processor time and 75 MB in the driver and in every worker. While `torch._dynamo` is not loaded,
+nothing is compiled, so the methods are called directly; once it is loaded, torch's own methods are used.
 """
 
 from __future__ import annotations
 
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 from torch.optim import Optimizer
 
 _METHODS = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
-_KEPT = "__dynamo_disable"  # where torch looks for what it calls in place of a method
+_KEPT = "__dynamo_disable"  # the attribute in which torch caches the replacement of a method
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def spare_compiler() -> None:
-    """Do so in this process. Where torch is made otherwise, nothing changes."""
+    """Patch the methods in this process; does nothing if torch is built in another way."""
     for name in _METHODS:
         method = getattr(vars(Optimizer).get(name), "__wrapped__", None)
         if method is not None and getattr(method, _KEPT, None) is None:
             setattr(method, _KEPT, _plain(name, method))
 
 
-def _plain(name: str, method: Any) -> Any:
-    def plain(*args: Any, **options: Any) -> Any:
+def _plain(name: str, method: Callable[P, T]) -> Callable[P, T]:
+    def plain(*args: P.args, **options: P.kwargs) -> T:
         if "torch._dynamo" not in sys.modules:
             return method(*args, **options)
         setattr(method, _KEPT, None)
-        return getattr(Optimizer, name)(*args, **options)
+        replaced: Callable[P, T] = getattr(Optimizer, name)
+        return replaced(*args, **options)
 
     return plain
