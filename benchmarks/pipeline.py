@@ -24,6 +24,7 @@ from rayps.cluster.local import Cluster
 from rayps.comm.ring import Ring
 from rayps.core.errors import ConfigError
 from rayps.core.pipeline.schedule import table
+from rayps.data.base import Nested
 from rayps.parallel.pipeline import cut
 from rayps.parallel.pipeline.engine import PipelineEngine
 
@@ -112,7 +113,7 @@ class PipelineBench:
         xs, ys = self._x.chunk(self._micros), self._y.chunk(self._micros)
         weights, count = [1 / self._micros] * self._micros, iter(range(1 << 62))
         return lambda: _nothing(
-            engine.backward(next(count), weights, lambda i: ((xs[i],), {}), lambda i, out: _loss(out, ys[i]))
+            engine.backward(next(count), weights, lambda i: ((xs[i],), {}), lambda i, out: _loss(_tensor(out), ys[i]))
         )
 
     def _torch(self, port: int) -> Step:
@@ -203,6 +204,11 @@ def _layers(width: int, parts: int) -> list[nn.Module]:
 
 def _loss(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.mse_loss(output, target)
+
+
+def _tensor(output: Nested) -> Tensor:
+    assert isinstance(output, Tensor)
+    return output
 
 
 def _nothing(_: Any) -> None:

@@ -11,9 +11,9 @@ from __future__ import annotations
 import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import numpy as np
 import torch
@@ -23,6 +23,11 @@ from rayps.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from rayps.data.clients import Clients, GivenClients
+
+
+Nested: TypeAlias = (
+    torch.Tensor | bool | int | float | str | Sequence["Nested"] | Mapping[str, "Nested"] | None
+)  # tensors and plain values in tuples, lists and dicts: what a model takes and returns
 
 
 @dataclass(slots=True)
@@ -45,16 +50,16 @@ class Batch:
         return Batch(map_tensors(self.x, move), map_tensors(self.y, move), self.size)
 
 
-def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:
+def map_tensors(value: Nested, change: Callable[[torch.Tensor], torch.Tensor | None]) -> Nested:
     """Replace every tensor in nested tuples, lists and dicts by `change(tensor)`."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, dict):
         return {key: map_tensors(item, change) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(item, change) for item in value))
     if isinstance(value, (list, tuple)):
-        return type(value)(map_tensors(item, change) for item in value)
+        items = [map_tensors(item, change) for item in value]
+        make: Callable[..., Nested] = type(value)
+        return make(*items) if hasattr(value, "_fields") else make(items)  # a named tuple takes its fields one by one
     return value
 
 

@@ -21,7 +21,7 @@ from rayps.core.direction import direction
 from rayps.core.errors import ConfigError, WorkloadError
 from rayps.core.user_code import user_code
 from rayps.data import Batch
-from rayps.data.base import map_tensors
+from rayps.data.base import Nested, map_tensors
 from rayps.federated.population.cohort import number
 from rayps.federated.row_order import Ints, parts
 from rayps.federated.view import FederatedView
@@ -386,7 +386,7 @@ def _can_cut(batch: Batch) -> bool:
     return _rows_of(batch.x, batch.size) and (batch.y is None or _rows_of(batch.y, batch.size))
 
 
-def _rows_of(value: Any, size: int) -> bool:
+def _rows_of(value: Nested, size: int) -> bool:
     if isinstance(value, Tensor):
         return value.dim() > 0 and len(value) == size
     if isinstance(value, dict):
@@ -399,5 +399,8 @@ def _some(batch: Batch, index: Tensor) -> Batch:
     if isinstance(batch.x, Tensor) and (batch.y is None or isinstance(batch.y, Tensor)):
         y = None if batch.y is None else batch.y.index_select(0, index)
         return Batch(batch.x.index_select(0, index), y, len(index))
-    x, y = (map_tensors(each, lambda tensor: tensor.index_select(0, index)) for each in (batch.x, batch.y))
-    return Batch(x, y, len(index))
+
+    def some(tensor: Tensor) -> Tensor:
+        return tensor.index_select(0, index)
+
+    return Batch(map_tensors(batch.x, some), map_tensors(batch.y, some), len(index))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rayps.core.errors import RaypsError
+from rayps.data.base import Nested
 from rayps.workload.base import Workload
 from rayps.workload.model import model_of
 
@@ -35,7 +35,7 @@ def _others(model: nn.Module) -> Iterator[Tensor]:
         yield from _tensors({key: value for key, value in vars(module).items() if key not in _HELD})
 
 
-def _tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
+def _tensors(value: Nested, depth: int = 0) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         if not isinstance(value, nn.Parameter):  # a list of those that are registered, as in nn.LSTM
             yield value
@@ -49,7 +49,7 @@ def keep_only(model: nn.Module, kept: set[int], device: str = "cpu") -> None:
 
     Tied parameters stay tied. What gets memory is not filled.
     """
-    done: dict[int, Any] = {}
+    done: dict[int, tuple[Tensor, Tensor]] = {}
     for module in model.modules():
         for name, value in [*module._parameters.items(), *module._buffers.items()]:
             if value is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from torch import nn
 
@@ -72,7 +71,7 @@ def _everyone(model: nn.Module) -> dict[str, list[int]]:
     return {name: [0] for name, _ in [*model.named_parameters(), *model.named_buffers()]}
 
 
-def _users(model: nn.Module, layers: Sequence[Any], stage_of: Callable[[int], int]) -> dict[str, list[int]]:
+def _users(model: nn.Module, layers: Sequence[cut.Layer], stage_of: Callable[[int], int]) -> dict[str, list[int]]:
     """Which stages use each parameter and buffer, in the order of their first use."""
     names = {id(value): name for name, value in [*model.named_parameters(), *model.named_buffers()]}
     users: dict[str, list[int]] = {}
@@ -95,7 +94,7 @@ def _users(model: nn.Module, layers: Sequence[Any], stage_of: Callable[[int], in
 
 
 def _boundaries(
-    replica: Pipeline, layers: Sequence[Any], model: nn.Module, workload: Workload, sample: Batch | None
+    replica: Pipeline, layers: Sequence[cut.Layer], model: nn.Module, workload: Workload, sample: Batch | None
 ) -> tuple[int, ...]:
     """The layers at which chunks begin, but for the first. Raises ConfigError, WorkloadError."""
     parts = replica.stages * replica.chunks
@@ -112,7 +111,7 @@ def _boundaries(
             "each is the number of a layer at which a new part begins",
             field="boundaries",
         )
-    call: tuple[Any, Any] | None = None
+    call: loss_proxy.Call | None = None
     if sample is not None and sample.size:
         call = loss_proxy.inputs(workload, sample)
         cut.check(model, layers, *call)

@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from rayps.core.replica import Replica
 from rayps.parallel.pipeline.skip import Route
 from rayps.parallel.tensor import Plan
 from rayps.tensors.flat import Entry, Layout
-from rayps.tensors.optim import Moments
+from rayps.tensors.optim import Moments, ParamState, StateValue
 from rayps.tensors.snapshot import Snapshot
 
 
@@ -176,7 +176,7 @@ class Division:
         """The whole state from all columns' parts; `base` is a whole state, for what no column has."""
         layout, params = self.layout, torch.empty(self.layout.size, dtype=self.layout.dtype)
         whole = {entry.name: params[entry.lo : entry.hi].view(entry.shape) for entry in layout.entries}
-        moments: dict[str, dict[str, Any]] = {}
+        moments: Moments = {}
         buffers, rng = dict(base.buffers), dict[int, Tensor]()
         for mine, part in zip(self.columns, parts, strict=True):
             for piece, entry in zip(mine.owned, part.layout.entries, strict=True):
@@ -205,7 +205,7 @@ class Division:
             columns=len(self.columns),
         )
 
-    def facts(self) -> list[dict[str, Any]]:
+    def facts(self) -> list[ColumnFacts]:
         """Of each column: stage, tensor rank, layers, parameters owned and held, and the bytes that these take."""
         width = self.layout.dtype.itemsize
         return [
@@ -221,18 +221,29 @@ class Division:
         ]
 
 
-def _is_cut(value: Any, piece: TensorSlice, key: str, shape: tuple[int, ...]) -> bool:
+class ColumnFacts(TypedDict):
+    """See `Division.facts`; `bytes` are those of the parameters held."""
+
+    stage: int
+    tensor: int
+    layers: list[list[int]]
+    owned: int
+    held: int
+    bytes: int
+
+
+def _is_cut(value: StateValue, piece: TensorSlice, key: str, shape: tuple[int, ...]) -> bool:
     """Whether a part of the optimizer's state has one number for each element of the parameter."""
     return piece.dim is not None and isinstance(value, Tensor) and tuple(value.shape) == shape and key != "step"
 
 
-def _cut(state: dict[str, Any], piece: TensorSlice) -> dict[str, Any]:
+def _cut(state: ParamState, piece: TensorSlice) -> ParamState:
     return {
         key: piece.take(value) if _is_cut(value, piece, key, piece.shape) else value for key, value in state.items()
     }
 
 
-def _join(whole: dict[str, Any], part: dict[str, Any], piece: TensorSlice) -> None:
+def _join(whole: ParamState, part: ParamState, piece: TensorSlice) -> None:
     for key, value in part.items():
         if _is_cut(value, piece, key, piece.local):
             if key not in whole:

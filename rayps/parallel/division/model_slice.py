@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from rayps.comm.ring import Ring
 from rayps.core.errors import WorkloadError
 from rayps.core.pipeline.schedule import table
 from rayps.core.replica import Pipeline
+from rayps.core.values import JsonObject
 from rayps.data import Batch
+from rayps.data.base import Nested
 from rayps.parallel.division.build import blank, keep_only
 from rayps.parallel.division.division import Division
 from rayps.parallel.division.optimizer import of_some
@@ -112,7 +113,7 @@ class ModelSlice(Whole):
         assert self._engine is not None
         parts = loss_proxy.parts(batch, self._micro)
 
-        def loss(micro: int, output: Any) -> Tensor:
+        def loss(micro: int, output: Nested) -> Tensor:
             found = loss_proxy.loss(self.workload, parts[micro], output)
             check(found)
             return found
@@ -121,7 +122,7 @@ class ModelSlice(Whole):
             step, loss_proxy.weights(parts), lambda i: loss_proxy.inputs(self.workload, parts[i]), loss
         )
 
-    def evaluate(self, batch: Batch) -> dict[str, Any]:
+    def evaluate(self, batch: Batch) -> dict[str, float | Tensor]:
         """See Part."""
         if self._engine is None:
             means = super().evaluate(batch)
@@ -129,7 +130,7 @@ class ModelSlice(Whole):
         parts, means = loss_proxy.parts(batch, self._micro), {}
         weights = loss_proxy.weights(parts)
 
-        def done(micro: int, output: Any) -> None:
+        def done(micro: int, output: Nested) -> None:
             part = parts[micro]
             found = {"loss": loss_proxy.loss(self.workload, part, output)} | loss_proxy.metrics(
                 self.workload, part, output
@@ -144,12 +145,12 @@ class ModelSlice(Whole):
         """See Part."""
         return of_some(factory, self._whole, [entry.name for entry in self.layout.entries])
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> JsonObject:
         """See Part."""
         engine = self._engine
         if engine is None:
             return {}
-        found: dict[str, Any] = {
+        found: JsonObject = {
             "activations": engine.peak,
             "idle": engine.idle,
             "busy": engine.busy,
@@ -167,6 +168,6 @@ class ModelSlice(Whole):
             self._engine.close()
 
 
-def _tensors(model: Any) -> dict[str, Any]:
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers by name."""
     return dict(model.named_parameters()) | dict(model.named_buffers())

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from rayps.core.traffic import Crossing, Sizes
 from rayps.core.user_code import user_code
 from rayps.data import Batch
-from rayps.data.base import map_tensors
+from rayps.data.base import Nested, map_tensors
 from rayps.parallel.division.division import Division
 from rayps.parallel.pipeline import loss_proxy
 from rayps.parallel.pipeline.cut import layers, spans
@@ -98,15 +97,15 @@ def _stages(
     """As `probe`, chunk after chunk, each on its own as on its worker."""
     found, rows, p = layers(model), max(sample.size, 1), division.stages
     said = [[0, 0, 0] for _ in range(p)]  # of each stage: summed, gathered, exchanges
-    kept, crossings, values = [], list[Crossing](), dict[str, Any]()
+    kept, crossings, values = [], list[Crossing](), dict[str, Nested]()
     args, kwargs = loss_proxy.inputs(workload, sample)
     chunks = spans(division.boundaries, len(found))
-    done: list[tuple[int, Any, Any]] = []  # of each chunk: what it was given, what it gave
+    done: list[tuple[int, Nested, Nested]] = []  # of each chunk: what it was given, what it gave
     for chunk, (lo, hi) in enumerate(chunks):
         given = None if chunk == 0 else map_tensors(done[-1][2], _leaf)
         values = {name: map_tensors(value, _leaf) for name, value in values.items()}
         with _kept(model) as saved, aside(values), _noted(talk, said[chunk % p]):
-            value: Any = given
+            value: Nested = given
             for number in range(lo, hi):
                 layer = found[number].module
                 with user_code(f"layer {found[number].name}"):
@@ -132,7 +131,7 @@ def _stages(
 
 
 def _back(
-    workload: Workload, sample: Batch, done: list[tuple[int, Any, Any]], talk: _Alone, said: list[list[int]]
+    workload: Workload, sample: Batch, done: list[tuple[int, Nested, Nested]], talk: _Alone, said: list[list[int]]
 ) -> None:
     """Backward passes, the last chunk's first, for what tensor ranks say meanwhile."""
     if talk.size == 1:
@@ -175,13 +174,13 @@ def _kept(model: nn.Module) -> Iterator[dict[int, int]]:
         yield found
 
 
-def _bytes(value: Any, rows: int) -> tuple[float, float]:
+def _bytes(value: Nested, rows: int) -> tuple[float, float]:
     """Bytes of a row forward, and of its gradient back."""
     every = _tensors(value)
     return sum(t.nbytes for t in every) / rows, sum(t.nbytes for t in every if t.requires_grad) / rows
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def _tensors(value: Nested) -> list[Tensor]:
     found: list[Tensor] = []
     map_tensors(value, lambda t: found.append(t))
     return found

@@ -9,8 +9,7 @@ each of them, so nothing is sent back there. Nothing can drift apart, for nobody
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -49,20 +48,19 @@ class Share:
         self.whole = [(entry.name, parameters[entry.name]) for entry in division.layout.entries if entry.name in whole]
         self._whole = [p for _, p in self.whole]  # what each tensor rank of this stage holds all of
         self._stage, self._rank = stage, rank
-        self._stages: Any = rings.get("stage")
-        self._tensors: Any = rings.get("tensor")
+        self._rings = rings
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Have the owners' current values. Raises LinkError."""
         for (owner, borrower), params in self._pairs:
             if owner == self._stage:
-                self._stages.send(_packed(params), borrower, TAG)
+                self._rings["stage"].send(_packed(params), borrower, TAG)
             else:
-                _unpack(self._stages.recv(_room(params), owner, TAG), params)
+                _unpack(self._rings["stage"].recv(_room(params), owner, TAG), params)
         if self._whole:
             packed = _packed(self._whole) if self._rank == 0 else _room(self._whole)
-            self._tensors.broadcast(packed)
+            self._rings["tensor"].broadcast(packed)
             if self._rank != 0:
                 _unpack(packed, self._whole)
 
@@ -73,11 +71,11 @@ class Share:
             marks = torch.tensor([p.grad is not None for p in params]).to(params[0])
             if borrower == self._stage:
                 grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
-                self._stages.send(torch.cat([_packed(grads), marks]), owner, TAG)
+                self._rings["stage"].send(torch.cat([_packed(grads), marks]), owner, TAG)
                 for p in params:
                     p.grad = None
                 continue
-            packed = self._stages.recv(torch.cat([_room(params), marks]), borrower, TAG)
+            packed = self._rings["stage"].recv(torch.cat([_room(params), marks]), borrower, TAG)
             grads = [torch.empty_like(p) for p in params]
             _unpack(packed[: -len(params)], grads)
             for p, grad, mark in zip(params, grads, packed[-len(params) :].tolist(), strict=True):
@@ -85,15 +83,15 @@ class Share:
                     p.grad = grad if p.grad is None else p.grad + grad
 
 
-def _packed(tensors: list[Any]) -> Tensor:
+def _packed(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([each.detach().reshape(-1) for each in tensors])
 
 
-def _room(tensors: list[Any]) -> Tensor:
+def _room(tensors: Sequence[Tensor]) -> Tensor:
     return torch.empty(sum(each.numel() for each in tensors), dtype=tensors[0].dtype, device=tensors[0].device)
 
 
-def _unpack(packed: Tensor, into: list[Any]) -> None:
+def _unpack(packed: Tensor, into: Sequence[Tensor]) -> None:
     parts = torch.split_with_sizes(packed, [each.numel() for each in into])
     for each, part in zip(into, parts, strict=True):
         each.copy_(part.view(each.shape))

@@ -9,17 +9,17 @@ from __future__ import annotations
 import copy
 import inspect
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from rayps.core.errors import ConfigError, WorkloadError
 from rayps.core.user_code import user_code
-from rayps.data.base import map_tensors
+from rayps.data.base import Nested, map_tensors
 from rayps.parallel.pipeline.skip import aside, places
 
 _WAY_OUT = (
@@ -56,7 +56,7 @@ def layers(model: nn.Module) -> list[Layer]:
     return found
 
 
-def _listed(model: nn.Module, method: Any) -> list[Layer]:
+def _listed(model: nn.Module, method: Callable[[], Sequence[nn.Module]]) -> list[Layer]:
     with user_code("model.layers"):
         given = method()
     names = {id(module): name for name, module in model.named_modules()}
@@ -149,7 +149,7 @@ def shares(costs: Sequence[float], parts: int) -> tuple[int, ...]:
 # ---------------------------------------------------------------------------------------------- on a sample
 
 
-def measure(found: Sequence[Layer], args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> list[float]:
+def measure(found: Sequence[Layer], args: Sequence[Nested], kwargs: Mapping[str, Nested] | None = None) -> list[float]:
     """Seconds of each layer's forward and backward pass on a sample of the model's input; the median of a few.
 
     Raises:
@@ -159,7 +159,7 @@ def measure(found: Sequence[Layer], args: Sequence[Any], kwargs: Mapping[str, An
     state = torch.get_rng_state()
     with aside({}):
         for _ in range(_TRIES):
-            value: Any = None
+            value: Nested = None
             for number, layer in enumerate(found):
                 value, stashed = _leaves(value), None
                 start = time.perf_counter()
@@ -176,7 +176,7 @@ def measure(found: Sequence[Layer], args: Sequence[Any], kwargs: Mapping[str, An
 
 
 def check(
-    model: nn.Module, found: Sequence[Layer], args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+    model: nn.Module, found: Sequence[Layer], args: Sequence[Nested], kwargs: Mapping[str, Nested] | None = None
 ) -> None:
     """Whether the layers, each on its own, are the model: they are run apart, as copies, on a sample of its input.
 
@@ -196,7 +196,7 @@ def check(
             module.training = True
 
 
-def _compare(model: nn.Module, found: Sequence[Layer], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def _compare(model: nn.Module, found: Sequence[Layer], args: Sequence[Nested], kwargs: Mapping[str, Nested]) -> None:
     apart = [copy.deepcopy(layer.module) for layer in found]  # before the model runs and leaves traces in them
     whole, calls = _watched(model, found, args, kwargs)
     order = [number for number, _ in calls]
@@ -208,7 +208,7 @@ def _compare(model: nn.Module, found: Sequence[Layer], args: Sequence[Any], kwar
             raise _broken(layer.name, f"the model calls it {times} times, and as a layer it is there {listed} times")
         if order[number] != same:
             raise _broken(layer.name, f"the model calls {found[order[number]].name!r} in its place")
-    value: Any = None
+    value: Nested = None
     for number, layer in enumerate(found):
         given = calls[number][1]
         if number and not _same(given, value):
@@ -225,13 +225,13 @@ def _compare(model: nn.Module, found: Sequence[Layer], args: Sequence[Any], kwar
 
 
 def _watched(
-    model: nn.Module, found: Sequence[Layer], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[Any, list[tuple[int, Any]]]:
+    model: nn.Module, found: Sequence[Layer], args: Sequence[Nested], kwargs: Mapping[str, Nested]
+) -> tuple[Nested, list[tuple[int, Nested]]]:
     """What the model returns, and the layers as it called them: (number, what each was given)."""
-    calls: list[tuple[int, Any]] = []
+    calls: list[tuple[int, Nested]] = []
     first = {id(layer.module): number for number, layer in reversed(list(enumerate(found)))}
 
-    def note(module: nn.Module, given: tuple[Any, ...]) -> None:
+    def note(module: nn.Module, given: tuple[Nested, ...]) -> None:
         calls.append((first[id(module)], map_tensors(given[0] if len(given) == 1 else given, torch.clone)))
 
     hooks = [module.register_forward_pre_hook(note) for module in {id(x.module): x.module for x in found}.values()]
@@ -252,7 +252,7 @@ def _broken(name: str, why: str) -> WorkloadError:
     )
 
 
-def _same(a: Any, b: Any) -> bool:
+def _same(a: Nested, b: Nested) -> bool:
     one, two = _tensors(a), _tensors(b)
     return len(one) == len(two) and all(
         s.shape == t.shape
@@ -262,11 +262,11 @@ def _same(a: Any, b: Any) -> bool:
     )
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def _tensors(value: Nested) -> list[Tensor]:
     found: list[Tensor] = []
     map_tensors(value, found.append)
     return found
 
 
-def _leaves(value: Any) -> Any:
+def _leaves(value: Nested) -> Nested:
     return map_tensors(value, lambda t: t.detach().requires_grad_(t.is_floating_point()))

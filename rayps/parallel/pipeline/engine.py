@@ -9,15 +9,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from rayps.comm.ring import Ring
 from rayps.comm.ring.p2p import TensorMessage
 from rayps.core.errors import ConfigError, LinkError, WorkloadError
 from rayps.core.pipeline.schedule import Action
+from rayps.data.base import Nested
 from rayps.parallel.pipeline.cut import Layer, spans
 from rayps.parallel.pipeline.layer_segment import (
     Grads,
@@ -118,7 +120,11 @@ class PipelineEngine:
     # What is called
 
     def backward(
-        self, step: int, weights: Sequence[float], inputs: Callable[[int], Call], losses: Callable[[int, Any], Tensor]
+        self,
+        step: int,
+        weights: Sequence[float],
+        inputs: Callable[[int], Call],
+        losses: Callable[[int, Nested], Tensor],
     ) -> float | None:
         """Forward and backward of a batch: adds its gradient to the `.grad` of this worker's parameters.
 
@@ -132,7 +138,7 @@ class PipelineEngine:
         """
         total: list[tuple[Tensor, float]] = []
 
-        def loss(micro: int, output: Any) -> Tensor:
+        def loss(micro: int, output: Nested) -> Tensor:
             self._noise.at(micro, self._layers)
             found = losses(micro, output)
             total.append((found.detach(), weights[micro]))
@@ -146,7 +152,7 @@ class PipelineEngine:
         return sum(float(found) * weight for found, weight in total) if total else None
 
     def evaluate(
-        self, weights: Sequence[float], inputs: Callable[[int], Call], done: Callable[[int, Any], None]
+        self, weights: Sequence[float], inputs: Callable[[int], Call], done: Callable[[int, Nested], None]
     ) -> None:
         """Forward only: `done(micro, output)` is called where the last chunk is. Otherwise as `backward`."""
         with self._run(weights, -1), torch.no_grad():
@@ -171,7 +177,7 @@ class PipelineEngine:
         action: Action,
         weights: Sequence[float],
         inputs: Callable[[int], Call],
-        loss: Callable[[int, Any], Tensor],
+        loss: Callable[[int, Nested], Tensor],
     ) -> None:
         kind, chunk, micro = action
         if kind == "W":
@@ -192,7 +198,7 @@ class PipelineEngine:
             live.scale.append(torch.full_like(found, weights[micro], requires_grad=False))
             self._note(action, start)
 
-    def _forward(self, action: Action, inputs: Callable[[int], Call], train: bool) -> tuple[Any, _Live]:
+    def _forward(self, action: Action, inputs: Callable[[int], Call], train: bool) -> tuple[Nested, _Live]:
         _, chunk, micro = action
         given, call = None, None
         if chunk == 0:
@@ -213,7 +219,7 @@ class PipelineEngine:
         live = _Live([], [], [])
         shipped: dict[str, TensorMessage] = {}
         segments = (self._segments if train else self._whole)[chunk]
-        value: Any = None
+        value: Nested = None
         if train:
             self._live[chunk, micro] = live
             self.peak = max(self.peak, len(self._live))
@@ -286,7 +292,9 @@ class PipelineEngine:
         if wanted:
             self._post.give_grads(chunk, sort, index, micro, wanted)
 
-    def _take_grads(self, chunk: int, sort: StageMessage, index: int, micro: int, edges: Sequence[Any]) -> Grads:
+    def _take_grads(
+        self, chunk: int, sort: StageMessage, index: int, micro: int, edges: Sequence[GradientEdge | None]
+    ) -> Grads:
         """As given, with none for what wants none."""
         if all(edge is None for edge in edges):
             return [None] * len(edges)

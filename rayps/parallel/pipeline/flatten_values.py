@@ -9,11 +9,13 @@ from typing import Any
 from torch import Tensor
 
 from rayps.core.errors import WorkloadError
+from rayps.core.values import Json
+from rayps.data.base import Nested
 
 ALONE = ""  # the form of one tensor by itself
 
 
-def packed(value: Any, layer: str) -> tuple[list[Tensor], str]:
+def packed(value: Nested, layer: str) -> tuple[list[Tensor], str]:
     """The tensors in a value, and its form.
 
     Raises:
@@ -26,20 +28,20 @@ def packed(value: Any, layer: str) -> tuple[list[Tensor], str]:
     return found, json.dumps(_form(value, found, layer))
 
 
-def unpacked(tensors: list[Tensor], form: str) -> Any:
+def unpacked(tensors: list[Tensor], form: str) -> Nested:
     """The value again."""
     return tensors[0] if form == ALONE else _value(json.loads(form), iter(tensors))
 
 
-def _form(value: Any, found: list[Tensor], layer: str) -> Any:
+def _form(value: Nested, found: list[Tensor], layer: str) -> Json:
     if isinstance(value, Tensor):
         found.append(value)
         return "t"
-    if value is None or type(value) in (bool, int, float, str):
+    if value is None or (isinstance(value, (bool, int, float, str)) and type(value) in (bool, int, float, str)):
         return [0, value]
-    if type(value) in (tuple, list):
+    if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
         return [1 if type(value) is tuple else 2, *(_form(item, found, layer) for item in value)]
-    if type(value) is dict and all(isinstance(key, str) for key in value):
+    if isinstance(value, dict) and type(value) is dict and all(isinstance(key, str) for key in value):
         return [3, list(value), *(_form(item, found, layer) for item in value.values())]
     raise WorkloadError(
         f"layer {layer!r} gives a {type(value).__name__}, which cannot go to another stage: give tensors, or tuples, "

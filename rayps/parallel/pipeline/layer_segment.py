@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +17,14 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from rayps.comm.ring.p2p import TensorMessage
 from rayps.core.user_code import user_code
+from rayps.data.base import Nested
 from rayps.parallel.pipeline.cut import Layer
 from rayps.parallel.pipeline.flatten_values import packed, unpacked
+from rayps.parallel.pipeline.loss_proxy import Call
 from rayps.parallel.pipeline.skip import Stash, Unstash, aside
 
 Grads = list[Tensor | None]
-_run_backward: Any = torch.autograd.Variable._execution_engine.run_backward
+_run_backward = torch.autograd.Variable._execution_engine.run_backward
 _NOTHING = nullcontext()
 _IN_PLACE = "a leaf Variable that requires grad"  # how torch refuses to change one in place
 
@@ -74,8 +76,13 @@ class LayerSegment:
         )
 
     def forward(
-        self, micro: int, given: TensorMessage | None, call: Any, extra: Mapping[str, TensorMessage], train: bool
-    ) -> tuple[Any, dict[str, Any], list[list[Tensor | None]]]:
+        self,
+        micro: int,
+        given: TensorMessage | None,
+        call: Call | None,
+        extra: Mapping[str, TensorMessage],
+        train: bool,
+    ) -> tuple[Nested, dict[str, Nested], list[list[Tensor | None]]]:
         """What the layers give, what they put aside for elsewhere, and the leaves of what came, by port.
 
         `given` is the input where there is a layer before, else `call` is how the model was called.
@@ -93,11 +100,16 @@ class LayerSegment:
                 raise
 
     def _forward(
-        self, micro: int, given: TensorMessage | None, call: Any, extra: Mapping[str, TensorMessage], train: bool
-    ) -> tuple[Any, dict[str, Any], list[list[Tensor | None]]]:
+        self,
+        micro: int,
+        given: TensorMessage | None,
+        call: Call | None,
+        extra: Mapping[str, TensorMessage],
+        train: bool,
+    ) -> tuple[Nested, dict[str, Nested], list[list[Tensor | None]]]:
         leaves: list[list[Tensor | None]] = []
         args, kwargs = call or ((), {})
-        value: Any = None
+        value: Nested = None
         if given is None:
             leaves.append([])
         else:
@@ -111,7 +123,7 @@ class LayerSegment:
                 args, kwargs = (value,), {}
         return value, {name: stash[name] for name in self.ships}, leaves
 
-    def _opened(self, parcel: TensorMessage, ports: list[list[Tensor | None]], train: bool) -> Any:
+    def _opened(self, parcel: TensorMessage, ports: list[list[Tensor | None]], train: bool) -> Nested:
         tensors: list[Tensor] = []
         leaves: list[Tensor | None] = []
         ports.append(leaves)
@@ -139,7 +151,7 @@ def edge_of(t: Tensor) -> GradientEdge | None:
     return get_gradient_edge(t) if t.requires_grad else None
 
 
-def parcel_of(value: Any, layer: str) -> TensorMessage:
+def parcel_of(value: Nested, layer: str) -> TensorMessage:
     """What a layer gave, as it travels."""
     tensors, form = packed(value, layer)
     return TensorMessage(tensors, [t.requires_grad for t in tensors], form)

@@ -6,8 +6,8 @@ micro-batch's input. On the last stage a model that returns what the stages made
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from rayps.core.errors import WorkloadError
 from rayps.core.partition import slices
 from rayps.core.user_code import user_code
-from rayps.data.base import Batch, map_tensors
+from rayps.data.base import Batch, Nested, map_tensors
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
+Call = tuple[tuple[Nested, ...], dict[str, Nested]]
 
 
 class Losses(Protocol):
@@ -48,7 +48,7 @@ def weights(batches: list[Batch]) -> list[float]:
     return [batch.size / total if total else 0.0 for batch in batches]
 
 
-def _rows(value: Any, size: int, cut: slice) -> Any:
+def _rows(value: Nested, size: int, cut: slice) -> Nested:
     if isinstance(value, (list, tuple)) and len(value) == size and not any(isinstance(v, Tensor) for v in value):
         return value[cut]
     return map_tensors(value, lambda t: _tensor_rows(t, size, cut))
@@ -75,27 +75,20 @@ class _Called(BaseException):
 class _Model(nn.Module):
     """What stands for the model. It has nothing of the model's but a call."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> NoReturn:
         raise _unseen(name)
 
-    def _refuse(self, name: str) -> Any:
-        raise _unseen(name)
 
-    def named_parameters(self, *_: Any, **__: Any) -> Iterator[Any]:
-        """Raises WorkloadError."""
-        return self._refuse("parameters()")  # type: ignore[no-any-return]
+def _refused(name: str) -> Callable[..., NoReturn]:
+    def refuse(*_: Nested, **__: Nested) -> NoReturn:
+        raise _unseen(f"{name}()")
 
-    def named_buffers(self, *_: Any, **__: Any) -> Iterator[Any]:
-        """Raises WorkloadError."""
-        return self._refuse("buffers()")  # type: ignore[no-any-return]
+    return refuse
 
-    def named_modules(self, *_: Any, **__: Any) -> Iterator[Any]:
-        """Raises WorkloadError."""
-        return self._refuse("modules()")  # type: ignore[no-any-return]
 
-    def state_dict(self, *_: Any, **__: Any) -> Any:
-        """Raises WorkloadError."""
-        return self._refuse("state_dict()")
+for _name in ("parameters", "buffers", "modules"):
+    setattr(_Model, f"named_{_name}", _refused(_name))
+setattr(_Model, "state_dict", _refused("state_dict"))  # noqa: B010
 
 
 def _unseen(name: str) -> WorkloadError:
@@ -106,24 +99,25 @@ def _unseen(name: str) -> WorkloadError:
 
 
 class _Listens(_Model):
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Nested, **kwargs: Nested) -> Nested:
         raise _Called((args, kwargs))
 
 
 class _Returns(_Model):
-    def __init__(self, output: Any) -> None:
+    def __init__(self, output: Nested) -> None:
         super().__init__()
         self.__dict__["output"] = output
         self.__dict__["calls"] = 0
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Nested, **kwargs: Nested) -> Nested:
         self.__dict__["calls"] += 1
         if self.__dict__["calls"] > 1:
             raise WorkloadError(
                 "loss() calls the model more than once, and a pipeline runs it once per micro-batch: "
                 "join the inputs into one, e.g. with torch.cat, and split what it returns"
             )
-        return self.__dict__["output"]
+        output: Nested = self.__dict__["output"]
+        return output
 
 
 def inputs(workload: Losses, batch: Batch, *, training: bool = True) -> Call:
@@ -150,7 +144,7 @@ def _listen(method: str, workload: Losses, batch: Batch, training: bool) -> Call
     return None
 
 
-def _alike(a: Any, b: Any) -> bool:
+def _alike(a: Nested, b: Nested) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a is b or (a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b))
     if isinstance(a, dict) and isinstance(b, dict):
@@ -160,17 +154,17 @@ def _alike(a: Any, b: Any) -> bool:
     return type(a) is type(b)
 
 
-def loss(workload: Losses, batch: Batch, output: Any, *, training: bool = True) -> Tensor:
+def loss(workload: Losses, batch: Batch, output: Nested, *, training: bool = True) -> Tensor:
     """The user's loss of a micro-batch, given what the model returned. Raises WorkloadError."""
     with user_code("loss"):
-        found: Any = workload.loss(_Returns(output).train(training), batch)
+        found = workload.loss(_Returns(output).train(training), batch)
     if not isinstance(found, Tensor) or found.numel() != 1:
         shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
         raise WorkloadError(f"loss(model, batch) gave {shape}: return one number as a tensor, the mean over the batch")
     return found
 
 
-def metrics(workload: Losses, batch: Batch, output: Any) -> dict[str, float | Tensor]:
+def metrics(workload: Losses, batch: Batch, output: Nested) -> dict[str, float | Tensor]:
     """The user's metrics of a micro-batch, given what the model returned. Raises WorkloadError."""
     with user_code("evaluate"):
         return workload.evaluate(_Returns(output).train(False), batch)

@@ -9,19 +9,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from rayps.core.errors import WorkloadError
+from rayps.data.base import Nested
 
 
 class _Aside(threading.local):
     """What is put aside, by name; each thread has its own."""
 
     def __init__(self) -> None:
-        self.values: dict[str, Any] = {}
+        self.values: dict[str, Nested] = {}
 
 
 _aside = _Aside()
@@ -34,7 +35,7 @@ class Stash(nn.Module):
         super().__init__()
         self.name = name
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, x: Nested) -> Nested:
         """x, as it is."""
         _aside.values[self.name] = x
         return x
@@ -47,12 +48,12 @@ class Stash(nn.Module):
 class Unstash(nn.Module):
     """`merge(x, stashed)`, with what the `Stash` of the same name has put aside; by default their sum."""
 
-    def __init__(self, name: str, merge: Callable[[Any, Any], Any] = torch.add) -> None:
+    def __init__(self, name: str, merge: Callable[..., Nested] = torch.add) -> None:
         super().__init__()
         self.name = name
         self.merge = merge
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, x: Nested) -> Nested:
         """The merged value. Raises WorkloadError where nothing was put aside."""
         if self.name not in _aside.values:
             raise WorkloadError(
@@ -66,7 +67,7 @@ class Unstash(nn.Module):
 
 
 @contextmanager
-def aside(values: dict[str, Any]) -> Iterator[None]:
+def aside(values: dict[str, Nested]) -> Iterator[None]:
     """Let what is stashed on this thread go to, and come from, `values`."""
     before, _aside.values = _aside.values, values
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-from typing import Any
 
 from torch import Tensor
 
@@ -38,7 +37,7 @@ class StageMessages:
     """Between chunks, wherever they are: over the ring, or within this worker where both are here."""
 
     def __init__(self, ring: Ring | None) -> None:
-        self._parcels: Any = None if ring is None or ring.size == 1 else ring.parcels
+        self._parcels = None if ring is None or ring.size == 1 else ring.parcels
         self.rank = 0 if ring is None else ring.rank
         self.stages = 1 if ring is None else ring.size
         self._here: dict[tuple[int, int, int], TensorMessage] = {}
@@ -49,6 +48,7 @@ class StageMessages:
         if to == self.rank:
             self._here[sort, index, micro] = parcel
         else:
+            assert self._parcels is not None
             self._parcels.give(to, _tag(sort, index, micro), parcel.tensors, parcel.form)
 
     def take(self, chunk: int, sort: StageMessage, index: int, micro: int) -> TensorMessage:
@@ -58,6 +58,7 @@ class StageMessages:
             return self._here.pop((sort, index, micro))
         try:
             with peers_awaited():
+                assert self._parcels is not None
                 found: TensorMessage = self._parcels.take(frm, _tag(sort, index, micro))
         except LinkError as error:
             raise type(error)(

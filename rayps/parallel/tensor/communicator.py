@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -26,9 +26,9 @@ class TensorCommunicator:
         self.ring = ring
         self.collectives = 0
         self.bytes = 0
-        self._last: tuple[Any, Tensor, int] | None = None
+        self._last: tuple[weakref.ref[Tensor], Tensor, int] | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> TensorCommunicator:
+    def __deepcopy__(self, memo: dict[int, Self]) -> Self:
         return self  # a copy of a layer talks through the same ring
 
     def add(self, t: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ class TensorCommunicator:
         self._last = (weakref.ref(x, self.forget), made, x._version)
         return made
 
-    def forget(self, source: Any = None) -> None:
+    def forget(self, source: weakref.ref[Tensor] | None = None) -> None:
         """Keep no tensor, or not the one that was made of `source`."""
         if self._last is not None and (source is None or self._last[0] is source):
             self._last = None

@@ -15,72 +15,89 @@ gradient that arrives from outside is whole and equal everywhere, and only the s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import FunctionCtx
 
 from rayps.parallel.tensor.communicator import TensorCommunicator
 
 Range = tuple[int, int]
+Grads = tuple[Tensor | None, ...]
+
+
+class _Context(FunctionCtx):
+    """What a forward keeps for its backward."""
+
+    talk: TensorCommunicator
+    dim: int
+    lo: int
+    width: int
+    widths: Sequence[int]
 
 
 class _Spread(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, talk: TensorCommunicator) -> Tensor:
+    def forward(ctx: _Context, x: Tensor, talk: TensorCommunicator) -> Tensor:
         ctx.talk = talk
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: _Context, *grads: Tensor) -> Grads:
         ctx.talk.forget()
         return ctx.talk.add(_copy(grads[0])), None  # a gradient may be held elsewhere too
 
 
 class _Total(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, talk: TensorCommunicator, ours: bool) -> Tensor:
+    def forward(ctx: _Context, x: Tensor, talk: TensorCommunicator, ours: bool) -> Tensor:
         if ours and x.is_contiguous():
             ctx.mark_dirty(x)
             return talk.add(x)
         return talk.add(_copy(x))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: _Context, *grads: Tensor) -> Grads:
         return grads[0], None, None
 
 
 class _Gather(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, talk: TensorCommunicator, dim: int, widths: Sequence[int], rank: int) -> Tensor:
+    def forward(
+        ctx: _Context, x: Tensor, talk: TensorCommunicator, dim: int, widths: Sequence[int], rank: int
+    ) -> Tensor:
         ctx.dim, ctx.lo, ctx.width = dim, sum(widths[:rank]), widths[rank]
         return talk.gather(x, dim, widths)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: _Context, *grads: Tensor) -> Grads:
         return grads[0].narrow(ctx.dim, ctx.lo, ctx.width), None, None, None, None
 
 
 class _Own(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, talk: TensorCommunicator, dim: int, widths: Sequence[int], rank: int) -> Tensor:
+    def forward(
+        ctx: _Context, x: Tensor, talk: TensorCommunicator, dim: int, widths: Sequence[int], rank: int
+    ) -> Tensor:
         ctx.talk, ctx.dim, ctx.widths = talk, dim, widths
         return x.narrow(dim, sum(widths[:rank]), widths[rank])
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: _Context, *grads: Tensor) -> Grads:
         return ctx.talk.gather(grads[0], ctx.dim, ctx.widths), None, None, None, None
 
 
 class _ScatterSum(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, talk: TensorCommunicator, dim: int, widths: Sequence[int], rank: int) -> Tensor:
+    def forward(
+        ctx: _Context, x: Tensor, talk: TensorCommunicator, dim: int, widths: Sequence[int], rank: int
+    ) -> Tensor:
         ctx.talk, ctx.dim, ctx.widths = talk, dim, widths
         return talk.add(_copy(x)).narrow(dim, sum(widths[:rank]), widths[rank]).contiguous()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: _Context, *grads: Tensor) -> Grads:
         return ctx.talk.gather(grads[0], ctx.dim, ctx.widths), None, None, None, None
 
 

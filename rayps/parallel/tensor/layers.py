@@ -9,7 +9,6 @@ names.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -176,7 +175,7 @@ class OutEmbedding(nn.Module):
         super().__init__()
         self.weight = local(layer.weight, cuts(layer, way, seat.size, seat.index)["weight"], made)
         self._seat, self._widths = seat, way.widths(seat.size)
-        self._options: Any = (layer.padding_idx, None, 2.0, layer.scale_grad_by_freq, layer.sparse)
+        self._options = (layer.padding_idx, None, 2.0, layer.scale_grad_by_freq, layer.sparse)
         self.num_embeddings, self.embedding_dim = self.weight.shape
 
     def forward(self, ids: Tensor) -> Tensor:
