@@ -19,6 +19,7 @@ from rayps.bench.netns import Hosts, NamespaceActor, bits
 from rayps.comm.link import Listener
 from rayps.comm.ring import Ring
 from rayps.comm.ring.autotune import NAMES
+from rayps.comm.ring.describe import RingChoices
 from rayps.core.errors import ConfigError
 
 _MAX_PACING_RATE = 47  # Linux's SO_MAX_PACING_RATE, in bytes a second; what a door accepts inherits it
@@ -56,9 +57,7 @@ class HostRank:
         """Where the others reach this rank."""
         return self._listener.address
 
-    def form(
-        self, addresses: list[str], streams: int = 0, generation: int = 0, algorithm: str = "auto"
-    ) -> dict[str, Any]:
+    def form(self, addresses: list[str], streams: int = 0, generation: int = 0, algorithm: str = "auto") -> RingChoices:
         """Form the ring, in place of an earlier one; its choices."""
         if self._ring is not None:
             self._ring.close()

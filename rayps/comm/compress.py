@@ -19,7 +19,7 @@ Finite values beyond an encoding's range are cut to it.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from rayps.core.compression import compression_of
 from rayps.core.errors import ConfigError
+from rayps.core.values import JsonObject
 
 BLOCK = 1024  # elements that share one scale under int8
 CANDIDATES = ("fp16", "int8")  # of `auto`: top_k takes another course of learning, so it is only taken when asked for
@@ -155,14 +156,17 @@ def decoded(code: int, data: Tensor, n: int, dtype: torch.dtype) -> Tensor:
     return _BY_CODE[code].decode(data, n, dtype)
 
 
-def choice(where: str, picked: str, what: str, seconds: dict[str, float] | None = None) -> dict[str, Any]:
+def choice(where: str, picked: str, what: str, seconds: dict[str, float] | None = None) -> JsonObject:
     """How gradients to a ring or a server travel, as an event; `seconds` of `what` by name, "off" for as they are."""
     why = what
     if seconds is not None:
         best = min(CANDIDATES, key=lambda name: seconds[name])
         why = f"{what} took {1e3 * seconds['off']:.2f} ms as they are and {1e3 * seconds[best]:.2f} ms in {best}"
     message = f"gradients to the {where} travel {'as they are' if picked == 'off' else 'in ' + picked}: {why}"
-    return {"kind": "choice", "message": message, "compression": picked} | ({"seconds": seconds} if seconds else {})
+    found: JsonObject = {"kind": "choice", "message": message, "compression": picked}
+    if seconds:
+        found["seconds"] = seconds
+    return found
 
 
 class ErrorFeedback:

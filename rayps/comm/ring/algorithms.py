@@ -7,7 +7,6 @@ sizes alone. `star`, `one_shot` and `two_shot` fold in the order of ranks and ag
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from torch import Tensor
 from rayps.comm.ring.mesh import Mesh
 from rayps.comm.ring.messages import Arrival, Piece
 from rayps.core.partition import slices
+from rayps.core.values import Buffer
 
 SEGMENT_BYTES = 512 << 10  # of a chunk that goes around a ring: the next one travels while this one is added
 Fold = Callable[[Tensor, Tensor], Tensor]  # into the first, in place
@@ -36,7 +36,7 @@ class Subgroup:
             [(self._members[peer], buffer) for peer, buffer in receives],
         )
 
-    def relay(self, right: int, left: int, first: Iterable[Any], arrivals: Iterable[Arrival]) -> None:
+    def relay(self, right: int, left: int, first: Iterable[Buffer], arrivals: Iterable[Arrival]) -> None:
         """As the mesh's, among the members."""
         self._mesh.relay(self._members[right], self._members[left], first, arrivals)
 
@@ -53,7 +53,7 @@ def largest(into: Tensor, other: Tensor) -> Tensor:
 
 def raw(flat: Tensor) -> memoryview:
     """The bytes of a contiguous one-dimensional CPU tensor, without a copy."""
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")  # type: ignore[arg-type]
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 def _others(mesh: Mesh | Subgroup) -> list[int]:
@@ -80,13 +80,13 @@ def around(mesh: Mesh | Subgroup | Idle, x: Tensor, fold: Fold, before: Work, af
     cuts = slices(x.numel(), n)
     scratch = torch.empty(min(SEGMENT_BYTES // x.element_size(), -(-x.numel() // n)), dtype=x.dtype)
 
-    def give() -> Iterator[Any]:
+    def give() -> Iterator[Buffer]:
         for segment in _segments(x[cuts[me]]):
             before(segment)
             yield raw(segment)
 
-    def adding(segment: Tensor, arrived: Tensor, last: bool) -> Callable[[], Any]:
-        def work() -> Any:
+    def adding(segment: Tensor, arrived: Tensor, last: bool) -> Callable[[], Buffer | None]:
+        def work() -> Buffer | None:
             before(segment)
             fold(segment, arrived)
             if last:
@@ -95,8 +95,8 @@ def around(mesh: Mesh | Subgroup | Idle, x: Tensor, fold: Fold, before: Work, af
 
         return work
 
-    def sharing(segment: Tensor, last: bool) -> Callable[[], Any]:
-        def work() -> Any:
+    def sharing(segment: Tensor, last: bool) -> Callable[[], Buffer | None]:
+        def work() -> Buffer | None:
             after(segment)
             return None if last else raw(segment)
 
@@ -125,7 +125,7 @@ class Idle:
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 
-    def relay(self, right: int, left: int, first: Iterable[Any], arrivals: Iterable[Arrival]) -> None:
+    def relay(self, right: int, left: int, first: Iterable[Buffer], arrivals: Iterable[Arrival]) -> None:
         """Do the work; nothing travels."""
         for _ in first:
             pass

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rayps.comm.ring.algorithms import ALGORITHMS, Idle, Subgroup, add, around, keep, largest
+from rayps.comm.ring.describe import ProbeRow, RingChoices
 from rayps.comm.ring.mesh import Mesh
 from rayps.comm.ring.shared_memory import SharedMemoryFold, tensor_of
 from rayps.core.errors import ConfigError
@@ -33,7 +35,7 @@ _WORTH = 0.8  # more streams, or an algorithm that sends more, must need at most
 class Autotuner:
     """Folds vectors for one ring."""
 
-    def __init__(self, mesh: Mesh, algorithm: str, table: dict[str, Any] | None, streams: int = 0) -> None:
+    def __init__(self, mesh: Mesh, algorithm: str, table: Mapping[str, Any] | None, streams: int = 0) -> None:
         self.must_know(algorithm)
         self._mesh = mesh
         self._hosts, most_streams = _hosts(mesh)
@@ -44,7 +46,7 @@ class Autotuner:
             mesh.at_end(self._local.close)
         mesh.begin()
         self.algorithm = algorithm
-        self.choices: dict[str, Any] = {
+        self.choices: RingChoices = {
             "algorithm": algorithm,
             "transport": "shm" if self.board else _transport(mesh),
             "ranks": mesh.size,
@@ -124,13 +126,13 @@ class Autotuner:
         self._mesh.use_streams(best, for_good=True)
         return best, seconds
 
-    def _measure(self) -> list[dict[str, Any]]:
+    def _measure(self) -> list[ProbeRow]:
         """Time every candidate at a few sizes; all ranks agree on the slowest rank's view."""
         # in the order of the bytes that they read or send
         names = ["two_shot", "one_shot"] if self.board else ["ring", "two_shot", "tree", "one_shot"]
         if 1 < len(self._hosts) < self._mesh.size:
             names.insert(0, "hierarchical")
-        rows: list[dict[str, Any]] = []
+        rows: list[ProbeRow] = []
         slow: set[str] = set()
         for size in _PROBES if self.board else (*_PROBES, _LARGE_PROBE):
             tried = [name for name in names if name not in slow]

@@ -20,7 +20,7 @@ from rayps.comm.link.memory import ORDERED
 from rayps.comm.ring.background import CollectiveHandle
 from rayps.comm.ring.collectives import HALF
 from rayps.comm.ring.ring import Ring
-from rayps.comm.ring.shared_memory import SharedMemoryFold, fold_parts, tensor_of
+from rayps.comm.ring.shared_memory import Bytes, SharedMemoryFold, Weights, fold_parts, tensor_of
 from rayps.core.partition import part
 from rayps.tensors.finite import first_not_finite, is_finite
 
@@ -152,7 +152,7 @@ class SharedMemoryMean:
         self.fault: tuple[int, int] | None = None
         self._turn = 0
         self._open: list[int] = []
-        self._held: dict[int, list[tuple[int, Any]]] = {}  # piece -> where in the resident vector, and the bytes
+        self._held: dict[int, list[tuple[int, Bytes]]] = {}  # piece -> where in the resident vector, and the bytes
 
     def begin(self, samples: int) -> None:
         """See Pieces."""
@@ -227,7 +227,7 @@ class SharedMemoryMean:
             if not is_finite(total):
                 self._blame(own.start + first_not_finite(total) * self._dtype.itemsize, held)
 
-    def _blame(self, at: int, held: list[tuple[int, Any]]) -> None:
+    def _blame(self, at: int, held: list[tuple[int, Bytes]]) -> None:
         """Note whose summand at byte `at` of the resident vector is not finite; -1 = only the sum is not."""
         width, blamed = self._dtype.itemsize, -1
         for rank, vector in enumerate(self._resident.parts):
@@ -238,7 +238,7 @@ class SharedMemoryMean:
                 blamed = rank
         self.fault = blamed, (at - self._where[1]) // width
 
-    def _fold(self, where: slice, weights: Any, own: Any = None) -> None:
+    def _fold(self, where: slice, weights: Weights | None, own: Bytes | None = None) -> None:
         if where.start == where.stop:
             return
         sources = [each[where] for each in self._resident.parts]

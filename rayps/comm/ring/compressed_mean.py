@@ -21,8 +21,10 @@ from torch import Tensor
 
 from rayps.comm.compress import CANDIDATES, MARGIN, Codec, ErrorFeedback, choice, codec
 from rayps.comm.ring.algorithms import raw
+from rayps.comm.ring.mesh import Mesh
 from rayps.comm.ring.ring import Ring
 from rayps.core.partition import slices
+from rayps.core.values import JsonObject
 from rayps.tensors.flat import Gradient
 
 PROBE_ELEMENTS = 1 << 20
@@ -91,7 +93,7 @@ class CompressedRing:
         memory.residual.copy_(residual)
         return memory
 
-    def _fold(self, mesh: Any, vector: Tensor, samples: int) -> None:
+    def _fold(self, mesh: Mesh, vector: Tensor, samples: int) -> None:
         cuts, me = slices(vector.numel(), mesh.size), mesh.rank
         if self._sent is None or self._folded is None or self._sent.residual.numel() != vector.numel():
             self._sent = ErrorFeedback(self._codec, vector.numel(), vector.dtype, vector.device)
@@ -117,7 +119,7 @@ class CompressedRing:
         return self._codec.decode(share[_COUNT:].to(like.device), like.numel(), like.dtype)
 
 
-def compressed(ring: Ring, compression: str, gradient: Gradient) -> tuple[Any, dict[str, Any]]:
+def compressed(ring: Ring, compression: str, gradient: Gradient) -> tuple[Any, JsonObject]:
     """The ring that `compression` asks for, and the choice as an event. All ranks must call it alike.
 
     `auto` measures a mean of up to 2^20 elements of `gradient`, whose content is lost, plain and encoded.
@@ -127,7 +129,7 @@ def compressed(ring: Ring, compression: str, gradient: Gradient) -> tuple[Any, d
     seconds = _measured(ring, gradient.packed[: PROBE_ELEMENTS + 1])
     best = min(CANDIDATES, key=lambda name: seconds[name])
     pays = seconds[best] < MARGIN * seconds["off"]
-    found: Any = CompressedRing(ring, codec(best)) if pays else ring
+    found = CompressedRing(ring, codec(best)) if pays else ring
     what = f"means of {min(PROBE_ELEMENTS, gradient.vector.numel())} elements"
     return found, choice("ring", best if pays else "off", what, seconds)
 
@@ -135,7 +137,7 @@ def compressed(ring: Ring, compression: str, gradient: Gradient) -> tuple[Any, d
 def _measured(ring: Ring, packed: Tensor) -> dict[str, float]:
     """Seconds of a mean, plain ("off") and for each candidate: medians, and of the ranks the slowest."""
     gradient = Gradient(packed, samples=1)
-    ways: dict[str, Callable[[], Any]] = {"off": lambda: ring.mean(gradient)}
+    ways: dict[str, Callable[[], Tensor]] = {"off": lambda: ring.mean(gradient)}
     for name in CANDIDATES:
         trial = CompressedRing(ring, codec(name))
         ways[name] = lambda trial=trial: trial.mean(gradient)  # type: ignore[misc]
@@ -145,7 +147,7 @@ def _measured(ring: Ring, packed: Tensor) -> dict[str, float]:
     return dict(zip(ways, times.tolist(), strict=True))
 
 
-def _seconds(ring: Ring, packed: Tensor, way: Callable[[], Any]) -> float:
+def _seconds(ring: Ring, packed: Tensor, way: Callable[[], Tensor]) -> float:
     found = []
     for _ in range(_TRIES + 1):
         packed.fill_(1.0)
@@ -164,7 +166,7 @@ def _samples(share: Tensor) -> float:
     return float(share[:_COUNT].view(torch.float64))
 
 
-def _swapped(mesh: Any, shares: list[Tensor], sizes: list[int]) -> list[Tensor]:
+def _swapped(mesh: Mesh, shares: list[Tensor], sizes: list[int]) -> list[Tensor]:
     """Give rank i shares[i]; what came from each rank, one's own included."""
     heard = [shares[i] if i == mesh.rank else torch.empty(size, dtype=torch.uint8) for i, size in enumerate(sizes)]
     others = [peer for peer in range(mesh.size) if peer != mesh.rank]

@@ -2,10 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypedDict
 
 
-def in_words(choices: dict[str, Any]) -> str:
+class ProbeRow(TypedDict):
+    """The fastest algorithm for vectors of up to `up_to` bytes (None: any size), and the seconds of each candidate."""
+
+    up_to: int | None
+    algorithm: str
+    seconds: dict[str, float]
+
+
+class RingChoices(TypedDict, total=False):
+    """The algorithm and transport of a ring, and why; `Ring.form` accepts it as `table`."""
+
+    algorithm: str
+    transport: str
+    ranks: int
+    hosts: list[list[int]]
+    streams: int
+    streams_seconds: dict[int, float]
+    table: list[ProbeRow]
+    why: str
+
+
+def in_words(choices: RingChoices) -> str:
     """`all-reduce between 4 ranks over shm: one_shot up to 262 KB, two_shot above; measured ...`."""
     over = choices["transport"]
     if "tcp" in over and "streams" in choices:

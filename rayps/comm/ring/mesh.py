@@ -12,13 +12,13 @@ import select
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 from rayps.comm.link import Link, Message
 from rayps.comm.ring.closing import RingLock
 from rayps.comm.ring.connections import Place, RingConnections
 from rayps.comm.ring.messages import Arrival, Mail, Piece, RingMessage, Want, heard, must_match, ranks, told
 from rayps.core.errors import LinkError, PeerLost, PeerTimeout
+from rayps.core.values import Buffer
 
 LINGER_SECONDS = 0.25  # how long a rank that leaves tries to get its last words out
 GRACE_SECONDS = 0.5  # how long an inquest waits for signs of life, a part of the time-out
@@ -96,12 +96,12 @@ class Mesh:
         }
         self._run(message, self._links.stripes(sends), wants)
 
-    def relay(self, right: int, left: int, first: Iterable[Any], arrivals: Iterable[Arrival]) -> None:
+    def relay(self, right: int, left: int, first: Iterable[Buffer], arrivals: Iterable[Arrival]) -> None:
         """Send what `first` gives to rank `right`; fill each arrival from rank `left`, in order, and send on.
 
         What leaves does so while arrivals are worked on. Every rank must make the matching call. Raises as `exchange`.
         """
-        todo: deque[Any] = deque()
+        todo: deque[Buffer] = deque()
         gone = taken = self._step
         sending: set[int] = set()
 
@@ -144,12 +144,12 @@ class Mesh:
             found = self._inquest(set(self._links.ranks))
         return type(found)(f"{found.message}\n{words}", **found.data)
 
-    def send(self, to: int, tag: int, buffer: Any) -> None:
+    def send(self, to: int, tag: int, buffer: Buffer) -> None:
         """Give `buffer` to rank `to`; returns once it has left."""
         self.check()
         self._run(Message(RingMessage.POINT, tag=tag), [(to, buffer)], {})
 
-    def recv(self, source: int, tag: int, into: Any) -> None:
+    def recv(self, source: int, tag: int, into: Buffer) -> None:
         """Fill `into` with what rank `source` sent under `tag`, in the order of sending."""
         self.check()
         self._run(Message(RingMessage.POINT), [], {source: (RingMessage.POINT, tag, 0, into)})

@@ -5,14 +5,14 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 from rayps.comm.link import Message
 from rayps.core.errors import LinkError, PeerLost, PeerTimeout
+from rayps.core.values import Buffer
 
-Piece = tuple[int, Any]  # a rank, and a buffer to send to it or to fill from it
-Arrival = tuple[Any, Callable[[], Any]]  # a buffer to fill, and what to do then: it gives what to send on, or None
-Want = tuple[int, int, int, Any]  # kind, tag, step, buffer
+Piece = tuple[int, Buffer]  # a rank, and a buffer to send to it or to fill from it
+Arrival = tuple[Buffer, Callable[[], Buffer | None]]  # a buffer to fill, and a function that returns what to send on
+Want = tuple[int, int, int, "Buffer | list[Message]"]  # kind, tag, step, buffer; for a PARCEL a list
 
 
 class RingMessage(enum.IntEnum):
@@ -44,7 +44,7 @@ class Mail:
         if not box:
             return False
         message = box.popleft()
-        if kind == RingMessage.PARCEL:
+        if isinstance(into, list):
             into.append(message)
         else:
             fill(into, message.payload, peer)
@@ -79,7 +79,7 @@ def heard(abort: Message, by: str) -> LinkError:
 def must_match(head: Message, size: int, peer: str, want: Want) -> None:
     """Raises LinkError where what `peer` sends is not what this rank waits for."""
     _, number, step, into = want
-    expected = memoryview(into).nbytes
+    expected = 0 if isinstance(into, list) else memoryview(into).nbytes
     if (head.tag, head.a, size) != (number, step, expected):
         raise LinkError(
             f"{peer} is at step {head.a} of collective {head.tag} with {size} bytes, this rank at "
@@ -89,7 +89,7 @@ def must_match(head: Message, size: int, peer: str, want: Want) -> None:
         )
 
 
-def fill(into: Any, payload: Any, peer: int) -> None:
+def fill(into: Buffer, payload: Buffer, peer: int) -> None:
     """Copy what rank `peer` sent into a buffer of the same size. Raises LinkError."""
     target = memoryview(into).cast("B") if memoryview(into).nbytes else memoryview(b"")
     if len(target) != len(payload):

@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from select import poll
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from rayps.comm.link import Link, Message
 from rayps.comm.ring.mesh import Mesh
 from rayps.comm.ring.messages import RingMessage, Want
 from rayps.core.errors import ConfigError, LinkError
+from rayps.core.values import Buffer
 
 BACKLOG_BYTES = 128 << 20  # that may wait to leave to one rank; giving more waits
 KNOWN = 4096  # descriptions that a rank remembers of another; further ones are said in full each time
@@ -57,6 +58,10 @@ class TensorHeader(NamedTuple):
     size: int
 
 
+_Spec: TypeAlias = tuple[torch.dtype, torch.Size, bool]
+_Form: TypeAlias = tuple[str, torch.dtype, torch.Size, bool] | tuple[str, tuple[_Spec, ...]]  # what a header depends on
+
+
 class TensorMessage(NamedTuple):
     """What came: the tensors, which of them want a gradient, and the sender's words."""
 
@@ -74,7 +79,7 @@ class PointToPoint:
         self.messages = 0
         self.seconds = 0.0  # spent waiting
         self._said: dict[
-            int, dict[Any, tuple[int, TensorHeader]]
+            int, dict[_Form, tuple[int, TensorHeader]]
         ] = {}  # by rank: descriptions it knows, and their numbers
         self._learnt: dict[int, dict[int, TensorHeader]] = {}
         self._pending: set[int] = set()  # ranks to which something may wait to leave
@@ -146,7 +151,7 @@ class PointToPoint:
         self._mesh.seconds_waiting += now - start
         return came
 
-    def _wait(self, sending: set[int], wants: dict[int, Any]) -> None:
+    def _wait(self, sending: set[int], wants: dict[int, Want]) -> None:
         before = self._mesh.seconds_waiting
         try:
             self._mesh.finish(sending, wants)
@@ -156,12 +161,12 @@ class PointToPoint:
     # What a parcel is
 
     def _describe(self, to: int, tensors: Sequence[Tensor], form: str) -> tuple[int, TensorHeader, bool]:
-        key: Any
+        key: _Form
         if len(tensors) == 1:
             (t,) = tensors
             key = form, t.dtype, t.shape, t.requires_grad
         else:
-            key = (form, *[(t.dtype, t.shape, t.requires_grad) for t in tensors])
+            key = form, tuple((t.dtype, t.shape, t.requires_grad) for t in tensors)
         known = self._said.setdefault(to, {})
         found = known.get(key)
         if found is not None:
@@ -233,12 +238,12 @@ class PointToPoint:
         self._due.set()
 
 
-def _bytes_of(tensors: Sequence[Tensor], note: TensorHeader, head: bytes) -> Any:
+def _bytes_of(tensors: Sequence[Tensor], note: TensorHeader, head: bytes) -> Buffer:
     """One buffer: the memory of a single tensor as it is, or a copy with the description before it."""
     if not head and len(tensors) == 1:
         return _raw(tensors[0])
     whole = torch.empty(len(head) + note.size, dtype=torch.uint8)
-    into = memoryview(whole.numpy())  # type: ignore[arg-type]
+    into = whole.numpy().data
     into[: len(head)] = head
     for t, (*_, offset) in zip(tensors, note.parts, strict=True):
         if t.numel():
@@ -253,7 +258,7 @@ def _raw(t: Tensor) -> memoryview:
     flat = t.detach()
     if flat.device.type != "cpu" or flat.is_conj() or flat.is_neg():
         flat = flat.resolve_conj().resolve_neg().cpu()
-    return memoryview(flat.contiguous().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    return flat.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def _packed(note: TensorHeader) -> bytes:

@@ -7,6 +7,7 @@ the ring is dead; form another.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -19,7 +20,7 @@ from rayps.comm.ring.autotune import Autotuner
 from rayps.comm.ring.background import CollectiveHandle
 from rayps.comm.ring.collectives import HALF, Collectives, Tensors, flat_cpu, must_add
 from rayps.comm.ring.connect import link_up
-from rayps.comm.ring.describe import in_words
+from rayps.comm.ring.describe import RingChoices, in_words
 from rayps.comm.ring.mesh import Mesh
 from rayps.comm.ring.p2p import PointToPoint
 from rayps.comm.ring.rendezvous import meet
@@ -67,7 +68,7 @@ class Ring:
         prefer: Prefer = "auto",
         backend: Backend = "own",
         algorithm: str = "auto",
-        table: dict[str, Any] | None = None,
+        table: Mapping[str, Any] | None = None,
         streams: int = 0,
     ) -> Ring:
         """Link up with everyone whose listener's address is in `addresses`, in the order of ranks.
@@ -134,7 +135,7 @@ class Ring:
         return self.collectives.mesh.bytes_sent + (board.bytes_shared if board is not None else 0)
 
     @property
-    def choices(self) -> dict[str, Any]:
+    def choices(self) -> RingChoices:
         """Which algorithm is used over what, and why. It can be given to `form` as `table`."""
         return self.collectives.backend.choices
 

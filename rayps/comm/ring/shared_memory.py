@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rayps.comm.link.memory import Memory
@@ -36,8 +35,10 @@ _KINDS = {
     for dtype in (torch.float32, torch.float64, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 }
 
-Bytes = Any  # np.ndarray of uint8
-Fold = Callable[..., Any]  # as a ufunc: (a, b, out=)
+Bytes = NDArray[np.uint8]
+Numbers = NDArray[np.generic]
+Weights = NDArray[np.float64]
+Fold = np.ufunc  # (a, b, out=)
 
 
 @dataclass(slots=True)
@@ -283,13 +284,13 @@ def tensor_of(data: Bytes, dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(data).view(dtype) if len(data) else torch.empty(0, dtype=dtype)
 
 
-def fold_parts(parts: list[Bytes], out: Bytes, dtype: torch.dtype, fold: str, weights: Any = None) -> None:
+def fold_parts(parts: list[Bytes], out: Bytes, dtype: torch.dtype, fold: str, weights: Weights | None = None) -> None:
     """Fold `parts` in the order of ranks into `out`, block by block; infinities are the caller's business."""
     with np.errstate(all="ignore"):
         _fold_quietly(parts, out, dtype, fold, weights)
 
 
-def _fold_quietly(parts: list[Bytes], out: Bytes, dtype: torch.dtype, fold: str, weights: Any) -> None:
+def _fold_quietly(parts: list[Bytes], out: Bytes, dtype: torch.dtype, fold: str, weights: Weights | None) -> None:
     if dtype in (torch.float16, torch.bfloat16):
         _fold_wide(parts, out, dtype, fold, weights)
         return
@@ -316,7 +317,7 @@ def _fold_quietly(parts: list[Bytes], out: Bytes, dtype: torch.dtype, fold: str,
             step(into, source[block], out=into)
 
 
-def _fold_weighted(sources: list[Any], target: Any, weights: Any) -> None:
+def _fold_weighted(sources: list[Numbers], target: Numbers, weights: Weights) -> None:
     total = float(weights.sum())
     voices = [(source, float(w) / total) for source, w in zip(sources, weights, strict=True) if w]
     if not voices:
@@ -333,7 +334,7 @@ def _fold_weighted(sources: list[Any], target: Any, weights: Any) -> None:
             np.add(into, scaled, out=into)
 
 
-def _fold_wide(parts: list[Bytes], out: Bytes, dtype: torch.dtype, fold: str, weights: Any) -> None:
+def _fold_wide(parts: list[Bytes], out: Bytes, dtype: torch.dtype, fold: str, weights: Weights | None) -> None:
     """Half precision: folded in float32, rounded once."""
     shares = [1.0] * len(parts) if weights is None else [float(w / (weights.sum() or 1.0)) for w in weights]
     sources = [(tensor_of(each, dtype), share) for each, share in zip(parts, shares, strict=True) if share]

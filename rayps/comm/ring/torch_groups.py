@@ -15,10 +15,11 @@ from torch import Tensor
 
 from rayps.comm.link import parse_address
 from rayps.comm.ring.algorithms import broadcast
+from rayps.comm.ring.describe import RingChoices
 from rayps.comm.ring.mesh import Mesh
 from rayps.core.errors import ConfigError, LinkError
 
-_store: Any = dist.TCPStore  # type: ignore[attr-defined]
+_store = dist.TCPStore  # type: ignore[attr-defined]
 _OPS = {"add": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
@@ -34,7 +35,7 @@ class Delegate:
             raise ConfigError("the backend nccl needs a CUDA device; use own or gloo", backend=backend)
         self._mesh = mesh
         self._cuda = backend == "nccl"
-        self.choices: dict[str, Any] = {"algorithm": backend, "transport": backend, "ranks": mesh.size, "why": "given"}
+        self.choices: RingChoices = {"algorithm": backend, "transport": backend, "ranks": mesh.size, "why": "given"}
         self._group: Any = None
         if mesh.size > 1 or self._cuda:
             self._group = _group(mesh, backend, parse_address(address).host)
@@ -72,7 +73,7 @@ class Delegate:
             self._group = None
 
 
-def _group(mesh: Mesh, backend: str, host: str) -> Any:
+def _group(mesh: Mesh, backend: str, host: str) -> dist.ProcessGroupGloo | dist.ProcessGroupNCCL:
     seconds = datetime.timedelta(seconds=mesh.timeout)
     port = torch.zeros(1, dtype=torch.int64)
     store: Any = None
