@@ -35,20 +35,21 @@ from rayps.cluster.local import (
 from rayps.cluster.scratch import Scratch
 from rayps.cluster.which_ray import AUTO, RAY_ADDRESS, Move, Owner, busy, foreign, head, move, token_refused
 from rayps.core.errors import ActorDied, ClusterError, RaypsError
+from rayps.core.values import JsonObject
 
 log = logging.getLogger(__name__)
-_raylet: Any = ray._raylet  # what Ray keeps of tokens, and who a head is, has no public name
+_raylet = ray._raylet  # what Ray keeps of tokens, and who a head is, has no public name
 
 NAMESPACE = "rayps"
 _ANSWER_SECONDS = 5.0  # for a head to take a connection
 _MOVE_SECONDS = 180.0  # for another thread to start, join or leave a Ray
-_QUIET: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
+_QUIET: JsonObject = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
 
 
 class RayReply:
     """An answer that Ray will bring."""
 
-    def __init__(self, ref: Any, actor: str) -> None:
+    def __init__(self, ref: ray.ObjectRef, actor: str) -> None:
         self.ref = ref
         self._actor = actor
 
@@ -95,8 +96,8 @@ def _must_answer(address: str) -> None:
 
 def _hush() -> None:
     # Ray prints a paragraph on stderr for every process that dies; the run's own event says it in one line
-    worker: Any = getattr(getattr(ray, "_private", None), "worker", None)
-    if hasattr(worker, "print_to_stdstream"):
+    worker = getattr(getattr(ray, "_private", None), "worker", None)
+    if worker is not None and hasattr(worker, "print_to_stdstream"):
         worker.print_to_stdstream = lambda data, ignore_prefix: log.debug("%s", data.get("lines"))
 
 
@@ -107,7 +108,7 @@ def _first_line(error: BaseException) -> str:
 class RayHandle:
     """A running Ray actor."""
 
-    def __init__(self, name: str, actor: Any) -> None:
+    def __init__(self, name: str, actor: ray.actor.ActorHandle) -> None:
         self.name = name
         self.actor = actor
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Any
 
 from rayps.core.grid import Grid
 from rayps.core.partition import slices
@@ -17,6 +16,7 @@ from rayps.core.replica import Pipeline, pipeline_of
 from rayps.core.strategy import StrategyView
 from rayps.core.topology import Servers, Topology
 from rayps.core.traffic import Sizes, TrafficCost
+from rayps.core.values import JsonObject
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Costs:
         known = [cost.messages for cost in self.traffic if cost.messages is not None]
         return sum(known) if len(known) == len(self.traffic) else None
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """JSON-ready."""
         return {
             "bytes": self.bytes,

@@ -182,5 +182,5 @@ def history(points: list[Point]) -> pa.Table:
     return pa.table(columns)
 
 
-def _whole(value: Any) -> bool:
+def _whole(value: float | None) -> bool:
     return value is None or (isinstance(value, int) and not isinstance(value, bool))

@@ -5,9 +5,8 @@ Each raises ConfigError. With `none`, none is allowed too; `said` is put behind 
 
 from __future__ import annotations
 
-from typing import Any
-
 from rayps.core.errors import ConfigError
+from rayps.core.values import Json
 
 
 def whole(owner: object, field: str, least: int = 1, *, none: bool = False, said: str = "") -> None:
@@ -56,5 +55,5 @@ def flag(owner: object, field: str) -> None:
         raise _wrong(field, given, "true or false")
 
 
-def _wrong(field: str, given: Any, expected: str, none: bool = False, said: str = "") -> ConfigError:
+def _wrong(field: str, given: Json, expected: str, none: bool = False, said: str = "") -> ConfigError:
     return ConfigError(f"{field} is {given!r}: give {expected}{', or none' * none}{said}", field=field)

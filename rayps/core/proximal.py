@@ -8,26 +8,31 @@ Parikh and Boyd, "Proximal Algorithms", 2014, chapter 6. Pure: vectors come as t
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rayps.core.errors import ConfigError
 from rayps.core.text import form
 
+if TYPE_CHECKING:
+    from torch import Tensor
 
-def soft_threshold(v: Any, t: float) -> Any:
+    from rayps.core.values import Json, JsonObject
+
+
+def soft_threshold(v: Tensor, t: float) -> Tensor:
     """Each element of `v` (any shape) moved by `t` towards zero, and not beyond it; in place."""
     return v.sub_(v.clamp(-t, t))
 
 
-def shrink(v: Any, t: float) -> Any:
+def shrink(v: Tensor, t: float) -> Tensor:
     """`v` / (1 + `t`), in place."""
     return v.div_(1.0 + t)
 
 
-PROX: dict[str, Callable[[Any, float], Any]] = {"l1": soft_threshold, "l2": shrink}
+PROX: dict[str, Callable[[Tensor, float], Tensor]] = {"l1": soft_threshold, "l2": shrink}
 
 
-def prox(regularizer: str | None, v: Any, t: float) -> Any:
+def prox(regularizer: str | None, v: Tensor, t: float) -> Tensor:
     """prox_{tg}(v) in place, for g as `canonical` writes it; None is g = 0, which leaves `v` as it is."""
     if regularizer is None:
         return v
@@ -35,7 +40,7 @@ def prox(regularizer: str | None, v: Any, t: float) -> Any:
     return PROX[spec["name"]](v, t * spec["weight"])
 
 
-def canonical(given: Any) -> str | None:
+def canonical(given: Json) -> str | None:
     """A regularizer as text, `l1(weight=0.1)`, from that, from `l1(0.1)`, or from {"name": "l1", "weight": 0.1}.
 
     Raises:
@@ -52,7 +57,7 @@ def canonical(given: Any) -> str | None:
     return f"{spec['name']}(weight={float(weight)!r})"
 
 
-def _spec(given: str) -> dict[str, Any] | None:
+def _spec(given: str) -> JsonObject | None:
     name, opens, inside = given.strip().partition("(")
     if opens and "=" not in inside:
         given = f"{name}(weight={inside}"
@@ -62,7 +67,7 @@ def _spec(given: str) -> dict[str, Any] | None:
         return None
 
 
-def _refused(given: Any) -> ConfigError:
+def _refused(given: Json) -> ConfigError:
     return ConfigError(
         f"regularizer is {given!r}: give {' or '.join(f'{name}(weight=0.1)' for name in PROX)} with a weight of 0 or "
         "more, or none",

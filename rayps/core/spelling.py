@@ -1,13 +1,14 @@
-"""What a misspelt name may have been meant to be. Pure."""
+"""Suggest a known name for a misspelt one. Pure."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from typing import Any
+
+from rayps.core.values import Json
 
 
-def near(name: Any, known: Iterable[str]) -> str:
-    """` (did you mean 'this'?)` where a known name is like this one; else nothing."""
+def near(name: Json, known: Iterable[str]) -> str:
+    """` (did you mean 'this'?)` if a known name is similar, or ""."""
     found = difflib.get_close_matches(str(name), list(known), 1)
     return f" (did you mean {found[0]!r}?)" if found else ""

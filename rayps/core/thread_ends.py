@@ -1,17 +1,15 @@
-"""Uncaught exceptions of this process's threads, as text: what a thread of the user's own ended by.
+"""Record the uncaught exceptions of this process's threads, as text.
 
-Such an exception ends its thread alone, as in plain Python; the process goes on. Whoever waits for that thread can be
-told why it is not there any more.
+Such an exception ends only its thread, as in plain Python. The records explain why a user's thread has ended.
 """
 
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 from rayps.core.user_code import place_of
 
-MOST = 1000  # of a process that are kept
+MOST = 1000  # records of a process
 
 _lock = threading.Lock()
 _ends: list[str] = []
@@ -19,14 +17,14 @@ _hooked = False
 
 
 def listen() -> None:
-    """Keep what threads end by from now on; the hook that was there before is called too."""
+    """Begin to record uncaught exceptions; the previous hook is called too."""
     global _hooked
     with _lock:
         if _hooked:
             return
         _hooked, before = True, threading.excepthook
 
-    def hook(args: Any) -> None:
+    def hook(args: threading.ExceptHookArgs) -> None:
         _keep(args)
         before(args)
 
@@ -34,12 +32,12 @@ def listen() -> None:
 
 
 def ended(since: int = 0) -> list[str]:
-    """What threads ended by, in order, but for the first `since` of them."""
+    """The recorded exceptions, in order, from number `since` on."""
     with _lock:
         return _ends[since:]
 
 
-def _keep(args: Any) -> None:
+def _keep(args: threading.ExceptHookArgs) -> None:
     name = "a thread" if args.thread is None else f"thread {args.thread.name!r}"
     said = "" if args.exc_value is None else (str(args.exc_value).strip().splitlines() or [""])[0]
     where = "" if args.exc_value is None else place_of(args.exc_value)

@@ -36,6 +36,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rayps.comm.ring.ring import Ring
 from rayps.core.errors import ConfigError
 from rayps.federated.attacks import OWN, agreed, counted, false_buffers, false_sums, spoilt
 from rayps.federated.buffer_statistics import NEGATIVE, BufferStatistics
@@ -229,7 +230,7 @@ class Aggregate:
 
     # ---- together
 
-    def meet(self, ring: Any, memory: MutableMapping[str, Tensor] | None = None) -> RoundAggregate:
+    def meet(self, ring: Ring, memory: MutableMapping[str, Tensor] | None = None) -> RoundAggregate:
         """The round's result. `memory` is the server's, where a rule with a memory keeps it."""
         self._told.copy_(torch.tensor(self._refused))
         for each in (self._main, *self._beside.values()):

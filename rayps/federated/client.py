@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import SGD
+from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks as _GLOBAL_HOOKS
 
 from rayps.core.direction import direction
@@ -43,7 +43,7 @@ class ClientRows:
     take: Callable[[Ints], Batch]
     batch_size: int
     shuffle: bool = True
-    relabel: Callable[[Any], Any] | None = None
+    relabel: Callable[[Tensor], Tensor] | None = None
 
 
 @dataclass(slots=True)
@@ -90,22 +90,22 @@ class Grad:
             self._vector = self._turn.collected()
         return self._vector
 
-    def __add__(self, other: Any) -> Tensor:
+    def __add__(self, other: Tensor | float) -> Tensor:
         return torch.add(self.vector, other)
 
-    def __radd__(self, other: Any) -> Tensor:
+    def __radd__(self, other: Tensor | float) -> Tensor:
         return torch.add(self.vector, other)
 
-    def __sub__(self, other: Any) -> Tensor:
+    def __sub__(self, other: Tensor | float) -> Tensor:
         return torch.sub(self.vector, other)
 
-    def __rsub__(self, other: Any) -> Tensor:
+    def __rsub__(self, other: Tensor | float) -> Tensor:
         return torch.sub(other, self.vector)
 
-    def __mul__(self, other: Any) -> Tensor:
+    def __mul__(self, other: Tensor | float) -> Tensor:
         return torch.mul(self.vector, other)
 
-    def __rmul__(self, other: Any) -> Tensor:
+    def __rmul__(self, other: Tensor | float) -> Tensor:
         return torch.mul(self.vector, other)
 
     def __neg__(self) -> Tensor:
@@ -370,14 +370,14 @@ def seeded(seed: int) -> None:
         torch.cuda.manual_seed_all(seed)
 
 
-def is_plain(optimizer: Any) -> bool:
+def is_plain(optimizer: Optimizer) -> bool:
     """Whether an optimizer's step is p <- p - lr g for each parameter, and nothing else."""
     hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or _GLOBAL_HOOKS
     return (
         type(optimizer) is SGD
         and "step" not in vars(optimizer)
         and not hooks
-        and all(optim._is_plain(group) for group in optimizer.param_groups)
+        and all(optim.is_plain_group(group) for group in optimizer.param_groups)
     )
 
 

@@ -23,13 +23,13 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rayps.comm.ring.ring import Ring
 from rayps.core.errors import ConfigError
 
 Floats = NDArray[np.float64]
@@ -153,12 +153,12 @@ class ExactSum:
 
     # ---- together
 
-    def meet(self, ring: Any) -> None:
+    def meet(self, ring: Ring) -> None:
         """Add the limbs of all ranks; all of them call it. A single reply among all ranks is passed on as it is."""
         ring.sum(self.limbs)
         self.pass_on(ring)
 
-    def pass_on(self, ring: Any) -> None:
+    def pass_on(self, ring: Ring) -> None:
         """The end of `meet`, once the limbs of all ranks are in."""
         if self.count == 1:
             bits = self._only.view(_BITS[self.dtype.itemsize])

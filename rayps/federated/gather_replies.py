@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from rayps.comm.ring.ring import Ring
 from rayps.federated.rules import Matrix
 
 
@@ -40,7 +40,7 @@ class Gathering:
         """File the reply of the client at this place of the cohort; its tensors are kept, not copied."""
         self._mine.append((place, weight, sent))
 
-    def gather(self, ring: Any, cohort: list[int]) -> Replies:
+    def gather(self, ring: Ring, cohort: list[int]) -> Replies:
         """Everyone's replies; all workers call it. `cohort`: the clients by place."""
         most = int(ring.max(torch.tensor([len(self._mine)])))
         head = torch.full((most, 2), -1.0, dtype=torch.float64)

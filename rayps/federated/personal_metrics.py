@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rayps.core.user_code import user_code
+from rayps.data.clients import Clients
+from rayps.data.partition_rules import Ints
 from rayps.federated.client import Task, beside_of
 from rayps.workload.part import number
 
@@ -54,7 +56,7 @@ def personal(engine: FederatedEngine) -> dict[str, tuple[float, int]]:
     return sums
 
 
-def _evaluate(engine: FederatedEngine, clients: Any, rows: Any, sums: dict[str, tuple[float, int]]) -> None:
+def _evaluate(engine: FederatedEngine, clients: Clients, rows: Ints, sums: dict[str, tuple[float, int]]) -> None:
     w = engine.w
     w.flat.model.eval()
     with torch.no_grad(), user_code("evaluate"):

@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Mapping
-from typing import Any
 
 import safetensors
 import safetensors.torch
 from torch import Tensor
 
 from rayps.core.errors import WorkloadError
+from rayps.core.values import Json
 from rayps.federated.client import ClientReply
 from rayps.tensors.flat import Layout
 
@@ -92,7 +92,7 @@ def received(
     return ClientReply(tensors["w"], n, _of("sums", tensors), {}, _of("buffers", tensors), loss, samples, steps)
 
 
-def _metadata(raw: bytes) -> dict[str, Any]:
+def _metadata(raw: bytes) -> dict[str, str]:
     """What is said beside the tensors. Raises ValueError, KeyError."""
     length = int.from_bytes(raw[:8], "little")
     if not 0 < length <= len(raw) - 8:
@@ -104,7 +104,7 @@ def _metadata(raw: bytes) -> dict[str, Any]:
     return found
 
 
-def _said(layout: Layout) -> list[list[Any]]:
+def _said(layout: Layout) -> list[list[Json]]:
     dtype = str(layout.dtype).removeprefix("torch.")
     return [[entry.name, list(entry.shape), dtype] for entry in layout.entries]
 

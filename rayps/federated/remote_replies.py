@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from rayps.core.errors import ConfigError, StaleGeneration, TrainingError
 from rayps.core.families import has_remote_clients
 from rayps.core.strategy import Phase
+from rayps.data.clients import ClientSummary
 from rayps.federated import remote_codec
 from rayps.federated.client import ClientReply
 from rayps.federated.population.cohort import Ints, cohort_size, first
@@ -64,11 +65,11 @@ class RemoteReplies:
         """Clients that have joined."""
         return len(self._members)
 
-    def names(self, numbers: Any) -> list[str]:
+    def names(self, numbers: Iterable[int]) -> list[str]:
         """What clients of these numbers are called."""
         return [self._members[number].name for number in numbers]
 
-    def _summary(self) -> dict[str, Any]:
+    def _summary(self) -> ClientSummary:
         """As `Clients.summary`; labels are the clients' own."""
         sizes = np.asarray([member.samples for member in self._members], dtype=np.int64)
         names = [member.name for member in self._members[:_LISTED]]
@@ -87,7 +88,7 @@ class RemoteReplies:
 
     # ---- a round
 
-    def round(self, t: int, w_t: Tensor, shared: Mapping[str, Any], buffers: Mapping[str, Tensor]) -> Round:
+    def round(self, t: int, w_t: Tensor, shared: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> Round:
         """Ask the clients of round `t`, and wait for them.
 
         Raises:

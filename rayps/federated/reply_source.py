@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +36,7 @@ class TrainingTask:
 class Round:
     """What is known of a round before its replies are there, the same on every worker. Clients are numbers."""
 
-    sampled: Any  # who was asked
+    sampled: Sequence[int] | Ints  # who was asked
     dropped: list[tuple[int, str]]  # who will not reply, or too late, and why
     begin: float  # seconds
     end: float
@@ -63,14 +63,14 @@ class SimulatedReplies:
         flips = attack is not None and attack.flips_labels
         self._liars = attack.attackers(w.plan.seed, self.count) if attack is not None and flips else frozenset[int]()
 
-    def names(self, numbers: Any) -> list[str]:
+    def names(self, numbers: Iterable[int]) -> list[str]:
         """What these clients are called."""
         return [self._engine.clients.names[k] for k in numbers]
 
     def judged(self, rejected: list[tuple[int, str]]) -> None:
         """Hear whose replies were rejected, and why."""
 
-    def round(self, t: int, w_t: Tensor, shared: dict[str, Any], buffers: Tensors) -> Round:
+    def round(self, t: int, w_t: Tensor, shared: dict[str, Tensor], buffers: Tensors) -> Round:
         """Find out who trains in round `t`, and which of them here."""
         clock = shared[_CLOCK].cpu().numpy() if _CLOCK in shared and t else clock_at()
         plan, clock = self._events.round(t, clock)
@@ -127,7 +127,7 @@ class SimulatedReplies:
         return ClientRows(clients.rows(client), clients.batch, data.batch_size, getattr(data, "shuffle", True), relabel)
 
 
-def old(shared: dict[str, Any], version: int, w_t: Tensor) -> Tensor:
+def old(shared: dict[str, Tensor], version: int, w_t: Tensor) -> Tensor:
     """The parameters with which round `version` began."""
     found: Tensor = shared.get(f"{_OLD}{version}", w_t)
     return found

@@ -126,7 +126,7 @@ class SlicedOptimizer:
         if not self._sgd or self._hooked:
             return None
         group = next(group for group in self.optimizer.param_groups if any(p is leaf for p in group["params"]))
-        return (group["lr"] if group["maximize"] else -group["lr"]) if _is_plain(group) else None
+        return (group["lr"] if group["maximize"] else -group["lr"]) if is_plain_group(group) else None
 
     @property
     def _hooked(self) -> bool:
@@ -138,7 +138,7 @@ class SlicedOptimizer:
             return False
         groups = self.optimizer.param_groups
         for group in groups:
-            if not _is_plain(group):
+            if not is_plain_group(group):
                 return False
         single = len(self._leaves) == 1 and grad.numel() == self._leaves[0].size
         for leaf in self._leaves:
@@ -225,7 +225,7 @@ class _Leaf:
         return self.cut.stop - self.cut.start  # type: ignore[no-any-return]
 
 
-def _is_plain(group: Group) -> bool:
+def is_plain_group(group: Group) -> bool:
     """Whether this group of an SGD steps by `p -= lr * grad` and nothing else."""
     return (
         type(group["lr"]) is float

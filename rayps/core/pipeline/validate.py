@@ -8,10 +8,10 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
 
 from rayps.core.errors import ConfigError
 from rayps.core.pipeline.schedule import KINDS, Action, Table, needs, splits
+from rayps.core.values import Json
 
 
 def validate(table: Table, stages: int, micro_batches: int, chunks: int = 1) -> None:
@@ -99,7 +99,7 @@ def read(text: str) -> tuple[Table, int, int, int]:
     return table, stages, micro_batches, chunks
 
 
-def _action(word: Any) -> Action:
+def _action(word: Json) -> Action:
     match = re.fullmatch(r"\s*(\d{1,6})([FBW])(\d{1,6})\s*", word) if isinstance(word, str) else None
     if match is None:
         raise _wrong(f'{word!r} is no action: write the chunk, F, B or W, and the micro-batch, such as "0F1"')

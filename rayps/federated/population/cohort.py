@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import heapq
 import zlib
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,7 +83,7 @@ def first(seed: int, round: int, candidates: Ints, count: int) -> Ints:
     return np.sort(candidates[np.argpartition(keys, count)[:count]])
 
 
-def pack(costs: Any, workers: int) -> list[Ints]:
+def pack(costs: Ints, workers: int) -> list[Ints]:
     """Positions in `costs` for each worker: the largest first, to the least loaded (Graham 1969); each list sorted.
 
     What a round gives does not depend on it; only how long the slowest worker takes.
@@ -99,7 +98,7 @@ def pack(costs: Any, workers: int) -> list[Ints]:
     return [np.sort(np.asarray(positions, dtype=np.int64)) for positions in dealt]
 
 
-def homes(costs: Any, workers: int) -> Ints:
+def homes(costs: Ints, workers: int) -> Ints:
     """The rank on which each client lives, whatever the round asks: for strategies whose clients have a state."""
     found = np.zeros(len(costs), dtype=np.int64)
     for rank, positions in enumerate(pack(costs, workers)):

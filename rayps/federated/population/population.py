@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rayps.core.errors import ConfigError, TrainingError
 from rayps.federated.population import options
@@ -171,7 +172,7 @@ class Population:
             round=t,
         )
 
-    def there(self, clients: Ints, now: int, t: int) -> Any:
+    def there(self, clients: Ints, now: int, t: int) -> NDArray[np.bool_]:
         """Whether each of `clients` is there in round `t` at `now` (microseconds)."""
         return self._available.there(clients, now, t, 0)
 
@@ -199,13 +200,14 @@ class Population:
             ends = np.where(lost & (leaves >= ends), latest, ends)  # its silence is noticed at the deadline
         return TrainingFates(clients, ends, reasons)
 
-    def _paces(self) -> Any:
+    def _paces(self) -> NDArray[np.float64]:
         """Virtual seconds a sample for each client."""
         spec, name = self._speed, self._speed["name"]
         if name == "lognormal":
-            return spec["median"] * np.exp(spec["sigma"] * normals(self.seed, "speed", self._all))
+            return float(spec["median"]) * np.exp(float(spec["sigma"]) * normals(self.seed, "speed", self._all))
         if name == "uniform":
-            return spec["low"] + (spec["high"] - spec["low"]) * uniforms(self.seed, "speed", self._all)
+            low, high = float(spec["low"]), float(spec["high"])
+            return low + (high - low) * uniforms(self.seed, "speed", self._all)
         if name == "trace":
             seconds = np.asarray(spec["seconds"] if spec["file"] is None else read_seconds(spec["file"]))
             return seconds[self._all % len(seconds)].astype(np.float64)

@@ -21,6 +21,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from rayps.core.errors import ConfigError, Unauthorized
+from rayps.core.values import JsonObject
 
 _DOMAIN = b"rayps: an order to a federated client, 1\n"
 _SCHEME = "rpc"
@@ -123,7 +124,7 @@ def fingerprint(public: str) -> str:
     return text_of(hashlib.sha256(bytes_of(public)).digest())
 
 
-def order_text(facts: dict[str, Any]) -> str:
+def order_text(facts: JsonObject) -> str:
     """An order as the one text that stands for it."""
     return json.dumps(facts, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
 
