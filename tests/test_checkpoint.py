@@ -169,7 +169,7 @@ def test_foreign_and_newer_and_crafted_manifests(tmp_path: Path) -> None:
         ({"files": {"model.safetensors": {}}}, "lacks"),
         ({"files": {"../../secret.safetensors": facts}}, "names the file"),
         ({"files": {"/etc/passwd": facts}}, "names the file"),
-        ({"files": {"model.safetensors": {**facts, "tensors": {}}}}, "does not hold the tensors"),
+        ({"files": {"model.safetensors": {**facts, "tensors": {}}}}, "does not contain the tensors"),
         ({"files": {"model.safetensors": {**facts, "size": 10**12}}}, "bytes"),
         ({"files": {"model.safetensors": {**facts, "sha256": "0" * 64}}}, "SHA-256"),
     ]
@@ -206,7 +206,7 @@ def test_a_pickle_is_never_run(tmp_path: Path, name: str) -> None:
 
 
 def test_a_wrong_path_says_which_is_right(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+    with pytest.raises(CheckpointError, match="no checkpoint at"):
         checkpoint.load(tmp_path / "step-00000009")
     assert checkpoint.newest(tmp_path / "nowhere") is None and checkpoint.newest(tmp_path) is None
     path = checkpoint.save(tmp_path, 9, a_state())

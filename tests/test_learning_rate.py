@@ -487,7 +487,7 @@ class Bad(Small):
             Bad(lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o)),
             ["ReduceLROnPlateau", "metric", "CosineAnnealing"],
         ),
-        (Bad(lambda o: 0.1), ["schedule(optimizer) gave float", "lambda step"]),
+        (Bad(lambda o: 0.1), ["schedule(optimizer) returned float", "lambda step"]),
         (Bad(lambda o: lambda step: float("nan")), ["factor nan"]),
         (Bad(lambda o: 1 / 0), ["schedule() raised ZeroDivisionError"]),
         (Bad(lambda o: None, every="round"), ["schedule_every is 'round'", "'step' or 'epoch'"]),

@@ -75,12 +75,12 @@ def test_counts_are_the_formulas(ring_of, schedule):
         for rank, one in enumerate(ran):
             chunks = range(rank, p * v, p)
             outs, backs = sum(c < p * v - 1 for c in chunks), sum(c > 0 for c in chunks)
-            assert one.engine.messages == m * (outs + backs)
-            assert one.engine.bytes == (outs + backs) * n * width * 8
-            assert one.engine.peak == peak(schedule, p, m, rank, v)
+            assert one.engine.last.messages == m * (outs + backs)
+            assert one.engine.last.bytes == (outs + backs) * n * width * 8
+            assert one.engine.last.peak == peak(schedule, p, m, rank, v)
             if schedule in ("gpipe", "1f1b"):
-                assert one.engine.peak == (m if schedule == "gpipe" else min(m, p - rank))
-        total = sum(one.engine.messages for one in ran)
+                assert one.engine.last.peak == (m if schedule == "gpipe" else min(m, p - rank))
+        total = sum(one.engine.last.messages for one in ran)
         assert total == 2 * m * (p * v - 1)
 
 
@@ -259,7 +259,7 @@ def test_no_gradient_is_sent_to_what_does_not_learn(three, schedule):
     x, y = rows(12)
     ran = Site(three, make, schedule, 4).step(x, y)
     assert apart(together(ran), alone(make(), x, y)[1]) < 1e-13
-    assert [one.engine.messages for one in ran] == [4, 4, 0]
+    assert [one.engine.last.messages for one in ran] == [4, 4, 0]
 
 
 def test_a_chunk_that_only_passes_on(three):
@@ -343,7 +343,7 @@ def test_skip_connections_within_and_across_stages(ring_of, schedule):
         for step in range(2):
             ran = site.step(x, y, step)
             assert apart(together(ran), want) < 1e-13
-        total = sum(one.engine.messages for one in ran)
+        total = sum(one.engine.last.messages for one in ran)
         routes = site.engines[0]._routes
         assert routes
         crossing = sum((r.target - r.source) % p > 0 for r in routes)
@@ -460,10 +460,10 @@ def test_evaluation_is_the_model_forward_only(three, schedule):
     assert torch.allclose(torch.cat([got[i] for i in range(6)]), skipping().eval()(x), rtol=1e-13)
     assert not any(out.requires_grad for out in got.values())
     assert all(p.grad is None for model in site.models for p in model.parameters())
-    forward = [engine.messages for engine in site.engines]
+    forward = [engine.last.messages for engine in site.engines]
     site.step(x, y)
-    assert sum(engine.messages for engine in site.engines) == 2 * sum(forward)
-    assert all(engine.peak > 0 and not engine._live for engine in site.engines)
+    assert sum(engine.last.messages for engine in site.engines) == 2 * sum(forward)
+    assert all(engine.last.peak > 0 and not engine._live for engine in site.engines)
 
 
 # ---------------------------------------------------------------------------------------------- what goes wrong

@@ -6,7 +6,7 @@ with its own buffers (`buffers="keep"`). Each worker evaluates its share of the 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 

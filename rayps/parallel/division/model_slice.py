@@ -151,15 +151,15 @@ class ModelSlice(Whole):
         if engine is None:
             return {}
         found: JsonObject = {
-            "activations": engine.peak,
-            "idle": engine.idle,
-            "busy": engine.busy,
-            "messages": engine.messages,
-            "stage_bytes": engine.bytes,
+            "activations": engine.last.peak,
+            "idle": engine.last.idle,
+            "busy": engine.last.busy,
+            "messages": engine.last.messages,
+            "stage_bytes": engine.last.bytes,
         }
         self._asked += 1
         if self._asked == _DRAWN:
-            found["spans"] = [(str(span.action), span.start, span.end) for span in engine.spans]
+            found["spans"] = [(str(span.action), span.start, span.end) for span in engine.last.spans]
         return found
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -53,6 +54,19 @@ class _Live(NamedTuple):
     tapes: list[Tape]  # by segment
     halves: list[WeightBackward]  # what is left to do for the weights
     scale: list[Tensor]  # the gradient of the loss, where the chunk ends in it
+
+
+@dataclass(slots=True)
+class StepStatistics:
+    """What one call of an engine took."""
+
+    began: float = field(default_factory=time.perf_counter)
+    bytes: int = 0  # sent
+    messages: int = 0  # sent
+    peak: int = 0  # most activations held at once
+    idle: float = 0.0  # seconds spent waiting for other stages
+    busy: float = 0.0  # all other seconds
+    spans: list[ActionTime] = field(default_factory=list)
 
 
 class PipelineEngine:
@@ -103,10 +117,7 @@ class PipelineEngine:
             else self._segments
         )
         self._live: dict[tuple[int, int], _Live] = {}
-        self.bytes = self.messages = self.peak = 0  # of the latest call: sent; the most activations held at once
-        self.idle = self.busy = 0.0  # of the latest call: seconds spent waiting for other stages, and all others
-        self.spans: list[ActionTime] = []  # of the latest call
-        self._began = 0.0
+        self.last = StepStatistics()  # of the latest call
 
     def _cut(self, layers: Mapping[int, Layer], chunk: int, whole: bool) -> list[LayerSegment]:
         takes = {route.name for route in self._routes if route.target == chunk}
@@ -222,7 +233,7 @@ class PipelineEngine:
         value: Nested = None
         if train:
             self._live[chunk, micro] = live
-            self.peak = max(self.peak, len(self._live))
+            self.last.peak = max(self.last.peak, len(self._live))
         for segment in segments:
             value, aside, leaves = segment.forward(micro, given, call, extra, train)
             ends = chunk == self._end and segment is segments[-1]  # in the loss, not in a value for others
@@ -311,7 +322,7 @@ class PipelineEngine:
         return parcel._replace(tensors=[t.to(self._device) for t in parcel.tensors])
 
     def _note(self, action: Action, start: float) -> None:
-        self.spans.append(ActionTime(action, start - self._began, time.perf_counter() - self._began))
+        self.last.spans.append(ActionTime(action, start - self.last.began, time.perf_counter() - self.last.began))
 
     # Around a call
 
@@ -321,8 +332,7 @@ class PipelineEngine:
         if len(weights) < self._micros:
             raise ConfigError(f"{len(weights)} micro-batches were given, and the schedule has {self._micros}")
         before = self._post.counts
-        self._began, self.peak = time.perf_counter(), 0
-        self.spans = []
+        self.last = StepStatistics()
         try:
             with self._noise.of(step):
                 yield
@@ -336,9 +346,9 @@ class PipelineEngine:
             raise
         finally:
             sent, messages, waited = self._post.counts
-            self.bytes, self.messages = sent - before[0], messages - before[1]
-            self.idle = waited - before[2]
-            self.busy = time.perf_counter() - self._began - self.idle
+            self.last.bytes, self.last.messages = sent - before[0], messages - before[1]
+            self.last.idle = waited - before[2]
+            self.last.busy = time.perf_counter() - self.last.began - self.last.idle
 
 
 def _must_learn(loss: Tensor) -> None:

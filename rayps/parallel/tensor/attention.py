@@ -46,11 +46,15 @@ class SplitAttention(nn.Module):
         ((lo, hi),) = way.ranges(seat.size, seat.index)
         self.embed_dim, self.head_dim, self.all_heads = way.width, way.unit, way.units
         self.heads = (lo // way.unit, hi // way.unit)
-        self.num_heads = self.heads[1] - self.heads[0]
         self.dropout, self.batch_first, self.add_zero_attn = layer.dropout, layer.batch_first, layer.add_zero_attn
         self._counts = [width // way.unit for width in way.widths(seat.size)]
         self._seat = seat
         self._qkv_same_embed_dim = False  # nn.TransformerEncoderLayer asks before it takes a path around this forward
+
+    @property
+    def num_heads(self) -> int:
+        """Heads of this worker; `all_heads` are the layer's."""
+        return self.heads[1] - self.heads[0]
 
     def forward(
         self,
