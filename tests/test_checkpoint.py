@@ -162,11 +162,11 @@ def test_foreign_and_newer_and_crafted_manifests(tmp_path: Path) -> None:
     files = json.loads(manifest)["files"]
     facts = files["model.safetensors"]
     cases: list[tuple[dict[str, object], str]] = [
-        ({"version": 2}, "use a newer one"),
+        ({"version": 2}, "use a newer rayps"),
         ({"format": "other"}, "not a checkpoint of rayps"),
-        ({"files": None}, "lacks"),
-        ({"meta": []}, "lacks"),
-        ({"files": {"model.safetensors": {}}}, "lacks"),
+        ({"files": None}, "missing fields"),
+        ({"meta": []}, "missing fields"),
+        ({"files": {"model.safetensors": {}}}, "missing fields"),
         ({"files": {"../../secret.safetensors": facts}}, "names the file"),
         ({"files": {"/etc/passwd": facts}}, "names the file"),
         ({"files": {"model.safetensors": {**facts, "tensors": {}}}}, "does not contain the tensors"),
