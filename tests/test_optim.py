@@ -145,8 +145,8 @@ def normed(params):
         (lambda p: torch.optim.LBFGS(p), ["LBFGS", "all_reduce"]),
         (lambda p: torch.optim.SparseAdam(p), ["SparseAdam", "all_reduce"]),
         (lambda p: 1 / 0, ["optimizer() raised ZeroDivisionError", "test_optim.py:"]),
-        (lambda p: None, ["gave NoneType"]),
-        (lambda p: SGD([nn.Parameter(torch.ones(1))], lr=1), ["not given", "params"]),
+        (lambda p: None, ["returned NoneType"]),
+        (lambda p: SGD([nn.Parameter(torch.ones(1))], lr=1), ["other parameters", "params"]),
     ],
 )
 def test_what_a_server_cannot_run(factory, words):

@@ -26,7 +26,7 @@ from rayps.tensors.optim import Factory, Group, StateValue
 
 
 @runtime_checkable
-class Scheduler(Protocol):
+class RateScheduler(Protocol):
     """A scheduler of torch, or an object with its `step`."""
 
     def step(self) -> None:
@@ -46,7 +46,7 @@ class Trainable(Protocol):
 
 
 Function: TypeAlias = Callable[[int], float]
-Schedule: TypeAlias = Scheduler | Function | None
+Schedule: TypeAlias = RateScheduler | Function | None
 Maker: TypeAlias = Callable[[Optimizer], Schedule]  # the type of `Workload.schedule`
 Value: TypeAlias = float | tuple[float, ...]
 EVERY = ("step", "epoch")
@@ -228,7 +228,7 @@ def pace_of(factory: Factory, layout: Layout, optimizer: Optimizer, ticks: Ticks
     return Pace(rates, factory.every, ticks, optimizer.param_groups)
 
 
-def _checked(found: Schedule, optimizer: Optimizer) -> tuple[Scheduler | None, Function | None]:
+def _checked(found: Schedule, optimizer: Optimizer) -> tuple[RateScheduler | None, Function | None]:
     """(scheduler, None), (None, function) or (None, None). Raises WorkloadError."""
     if found is None:
         return None, None
@@ -237,7 +237,7 @@ def _checked(found: Schedule, optimizer: Optimizer) -> tuple[Scheduler | None, F
             "schedule(optimizer) returned a ReduceLROnPlateau, whose steps need a metric that workers do not have: "
             "return a scheduler of the step or the epoch (`schedule_every`), such as CosineAnnealingLR or MultiStepLR"
         )
-    if isinstance(found, Scheduler):
+    if isinstance(found, RateScheduler):
         if getattr(found, "optimizer", optimizer) is not optimizer:
             raise WorkloadError(
                 "schedule(optimizer) returned a scheduler of another optimizer: build it from `optimizer`"
