@@ -29,10 +29,10 @@ class ThreadPlace:
     def cluster(self) -> LocalCluster:
         return self.threads
 
-    def touch(self) -> None:
+    def renew_lease(self) -> None:
         pass
 
-    def leave(self, *, end: bool) -> None:
+    def disconnect(self, *, end: bool) -> None:
         pass
 
 

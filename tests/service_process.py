@@ -57,10 +57,10 @@ class ProcessPlace:
     def cluster(self) -> Any:
         return self
 
-    def touch(self) -> None:
+    def renew_lease(self) -> None:
         pass
 
-    def leave(self, *, end: bool) -> None:
+    def disconnect(self, *, end: bool) -> None:
         pass
 
     def free(self) -> dict[str, float]:

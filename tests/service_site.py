@@ -32,10 +32,10 @@ class NoPlace:
     def cluster(self) -> Any:
         raise ClusterError("Ray is starting")
 
-    def touch(self) -> None:
+    def renew_lease(self) -> None:
         pass
 
-    def leave(self, *, end: bool) -> None:
+    def disconnect(self, *, end: bool) -> None:
         pass
 
 

@@ -146,13 +146,13 @@ def test_no_job_is_lost_with_the_store(tmp_path: Path, how: str, caplog: pytest.
             "/api/v1/jobs", json={"workload": "a:B", "name": "waiting", "seed": 7}, headers={"Idempotency-Key": "k"}
         )
         assert (again.status_code, again.json()["id"]) == (200, waiting)  # it is still the same request
-        kept = site.store("standings")
+        kept = site.store("statuses")
     finally:
         site.close()
     caplog.clear()
     site = Site(tmp_path / "state")  # once is enough
     try:
-        assert "rows restored" not in caplog.text and site.store("standings") == kept
+        assert "rows restored" not in caplog.text and site.store("statuses") == kept
     finally:
         site.close()
 

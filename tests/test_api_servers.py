@@ -23,7 +23,7 @@ from rayps.service import groups as groups_module
 from rayps.service.client import Client
 from rayps.service.groups import actor
 from rayps.service.plan import OpenJob, Seal, Start, Wait, plan
-from rayps.service.remote_group import standing
+from rayps.service.remote_group import summary
 from rayps.strategies.job import JobSpec
 
 GROUPS = "/api/v1/server-groups"
@@ -181,7 +181,7 @@ def test_a_service_that_is_started_again_finds_its_group(tmp_path: Path, place: 
     try:
         group = unseen.service.groups.get("shared")
         assert (group["status"], group["reason"]) == ("unreachable", "Ray is starting")
-        assert standing(group) == "unreachable, 3 servers: Ray is starting"
+        assert summary(group) == "unreachable, 3 servers: Ray is starting"
     finally:
         unseen.close()
     again = Site(tmp_path, place=place)
@@ -406,7 +406,7 @@ def test_a_real_manager_on_threads(tmp_path: Path, place: ThreadPlace, monkeypat
 
 def test_what_a_queued_job_is_told(site: Site, client: Client) -> None:
     spec = JobSpec("a:B", server_group="shared")
-    assert "which does not exist: there is none yet" in str(site.service.groups.hinders(spec))
+    assert "which does not exist: there is none yet" in str(site.service.groups.wait_reason(spec))
     client.start_servers("shared").wait(10)
-    assert site.service.groups.hinders(spec) is None
-    assert site.service.groups.hinders(JobSpec("a:B")) is None
+    assert site.service.groups.wait_reason(spec) is None
+    assert site.service.groups.wait_reason(JobSpec("a:B")) is None

@@ -384,7 +384,7 @@ def test_what_a_job_printed_does_not_control_the_terminal(
     (home / "log.txt").write_text(line, encoding="utf-8")
     event = {"time": 1.0, "kind": f"k{HOSTILE}", "message": f"m{HOSTILE}", "attempt": 1}
     (home / "events.jsonl").write_text(json.dumps(event) + "\n")
-    at.store("explain", job, f"because{HOSTILE}")
+    at.store("set_reason", job, f"because{HOSTILE}")
     monkeypatch.setattr("sys.stdout", out := Terminal() if terminal else io.StringIO())
     monkeypatch.setattr("sys.stderr", Terminal())
     assert [

@@ -156,7 +156,7 @@ def test_a_stream_outlives_the_time_outs(hasty: Site) -> None:
         closed = connect(hasty.port, b"")  # opened after the stream, and closed for its silence
         assert read_all(closed) == b""
         assert read_all(connect(hasty.port, HEADS[1])).startswith(b"HTTP/1.1 408 ")
-        hasty.store("ask_stop", job)
+        hasty.store("request_stop", job)
         assert next(line for line in lines if line.startswith("event"))
 
 

@@ -23,7 +23,7 @@ from rayps.service.ray_daemon import (
     Lease,
     RayRecord,
     environment,
-    is_over,
+    is_expired,
     make_token,
     read_record,
     service_lives,
@@ -147,7 +147,7 @@ class Kept:
         """The seconds until the lease is over; None: it is not."""
         began = self.now
         while self.now - began < most:
-            if self.lease.over():
+            if self.lease.expired():
                 return self.now - began
             self.now += 0.25
         return None
@@ -181,9 +181,9 @@ def test_a_suspend_longer_than_the_lease_ends_nothing(tmp_path: Path, name: str)
         kept.touch(name)
         assert kept.over_after(4.0) is None
         kept.now += 86400.0
-        assert not kept.lease.over()  # nobody else ran since
+        assert not kept.lease.expired()  # nobody else ran since
         kept.now += 0.25
-        assert not kept.lease.over()
+        assert not kept.lease.expired()
 
 
 @pytest.mark.parametrize("jump", [86400.0, -86400.0])
@@ -192,7 +192,7 @@ def test_a_clock_that_is_set_ends_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     kept.touch("ray_heartbeat")
     wall = time.time
     monkeypatch.setattr(time, "time", lambda: wall() + jump)
-    assert not kept.lease.over() and kept.over_after(9.0) is None
+    assert not kept.lease.expired() and kept.over_after(9.0) is None
     assert kept.over_after() == pytest.approx(1, abs=0.75)  # no sooner and no later than without
 
 
@@ -217,7 +217,7 @@ def test_when_an_own_ray_may_end() -> None:
     silences = (0.0, 10.0, 10.1, 309.0, 311.0, 1e9)
     for silent, service, drivers in itertools.product(silences, (True, False), (True, False)):
         expected = not drivers and silent > (310.0 if service else 10.0)
-        assert is_over(silent, 10.0, service=service, drivers=drivers) is expected
+        assert is_expired(silent, 10.0, service=service, drivers=drivers) is expected
 
 
 def test_a_driver_is_known_by_the_title_of_its_process(tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ def test_a_cluster_that_does_not_answer() -> None:
     assert isinstance(where, JoinedRay) and not where.owned and where.capacity() is None
     with pytest.raises(ClusterError, match=str(port)):
         where.cluster()
-    where.leave(end=True)
+    where.disconnect(end=True)
 
 
 # with a real Ray
@@ -263,7 +263,7 @@ class Apart:
             "import json, sys; from pathlib import Path; from rayps.service.settings import Settings\n"
             "from rayps.service.ray_place import OwnRay\n"
             "own = OwnRay(Settings(state_dir=Path(sys.argv[1]), cpus=3))\n"
-            "print(json.dumps(own.cluster().total())); own.leave(end=False)"
+            "print(json.dumps(own.cluster().total())); own.disconnect(end=False)"
         )
         done = subprocess.run(
             [sys.executable, "-c", code, str(self.settings.state_dir)], capture_output=True, text=True, check=True
@@ -276,7 +276,7 @@ class Apart:
 def apart(tmp_path: Path) -> Iterator[Apart]:
     apart = Apart(tmp_path)
     yield apart
-    apart.own.leave(end=True)
+    apart.own.disconnect(end=True)
     assert read_record(tmp_path) is None
 
 
@@ -292,7 +292,7 @@ def test_it_is_private_found_again_and_ends_without_a_trace(apart: Apart) -> Non
     assert apart.ask()["cpu"] == 3 and apart.up() == found
     tree = [*processes.below(found.pid), found.pid]
     assert len(tree) > 3 and _listens_only_on_loopback(tree)
-    apart.own.leave(end=True)
+    apart.own.disconnect(end=True)
     assert not Path(found.temp_dir).exists() and not ours(found)
     until(lambda: not any(processes.started(pid) for pid in tree), 5)
 
@@ -331,16 +331,18 @@ def test_it_ends_by_itself_when_nobody_needs_it(tmp_path: Path) -> None:
 @pytest.mark.chaos
 def test_a_ray_that_answers_nothing_is_ended_and_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its gcs is stopped, not killed: every process lives, and nobody answers."""
-    own = OwnRay(Settings(state_dir=tmp_path, cpus=3, idle=120.0).prepare(), mute_seconds=1e6)
+    own = OwnRay(Settings(state_dir=tmp_path, cpus=3, idle=120.0).prepare(), unresponsive_seconds=1e6)
     end = own._end
-    monkeypatch.setattr(own, "_end", lambda: (end(), setattr(own._mute, "seconds", 1e6)))  # a join takes a while
+    monkeypatch.setattr(
+        own, "_end", lambda: (end(), setattr(own._unresponsive, "seconds", 1e6))
+    )  # a join takes a while
     try:
         assert own.cluster().total()["cpu"] == 3
         first = read_record(tmp_path)
         assert first is not None
         [gcs] = [pid for pid in processes.below(first.pid) if "gcs_server" in " ".join(processes.command(pid)[:1])]
         os.kill(gcs, signal.SIGSTOP)
-        own._mute.seconds = 3.0
+        own._unresponsive.seconds = 3.0
 
         def answers() -> bool:
             try:
@@ -351,7 +353,7 @@ def test_a_ray_that_answers_nothing_is_ended_and_started_again(tmp_path: Path, m
         until(answers, 400)
         assert not Path(first.temp_dir).exists() and processes.started(gcs) is None
     finally:
-        own.leave(end=True)
+        own.disconnect(end=True)
 
 
 def _listens_only_on_loopback(tree: list[int]) -> bool:

@@ -94,7 +94,7 @@ def test_what_hangs_is_given_up(join: Callable[..., ClusterProcess], tmp_path: P
     assert not cluster.alive and processes.started(cluster.pid) is None
     with pytest.raises(ClusterError):
         pending.result(timeout=60)  # type: ignore[union-attr]
-    with pytest.raises(ClusterError, match="Ray cannot be asked: Ray did not free"):
+    with pytest.raises(ClusterError, match="Ray cannot be called: Ray did not free"):
         cluster.find("a")  # at once
     hurt(tmp_path, "")
     assert join().free()
@@ -113,13 +113,13 @@ def test_what_dies_is_told(
         cluster.free()
     assert not cluster.alive
     code = {"abort": -6, "exit": 7, "killed": -9}[mode]
-    assert until(lambda: f"the process that asks Ray ended with code {code}" in caplog.text)
+    assert until(lambda: f"the process that calls Ray ended with code {code}" in caplog.text)
     assert ("Fatal Python error: Aborted" in caplog.text) == (mode == "abort")  # where it stood
 
 
 def test_nobody_waits_for_a_ray_that_has_ended(join: Callable[..., ClusterProcess], tmp_path: Path) -> None:
     ended: list[str] = []
-    cluster = join(answer_seconds=1e6, hopeless=lambda: ended[0] if ended else None)
+    cluster = join(answer_seconds=1e6, give_up_reason=lambda: ended[0] if ended else None)
     hurt(tmp_path, "hang")
     ended.append("Ray has ended")
     with pytest.raises(ClusterError, match="Ray has ended"):
@@ -213,10 +213,10 @@ class HurtPlace:
             self._held = ClusterProcess(str(self._folder), cluster=HURT, answer_seconds=1.0)
         return self._held
 
-    def touch(self) -> None:
+    def renew_lease(self) -> None:
         pass
 
-    def leave(self, *, end: bool) -> None:
+    def disconnect(self, *, end: bool) -> None:
         if self._held is not None:
             self._held.close()
 
@@ -232,7 +232,7 @@ def test_the_service_outlives_a_hurt_ray_and_says_so(tmp_path: Path, mode: str) 
         until(lambda: (folder / f"driver-{job}.json").exists())
         hurt(folder, mode)
         until(lambda: site.http.get("/readyz").status_code == 503)
-        assert site.http.get("/readyz").json()["reason"].startswith(("Ray ", "the process that asks Ray"))
+        assert site.http.get("/readyz").json()["reason"].startswith(("Ray ", "the process that calls Ray"))
         waits = site.add()  # it is taken, and waits with the reason
         until(lambda: "Ray" in (site.http.get(f"/api/v1/jobs/{waits}").json()["reason"] or ""))
         assert site.http.get("/healthz").json() == {"ok": True}
@@ -256,20 +256,20 @@ def test_healthz_tells_when_the_scheduler_does_not_come_round(tmp_path: Path, mo
 
 
 def test_a_mute_ray_is_given_up_only_when_no_job_gets_on(tmp_path: Path) -> None:
-    own = OwnRay(Settings(state_dir=tmp_path).prepare(), mute_seconds=10.0)
+    own = OwnRay(Settings(state_dir=tmp_path).prepare(), unresponsive_seconds=10.0)
     now = [0.0]
-    mute = own._mute
-    mute._silence._clock = lambda: now[0]
+    mute = own._unresponsive
+    mute._quiet._clock = lambda: now[0]
 
     def after(seconds: int, answers: int) -> bool:
         for _ in range(seconds):
             now[0] += 1.0
             mute.observe(answers)
-        return mute.over()
+        return mute.expired()
 
     assert after(30, 1)
     mute.reset()
-    mute._silence._clock = lambda: now[0]
+    mute._quiet._clock = lambda: now[0]
     progress = tmp_path / "jobs" / "a" / "progress.json"
     progress.parent.mkdir(parents=True)
     for count in range(5):  # answers count

@@ -27,8 +27,9 @@ S = Status
 ROOM = {"cpu": 8.0, "gpu": 0.0}
 END = {"status": "SUCCEEDED", "message": "done", "metrics": {"accuracy": 0.9}, "checkpoint": "/c", "finished_at": 9.0}
 BEHIND = "waits behind job (a), which was submitted before"
-ASKED = "a stop was asked for"
-UNSTARTED = "the service was killed before it had started the driver: started again"
+ASKED = "stop requested"
+RESTARTED = "it is restarted (failure {} of max_failures 3)"
+UNSTARTED = "the service was killed before the driver had started: it is restarted"
 NO_SIGN = "no sign of progress for 900 s while {}: its timeout and RAYPS_STALL set how long it may take"
 
 
@@ -52,29 +53,33 @@ RUNNING = OpenJob("a", status=S.RUNNING, attempt=1)
         (
             OpenJob("a", status=S.RUNNING, outcome=END),
             True,
-            [Seal("a", S.SUCCEEDED, "done", {"accuracy": 0.9}, "/c", 9.0, told=True)],
+            [Seal("a", S.SUCCEEDED, "done", {"accuracy": 0.9}, "/c", 9.0, has_event=True)],
         ),
         (
             OpenJob("a", status=S.UNKNOWN, outcome=END, stopping=1.0),
             False,
-            [Seal("a", S.SUCCEEDED, "done", {"accuracy": 0.9}, "/c", 9.0, told=True)],
+            [Seal("a", S.SUCCEEDED, "done", {"accuracy": 0.9}, "/c", 9.0, has_event=True)],
         ),
         (
             OpenJob("a", status=S.RUNNING, outcome={"status": "GREAT", "message": "?"}),
             True,
-            [Seal("a", S.FAILED, "?", told=True)],
+            [Seal("a", S.FAILED, "?", has_event=True)],
         ),
-        (OpenJob("a", status=S.RUNNING, outcome={"status": "RUNNING"}), True, [Seal("a", S.FAILED, "", told=True)]),
+        (
+            OpenJob("a", status=S.RUNNING, outcome={"status": "RUNNING"}),
+            True,
+            [Seal("a", S.FAILED, "", has_event=True)],
+        ),
         # what the driver says is shown, if it is a legal move
         (
             OpenJob("a", status=S.STARTING, progress={"status": "RUNNING", "message": "x"}),
             True,
-            [Show("a", S.RUNNING, told=True)],
+            [Show("a", S.RUNNING, has_event=True)],
         ),
         (
             OpenJob("a", status=S.RUNNING, progress={"status": "RECOVERING", "message": "worker 1 died"}),
             True,
-            [Show("a", S.RECOVERING, "worker 1 died", told=True)],
+            [Show("a", S.RECOVERING, "worker 1 died", has_event=True)],
         ),
         (OpenJob("a", status=S.RUNNING, progress={"status": "STARTING"}), True, []),
         (OpenJob("a", status=S.RUNNING, progress={"status": "SUCCEEDED"}), True, []),
@@ -87,7 +92,11 @@ RUNNING = OpenJob("a", status=S.RUNNING, attempt=1)
         (OpenJob("a", status=S.UNKNOWN, progress={"status": "RUNNING"}), True, [Show("a", S.RUNNING)]),
         (OpenJob("a", status=S.UNKNOWN), True, [Show("a", S.STARTING)]),
         # stop
-        (OpenJob("a", status=S.RUNNING, stopping=0.1), True, [Show("a", S.STOPPING, ASKED, told=True), AskToStop("a")]),
+        (
+            OpenJob("a", status=S.RUNNING, stopping=0.1),
+            True,
+            [Show("a", S.STOPPING, ASKED, has_event=True), AskToStop("a")],
+        ),
         (OpenJob("a", status=S.STOPPING, stopping=9.0), True, [AskToStop("a")]),
         (OpenJob("a", status=S.STOPPING, stopping=STOP_SECONDS + 1), True, [Kill("a", "it did not stop within 60 s")]),
         (
@@ -98,7 +107,7 @@ RUNNING = OpenJob("a", status=S.RUNNING, attempt=1)
         (
             OpenJob("a", status=S.STOPPING, stopping=70.0, crash="it did not stop within 60 s"),
             False,
-            [Seal("a", S.STOPPED, "stopped: its driver was ended (it did not stop within 60 s)")],
+            [Seal("a", S.STOPPED, "stopped: its driver was killed (it did not stop within 60 s)")],
         ),
         # the service was killed before it had started this attempt's driver: that is no failure of the job
         (
@@ -130,70 +139,70 @@ RUNNING = OpenJob("a", status=S.RUNNING, attempt=1)
         (
             OpenJob("a", status=S.STARTING, attempt=1, silent=901.0, outcome=END),
             True,
-            [Seal("a", S.SUCCEEDED, "done", {"accuracy": 0.9}, "/c", 9.0, told=True)],
+            [Seal("a", S.SUCCEEDED, "done", {"accuracy": 0.9}, "/c", 9.0, has_event=True)],
         ),
         (
             OpenJob("a", status=S.STARTING, attempt=1, crash=NO_SIGN.format("STARTING")),
             False,
-            [Start("a", 2, 1, f"its driver was lost ({NO_SIGN.format('STARTING')}): started again (failure 1 of 3)")],
+            [Start("a", 2, 1, f"its driver was lost ({NO_SIGN.format('STARTING')}): {RESTARTED.format(1)}")],
         ),
         (OpenJob("a", stopping=0.0), False, [Seal("a", S.STOPPED, "stopped before it started")]),
         # a driver that is gone, or lives on after its run
         (
             OpenJob("a", status=S.RUNNING, attempt=1),
             False,
-            [Start("a", 2, 1, "its driver was lost: started again (failure 1 of 3)")],
+            [Start("a", 2, 1, f"its driver was lost: {RESTARTED.format(1)}")],
         ),
         (
             OpenJob("a", status=S.RECOVERING, attempt=3, failures=2, crash="ActorDied: oom"),
             False,
-            [Start("a", 4, 3, "its driver was lost (ActorDied: oom): started again (failure 3 of 3)")],
+            [Start("a", 4, 3, f"its driver was lost (ActorDied: oom): {RESTARTED.format(3)}")],
         ),
         (
             OpenJob("a", status=S.RUNNING, attempt=4, failures=3),
             False,
-            [Seal("a", S.FAILED, "its driver was lost: that was failure 4, and max_failures is 3")],
+            [Seal("a", S.FAILED, "its driver was lost: failure 4 exceeds max_failures 3")],
         ),
         (
             OpenJob("a", status=S.RUNNING, attempt=1, max_failures=0),
             False,
-            [Seal("a", S.FAILED, "its driver was lost: that was failure 1, and max_failures is 0")],
+            [Seal("a", S.FAILED, "its driver was lost: failure 1 exceeds max_failures 0")],
         ),
         # what the driver counted before it was lost is of the same job
         (
             OpenJob("a", status=S.RUNNING, attempt=1, progress={"status": "RUNNING", "failures": 2}),
             False,
-            [Start("a", 2, 3, "its driver was lost: started again (failure 3 of 3)")],
+            [Start("a", 2, 3, f"its driver was lost: {RESTARTED.format(3)}")],
         ),
         (
             OpenJob("a", status=S.RUNNING, attempt=2, failures=1, progress={"status": "RUNNING", "failures": 3}),
             False,
-            [Seal("a", S.FAILED, "its driver was lost: that was failure 4, and max_failures is 3")],
+            [Seal("a", S.FAILED, "its driver was lost: failure 4 exceeds max_failures 3")],
         ),
         (
             OpenJob("a", status=S.RUNNING, attempt=1, interrupted=True, progress={"failures": 2}),
             False,
-            [Start("a", 2, 2, "the service had stopped its Ray: started again")],
+            [Start("a", 2, 2, "the service had stopped its Ray: the driver is restarted")],
         ),
         (
             OpenJob("a", status=S.RUNNING, attempt=1, max_failures=0, interrupted=True),
             False,
-            [Start("a", 2, 0, "the service had stopped its Ray: started again")],
+            [Start("a", 2, 0, "the service had stopped its Ray: the driver is restarted")],
         ),
         (OpenJob("a", status=S.RUNNING, attempt=1, crash="KeyError: 'x'"), True, [Kill("a", "KeyError: 'x'")]),
         # its server group was stopped with --force
         (
-            OpenJob("a", status=S.RUNNING, attempt=1, doomed="gone"),
+            OpenJob("a", status=S.RUNNING, attempt=1, unrecoverable="gone"),
             True,
             [Kill("a", "gone"), Seal("a", S.FAILED, "gone")],
         ),
-        (OpenJob("a", status=S.RECOVERING, attempt=1, doomed="gone"), False, [Seal("a", S.FAILED, "gone")]),
-        (OpenJob("a", doomed="gone"), False, [Seal("a", S.FAILED, "gone")]),
-        (OpenJob("a", status=S.STOPPING, stopping=1.0, doomed="gone"), False, [Seal("a", S.STOPPED, "gone")]),
+        (OpenJob("a", status=S.RECOVERING, attempt=1, unrecoverable="gone"), False, [Seal("a", S.FAILED, "gone")]),
+        (OpenJob("a", unrecoverable="gone"), False, [Seal("a", S.FAILED, "gone")]),
+        (OpenJob("a", status=S.STOPPING, stopping=1.0, unrecoverable="gone"), False, [Seal("a", S.STOPPED, "gone")]),
         (
-            OpenJob("a", status=S.RUNNING, doomed="gone", outcome={"status": "SUCCEEDED", "message": "done"}),
+            OpenJob("a", status=S.RUNNING, unrecoverable="gone", outcome={"status": "SUCCEEDED", "message": "done"}),
             True,
-            [Seal("a", S.SUCCEEDED, "done", told=True)],
+            [Seal("a", S.SUCCEEDED, "done", has_event=True)],
         ),
         # its quota
         (
@@ -208,7 +217,7 @@ def test_a_job_that_was_started(job: OpenJob, alive: bool, expected: list[Any]) 
 
 
 @pytest.mark.parametrize(
-    ("status", "blind", "expected"),
+    ("status", "unseen", "expected"),
     [
         (S.RUNNING, 0.0, []),
         (S.RUNNING, PATIENCE - 1, []),
@@ -217,8 +226,8 @@ def test_a_job_that_was_started(job: OpenJob, alive: bool, expected: list[Any]) 
         (S.UNKNOWN, PATIENCE + 1, []),
     ],
 )
-def test_a_failed_look_is_not_a_failed_job(status: Status, blind: float, expected: list[Any]) -> None:
-    assert plan([OpenJob("a", status=status)], None, None, None, blind=blind, why="no route") == expected
+def test_a_failed_look_is_not_a_failed_job(status: Status, unseen: float, expected: list[Any]) -> None:
+    assert plan([OpenJob("a", status=status)], None, None, None, unseen=unseen, why="no route") == expected
 
 
 @pytest.mark.parametrize(
@@ -262,7 +271,7 @@ def test_the_queue(jobs: list[OpenJob], free: float, expected: list[Any]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("stopping", "blind", "deadline", "ends"),
+    ("stopping", "unseen", "deadline", "ends"),
     [
         (901.0, 901.0, 900.0, True),
         (899.0, 901.0, 900.0, False),
@@ -273,10 +282,10 @@ def test_the_queue(jobs: list[OpenJob], free: float, expected: list[Any]) -> Non
 )
 @pytest.mark.parametrize("status", [s for s in S if not s.terminal and s is not S.QUEUED])
 def test_a_stop_of_a_job_that_cannot_be_seen_has_a_deadline(
-    status: Status, stopping: float | None, blind: float, deadline: float, ends: bool
+    status: Status, stopping: float | None, unseen: float, deadline: float, ends: bool
 ) -> None:
     job = OpenJob("a", status=status, stopping=stopping, deadline=deadline)
-    actions = plan([job], None, None, None, blind=blind, why="no route")
+    actions = plan([job], None, None, None, unseen=unseen, why="no route")
     sealed = [
         Seal(
             "a",
@@ -315,7 +324,7 @@ def test_no_status_is_for_ever() -> None:
         assert any(isinstance(action, Kill) for action in alive) or status in (S.RUNNING, S.UNKNOWN, S.STOPPING), job
         if stopping:
             assert any(isinstance(action, Kill) for action in alive), job
-            assert any(isinstance(action, Seal) for action in plan([job], None, None, None, blind=1e6)), job
+            assert any(isinstance(action, Seal) for action in plan([job], None, None, None, unseen=1e6)), job
 
 
 def test_nothing_starts_unseen_and_the_reason_is_said_once() -> None:
@@ -331,7 +340,7 @@ def test_gpus_are_counted_too() -> None:
 
 def test_every_planned_move_is_legal() -> None:
     words = [None, *({"status": s.value, "message": "m"} for s in S)]
-    for status, alive, stopping, said, blind, silent, launched in itertools.product(
+    for status, alive, stopping, said, unseen, silent, launched in itertools.product(
         [s for s in S if not s.terminal],
         (True, False, None),
         (None, 1.0, 99.0, 999.0),
@@ -342,7 +351,7 @@ def test_every_planned_move_is_legal() -> None:
     ):
         job = OpenJob("a", status=status, stopping=stopping, progress=said, attempt=1, silent=silent, launched=launched)
         drivers = None if alive is None else {"a"} if alive else set()
-        for action in plan([job], drivers, ROOM, ROOM, blind=blind):
+        for action in plan([job], drivers, ROOM, ROOM, unseen=unseen):
             if isinstance(action, Show | Seal):
                 assert may_move(status, action.status), (job, action)
                 assert isinstance(action, Show) or action.status.terminal
@@ -422,10 +431,10 @@ class FakePlace:
             raise self.at or ClusterError("Ray is starting")
         return self.at
 
-    def touch(self) -> None:
+    def renew_lease(self) -> None:
         pass
 
-    def leave(self, *, end: bool) -> None:
+    def disconnect(self, *, end: bool) -> None:
         self.left = end
 
 
@@ -438,7 +447,7 @@ def serve(path: Path, body: Body) -> None:
         cluster = FakeCluster()
         place = FakePlace(cluster)
         try:
-            await body(store, Scheduler(store, place, path / "jobs", look_seconds=0.3), cluster, place)
+            await body(store, Scheduler(store, place, path / "jobs", view_seconds=0.3), cluster, place)
         finally:
             await store.close()
 
@@ -528,7 +537,7 @@ def test_stop_reaches_the_driver(tmp_path: Path) -> None:
     async def body(store: Store, scheduler: Scheduler, cluster: FakeCluster, place: FakePlace) -> None:
         job = await add(store)
         await scheduler.tick()
-        await store.ask_stop(job)
+        await store.request_stop(job)
         await scheduler.tick()
         await scheduler.tick()
         assert (await store.get(job)).status is S.STOPPING and cluster.spawned[0].calls == ["stop"]
@@ -546,7 +555,7 @@ def test_a_service_that_was_killed_carries_on(tmp_path: Path) -> None:
         again = Scheduler(store, place, tmp_path / "jobs")  # type: ignore[arg-type]
         await again.tick()
         assert len(cluster.spawned) == 1 and (await store.get(job)).attempt == 1
-        await store.ask_stop(job)
+        await store.request_stop(job)
         await again.tick()
         assert cluster.spawned[0].calls == ["stop"]
 
@@ -653,7 +662,7 @@ def test_a_clock_that_is_set_kills_nobody(tmp_path: Path, monkeypatch: pytest.Mo
     async def body(store: Store, scheduler: Scheduler, cluster: FakeCluster, place: FakePlace) -> None:
         job = await add(store)
         await scheduler.tick()
-        await store.ask_stop(job)
+        await store.request_stop(job)
         await scheduler.tick()
         wall = time.time
         for jump in (86400.0, -86400.0):

@@ -212,7 +212,7 @@ def test_a_driver_killed_at_its_begin_and_its_end(site: Site, place: str) -> Non
     assert job is not None
     if place == DRIVER[0]:
         found = site.ended(job)  # the next attempt's driver comes by the place as well: failure 2
-        assert found["status"] == "FAILED" and "max_failures is 1" in found["reason"], found
+        assert found["status"] == "FAILED" and "max_failures 1" in found["reason"], found
         assert site.ledger(job) == ["begun 1", "begun 2"]
     else:
         assert site.ended(job)["status"] == "SUCCEEDED" and site.ledger(job) == ["begun 1"]

@@ -82,8 +82,8 @@ def test_a_lost_race_raises_and_changes_nothing(tmp_path: Path) -> None:
         with pytest.raises(Conflict, match="FAILED"):
             await store.move(job.id, Status.SUCCEEDED, message="second word")
         with pytest.raises(Conflict):
-            await store.begin(job.id, attempt=9, message="", kind="restarted")
-        await store.explain(job.id, "no more words")
+            await store.begin_attempt(job.id, attempt=9, message="", kind="restarted")
+        await store.set_reason(job.id, "no more words")
         assert (await store.get(job.id)).reason is None
 
     run(tmp_path, body)
@@ -120,13 +120,13 @@ def test_pages_are_newest_first_without_overlap(tmp_path: Path) -> None:
 def test_stop_is_a_wish_once_and_refused_at_the_end(tmp_path: Path) -> None:
     async def body(store: Store) -> None:
         job, _ = await store.add(SPEC, name="x")
-        assert (await store.ask_stop(job.id, now=3.0)).stop_requested_at == 3.0
-        assert (await store.ask_stop(job.id, now=9.0)).stop_requested_at == 3.0
+        assert (await store.request_stop(job.id, now=3.0)).stop_requested_at == 3.0
+        assert (await store.request_stop(job.id, now=9.0)).stop_requested_at == 3.0
         await store.move(job.id, Status.STOPPED, message="")
         with pytest.raises(Conflict):
-            await store.ask_stop(job.id)
+            await store.request_stop(job.id)
         with pytest.raises(NotFound):
-            await store.ask_stop("nobody")
+            await store.request_stop("nobody")
 
     run(tmp_path, body)
 
@@ -138,16 +138,16 @@ def test_tokens_are_stored_hashed_and_codes_work_once(tmp_path: Path) -> None:
         token, new = await UserTokens(store, file).own()
         assert new and token.startswith("rps_") and file.stat().st_mode & 0o777 == 0o600
         assert await UserTokens(store, file).own() == (token, False)
-        assert await store.knows(token) and not await store.knows(token + "x") and not await store.knows("")
+        assert await store.accepts(token) and not await store.accepts(token + "x") and not await store.accepts("")
         code = await store.login_code(now=1000.0)
         assert await store.login(code, now=1000.0 + 301) is None
         code = await store.login_code(now=2000.0)
         session = await store.login(code, now=2001.0)
-        assert session is not None and await store.knows(session, now=2002.0)
-        assert not await store.knows(session, now=2001.0 + 31 * 86400)
+        assert session is not None and await store.accepts(session, now=2002.0)
+        assert not await store.accepts(session, now=2001.0 + 31 * 86400)
         assert await store.login(code, now=2001.0) is None
         await store.revoke(session)
-        assert not await store.knows(session, now=2002.0)
+        assert not await store.accepts(session, now=2002.0)
         return token
 
     token = run(tmp_path, body)

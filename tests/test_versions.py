@@ -246,10 +246,10 @@ def told(site: Site, name: str) -> Any:
     return group if "another version" in (group["reason"] or "") else None
 
 
-# ---------------------------------------------------------------------------------------- the child that asks Ray
+# ---------------------------------------------------------------------------------------- the child that calls Ray
 
 
 def test_a_service_whose_rayps_was_replaced_is_told_to_start_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_process, "PROTOCOL", OTHER)
-    with pytest.raises(ClusterError, match=rf"protocol {OTHER}, and .* {PROTOCOL}: start `rayps serve` again"):
+    with pytest.raises(ClusterError, match=rf"protocol {OTHER}, and .* {PROTOCOL}: restart `rayps serve`"):
         ClusterProcess("here:1", cluster="faulty_cluster:HurtCluster")

@@ -17,7 +17,7 @@ from rayps.service import store as store_module
 from rayps.service.plan import Action, OpenJob, Seal, Start, Wait, needs, plan
 from rayps.service.scheduler import Scheduler
 from rayps.service.store import Store
-from rayps.service.waiting import GroupQuestions, Waiting, WaitingJobs, room_beside
+from rayps.service.waiting import GroupReasons, Waiting, WaitingJobs, room_beside
 from rayps.strategies.job import JobSpec
 
 S = Status
@@ -31,7 +31,7 @@ class World:
         self.random = random.Random(seed)
         self.waiting: dict[str, Waiting] = {}
         self.running: dict[str, OpenJob] = {}
-        self.hinders: dict[str, str | None] = {"g": None, "h": "h is starting"}
+        self.wait_reason: dict[str, str | None] = {"g": None, "h": "h is starting"}
         self.ended: dict[str, str | None] = {"g": None, "h": None}
         self.total: dict[str, float] | None = {"cpu": 8.0, "gpu": 0.0}
         self.others = 0.0  # CPUs that others take in a joined cluster
@@ -51,7 +51,7 @@ class World:
             self.running.pop(self.random.choice(list(self.running)))
         elif pick < 0.85:
             name = self.random.choice(["g", "h"])
-            self.hinders[name] = self.random.choice([None, f"{name} is starting"])
+            self.wait_reason[name] = self.random.choice([None, f"{name} is starting"])
             self.ended[name] = self.random.choice([None, None, None, f"{name} was stopped"])
         elif pick < 0.95:
             self.total = self.random.choice([None, {"cpu": 4.0, "gpu": 0.0}, {"cpu": 8.0, "gpu": 1.0}])
@@ -84,8 +84,8 @@ class World:
                 needs=job.needs,
                 attempt=job.attempt,
                 stopping=1.0 if job.stopping else None,
-                group=None if job.group is None else self.hinders[job.group],
-                doomed=None if job.group is None else self.ended[job.group],
+                group=None if job.group is None else self.wait_reason[job.group],
+                unrecoverable=None if job.group is None else self.ended[job.group],
             )
             for job in self.waiting.values()
         ]
@@ -97,7 +97,7 @@ class World:
     def fast(self, jobs: WaitingJobs) -> list[Action]:
         running = {job.id: (job.status, job.needs) for job in self.running.values()}
         room = None if self.total is None else room_beside(running, self.free, self.total)
-        groups = GroupQuestions(lambda name: self.hinders[name], lambda name: self.ended[name])
+        groups = GroupReasons(lambda name: self.wait_reason[name], lambda name: self.ended[name])
         return [*jobs.stopped(), *jobs.decide(room, self.total, groups, WHY)]
 
     def carry_out(self, actions: list[Action], jobs: WaitingJobs) -> None:
@@ -118,10 +118,10 @@ def test_the_decision_equals_the_plan_over_all_jobs_on_random_histories(seed: in
     for _ in range(150):
         world.step(jobs)
         slow, quick = world.naive(), world.fast(jobs)
-        doomed = {job.id for job in world.waiting.values() if job.stopping and job.group and world.ended[job.group]}
-        acts = sorted((a for a in slow if isinstance(a, Start | Seal) and a.job not in doomed), key=lambda a: a.job)
-        assert sorted((a for a in quick if a.job not in doomed), key=lambda a: a.job) == acts
-        assert doomed <= {a.job for a in quick if isinstance(a, Seal) and a.status is S.STOPPED}
+        lost = {job.id for job in world.waiting.values() if job.stopping and job.group and world.ended[job.group]}
+        acts = sorted((a for a in slow if isinstance(a, Start | Seal) and a.job not in lost), key=lambda a: a.job)
+        assert sorted((a for a in quick if a.job not in lost), key=lambda a: a.job) == acts
+        assert lost <= {a.job for a in quick if isinstance(a, Seal) and a.status is S.STOPPED}
         waits = {action.job: action.reason for action in slow if isinstance(action, Wait)}
         ends = {action.job for action in slow if isinstance(action, Seal)}
         for job_id in set(world.waiting) - ends:
@@ -152,7 +152,7 @@ def counted(path: Path, number: int, body: Callable[[Store, Scheduler, FakeClust
                 )
                 for n in range(number)
             ]
-            await store.refile(rows)
+            await store.restore(rows)
             cluster = FakeCluster()
             scheduler = Scheduler(store, FakePlace(cluster), path / f"jobs-{number}")  # type: ignore[arg-type]
             with Counts(store, scheduler) as counts:
@@ -168,17 +168,17 @@ class Counts:
 
     def __init__(self, store: Store, scheduler: Scheduler) -> None:
         self._engines = [store._writer.sync_engine, store._reader.sync_engine]
-        self._waiting = scheduler._roster.waiting
+        self._waiting = scheduler._open_jobs.waiting
         self._parse = store_module._record
         self.zero()
 
     def zero(self) -> None:
         self.rows = self.statements = 0
-        self._before = self._waiting.looked_at
+        self._before = self._waiting.examined
 
     @property
     def all(self) -> tuple[int, int, int]:
-        return self.rows, self.statements, self._waiting.looked_at - self._before
+        return self.rows, self.statements, self._waiting.examined - self._before
 
     def __enter__(self) -> Counts:
         def record(row: Any) -> Any:
@@ -221,7 +221,7 @@ def test_what_a_change_costs_does_not_depend_on_how_many_wait(tmp_path: Path, wh
         if what == "submit":
             await store.add(JobSpec("w:W", workers=8), name="late")
         elif what == "stop":
-            await store.ask_stop(f"{7:026}")
+            await store.request_stop(f"{7:026}")
         else:  # the one that ran; another one starts, and every other waits behind a new head
             await store.move(f"{0:026}", S.SUCCEEDED, message="")
             cluster.actors.clear()
@@ -242,7 +242,7 @@ def test_what_a_change_costs_does_not_depend_on_how_many_wait(tmp_path: Path, wh
 def test_the_state_in_memory_equals_the_store_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(store: Store, scheduler: Scheduler, cluster: FakeCluster, counts: Counts) -> None:
         await scheduler.tick()
-        await store.ask_stop(f"{5:026}")
+        await store.request_stop(f"{5:026}")
 
         async def broken(ids: Any) -> Any:
             raise OSError("cannot be read")
@@ -261,10 +261,10 @@ def test_a_waiting_job_stops_while_ray_does_not_answer(tmp_path: Path) -> None:
     async def body(store: Store, scheduler: Scheduler, cluster: FakeCluster, counts: Counts) -> None:
         await scheduler.tick()
         answer = asyncio.get_running_loop().create_future()
-        scheduler._looking = answer  # a look that hangs
+        scheduler._pending_view = answer  # a look that hangs
         ticking = asyncio.create_task(scheduler.tick())
         await asyncio.sleep(0)
-        await store.ask_stop(f"{5:026}")
+        await store.request_stop(f"{5:026}")
         scheduler.wake()
         while (await store.get(f"{5:026}")).status is not S.STOPPED:
             assert not ticking.done()

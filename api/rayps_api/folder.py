@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from rayps.service.store import StoredEvent
 from rayps_api.schemas import finite
 
 MOST_BYTES = 1_000_000
@@ -64,7 +65,7 @@ def tail(path: Path, count: int) -> int:
     return start if end < 0 and start == 0 else start + end + 1
 
 
-def events(path: Path, noted: list[dict[str, Any]], cursor: int, limit: int) -> tuple[list[dict[str, Any]], int]:
+def events(path: Path, noted: list[StoredEvent], cursor: int, limit: int) -> tuple[list[dict[str, Any]], int]:
     """The driver's events merged by time with the scheduler's (`noted`: all those of the job), from a cursor.
 
     An event's `seq` grows in the order of delivery; it is the cursor just after it.

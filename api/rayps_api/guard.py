@@ -129,10 +129,10 @@ class Guard:
         if scheme.lower() == "bearer" and is_client_token(token.strip()):
             return await self._client(request, token.strip())
         if scheme.lower() == "bearer" and token:
-            if await store.knows(token.strip()):
+            if await store.accepts(token.strip()):
                 request.scope.update(rayps_known=True, rayps_bearer=True, rayps_secret=token.strip())
                 return None
-        elif cookie and await store.knows(cookie):
+        elif cookie and await store.accepts(cookie):
             if no_origin:
                 return problem(request, 403, "a write by cookie needs an Origin header", code="bad_origin")
             request.scope.update(rayps_known=True, rayps_secret=cookie)

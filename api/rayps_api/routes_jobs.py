@@ -82,7 +82,7 @@ async def show(job_id: str, known: Known) -> Any:
 @router.post("/{job_id}/stop", status_code=202, response_model=JobOut)
 async def stop(job_id: str, known: Known) -> Any:
     """Ask a job to stop; 409 when it has ended."""
-    record = await known.store.ask_stop((await known.record(job_id)).id)
+    record = await known.store.request_stop((await known.record(job_id)).id)
     passing("stop: stored, not acknowledged")
     known.scheduler.wake()
     return JSONResponse(known.show(record), 202)

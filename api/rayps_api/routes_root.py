@@ -32,7 +32,7 @@ async def login(body: Login, request: Request) -> Response:
     session = None
     if body.code is not None:
         session = await running.store.login(body.code)
-    elif body.token is not None and await running.store.knows(body.token):
+    elif body.token is not None and await running.store.accepts(body.token):
         session = await running.store.login(await running.store.login_code())
     if session is None:
         guard: Guard = request.scope["rayps_guard"]

@@ -107,7 +107,7 @@ async def stream(
     async for message in messages:
         if version != known.store.version:  # the token may have been revoked since
             version = known.store.version
-            if not await known.store.knows(secret):
+            if not await known.store.accepts(secret):
                 return
         yield message
 

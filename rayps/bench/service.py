@@ -101,7 +101,7 @@ async def _fill(settings: Settings, waiting: int) -> str:
     ]
     store = await Store.open(settings.database)
     try:
-        await store.refile([(row, "filed") for row in rows])
+        await store.restore([(row, "filed") for row in rows])
     finally:
         await store.close()
     for row in rows:

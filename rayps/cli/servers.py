@@ -12,7 +12,7 @@ from rayps.cli import show
 from rayps.cli.show import Output
 from rayps.core.errors import ServiceError
 from rayps.service.client import Client
-from rayps.service.remote_group import RemoteGroup, standing
+from rayps.service.remote_group import RemoteGroup, summary
 
 app = typer.Typer(
     name="servers",
@@ -223,16 +223,16 @@ def _said(group: RemoteGroup, wait: bool, timeout: float, form: Output) -> None:
     elif ending:
         show.say(f"{group.name} {'has stopped' if wait else 'will stop'}")
     else:
-        show.say(f"{group.name} is {standing(group.data)}")
+        show.say(f"{group.name} is {summary(group.data)}")
         if not wait:
-            show.note(f"`rayps servers show {group.name}` says how it stands")
+            show.note(f"`rayps servers show {group.name}` shows its status")
 
 
 def _tables(data: dict[str, Any]) -> None:
     show.facts(
         [
             ("name", data["name"]),
-            ("status", standing(data)),
+            ("status", summary(data)),
             ("replicas", data["replicas"]),
             ("started", data["created_at"]),
             ("counts", show.measures(data["counts"])),

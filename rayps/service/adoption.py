@@ -118,17 +118,17 @@ def filed(found: FolderRow) -> dict[str, Any]:
 async def adopt(store: Store, jobs_dir: Path) -> FolderDifferences:
     """Restore the rows that the store lost; log the folders that cannot be restored."""
     await asyncio.to_thread(job_folders.sweep, jobs_dir)
-    rows = {job_id: StoreRow(status, attempt) for job_id, status, attempt in await store.standings()}
+    rows = {job_id: StoreRow(status, attempt) for job_id, status, attempt in await store.statuses()}
     findings, traces = await asyncio.to_thread(find, jobs_dir, rows)
     for job_id in findings.unfiled:  # of an earlier rayps, or the service ended between its row and its folder
         await asyncio.to_thread(job_folders.keep, jobs_dir / job_id, await store.row(job_id), sync=False)
-    refiled = [((traces[job_id].row or {}) | filed(traces[job_id]), LOST) for job_id in findings.lost]
-    refiled += [({"id": job_id} | filed(traces[job_id]), BEHIND) for job_id in findings.behind]
-    if refiled:
-        await store.refile(refiled)
+    restored = [((traces[job_id].row or {}) | filed(traces[job_id]), LOST) for job_id in findings.lost]
+    restored += [({"id": job_id} | filed(traces[job_id]), BEHIND) for job_id in findings.behind]
+    if restored:
+        await store.restore(restored)
         log.warning(
             "%d jobs have a folder and no row, or a row older than the folder: rows restored: %s",
-            len(refiled),
+            len(restored),
             named([*findings.lost, *findings.behind]),
         )
     for job_id in findings.nameless:

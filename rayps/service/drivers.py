@@ -52,10 +52,10 @@ class RayHome(Protocol):
     def cluster(self) -> Actors:
         """Return the joined cluster. Raises ClusterError while it cannot be joined."""
 
-    def touch(self) -> None:
+    def renew_lease(self) -> None:
         """Renew the lease: the service is alive."""
 
-    def leave(self, *, end: bool) -> None:
+    def disconnect(self, *, end: bool) -> None:
         """Disconnect; with `end` also stop a Ray that rayps owns."""
 
 
@@ -81,9 +81,9 @@ class Drivers:
         self._ended: dict[str, float] = {}
         self._killed: dict[str, tuple[int, str]] = {}
 
-    def look(self, watched: list[str]) -> DriverView:
+    def view(self, watched: list[str]) -> DriverView:
         """Return which of the watched jobs have a living driver. Raises ClusterError."""
-        self._place.touch()
+        self._place.renew_lease()
         cluster = self._place.cluster()
         if cluster is not self.cluster:  # another Ray: handles of the last one are invalid
             self.cluster = cluster

@@ -37,7 +37,7 @@ _WATCHED_SECONDS, _QUIET_SECONDS = 0.5, 3.0  # between two ticks: while the fact
 _ATTENTION = 10.0  # seconds for which a read counts
 _FRESH_SECONDS = 15.0  # older facts are not shown
 _ANSWER_SECONDS = 10.0
-_LOOK_SECONDS = 1.0  # that a tick waits for the threads that it has started
+_CHECK_SECONDS = 1.0  # that a tick waits for the threads that it has started
 _END_SECONDS = 30.0
 _MOST_PAUSE = 30.0  # seconds between two attempts to start a manager that does not come up
 
@@ -84,18 +84,18 @@ class GroupView:
     at: float = -1e9
     handle: ActorHandle | None = None
     reason: str | None = None
-    asked: int = 0  # changes requested so far: facts that were read before the newest one are not shown
+    changes: int = 0  # changes requested so far: facts that were read before the newest one are not shown
     failures: int = 0
     retry_at: float = 0.0
 
 
 @dataclass(slots=True)
-class _Held:
+class _Entry:
     wanted: Wanted
-    sight: GroupView = field(default_factory=GroupView)
-    filed: bool = True  # its file is written; nothing is started before
+    view: GroupView = field(default_factory=GroupView)
+    written: bool = True  # its file is written; nothing is started before
     joined: int = 0  # the connection to which its handle belongs
-    looking: asyncio.Future[None] | None = None
+    checking: asyncio.Future[None] | None = None
     # own threads: a manager that does not answer delays nothing else
     threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "rayps-group"))
 
@@ -109,18 +109,18 @@ class Groups:
         self._manager = manager
         self._wake = asyncio.Event()
         self._attention = -1e9
-        self._held = {wanted.name: _Held(wanted) for wanted in _read(folder)}
+        self._entries = {wanted.name: _Entry(wanted) for wanted in _read(folder)}
 
     # for the routes
 
     @property
     def names(self) -> list[str]:
         """The names of the groups that are not being stopped."""
-        return sorted(name for name, held in self._held.items() if not held.wanted.stopping)
+        return sorted(name for name, entry in self._entries.items() if not entry.wanted.stopping)
 
     def all(self) -> list[dict[str, Any]]:
         """List every group, as `get` returns it."""
-        return [self.get(name) for name in sorted(self._held)]
+        return [self.get(name) for name in sorted(self._entries)]
 
     def get(self, name: str) -> dict[str, Any]:
         """Describe a group: the manager's facts if they are fresh, else what is known without them.
@@ -129,17 +129,17 @@ class Groups:
             NotFound: lists the existing groups.
         """
         self._attention = time.monotonic()
-        held = self._find(name)
-        wanted, sight = held.wanted, held.sight
-        facts = dict(sight.facts or {})
-        fresh = sight.facts is not None and time.monotonic() - sight.at < _FRESH_SECONDS
-        status = str(facts.get("status", "ready")) if fresh else "unreachable" if sight.facts else "starting"
-        if not fresh and wanted.launched and sight.facts is None and sight.reason in (None, wanted.foreign):
+        entry = self._find(name)
+        wanted, view = entry.wanted, entry.view
+        facts = dict(view.facts or {})
+        fresh = view.facts is not None and time.monotonic() - view.at < _FRESH_SECONDS
+        status = str(facts.get("status", "ready")) if fresh else "unreachable" if view.facts else "starting"
+        if not fresh and wanted.launched and view.facts is None and view.reason in (None, wanted.foreign):
             status = "unreachable"  # an earlier service or another version of rayps started it: it may run
         reason = (
             None
             if fresh
-            else sight.reason
+            else view.reason
             or self._scheduler.view.reason
             or (
                 "the service has just started and is searching for it" if wanted.launched else "its manager is starting"
@@ -159,10 +159,10 @@ class Groups:
 
     def spaces(self, name: str) -> list[str] | None:
         """List the spaces of a group; None while its manager does not answer. Raises NotFound."""
-        sight = self._find(name).sight
-        if sight.facts is None or time.monotonic() - sight.at >= _FRESH_SECONDS:
+        view = self._find(name).view
+        if view.facts is None or time.monotonic() - view.at >= _FRESH_SECONDS:
             return None
-        return [str(each.get("name")) for each in sight.facts.get("spaces", [])]
+        return [str(each.get("name")) for each in view.facts.get("spaces", [])]
 
     def space(self, name: str, text: str) -> str:
         """Return the name of a space from its beginning (at least 4 letters, in any case).
@@ -203,7 +203,7 @@ class Groups:
             return None
         return f"the server group {spec.server_group!r} was stopped (--force)"
 
-    def hinders(self, spec: JobSpec) -> str | None:
+    def wait_reason(self, spec: JobSpec) -> str | None:
         """Return why a job has to wait for its server group; None if it need not."""
         name = spec.server_group
         if name is None:
@@ -227,7 +227,7 @@ class Groups:
         if not re.fullmatch(NAME, name):
             raise ConfigError(f"name {name[:100]!r} should be letters, digits, - and _, at most 40", field="name")
         _check_size(servers, replicas)
-        if name in self._held:
+        if name in self._entries:
             raise Conflict(
                 f"there is a server group {name!r} already: give another name, `rayps servers resize "
                 f"{name} {servers}`, or `rayps servers stop {name}` first",
@@ -236,13 +236,13 @@ class Groups:
         if self._scheduler.place.owned:
             self._refuse_too_large(name, servers)
         wanted = Wanted(name, servers, replicas, time.time(), silence=silence)
-        self._held[name] = held = _Held(wanted, filed=False)
+        self._entries[name] = entry = _Entry(wanted, written=False)
         try:
             await asyncio.to_thread(wanted.write, self._folder / name)
         except OSError:
-            del self._held[name]
+            del self._entries[name]
             raise
-        held.filed = True
+        entry.written = True
         log.info("server group %s: %d servers, %d replicas", name, servers, replicas)
         self.wake()
 
@@ -253,11 +253,11 @@ class Groups:
             NotFound, Conflict: it is not ready, or is resizing already.
             ConfigError: too few for the replicas; with code too_large, more than the cluster has room for now.
         """
-        held = self._find(name)
-        _check_size(servers, held.wanted.replicas)
-        if servers > held.wanted.servers:
+        entry = self._find(name)
+        _check_size(servers, entry.wanted.replicas)
+        if servers > entry.wanted.servers:
             self._refuse_too_large(name, servers)
-        await self._ask(held, "resize", servers)
+        await self._call_manager(entry, "resize", servers)
 
     async def drain(self, name: str, server: str) -> None:
         """Move all segments off a server, then stop it.
@@ -266,31 +266,31 @@ class Groups:
             NotFound: there is no such group or server.
             ConfigError, Conflict: as for `resize`.
         """
-        held = self._find(name)
-        there = [str(each.get("name")) for each in (held.sight.facts or {}).get("servers", [])]
-        if held.sight.facts is not None and server not in there:
+        entry = self._find(name)
+        there = [str(each.get("name")) for each in (entry.view.facts or {}).get("servers", [])]
+        if entry.view.facts is not None and server not in there:
             raise NotFound(
                 f"server group {name!r} has no server {server[:100]!r}: it has {', '.join(there) or 'none'}", status=404
             )
-        await self._ask(held, "drain", server)
+        await self._call_manager(entry, "drain", server)
 
     async def limit(self, name: str, space: str, quota: dict[str, float | None]) -> None:
         """Set a space's quota: {"bytes": ..., "operations": per second}; None = no limit. Raises as `drain`."""
-        await self._ask(self._find(name), "set_quota", self.space(name, space), quota)
+        await self._call_manager(self._find(name), "set_quota", self.space(name, space), quota)
 
     async def drop(self, name: str, space: str) -> None:
         """Delete a space and free its memory. Raises as `drain` does."""
-        await self._ask(self._find(name), "drop", self.space(name, space))
+        await self._call_manager(self._find(name), "drop", self.space(name, space))
 
     async def stop(self, name: str) -> None:
         """Request a group to stop. Its parameters are lost."""
-        held = self._find(name)
-        if not held.wanted.stopping:
-            held.wanted = replace(held.wanted, stopping=True)
-            await asyncio.to_thread(held.wanted.write, self._folder / name)
+        entry = self._find(name)
+        if not entry.wanted.stopping:
+            entry.wanted = replace(entry.wanted, stopping=True)
+            await asyncio.to_thread(entry.wanted.write, self._folder / name)
         self.wake()
 
-    # the jobs that use it
+    # the loop
 
     def wake(self) -> None:
         """Run the next tick now."""
@@ -315,20 +315,20 @@ class Groups:
         group out until it has returned.
         """
         loop = asyncio.get_running_loop()
-        begun = []
-        for name, held in list(self._held.items()):
-            if held.looking is None or held.looking.done():
-                held.looking = loop.run_in_executor(held.threads, self._look, name, held, self._scheduler.cluster)
-                begun.append(held.looking)
-        if begun:
-            done, _ = await asyncio.wait(begun, timeout=_LOOK_SECONDS)
-            for look in done:
-                look.result()
+        started = []
+        for name, entry in list(self._entries.items()):
+            if entry.checking is None or entry.checking.done():
+                entry.checking = loop.run_in_executor(entry.threads, self._check, name, entry, self._scheduler.cluster)
+                started.append(entry.checking)
+        if started:
+            done, _ = await asyncio.wait(started, timeout=_CHECK_SECONDS)
+            for check in done:
+                check.result()
 
     def close(self) -> None:
         """Disconnect; the groups live as long as their cluster."""
-        for held in self._held.values():
-            held.threads.shutdown(wait=False, cancel_futures=True)
+        for entry in self._entries.values():
+            entry.threads.shutdown(wait=False, cancel_futures=True)
 
     def _refuse_too_large(self, name: str, servers: int) -> None:
         """Refuse more servers than the cluster has CPUs: each is a process that works, and all groups share them."""
@@ -337,7 +337,7 @@ class Groups:
             owned = self._scheduler.place.owned
             knob = "start `rayps serve` with more --cpus" if owned else "try again when the cluster has grown"
             raise ConfigError(
-                f"servers is {servers}: {too_many}:\nask for fewer servers, stop another group, or {knob}",
+                f"servers is {servers}: {too_many}:\nlower servers, stop another group, or {knob}",
                 field="servers",
                 code="too_large",
             )
@@ -345,51 +345,51 @@ class Groups:
     def _too_many(self, name: str, servers: int) -> str | None:
         """Return why the cluster has no room for so many servers; None if it has, or if its size is unknown."""
         total = {**(self._scheduler.place.capacity() or {}), **(self._scheduler.view.total or {})}.get("cpu")
-        others = sum(held.wanted.servers for other, held in self._held.items() if other != name)
+        others = sum(entry.wanted.servers for other, entry in self._entries.items() if other != name)
         if total is None or servers + others <= total:
             return None
         has = "this service's Ray" if self._scheduler.place.owned else "the whole cluster"
         beside = f" beside {others} of other groups" if others else ""
         return f"group {name!r} needs a CPU for each of {servers} servers{beside}, and {has} has {total:g}"
 
-    def _look(self, name: str, held: _Held, cluster: Actors | None) -> None:
-        if held.joined != self._scheduler.joined:  # another Ray: what the last one gave us is void
-            held.joined, held.sight.handle = self._scheduler.joined, None
+    def _check(self, name: str, entry: _Entry, cluster: Actors | None) -> None:
+        if entry.joined != self._scheduler.joined:  # another Ray: handles of the last one are invalid
+            entry.joined, entry.view.handle = self._scheduler.joined, None
         try:
-            if held.wanted.stopping:
-                self._end(name, held, cluster)
-            elif cluster is not None and held.filed:
-                self._keep(held, cluster)
+            if entry.wanted.stopping:
+                self._end(name, entry, cluster)
+            elif cluster is not None and entry.written:
+                self._refresh(entry, cluster)
         except (RaypsError, OSError, RuntimeError, TimeoutError) as error:
             late = "its manager did not answer in time" if isinstance(error, TimeoutError) else type(error).__name__
             text = str(error) or late
             first = text.splitlines()[0]
-            if first != held.sight.reason:
+            if first != entry.view.reason:
                 log.warning("server group %s: %s", name, text)
-            held.sight.reason = first
+            entry.view.reason = first
 
-    def _keep(self, held: _Held, cluster: Actors) -> None:
-        """Find the manager or start it, and read its facts."""
-        wanted, sight = held.wanted, held.sight
-        sight.handle = cluster.find(actor(wanted.name))
-        if sight.handle is not None and wanted.foreign is not None:
-            sight.handle = sight.facts = None
+    def _refresh(self, entry: _Entry, cluster: Actors) -> None:
+        """Find or start the manager, and read its facts."""
+        wanted, view = entry.wanted, entry.view
+        view.handle = cluster.find(actor(wanted.name))
+        if view.handle is not None and wanted.foreign is not None:
+            view.handle = view.facts = None
             raise ClusterError(wanted.foreign)
-        if sight.handle is None:
-            if time.monotonic() < sight.retry_at:
+        if view.handle is None:
+            if time.monotonic() < view.retry_at:
                 return
             waits = None if wanted.launched else self._too_many(wanted.name, wanted.servers)
             if waits is not None:  # a joined cluster may grow
-                sight.reason = waits
+                view.reason = waits
                 return
-            sight.retry_at = time.monotonic() + min(_MOST_PAUSE, 1.0 * 2.0**sight.failures)
-            sight.failures += 1
-            if sight.facts is not None:
+            view.retry_at = time.monotonic() + min(_MOST_PAUSE, 1.0 * 2.0**view.failures)
+            view.failures += 1
+            if view.facts is not None:
                 log.warning("server group %s: its manager is lost and is restarted from its record", wanted.name)
-            held.wanted = replace(wanted, launched=True, protocol=PROTOCOL)
-            held.wanted.write(self._folder / wanted.name)
-            sight.reason = "its manager is starting"
-            sight.handle = cluster.spawn(
+            entry.wanted = replace(wanted, launched=True, protocol=PROTOCOL)
+            entry.wanted.write(self._folder / wanted.name)
+            view.reason = "its manager is starting"
+            view.handle = cluster.spawn(
                 self._manager,
                 wanted.name,
                 wanted.servers,
@@ -402,38 +402,38 @@ class Groups:
                 cpus=0.0,
             )
         try:
-            asked = sight.asked
-            facts = sight.handle.call("facts").result(timeout=_ANSWER_SECONDS)
+            changes = view.changes
+            facts = view.handle.call("facts").result(timeout=_ANSWER_SECONDS)
         except ActorDied:
-            sight.handle = None
+            view.handle = None
             raise
-        if asked == sight.asked:
-            sight.facts, sight.at = facts, time.monotonic()
-        sight.reason, sight.failures = None, 0
+        if changes == view.changes:
+            view.facts, view.at = facts, time.monotonic()
+        view.reason, view.failures = None, 0
 
-    def _end(self, name: str, held: _Held, cluster: Actors | None) -> None:
-        if cluster is None and held.wanted.launched:
-            held.sight.reason = f"ends when Ray answers: {self._scheduler.view.reason}"
+    def _end(self, name: str, entry: _Entry, cluster: Actors | None) -> None:
+        if cluster is None and entry.wanted.launched:
+            entry.view.reason = f"ends when Ray answers: {self._scheduler.view.reason}"
             return
         handle = None if cluster is None else cluster.find(actor(name))
         if handle is not None and cluster is not None:
             try:
-                if held.wanted.foreign is not None:  # its servers end when they have been without a manager for a while
-                    raise ClusterError(held.wanted.foreign)
+                if entry.wanted.foreign is not None:  # its servers end some time after their manager
+                    raise ClusterError(entry.wanted.foreign)
                 handle.call("stop").result(timeout=_END_SECONDS)
             except (RaypsError, TimeoutError) as error:
                 log.warning("server group %s did not stop by itself and is killed: %s", name, error)
             cluster.kill(handle)
         shutil.rmtree(self._folder / name, ignore_errors=True)
-        self._held.pop(name, None)
-        held.threads.shutdown(wait=False)
+        self._entries.pop(name, None)
+        entry.threads.shutdown(wait=False)
         log.info("server group %s has ended", name)
 
-    async def _ask(self, held: _Held, method: str, *args: Any) -> None:
+    async def _call_manager(self, entry: _Entry, method: str, *args: Any) -> None:
         """Call a quick method of a group's manager; raise what it refuses."""
-        name, handle = held.wanted.name, held.sight.handle
-        if held.wanted.stopping or handle is None:
-            why = "it is stopping" if held.wanted.stopping else self.get(name)["reason"]
+        name, handle = entry.wanted.name, entry.view.handle
+        if entry.wanted.stopping or handle is None:
+            why = "it is stopping" if entry.wanted.stopping else self.get(name)["reason"]
             raise Conflict(
                 f"server group {name!r} cannot {method} now: {why};\n`rayps servers show {name}` says when it is ready",
                 status=409,
@@ -441,24 +441,24 @@ class Groups:
 
         def ask() -> None:
             handle.call(method, *args).result(timeout=_ANSWER_SECONDS)
-            held.sight.asked += 1
-            held.sight.facts = handle.call("facts").result(timeout=_ANSWER_SECONDS)
-            held.wanted = replace(held.wanted, servers=held.sight.facts["wanted"])
-            held.wanted.write(self._folder / name)
+            entry.view.changes += 1
+            entry.view.facts = handle.call("facts").result(timeout=_ANSWER_SECONDS)
+            entry.wanted = replace(entry.wanted, servers=entry.view.facts["wanted"])
+            entry.wanted.write(self._folder / name)
 
         try:
-            await asyncio.get_running_loop().run_in_executor(held.threads, ask)
+            await asyncio.get_running_loop().run_in_executor(entry.threads, ask)
         except (ActorDied, ClusterError, TimeoutError) as error:
             raise Conflict(
-                f"server group {name!r} cannot {method} now: {str(error).splitlines()[0]}\nits manager is "
-                "started again; try once more in some seconds",
+                f"server group {name!r} cannot {method} now: {str(error).splitlines()[0]}\nits manager is being "
+                "restarted; repeat the request in some seconds",
                 status=409,
             ) from error
 
-    def _find(self, name: str) -> _Held:
-        if name not in self._held:
+    def _find(self, name: str) -> _Entry:
+        if name not in self._entries:
             raise NotFound(f"there is no server group {name[:100]!r}: {self._known()}", status=404)
-        return self._held[name]
+        return self._entries[name]
 
     def _known(self) -> str:
         if not self.names:
@@ -474,16 +474,16 @@ def _check_size(servers: int, replicas: int) -> None:
     if servers < replicas + 1:
         raise ConfigError(
             f"servers is {servers} and replicas is {replicas}: a segment's primary and its "
-            f"{'copy' if replicas == 1 else 'copies'} are on servers of their own, so give at least {replicas + 1} "
-            "servers, or start a group with fewer --replicas",
+            f"{'replica' if replicas == 1 else 'replicas'} need different servers; give at least {replicas + 1} "
+            "servers, or fewer --replicas",
             field="servers",
         )
 
 
 def _settled(facts: dict[str, Any]) -> bool:
     alive = sum(each.get("state") == "alive" for each in facts.get("servers", []))
-    held = all(segment.get("state") == "ready" for space in facts.get("spaces", []) for segment in space["segments"])
-    return facts.get("status") == "ready" and not facts.get("moves") and alive == facts.get("wanted") and held
+    entry = all(segment.get("state") == "ready" for space in facts.get("spaces", []) for segment in space["segments"])
+    return facts.get("status") == "ready" and not facts.get("moves") and alive == facts.get("wanted") and entry
 
 
 def _read(folder: Path) -> list[Wanted]:

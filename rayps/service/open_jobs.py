@@ -23,7 +23,7 @@ class OpenJobs:
 
     async def refresh(self) -> None:
         """Read the rows that changed."""
-        changed = self._store.take_touched()
+        changed = self._store.take_changed()
         whole, self._whole = self._whole, False  # until the changed rows have been read
         if not whole:
             self.waiting.clear()

@@ -42,7 +42,7 @@ class OpenJob:
     deadline: float = SIGN_SECONDS  # seconds of such silence after which its driver is given up
     group: str | None = None  # why its server group cannot serve it yet
     foreign: str | None = None  # why no method of its driver may be called: another version of rayps started it
-    doomed: str | None = None  # why it can never continue: its server group was stopped
+    unrecoverable: str | None = None  # why it can never continue: its server group was stopped
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Show:
     job: str
     status: Status
     reason: str | None = None
-    told: bool = False  # an event says so already
+    has_event: bool = False  # an event says so already
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class Seal:
     metrics: dict[str, Any] | None = None
     checkpoint: str | None = None
     finished_at: float | None = None
-    told: bool = False  # an event says so already
+    has_event: bool = False  # an event says so already
 
 
 Action = Start | AskToStop | Kill | Show | Wait | Seal
@@ -115,7 +115,7 @@ def plan(
     free: Bundle | None,
     total: Bundle | None,
     *,
-    blind: float = 0.0,
+    unseen: float = 0.0,
     why: str = "Ray is starting",
 ) -> list[Action]:
     """Decide the actions.
@@ -127,11 +127,11 @@ def plan(
     """
     actions: list[Action] = []
     for job in jobs:
-        if job.doomed is not None and job.outcome is None:
-            actions += _ended_by_force(job, job.doomed, drivers)
+        if job.unrecoverable is not None and job.outcome is None:
+            actions += _ended_by_force(job, job.unrecoverable, drivers)
         elif job.status is not Status.QUEUED:
-            actions += _running(job, drivers, blind, why)
-    return actions + _queue([job for job in jobs if job.doomed is None], drivers, free, total, why)
+            actions += _running(job, drivers, unseen, why)
+    return actions + _queue([job for job in jobs if job.unrecoverable is None], drivers, free, total, why)
 
 
 def _ended_by_force(job: OpenJob, why: str, drivers: Collection[str] | None) -> list[Action]:
@@ -139,11 +139,11 @@ def _ended_by_force(job: OpenJob, why: str, drivers: Collection[str] | None) -> 
     return [*kill, Seal(job.id, Status.FAILED if job.stopping is None else Status.STOPPED, why)]
 
 
-def _running(job: OpenJob, drivers: Collection[str] | None, blind: float, why: str) -> list[Action]:
+def _running(job: OpenJob, drivers: Collection[str] | None, unseen: float, why: str) -> list[Action]:
     if job.outcome is not None:
         return [_sealed(job, job.outcome)]
     if drivers is None:
-        return _unseen(job, blind, why)
+        return _unseen(job, unseen, why)
     if job.id not in drivers:
         # a new driver would fail for want of its server group, whose manager may be starting again too
         return [_lost(job)] if job.group is None or job.stopping is not None else _wait(job, job.group)
@@ -162,8 +162,8 @@ def _running(job: OpenJob, drivers: Collection[str] | None, blind: float, why: s
     return _mirrored(job)
 
 
-def _unseen(job: OpenJob, blind: float, why: str) -> list[Action]:
-    if job.stopping is not None and min(blind, job.stopping) > job.deadline:
+def _unseen(job: OpenJob, unseen: float, why: str) -> list[Action]:
+    if job.stopping is not None and min(unseen, job.stopping) > job.deadline:
         return [
             Seal(
                 job.id,
@@ -172,7 +172,7 @@ def _unseen(job: OpenJob, blind: float, why: str) -> list[Action]:
                 "and is killed if it is found again",
             )
         ]
-    if blind < PATIENCE or job.status is Status.UNKNOWN:
+    if unseen < PATIENCE or job.status is Status.UNKNOWN:
         return []
     return [Show(job.id, Status.UNKNOWN, f"its driver cannot be reached: {why}")]
 
@@ -191,20 +191,20 @@ def _sealed(job: OpenJob, outcome: dict[str, Any]) -> Seal:
         outcome.get("metrics"),
         outcome.get("checkpoint"),
         outcome.get("finished_at"),
-        told=True,
+        has_event=True,
     )
 
 
 def _lost(job: OpenJob) -> Action:
     if job.stopping is not None:
-        why = f"was ended ({job.crash})" if job.crash else "ended without an outcome"
+        why = f"was killed ({job.crash})" if job.crash else "ended without an outcome"
         return Seal(job.id, Status.STOPPED, f"stopped: its driver {why}")
     failures = max(job.failures, int((job.progress or {}).get("failures", 0)))
     if job.interrupted:
-        return Start(job.id, job.attempt + 1, failures, "the service had stopped its Ray: started again")
+        return Start(job.id, job.attempt + 1, failures, "the service had stopped its Ray: the driver is restarted")
     if not job.launched:
         return Start(
-            job.id, job.attempt + 1, failures, "the service was killed before it had started the driver: started again"
+            job.id, job.attempt + 1, failures, "the service was killed before the driver had started: it is restarted"
         )
     failures += 1
     cause = f" ({job.crash})" if job.crash else ""
@@ -213,12 +213,10 @@ def _lost(job: OpenJob) -> Action:
             job.id,
             job.attempt + 1,
             failures,
-            f"its driver was lost{cause}: started again (failure {failures} of {job.max_failures})",
+            f"its driver was lost{cause}: it is restarted (failure {failures} of max_failures {job.max_failures})",
         )
     return Seal(
-        job.id,
-        Status.FAILED,
-        f"its driver was lost{cause}: that was failure {failures}, and max_failures is {job.max_failures}",
+        job.id, Status.FAILED, f"its driver was lost{cause}: failure {failures} exceeds max_failures {job.max_failures}"
     )
 
 
@@ -229,21 +227,21 @@ def _stopping(job: OpenJob, seconds: float) -> list[Action]:
         return [Kill(job.id, f"it did not stop within {STOP_SECONDS:g} s")]
     shown: list[Action] = []
     if may_move(job.status, Status.STOPPING):
-        shown = [Show(job.id, Status.STOPPING, "a stop was asked for", told=True)]
+        shown = [Show(job.id, Status.STOPPING, "stop requested", has_event=True)]
     return [*shown, AskToStop(job.id)] if job.launched else shown  # before that its version is not known
 
 
 def _mirrored(job: OpenJob) -> list[Action]:
-    said = job.progress or {}
+    progress = job.progress or {}
     try:
-        status = Status(said.get("status", ""))
+        status = Status(progress.get("status", ""))
     except ValueError:
         status = Status.STARTING if job.status is Status.UNKNOWN else job.status
     steady = status is Status.RUNNING
-    held_back = (said.get("server_group") or {}).get("held_back") or said.get("waits")
-    reason = held_back if steady else str(said["message"]) if said.get("message") else job.reason
+    held_back = (progress.get("server_group") or {}).get("held_back") or progress.get("waits")
+    reason = held_back if steady else str(progress["message"]) if progress.get("message") else job.reason
     if status is not job.status and may_move(job.status, status) and not status.terminal:
-        return [Show(job.id, status, reason, told=job.status is not Status.UNKNOWN)]
+        return [Show(job.id, status, reason, has_event=job.status is not Status.UNKNOWN)]
     return [Wait(job.id, reason)] if reason != job.reason else []
 
 
@@ -256,7 +254,7 @@ def _queue(
     for job in jobs:
         if job.status is not Status.QUEUED:
             continue
-        reason = _hindrance(job, room, total or {}, head)
+        reason = _wait_reason(job, room, total or {}, head)
         if job.stopping is not None:
             actions.append(Seal(job.id, Status.STOPPED, "stopped before it started"))
         elif drivers is None or total is None:
@@ -285,7 +283,7 @@ def _room(jobs: Sequence[OpenJob], free: Bundle, total: Bundle) -> Bundle:
     return room
 
 
-def _hindrance(job: OpenJob, room: Bundle, total: Bundle, head: OpenJob | None) -> str | None:
+def _wait_reason(job: OpenJob, room: Bundle, total: Bundle, head: OpenJob | None) -> str | None:
     for kind, amount in job.needs.items():
         if amount > total.get(kind, 0.0):
             return f"needs {_many(amount, kind)}, the whole cluster has {total.get(kind, 0.0):g}"

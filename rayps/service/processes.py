@@ -1,6 +1,6 @@
-"""Which processes live, which are below another, and how a whole tree is ended. Reads /proc; knows no Ray.
+"""Find processes and their descendants in /proc, and kill whole trees of them.
 
-A process is known by its id and its start time together, since ids are used again.
+A process is identified by its id and its start time, because the system reuses ids.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ _SET_CHILD_SUBREAPER = 36
 
 
 def started(pid: int) -> int | None:
-    """When a living process started, in clock ticks since boot; None when it is gone or a zombie."""
+    """Return when a process started, in clock ticks since boot; None if it has ended or is a zombie."""
     fields = _stat(pid)
     return None if fields is None or fields[0] in "ZX" else int(fields[19])
 
 
 def alive(pid: int, since: int | None) -> bool:
-    """Whether that very process lives."""
+    """Return whether the process with this id and start time is alive."""
     return since is not None and started(pid) == since
 
 
 def command(pid: int) -> list[str]:
-    """The command line of a process, or the title that it gave itself; empty when it is gone."""
+    """Return the command line or title of a process; empty if it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
     except OSError:
@@ -36,7 +36,7 @@ def command(pid: int) -> list[str]:
 
 
 def below(root: int) -> list[int]:
-    """The ids of all living descendants of a process."""
+    """Return the ids of all living descendants of a process."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and (fields := _stat(int(entry.name))) is not None and fields[0] not in "ZX":
@@ -51,10 +51,10 @@ def below(root: int) -> list[int]:
 
 
 def left_in(folder: str, session: int | None) -> list[int]:
-    """The ids of processes that a tree without root has left.
+    """Return the ids of the processes that a killed Ray left.
 
-    Those that name its folder in their command line, and those of its session that hold a file of the folder
-    open, since some change their title. A client holds such files too, in a session of its own: it is not meant.
+    They have its folder in their command line, or belong to its session and have a file of the folder open (some
+    change their title). A client of that Ray opens such files too, in another session: it is not included.
     """
     found = []
     for entry in Path("/proc").iterdir():
@@ -65,7 +65,7 @@ def left_in(folder: str, session: int | None) -> list[int]:
             if named or (_session(int(entry.name)) == session and _holds(entry, folder)):
                 found.append(int(entry.name))
         except OSError:
-            continue  # it ended meanwhile, or is another user's
+            continue  # it has ended, or belongs to another user
     return found
 
 
@@ -79,7 +79,7 @@ def _session(pid: int) -> int | None:
 
 
 def end_tree(root: int) -> None:
-    """End all descendants of this process, their subreaper: frozen first, so that none sees another die."""
+    """Kill all descendants of this process, which is their subreaper."""
     deadline = time.monotonic() + 15.0
     while time.monotonic() < deadline and ((pids := below(root)) or _has_children()):
         end_all(pids)
@@ -88,18 +88,18 @@ def end_tree(root: int) -> None:
 
 
 def end_all(pids: Iterable[int]) -> None:
-    """Freeze, then kill."""
+    """Stop all processes with SIGSTOP, so that none reacts to another's end, then kill them."""
     pids = list(pids)
     for number in (signal.SIGSTOP, signal.SIGKILL):
         for pid in pids:
             try:
                 os.kill(pid, number)
             except (ProcessLookupError, PermissionError):
-                continue  # it is gone, or its id is another user's by now
+                continue  # it has ended, or its id is another user's now
 
 
 def reap() -> list[int]:
-    """Collect ended children, adopted ones too; gives their ids."""
+    """Collect ended children, adopted ones included; return their ids."""
     gone: list[int] = []
     while True:
         try:
@@ -125,7 +125,7 @@ def adopt_orphans() -> None:
 
 
 def die_with_parent() -> None:
-    """Be killed when the parent ends; for the child's side of a fork."""
+    """Let the kernel kill this process when its parent ends; for the child's side of a fork."""
     _prctl(_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -139,4 +139,4 @@ def _stat(pid: int) -> list[str] | None:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return None
-    return text.rpartition(")")[2].split()  # the name in parentheses may hold anything
+    return text.rpartition(")")[2].split()  # the name in parentheses may contain any character

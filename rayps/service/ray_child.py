@@ -1,10 +1,11 @@
-"""The service's child that is in Ray's cluster: carries out what `ray_process.ClusterProcess` asks, a thread a request.
+"""The service's child process that joins Ray's cluster and runs the requests of `ray_process.ClusterProcess`.
 
     python -P -m rayps.service.ray_child --pipe FD --cluster MODULE:CLASS --address HOST:PORT
 
-Ray's client can hang in C++ without end, and can end its process, when its gcs or raylet is lost: here that costs this
-process and no other. It ends with the service (its pipe closes), and when nothing was asked of it for a while (a timer
-of `faulthandler`, which needs no interpreter lock, and writes where every thread stood).
+When Ray's gcs or raylet is lost, Ray's client can hang forever in C++ or end its process: only this process is
+affected. Each request runs in a thread of its own. The process ends with the service (its pipe closes), and when it
+gets no request for `--dead-man` seconds: a timer of `faulthandler`, which needs no interpreter lock, writes the stack
+of every thread and exits.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ import threading
 from multiprocessing.connection import Connection
 from typing import Any
 
-from rayps.cluster.local import FIRST_PROTOCOL, PROTOCOL, Actors, resolve
+from rayps.cluster.local import FIRST_PROTOCOL, PROTOCOL, Actors, Bundle, resolve
 from rayps.core.errors import ClusterError, RaypsError
 
-CALL_SECONDS = 60.0  # that an actor's method may take; the service waits for less
-_DEAD_MAN = 600.0  # seconds without a request after which this process ends itself
+CALL_SECONDS = 60.0  # limit of an actor's method; the service's own deadline is shorter
+_DEAD_MAN = 600.0  # seconds without a request after which this process exits
 
 
 class Child:
-    """Serves the requests that come through a pipe: (number, operation, arguments, named arguments)."""
+    """Serve requests from a pipe: (number, operation, arguments, named arguments)."""
 
     def __init__(self, pipe: Connection, cluster: Actors, dead_man: float = _DEAD_MAN) -> None:
         self._pipe = pipe
@@ -46,10 +47,10 @@ class Child:
             threading.Thread(target=self._answer, args=request, daemon=True).start()
 
     def answer(self, number: int, value: Any, error: Exception | None) -> None:
-        """Send an answer."""
+        """Send the answer of request `number`."""
         try:
             data = pickle.dumps((number, value, error))
-        except Exception as fault:  # what an actor raised or gave may be anything
+        except Exception as fault:  # an actor may return or raise objects that cannot be pickled
             data = pickle.dumps((number, None, ClusterError(f"{error or value!r:.500} cannot be sent: {fault}")))
         with self._sending:
             self._pipe.send_bytes(data)
@@ -57,7 +58,7 @@ class Child:
     def _answer(self, number: int, operation: str, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         try:
             value, error = getattr(self, f"do_{operation}")(*args, **named), None
-        except Exception as raised:  # the service gets whatever was raised
+        except Exception as raised:  # sent to the service
             value, error = None, raised
         self.answer(number, value, error)
 
@@ -66,52 +67,52 @@ class Child:
         self._cluster.spawn(target, *args, **options)
 
     def do_find(self, name: str) -> bool:
-        """Whether an actor of that name lives."""
+        """Return whether an actor of that name is alive."""
         return self._cluster.find(name) is not None
 
     def do_kill(self, name: str) -> None:
-        """End an actor, if it lives."""
+        """Kill an actor if it is alive."""
         handle = self._cluster.find(name)
         if handle is not None:
             self._cluster.kill(handle)
 
     def do_call(self, name: str, method: str, *args: Any, **named: Any) -> Any:
-        """What an actor's method gives."""
+        """Call an actor's method and return its result."""
         handle = self._cluster.find(name)
         if handle is None:
             raise ClusterError(f"there is no actor {name}")
         return handle.call(method, *args, **named).result(timeout=CALL_SECONDS)
 
-    def do_free(self) -> Any:
-        """What is not in use."""
+    def do_free(self) -> Bundle:
+        """Return the free resources."""
         return self._cluster.free()
 
-    def do_total(self) -> Any:
-        """All that there is."""
+    def do_total(self) -> Bundle:
+        """Return all resources."""
         return self._cluster.total()
 
-    def do_hosts(self, free: bool) -> Any:
-        """The same of each host."""
+    def do_hosts(self, free: bool) -> dict[str, Bundle]:
+        """Return the resources of each host: the free ones, or all."""
         return self._cluster.hosts(free)
 
     def do_close(self) -> None:
-        """Let go of the cluster."""
+        """Disconnect from the cluster."""
         self._cluster.close()
 
 
 def main() -> None:
-    """Join the cluster and serve; the first answer, of number 0, says whether it could be joined."""
-    parser = argparse.ArgumentParser(description="asks Ray for a rayps service")
+    """Join the cluster and serve requests; answer number 0 says whether it could be joined."""
+    parser = argparse.ArgumentParser(description="calls Ray for a rayps service")
     parser.add_argument("--pipe", type=int, required=True)
     parser.add_argument("--cluster", required=True)
     parser.add_argument("--address", required=True)
     parser.add_argument("--protocol", type=int, default=FIRST_PROTOCOL)
     parser.add_argument("--dead-man", type=float, default=_DEAD_MAN)
     given = parser.parse_args()
-    if given.protocol != PROTOCOL:  # nothing is sent: the service might not be able to read it
+    if given.protocol != PROTOCOL:  # no answer is sent: the service might not be able to read it
         parser.error(
             f"the running service has protocol {given.protocol}, and the rayps that is installed now has {PROTOCOL}: "
-            "start `rayps serve` again"
+            "restart `rayps serve`"
         )
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
@@ -126,7 +127,7 @@ def main() -> None:
         os._exit(1)
     child.answer(0, None, None)
     child.serve()
-    os._exit(0)  # the service is gone, and Ray's own goodbye may have no end
+    os._exit(0)  # the service has ended; Ray's own shutdown may hang
 
 
 if __name__ == "__main__":

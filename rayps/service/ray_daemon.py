@@ -1,12 +1,14 @@
-"""The process that keeps an own Ray alive beside the service, and ends it without a trace. Imports no ray.
+"""The process that runs the Ray that rayps owns, beside the service, and removes all of it at the end. Imports no ray.
 
     python -m rayps.service.ray_daemon --state-dir DIR --cpus 16 --idle 600
 
-It holds `ray.lock`, starts `ray start --head --block` on loopback with token authentication in a temporary
-directory of its own, says in `ray.json` where it is, and watches. It ends everything when told (SIGTERM), when Ray or
-one of its two pillars (gcs, raylet) ends, when its `ray.json` is gone, and when for `--idle` seconds, of those in which
-it ran itself, neither the service nor a job gave a sign. Before that last end it looks once more: as long as a driver's
-process lives it does not end Ray, and a service that holds its lock gets time to give a sign.
+It holds `ray.lock`, starts `ray start --head --block` on loopback with token authentication in its own temporary
+directory, writes the address into `ray.json`, and watches. It stops Ray and deletes the directory
+
+- on SIGTERM, and when its `ray.json` is gone;
+- when Ray or one of its two required processes (gcs, raylet) has ended;
+- when neither the service nor a job has shown activity for `--idle` seconds (suspended time does not count). It does
+  not stop Ray while a driver's process is alive, and a service that holds its lock gets some minutes more.
 """
 
 from __future__ import annotations
@@ -24,9 +26,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from types import FrameType
 
 from rayps.cluster.local import WORKER_NICENESS
 from rayps.service import processes
@@ -38,15 +40,15 @@ log = logging.getLogger("rayps.service.ray_daemon")
 RECORD, LOCK, HEARTBEAT, TOKEN, LOG = "ray.json", "ray.lock", "ray_heartbeat", "ray_token", "ray_daemon.log"
 _START_SECONDS = 120.0
 _POLL_SECONDS = 0.25
-_ASK_SECONDS = 2.0  # between two looks at jobs and processes, while all is silent
-_GRACE_SECONDS = 300.0  # beyond `--idle` for a service that lives, and gives no sign: it may have been suspended
-_PILLARS = ("gcs_server", "raylet")  # Ray's processes without which it is none, as their programs are called
+_ASK_SECONDS = 2.0  # between two checks of jobs and processes while there is no activity
+_GRACE_SECONDS = 300.0  # beyond `--idle` for a service that is alive without activity: it may have been suspended
+_REQUIRED_PROCESSES = ("gcs_server", "raylet")  # program names
 _DRIVER_TITLE = "DriverActor"  # in the title of a driver's process
 
 
 @dataclass(frozen=True, slots=True)
 class RayRecord:
-    """What `ray.json` says: whose Ray, where, and its state (starting, ready, stopping, failed)."""
+    """The content of `ray.json`: process, address and state (starting, ready, stopping, failed) of the own Ray."""
 
     state: str
     pid: int
@@ -54,21 +56,21 @@ class RayRecord:
     temp_dir: str
     cpus: int
     address: str | None = None
-    session: int | None = None  # of Ray's processes, as the system counts them
+    session: int | None = None  # the process session of Ray's processes
     reason: str | None = None
 
     @property
     def alive(self) -> bool:
-        """Whether its daemon lives."""
+        """Whether its daemon is alive."""
         return processes.alive(self.pid, self.started)
 
     def write(self, state_dir: Path) -> None:
-        """Replace `ray.json` in one step."""
+        """Replace `ray.json` atomically."""
         private_write(state_dir / RECORD, json.dumps(asdict(self)))
 
 
 def read_record(state_dir: Path) -> RayRecord | None:
-    """What `ray.json` says; None when it is not there or cannot be read."""
+    """Read `ray.json`; None if it does not exist or cannot be read."""
     try:
         return RayRecord(**json.loads((state_dir / RECORD).read_text()))
     except (OSError, ValueError, TypeError):
@@ -76,7 +78,7 @@ def read_record(state_dir: Path) -> RayRecord | None:
 
 
 def environment(state_dir: Path) -> dict[str, str]:
-    """What a process needs in its environment before it imports ray, to start or join the own Ray."""
+    """Return the environment variables with which a process starts or joins the own Ray."""
     return {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(state_dir / TOKEN),
@@ -90,7 +92,7 @@ def environment(state_dir: Path) -> dict[str, str]:
 
 
 def make_token(state_dir: Path) -> None:
-    """Make the token of the own Ray before Ray would, since Ray's own file is readable by all."""
+    """Create the token of the own Ray, readable by its owner only (Ray would create a file that all can read)."""
     path = state_dir / TOKEN
     if not path.exists() or not path.read_text().strip():
         private_write(path, secrets.token_hex(32))
@@ -98,20 +100,20 @@ def make_token(state_dir: Path) -> None:
 
 
 def sweep(record: RayRecord) -> None:
-    """Remove what a daemon left that was itself killed: its processes and its temporary directory."""
+    """Remove what a killed daemon left: its processes and its temporary directory."""
     temp = Path(record.temp_dir)
-    if temp.name.startswith("rayps-"):  # ours, whatever the file says
+    if temp.name.startswith("rayps-"):  # never delete a directory that rayps did not create
         processes.end_all(processes.left_in(str(temp), record.session))
         shutil.rmtree(temp, ignore_errors=True)
 
 
 class Daemon:
-    """One own Ray, from its start to its end."""
+    """Start, watch and stop one own Ray."""
 
     def __init__(self, state_dir: Path, cpus: int, idle: float) -> None:
         self._state_dir = state_dir
         self._idle = idle
-        self._told_to_stop = False
+        self._stop_requested = False
         self._ray: subprocess.Popen[bytes] | None = None
         signal.signal(signal.SIGTERM, self._stop)
         signal.signal(signal.SIGINT, self._stop)
@@ -119,12 +121,12 @@ class Daemon:
         self.record = RayRecord("starting", os.getpid(), processes.started(os.getpid()), temp, cpus)
 
     def run(self) -> int:
-        """Start, watch, end; gives the exit code."""
+        """Start, watch and stop Ray; return the exit code."""
         processes.adopt_orphans()
         self._write("starting")
         failure = None
         try:
-            if not self._told_to_stop:
+            if not self._stop_requested:
                 self._ray = self._start()
                 self._write("starting", session=self._ray.pid)
                 failure = self._watch(self._wait_for_address(self._ray))
@@ -169,46 +171,46 @@ class Daemon:
 
     @property
     def _ray_temp(self) -> Path:
-        return Path(self.record.temp_dir) / "r"  # Ray opens its folder to everybody; ours around it is private
+        return Path(self.record.temp_dir) / "r"  # Ray makes its folder readable by all; the folder around it is private
 
     def _wait_for_address(self, ray: subprocess.Popen[bytes]) -> str | None:
         file = self._ray_temp / "ray_current_cluster"
         deadline = time.monotonic() + _START_SECONDS
-        while not self._told_to_stop and time.monotonic() < deadline:
+        while not self._stop_requested and time.monotonic() < deadline:
             if ray.poll() is not None:
-                return f"Ray did not start, it ended with code {ray.returncode}: see {self._state_dir / LOG}"
+                return f"Ray did not start: it exited with code {ray.returncode}; see {self._state_dir / LOG}"
             if file.exists() and (address := file.read_text().strip()):
                 self._write("ready", address=address)
                 return None
             time.sleep(0.1)
         return (
             None
-            if self._told_to_stop
+            if self._stop_requested
             else (f"Ray did not start within {_START_SECONDS:g} s: see {self._state_dir / LOG}")
         )
 
     def _watch(self, failure: str | None) -> str | None:
         lease = Lease(self._state_dir, self._idle)
-        pillars: dict[str, tuple[int, int | None]] = {}
-        while failure is None and not self._told_to_stop and self._is_ours():
-            pillars = pillars if len(pillars) == len(_PILLARS) else self._pillars()
-            gone = [name for name, (pid, since) in pillars.items() if not processes.alive(pid, since)]
+        found: dict[str, tuple[int, int | None]] = {}
+        while failure is None and not self._stop_requested and self._is_ours():
+            found = found if len(found) == len(_REQUIRED_PROCESSES) else self._required_processes()
+            gone = [name for name, (pid, since) in found.items() if not processes.alive(pid, since)]
             if self._ray is not None and self._ray.pid in processes.reap():
-                failure = f"Ray ended by itself: see {self._state_dir / LOG}"
+                failure = f"Ray has ended by itself: see {self._state_dir / LOG}"
             elif gone:
                 failure = f"Ray's {gone[0]} has ended: see {self._state_dir / LOG}"
-            elif lease.over():
-                log.info("neither service nor job for %g s: ending", self._idle)
+            elif lease.expired():
+                log.info("no activity of the service or a job for %g s (--idle): stopping Ray", self._idle)
                 return None
             time.sleep(_POLL_SECONDS)
         return failure
 
-    def _pillars(self) -> dict[str, tuple[int, int | None]]:
-        """Ray's processes without which it is none, by name: (process id, start)."""
+    def _required_processes(self) -> dict[str, tuple[int, int | None]]:
+        """Return Ray's required processes by name: (process id, start)."""
         found = {}
         for pid in processes.below(os.getpid()):
             name = Path(next(iter(processes.command(pid)), "")).name
-            if name in _PILLARS:
+            if name in _REQUIRED_PROCESSES:
                 found[name] = (pid, processes.started(pid))
         return found
 
@@ -222,18 +224,19 @@ class Daemon:
         found = read_record(self._state_dir)
         return found is not None and found.pid == self.record.pid
 
-    def _write(self, state: str, **facts: Any) -> None:
-        self.record = replace(self.record, state=state, **facts)
+    def _write(self, state: str, **facts: str | int) -> None:
+        self.record = RayRecord(**{**asdict(self.record), **facts, "state": state})
         if self._state_dir.is_dir():
             self.record.write(self._state_dir)
 
-    def _stop(self, *_: Any) -> None:
-        self._told_to_stop = True
+    def _stop(self, _number: int, _frame: FrameType | None) -> None:
+        self._stop_requested = True
 
 
 class Lease:
-    """Whether an own Ray is still needed. It is renewed by each change of the service's heartbeat and of a file of a
-    job, counted by this process's own clock (see `QuietTime`); the system's wall clock plays no part.
+    """A lease on the own Ray, renewed by each change of the service's heartbeat and of a job's progress.
+
+    Seconds are counted by this process (see `QuietTime`); the system's wall clock is not used.
     """
 
     def __init__(
@@ -244,7 +247,7 @@ class Lease:
         clock: Callable[[], float] = time.monotonic,
         drivers: Callable[[], bool] | None = None,
     ) -> None:
-        """`idle` in seconds; `drivers` tells whether a driver's process lives."""
+        """`idle` in seconds; `drivers` returns whether a driver's process is alive."""
         self._state_dir = state_dir
         self._idle = idle
         self._silence = QuietTime(clock)
@@ -253,29 +256,29 @@ class Lease:
         self._jobs = _newest_of_jobs(state_dir)
         self._asked = clock() - _ASK_SECONDS
 
-    def over(self) -> bool:
-        """Look, and tell whether nobody needs this Ray any more. Asks for more only when all has been silent."""
+    def expired(self) -> bool:
+        """Check for activity; return whether the lease has expired. Jobs and processes are read only if it may have."""
         silent = self._silence.observe((_changed(self._state_dir / HEARTBEAT), self._jobs))
         if silent <= self._idle or 0.0 <= self._clock() - self._asked < _ASK_SECONDS:
             return False
         self._asked = self._clock()
         jobs = _newest_of_jobs(self._state_dir)
-        if jobs != self._jobs:  # a job got on since the last look
+        if jobs != self._jobs:  # a job made progress
             self._jobs = jobs
             self._silence.observe((_changed(self._state_dir / HEARTBEAT), jobs))
             return False
-        return is_over(silent, self._idle, service=service_lives(self._state_dir), drivers=self._drivers())
+        return is_expired(silent, self._idle, service=service_lives(self._state_dir), drivers=self._drivers())
 
 
-def is_over(silent: float, idle: float, *, service: bool, drivers: bool) -> bool:
-    """Whether a Ray that nobody gave a sign for during `silent` seconds may end."""
+def is_expired(silent: float, idle: float, *, service: bool, drivers: bool) -> bool:
+    """Return whether Ray may be stopped after `silent` seconds without activity. Pure."""
     if drivers or silent <= idle:
         return False
     return not service or silent > idle + _GRACE_SECONDS
 
 
 def service_lives(state_dir: Path) -> bool:
-    """Whether a service of this state directory lives: it holds its lock, which is looked at and not touched."""
+    """Return whether a service of this state directory holds its lock; read from /proc/locks, without locking."""
     try:
         inode = str((state_dir / SERVICE_LOCK).stat().st_ino)
         held = [line.split() for line in Path("/proc/locks").read_text().splitlines() if " FLOCK " in line]
@@ -289,7 +292,7 @@ def _drivers_live() -> bool:
 
 
 def _newest_of_jobs(state_dir: Path) -> int:
-    """The newest change of a job that has not ended, or of its end."""
+    """Return the newest change of a job's progress or outcome, in ns."""
     newest = 0
     for progress in state_dir.glob("jobs/*/progress.json"):
         newest = max(newest, _changed(progress.parent / "outcome.json") or _changed(progress))
@@ -304,18 +307,18 @@ def _changed(path: Path) -> int:
 
 
 def _short_temp() -> str:
-    # Ray puts unix sockets below its folder, and their paths may have 107 bytes at most
+    # Ray makes unix sockets below its folder, whose paths have at most 107 bytes
     return tempfile.gettempdir() if len(tempfile.gettempdir()) <= 20 else "/tmp"
 
 
 def _object_store_bytes() -> int:
-    # tensors travel over rayps's own links: the store holds only what users put there. Ray's floor is 75 MB.
+    # tensors use rayps's own links: the store holds only users' objects. Ray's minimum is 75 MB.
     room = shutil.disk_usage("/dev/shm").total // 4 if Path("/dev/shm").is_dir() else 0
     return min(max(room, 80_000_000), 1_000_000_000)
 
 
 def _lock(state_dir: Path, seconds: float = 60.0) -> int | None:
-    """The lock that one daemon holds as long as it lives; waits for one that is stopping."""
+    """Take the lock of the daemon, which it holds until it ends; wait for a daemon that is stopping."""
     descriptor = os.open(state_dir / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     deadline = time.monotonic() + seconds
     while True:
@@ -326,13 +329,13 @@ def _lock(state_dir: Path, seconds: float = 60.0) -> int | None:
             found = read_record(state_dir)
             if time.monotonic() > deadline or (found is not None and found.alive and found.state == "ready"):
                 os.close(descriptor)
-                return None  # another one serves
+                return None  # another daemon is running
             time.sleep(0.1)
 
 
 def main() -> int:
-    """Run one daemon until its end."""
-    parser = argparse.ArgumentParser(description="keeps the Ray of a rayps service")
+    """Run one daemon."""
+    parser = argparse.ArgumentParser(description="runs the Ray of a rayps service")
     parser.add_argument("--state-dir", type=Path, required=True)
     parser.add_argument("--cpus", type=int, required=True)
     parser.add_argument("--idle", type=float, required=True)

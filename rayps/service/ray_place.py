@@ -1,7 +1,7 @@
-"""Where the service's drivers run: a Ray of its own, kept by `rayps.service.ray_daemon`, or a cluster that it joins.
+"""The Ray in which drivers run: one that rayps owns, kept by `rayps.service.ray_daemon`, or a cluster that it joins.
 
-The service starts no Ray process itself, so that killing the service leaves its jobs alone. It is in no Ray itself
-either: `ray_process` asks through a child, so that a Ray that hangs or dies costs the child.
+Jobs survive the death of the service, because the service starts no Ray process itself. The service survives a Ray that
+hangs or dies, because it calls Ray only through a child process (`ray_process`).
 """
 
 from __future__ import annotations
@@ -31,100 +31,102 @@ log = logging.getLogger(__name__)
 _START_SECONDS = 150.0
 _RETRY_SECONDS = 15.0
 _END_SECONDS = 30.0
-_LEAVING = "the service is ending"
-_MUTE_SECONDS = 180.0  # without one answer of a Ray that seems to run, and without a job that gets on in it
+_LEAVING = "the service is stopping"
+_UNRESPONSIVE_SECONDS = 180.0  # without an answer of a Ray that seems to run, and without a job's progress
 
 
 def place(settings: Settings) -> OwnRay | JoinedRay:
-    """The place that the settings ask for."""
+    """Return the Ray that the settings name."""
     return OwnRay(settings) if settings.address is None else JoinedRay(settings.address)
 
 
 class OwnRay:
     """A Ray on this machine that belongs to one state directory.
 
-    It is ended and started anew when it has ended, and when it has answered nothing for `mute_seconds` in which no job
-    wrote its progress either.
+    It is restarted when it has ended, and when for `unresponsive_seconds` it has not answered and no job has written
+    its progress.
     """
 
     owned = True
 
-    def __init__(self, settings: Settings, *, mute_seconds: float = _MUTE_SECONDS) -> None:
+    def __init__(self, settings: Settings, *, unresponsive_seconds: float = _UNRESPONSIVE_SECONDS) -> None:
         self._dir = settings.state_dir
         self._settings = settings
         self._cluster: ClusterProcess | None = None
         self._record: RayRecord | None = None
         self._daemon: subprocess.Popen[bytes] | None = None
         self._failed: tuple[float, str] | None = None
-        self._looks = 0  # that the processes before this one have answered
+        self._answers = 0  # of all earlier child processes
         self._leaving = threading.Event()
         self._busy = threading.Lock()
-        self._mute = _Mute(settings.jobs_dir, mute_seconds)
+        self._unresponsive = _UnresponsiveTime(settings.jobs_dir, unresponsive_seconds)
 
     @property
     def address(self) -> str | None:
-        """host:port, once it is up."""
+        """host:port, once Ray is ready."""
         return None if self._record is None else self._record.address
 
     def capacity(self) -> Bundle:
-        """The logical CPUs of the running Ray, or of the one that will be started."""
+        """Return the logical CPUs of the running Ray, or of the one that will be started."""
         cpus = self._settings.cpus if self._record is None else self._record.cpus
         return {"cpu": float(cpus)}
 
     def cluster(self) -> Actors:
-        """The cluster, joined; starts the daemon when there is none.
+        """Return the joined cluster; start the daemon if there is none.
 
         Raises:
-            ClusterError: it did not come up, or the service is leaving.
+            ClusterError: Ray did not become ready, or the service is stopping.
         """
         with self._busy:
-            if self._cluster is not None and self._cluster.alive and self._hopeless() is None:
+            if self._cluster is not None and self._cluster.alive and self._give_up_reason() is None:
                 return self._cluster
-            self._forget(goodbye=False)
-            if self._mute.over():
+            self._drop_connection(graceful=False)
+            if self._unresponsive.expired():
                 log.error(
-                    "Ray has answered nothing for %g s and no job got on: it is ended and started again",
-                    self._mute.seconds,
+                    "Ray has not answered for %g s and no job made progress: Ray is restarted",
+                    self._unresponsive.seconds,
                 )
                 self._end()
-                self._mute.reset()
+                self._unresponsive.reset()
             self._record = self._ensure()
             assert self._record.address is not None
-            self._cluster = ClusterProcess(self._record.address, environment(self._dir), hopeless=self._hopeless)
+            self._cluster = ClusterProcess(
+                self._record.address, environment(self._dir), give_up_reason=self._give_up_reason
+            )
             return self._cluster
 
-    def touch(self) -> None:
-        """Tell the daemon that the service lives."""
+    def renew_lease(self) -> None:
+        """Touch the heartbeat file: the daemon keeps Ray while the service is alive."""
         (self._dir / HEARTBEAT).touch(mode=0o600)
 
-    def leave(self, *, end: bool) -> None:
-        """Let go, and with `end` stop the daemon and wait until nothing of it is left."""
+    def disconnect(self, *, end: bool) -> None:
+        """Disconnect; with `end` also stop the daemon and wait until all its processes have ended."""
         self._leaving.set()
         got = self._busy.acquire(timeout=5.0)
         try:
-            self._forget(goodbye=not end)
+            self._drop_connection(graceful=not end)
             if end:
                 self._end()
         finally:
             if got:
                 self._busy.release()
 
-    def _hopeless(self) -> str | None:
-        """Why no answer of the joined Ray will come; asked while one is awaited. None: it may come."""
+    def _give_up_reason(self) -> str | None:
+        """Return why the joined Ray will not answer any more; None if it may. Polled while an answer is awaited."""
         if self._leaving.is_set():
             return _LEAVING
-        self.touch()
+        self.renew_lease()
         record = read_record(self._dir)
         if record is None or not record.alive or record.state != "ready" or record != self._record:
             return "Ray has ended"
-        if self._mute.observe(self._looks + (0 if self._cluster is None else self._cluster.totals)):
-            return f"Ray has answered nothing for {self._mute.seconds:g} s"
+        if self._unresponsive.observe(self._answers + (0 if self._cluster is None else self._cluster.totals)):
+            return f"Ray has not answered for {self._unresponsive.seconds:g} s"
         return None
 
-    def _forget(self, *, goodbye: bool) -> None:
+    def _drop_connection(self, *, graceful: bool) -> None:
         if self._cluster is not None:
-            self._looks += self._cluster.totals
-            self._cluster.close(goodbye=goodbye)
+            self._answers += self._cluster.totals
+            self._cluster.close(graceful=graceful)
             self._cluster = None
         self._record = None
 
@@ -133,17 +135,17 @@ class OwnRay:
         if self._failed is not None and time.monotonic() - self._failed[0] < _RETRY_SECONDS:
             raise ClusterError(self._failed[1])
         while time.monotonic() < deadline and not self._leaving.is_set():
-            self.touch()
+            self.renew_lease()
             record = read_record(self._dir)
             if record is not None and record.alive and record.state == "ready":
                 return record
             mine = self._daemon is not None and record is not None and record.pid == self._daemon.pid
             if record is not None and record.state == "failed" and mine:
                 (self._dir / "ray.json").unlink(missing_ok=True)
-                if record.address is None:  # it never came up: not at once again
+                if record.address is None:  # it never became ready: wait before the next attempt
                     self._failed = (time.monotonic(), record.reason or "Ray did not start")
                     raise ClusterError(self._failed[1])
-                log.warning("%s; it is started again", record.reason)
+                log.warning("%s; Ray is restarted", record.reason)
                 continue
             if record is None or not record.alive or record.state in ("stopping", "failed"):
                 self._spawn()
@@ -151,15 +153,15 @@ class OwnRay:
         raise ClusterError(
             _LEAVING
             if self._leaving.is_set()
-            else f"Ray did not come up within {_START_SECONDS:g} s: see {self._dir / LOG}"
+            else f"Ray was not ready within {_START_SECONDS:g} s: see {self._dir / LOG}"
         )
 
     def _spawn(self) -> None:
         if self._daemon is not None and self._daemon.poll() is None:
-            return  # it is on its way, or waits for the one before to end
+            return  # it is starting, or waits for the previous daemon to end
         make_token(self._dir)
         log.info(
-            "starting Ray: jobs may take %d CPUs in all, which share this machine's %d cores",
+            "starting Ray with %d logical CPUs for all jobs (--cpus); this machine has %d cores",
             self._settings.cpus,
             os.cpu_count() or 1,
         )
@@ -205,7 +207,7 @@ class OwnRay:
 
 
 class JoinedRay:
-    """A cluster that others run."""
+    """A cluster that rayps joins and never stops."""
 
     owned = False
 
@@ -217,78 +219,78 @@ class JoinedRay:
         self._leaving = threading.Event()
 
     def capacity(self) -> None:
-        """Not known before it is joined, and it may grow."""
+        """Return None: the size is not known before the cluster is joined, and it may grow."""
         return None
 
     def cluster(self) -> Actors:
-        """The cluster, joined; joined again after its head did not answer.
+        """Return the joined cluster; join it again after its head did not answer.
 
         Raises:
-            ClusterError: nobody answers at the address.
+            ClusterError: no cluster answers at the address.
         """
-        self._knock()  # each time: a head that is gone is named at once
+        self._check_reachable()  # each time: a lost head is reported at once
         if self._cluster is not None and not self._cluster.alive:
-            self._forget(goodbye=False)
+            self._drop_connection(graceful=False)
         if self._cluster is None:
             self._cluster = self._join()
         return self._cluster
 
-    def touch(self) -> None:
-        """Nobody watches."""
+    def renew_lease(self) -> None:
+        """Do nothing: a joined cluster has no lease."""
 
-    def leave(self, *, end: bool) -> None:
-        """Let go; the cluster goes on."""
+    def disconnect(self, *, end: bool) -> None:
+        """Disconnect; the cluster keeps running."""
         self._leaving.set()
-        self._forget(goodbye=True)
+        self._drop_connection(graceful=True)
 
     def _join(self) -> ClusterProcess:
         if self._failed is not None and time.monotonic() - self._failed[0] < _RETRY_SECONDS:
-            raise ClusterError(self._failed[1])  # a refused token, say: not at once again
+            raise ClusterError(self._failed[1])  # e.g. a refused token: wait before the next attempt
         try:
-            return ClusterProcess(self._at, hopeless=lambda: _LEAVING if self._leaving.is_set() else None)
+            return ClusterProcess(self._at, give_up_reason=lambda: _LEAVING if self._leaving.is_set() else None)
         except ClusterError as error:
             self._failed = (time.monotonic(), str(error))
             raise
 
-    def _forget(self, *, goodbye: bool) -> None:
+    def _drop_connection(self, *, graceful: bool) -> None:
         if self._cluster is not None:
-            self._cluster.close(goodbye=goodbye)
+            self._cluster.close(graceful=graceful)
             self._cluster = None
 
-    def _knock(self) -> None:
+    def _check_reachable(self) -> None:
         host, _, port = self._at.rpartition(":")
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=3.0).close()
         except OSError as error:
-            self._forget(goodbye=False)
+            self._drop_connection(graceful=False)
             raise ClusterError(f"no Ray cluster answers at {self._at}: {error.strerror or error}") from error
 
 
-class _Mute:
-    """How long Ray has answered nothing while no job got on, as a limit."""
+class _UnresponsiveTime:
+    """A limit on the time in which Ray has not answered and no job has made progress."""
 
     def __init__(self, jobs_dir: Path, seconds: float) -> None:
         self.seconds = seconds
         self._jobs_dir = jobs_dir
-        self._silence = QuietTime()
+        self._quiet = QuietTime()
         self._over = False
         self._progress = self._newest()
 
-    def observe(self, looks: int) -> bool:
-        """Take in how many looks were answered so far; gives whether the limit is passed."""
-        if self._silence.observe((looks, self._progress)) > self.seconds:
-            newest = self._newest()  # many files: looked at only now
+    def observe(self, answers: int) -> bool:
+        """Record the number of answers so far; return whether the limit is exceeded."""
+        if self._quiet.observe((answers, self._progress)) > self.seconds:
+            newest = self._newest()  # reads many files: only when needed
             self._over = newest == self._progress
             self._progress = newest
         return self._over
 
-    def over(self) -> bool:
-        """Whether the limit is passed."""
+    def expired(self) -> bool:
+        """Return whether the limit was exceeded at the last observation."""
         return self._over
 
     def reset(self) -> None:
-        """Another Ray begins."""
-        self._silence, self._over = QuietTime(), False
+        """Start again at zero: Ray was restarted."""
+        self._quiet, self._over = QuietTime(), False
 
     def _newest(self) -> int:
         stamps = [0]

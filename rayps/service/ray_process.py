@@ -1,8 +1,9 @@
-"""The cluster as the service sees it: through a child process, under a deadline, and killed when it misses one.
+"""Call Ray from the service through a child process with deadlines.
 
-`ClusterProcess` starts `rayps.service.ray_child` and asks it through a pipe. An operation that Ray does not answer in
-time ends the child, and with it all that was asked of it: each request fails with ClusterError, and the next look
-starts another child. Actors are detached and known by name, so that nothing of theirs depends on the child.
+Guarantee: a Ray that hangs or crashes cannot stop the service. `ClusterProcess` starts `rayps.service.ray_child` and
+sends it requests through a pipe. If Ray misses a deadline, the child is killed, every pending request fails with
+ClusterError, and the next view of the cluster starts another child. Actors are detached and found by name: they do not
+depend on the child.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ log = logging.getLogger(__name__)
 
 RAY = "rayps.cluster.ray_cluster:RayCluster"
 JOIN_SECONDS = 120.0  # to import ray and join, on a slow machine
-ANSWER_SECONDS = 30.0  # for an operation that takes Ray milliseconds
+ANSWER_SECONDS = 30.0  # for an operation that normally takes milliseconds
 _POLL_SECONDS = 0.25
-_GOODBYE_SECONDS = 5.0
+_LEAVE_SECONDS = 5.0
 _REFUSED = 2  # exit code
-_TAIL = 2000  # bytes of the child's last words
+_TAIL = 2000  # bytes of the child's last output that an error shows
 
 
 class NamedActor:
-    """An actor that is known by its name."""
+    """The handle of a named actor."""
 
     def __init__(self, name: str, process: ClusterProcess) -> None:
         self.name = name
@@ -54,7 +55,8 @@ class NamedActor:
 class ClusterProcess:
     """A child process that has joined the cluster at `address`.
 
-    `hopeless` is asked several times a second while an answer is awaited, and gives why it will not come, or None.
+    `give_up_reason` is called several times a second while an answer is awaited: if it returns a text, the child is
+    killed and the call fails with that text.
 
     Raises:
         ClusterError: the cluster cannot be joined, or not within `join_seconds`.
@@ -66,19 +68,19 @@ class ClusterProcess:
         env: Mapping[str, str] | None = None,
         *,
         cluster: str = RAY,
-        hopeless: Callable[[], str | None] = lambda: None,
+        give_up_reason: Callable[[], str | None] = lambda: None,
         join_seconds: float = JOIN_SECONDS,
         answer_seconds: float = ANSWER_SECONDS,
     ) -> None:
-        self.totals = 0  # how often Ray has told its resources, the last thing that a look asks: grows while it is well
-        self._hopeless = hopeless
+        self.totals = 0  # answered calls of total(), the last call of each view: grows while Ray works
+        self._give_up_reason = give_up_reason
         self._answer_seconds = answer_seconds
         self._numbers = itertools.count(1)
         self._waiting: dict[int, Future[Any]] = {}
         self._lock = threading.Lock()
         self._sending = threading.Lock()
-        self._fault: str | None = None
-        self._words = tempfile.TemporaryFile()  # noqa: SIM115  of the child; as long as this object
+        self._failure: str | None = None
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115  of the child; closed with this object
         ours, theirs = socket.socketpair()
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", max(1, round(answer_seconds)), 0))
         with theirs:
@@ -98,8 +100,8 @@ class ClusterProcess:
                     str(PROTOCOL),
                 ],
                 stdin=subprocess.DEVNULL,
-                stdout=self._words,
-                stderr=self._words,
+                stdout=self._output,
+                stderr=self._output,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
                 env=_environment(env or {}),
@@ -111,7 +113,7 @@ class ClusterProcess:
         try:
             self._await(joined, "be joined", join_seconds)
         except BaseException:
-            self._fail("it was not joined")
+            self._fail("the cluster was not joined")
             raise
 
     @property
@@ -121,8 +123,8 @@ class ClusterProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether the child may still answer."""
-        return self._fault is None
+        """Whether the child can still answer."""
+        return self._failure is None
 
     def spawn(
         self,
@@ -139,7 +141,7 @@ class ClusterProcess:
         **kwargs: Any,
     ) -> NamedActor:
         """See Cluster; the actor needs a name, is detached, and in no gang."""
-        assert name is not None and detached and gang is None, "it must outlive the child"
+        assert name is not None and detached and gang is None, "the actor must outlive the child"
         self._do(
             "spawn",
             target,
@@ -178,31 +180,31 @@ class ClusterProcess:
         """See Cluster."""
         self._do("kill", handle.name)
 
-    def close(self, *, goodbye: bool = True) -> None:
-        """End the child; with `goodbye` it leaves the cluster first, which may have no end where Ray is gone."""
-        if goodbye and self.alive:
+    def close(self, *, graceful: bool = True) -> None:
+        """Kill the child; with `graceful` it disconnects from the cluster first, for a few seconds at most."""
+        if graceful and self.alive:
             try:
-                self.request("close").result(timeout=_GOODBYE_SECONDS)
+                self.request("close").result(timeout=_LEAVE_SECONDS)
             except (RaypsError, TimeoutError, OSError, RuntimeError) as error:
-                log.info("Ray did not take the goodbye: %s", error)
-        self._fail("it was closed", tell=False)
+                log.info("the cluster could not be left in order: %s", error)
+        self._fail("it was closed", log_exit=False)
 
     def request(self, operation: str, *args: Any, **named: Any) -> Future[Any]:
-        """Ask the child; the answer fails with ClusterError once the child is gone."""
+        """Send a request to the child; the future fails with ClusterError when the child has ended."""
         reply: Future[Any] = Future()
         data = pickle.dumps((number := next(self._numbers), operation, args, named))
         with self._lock:
-            fault = self._fault
-            if fault is None:
+            failure = self._failure
+            if failure is None:
                 self._waiting[number] = reply
-        if fault is not None:
-            reply.set_exception(ClusterError(f"Ray cannot be asked: {fault}"))
+        if failure is not None:
+            reply.set_exception(ClusterError(f"Ray cannot be called: {failure}"))
             return reply
         try:
             with self._sending:
                 self._pipe.send_bytes(data)
-        except OSError as error:  # it has ended, or has read nothing for as long as an answer may take
-            self._fail(f"the process that asks Ray takes no requests: {error}")
+        except OSError as error:  # the child has ended, or has not read for `answer_seconds`
+            self._fail(f"the process that calls Ray takes no requests: {error}")
         return reply
 
     def _do(self, operation: str, *args: Any, **named: Any) -> Any:
@@ -217,8 +219,8 @@ class ClusterProcess:
                 if reply.done():
                     if isinstance(reply.exception(), TimeoutError):
                         raise ClusterError(f"Ray did not {what}: {error}") from error
-                    continue  # it came just now
-                why = self._hopeless()
+                    continue  # the answer has just arrived
+                why = self._give_up_reason()
                 if why is None and time.monotonic() > deadline:
                     why = f"Ray did not {what} within {seconds:g} s"
                 if why is not None:
@@ -234,41 +236,41 @@ class ClusterProcess:
                 if reply is not None:
                     reply.set_exception(error) if error is not None else reply.set_result(value)
         except (EOFError, OSError):
-            self._fail("the process that asks Ray has ended")
-        except Exception as error:  # an answer of a class that is not here: nothing after it can be trusted
+            self._fail("the process that calls Ray has ended")
+        except Exception as error:  # e.g. of a class that does not exist here: later answers cannot be trusted
             self._fail(f"an answer cannot be read: {error}")
 
-    def _fail(self, why: str, *, tell: bool = True) -> None:
-        """End the child; whatever it was asked fails."""
+    def _fail(self, why: str, *, log_exit: bool = True) -> None:
+        """Kill the child; all pending requests fail."""
         with self._lock:
-            first, self._fault = self._fault is None, self._fault or why
+            first, self._failure = self._failure is None, self._failure or why
             waiting, self._waiting = self._waiting, {}
         if first:
             self._child.kill()
             code = self._child.wait()
-            if code == _REFUSED:  # its arguments are of another version of rayps
-                why = f"{why}: {self._last_words().rpartition(': error: ')[2]}"
-            if tell and code not in (0, 1):
-                log.warning("the process that asks Ray ended with code %d (%s)%s", code, why, self._last_words())
+            if code == _REFUSED:  # the child is of another version of rayps
+                why = f"{why}: {self._last_output().rpartition(': error: ')[2]}"
+            if log_exit and code not in (0, 1):
+                log.warning("the process that calls Ray ended with code %d (%s)%s", code, why, self._last_output())
         for reply in waiting.values():
             reply.set_exception(ClusterError(f"Ray did not answer: {why}"))
 
-    def _last_words(self) -> str:
-        self._words.seek(0, os.SEEK_END)
-        self._words.seek(max(0, self._words.tell() - _TAIL))
-        text = self._words.read().decode(errors="replace").strip()
-        return f", and said last:\n{text}" if text else ""
+    def _last_output(self) -> str:
+        self._output.seek(0, os.SEEK_END)
+        self._output.seek(max(0, self._output.tell() - _TAIL))
+        text = self._output.read().decode(errors="replace").strip()
+        return f"; its last output:\n{text}" if text else ""
 
 
 def _environment(more: Mapping[str, str]) -> dict[str, str]:
     found = {**os.environ, **more, "PYTHONPATH": python_path()}
     if "RAY_AUTH_TOKEN_PATH" in more:
-        found.pop("RAY_AUTH_TOKEN", None)  # of another Ray: it would win over the file
+        found.pop("RAY_AUTH_TOKEN", None)  # of another Ray: Ray prefers it to the file
     return found
 
 
 def python_path() -> str:
-    """PYTHONPATH for a child of the service: it finds this rayps, also in a source tree that is not installed."""
+    """Return a PYTHONPATH with which a child of the service imports this rayps, also if it is not installed."""
     home = str(Path(rayps.__file__).resolve().parent.parent)
     rest = os.environ.get("PYTHONPATH")
     return home if not rest else f"{home}{os.pathsep}{rest}"

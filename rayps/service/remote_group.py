@@ -1,4 +1,4 @@
-"""A server group of a job service, seen from Python."""
+"""The client of one server group of a job service."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from rayps.core.errors import Conflict, NotFound, Unreachable
 
 
 class RemoteGroup:
-    """One server group of a service; `data` is what it last said: servers, spaces, moves, events, jobs.
+    """One server group of a service, as `Client.start_servers` and `Client.servers` return it.
 
-    Made by `Client.start_servers` and `Client.servers`.
+    `data` is the newest answer of the service: servers, spaces, moves, events, jobs.
     """
 
     def __init__(self, call: Callable[..., Any], data: dict[str, Any]) -> None:
@@ -25,7 +25,7 @@ class RemoteGroup:
 
     @property
     def name(self) -> str:
-        """Its name: a job's `server_group`."""
+        """The group's name: a job's `server_group`."""
         return str(self.data["name"])
 
     @property
@@ -33,46 +33,48 @@ class RemoteGroup:
         return f"/api/v1/server-groups/{urllib.parse.quote(self.name, safe='')}"
 
     def refresh(self) -> Self:
-        """Ask how it stands. Raises NotFound once it is gone."""
+        """Read `data` again. Raises NotFound after the group has ended."""
         self.data = self._call("GET", self._path)
         return self
 
     def resize(self, servers: int) -> Self:
-        """Grow or shrink it; segments move on while jobs go on.
+        """Grow or shrink the group; jobs continue while segments move.
 
         Raises:
-            ConfigError: too few for its replicas, Conflict: it is resizing, or not up.
+            ConfigError: too few servers for the replicas.
+            Conflict: the group is resizing already, or is not ready.
         """
         self.data = self._call("PATCH", self._path, json={"servers": servers})
         return self
 
     def drain(self, server: str) -> Self:
-        """Move everything off one server, which then leaves. Raises NotFound, ConfigError, Conflict."""
+        """Move all segments off one server, then stop it. Raises NotFound, ConfigError, Conflict."""
         self.data = self._call("POST", f"{self._path}/drain", json={"server": server})
         return self
 
     def set_quota(self, space: str, *, bytes: int | None = None, operations: float | None = None) -> Self:
-        """Set what a job's space may take in all, and requests a second; None = no limit. Raises NotFound, Conflict."""
+        """Limit a space to `bytes` and `operations` per second; None = no limit. Raises NotFound, Conflict."""
         path = f"{self._path}/spaces/{urllib.parse.quote(space, safe='')}"
         self.data = self._call("PATCH", path, json={"bytes": bytes, "operations": operations})
         return self
 
     def drop(self, space: str) -> Self:
-        """Forget a space whose job has ended, or a branch. Raises NotFound, Conflict while its job runs."""
+        """Delete a space whose job has ended, or a branch. Raises NotFound, Conflict while its job runs."""
         self.data = self._call("DELETE", f"{self._path}/spaces/{urllib.parse.quote(space, safe='')}")
         return self
 
     def stop(self, *, force: bool = False) -> Self:
-        """End it, and all parameters on it. Raises Conflict while jobs use it, unless `force`."""
+        """Stop the group; its parameters are lost. Raises Conflict while jobs use it, unless `force`."""
         self.data = self._call("DELETE", self._path, params={"force": "true"} if force else {})
         return self
 
     def wait(self, timeout: float = 300.0, pause: float = 0.5) -> Self:
-        """Wait until every segment is held as wanted and nothing moves; after `stop`, until it is gone.
+        """Wait until all servers and replicas are ready and no segment moves; after `stop`, until the group has ended.
 
         Raises:
-            TimeoutError: naming what it still waits for; wait longer with `timeout` (seconds).
-            Conflict: it is being stopped by somebody else, NotFound: it is gone.
+            TimeoutError: not within `timeout` seconds; says what is missing.
+            Conflict: another client is stopping the group.
+            NotFound: the group has ended.
         """
         deadline = time.monotonic() + timeout
         ending = self.data.get("status") == "stopping"
@@ -91,20 +93,19 @@ class RemoteGroup:
             if self.data["settled"] and not ending:
                 return self
             if time.monotonic() >= deadline:
-                what = "is still there" if ending else f"is {standing(self.data)}"
+                what = "has not ended" if ending else f"is {summary(self.data)}"
                 raise TimeoutError(
-                    f"server group {self.name!r} {what} after {timeout:g} s: wait longer with timeout=, "
-                    "and look at its events"
+                    f"server group {self.name!r} {what} after {timeout:g} s: raise timeout=, or read its events"
                 )
             time.sleep(pause)
 
 
-def standing(data: dict[str, Any]) -> str:
-    """Where a group stands, in a few words."""
+def summary(data: dict[str, Any]) -> str:
+    """Describe a group's status in one line."""
     alive = data["alive"] if "alive" in data else sum(each.get("state") == "alive" for each in data["servers"])
     moves = data["moves"] if isinstance(data["moves"], int) else len(data["moves"])
-    unseen = data["status"] == "unreachable" and not alive  # how many live is not known
-    said = f"{data['status']}, {'' if unseen else f'{alive} of '}{data['wanted']} servers"
+    unseen = data["status"] == "unreachable" and not alive  # the number of living servers is unknown
+    text = f"{data['status']}, {'' if unseen else f'{alive} of '}{data['wanted']} servers"
     if moves:
-        said += f", {moves} {'move' if moves == 1 else 'moves'}"
-    return f"{said}: {data['reason']}" if data.get("reason") else said
+        text += f", {moves} {'move' if moves == 1 else 'moves'}"
+    return f"{text}: {data['reason']}" if data.get("reason") else text

@@ -1,7 +1,6 @@
-"""What the job service is told from outside: the environment, read once, checked, and then only passed on.
+"""The settings of the job service: RAYPS_* variables and options, read once and checked. Imports no Ray.
 
-Not a global: `Settings.read()` is called by the command line and the service, and everything below receives
-values. Nothing here starts or imports Ray.
+There is no global: the command line and the service call `Settings.read()` and pass values on.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import os
 import pwd
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -18,34 +17,35 @@ from rayps.core.errors import ConfigError
 from rayps.core.job import LOCAL_CPUS
 from rayps.service.plan import SIGN_SECONDS
 
-SERVICE_LOCK = "service.lock"  # held by the one service of a state directory
-_PROOFS = ("rayps.db", SERVICE_LOCK)  # a directory with one of these was used by a rayps service
+SERVICE_LOCK = "service.lock"  # locked by the service of a state directory
+_PROOFS = ("rayps.db", SERVICE_LOCK)  # one of these files marks the state directory of a rayps service
 _OURS = re.compile(r"jobs|servers|backup\.json|lost\+found|\.?(token|clients|rayps\.db|ray[._]|service\.).*")
 
+Value = str | int | float | Path | tuple[str, ...] | None  # of a setting
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Where the service keeps its state, where it listens and which Ray it uses."""
+    """The service's state directory, address and Ray."""
 
     state_dir: Path = field(default_factory=lambda: Path("~/.rayps").expanduser())
     host: str = "127.0.0.1"
     port: int = 8420
     address: str | None = None  # of a Ray cluster to join; None: rayps runs its own
     cpus: int = field(default_factory=lambda: max(LOCAL_CPUS, os.cpu_count() or 1))  # logical CPUs of the own Ray
-    idle: float = 600.0  # seconds without service and job after which the own Ray ends itself
-    stall: float = SIGN_SECONDS  # seconds that a job may start, or start again, without a sign of progress
-    allowed_hosts: tuple[str, ...] = ()  # Host names that are answered, beside the loopback ones
-    url: str | None = None  # where a client looks for the service
-    token: str | None = None  # what a client shows it
+    idle: float = 600.0  # seconds without activity of service and jobs after which the own Ray stops
+    stall: float = SIGN_SECONDS  # seconds that a starting or recovering job may show no progress
+    allowed_hosts: tuple[str, ...] = ()  # accepted Host names besides the loopback ones
+    url: str | None = None  # the service's address, for clients
+    token: str | None = None  # the bearer token, for clients
 
     @classmethod
-    def read(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> Self:
-        """The settings from RAYPS_* variables; an override that is not None wins.
+    def read(cls, environ: Mapping[str, str] | None = None, **overrides: Path | str | float | None) -> Self:
+        """Read RAYPS_* variables; an override that is not None wins.
 
         Raises:
-            ConfigError: naming the variable or option, what it holds and what is expected.
+            ConfigError: names the variable or option, its value and what is expected.
         """
         env = os.environ if environ is None else environ
         found: dict[str, Any] = {}
@@ -60,7 +60,7 @@ class Settings:
 
     @property
     def loopback(self) -> bool:
-        """Whether the service can be reached from this machine only."""
+        """Whether the service listens on this machine's loopback only."""
         return self.host in LOOPBACK or self.host.startswith("127.")
 
     @property
@@ -85,19 +85,19 @@ class Settings:
 
     @property
     def client_key(self) -> Path:
-        """The private key that signs what federated clients are told, mode 0600."""
+        """The private key that signs the service's messages to federated clients, mode 0600."""
         return self.state_dir / "clients.key"
 
     @property
     def service_file(self) -> Path:
-        """Where the running service says its address and process."""
+        """The file with the address and process of the running service."""
         return self.state_dir / "service.json"
 
     def prepare(self) -> Self:
-        """Make the state directory, for its owner only. A directory of another user or program stays untouched.
+        """Create the state directory, accessible by its owner only. A directory of another user or program is refused.
 
         Raises:
-            ConfigError: it cannot be made or written, belongs to another user, or holds files of another program.
+            ConfigError: it cannot be written, belongs to another user, or has files of another program.
         """
         try:
             self._refuse_foreign()
@@ -120,7 +120,7 @@ class Settings:
         foreign = sorted(path.name for path in self.state_dir.iterdir() if not _OURS.fullmatch(path.name))
         if foreign:
             more = f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
-            raise self._unusable(f"is not empty and holds no rayps service: it has {', '.join(foreign[:3])}{more}")
+            raise self._unusable(f"is not empty and not of a rayps service: it has {', '.join(foreign[:3])}{more}")
 
     def _unusable(self, why: str) -> ConfigError:
         return ConfigError(
@@ -137,7 +137,7 @@ def _user(uid: int) -> str:
 
 
 def private_write(path: Path, text: str) -> None:
-    """Write a file that only its owner may read, replacing it in one step."""
+    """Write a file atomically, readable by its owner only."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
     descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
@@ -204,7 +204,7 @@ def _names(name: str, text: str) -> tuple[str, ...]:
     return tuple(_word(name, part.strip()) for part in text.split(",") if part.strip())
 
 
-_READERS: dict[str, Any] = {
+_READERS: dict[str, Callable[[str, str], Value]] = {
     "state_dir": _folder,
     "host": _word,
     "port": _port,

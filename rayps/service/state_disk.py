@@ -1,4 +1,4 @@
-"""Whether the disk of the state directory takes what is written: what a full one looks like, and when it was seen."""
+"""Detect a full disk of the state directory: from errors, and from the free space."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-LEAST_FREE = 4 << 20  # bytes; below, a job could not even write what happens to it
-_REMEMBERED = 10.0  # seconds that a failed write counts; a quota shows in no other figure
-_SAY_SECONDS = 60.0  # between two lines of the log
+LEAST_FREE = 4 << 20  # bytes; with less a job cannot write its events
+_REMEMBERED = 10.0  # seconds for which a failed write counts: a quota shows only in failed writes
+_LOG_SECONDS = 60.0  # between two lines of the log
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _SQLITE_FULL = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE}
 
 
 def is_full(error: BaseException | None) -> bool:
-    """Whether an error, or what caused it, is a disk or a quota without room."""
+    """Return whether an error or one of its causes is a full disk or an exceeded quota."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _FULL:
             return True
@@ -37,23 +37,23 @@ class StateDisk:
         self._folder = folder
         self._clock = clock
         self._failed: float | None = None
-        self._said: float | None = None
+        self._logged: float | None = None
 
     def failed(self) -> None:
-        """A write found no room; the log says so once in a while."""
+        """Record that a write failed because the disk is full; log it at most once a minute."""
         now = self._clock()
-        if self._said is None or now - self._said > _SAY_SECONDS:
-            self._said = now
+        if self._logged is None or now - self._logged > _LOG_SECONDS:
+            self._logged = now
             log.error("%s", self.full())
         self._failed = now
 
     def written(self) -> None:
-        """A write found room."""
+        """Record that a write succeeded."""
         self._failed = None
 
     @property
     def trouble(self) -> str | None:
-        """Why nothing can be written now, and the way out; None while it can."""
+        """Why nothing can be written now, and what to do; None while writing works."""
         try:
             found = os.statvfs(self._folder)
         except OSError as error:
@@ -63,9 +63,9 @@ class StateDisk:
         return self.full(free) if failed or free < LEAST_FREE else None
 
     def full(self, free: int | None = None) -> str:
-        """What a full disk is answered with."""
+        """Return the message for a full disk."""
         left = "" if free is None else f" ({free / (1 << 20):.1f} MiB free)"
         return (
-            f"the disk of the state directory {self._folder} is full{left}: make room there, or delete ended jobs "
+            f"the disk of the state directory {self._folder} is full{left}: free space there, or delete ended jobs "
             "(`rayps delete ID`)"
         )

@@ -1,8 +1,8 @@
-"""Remembers jobs, what happened to their status, and who may ask. Metrics and logs stay in the job folders.
+"""The store: jobs, their events and the tokens. Metrics and logs are in the job folders.
 
-One SQLite file (WAL, synchronous=FULL): one writer, whose transactions begin IMMEDIATE, and readers.
-A status move is checked against `rayps.strategies.job.MOVES` in the transaction that writes it, so that a lost race
-changes nothing.
+Guarantees: what a method has written is durable when it returns (one SQLite file, WAL, synchronous=FULL). A status move
+is checked against `rayps.core.job.MOVES` in the transaction that writes it: of two concurrent moves one is refused
+and changes nothing. There is one writer, whose transactions begin IMMEDIATE, and several readers.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
+import sqlite3
 import time
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self, TypedDict, Unpack
 
 import sqlalchemy as sa
 from alembic import command
@@ -29,8 +30,8 @@ from rayps.service.state_disk import StateDisk, is_full
 from rayps.strategies.job import JobSpec
 
 ID_LETTERS = 26
-FEWEST_LETTERS = 4  # of the beginning of an id
-_ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"  # Crockford's, as in ULID: sorts like the number
+FEWEST_LETTERS = 4  # that an abbreviated id must have
+_ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"  # Crockford's base 32, as in ULID: sorts like the number
 _LIVE = [s.value for s in Status if not s.terminal]
 _CODE_SECONDS = 300.0
 _MOST_IDS = 500  # in one statement
@@ -95,9 +96,38 @@ _tokens = sa.Table(
 _codes = sa.Table("login_codes", _meta, sa.Column("hash", sa.String), sa.Column("expires_at", sa.Float))
 
 
+class StoredEvent(TypedDict):
+    """An event of a job; `time` in seconds since the epoch."""
+
+    seq: int
+    time: float
+    kind: str
+    message: str
+    attempt: int
+
+
+class AttemptFacts(TypedDict, total=False):
+    """Columns of a job's row that change with its attempt."""
+
+    reason: str | None
+    failures: int
+    interrupted: bool
+
+
+class RowFacts(AttemptFacts, total=False):
+    """Columns of a job's row that change with its status."""
+
+    attempt: int
+    started_at: float
+    attempt_at: float
+    finished_at: float
+    metrics: dict[str, float] | None
+    checkpoint: str | None
+
+
 @dataclass(frozen=True, slots=True)
 class JobRecord:
-    """A job as the store knows it. Times are seconds since the epoch."""
+    """A job's row. Times are seconds since the epoch."""
 
     id: str
     name: str
@@ -105,8 +135,8 @@ class JobRecord:
     reason: str | None
     spec: JobSpec
     attempt: int
-    failures: int  # how often its driver or an actor of it was lost before this attempt
-    interrupted: bool  # the service itself ended its Ray: the next start is no failure
+    failures: int  # losses of its driver or of an actor before this attempt
+    interrupted: bool  # the service stopped its Ray: the next start does not count as a failure
     stop_requested_at: float | None
     created_at: float
     started_at: float | None
@@ -117,21 +147,21 @@ class JobRecord:
 
 
 class Store:
-    """Jobs and tokens in one SQLite file; only one process opens it for writing."""
+    """Jobs and tokens in one SQLite file, which one process opens for writing."""
 
     def __init__(self, writer: AsyncEngine, reader: AsyncEngine, disk: StateDisk) -> None:
         self._writer = writer
         self._reader = reader
         self.disk = disk
-        self.version = 0  # grows with every write: a cheap way to see that something changed
-        self._touched: set[str] = set()
+        self.version = 0  # grows with every write: shows cheaply that something changed
+        self._changed: set[str] = set()
 
     @classmethod
     async def open(cls, path: Path) -> Self:
-        """The store in `path`, made and migrated to the newest schema as needed.
+        """Open the store in `path`; create it or migrate it to the newest schema as needed.
 
         Raises:
-            ConfigError: when the file is no store, or was written by a newer rayps.
+            ConfigError: the file is not a store, or was written by a newer rayps.
         """
         url = sa.URL.create("sqlite+aiosqlite", database=str(path))
         disk = StateDisk(path.parent)
@@ -151,13 +181,13 @@ class Store:
         return store
 
     async def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         await self._writer.dispose()
         await self._reader.dispose()
 
     @asynccontextmanager
     async def writing(self, *jobs: str) -> AsyncIterator[AsyncConnection]:
-        """A transaction that writes, one at a time; `jobs` are the ids of those whose rows it changes."""
+        """Open the one write transaction; `jobs` are the ids of the rows that it changes."""
         try:
             async with self._writer.begin() as tx:
                 yield tx
@@ -166,16 +196,16 @@ class Store:
                 self.disk.failed()
             raise
         self.disk.written()
-        self._touched.update(jobs)
-        self.version += 1  # after the commit: who sees the new number reads the new rows
+        self._changed.update(jobs)
+        self.version += 1  # after the commit: a reader of the new number reads the new rows
 
-    def take_touched(self) -> set[str]:
-        """The ids of the jobs whose rows have changed since this was last asked; for one reader."""
-        taken, self._touched = self._touched, set()
+    def take_changed(self) -> set[str]:
+        """Return the ids of the jobs whose rows have changed since the last call; for one caller."""
+        taken, self._changed = self._changed, set()
         return taken
 
     def reading(self) -> AsyncConnection:
-        """A connection that reads, for `async with`."""
+        """Return a connection that reads, for `async with`."""
         return self._reader.connect()
 
     # jobs
@@ -183,10 +213,10 @@ class Store:
     async def add(
         self, spec: JobSpec, *, name: str, key: str | None = None, now: float | None = None
     ) -> tuple[JobRecord, bool]:
-        """File a job as QUEUED; with an idempotency key, a second time gives the first one and False.
+        """Add a QUEUED job. With an idempotency key, a repeated call returns the first job and False.
 
         Raises:
-            ConfigError: when the key was used for another job.
+            ConfigError: the key was used for another job.
         """
         now = time.time() if now is None else now
         text = json.dumps(spec.to_dict(), sort_keys=True)
@@ -197,7 +227,7 @@ class Store:
                 if row is not None:
                     if row.idempotency_hash != digest:
                         raise ConfigError(
-                            f"the Idempotency-Key {key!r} was used for another job, {row.id}: make a new one",
+                            f"the Idempotency-Key {key!r} was used for another job, {row.id}: use a new key",
                             field="Idempotency-Key",
                             job=row.id,
                         )
@@ -220,20 +250,20 @@ class Store:
             )
             await _note(tx, job_id, "queued", f"{name} was submitted", 0, now)
             passing("submit: written, not committed")
-        self._touched.add(job_id)
+        self._changed.add(job_id)
         return await self.get(job_id), True
 
     async def get(self, job_id: str) -> JobRecord:
-        """One job.
+        """Return the job with this id.
 
         Raises:
-            NotFound: when there is none of that id.
+            NotFound: there is none.
         """
         async with self.reading() as tx:
             return await _get(tx, job_id)
 
     async def find(self, text: str) -> JobRecord:
-        """The job of an id, or of the beginning of one (at least 4 letters), in capitals or not.
+        """Return the job with this id, or whose id begins with this text (at least 4 letters, in any case).
 
         Raises:
             NotFound: there is none.
@@ -259,7 +289,7 @@ class Store:
     async def page(
         self, *, status: Sequence[Status] = (), limit: int = 50, before: str | None = None
     ) -> list[JobRecord]:
-        """Jobs newest first; `before` is the id of the last one of the page before."""
+        """List jobs, newest first; `before` is the last id of the previous page."""
         query = _jobs.select().order_by(_jobs.c.id.desc()).limit(limit)
         if status:
             query = query.where(_jobs.c.status.in_([s.value for s in status]))
@@ -269,13 +299,13 @@ class Store:
             return [_record(row) for row in await tx.execute(query)]
 
     async def live(self) -> list[JobRecord]:
-        """Every job that has not ended, oldest first."""
+        """List the jobs that have not ended, oldest first."""
         query = _jobs.select().where(_jobs.c.status.in_(_LIVE)).order_by(_jobs.c.id)
         async with self.reading() as tx:
             return [_record(row) for row in await tx.execute(query)]
 
     async def some(self, ids: Collection[str]) -> list[JobRecord]:
-        """The jobs of these ids, oldest first; those that are gone are left out."""
+        """List the jobs with these ids, oldest first, without deleted ones."""
         chosen, found = sorted(ids), list[JobRecord]()
         async with self.reading() as tx:
             for first in range(0, len(chosen), _MOST_IDS):
@@ -284,7 +314,7 @@ class Store:
         return found
 
     async def counts(self) -> dict[str, int]:
-        """How many jobs there are of each status."""
+        """Count the jobs of each status."""
         query = sa.select(_jobs.c.status, sa.func.count()).group_by(_jobs.c.status)
         async with self.reading() as tx:
             return {row[0]: row[1] for row in await tx.execute(query)}
@@ -298,15 +328,15 @@ class Store:
         old: Status | None = None,
         kind: str | None = None,
         now: float | None = None,
-        **facts: Any,
+        **facts: Unpack[RowFacts],
     ) -> JobRecord:
-        """Move a job's status and write its event, or change nothing. Without a message there is no event.
+        """Move a job's status and write its event in one transaction, or change nothing. No message: no event.
 
-        `old` is what the caller believes the status to be; `facts` are columns that change with it.
+        `old` is the status that the caller expects; `facts` are columns that change with it.
 
         Raises:
-            Conflict: when another was first, or the move is not legal.
-            NotFound: when there is no such job.
+            Conflict: the status is not `old` any more, or the move is not legal.
+            NotFound: there is no such job.
         """
         now = time.time() if now is None else now
         async with self.writing(job_id) as tx:
@@ -320,21 +350,27 @@ class Store:
                 )
             if new.terminal:
                 facts.setdefault("finished_at", now)
-            if isinstance(facts.get("metrics"), dict):
-                facts["metrics"] = json.dumps(facts["metrics"])
-            await tx.execute(_jobs.update().where(_jobs.c.id == job_id).values(status=new.value, **facts))
+            columns = {**facts, "metrics": json.dumps(facts["metrics"])} if facts.get("metrics") is not None else facts
+            await tx.execute(_jobs.update().where(_jobs.c.id == job_id).values(status=new.value, **columns))
             attempt = facts.get("attempt", found.attempt)
             if message is not None:
                 await _note(tx, job_id, kind or new.value.lower(), message, attempt, now)
             return await _get(tx, job_id)
 
-    async def begin(
-        self, job_id: str, *, attempt: int, message: str, kind: str, now: float | None = None, **facts: Any
+    async def begin_attempt(
+        self,
+        job_id: str,
+        *,
+        attempt: int,
+        message: str,
+        kind: str,
+        now: float | None = None,
+        **facts: Unpack[AttemptFacts],
     ) -> JobRecord:
-        """Write that an attempt begins again in the status that the job has: its driver was lost.
+        """Record a new attempt of a job whose driver was lost; the status stays.
 
         Raises:
-            Conflict: when the job has ended, or that attempt has begun already.
+            Conflict: the job has ended, or that attempt has begun already.
         """
         now = time.time() if now is None else now
         async with self.writing(job_id) as tx:
@@ -351,8 +387,8 @@ class Store:
             await _note(tx, job_id, kind, message, attempt, now)
             return await _get(tx, job_id)
 
-    async def explain(self, job_id: str, reason: str | None) -> None:
-        """Say why a living job stands where it stands; an ended one keeps its last word."""
+    async def set_reason(self, job_id: str, reason: str | None) -> None:
+        """Set the reason of a job that has not ended; nothing changes for an ended one."""
         async with self.writing(job_id) as tx:
             await tx.execute(
                 _jobs.update()
@@ -360,12 +396,12 @@ class Store:
                 .values(reason=reason)
             )
 
-    async def ask_stop(self, job_id: str, now: float | None = None) -> JobRecord:
-        """Write down the wish that a job stops; the scheduler carries it out. A second wish changes nothing.
+    async def request_stop(self, job_id: str, now: float | None = None) -> JobRecord:
+        """Record a request to stop, which the scheduler carries out. A repeated request changes nothing.
 
         Raises:
-            Conflict: when it has ended.
-            NotFound: when there is no such job.
+            Conflict: the job has ended.
+            NotFound: there is no such job.
         """
         now = time.time() if now is None else now
         async with self.writing(job_id) as tx:
@@ -379,7 +415,7 @@ class Store:
                 )
             if found.stop_requested_at is None:
                 await tx.execute(_jobs.update().where(_jobs.c.id == job_id).values(stop_requested_at=now))
-                await _note(tx, job_id, "stop_requested", "a stop was asked for", found.attempt, now)
+                await _note(tx, job_id, "stop_requested", "stop requested", found.attempt, now)
             return await _get(tx, job_id)
 
     async def delete(self, job_id: str) -> None:
@@ -401,7 +437,7 @@ class Store:
             await tx.execute(_jobs.delete().where(_jobs.c.id == job_id))
 
     async def resuming(self, folder: Path) -> list[JobRecord]:
-        """The jobs that have not ended and begin from a checkpoint below `folder`."""
+        """List the jobs that have not ended and resume from a checkpoint below `folder`."""
         text = json.dumps(str(folder))[:-1] + "/"  # as the spec's JSON has it; no closing quote
         query = _jobs.select().where(
             _jobs.c.status.in_(_LIVE), _jobs.c.spec.contains(f'"resume": {text}', autoescape=True)
@@ -410,21 +446,21 @@ class Store:
             return [_record(row) for row in await tx.execute(query)]
 
     async def row(self, job_id: str) -> dict[str, Any]:
-        """A job's row as JSON-ready data, from which the job can be filed again. Raises NotFound."""
+        """Return a job's row as JSON data, from which `restore` can write it again. Raises NotFound."""
         async with self.reading() as tx:
             found = (await tx.execute(_jobs.select().where(_jobs.c.id == job_id))).mappings().first()
         if found is None:
             raise NotFound(f"there is no job {job_id!r}: `rayps ls` lists them", job=job_id, status=404)
         return {**found, "spec": json.loads(found["spec"])}
 
-    async def standings(self) -> list[tuple[str, Status, int]]:
-        """Every job's id, status and attempt."""
+    async def statuses(self) -> list[tuple[str, Status, int]]:
+        """List every job's id, status and attempt."""
         query = sa.select(_jobs.c.id, _jobs.c.status, _jobs.c.attempt)
         async with self.reading() as tx:
             return [(row.id, Status(row.status), row.attempt) for row in await tx.execute(query)]
 
-    async def refile(self, rows: Sequence[tuple[dict[str, Any], str]], now: float | None = None) -> None:
-        """File lost jobs again, or bring rows up to date: columns with the id, and what the event says; all or none."""
+    async def restore(self, rows: Sequence[tuple[dict[str, Any], str]], now: float | None = None) -> None:
+        """Write lost or outdated rows again, all or none: pairs of columns and the event's message."""
         now = time.time() if now is None else now
         async with self.writing(*(row["id"] for row, _ in rows)) as tx:
             for row, message in rows:
@@ -436,7 +472,7 @@ class Store:
                 }
                 key = facts.get("idempotency_key")
                 if key is not None and (await tx.execute(_jobs.select().where(_jobs.c.idempotency_key == key))).first():
-                    facts["idempotency_key"] = None  # it was used again for a job that was filed since
+                    facts["idempotency_key"] = None  # the key was used again for a later job
                 known = (await tx.execute(sa.select(_jobs.c.id).where(_jobs.c.id == row["id"]))).first()
                 if known is None:
                     await tx.execute(_jobs.insert().values({"interrupted": False} | facts))
@@ -445,16 +481,16 @@ class Store:
                 await _note(tx, row["id"], "adopted", message, facts["attempt"], now)
 
     async def interrupt(self) -> int:
-        """Mark every job that has a driver: its Ray ends on purpose, which is no failure. Gives how many."""
+        """Mark every job that has a driver as interrupted: its Ray is stopped on purpose. Return how many."""
         held = [s for s in _LIVE if s != Status.QUEUED.value]
         async with self.writing() as tx:
             ids = [row.id for row in await tx.execute(sa.select(_jobs.c.id).where(_jobs.c.status.in_(held)))]
             await tx.execute(_jobs.update().where(_jobs.c.status.in_(held)).values(interrupted=True))
-        self._touched.update(ids)
+        self._changed.update(ids)
         return len(ids)
 
-    async def events(self, job_id: str, *, after: int = 0, limit: int = 1000) -> list[dict[str, Any]]:
-        """What the scheduler noted about a job, oldest first, after the given id."""
+    async def events(self, job_id: str, *, after: int = 0, limit: int = 1000) -> list[StoredEvent]:
+        """List the scheduler's events of a job with ids above `after`, oldest first."""
         query = (
             _events.select().where(_events.c.job_id == job_id, _events.c.id > after).order_by(_events.c.id).limit(limit)
         )
@@ -464,10 +500,10 @@ class Store:
                 for r in await tx.execute(query)
             ]
 
-    # who may ask
+    # tokens
 
-    async def knows(self, secret: str, now: float | None = None) -> bool:
-        """Whether a token or a session is known, not revoked and not past its time."""
+    async def accepts(self, secret: str, now: float | None = None) -> bool:
+        """Return whether a token or session is known, not revoked and not expired."""
         now = time.time() if now is None else now
         query = sa.select(_tokens.c.hash).where(
             _tokens.c.hash == _sha256(secret),
@@ -478,12 +514,12 @@ class Store:
             return (await tx.execute(query)).first() is not None
 
     async def revoke(self, secret: str) -> None:
-        """Make a token or a session unknown from now on."""
+        """Revoke a token or a session at once."""
         async with self.writing() as tx:
             await tx.execute(_tokens.update().where(_tokens.c.hash == _sha256(secret)).values(revoked_at=time.time()))
 
     async def login_code(self, now: float | None = None) -> str:
-        """A code that one browser may exchange for a session within five minutes, once."""
+        """Create a code that a browser can exchange for a session once, within five minutes."""
         now = time.time() if now is None else now
         code = secrets.token_urlsafe(24)
         async with self.writing() as tx:
@@ -492,11 +528,11 @@ class Store:
         return code
 
     async def login(self, code: str, now: float | None = None) -> str | None:
-        """The session for a code, or None when the code is unknown, used or past its time."""
+        """Exchange a code for a session; None if the code is unknown, used or expired."""
         now = time.time() if now is None else now
         async with self.writing() as tx:
             used = await tx.execute(_codes.delete().where(_codes.c.hash == _sha256(code), _codes.c.expires_at > now))
-            if cast("sa.CursorResult[Any]", used).rowcount != 1:
+            if used.rowcount != 1:
                 return None
         return await self._mint("session", now + _SESSION_SECONDS)
 
@@ -513,8 +549,8 @@ def _engine(url: sa.URL, begin: str, size: int) -> AsyncEngine:
     engine = create_async_engine(url, pool_size=size, max_overflow=0, pool_timeout=30)
 
     @sa.event.listens_for(engine.sync_engine, "connect")
-    def _connect(dbapi: Any, _: Any) -> None:
-        dbapi.isolation_level = None  # the driver begins nothing by itself: `_begin` does
+    def _connect(dbapi: sqlite3.Connection, _: sa.pool.ConnectionPoolEntry) -> None:
+        dbapi.isolation_level = None  # the driver opens no transaction by itself: `_begin` does
         cursor = dbapi.cursor()
         for pragma in ("busy_timeout=30000", "journal_mode=WAL", "foreign_keys=ON", "synchronous=FULL"):
             cursor.execute(f"PRAGMA {pragma}")
@@ -546,7 +582,7 @@ async def _note(tx: AsyncConnection, job_id: str, kind: str, message: str, attem
     await tx.execute(_events.insert().values(job_id=job_id, time=now, kind=kind, message=message, attempt=attempt))
 
 
-def _record(row: Any) -> JobRecord:
+def _record(row: sa.Row[Any]) -> JobRecord:
     facts = {name: getattr(row, name) for name in JobRecord.__dataclass_fields__}
     facts["status"] = Status(row.status)
     facts["spec"] = JobSpec(**json.loads(row.spec))
@@ -555,7 +591,7 @@ def _record(row: Any) -> JobRecord:
 
 
 def _new_id(now: float, last: str | None) -> str:
-    """48 bits of milliseconds, 80 of chance; always above the last one, so that ids sort by submission."""
+    """Make an id of 48 bits of milliseconds and 80 random bits, above the last one: ids sort by submission."""
     number = (int(now * 1000) << 80) | secrets.randbits(80)
     if last is not None:
         number = max(number, sum(_ALPHABET.index(c) << 5 * i for i, c in enumerate(reversed(last))) + 1)

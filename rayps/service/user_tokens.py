@@ -1,8 +1,8 @@
-"""Tokens of users: the service's own, which lies in the file `token` of its state directory, and named ones.
+"""Tokens of users: the service's own, in the file `token` of its state directory, and named ones.
 
-Whoever shows one may do everything, which is to run code as the service's user. Only a hash is kept; a token's id is
-the beginning of that hash. To revoke or rotate a token ends all browser sessions and login codes as well, because one
-that was made with the token cannot be told from the others.
+A token gives full access: its holder can run code as the service's user. The store has only a hash of it; a token's id
+is the beginning of the hash. Revoking or rotating a token also ends all browser sessions and login codes, because the
+store does not know which of them were made with that token.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import secrets
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -21,9 +20,9 @@ from rayps.core.errors import ConfigError, Conflict, NotFound
 from rayps.service.settings import private_write
 from rayps.service.store import Store
 
-LOCAL = "local"  # what the service's own token is called where an id is expected
+LOCAL = "local"  # stands for the id of the service's own token
 _ID = 12
-_OWN, _USER, _SESSION = "bearer", "user", "session"  # kinds, as the store has them
+_OWN, _USER, _SESSION = "bearer", "user", "session"  # kinds in the store
 _table = sa.Table(
     "tokens",
     sa.MetaData(),
@@ -42,9 +41,12 @@ _table = sa.Table(
 _codes = sa.Table("login_codes", sa.MetaData(), sa.Column("hash", sa.String))
 
 
+TokenRow = sa.Row[tuple[str, str, float, float | None, float | None, str | None]]  # as the table's columns
+
+
 @dataclass(frozen=True, slots=True)
 class UserToken:
-    """What is known of a token; never the token itself. Times are seconds since the epoch."""
+    """The record of a token, without the token itself. Times are seconds since the epoch."""
 
     id: str
     name: str
@@ -52,8 +54,8 @@ class UserToken:
     expires_at: float | None
     revoked_at: float | None
 
-    def to_dict(self) -> dict[str, Any]:
-        """The token as plain data."""
+    def to_dict(self) -> dict[str, str | float | None]:
+        """Return the record as JSON data."""
         return asdict(self)
 
 
@@ -64,19 +66,19 @@ class UserTokens:
         self._store, self._file = store, file
 
     async def own(self) -> tuple[str, bool]:
-        """The service's own token, and whether it was made now: the file was missing, or held an unknown one.
+        """Return the service's own token, and whether it is new: the file was missing or had an invalid token.
 
-        Every earlier token of the service is revoked: one that leaked is worthless once its file is deleted and the
-        service is started again.
+        Every earlier token of the service is revoked. To replace a leaked token, delete the file and restart the
+        service.
         """
         text = self._file.read_text(encoding="utf-8").strip() if self._file.exists() else ""
-        made = not (text and await self._store.knows(text))
+        made = not (text and await self._store.accepts(text))
         if made:
             text = _secret()
         earlier = (_table.c.kind == _OWN, _table.c.hash != _sha256(text), _table.c.revoked_at.is_(None))
         async with self._store.reading() as tx:
             leaked = (await tx.execute(_table.select().where(*earlier))).first() is not None
-        if made or leaked:  # a start that changes nothing writes nothing: the disk may be full
+        if made or leaked:  # else nothing is written: the disk may be full
             async with self._store.writing() as tx:
                 await tx.execute(_table.update().where(*earlier).values(revoked_at=time.time()))
                 if made:
@@ -89,38 +91,40 @@ class UserTokens:
         return text, made
 
     async def create(self, name: str, seconds: float | None = None) -> tuple[UserToken, str]:
-        """A new token and its text, which is not kept.
+        """Create a token; return its record and its text, which is not stored.
 
         Raises:
-            ConfigError: the name is that of the service's own token.
+            ConfigError: the name is reserved for the service's own token.
         """
         if name == LOCAL:
-            raise ConfigError(f"name is {name!r}, which is the service's own token: give another", field="name")
+            raise ConfigError(
+                f"name is {name!r}, which is reserved for the service's own token: give another", field="name"
+            )
         text = _secret()
         async with self._store.writing() as tx:
             await _add(tx, text, _USER, name, None if seconds is None else time.time() + seconds)
         return await self.find(_id(text)), text
 
     async def all(self) -> list[UserToken]:
-        """Every token ever made, newest first."""
+        """List all tokens, newest first, with revoked and expired ones."""
         return [found for _, found in await self._rows()]
 
     async def find(self, token_id: str) -> UserToken:
-        """One token; the service's own is also found by `local`.
+        """Return the token with this id; `local` is the service's own.
 
         Raises:
-            NotFound: there is none of that id.
+            NotFound: there is none.
         """
         return (await self._find(token_id))[1]
 
     async def rotate(self, token_id: str) -> tuple[UserToken, str]:
-        """A token in place of another, of the same name and until the same time; the other is worthless at once.
+        """Replace a token by a new one with the same name and expiry; the old one is revoked at once.
 
-        The service's own token is written to its file as well.
+        The service's own token is also written to its file.
 
         Raises:
-            NotFound: there is none of that id.
-            Conflict: it was revoked, or is past its time.
+            NotFound: there is none with this id.
+            Conflict: it was revoked or has expired.
         """
         row, found = await self._find(token_id)
         text = _secret()
@@ -132,16 +136,16 @@ class UserTokens:
         return await self.find(_id(text)), text
 
     async def revoke(self, token_id: str) -> UserToken:
-        """Make a token worthless from now on.
+        """Revoke a token at once.
 
         Raises:
-            NotFound: there is none of that id.
-            Conflict: it is the service's own, or worthless already.
+            NotFound: there is none with this id.
+            Conflict: it is the service's own, or was revoked or has expired already.
         """
         row, found = await self._find(token_id)
         if row.kind == _OWN and found.revoked_at is None:
             raise Conflict(
-                f"token {found.id} is the service's own, which its command line uses: replace it with "
+                f"token {found.id} is the service's own, which the command line uses: replace it with "
                 f"`rayps token rotate {LOCAL}`",
                 status=409,
             )
@@ -149,14 +153,14 @@ class UserTokens:
             await _revoke(tx, row.hash, found)
         return await self.find(found.id)
 
-    async def _find(self, token_id: str) -> tuple[Any, UserToken]:
+    async def _find(self, token_id: str) -> tuple[TokenRow, UserToken]:
         for row, found in await self._rows():
             own = token_id == LOCAL and row.kind == _OWN and found.revoked_at is None
             if own or found.id == token_id:
                 return row, found
         raise NotFound(f"there is no token {token_id[:100]!r}: `rayps token ls` lists them", status=404)
 
-    async def _rows(self) -> list[tuple[Any, UserToken]]:
+    async def _rows(self) -> list[tuple[TokenRow, UserToken]]:
         query = _table.select().where(_table.c.kind != _SESSION).order_by(_table.c.created_at.desc())
         async with self._store.reading() as tx:
             return [
@@ -193,7 +197,7 @@ async def _revoke(tx: AsyncConnection, hashed: str, found: UserToken) -> None:
     )
     if done.rowcount != 1:
         raise Conflict(
-            f"token {found.id} ({found.name}) was revoked, or is past its time: make another with "
+            f"token {found.id} ({found.name}) was revoked or has expired: create another with "
             "`rayps token create --user NAME`",
             status=409,
         )

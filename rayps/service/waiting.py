@@ -1,8 +1,8 @@
-"""The jobs that wait for their start, first in, first out, decided at a cost that does not grow with their number.
+"""The queue of jobs: first in, first out, at a cost per decision that does not grow with the number of jobs.
 
-Jobs that need the same and name the same server group are one shape: whether the cluster could ever hold them, and
-whether their group hinders them, is one question. Of the shapes that could start, only the oldest job is looked at: it
-starts, or it is the head, and every later one waits behind it. Why a job waits is worked out when it is asked for.
+Jobs with the same resources and the same server group form one shape. Whether the cluster is large enough, and whether
+the group is ready, is decided once per shape. Of each shape that could start, only the oldest job is examined: it
+starts, or it becomes the head, behind which every later job waits. The reason why a job waits is computed on request.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from rayps.cluster.local import Bundle
 from rayps.core.job import Status
 from rayps.service.plan import Seal, Start
 
-Shape = tuple[tuple[tuple[str, float], ...], str | None]  # what a job needs, and its server group
+Shape = tuple[tuple[tuple[str, float], ...], str | None]  # a job's resources and its server group
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A QUEUED job. `group`: the server group that it names."""
+    """A QUEUED job. `group`: its server group."""
 
     id: str
     name: str
@@ -31,31 +31,31 @@ class Waiting:
 
     @property
     def shape(self) -> Shape:
-        """What decides whether it may start, beside its age."""
+        """What decides, besides its age, whether the job can start."""
         return tuple(sorted(self.needs.items())), self.group
 
 
 @dataclass(frozen=True, slots=True)
-class GroupQuestions:
-    """Two questions to the server groups, by the name of one."""
+class GroupReasons:
+    """Two functions of a server group's name."""
 
-    hinders: Callable[[str], str | None] = lambda _: None  # why it cannot serve a job yet
-    ended: Callable[[str], str | None] = lambda _: None  # why it never will
+    wait_reason: Callable[[str], str | None] = lambda _: None  # why a job must wait for it
+    ended: Callable[[str], str | None] = lambda _: None  # why a job can never use it
 
 
 class WaitingJobs:
-    """The jobs that wait, and the last decision about them."""
+    """The queued jobs and the last decision about them."""
 
     def __init__(self) -> None:
-        self.looked_at = 0  # jobs and shapes that decisions have looked at, since the beginning
+        self.examined = 0  # jobs and shapes that decisions have examined so far
         self._jobs: dict[str, Waiting] = {}
-        self._oldest: dict[Shape, list[str]] = {}  # heaps of ids; an id that is gone is dropped when it comes up
+        self._oldest: dict[Shape, list[str]] = {}  # heaps of ids; removed ids are dropped when they reach the top
         self._counts: dict[Shape, int] = {}
         self._stopping: set[str] = set()
-        self._barred: dict[Shape, str] = {}
+        self._blocked: dict[Shape, str] = {}
         self._head: Waiting | None = None
-        self._lacks: str | None = None  # of the head
-        self._all: str | None = "Ray is starting"  # why none can start
+        self._shortage: str | None = None  # the resources that the head waits for
+        self._none_reason: str | None = "Ray is starting"  # why no job can start
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -64,7 +64,7 @@ class WaitingJobs:
         return job_id in self._jobs
 
     def put(self, job: Waiting) -> None:
-        """Take in a job, or what changed of it."""
+        """Add a job, or replace it."""
         self.drop(job.id)
         self._jobs[job.id] = job
         if job.stopping:
@@ -74,7 +74,7 @@ class WaitingJobs:
         self._counts[job.shape] = self._counts.get(job.shape, 0) + 1
 
     def drop(self, job_id: str) -> None:
-        """Forget a job, which need not be there."""
+        """Remove a job if it is there."""
         job = self._jobs.pop(job_id, None)
         if job is None:
             return
@@ -86,53 +86,53 @@ class WaitingJobs:
             del self._counts[job.shape], self._oldest[job.shape]
 
     def clear(self) -> None:
-        """Forget all."""
+        """Remove all jobs."""
         for job_id in list(self._jobs):
             self.drop(job_id)
 
     def stopped(self) -> list[Seal]:
-        """The ends of those that are to stop: nothing of the cluster needs to be known for that."""
+        """End the jobs whose stop was requested; needs no view of the cluster."""
         return [Seal(job_id, Status.STOPPED, "stopped before it started") for job_id in sorted(self._stopping)]
 
-    def decide(self, room: Bundle | None, total: Bundle | None, groups: GroupQuestions, why: str) -> list[Start | Seal]:
-        """Which jobs start now, and which end because their server group was ended under them.
+    def decide(self, room: Bundle | None, total: Bundle | None, groups: GroupReasons, why: str) -> list[Start | Seal]:
+        """Decide which jobs start now, and which end because their server group was stopped.
 
-        `room` is what new jobs may take of `total`; None: the cluster is not seen, and `why` says what is in the way.
+        `room`: the part of `total` that new jobs may take; None if the cluster cannot be seen, because of `why`.
         """
         names = {group for _, group in self._counts if group is not None}
         ended = {name: text for name in names if (text := groups.ended(name)) is not None}
-        over = [
+        ends = [
             Seal(job_id, Status.FAILED, ended[shape[1]])
             for shape in self._counts
             if shape[1] in ended
             for job_id in self._of(shape)
         ]
-        self.looked_at += len(names) + len(over)
-        self._head, self._lacks, self._barred = None, None, {}
-        self._all = why if room is None or total is None else None
+        self.examined += len(names) + len(ends)
+        self._head, self._shortage, self._blocked = None, None, {}
+        self._none_reason = why if room is None or total is None else None
         if room is None or total is None:
-            return [*over]
-        hindered = {name: text for name in names - set(ended) if (text := groups.hinders(name)) is not None}
+            return [*ends]
+        not_ready = {name: text for name in names - set(ended) if (text := groups.wait_reason(name)) is not None}
         for shape in self._counts:
-            self.looked_at += 1
-            barred = _too_large(dict(shape[0]), total) or hindered.get(shape[1] or "") or ended.get(shape[1] or "")
-            if barred is not None:
-                self._barred[shape] = barred
-        return [*over, *self._starts(room)]
+            self.examined += 1
+            blocked = _too_large(dict(shape[0]), total) or not_ready.get(shape[1] or "") or ended.get(shape[1] or "")
+            if blocked is not None:
+                self._blocked[shape] = blocked
+        return [*ends, *self._starts(room)]
 
     def reason(self, job_id: str) -> str | None:
-        """Why a job waited at the last decision; None when it was to start, or has not been seen by one."""
+        """Return why a job waited at the last decision; None if it was to start, or is newer than that decision."""
         job = self._jobs.get(job_id)
         if job is None or job.stopping:
             return None
-        if self._all is not None:
-            return self._all
-        if (barred := self._barred.get(job.shape)) is not None:
-            return barred
+        if self._none_reason is not None:
+            return self._none_reason
+        if (blocked := self._blocked.get(job.shape)) is not None:
+            return blocked
         if self._head is None or job_id < self._head.id:
             return None
         if job_id == self._head.id:
-            return self._lacks
+            return self._shortage
         return f"waits behind {self._head.name} ({self._head.id}), which was submitted before"
 
     def _starts(self, room: Bundle) -> list[Start]:
@@ -140,15 +140,15 @@ class WaitingJobs:
         queue = [
             (first, shape)
             for shape in self._counts
-            if shape not in self._barred and (first := self._first(shape)) is not None
+            if shape not in self._blocked and (first := self._first(shape)) is not None
         ]
         heapq.heapify(queue)
         while queue and self._head is None:
             job_id, shape = heapq.heappop(queue)
             job = self._jobs[job_id]
-            self.looked_at += 1
-            self._lacks = _lacks(job.needs, left)
-            if self._lacks is not None:
+            self.examined += 1
+            self._shortage = _shortage(job.needs, left)
+            if self._shortage is not None:
                 self._head = job
                 break
             starts.append(Start(job_id, job.attempt + 1))
@@ -157,7 +157,7 @@ class WaitingJobs:
             heapq.heappop(self._oldest[shape])
             if (following := self._first(shape)) is not None:
                 heapq.heappush(queue, (following, shape))
-        for job in taken:  # they wait until they have started
+        for job in taken:  # they stay queued until the store says that they have started
             heapq.heappush(self._oldest[job.shape], job.id)
         return starts
 
@@ -165,8 +165,8 @@ class WaitingJobs:
         heap = self._oldest[shape]
         while heap:
             job = self._jobs.get(heap[0])
-            following = len(heap) > 1 and heap[0] in heap[1:3]  # put twice: it changed
-            if job is not None and not job.stopping and job.shape == shape and not following:
+            duplicate = len(heap) > 1 and heap[0] in heap[1:3]  # pushed twice: it was replaced
+            if job is not None and not job.stopping and job.shape == shape and not duplicate:
                 return heap[0]
             heapq.heappop(heap)
         return None
@@ -182,10 +182,10 @@ class WaitingJobs:
 
 
 def room_beside(running: Mapping[str, tuple[Status, Bundle]], free: Bundle, total: Bundle) -> Bundle:
-    """What new jobs may take beside those that were started.
+    """Return the resources that new jobs may take beside the started ones.
 
-    It is what is free now, less what drivers that are starting have yet to take; and never more than the total less
-    what all of them may come to hold, since a recovering one takes again.
+    The free resources less those that starting drivers will take; at most the total less the needs of all started
+    jobs, because a recovering job takes its resources again.
     """
     room = {}
     for kind, amount in total.items():
@@ -202,7 +202,7 @@ def _too_large(needs: Bundle, total: Bundle) -> str | None:
     return None
 
 
-def _lacks(needs: Bundle, room: Bundle) -> str | None:
+def _shortage(needs: Bundle, room: Bundle) -> str | None:
     for kind, amount in needs.items():
         if amount > room.get(kind, 0.0):
             return f"needs {_many(amount, kind)}, {room.get(kind, 0.0):g} free"
