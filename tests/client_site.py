@@ -182,10 +182,17 @@ class Hospital(threading.Thread):
         self.ended: Any = None
         self.error: Exception | None = None
         workload, found = Own(k, pause, gate), ClientToken.read(token)
-        self.kept = ClientFolder(state or clinic.path / f"hospital-{job.id}-{name or k}")
-        self.line = ServiceConnection(clinic.url, token, 20.0, self.said.append, transport)
+        self.folder = ClientFolder(state or clinic.path / f"hospital-{job.id}-{name or k}")
+        self.connection = ServiceConnection(clinic.url, token, 20.0, self.said.append, transport)
         self.outside = ClientProcess(
-            workload, workload.data(), found, job.id, self.line, self.kept, name=name or f"h{k}", say=self.said.append
+            workload,
+            workload.data(),
+            found,
+            job.id,
+            self.connection,
+            self.folder,
+            name=name or f"h{k}",
+            report=self.said.append,
         )
 
     def run(self) -> None:
@@ -196,7 +203,7 @@ class Hospital(threading.Thread):
 
     def begin(self) -> Hospital:
         self.start()
-        until(lambda: any("joined" in line for line in self.said) or self.error is not None)
+        until(lambda: any("joined" in connection for connection in self.said) or self.error is not None)
         return self
 
     def over(self) -> Hospital:
@@ -206,9 +213,9 @@ class Hospital(threading.Thread):
 
     def end(self) -> None:
         if self.ident is not None:
-            self.line.close()
+            self.connection.close()
             self.join(60)
-        self.kept.close()
+        self.folder.close()
 
 
 class Process:
@@ -279,11 +286,11 @@ class Tap:
             threading.Thread(target=self._carry, args=(near, far, self.sent), daemon=True).start()
             threading.Thread(target=self._carry, args=(far, near, None), daemon=True).start()
 
-    def _carry(self, source: socket.socket, sink: socket.socket, kept: bytearray | None) -> None:
+    def _carry(self, source: socket.socket, sink: socket.socket, folder: bytearray | None) -> None:
         with contextlib.suppress(OSError):
             while block := source.recv(65536):
-                if kept is not None:
-                    kept += block
+                if folder is not None:
+                    folder += block
                 sink.sendall(block)
         for end in (source, sink):
             with contextlib.suppress(OSError):

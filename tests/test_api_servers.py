@@ -345,7 +345,7 @@ def test_the_command_line(run: Callable[..., tuple[int, str, str]], place: Threa
     data = json.loads(run("servers", "quota", "shared", "mine", "--operations", "5", "--json")[1])
     assert data["spaces"][0]["quota"] == {"bytes": None, "operations": 5.0}
     assert run("servers", "drop", "shared", "MIN")[0] == 3  # too few letters
-    assert run("servers", "drop", "shared", "mine")[1] == "mine is dropped\n"
+    assert run("servers", "drop", "shared", "mine")[1] == "mine is deleted\n"
     assert run("servers", "drop", "shared", "mine")[0] == 3
     assert run("servers", "resize", "shared", "4", "--wait")[1] == "shared is ready, 4 of 4 servers\n"
     assert run("servers", "drain", "shared", "server-0")[0] == 0

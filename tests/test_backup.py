@@ -134,8 +134,8 @@ def test_a_checkpoint_that_goes_while_it_is_copied_is_not_half_there(
 @pytest.mark.parametrize(
     ("target", "says"),
     [
-        ("state/copy", "is inside the state directory"),
-        ("state", "is inside the state directory"),
+        ("state/copy", "inside the state directory"),
+        ("state", "inside the state directory"),
         ("full", "not empty"),
         ("file", "not empty"),
     ],

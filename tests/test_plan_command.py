@@ -277,7 +277,7 @@ def test_a_table_of_ones_own(capsys, at, write):
         (["--memory", "lots"], "512MB"),
         (["--batch", "0"], "batch is 0"),
         (["--parameters", "0.5"], "parameters is 0.5"),
-        (["deep.py:Deep", "--parameters", "5"], "leave out --parameters"),
+        (["deep.py:Deep", "--parameters", "5"], "omit --parameters"),
         (["--table", "none.json"], "needs one strategy with a pipeline"),
         (["--table", "none.json", "--strategy", "pipeline:stages=2"], "cannot be read"),
         (["none.py:Deep"], "no file"),

@@ -125,8 +125,8 @@ def test_no_row_leaves_and_a_client_that_is_killed_comes_back(clinic: Clinic) ->
 def test_the_tap_would_see_a_row(clinic: Clinic) -> None:
     tap = Tap(clinic.port)
     host, _, port = tap.url.removeprefix("http://").partition(":")
-    with socket.create_connection((host, int(port))) as line:
-        line.sendall(rows(0)[0].numpy().tobytes())
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(rows(0)[0].numpy().tobytes())
         until(lambda: struct.pack("<d", rows(0)[0][3, 2].item()) in bytes(tap.sent))
     tap.close()
 
@@ -169,7 +169,9 @@ def test_no_round_waits_for_one_that_has_ended(clinic: Clinic, how: str) -> None
 
     job = clinic.job("fedavg:deadline=500,clients=remote(least=2,wait=100)", 1)
     good, bad = clinic.hospital(job, 0).begin(), clinic.hospital(job, 1)
-    client = ClientProcess(Bad(1), rows_data(1), bad.outside.token, job.id, bad.line, bad.kept, "h1", bad.said.append)
+    client = ClientProcess(
+        Bad(1), rows_data(1), bad.outside.token, job.id, bad.connection, bad.folder, "h1", bad.said.append
+    )
     with pytest.raises(KeyboardInterrupt if how == "Ctrl-C" else WorkloadError):
         client.run()
     assert clinic.joined(job)["h1"]["state"] == "left"
@@ -186,7 +188,9 @@ def rows_data(k: int, width: int = 5) -> Any:
 def test_what_does_not_fit_is_found_before_joining(clinic: Clinic) -> None:
     job = clinic.job("fedavg:clients=remote(wait=100)", 1)
     hospital = clinic.hospital(job, 0)
-    client = ClientProcess(Own(0), rows_data(0, 3), hospital.outside.token, job.id, hospital.line, hospital.kept, "h0")
+    client = ClientProcess(
+        Own(0), rows_data(0, 3), hospital.outside.token, job.id, hospital.connection, hospital.folder, "h0"
+    )
     with pytest.raises(WorkloadError, match=r"loss\(\) raised .* shapes cannot be multiplied"):
         client.run()
     assert clinic.joined(job) == {}
@@ -200,10 +204,12 @@ def test_trying_out_leaves_the_model_as_it_was(clinic: Clinic) -> None:
 
     job = clinic.job("fedavg:clients=remote(wait=100)", 1)
     hospital = clinic.hospital(job, 0)
-    client = ClientProcess(Normed(0), rows_data(0), hospital.outside.token, job.id, hospital.line, hospital.kept, "h0")
+    client = ClientProcess(
+        Normed(0), rows_data(0), hospital.outside.token, job.id, hospital.connection, hospital.folder, "h0"
+    )
     model = client._trainer.flat.model
     before, drawn = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
-    client.try_out()
+    client.check_workload()
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
     assert torch.equal(drawn, torch.get_rng_state()) and client.workload.calls == 1
     job.stop().wait(30)
@@ -216,8 +222,8 @@ def test_who_joins_later_is_told_of(clinic: Clinic) -> None:
     clinic.hospital(job, 1).begin()
     gate.set()
     job.wait(30)
-    told = [(event["names"], event["sizes"], event["rows"]) for event in job.events() if event["kind"] == "clients"]
-    assert told == [(["h0"], [20], 20), (["h0", "h1"], [20, 25], 45)]
+    reported = [(event["names"], event["sizes"], event["rows"]) for event in job.events() if event["kind"] == "clients"]
+    assert reported == [(["h0"], [20], 20), (["h0", "h1"], [20, 25], 45)]
 
 
 # ---- nothing counts twice, whatever is killed
@@ -293,18 +299,18 @@ def _part(box: Mailbox, serial: int, number: int, raw: bytes = b"update") -> Pat
 
 def test_states_of_rounds_that_were_drawn_again_are_void(clinic: Clinic, tmp_path: Path) -> None:
     job = clinic.job("fedavg:clients=remote", 1)
-    kept = clinic.hospital(job, 0, state=tmp_path).kept
+    folder = clinic.hospital(job, 0, state=tmp_path).folder
     job.stop()
     for round, serial in ((0, 1), (1, 2), (2, 3)):
-        kept.keep(round, serial, "scaffold", {"c": torch.tensor([float(serial)])}, since=0)
+        folder.keep(round, serial, "scaffold", {"c": torch.tensor([float(serial)])}, since=0)
     starts = [(0, 1)]
-    assert kept.state(2, "scaffold", starts)["c"].item() == 2.0
-    assert kept.state(3, "ditto", starts) == {}  # another strategy's
+    assert folder.state(2, "scaffold", starts)["c"].item() == 2.0
+    assert folder.state(3, "ditto", starts) == {}  # another strategy's
     starts.append((1, 4))  # the job went back to round 1: what was learnt there before is no more
-    assert kept.state(2, "scaffold", starts)["c"].item() == 1.0
-    kept.keep(2, 5, "scaffold", {"c": torch.tensor([9.0])}, since=2)
-    kept.keep(3, 6, "scaffold", {"c": torch.tensor([10.0])}, since=3)
-    assert kept.state(4, "scaffold", starts)["c"].item() == 10.0
+    assert folder.state(2, "scaffold", starts)["c"].item() == 1.0
+    folder.keep(2, 5, "scaffold", {"c": torch.tensor([9.0])}, since=2)
+    folder.keep(3, 6, "scaffold", {"c": torch.tensor([10.0])}, since=3)
+    assert folder.state(4, "scaffold", starts)["c"].item() == 10.0
     assert sorted(path.name for path in tmp_path.glob("state-*")) == ["state-2.safetensors", "state-3.safetensors"]
 
 
@@ -383,8 +389,8 @@ def test_what_cannot_be_used_is_rejected_by_name_and_changes_nothing(clinic: Cli
     assert rejected.keys() == BAD.keys()
     for name, (_, why) in BAD.items():
         assert re.search(why, rejected[name]), (name, rejected[name])
-    told = hands["nan"].work(after=serial)
-    assert told["kind"] == "end" and "finite" in told["verdict"]
+    reported = hands["nan"].work(after=serial)
+    assert reported["kind"] == "end" and "finite" in reported["verdict"]
 
 
 @pytest.mark.parametrize("end", [False, True])
@@ -399,10 +405,10 @@ def test_a_client_that_waits_is_told_why_its_update_did_not_count(clinic: Clinic
         waits = pool.submit(bad.work, serial)  # asks while the round is open, as a client does
         until(lambda: seen.stat().st_mtime_ns > before)
         assert good.send(serial, an_update(torch.zeros(50, dtype=torch.float64))).status_code == 201
-        told = waits.result(60)
-    while told["kind"] == "wait":
-        told = bad.work(serial)
-    assert told["kind"] == ("end" if end else "round") and "finite" in str(told["verdict"])
+        reported = waits.result(60)
+    while reported["kind"] == "wait":
+        reported = bad.work(serial)
+    assert reported["kind"] == ("end" if end else "round") and "finite" in str(reported["verdict"])
     clinic.user.call("POST", f"/api/v1/jobs/{job.id}/stop") if not end else job.wait(60)
 
 
@@ -480,7 +486,7 @@ def test_a_client_refuses_what_somebody_has_changed(clinic: Clinic, what: str) -
     hospital.start()
     hospital.over()
     assert isinstance(hospital.error, Unauthorized) and why in str(hospital.error) and hospital.error.exit_code == 4
-    assert not any("sent" in line for line in hospital.said)
+    assert not any("sent" in connection for connection in hospital.said)
     states = [each["state"] for each in clinic.joined(job).values()]
     assert states == ([] if what == "another key" else ["left"])
     job.stop().wait(30)
@@ -496,7 +502,7 @@ def test_a_client_refuses_orders_that_are_played_again_or_are_of_another_job(cli
     client, (first, second) = hospital.outside, meddler.orders
     for old in (first, second):
         with pytest.raises(Unauthorized, match="plays it again"):
-            client.trusted(old)
+            client.verified_order(old)
     key = clinic.service.client_tokens.key
     good = json.loads(second["order"]) | {"serial": 9}
 
@@ -504,7 +510,7 @@ def test_a_client_refuses_orders_that_are_played_again_or_are_of_another_job(cli
         text = order_text(good | facts)
         return {"order": text, "signature": key.sign(text)}
 
-    assert client.trusted(signed())["serial"] == 9
+    assert client.verified_order(signed())["serial"] == 9
     for facts, why in (
         ({"job": "0" * 26}, "its job is"),
         ({"client": 5}, "its client is 5"),
@@ -512,15 +518,15 @@ def test_a_client_refuses_orders_that_are_played_again_or_are_of_another_job(cli
         ({"kind": "other"}, "kind"),
     ):
         with pytest.raises(Unauthorized, match=why):
-            client.trusted(signed(**facts))
-    other = Key.kept(tmp_path / "key")
+            client.verified_order(signed(**facts))
+    other = Key.folder(tmp_path / "key")
     with pytest.raises(Unauthorized, match="signature"):
-        client.trusted({**signed(), "signature": other.sign(signed()["order"])})
+        client.verified_order({**signed(), "signature": other.sign(signed()["order"])})
     with pytest.raises(Unauthorized, match="key is another"):
         verified(signed()["order"], other.sign(signed()["order"]), other.public, key.fingerprint)
     with pytest.raises(Unauthorized, match="order 9 came before"):
-        client._kept.begin(9)
-        client.trusted(signed(serial=8))
+        client._folder.begin(9)
+        client.verified_order(signed(serial=8))
 
 
 def test_a_revoked_token_is_refused_at_once_and_its_update_is_withdrawn(clinic: Clinic) -> None:
@@ -702,7 +708,9 @@ def test_a_client_with_another_model_is_told(clinic: Clinic) -> None:
             return torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).double()
 
     outside = hospital.outside
-    fresh = type(outside)(Wider(0), Own(0).data(), outside.token, job.id, hospital.line, hospital.kept, name="h0")
+    fresh = type(outside)(
+        Wider(0), Own(0).data(), outside.token, job.id, hospital.connection, hospital.folder, name="h0"
+    )
     with pytest.raises(WorkloadError, match=r"it has 0.weight \[\[7, 5\], 'float64'\], and here is \[\[8, 5\]"):
         fresh.run()
     job.stop().wait(30)

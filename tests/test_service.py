@@ -330,7 +330,7 @@ def test_an_orderly_end_interrupts_and_the_next_service_goes_on(serve: Serve, wo
     )
     home = serve.state / "jobs" / job.id
     until(lambda: len(rounds(home)) > 12, 90)
-    assert serve.end() == 0 and "1 running job was interrupted" in serve.log.read_text()
+    assert serve.end() == 0 and "interrupted jobs: 1" in serve.log.read_text()
     assert read_record(serve.state) is None
     serve.start()
     job = serve.client().job(job.id)

@@ -1,4 +1,4 @@
-"""`rayps backup`: a copy of the service's state, made while it runs."""
+"""`rayps backup`: copy the service's state while it runs."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ from rayps.service.settings import Settings
 
 def backup(
     target: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder for the copy.")],
-    state_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="What to copy (~/.rayps).")] = None,
+    state_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="The state directory to copy (~/.rayps).")
+    ] = None,
     checkpoints: Annotated[bool, typer.Option(help="Copy the jobs' checkpoints too.")] = True,
     output: Annotated[Output, typer.Option("--output", "-o", help="table or json.")] = Output.table,
 ) -> None:
     """Copy the service's state (jobs, tokens, server groups, job folders) to a new folder; the service may run.
 
     To restore: stop the service, move its state directory away, `cp -a DIR STATE_DIR`, `rayps serve`. Jobs that had not
-    ended go on from their newest checkpoint. The copy holds the service's tokens: keep it as safe as the original.
+    ended resume from their newest checkpoint. The copy contains the service's tokens: keep it as safe as the original.
     """
     from rayps.service.backup import backup as copy
 
@@ -35,8 +37,8 @@ def backup(
     if output is Output.json:
         show.dump(asdict(made))
         return
-    show.say(f"{target}: {made.jobs} jobs, {made.files} files, {size(made.bytes)}")
+    show.line(f"{target}: {made.jobs} jobs, {made.files} files, {size(made.bytes)}")
     show.note(
-        f"it holds the service's tokens; restore it with the service stopped: move {made.state_dir} away, then "
+        f"the copy contains the service's tokens. To restore: stop the service, move {made.state_dir} away, then "
         f"`cp -a {target} {made.state_dir}`"
     )

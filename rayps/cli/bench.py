@@ -113,10 +113,10 @@ def server(
     from rayps.bench.server import bench_server
 
     names = tuple(transports.split(","))
-    measured = run(address, workers, lambda cluster: bench_server(cluster, workers, shards, found, names))
+    servers = run(address, workers, lambda cluster: bench_server(cluster, workers, shards, found, names))
     show_rows(
         form,
-        measured,
+        servers,
         {"bytes": "bytes", "contender": "transport", "turns": "turns/s", "bandwidth": "bytes/s", "times_ray": "x ray"},
     )
 
@@ -163,14 +163,14 @@ def step(
         return
     from rayps.bench.step import bench_step
 
-    rows = run(
+    steps = run(
         address,
         workers,
         lambda cluster: bench_step(cluster, workers, names, model=model, hidden=hidden, repeats=repeats),
     )
     show_rows(
         form,
-        rows,
+        steps,
         {
             "contender": "contender",
             "rate": "steps/s",

@@ -1,4 +1,4 @@
-"""`rayps client`: take part in a federated job from outside of its cluster; `rayps token`: who may ask the service."""
+"""`rayps client`: take part in a federated job from outside its cluster; `rayps token`: manage access tokens."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from rayps.federated.remote.signed_orders import NAME, ClientToken
 from rayps.service.client import Client
 from rayps.service.settings import Settings
 
-Format = Annotated[Output, typer.Option("--output", "-o", help="For a person (table) or a program (json).")]
-TokenId = Annotated[str, typer.Argument(metavar="ID", help="As `rayps token ls` shows it; local: the service's own.")]
+Format = Annotated[Output, typer.Option("--output", "-o", help="table or json.")]
+TokenId = Annotated[
+    str, typer.Argument(metavar="ID", help="The id in `rayps token ls`; local: the service's own token.")
+]
 CLIENT_TOKENS, USER_TOKENS = "/api/v1/client-tokens", "/api/v1/tokens"
 LOCAL = "local"
 token_app = typer.Typer(no_args_is_help=True, help="Tokens of users and of real federated clients.")
@@ -28,15 +30,17 @@ def client(
     target: Annotated[
         str,
         typer.Argument(
-            metavar="WORKLOAD", help="file.py:Class or module:Class; its data() is this client's own, and never leaves."
+            metavar="WORKLOAD", help="file.py:Class or module:Class; its data() is this client's and never leaves."
         ),
     ],
     url: Annotated[str | None, typer.Option(help="The job service's address, https://... (RAYPS_URL).")] = None,
     token: Annotated[
-        str | None, typer.Option(help="Of `rayps token create`: itself, @FILE, or in RAYPS_CLIENT_TOKEN.")
+        str | None, typer.Option(help="The token of `rayps token create`, or @FILE, or RAYPS_CLIENT_TOKEN.")
     ] = None,
-    name: Annotated[str | None, typer.Option(help="Who this is, e.g. hospital-a, unless the token says it.")] = None,
-    job: Annotated[str | None, typer.Option(metavar="ID", help="Where the token is good for any job.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="This client's name, e.g. hospital-a, unless the token has one.")
+    ] = None,
+    job: Annotated[str | None, typer.Option(metavar="ID", help="The job, if the token is valid for any job.")] = None,
     data: Annotated[
         str | None,
         typer.Option(
@@ -47,18 +51,18 @@ def client(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Where it keeps who it is, and what the strategy keeps of it: in DIR/JOB/NAME (~/.rayps/clients).",
+            help="The folder of this client's key and of its strategy's state, in DIR/JOB/NAME (~/.rayps/clients).",
         ),
     ] = None,
     patience: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0.0, help="For a service that does not answer.")
+        float, typer.Option(metavar="SECONDS", min=0.0, help="How long to wait for a service that does not answer.")
     ] = 3600.0,
-    device: Annotated[str, typer.Option(help="Where to train: cpu, cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help="The device to train on: cpu, cuda.")] = "cpu",
 ) -> None:
-    """Train on this machine's own data in a federated job. Only parameters, counts and the mean loss leave.
+    """Train on this machine's data in a federated job. Only parameters, counts and the mean loss leave this machine.
 
-    Ends with the job: 0 when it succeeded, 1 when it failed or was stopped, 4 when the token was revoked, an order was
-    not signed by the service, or nobody answered for too long; 130 by Ctrl-C. Start it again to go on.
+    Exit codes: 0 the job succeeded; 1 it failed or was stopped; 4 the token was revoked, an order was not signed by the
+    service, or the service did not answer for too long; 130 Ctrl-C. Run the command again to continue.
     """
     from rayps.clients.client_folder import ClientFolder
     from rayps.clients.client_process import ClientProcess, ServiceConnection, own_data
@@ -70,30 +74,30 @@ def client(
         raise ConfigError("give the job service's address: --url, or RAYPS_URL", field="url")
     which = found.job or job
     if which is None:
-        raise ConfigError("this token is good for any job: say which with --job ID", field="job")
+        raise ConfigError("this token is valid for any job: give the job with --job ID", field="job")
     if job not in (None, which):
-        raise ConfigError(f"this token is for job {which}, not for {job}", field="job")
+        raise ConfigError(f"this token is for job {which}, not for {job}: omit --job", field="job")
     if name is not None and not NAME.fullmatch(name):
-        raise ConfigError(f"name is {name!r}: give letters and digits, with blanks and _ . - between", field="name")
-    if name is not None and found.name not in (None, name):
         raise ConfigError(
-            f"this token is for the client {found.name!r}, not for {name!r}: leave out --name", field="name"
+            f"name is {name!r}: give letters and digits, with blanks and _ . - between them", field="name"
         )
+    if name is not None and found.name not in (None, name):
+        raise ConfigError(f"this token is for the client {found.name!r}, not for {name!r}: omit --name", field="name")
     who = name or found.name
     if who is None:
         raise ConfigError(
-            "this token is good for any client: say who this is with --name, such as hospital-a", field="name"
+            "this token is valid for any client: give this client's name with --name, e.g. hospital-a", field="name"
         )
     workload = load(target)
     rows = own_data(workload, data)
     kept = ClientFolder((state or settings.state_dir / "clients") / which / who)
     line = ServiceConnection(settings.url, str(found), patience, show.note)
     try:
-        ended = ClientProcess(workload, rows, found, which, line, kept, name=who, say=show.note, device=device).run()
+        ended = ClientProcess(workload, rows, found, which, line, kept, name=who, report=show.note, device=device).run()
     finally:
         line.close()
         kept.close()
-    rounds = f"{ended.rounds} round{'' if ended.rounds == 1 else 's'} with its updates since it was started"
+    rounds = f"{ended.rounds} round{'' if ended.rounds == 1 else 's'} with an update of this client since this start"
     show.note(f"job {which} is {ended.status}: {ended.reason} ({rounds})")
     if ended.status is not Status.SUCCEEDED:
         raise typer.Exit(1)
@@ -107,37 +111,40 @@ def _token(given: str | None) -> str:
         except OSError as error:
             raise ConfigError(f"the token's file {text[1:]} cannot be read: {error.strerror}", field="token") from error
     if not text:
-        raise ConfigError("give the token that you have been sent: --token, or RAYPS_CLIENT_TOKEN", field="token")
+        raise ConfigError("no token: give the one that you were sent with --token or RAYPS_CLIENT_TOKEN", field="token")
     return text
 
 
 @token_app.command()
 def create(
-    job: Annotated[str | None, typer.Option(metavar="ID", help="For clients of this job only.")] = None,
-    name: Annotated[str | None, typer.Option(help="For the client of this name only.")] = None,
+    job: Annotated[str | None, typer.Option(metavar="ID", help="Valid for clients of this job only.")] = None,
+    name: Annotated[str | None, typer.Option(help="Valid for the client of this name only.")] = None,
     user: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="For a user instead, who may do everything: whose, or what for, such as laptop."
+            metavar="NAME",
+            help="A token with full access for a user instead; NAME says whose or what for, e.g. laptop.",
         ),
     ] = None,
-    days: Annotated[float | None, typer.Option(min=0.0, help="Good for so long; until it is revoked.")] = None,
+    days: Annotated[
+        float | None, typer.Option(min=0.0, help="Valid for so long (default: until it is revoked).")
+    ] = None,
     to: show.To = None,
     output: Format = Output.table,
 ) -> None:
-    """Make a token for clients of a job, for one client, or for a user; it is shown once."""
+    """Create a token for clients of a job, for one client, or for a user; it is shown once."""
     if user is not None and (job, name) != (None, None):
-        raise ConfigError("--user makes a token for everything: leave out --job and --name", field="user")
+        raise ConfigError("--user creates a token with full access: omit --job and --name", field="user")
     show.refuse_secret(to)
     show.refuse_existing(to)
     given = (("job", job), ("days", days), ("name", name if user is None else user))
     body = {key: value for key, value in given if value is not None}
     with Client() as service:
         found = service.call("POST", CLIENT_TOKENS if user is None else USER_TOKENS, json=body)
-    _made(found, to, output)
+    _show_token(found, to, output)
 
 
-def _made(found: dict[str, Any], to: str | None, output: Output) -> None:
+def _show_token(found: dict[str, Any], to: str | None, output: Output) -> None:
     if output is Output.json and to in (None, "-"):
         show.dump(found)
         return
@@ -145,16 +152,18 @@ def _made(found: dict[str, Any], to: str | None, output: Output) -> None:
     if output is Output.json:
         show.dump({key: value for key, value in found.items() if key != "token"})
         return
-    may = "do everything, as the service's user" if _of_user(found) else "take part as a client"
+    access = "has full access, as the service's user" if _of_user(found) else "can take part as a client"
     show.note(
-        f"token {found['id']} is for {_whom(found)}; it is shown once. Whoever has it may {may}: "
-        f"send it by a safe way.\nRefuse it with `rayps token revoke {found['id']}`"
+        f"token {found['id']} is for {_holder(found)}; it is shown once. Its holder {access}: send it over a secure "
+        f"channel.\nRevoke it with `rayps token revoke {found['id']}`"
     )
 
 
 @token_app.command("ls")
 def list_tokens(
-    job: Annotated[str | None, typer.Option(metavar="ID", help="Only those of clients that it may use.")] = None,
+    job: Annotated[
+        str | None, typer.Option(metavar="ID", help="Only tokens of clients that are valid for this job.")
+    ] = None,
     output: Format = Output.table,
 ) -> None:
     """List the tokens of users and clients, newest first."""
@@ -168,7 +177,13 @@ def list_tokens(
     show.table(
         ["id", "for", "made", "until", ""],
         [
-            [t["id"], _whom(t), show.age(t["created_at"]), t["expires_at"] or "", "revoked" if t["revoked_at"] else ""]
+            [
+                t["id"],
+                _holder(t),
+                show.age(t["created_at"]),
+                t["expires_at"] or "",
+                "revoked" if t["revoked_at"] else "",
+            ]
             for t in found
         ],
     )
@@ -176,9 +191,9 @@ def list_tokens(
 
 @token_app.command()
 def rotate(token_id: TokenId, to: show.To = None, output: Format = Output.table) -> None:
-    """Replace a token: the old one is refused from now on. The service's own also goes into its file.
+    """Replace a token: the old one is refused from now on. The service's own is also written to its file.
 
-    A user's token ends all sessions of browsers with it: `rayps open` opens another.
+    Rotating a user's token ends all browser sessions: `rayps open` opens another.
     """
     own = token_id == LOCAL
     if not own:
@@ -191,28 +206,28 @@ def rotate(token_id: TokenId, to: show.To = None, output: Format = Output.table)
         if output is Output.json:
             show.dump(found)
         else:
-            show.say(f"{found['id']} is the service's own token now, in the file `token` of its state directory")
+            show.line(f"{found['id']} is the service's own token now; it is in the file `token` of the state directory")
         return
-    _made(found, to, output)
+    _show_token(found, to, output)
 
 
 @token_app.command()
 def revoke(token_id: TokenId, output: Format = Output.table) -> None:
-    """Refuse a token from now on.
+    """Revoke a token at once.
 
-    A client's: its clients stop, and what they sent for an open round does not count. A user's: all sessions of
-    browsers end with it.
+    A client token: its clients stop, and their updates of an open round do not count. A user token: all browser
+    sessions end.
     """
     with Client() as service:
         found = service.call("DELETE", _path(service, token_id))
     if output is Output.json:
         show.dump(found)
     else:
-        show.say(f"{found['id']} is revoked: {_whom(found)}")
+        show.line(f"{found['id']} is revoked: {_holder(found)}")
 
 
 def _path(service: Client, token_id: str) -> str:
-    """The address of a token, which is a user's or a client's."""
+    """Return the path of a user's or a client's token."""
     known = [each["id"] for each in service.call("GET", USER_TOKENS)["tokens"]]
     return f"{USER_TOKENS if token_id in (*known, LOCAL) else CLIENT_TOKENS}/{quote(token_id, safe='')}"
 
@@ -249,7 +264,7 @@ def _of_user(token: dict[str, Any]) -> bool:
     return "job" not in token
 
 
-def _whom(token: dict[str, Any]) -> str:
+def _holder(token: dict[str, Any]) -> str:
     if _of_user(token):
         return "the service's own command line" if token["name"] == LOCAL else f"the user {token['name']}"
     client = f"the client {token['name']}" if token["name"] else "any client"

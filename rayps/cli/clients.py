@@ -1,4 +1,4 @@
-"""`rayps clients`: how a workload's data is divided into clients, as a table and a picture; nothing is trained."""
+"""`rayps clients`: show how a workload's data is divided among clients; nothing is trained."""
 
 from __future__ import annotations
 
@@ -20,17 +20,19 @@ def clients(
         str | None,
         typer.Option(
             metavar="RULE",
-            help="Divide by this instead: a column, or a rule such "
+            help="Divide by this column or rule instead, such "
             "as shards(per_client=2,clients=20), dirichlet(alpha=0.5,clients=20), "
             "iid(clients=20), by_quantity(clients=20).",
         ),
     ] = None,
-    evaluation: Annotated[bool, typer.Option("--evaluation", help="The data to evaluate on.")] = False,
-    picture: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw who has what into this SVG file.")] = None,
+    evaluation: Annotated[bool, typer.Option("--evaluation", help="Show the evaluation data.")] = False,
+    picture: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw each client's labels into this SVG file.")
+    ] = None,
     output: Annotated[Output, typer.Option("--output", "-o", help="table or json.")] = Output.table,
     as_json: Annotated[bool, typer.Option("--json", help="The same as --output json.")] = False,
 ) -> None:
-    """Say who has which rows: each client's rows and labels, and their entropy in bits."""
+    """Show each client's rows, labels, and the labels' entropy in bits."""
     from rayps.data import rule
     from rayps.workload.base import load
 
@@ -45,7 +47,7 @@ def clients(
             picture.write_text(found.svg(), encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"{picture} cannot be written: {error.strerror or error}", field="picture") from None
-        show.note(f"drawn into {picture}")
+        show.note(f"written to {picture}")
     if as_json or output is Output.json:
         show.dump({**found.summary(), "statistics": found.statistics().to_pylist()})
         return

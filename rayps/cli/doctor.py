@@ -1,4 +1,4 @@
-"""What this machine has and lacks for rayps, and how to get it. Looks only: imports and starts nothing."""
+"""Check what this machine has and lacks for rayps. Reads only: imports and starts nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing: whether it is there, whether rayps needs it, and how to get it."""
+    """One requirement: what was found, whether it is required, and how to get it."""
 
     name: str
     found: str | None  # None: missing, or too little
@@ -34,17 +34,17 @@ class Finding:
 
     @property
     def failed(self) -> bool:
-        """Whether rayps cannot work like this."""
+        """Whether rayps cannot run because of it."""
         return self.required and self.found is None
 
 
 def findings() -> list[Finding]:
-    """Everything, in the order to read it."""
+    """Check everything; findings in the order to read them."""
     return list(_all())
 
 
 def chromium() -> str | None:
-    """The path of a Chromium or Chrome on this machine."""
+    """Return the path of a Chromium or Chrome; None if there is none."""
     for name in ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome"):
         if (path := shutil.which(name)) is not None:
             return path
@@ -100,7 +100,7 @@ def _cores() -> Finding:
         "cores",
         f"{cores}" if cores >= 2 else None,
         False,
-        "workers that really run side by side",
+        "workers that run in parallel",
         f"2 or more (this process may use {cores})",
     )
 
@@ -154,8 +154,8 @@ def _open_files() -> Finding:
 
 
 def _jobs() -> Finding:
-    """Whether the store knows every job that has a folder; the database is only read."""
-    name, use = "jobs in the store", "finding jobs again (RAYPS_STATE_DIR says where)"
+    """Check that the store has a row for every job folder. Reads only."""
+    name, use = "jobs in the store", "restoring jobs (in RAYPS_STATE_DIR)"
     try:
         settings = Settings.read()
         if not settings.jobs_dir.is_dir():
@@ -165,12 +165,13 @@ def _jobs() -> Finding:
     except (OSError, sqlite3.Error, ConfigError) as error:
         return Finding(name, None, False, use, f"the state directory cannot be read: {error}")
     lost = [*found.lost, *found.behind]
-    said = [
-        f"{len(lost)} jobs are in {settings.jobs_dir} only: `rayps serve` files them again: {adoption.named(lost)}",
-        f"{len(found.nameless)} folders there do not say what job they are of: look, then move them away: "
+    remedies = [
+        f"{len(lost)} jobs have a folder in {settings.jobs_dir} and no current row: `rayps serve` restores them: "
+        f"{adoption.named(lost)}",
+        f"{len(found.nameless)} folders there have no job.json: check them, then move them away: "
         f"{adoption.named(found.nameless)}",
     ]
-    remedy = "; ".join(text for text, ids in zip(said, (lost, found.nameless), strict=True) if ids)
+    remedy = "; ".join(text for text, ids in zip(remedies, (lost, found.nameless), strict=True) if ids)
     return Finding(name, None if remedy else f"all {len(rows)}", False, use, remedy)
 
 

@@ -1,4 +1,4 @@
-"""The commands that speak to a job service: submit, ls, get, logs, metrics, events, stop, delete, open."""
+"""The commands for jobs: submit, ls, get, logs, metrics, events, stop, delete, open."""
 
 from __future__ import annotations
 
@@ -21,30 +21,38 @@ Format = Annotated[Output, typer.Option("--output", "-o", help="For a person (ta
 FAILED = 1
 DETACHED = 130
 _PROGRESS_SECONDS = 5.0
-_SAID_ANYWAY = ("queued", "finished", "stopped", "failed")  # by the first line and the last
+_OMITTED = ("queued", "finished", "stopped", "failed")  # the first line and the last say the same
 
 
 def submit(
     file: Annotated[Path, typer.Argument(metavar="SPEC.yaml", help="The job: workload, strategy, workers, ...")],
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Stay until it has ended; Ctrl-C detaches.")] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Show its progress until it has ended; Ctrl-C detaches.")
+    ] = False,
     changes: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Change a field of the file, e.g. --set workers=4."),
     ] = None,
     server_group: Annotated[
         str | None,
-        typer.Option("--server-group", metavar="NAME", help="Keep its parameters on this group (`rayps servers ls`)."),
+        typer.Option(
+            "--server-group", metavar="NAME", help="Store its parameters on this server group (`rayps servers ls`)."
+        ),
     ] = None,
     branch: Annotated[
-        str | None, typer.Option(metavar="SPACE", help="Begin with the parameters of another job there, by its id.")
+        str | None,
+        typer.Option(metavar="SPACE", help="Start with the parameters of another job of that group, by its id."),
     ] = None,
     resume: Annotated[
         str | None,
-        typer.Option(metavar="JOB", help="Go on from where another job ended, by its id (or a checkpoint's folder)."),
+        typer.Option(
+            metavar="JOB",
+            help="Resume from the newest checkpoint of another job, by its id, or from a checkpoint's folder.",
+        ),
     ] = None,
     output: Format = Output.table,
 ) -> None:
-    """Give a job to the service."""
+    """Submit a job to the service."""
     spec = read(file, changes or [])
     given = {"server_group": server_group, "branch": branch, "resume": resume}
     spec |= {key: value for key, value in given.items() if value is not None}
@@ -61,44 +69,44 @@ def _submitted(job: Job, output: Output) -> None:
     if output is Output.json:
         show.dump(job.data)
         return
-    show.say(job.id)
+    show.line(job.id)
     show.note(f"follow it with `rayps logs {job.id} -f`, stop it with `rayps stop {job.id}`")
 
 
 def _follow(job: Job, output: Output) -> int:
-    where = _Where()
+    status_line = _StatusLine()
     try:
         for topic, data in job.follow():
             if topic == "events":
                 for event in data["events"]:
-                    if event["kind"] not in _SAID_ANYWAY:
+                    if event["kind"] not in _OMITTED:
                         show.note(f"{event['kind']}: {event['message']}")
             elif topic == "logs" and output is Output.table:
                 for line in data["lines"]:
                     show.note(f"{line['source']}: {line['text']}")
             elif topic == "job":
-                where.hear(data)
+                status_line.update(data)
     except KeyboardInterrupt:
-        show.note(f"detached: job {job.id} goes on; stop it with `rayps stop {job.id}`")
+        show.note(f"detached: job {job.id} continues; stop it with `rayps stop {job.id}`")
         return DETACHED
     if output is Output.json:
         show.dump(job.data)
     elif job.result:
-        show.say(show.measures(job.result))
+        show.line(show.measures(job.result))
     show.note(f"job {job.id} is {job.data['status']}: {job.data['reason'] or ''}")
     return 0 if job.data["status"] == Status.SUCCEEDED else FAILED
 
 
-class _Where:
-    """Says where a job stands, as it changes; how far it has come, every few seconds and in each epoch."""
+class _StatusLine:
+    """Print a job's status when it changes, and its progress every few seconds and at each epoch."""
 
     def __init__(self) -> None:
-        self._said = ""
+        self._last = ""
         self._epoch: tuple[str, int] | None = None
         self._at = 0.0
 
-    def hear(self, data: dict[str, Any]) -> None:
-        """Take in a job as the service shows it now."""
+    def update(self, data: dict[str, Any]) -> None:
+        """Take the newest view of the job."""
         progress = data.get("progress") or {}
         if data["status"] == Status.RUNNING and progress.get("epochs"):
             epoch = (data["status"], progress.get("epoch", 0))
@@ -107,19 +115,19 @@ class _Where:
             ):
                 return
             self._epoch, self._at = epoch, time.monotonic()
-            self._say(f"RUNNING epoch {epoch[1] + 1} of {progress['epochs']}  batch loss {progress['loss']:.3g}")
-        elif data.get("reason") and not Status(data["status"]).terminal:  # the end has a line of its own
-            self._say(f"{data['status']}: {data['reason']}")
+            self._print(f"RUNNING epoch {epoch[1] + 1} of {progress['epochs']}  batch loss {progress['loss']:.3g}")
+        elif data.get("reason") and not Status(data["status"]).terminal:  # the end has its own line
+            self._print(f"{data['status']}: {data['reason']}")
 
-    def _say(self, line: str) -> None:
-        if line != self._said:
-            self._said = line
+    def _print(self, line: str) -> None:
+        if line != self._last:
+            self._last = line
             show.note(line)
 
 
 def ls(
-    status: Annotated[Status | None, typer.Option(help="Only jobs that stand there.")] = None,
-    limit: Annotated[int, typer.Option(min=1, max=10_000, help="At most so many.")] = 20,
+    status: Annotated[Status | None, typer.Option(help="Only jobs with this status.")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=10_000, help="The largest number to list.")] = 20,
     output: Format = Output.table,
 ) -> None:
     """List jobs, newest first."""
@@ -176,20 +184,22 @@ def get(job_id: Id, output: Format = Output.table) -> None:
 
 def logs(
     job_id: Id,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Until the job has ended; Ctrl-C leaves.")] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Follow until the job has ended; Ctrl-C detaches.")
+    ] = False,
 ) -> None:
-    """Show what a job's processes said."""
+    """Show a job's log: what its processes printed."""
     with Client() as client:
         job = client.job(job_id)
         try:
-            said = False
+            printed = False
             for line in job.logs(follow=follow):
-                said = True
-                show.say(f"{line['time']} {line['source']} {line['text']}".strip())
-            if not said:
+                printed = True
+                show.line(f"{line['time']} {line['source']} {line['text']}".strip())
+            if not printed:
                 show.note(
-                    f"job {job.id} ({job.data['status']}) has said nothing: what a workload prints comes here, "
-                    f"and what happened to the job is in `rayps events {job.id}`"
+                    f"job {job.id} ({job.data['status']}) has an empty log (the log is what its workload prints): "
+                    f"`rayps events {job.id}` lists its events"
                 )
         except KeyboardInterrupt:
             raise typer.Exit(DETACHED) from None
@@ -200,12 +210,12 @@ def metrics(
     points: Annotated[int, typer.Option(min=2, max=5000, help="At most so many rows.")] = 20,
     output: Format = Output.table,
 ) -> None:
-    """Show a job's loss and speed; as JSON, every round on a line of its own."""
+    """Show a job's loss and speed; as JSON, one line per round."""
     with Client() as client:
         job = client.job(job_id)
         if output is Output.json:
             for point in job.metrics():
-                show.say(json.dumps(point))
+                show.line(json.dumps(point))
             return
         found = client.call("GET", f"/api/v1/jobs/{job.id}/metrics", params={"max_points": points})
     rows = [
@@ -218,13 +228,14 @@ def metrics(
     ]
     show.table(["round", "loss", "min", "max", "samples/s"], rows)
     for evaluation in found["evaluations"][-5:]:
-        show.say(f"after round {evaluation['round']}: {show.measures(evaluation['metrics'])}")
+        show.line(f"after round {evaluation['round']}: {show.measures(evaluation['metrics'])}")
 
 
 def events(job_id: Id, output: Format = Output.table) -> None:
-    """Show what happened to a job."""
+    """Show a job's events."""
     with Client() as client:
-        found = sorted(client.job(job_id).events(), key=lambda event: float(event["time"]))  # a server's come late
+        # events of servers arrive late
+        found = sorted(client.job(job_id).events(), key=lambda event: float(event["time"]))
     if output is Output.json:
         show.dump(found)
         return
@@ -232,7 +243,8 @@ def events(job_id: Id, output: Format = Output.table) -> None:
 
 
 def _shortened(events: list[dict[str, Any]]) -> list[tuple[dict[str, Any], str]]:
-    """Events with their texts; of checkpoints in a row the first and the last, which says how many are left out."""
+    """Return events with their texts; of consecutive checkpoints only the first and the last, with the number
+    omitted."""
     found: list[tuple[dict[str, Any], str]] = []
     for kind, group in itertools.groupby(events, key=lambda event: str(event["kind"])):
         row = list(group)
@@ -245,13 +257,13 @@ def _shortened(events: list[dict[str, Any]]) -> list[tuple[dict[str, Any], str]]
 
 
 def stop(job_id: Id, output: Format = Output.table) -> None:
-    """Ask a job to stop."""
+    """Request a job to stop."""
     with Client() as client:
         job = client.job(job_id).stop()
     if output is Output.json:
         show.dump(job.data)
     else:
-        show.say(f"{job.id} will stop")
+        show.line(f"{job.id}: stop requested")
 
 
 def delete(
@@ -264,20 +276,20 @@ def delete(
         for job in jobs:
             job.delete()
             if output is Output.table:
-                show.say(f"{job.id} is deleted")
+                show.line(f"{job.id} is deleted")
     if output is Output.json:
         show.dump([job.data for job in jobs])
 
 
 def open_page(to: show.To = None) -> None:
-    """Print an address that opens the dashboard, once, within five minutes."""
+    """Print an address that opens the dashboard once, within five minutes."""
     show.refuse_secret(to)
     with Client() as client:
         show.secret(client.page_address(), to)
 
 
 def _operations(group: dict[str, Any] | None) -> str | None:
-    """What a job asks of its server group, beside what it may."""
+    """Format a job's operations per second on its server group, and their quota."""
     if not group or group.get("operations_s") is None:
         return None
     most = (group.get("quota") or {}).get("operations")

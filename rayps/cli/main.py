@@ -1,11 +1,12 @@
-"""The command line. What a command needs is imported when it runs: `rayps --help` loads neither torch nor ray."""
+"""The command line. A command imports what it needs when it runs: `rayps --help` loads neither torch nor ray."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
+import click
 import typer
 
 import rayps
@@ -38,7 +39,7 @@ app = typer.Typer(
 
 def _version(asked: bool) -> None:
     if asked:
-        show.say(f"rayps {rayps.__version__}")
+        show.line(f"rayps {rayps.__version__}")
         raise typer.Exit
 
 
@@ -57,43 +58,43 @@ def train(
     strategy: Annotated[
         str,
         typer.Option(
-            help="How they learn together: all_reduce, or parameter_server:"
+            help="How the workers learn together: all_reduce, or parameter_server:"
             "staleness=3,shards=2 (none = asynchronous); a model larger than a worker: "
             "all_reduce:replica=pipeline(stages=4,micro_batches=8)."
         ),
     ] = "all_reduce",
-    workers: Annotated[int, typer.Option(help="How many.")] = 1,
-    epochs: Annotated[int | None, typer.Option(help="Times through the data (1 when neither is given).")] = None,
-    steps: Annotated[
-        int | None,
-        typer.Option(
-            help="Batches for each worker, instead of epochs; under a "
-            "federated strategy, whose epoch is a round, rounds."
-        ),
+    workers: Annotated[int, typer.Option(help="The number of workers.")] = 1,
+    epochs: Annotated[
+        int | None, typer.Option(help="Passes through the data (default 1, if --steps is not given).")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of parameters and shuffling.")] = 0,
-    checkpoint: Annotated[Path | None, typer.Option(metavar="DIR", help="Save states there.")] = None,
-    checkpoint_every: Annotated[int | None, typer.Option(metavar="ROUNDS", help="Rounds between two.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in DIR.")] = False,
+    steps: Annotated[
+        int | None, typer.Option(help="Batches per worker, instead of epochs; under a federated strategy: rounds.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of parameters and shuffling.")] = 0,
+    checkpoint: Annotated[Path | None, typer.Option(metavar="DIR", help="Save checkpoints in this folder.")] = None,
+    checkpoint_every: Annotated[
+        int | None, typer.Option(metavar="ROUNDS", help="Rounds between two checkpoints.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume from the newest checkpoint in DIR.")] = False,
     address: Annotated[
         str | None,
-        typer.Option(
-            metavar="HOST:PORT", help="Join this Ray cluster; auto: the one of RAY_ADDRESS or of this machine."
-        ),
+        typer.Option(metavar="HOST:PORT", help="Join this Ray cluster; auto: that of RAY_ADDRESS or of this machine."),
     ] = None,
-    max_failures: Annotated[int, typer.Option(help="How often lost actors are replaced.")] = 3,
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Silence after which a peer is dead.")] = 60.0,
+    max_failures: Annotated[int, typer.Option(help="How many losses of actors the run survives.")] = 3,
+    timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", help="A peer that is silent for so long counts as dead.")
+    ] = 60.0,
     cpus_per_worker: Annotated[float, typer.Option(metavar="N", help="CPUs that each worker reserves.")] = 1.0,
     gpus_per_worker: Annotated[float, typer.Option(metavar="N", help="GPUs that each worker reserves.")] = 0.0,
     server_group: Annotated[
         str | None, typer.Option(metavar="NAME", help="Keep the parameters on this group of the cluster at --address.")
     ] = None,
     branch: Annotated[
-        str | None, typer.Option(metavar="SPACE", help="Begin with the parameters of another space of that group.")
+        str | None, typer.Option(metavar="SPACE", help="Start with the parameters of another space of that group.")
     ] = None,
     output: Annotated[Output, typer.Option("--output", "-o", help="table or json.")] = Output.table,
 ) -> None:
-    """Train here and now, without a service; ends with the final metrics."""
+    """Train now, without a service; print the final metrics."""
     resources = {"cpu": cpus_per_worker, **({"gpu": gpus_per_worker} if gpus_per_worker else {})}
     try:
         result = rayps.train(
@@ -114,43 +115,44 @@ def train(
             branch=branch,
             progress=True,
         )
-    except KeyboardInterrupt as error:  # typer would swallow what it says
+    except KeyboardInterrupt as error:  # typer would drop its message
         raise typer.Exit(_failed("rayps", str(error) or "interrupted before training began", 130)) from None
     if output is Output.json:
         saved = None if result.checkpoint is None else str(result.checkpoint)
         show.dump({"metrics": result.metrics, "rounds": result.history.num_rows, "checkpoint": saved})
         return
     for name, value in result.metrics.items():
-        show.say(f"{name} {show.number(value)}")
+        show.line(f"{name} {show.number(value)}")
     if result.checkpoint is not None:
         show.note(f"checkpoint {result.checkpoint}")
 
 
 @app.command()
 def serve(
-    host: Annotated[str | None, typer.Option(help="Where to listen (127.0.0.1).")] = None,
-    port: Annotated[int | None, typer.Option(help="Where to listen (8420; 0 = any free one).")] = None,
+    host: Annotated[str | None, typer.Option(help="The address to listen on (127.0.0.1).")] = None,
+    port: Annotated[int | None, typer.Option(help="The port to listen on (8420; 0 = any free one).")] = None,
     address: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Join this Ray cluster instead of running an own one.")
+        str | None, typer.Option(metavar="HOST:PORT", help="Join this Ray cluster instead of starting one.")
     ] = None,
     cpus: Annotated[
         int | None,
         typer.Option(
-            help="CPUs that jobs of the own Ray may take in all; they share "
-            "the cores (16, or the cores where there are more)."
+            help="Logical CPUs for all jobs of the own Ray, which share the cores (16, or the number of cores)."
         ),
     ] = None,
-    state_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Jobs and store (~/.rayps).")] = None,
+    state_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="The folder of jobs and store (~/.rayps).")
+    ] = None,
     idle: Annotated[
         float | None,
-        typer.Option(metavar="SECONDS", help="Without service and job, the own Ray ends itself after this (600)."),
+        typer.Option(metavar="SECONDS", help="Stop the own Ray after this time without service and jobs (600)."),
     ] = None,
     allow_host: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="A Host name to answer, beside the loopback ones.")
+        list[str] | None, typer.Option(metavar="NAME", help="A Host name to accept besides the loopback ones.")
     ] = None,
-    keep: Annotated[bool, typer.Option("--keep", help="Leave jobs running at the end.")] = False,
+    keep: Annotated[bool, typer.Option("--keep", help="Leave jobs running when the service stops.")] = False,
 ) -> None:
-    """Run the job service with its dashboard, on this machine only unless told otherwise."""
+    """Run the job service with its dashboard; by default for this machine only."""
     from rayps.cli.serve import run
     from rayps.service.settings import Settings
 
@@ -165,7 +167,7 @@ def serve(
 
 @app.command()
 def doctor(output: Annotated[Output, typer.Option("--output", "-o", help="table or json.")] = Output.table) -> None:
-    """Say what this machine lacks for rayps, and how to get it; exit 1 when something required is missing."""
+    """Show what this machine lacks for rayps and how to get it; exit 1 if something required is missing."""
     from rayps.cli.doctor import findings
 
     found = findings()
@@ -203,7 +205,7 @@ app.add_typer(cli_bench.app, name="bench")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command; gives the exit code. Errors are at most three lines on stderr."""
+    """Run a command; return the exit code. Errors are at most three lines on stderr."""
     return run_app(app, "rayps", arguments)
 
 
@@ -217,15 +219,13 @@ def run_app(commands: typer.Typer, program: str, arguments: list[str] | None = N
     except (KeyboardInterrupt, typer.Abort) as error:
         return _failed(program, str(error) or "interrupted", 130)
     except BrokenPipeError:
-        sys.stderr.close()  # nobody reads any more: as quiet as other tools
+        sys.stderr.close()  # the reader of the pipe has ended: silent, as other tools are
         return 141
     except Exception as error:
-        said: Any = getattr(error, "format_message", None)  # how typer words a wrong option
-        if said is None:
+        if not isinstance(error, click.ClickException):
             raise
-        lines = str(said()).strip().splitlines()
-        words = " ".join(line.strip() for line in lines)
-        return _failed(program, words, 2, hint=f"`{program} COMMAND --help` shows what there is")
+        message = " ".join(line.strip() for line in error.format_message().strip().splitlines())
+        return _failed(program, message, 2, hint=f"`{program} COMMAND --help` lists the options")
 
 
 def _failed(program: str, message: str, code: int, hint: str = "") -> int:

@@ -1,9 +1,10 @@
-"""What the commands of `rayps bench` share: a cluster to measure on, lists of numbers, rows as a table or JSON."""
+"""Shared by the commands of `rayps bench`: a cluster to measure on, lists of numbers, rows as a table or JSON."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -12,13 +13,17 @@ from rayps.cli.show import Output
 from rayps.cli.sizes import size as size_of
 from rayps.core.errors import ConfigError
 
+if TYPE_CHECKING:
+    from rayps.cluster.local import Cluster
+
+T = TypeVar("T")
 Address = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Measure on this Ray cluster.")]
 Format = Annotated[Output, typer.Option("--output", "-o", help="table or json.")]
 Json = Annotated[bool, typer.Option("--json", help="The same as --output json.")]
 
 
-def run(address: str | None, workers: int, measure: Any) -> Any:
-    """What `measure(cluster)` gives, on the cluster at `address` or on one of its own. Raises ConfigError."""
+def run(address: str | None, workers: int, measure: Callable[[Cluster], T]) -> T:
+    """Return `measure(cluster)`, on the cluster at `address` or on a new local one. Raises ConfigError."""
     if workers < 1:
         raise ConfigError(f"workers is {workers}: give at least 1", field="workers")
     from rayps.cluster.ray_cluster import RayCluster
@@ -31,7 +36,7 @@ def run(address: str | None, workers: int, measure: Any) -> Any:
 
 
 def show_rows(output: Output, rows: list[Any], columns: dict[str, str]) -> None:
-    """Dataclasses as a table of these columns, or all of them as JSON."""
+    """Print dataclasses as a table of these columns, or with all fields as JSON."""
     if output is Output.json:
         show.dump([dataclasses.asdict(row) for row in rows])
         return
@@ -39,7 +44,7 @@ def show_rows(output: Output, rows: list[Any], columns: dict[str, str]) -> None:
 
 
 def whole(text: str, field: str) -> list[int]:
-    """`1,16` as numbers. Raises ConfigError."""
+    """Read `1,16` as whole numbers. Raises ConfigError."""
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
@@ -47,5 +52,5 @@ def whole(text: str, field: str) -> list[int]:
 
 
 def sizes_of(text: str) -> list[int]:
-    """Sizes in bytes from text such as `10KB,1MB`. Raises ConfigError."""
+    """Read `10KB,1MB` as sizes in bytes. Raises ConfigError."""
     return [int(size_of(part, "sizes")) for part in text.split(",")]

@@ -1,4 +1,4 @@
-"""`rayps plan`: how a strategy divides a model, when each worker waits, and what a step costs; nothing is started."""
+"""`rayps plan`: how a strategy divides a model, when each worker is idle, and what a step costs; starts nothing."""
 
 from __future__ import annotations
 
@@ -38,34 +38,36 @@ def plan(
         str | None,
         typer.Argument(
             metavar="[WORKLOAD]",
-            help="file.py:Class or module:Class of a Workload; left out, only schedule and formulas.",
+            help="file.py:Class or module:Class of a Workload; without it, only schedule and formulas.",
         ),
     ] = None,
     strategy: Annotated[
         str,
-        typer.Option(help="As of `rayps train`, e.g. pipeline:stages=4,micro_batches=8 or parameter_server:shards=2."),
+        typer.Option(help="As for `rayps train`, e.g. pipeline:stages=4,micro_batches=8 or parameter_server:shards=2."),
     ] = "all_reduce",
-    workers: Annotated[int | None, typer.Option(help="How many (as many as one replica has).")] = None,
-    batch: Annotated[int | None, typer.Option(help="Rows of a replica's batch, instead of the workload's.")] = None,
+    workers: Annotated[int | None, typer.Option(help="The number of workers (default: those of one replica).")] = None,
+    batch: Annotated[int | None, typer.Option(help="Rows of a replica's batch (default: the workload's).")] = None,
     memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="What a worker has, e.g. 2GB: says who needs more.")
+        str | None, typer.Option(metavar="SIZE", help="Memory of a worker, e.g. 2GB: names the workers that need more.")
     ] = None,
     parameters: Annotated[
-        float | None, typer.Option(metavar="N", help="Without a workload: of the model, e.g. 7e9 (of 4 bytes).")
+        float | None,
+        typer.Option(metavar="N", help="Without a workload: the model's parameters, e.g. 7e9 (4 bytes each)."),
     ] = None,
-    times: Annotated[bool, typer.Option("--times", help="Measure the layers here and draw their times.")] = False,
+    times: Annotated[
+        bool, typer.Option("--times", help="Measure the layers on this machine and draw their times.")
+    ] = False,
     schedule: Annotated[
-        Path | None,
-        typer.Option("--table", metavar="FILE", help="A schedule of your own, JSON or CSV, to check and draw."),
+        Path | None, typer.Option("--table", metavar="FILE", help="Check and draw your own schedule, JSON or CSV.")
     ] = None,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the schedule as a picture.")] = None,
     output: Annotated[Output, typer.Option("--output", "-o", help="table or json.")] = Output.table,
     as_json: Annotated[bool, typer.Option("--json", help="The same as --output json.")] = False,
 ) -> None:
-    """Say how a strategy divides the model, when workers wait and what a step costs, before anything starts."""
+    """Show how a strategy divides the model, when workers are idle and what a step costs; nothing is started."""
     phases = parse(strategy, Path.cwd())
-    _must_fit_together(target, batch, parameters, times)
-    own = _own(schedule, phases)
+    _check_options(target, batch, parameters, times)
+    own = _user_table(schedule, phases)
     limit = None if memory is None else size(memory, "memory")
     found = []
     workload = None if target is None else _workload(target, batch)
@@ -73,13 +75,13 @@ def plan(
     for phase, division in zip(phases, divisions, strict=True):
         count = _workers(phase.strategy, workers)
         if workload is None:
-            said = costs(phase.strategy, count, Sizes(int(parameters or 0), batch=batch or 0), own)
+            cost = costs(phase.strategy, count, Sizes(int(parameters or 0), batch=batch or 0), own)
         else:
             from rayps.runtime.cost_report import expected
 
-            said = expected(workload, phase.strategy, count, division, batch, activations=True)
+            cost = expected(workload, phase.strategy, count, division, batch, activations=True)
         line = _timeline(phase.strategy, own, workload if times else None, division, count)
-        found.append(_Plan(phase, said, division, line, limit, looked=workload is not None, timed=times))
+        found.append(_Plan(phase, cost, division, line, limit, has_workload=workload is not None, timed=times))
     if svg is not None:
         _draw(found, svg)
     if as_json or output is Output.json:
@@ -87,32 +89,32 @@ def plan(
         return
     for i, each in enumerate(found):
         if i:
-            show.say("")
-        each.say()
+            show.line("")
+        each.show()
 
 
 class _Plan:
-    """One phase, planned."""
+    """The plan of one phase."""
 
     def __init__(
         self,
         phase: Phase,
-        said: Costs,
+        cost: Costs,
         division: Division | None,
         line: Timeline | None,
         limit: float | None,
         *,
-        looked: bool,
+        has_workload: bool,
         timed: bool,
     ) -> None:
-        self.strategy, self.costs, self.division, self.line = phase.strategy, said, division, line
-        self.limit, self.looked, self.timed = limit, looked, timed
-        self.known = any(each["parameters"] for each in said.memory)
+        self.strategy, self.costs, self.division, self.line = phase.strategy, cost, division, line
+        self.limit, self.has_workload, self.timed = limit, has_workload, timed
+        self.known = any(each["parameters"] for each in cost.memory)
         self.name = show.strategy(wire([Phase(None, phase.strategy)]))
 
     @property
     def title(self) -> str:
-        """The schedule in words."""
+        """The schedule's title."""
         replica = replica_of(self.strategy)
         assert isinstance(replica, Pipeline)
         of = f" of {replica.chunks} chunks" if replica.chunks > 1 else ""
@@ -120,7 +122,7 @@ class _Plan:
         return f"{replica.schedule}: {replica.stages} stages{of}, {m} micro-batch{'es'[: 2 * (m != 1)]}"
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """Return the plan as JSON data."""
         grid = self.costs.grid
         found: dict[str, Any] = {
             "strategy": wire([Phase(None, self.strategy)]),
@@ -141,25 +143,25 @@ class _Plan:
             }
         return found
 
-    def say(self) -> None:
-        """The whole plan, for a person."""
+    def show(self) -> None:
+        """Print the plan."""
         grid = self.costs.grid
-        show.say(f"{self.name}\n{_grid_words(grid)}")
+        show.line(f"{self.name}\n{_grid_text(grid)}")
         if self.division is not None:
-            show.say("")
-            self._say_division(self.division)
+            show.line("")
+            self._show_division(self.division)
         if self.line is not None:
-            show.say("")
-            self._say_schedule(self.line)
-        show.say("")
-        self._say_traffic()
+            show.line("")
+            self._show_schedule(self.line)
+        show.line("")
+        self._show_traffic()
         if self.known:
-            show.say("")
-            self._say_memory()
+            show.line("")
+            self._show_memory()
         for note in self.unfit():
-            show.say(f"\n{note}")
+            show.line(f"\n{note}")
 
-    def _say_division(self, division: Division) -> None:
+    def _show_division(self, division: Division) -> None:
         rows: list[list[str]] = []
         whole = division.layout.size
         for fact in division.facts():
@@ -167,8 +169,8 @@ class _Plan:
             lent, share = fact["held"] - fact["owned"], fact["owned"] / whole
             rows.append(
                 [
-                    _who(self.costs.grid, len(rows)),
-                    spans or "all, in parts",
+                    _worker_name(self.costs.grid, len(rows)),
+                    spans or "parts of all",
                     f"{fact['owned']:,}",
                     f"{share:.1%}",
                     f"{lent:,}" if lent else "",
@@ -177,18 +179,18 @@ class _Plan:
             )
         show.table(["worker", "layers", "parameters", "of all", "borrowed", "bytes"], rows)
 
-    def _say_schedule(self, line: Timeline) -> None:
+    def _show_schedule(self, line: Timeline) -> None:
         colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-        show.say(f"{self.title}; {'as measured here' if self.timed else 'time in forward passes of a stage'}")
-        show.say(gantt.text(line, _WIDTH, colour=colour, unit=" s" if self.timed else ""))
+        show.line(f"{self.title}; {'as measured here' if self.timed else 'time in forward passes of a stage'}")
+        show.line(gantt.text(line, _WIDTH, colour=colour, unit=" s" if self.timed else ""))
         p, found = len(line.rows), self.costs
         apart = f", by stage {', '.join(f'{float(each):.1%}' for each in line.idles)}" if self.timed else ""
         formula = f"{found.idle_formula} = {float(found.idle or 0):.1%}" if found.idle_formula else ""
-        show.say(f"waiting      {float(line.idle):.1%} of the time{apart}; formula {formula}")
+        show.line(f"idle         {float(line.idle):.1%} of the time{apart}; formula {formula}")
         held = ", ".join(map(str, line.peaks)) if p <= 16 else f"{min(line.peaks)} to {max(line.peaks)}"
-        show.say(f"activations  {held} of a micro-batch held at most, by stage")
+        show.line(f"activations  of at most {held} micro-batches at a time, by stage")
 
-    def _say_traffic(self) -> None:
+    def _show_traffic(self) -> None:
         rows = [
             [
                 cost.what,
@@ -201,65 +203,64 @@ class _Plan:
         ]
         if len(rows) > 1:
             whole = [_bytes(self.costs.bytes), ""] if self.known else []
-            rows.append(["all workers together", _count(self.costs.messages), *whole, "", ""])
+            rows.append(["all workers", _count(self.costs.messages), *whole, "", ""])
         figures = ["bytes", "of one worker"] if self.known else []
         turn = "round" if learns_by_client(self.strategy) else "step"
         show.table([f"traffic of a {turn}", "messages", *figures, "hidden", "formula"], rows)
 
-    def _say_memory(self) -> None:
-        keys = [key for key in _MEMORY if self.looked or key in ("parameters", "gradients")]
+    def _show_memory(self) -> None:
+        keys = [key for key in _MEMORY if self.has_workload or key in ("parameters", "gradients")]
         rows = [
-            [_who(self.costs.grid, i), *[amount(each[key]) for key in keys]] for i, each in enumerate(self.costs.memory)
+            [_worker_name(self.costs.grid, i), *[amount(each[key]) for key in keys]]
+            for i, each in enumerate(self.costs.memory)
         ]
         show.table(["memory", *keys], rows)
 
     def unfit(self) -> list[str]:
-        """What does not fit, or fits badly, and what to change."""
+        """List what does not fit or is inefficient, and what to change."""
         found = []
         grid, cores = self.costs.grid, os.cpu_count() or 1
         for i, each in enumerate(self.costs.memory if self.limit is not None and self.known else []):
             if self.limit is not None and each["all"] > self.limit:
                 most = max(_MEMORY[:-1], key=lambda key: each[key])
                 found.append(
-                    f"does not fit: {_who(grid, i)} needs {amount(each['all'])} and has {amount(self.limit)}; most of "
-                    f"it ({amount(each[most])}) is for {most}: {_way_out(most, self.strategy)}"
+                    f"does not fit: {_worker_name(grid, i)} needs {amount(each['all'])} and has {amount(self.limit)}; "
+                    f"most of it ({amount(each[most])}) is for {most}: {_remedy(most, self.strategy)}"
                 )
         if pipeline_of(replica_of(self.strategy)) and self.costs.idle and self.costs.idle > 0.3:
             p = grid.stage
             found.append(
-                f"waits much: {float(self.costs.idle):.0%} of the time; with {4 * p} micro-batches (4 a stage) it "
-                f"would be {(p - 1) / (5 * p - 1):.0%}"
+                f"idle {float(self.costs.idle):.0%} of the time; with {4 * p} micro-batches (4 per stage) it would be "
+                f"{(p - 1) / (5 * p - 1):.0%}"
             )
-        if self.looked and grid.size > cores:
-            found.append(f"this machine has {cores} cores for {grid.size} workers: right for trying out, not for speed")
+        if self.has_workload and grid.size > cores:
+            found.append(f"this machine has {cores} cores for {grid.size} workers: suitable for tests, not for speed")
         return found
 
 
-def _way_out(most: str, strategy: StrategyView) -> str:
+def _remedy(most: str, strategy: StrategyView) -> str:
     if most == "activations":
         if isinstance(replica_of(strategy), Pipeline):
-            return "give more micro-batches under 1f1b, or a smaller batch"
-        return "give a smaller batch, or a pipeline, which holds some micro-batches' only"
+            return "raise micro_batches with schedule 1f1b, or use a smaller batch"
+        return "use a smaller batch, or a pipeline, which stores the activations of some micro-batches only"
     if replica_of(strategy) is None:
         return "divide the model: pipeline:stages=2, or tensor_parallel:size=2"
-    return "give more stages, or a larger tensor size"
+    return "raise stages, or the size of tensor_parallel"
 
 
-def _must_fit_together(target: str | None, batch: int | None, parameters: float | None, times: bool) -> None:
+def _check_options(target: str | None, batch: int | None, parameters: float | None, times: bool) -> None:
     if target is not None and parameters is not None:
-        raise ConfigError("parameters are those of the workload: leave out --parameters", field="parameters")
+        raise ConfigError("the workload defines the parameters: omit --parameters", field="parameters")
     if times and target is None:
-        raise ConfigError(
-            "--times measures the layers of a workload: name one, such as digits.py:Digits", field="times"
-        )
+        raise ConfigError("--times measures the layers of a workload: give one, e.g. digits.py:Digits", field="times")
     if parameters is not None and not (1 <= parameters < 1e18 and parameters == int(parameters)):
         raise ConfigError(f"parameters is {parameters:g}: give a whole number of at least 1", field="parameters")
     if batch is not None and batch < 1:
         raise ConfigError(f"batch is {batch}: give a whole number of at least 1", field="batch")
 
 
-def _own(path: Path | None, phases: list[Phase]) -> Table | None:
-    """A schedule of the user's own, which must fit the strategy's pipeline."""
+def _user_table(path: Path | None, phases: list[Phase]) -> Table | None:
+    """Read the user's schedule table, which must match the strategy's pipeline."""
     if path is None:
         return None
     replicas = [replica_of(phase.strategy) for phase in phases]
@@ -276,7 +277,7 @@ def _own(path: Path | None, phases: list[Phase]) -> Table | None:
     if found != given:
         raise ConfigError(
             f"{path} is a table for stages={found[0]}, micro_batches={found[1]}, chunks={found[2]}, and the strategy "
-            f"says {given[0]}, {given[1]}, {given[2]}: make them alike",
+            f"has {given[0]}, {given[1]}, {given[2]}: make them equal",
             field="table",
         )
     return rows
@@ -299,12 +300,12 @@ def _workload(target: str, batch: int | None) -> Any:
 
 
 def _divisions(workload: Any, target: str | None, phases: list[Phase], workers: int | None) -> list[Any]:
-    """Of each phase. Raises what a run would, before anything starts."""
+    """Divide the model for each phase. Raises the errors of a run before it starts."""
     from rayps.runtime.preflight import preflight
     from rayps.strategies.job import JobSpec
 
     found = []
-    for phase in phases:  # one by one: phases may have replicas of different sizes where no workers are given
+    for phase in phases:  # one by one: without --workers, phases may have replicas of different sizes
         alone = [Phase(None, phase.strategy)]
         spec = JobSpec(str(target), wire(alone), _workers(phase.strategy, workers)).check()
         checked = preflight(workload, alone, spec)
@@ -342,7 +343,7 @@ def _draw(found: list[_Plan], path: Path) -> None:
     drawn = [each for each in found if each.line is not None]
     if not drawn:
         raise ConfigError(
-            "--svg draws a pipeline's schedule, and this strategy has none: pipeline:stages=4", field="svg"
+            "--svg draws a pipeline's schedule, and this strategy has none: give e.g. pipeline:stages=4", field="svg"
         )
     each = drawn[0]
     assert each.line is not None
@@ -350,23 +351,23 @@ def _draw(found: list[_Plan], path: Path) -> None:
         path.write_text(
             gantt.svg(
                 each.line,
-                f"{each.title}, {float(each.line.idle):.1%} of the time waiting",
+                f"{each.title}, idle {float(each.line.idle):.1%} of the time",
                 unit=" s" if each.timed else "",
             ),
             encoding="utf-8",
         )
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror or error}", field="svg") from None
-    show.note(f"drawn to {path}")
+    show.note(f"written to {path}")
 
 
-def _grid_words(grid: Grid) -> str:
+def _grid_text(grid: Grid) -> str:
     replicas = f"{grid.data} replica{'s'[: grid.data != 1]}"
     parts = [f"{grid.stage} stages"] * (grid.stage > 1) + [f"{grid.tensor} tensor ranks"] * (grid.tensor > 1)
     return f"{grid.size} worker{'s'[: grid.size != 1]}: {replicas}{' of ' if parts else ''}{' x '.join(parts)}"
 
 
-def _who(grid: Grid, column: int) -> str:
+def _worker_name(grid: Grid, column: int) -> str:
     return Grid(1, grid.stage, grid.tensor).words(column) or "each worker"
 
 

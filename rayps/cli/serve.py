@@ -1,4 +1,4 @@
-"""`rayps serve`: the service on a socket that is checked first, and its orderly end."""
+"""`rayps serve`: check the state directory and the address, run the service, stop it in order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import socket
 import sys
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any
 
 import uvicorn
 from rayps_api.app import create_app
@@ -23,7 +22,7 @@ from rayps_api.connections import Server
 from rayps_api.log_limit import LogLimit
 from rayps_api.service import Service
 
-from rayps.cli.show import note, say
+from rayps.cli.show import line, note
 from rayps.core.errors import ConfigError
 from rayps.service.settings import SERVICE_LOCK, Settings, private_write
 from rayps.service.state_disk import is_full
@@ -32,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class _Server(Server):
-    """uvicorn that says when it answers, ends streams first, and leaves with code 0 when it is told to."""
+    """A server that announces its address when it answers, ends streams first, and exits with code 0 on a signal."""
 
     def __init__(self, config: uvicorn.Config, site: _Site) -> None:
         super().__init__(config)
@@ -41,7 +40,7 @@ class _Server(Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
-            await self._site.greet()
+            await self._site.announce()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -53,66 +52,59 @@ class _Server(Server):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self._site.leaving()
+        self._site.stopping()
         super().handle_exit(sig, frame)
 
 
 class _Site:
-    """What is said at the start and at the end."""
+    """The notes at the start and at the end of the service."""
 
     def __init__(self, settings: Settings, url: str) -> None:
         self._settings = settings
         self._url = url
         self._service: Service | None = None
 
-    async def began(self, service: Service) -> None:
+    async def started(self, service: Service) -> None:
         self._service = service
         token, new = await service.user_tokens.own()
         if new and sys.stdout.isatty():
-            say(f"token: {token}\n(shown once; the local command line finds it in {self._settings.token_file})")
+            line(f"token: {token}\n(shown once; the local command line reads it from {self._settings.token_file})")
         elif new:
-            say(f"token: in {self._settings.token_file}")
+            line(f"token: in {self._settings.token_file}")
 
-    async def greet(self) -> None:
+    async def announce(self) -> None:
         assert self._service is not None
         try:
-            await self._greet(self._service)
+            await self._announce(self._service)
         except Exception as error:
             if not is_full(error):
                 raise
-            note(self._service.store.disk.full())  # it serves: what is there can be read, and deleted
+            note(self._service.store.disk.full())  # the service runs: jobs can be read and deleted
 
-    async def _greet(self, service: Service) -> None:
+    async def _announce(self, service: Service) -> None:
         facts = {"url": self._url, "pid": os.getpid()}
         private_write(self._settings.service_file, json.dumps(facts))
         if sys.stdout.isatty():
             code = await service.store.login_code()
-            say(f"dashboard: {self._url}/#code={code}\n(opens once, within five minutes; `rayps open` gives another)")
-        else:  # a log may have other readers
-            say(
-                f"dashboard: {self._url}/\n(RAYPS_STATE_DIR={shlex.quote(str(self._settings.state_dir))} rayps open "
-                "prints, on a terminal, an address that opens it)"
+            line(f"dashboard: {self._url}/#code={code}\n(valid once, for five minutes; `rayps open` prints another)")
+        else:  # other users may read the log
+            line(
+                f"dashboard: {self._url}/\n(to open it, run in a terminal: "
+                f"RAYPS_STATE_DIR={shlex.quote(str(self._settings.state_dir))} rayps open)"
             )
 
-    def leaving(self) -> None:
+    def stopping(self) -> None:
         if self._service is not None:
             self._service.closing.set()
             running = "" if self._settings.address else " and its Ray"
-            note(f"ending the service{running} ...")
+            note(f"stopping the service{running} ...")
 
-    def ended(self, running: int, go_on: bool) -> None:
+    def ended(self, running: int, keep: bool) -> None:
         self._settings.service_file.unlink(missing_ok=True)
-        if running and go_on:
-            note(f"{running} running {_jobs(running)} on; the next `rayps serve` takes care of them again")
+        if running and keep:
+            note(f"jobs that keep running: {running}; the next `rayps serve` manages them again")
         elif running:
-            note(
-                f"{running} running {'job was' if running == 1 else 'jobs were'} interrupted; the next `rayps serve` "
-                f"starts {'it' if running == 1 else 'them'} again, from the newest checkpoint where there is one"
-            )
-
-
-def _jobs(count: int) -> str:
-    return "job goes" if count == 1 else "jobs go"
+            note(f"interrupted jobs: {running}; the next `rayps serve` restarts them from their newest checkpoints")
 
 
 def run(settings: Settings, *, keep: bool = False) -> None:
@@ -123,8 +115,8 @@ def run(settings: Settings, *, keep: bool = False) -> None:
     """
     if not settings.loopback and not settings.allowed_hosts:
         raise ConfigError(
-            f"--host {settings.host} would answer other machines: name the host names by which they will call it\n"
-            "with --allow-host NAME, and put TLS in front; or leave --host out to stay on this machine",
+            f"--host {settings.host} opens the service to other machines: give its host name with --allow-host NAME\n"
+            "and put TLS in front; or omit --host to serve this machine only",
             field="host",
         )
     settings.prepare()
@@ -132,11 +124,11 @@ def run(settings: Settings, *, keep: bool = False) -> None:
     logging.getLogger("alembic").setLevel(logging.WARNING)
     for handler in logging.getLogger().handlers:
         handler.addFilter(LogLimit())
-    with _alone(settings), _listening(settings) as door:
-        port = door.getsockname()[1]
+    with _exclusive(settings), _listening(settings) as listener:
+        port = listener.getsockname()[1]
         name = f"[{settings.host}]" if ":" in settings.host else settings.host
         site = _Site(settings, f"http://{name}:{port}")
-        app = create_app(settings, keep=keep, started=site.began, ended=site.ended)
+        app = create_app(settings, keep=keep, started=site.started, ended=site.ended)
         config = uvicorn.Config(
             app,
             log_config=None,
@@ -148,42 +140,41 @@ def run(settings: Settings, *, keep: bool = False) -> None:
             ws="none",
         )
         server = _Server(config, site)
-        asyncio.run(server.serve([door]))
+        asyncio.run(server.serve([listener]))
         if not server.started:
             raise ConfigError(f"the service did not start: its state is in {settings.state_dir}")
 
 
 @contextlib.contextmanager
-def _alone(settings: Settings) -> Iterator[None]:
-    """One service for each state directory."""
+def _exclusive(settings: Settings) -> Iterator[None]:
+    """Lock the state directory: one service for each."""
     with (settings.state_dir / SERVICE_LOCK).open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise ConfigError(
-                f"another `rayps serve` uses {settings.state_dir}: use that one, stop it, or give another "
-                "directory with --state-dir",
+                f"another `rayps serve` uses {settings.state_dir}: use it, stop it, or give another directory with "
+                "--state-dir",
                 field="state_dir",
             ) from error
         yield
 
 
 @contextlib.contextmanager
-def _listening(settings: Settings) -> Iterator[Any]:
+def _listening(settings: Settings) -> Iterator[socket.socket]:
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as door:
-        door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            door.bind((settings.host, settings.port))
-            door.listen(128)
+            listener.bind((settings.host, settings.port))
+            listener.listen(128)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise ConfigError(
-                    f"port {settings.port} on {settings.host} is in use: give another with --port (0 = any free "
-                    "one), or stop what uses it",
+                    f"port {settings.port} on {settings.host} is in use: give another with --port (0 = any free one)",
                     field="port",
                 ) from error
             raise ConfigError(
                 f"cannot listen on {settings.host}:{settings.port}: {error.strerror or error}", field="host"
             ) from error
-        yield door
+        yield listener

@@ -18,14 +18,14 @@ app = typer.Typer(
     name="servers",
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Server groups: parameter servers that live as long as the cluster and that several jobs share.",
+    help="Server groups: parameter servers that live as long as the cluster; several jobs can share one.",
 )
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The group's name, as `rayps servers ls` shows it.")]
-Space = Annotated[str, typer.Argument(metavar="SPACE", help="The space's name, that of its job, or its beginning.")]
+Space = Annotated[str, typer.Argument(metavar="SPACE", help="The space's name (its job's id), or its beginning.")]
 Format = Annotated[Output, typer.Option("--output", "-o", help="table or json.")]
 Json = Annotated[bool, typer.Option("--json", help="The same as --output json.")]
-Wait = Annotated[bool, typer.Option("--wait", help="Until it stands as wanted and nothing moves.")]
+Wait = Annotated[bool, typer.Option("--wait", help="Wait until all servers are ready and no segment moves.")]
 Timeout = Annotated[float, typer.Option(metavar="SECONDS", min=0, help="How long --wait waits.")]
 _COLOURS = {"ready": "green", "alive": "green", "dead": "red", "degraded": "red", "unreachable": "red"}
 _EVENTS = 5
@@ -36,13 +36,13 @@ def start(
     name: Name,
     servers: Annotated[int, typer.Option(min=1, help="How many servers.")] = 2,
     replicas: Annotated[
-        int, typer.Option(min=0, help="Copies of each segment on other servers: 1 survives the loss of any one server.")
+        int, typer.Option(min=0, help="Replicas of each segment on other servers: 1 survives the loss of any server.")
     ] = 1,
     silence: Annotated[
         float | None,
         typer.Option(
             metavar="SECONDS",
-            help="A server that says nothing for so long is taken for dead (10); one that ends is seen at once.",
+            help="A server that is silent for so long counts as dead (10); one that ends is detected at once.",
         ),
     ] = None,
     wait: Wait = False,
@@ -53,7 +53,7 @@ def start(
     """Start a server group; then `rayps submit job.yaml --server-group NAME`."""
     with Client() as client:
         group = client.start_servers(name, servers=servers, replicas=replicas, silence=silence)
-        _said(group, wait, timeout, _form(output, as_json))
+        _show_result(group, wait, timeout, _format(output, as_json))
 
 
 @app.command()
@@ -61,7 +61,7 @@ def ls(output: Format = Output.table, as_json: Json = False) -> None:
     """List the server groups."""
     with Client() as client:
         found = client.server_groups()
-    if _form(output, as_json) is Output.json:
+    if _format(output, as_json) is Output.json:
         show.dump(found)
         return
     if not found:
@@ -88,10 +88,10 @@ def ls(output: Format = Output.table, as_json: Json = False) -> None:
 
 @app.command("show")
 def show_one(name: Name, output: Format = Output.table, as_json: Json = False) -> None:
-    """Show one group: its servers, what jobs keep on them, what moves, what happened."""
+    """Show one group: its servers, spaces, moves and events."""
     with Client() as client:
         data = client.servers(name).data
-    if _form(output, as_json) is Output.json:
+    if _format(output, as_json) is Output.json:
         show.dump(data)
         return
     _tables(data)
@@ -106,9 +106,9 @@ def resize(
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """Grow or shrink a group while its jobs go on."""
+    """Grow or shrink a group while its jobs continue."""
     with Client() as client:
-        _said(client.servers(name).resize(servers), wait, timeout, _form(output, as_json))
+        _show_result(client.servers(name).resize(servers), wait, timeout, _format(output, as_json))
 
 
 @app.command()
@@ -120,9 +120,9 @@ def drain(
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """Move everything off one server, which then leaves."""
+    """Move all segments off one server, then stop it."""
     with Client() as client:
-        _said(client.servers(name).drain(server), wait, timeout, _form(output, as_json))
+        _show_result(client.servers(name).drain(server), wait, timeout, _format(output, as_json))
 
 
 @app.command("quota")
@@ -134,84 +134,82 @@ def set_quota(
         typer.Option(
             "--bytes",
             min=1,
-            help="Of parameters, optimizer state and rows on all "
-            "servers, copies not counted. It bounds growth: beyond it pushes that "
-            "make rows are refused, and what is there stays.",
+            help="Bytes of parameters, optimizer state and rows on all servers, without replicas. Pushes that would "
+            "create rows beyond it are refused; existing data stays.",
         ),
     ] = None,
     operations: Annotated[
         float | None,
         typer.Option(
-            help="Operations a second, over all servers: a push, or a pull, "
-            "is one at each server that holds part of what it touches. What "
-            "is beyond waits."
+            help="Operations per second over all servers: a push or pull is one operation at each server that it "
+            "reaches. Operations beyond it wait."
         ),
     ] = None,
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """Limit what a job may take of a group; what is left out has no limit."""
+    """Limit a job's memory and operations on a group; an omitted option means no limit."""
     with Client() as client:
         before = client.servers(name).data["spaces"]
         data = client.servers(name).set_quota(space, bytes=most, operations=operations).data
-    if _form(output, as_json) is Output.json:
+    if _format(output, as_json) is Output.json:
         show.dump(data)
         return
-    full, held = _meant(before, space)
-    show.say(f"{full} may take {quota({'bytes': most, 'operations': operations}).replace('-', 'what it wants')}")
+    full, held = _find_space(before, space)
+    show.line(f"{full}: quota {quota({'bytes': most, 'operations': operations}).replace('-', 'none')}")
     if most is not None and held > most:
         show.note(
-            f"it holds {size(held)} now, which stays; a push that would make rows fails the job from now on, and "
-            "so does\nloading its parameters again after a loss: raise --bytes, or stop the job"
+            f"it has {size(held)} now, which stays. From now on the job fails when a push would create rows, and when "
+            "its\nparameters are loaded again after a loss: raise --bytes, or stop the job"
         )
 
 
 @app.command()
 def drop(name: Name, space: Space, output: Format = Output.table, as_json: Json = False) -> None:
-    """Forget a space: of a job that has ended, or a branch."""
+    """Delete a space of a job that has ended, or a branch."""
     with Client() as client:
         before = client.servers(name).data["spaces"]
         data = client.servers(name).drop(space).data
-    if _form(output, as_json) is Output.json:
+    if _format(output, as_json) is Output.json:
         show.dump(data)
     else:
-        show.say(f"{_meant(before, space)[0]} is dropped")
+        show.line(f"{_find_space(before, space)[0]} is deleted")
 
 
 @app.command()
 def stop(
     name: Name,
-    force: Annotated[bool, typer.Option("--force", help="Also when jobs use it: they will fail.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Also if jobs use the group: they fail.")] = False,
     wait: Wait = False,
     timeout: Timeout = 300.0,
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """End a group and all parameters on it."""
+    """Stop a group; its parameters are lost."""
     with Client() as client:
-        _said(client.servers(name).stop(force=force), wait, timeout, _form(output, as_json))
+        _show_result(client.servers(name).stop(force=force), wait, timeout, _format(output, as_json))
 
 
 def size(value: float | None) -> str:
-    """Bytes in a unit that fits."""
+    """Format bytes in a fitting unit."""
     rest, units = float(value or 0), ["B", "KiB", "MiB", "GiB", "TiB"]
     while rest >= 1024 and len(units) > 1:
         rest, units = rest / 1024, units[1:]
     return f"{rest:.0f} B" if units[0] == "B" else f"{rest:.1f} {units[0]}"
 
 
-def _meant(spaces: list[dict[str, Any]], text: str) -> tuple[str, int]:
-    """The whole name of the space that was meant, and the bytes that it holds."""
+def _find_space(spaces: list[dict[str, Any]], text: str) -> tuple[str, int]:
+    """Return the full name of the space that `text` names, and its bytes."""
     exact = [each for each in spaces if each["name"] == text]
     near = exact or [each for each in spaces if str(each["name"]).upper().startswith(text.upper())]
     return (str(near[0]["name"]), int(near[0].get("bytes") or 0)) if near else (text, 0)
 
 
-def _form(output: Output, as_json: bool) -> Output:
+def _format(output: Output, as_json: bool) -> Output:
     return Output.json if as_json else output
 
 
-def _said(group: RemoteGroup, wait: bool, timeout: float, form: Output) -> None:
+def _show_result(group: RemoteGroup, wait: bool, timeout: float, form: Output) -> None:
     ending = group.data["status"] == "stopping"
     if wait:
         try:
@@ -221,9 +219,9 @@ def _said(group: RemoteGroup, wait: bool, timeout: float, form: Output) -> None:
     if form is Output.json:
         show.dump(group.data)
     elif ending:
-        show.say(f"{group.name} {'has stopped' if wait else 'will stop'}")
+        show.line(f"{group.name} {'has stopped' if wait else 'will stop'}")
     else:
-        show.say(f"{group.name} is {summary(group.data)}")
+        show.line(f"{group.name} is {summary(group.data)}")
         if not wait:
             show.note(f"`rayps servers show {group.name}` shows its status")
 
@@ -277,7 +275,7 @@ def _tables(data: dict[str, Any]) -> None:
         lambda s: [
             s["name"],
             s.get("workers"),
-            _held(s["segments"]),
+            _ready_segments(s["segments"]),
             ", ".join(s.get("tables") or []) or "-",
             size(s.get("bytes")),
             *([s.get("rows"), s.get("evicted")] if s.get("tables") else "--"),
@@ -310,17 +308,17 @@ def _section(
     title: str, columns: list[str], found: list[dict[str, Any]], row: Callable[[dict[str, Any]], list[Any]]
 ) -> None:
     if found:
-        show.say(f"\n{title}")
+        show.line(f"\n{title}")
         show.table(columns, [["" if cell is None else cell for cell in row(each)] for each in found])
 
 
-def _held(segments: list[dict[str, Any]]) -> str:
+def _ready_segments(segments: list[dict[str, Any]]) -> str:
     ready = sum(segment.get("state") == "ready" for segment in segments)
     return str(len(segments)) if ready == len(segments) else f"{ready} of {len(segments)} ready"
 
 
 def quota(given: dict[str, Any] | None) -> str:
-    """A quota in words; "-" where there is none."""
+    """Format a quota; "-" if there is none."""
     found = given or {}
     parts = [
         size(found["bytes"]) if found.get("bytes") is not None else "",

@@ -1,4 +1,4 @@
-"""How the command line shows things: data on stdout, notes on stderr, as tables or as JSON."""
+"""Print for the command line: data on stdout as tables or JSON, notes on stderr."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _COLOURS = {
     "RECOVERING": "yellow",
     "UNKNOWN": "yellow",
 }
-_LAST = 14  # letters that the last column of a table keeps before others are cut
+_LAST = 14  # least width of a table's last column before others are cut
 _UNKNOWN = object()
-_CUT = 6  # letters that are left of one that is cut
+_CUT = 6  # least width of a column that is cut
 
 
 class Output(enum.StrEnum):
-    """For a person or for a program."""
+    """A table for a person, or JSON for a program."""
 
     table = "table"
     json = "json"
@@ -47,7 +47,7 @@ To = Annotated[
     typer.Option(
         "--to",
         metavar="FILE",
-        help="Write the secret there, for its owner only; - = print it even where the output is no terminal.",
+        help="Write the secret to this file, readable by its owner only; - = print it, also if not to a terminal.",
     ),
 ]
 
@@ -58,51 +58,54 @@ _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) i
 
 
 def plain(text: str) -> str:
-    """Text with control characters spelled out (ESC as \\x1b), so that what a job printed cannot move the cursor, set
-    the title, write to the clipboard or turn the reading order of a terminal. Tabs and line ends stay."""
+    r"""Spell out control characters (ESC as \x1b); tabs and line ends stay.
+
+    A job's output could otherwise move the cursor, set the title, write to the clipboard or change the reading order
+    of the user's terminal.
+    """
     return text.translate(_CONTROLS)
 
 
 def note(text: str) -> None:
-    """Something for the person, not for the pipe."""
+    """Print a note for the user, to stderr."""
     sys.stderr.write(f"{plain(text) if sys.stderr.isatty() else text}\n")
     sys.stderr.flush()
 
 
-def say(text: str) -> None:
-    """A line of data; on a terminal without what would control it."""
+def line(text: str) -> None:
+    """Print a line of data to stdout; on a terminal with control characters spelled out."""
     sys.stdout.write(f"{plain(text) if sys.stdout.isatty() else text}\n")
     sys.stdout.flush()
 
 
 def refuse_secret(to: str | None) -> None:
-    """Raises ConfigError: a secret would go to a file or a program though nothing said so."""
+    """Refuse to print a secret to a file or pipe without `--to`. Raises ConfigError."""
     if to is None and not sys.stdout.isatty():
         raise ConfigError(
-            "this is a secret, and the output is no terminal: give --to FILE, which only you can read,\n"
-            "or --to - to print it nevertheless",
+            "this is a secret, and the output is not a terminal: give --to FILE (readable by you only),\n"
+            "or --to - to print it anyway",
             field="to",
         )
 
 
 def refuse_existing(to: str | None) -> None:
-    """Raises ConfigError: the file exists, and may hold a token that nothing shows a second time, or cannot be made."""
+    """Refuse a file that exists (it may have a token that cannot be shown again) or cannot be made. ConfigError."""
     if to in (None, "-"):
         return
     path = Path(to).expanduser()
     if not os.access(path.parent, os.W_OK):
-        raise ConfigError(f"{to} cannot be written: there is no folder {path.parent}, or it is not yours", field="to")
-    if path.exists():
         raise ConfigError(
-            f"{to} exists, and is not overwritten: give --to another file, or remove it first", field="to"
+            f"{to} cannot be written: the folder {path.parent} does not exist or is not writable", field="to"
         )
+    if path.exists():
+        raise ConfigError(f"{to} exists and is not overwritten: give another file with --to, or remove it", field="to")
 
 
 def secret(text: str, to: str | None) -> None:
-    """A secret, where it was asked for: on the terminal, or in a file of mode 0600."""
+    """Print a secret to the terminal, or write it to a file of mode 0600."""
     refuse_secret(to)
     if to in (None, "-"):
-        say(text)
+        line(text)
         return
     try:
         private_write(Path(to).expanduser(), f"{text}\n")
@@ -112,14 +115,14 @@ def secret(text: str, to: str | None) -> None:
 
 
 def dump(data: Any) -> None:
-    """Data as JSON."""
-    say(json.dumps(data, indent=2, ensure_ascii=False))
+    """Print data as JSON."""
+    line(json.dumps(data, indent=2, ensure_ascii=False))
 
 
 def table(columns: list[str], rows: list[list[Any]], cut: tuple[str, ...] = ()) -> None:
-    """Rows under headings. On a terminal that is too narrow the columns named in `cut` are cut, and the last wraps.
+    """Print rows under headings. On a narrow terminal the columns in `cut` are cut and the last one wraps.
 
-    Never changed when it is not a terminal that reads.
+    Nothing is cut if stdout is not a terminal.
     """
     terminal = sys.stdout.isatty()
     console = Console(soft_wrap=not terminal, highlight=False)
@@ -144,20 +147,20 @@ def table(columns: list[str], rows: list[list[Any]], cut: tuple[str, ...] = ()) 
 
 
 def status(word: str) -> Text:
-    """A status in its colour."""
+    """Colour a status."""
     return Text(word, style=_COLOURS.get(word, ""))
 
 
 def facts(pairs: list[tuple[str, Any]]) -> None:
-    """Names and values, one pair on each line; those without a value are left out."""
+    """Print names and values, one pair per line, without empty values."""
     width = max(len(name) for name, _ in pairs)
     for name, value in pairs:
         if value not in (None, "", {}, []):
-            say(f"{name:<{width}}  {value}")
+            line(f"{name:<{width}}  {value}")
 
 
 def age(stamp: str | None) -> str:
-    """How long ago, in one unit."""
+    """Return how long ago a time was, in one unit."""
     if not stamp:
         return ""
     seconds = max(0.0, time.time() - datetime.fromisoformat(stamp).astimezone(UTC).timestamp())
@@ -168,28 +171,28 @@ def age(stamp: str | None) -> str:
 
 
 def clock(at: float) -> str:
-    """A time of day, here."""
+    """Format seconds since the epoch in local time."""
     return datetime.fromtimestamp(at).strftime("%Y-%m-%d %H:%M:%S")
 
 
 def number(value: Any) -> str:
-    """A figure, short."""
+    """Format a figure with four digits; None is empty."""
     return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def measures(found: dict[str, Any] | None) -> str:
-    """Metrics on one line."""
+    """Format metrics on one line."""
     return "  ".join(f"{name} {number(value)}" for name, value in (found or {}).items())
 
 
 def strategy(spec: Any) -> str:
-    """A strategy in its text form, without the options that are as they are by themselves."""
+    """Write a strategy in its text form, without options that have their default."""
     return written(_brief(spec))
 
 
 @cache
 def _defaults() -> dict[str, dict[str, Any]]:
-    """Each strategy's options as they are by themselves; looked up by the first command that shows one."""
+    """Return each strategy's default options."""
     return {each["name"]: {option["name"]: option["default"] for option in each["options"]} for each in catalogue()}
 
 
@@ -198,24 +201,24 @@ def _brief(spec: Any) -> Any:
         return [{**phase, "strategy": _brief(phase["strategy"])} for phase in spec]
     if not isinstance(spec, dict):
         return spec
-    usual = _defaults().get(str(spec.get("name")), {})
-    return {key: _brief(value) for key, value in spec.items() if key == "name" or usual.get(key, _UNKNOWN) != value}
+    defaults = _defaults().get(str(spec.get("name")), {})
+    return {key: _brief(value) for key, value in spec.items() if key == "name" or defaults.get(key, _UNKNOWN) != value}
 
 
 def learns(job: dict[str, Any]) -> str:
-    """How a job learns together: its strategy, and the server group that it is on, as far as it is known."""
+    """Describe a job's strategy, and its server group if it has one."""
     spec, group = job["spec"], (job.get("progress") or {}).get("server_group") or {}
     name = spec.get("server_group")
     if name is None:
         return strategy(spec["strategy"])
-    said = strategy(_without_servers(spec["strategy"]))  # how many there are is the group's to say
+    text = strategy(_without_servers(spec["strategy"]))  # the group decides the number of servers
     if not group.get("servers"):
-        return f"{said} on {name}"
+        return f"{text} on {name}"
     alive = sum(server.get("state") != "dead" for server in group["servers"])
-    copies = group.get("replicas") or 0
+    replicas = group.get("replicas") or 0
     return (
-        f"{said} on {name} ({alive} {'server' if alive == 1 else 'servers'}, "
-        f"{copies} {'copy' if copies == 1 else 'copies'})"
+        f"{text} on {name} ({alive} {'server' if alive == 1 else 'servers'}, "
+        f"{replicas} {'replica' if replicas == 1 else 'replicas'})"
     )
 
 
@@ -230,7 +233,7 @@ def _without_servers(spec: Any) -> Any:
 
 
 def result(job: dict[str, Any]) -> str:
-    """What is known of how well a job learns: its metrics; while it runs, the last evaluation or the last batch."""
+    """Describe a job's result: its metrics; while it runs, the last evaluation or the last batch's loss."""
     if job.get("metrics"):
         return measures(job["metrics"])
     progress = job.get("progress") or {}

@@ -1,4 +1,4 @@
-"""Sizes in bytes as people write them: 512, 10KB, 2.5 GB."""
+"""Read sizes in bytes with units: 512, 10KB, 2.5 GB."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 
 
 def size(text: str, field: str) -> float:
-    """Bytes; a unit is a power of 1000. Raises ConfigError, which names the field."""
+    """Return the bytes of a text; units are powers of 1000. Raises ConfigError, which names the field."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
     if match is None or match[2] not in _UNITS:
-        raise ConfigError(f"{field} is {text!r}: give a number of bytes, or a size such as 512MB", field=field)
+        raise ConfigError(f"{field} is {text!r}: give bytes, or a size such as 512MB", field=field)
     return float(match[1]) * _UNITS[match[2]]

@@ -50,12 +50,12 @@ class ClientFolder:
             self.key = secrets.token_urlsafe(32)
             private_write(folder / "identity.json", json.dumps({"key": self.key}))
         progress = self._read("progress.json")
-        self.begun, self.settled = int(progress.get("begun", 0)), int(progress.get("settled", 0))
+        self.started, self.settled = int(progress.get("begun", 0)), int(progress.get("settled", 0))
         self.last: int | None = progress.get("round")  # of the newest order that was sent
 
     def begin(self, serial: int) -> None:
         """An order is begun: no older one will ever be done."""
-        self.begun = serial
+        self.started = serial
         self._note()
 
     def settle(self, serial: int, round: int | None) -> None:
@@ -65,7 +65,7 @@ class ClientFolder:
 
     def state(self, round: int, strategy: str, starts: Starts) -> dict[str, Tensor]:
         """What the strategy kept of this client before round `round`."""
-        self._forget_void(starts)
+        self._delete_invalid(starts)
         for at in reversed(self._rounds()):
             if at < round:
                 facts, tensors = _load(self._state(at))
@@ -84,7 +84,7 @@ class ClientFolder:
         for at in [at for at in self._rounds() if at < since][:-1]:
             self._state(at).unlink()
 
-    def _forget_void(self, starts: Starts) -> None:
+    def _delete_invalid(self, starts: Starts) -> None:
         """States of rounds that were drawn again since: the job began at a round before, with a newer order."""
         for at in self._rounds():
             serial = int(_load(self._state(at), tensors=False)[0].get("serial", 0))
@@ -100,7 +100,7 @@ class ClientFolder:
         self._lock.close()
 
     def _note(self) -> None:
-        facts = {"begun": self.begun, "settled": self.settled, "round": self.last}
+        facts = {"begun": self.started, "settled": self.settled, "round": self.last}
         private_write(self.folder / "progress.json", json.dumps(facts))
 
     def _rounds(self) -> list[int]:

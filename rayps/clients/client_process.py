@@ -43,7 +43,7 @@ LONG_POLL = 20.0
 MOST_PAUSE = 30.0
 _SECONDS = 60.0  # of silence in one call
 _TRAVEL = 0.5  # seconds that an order may have been under way
-_LEAVING = 3.0  # seconds that the last word may take
+_LEAVE_SECONDS = 3.0  # seconds that the last word may take
 _OWN = "buffers/"  # how a client's own buffers are called in its state
 
 
@@ -64,10 +64,10 @@ class ServiceConnection:
         url: str,
         token: str,
         patience: float,
-        say: Callable[[str], None],
+        report: Callable[[str], None],
         transport: httpx2.BaseTransport | None = None,
     ) -> None:
-        self.url, self.patience, self._say = url, patience, say
+        self.url, self.patience, self._report = url, patience, report
         self._http = httpx2.Client(
             base_url=url,
             timeout=httpx2.Timeout(_SECONDS, connect=10.0),
@@ -78,14 +78,14 @@ class ServiceConnection:
 
     def call(self, method: str, path: str, **options: Any) -> httpx2.Response:
         """Raises Unreachable, Unauthorized, NotFound, Conflict, ConfigError, ServiceError."""
-        since, attempt, told = time.monotonic(), 0, False
+        since, attempt, reported = time.monotonic(), 0, False
         while True:
             cause = ""
             try:
                 answer = self._http.request(method, path, **options)
                 if answer.status_code < 500 and answer.status_code != 429:
-                    if told:
-                        self._say("the service answers again")
+                    if reported:
+                        self._report("the service answers again")
                     if not answer.is_success:
                         checked(answer)
                     return answer
@@ -99,9 +99,9 @@ class ServiceConnection:
                     "(it goes on where it was),\nor wait longer with --patience SECONDS",
                     url=self.url,
                 )
-            if not told and attempt > 1:
-                self._say(f"nobody answers at {self.url} ({cause}): trying again for up to {self.patience:.0f} s")
-                told = True
+            if not reported and attempt > 1:
+                self._report(f"nobody answers at {self.url} ({cause}): trying again for up to {self.patience:.0f} s")
+                reported = True
             attempt += 1
             time.sleep(_pause(attempt))
 
@@ -124,14 +124,14 @@ class ClientProcess:
         data: Data,
         token: ClientToken,
         job: str,
-        line: ServiceConnection,
-        kept: ClientFolder,
+        connection: ServiceConnection,
+        folder: ClientFolder,
         name: str | None = None,
-        say: Callable[[str], None] = log.info,
+        report: Callable[[str], None] = log.info,
         device: str = "cpu",
     ) -> None:
         self.workload, self.token, self.job, self.name = workload, token, job, name
-        self._line, self._kept, self._say = line, kept, say
+        self._connection, self._folder, self._report = connection, folder, report
         _usable(device)
         self._rows = rows_of(data)
         with apart():
@@ -139,7 +139,7 @@ class ClientProcess:
         model.train()
         self._trainer = Trainer(FlatModel(model), workload, device)
         self._number, self._public_key, self._rounds = -1, "", 0
-        self._waited = ""
+        self._last_reason = ""
 
     def run(self) -> Ended:
         """Take part until the job has ended. Who ends before, by an error or Ctrl-C, says that it leaves, so that no
@@ -149,17 +149,17 @@ class ClientProcess:
             Unauthorized: the token is revoked, or an order is not signed, replayed or of another job.
             Unreachable: nobody answered for too long. WorkloadError, DataError: it cannot be trained here.
         """
-        self.try_out()
-        self.token.check(self._line.call("GET", "/api/v1/client/key").json()["public_key"])
+        self.check_workload()
+        self.token.check(self._connection.call("GET", "/api/v1/client/key").json()["public_key"])
         try:
             self.join()
-            return self._until_the_end()
+            return self._run_rounds()
         except BaseException:  # Ctrl-C too
             if self._number >= 0:
-                self._line.try_once("POST", "/api/v1/client/leave", _LEAVING, headers=self._headers())
+                self._connection.try_once("POST", "/api/v1/client/leave", _LEAVE_SECONDS, headers=self._headers())
             raise
 
-    def try_out(self) -> None:
+    def check_workload(self) -> None:
         """One batch of this client's rows through model and loss, before anybody counts on it.
 
         Raises:
@@ -174,7 +174,7 @@ class ClientProcess:
         for parameter in trainer.parameters:
             parameter.grad = None
 
-    def _until_the_end(self) -> Ended:
+    def _run_rounds(self) -> Ended:
         while True:
             work = self._ask()
             if work.get("verdict"):
@@ -182,32 +182,32 @@ class ClientProcess:
             if work["kind"] == "end":
                 return Ended(Status(work["status"]), str(work.get("reason") or ""), self._rounds)
             if work["kind"] == "round":
-                self._waited = ""
-                self.take_part(self.trusted(work))
-            elif (why := str(work.get("reason") or "waits")) != self._waited:
-                self._waited = why
-                self._say(f"job {self.job} ({work.get('status')}): {why}")
+                self._last_reason = ""
+                self.train_round(self.verified_order(work))
+            elif (why := str(work.get("reason") or "waits")) != self._last_reason:
+                self._last_reason = why
+                self._report(f"job {self.job} ({work.get('status')}): {why}")
 
     def join(self) -> None:
         """Say that this client takes part; a second time gives the same number."""
-        body = {"name": self.name, "key": self._kept.key, "samples": len(self._rows.numbers), "job": self.job}
-        found = self._line.call("POST", "/api/v1/client/join", json=body).json()
+        body = {"name": self.name, "key": self._folder.key, "samples": len(self._rows.numbers), "job": self.job}
+        found = self._connection.call("POST", "/api/v1/client/join", json=body).json()
         self._number, self._public_key, self.name = int(found["number"]), found["public_key"], found["name"]
         self.token.check(self._public_key)
         samples = len(self._rows.numbers)
-        self._say(f"joined job {self.job} as {self.name}, client {self._number}, with {samples} samples")
+        self._report(f"joined job {self.job} as {self.name}, client {self._number}, with {samples} samples")
 
     def _headers(self, **more: str) -> dict[str, str]:
-        return {"Rayps-Client": f"{self.job}:{self._number}:{self._kept.key}", **more}
+        return {"Rayps-Client": f"{self.job}:{self._number}:{self._folder.key}", **more}
 
     def _ask(self) -> dict[str, Any]:
-        params = {"after": self._kept.settled, "wait": LONG_POLL}
-        found: dict[str, Any] = self._line.call(
+        params = {"after": self._folder.settled, "wait": LONG_POLL}
+        found: dict[str, Any] = self._connection.call(
             "GET", "/api/v1/client/work", params=params, headers=self._headers()
         ).json()
         return found
 
-    def trusted(self, work: dict[str, Any]) -> dict[str, Any]:
+    def verified_order(self, work: dict[str, Any]) -> dict[str, Any]:
         """The order, if it is signed by the token's service, for this client and job, and not one from before.
 
         Raises:
@@ -217,28 +217,30 @@ class ClientProcess:
         mine = {"kind": "round", "job": self.job, "client": self._number, "name": self.name}
         for key, value in mine.items():
             if order.get(key) != value:
-                raise _not_done(f"its {key} is {order.get(key)!r}, and here it is {value!r}")
+                raise _refusal(f"its {key} is {order.get(key)!r}, and here it is {value!r}")
         serial = order["serial"]
-        if serial <= self._kept.settled or serial < self._kept.begun:
-            newest = max(self._kept.settled, self._kept.begun)
-            raise _not_done(f"it is order {serial}, and order {newest} came before: somebody plays it again")
+        if serial <= self._folder.settled or serial < self._folder.started:
+            newest = max(self._folder.settled, self._folder.started)
+            raise _refusal(f"it is order {serial}, and order {newest} came before: somebody plays it again")
         return order
 
-    def take_part(self, order: dict[str, Any]) -> None:
+    def train_round(self, order: dict[str, Any]) -> None:
         """Train as the order says, and send what was learnt."""
         serial, round, asked = order["serial"], order["round"], time.monotonic()
         strategy: Any = parse(order["strategy"])[0].strategy
-        self._kept.begin(serial)
+        self._folder.begin(serial)
         try:
-            raw = self._line.call("GET", f"/api/v1/client/rounds/{serial}/parameters", headers=self._headers()).content
+            raw = self._connection.call(
+                "GET", f"/api/v1/client/rounds/{serial}/parameters", headers=self._headers()
+            ).content
         except (Conflict, NotFound) as error:
-            self._too_late(order, error)
+            self._update_not_counted(order, error)
             return
         if hashlib.sha256(raw).hexdigest() != order["parameters"]["sha256"]:
-            raise _not_done("the parameters that came with it are not those that were signed")
+            raise _refusal("the parameters that came with it are not those that were signed")
         w, shared, buffers = remote_codec.opened(raw, self._trainer.flat.layout)
         at, name = order["phase"] + round, strategy.name
-        state = self._kept.state(at, name, order["starts"])
+        state = self._folder.state(at, name, order["starts"])
         began = time.monotonic()
         own = {key.removeprefix(_OWN): value for key, value in state.items() if key.startswith(_OWN)}
         task = Task(order["seed"], round, self._number, w, shared, state, buffers | own, order.get("tick", at))
@@ -250,10 +252,10 @@ class ClientProcess:
         order |= {"trained": seconds, "ends": asked + float(order["seconds"]) - _TRAVEL}
         if self._send(order, reply):
             if reply.state:
-                self._kept.keep(at, serial, name, reply.state, order["since"])
-            self._kept.settle(serial, at)
+                self._folder.keep(at, serial, name, reply.state, order["since"])
+            self._folder.settle(serial, at)
             self._rounds += 1
-            self._say(f"round {round}: {reply.n} samples, loss {reply.loss:.4g}, {seconds:.1f} s; sent")
+            self._report(f"round {round}: {reply.n} samples, loss {reply.loss:.4g}, {seconds:.1f} s; sent")
 
     def _send(self, order: dict[str, Any], reply: ClientReply) -> bool:
         raw = remote_codec.update(reply)
@@ -261,22 +263,24 @@ class ClientProcess:
             **{"Rayps-Sha256": hashlib.sha256(raw).hexdigest(), "Content-Type": "application/octet-stream"}
         )
         try:
-            self._line.call("PUT", f"/api/v1/client/rounds/{order['serial']}/update", content=raw, headers=headers)
+            self._connection.call(
+                "PUT", f"/api/v1/client/rounds/{order['serial']}/update", content=raw, headers=headers
+            )
         except (Conflict, NotFound) as error:
-            self._too_late(order, error)
+            self._update_not_counted(order, error)
             return False
         return True
 
-    def _too_late(self, order: dict[str, Any], error: RaypsError) -> None:
+    def _update_not_counted(self, order: dict[str, Any], error: RaypsError) -> None:
         if error.data.get("code") not in ("late", "no_order", "not_asked"):
             raise error
-        self._kept.settle(order["serial"], None)
+        self._folder.settle(order["serial"], None)
         if "trained" not in order or time.monotonic() < order["ends"]:  # the job went back to a checkpoint
-            self._say(f"round {order['round']}: {error}")
+            self._report(f"round {order['round']}: {error}")
             return
         strategy: Any = parse(order["strategy"])[0].strategy
         deadline = deadline_of(strategy.population)
-        self._say(
+        self._report(
             f"round {order['round']}: too late, and not counted: training took {order['trained']:.1f} s, and "
             f"{order['seconds']:.1f} s were left of the round's deadline of {deadline:g} s. Ask for a longer "
             "deadline=, or fewer local_epochs or local_steps, in the job's strategy"
@@ -284,10 +288,10 @@ class ClientProcess:
 
     def _refused(self, verdict: str) -> None:
         """The job has not used the newest update: it goes on, and this client with the state from before."""
-        if self._kept.last is not None:
-            self._say(f"round {self._kept.last}: the update was rejected: {verdict}")
-            self._kept.drop(self._kept.last)
-            self._kept.settle(self._kept.settled, None)
+        if self._folder.last is not None:
+            self._report(f"round {self._folder.last}: the update was rejected: {verdict}")
+            self._folder.drop(self._folder.last)
+            self._folder.settle(self._folder.settled, None)
             self._rounds -= 1
 
 
@@ -328,7 +332,7 @@ def _usable(device: str) -> None:
         ) from error
 
 
-def _not_done(why: str) -> Unauthorized:
+def _refusal(why: str) -> Unauthorized:
     return Unauthorized(f"an order is refused: {why}. Nothing of it was done", code="refused")
 
 
