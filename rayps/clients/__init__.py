@@ -1,1 +1,1 @@
-"""clients."""
+"""Processes of real federated clients."""

@@ -1,11 +1,11 @@
-"""What a real client keeps on its own disk, so that it may be killed at any moment and come back as the same one.
+"""The folder of a real client on its own disk: a client that was killed at any moment continues as the same client.
 
-    identity.json              its key (made here, mode 0600), and its number once it has joined
-    progress.json              the newest order that it has begun, and the newest that is settled
-    state-ROUND.safetensors    what the strategy keeps of this client (SCAFFOLD's c_i, Ditto's own model), after a round
+    identity.json              the client's key (made here, mode 0600)
+    progress.json              the newest order that was started, and the newest that is settled
+    state-ROUND.safetensors    the strategy's state of this client (SCAFFOLD's c_i, Ditto's model) after a round
 
-A state never leaves. Several rounds of it are kept, as far back as the job may go: a round that is drawn again begins
-with the state from before it.
+A state never leaves this machine. The states of several rounds are stored, as many as the job may go back: a round that
+is repeated starts with the state from before it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from torch import Tensor
 from rayps.core.errors import Conflict
 from rayps.service.settings import private_write
 
-Starts = Sequence[tuple[int, int]]  # at which rounds the job began, and began again, and its first order then
+Starts = Sequence[tuple[int, int]]  # each start of the job: its first round and its first order
 
 
 class ClientFolder:
-    """The folder of one client in one job."""
+    """The folder of one client in one job, locked for one process."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises Conflict: another process of this machine is this client now."""
+        """Open and lock the folder. Raises Conflict: another process of this machine is this client."""
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.folder = folder
         self._lock: IO[str] = (folder / "lock").open("w")
@@ -41,8 +41,8 @@ class ClientFolder:
         except OSError as error:
             self._lock.close()
             raise Conflict(
-                f"another `rayps client` runs with {folder}: it is the same client of the same job: use that one, "
-                "or give this one another --name or --state"
+                f"another `rayps client` uses {folder}: it is the same client of the same job; use that one, or give "
+                "another --name or --state"
             ) from error
         identity = self._read("identity.json")
         self.key = str(identity.get("key") or "")
@@ -54,17 +54,17 @@ class ClientFolder:
         self.last: int | None = progress.get("round")  # of the newest order that was sent
 
     def begin(self, serial: int) -> None:
-        """An order is begun: no older one will ever be done."""
+        """Record that an order is started: older orders are refused from now on."""
         self.started = serial
         self._note()
 
     def settle(self, serial: int, round: int | None) -> None:
-        """An order is over for this client; with its round where the update was taken."""
+        """Record that an order is done; `round`: the order's round if the update was accepted, else None."""
         self.settled, self.last = serial, round
         self._note()
 
     def state(self, round: int, strategy: str, starts: Starts) -> dict[str, Tensor]:
-        """What the strategy kept of this client before round `round`."""
+        """Return the strategy's state of this client before round `round`; empty if there is none."""
         self._delete_invalid(starts)
         for at in reversed(self._rounds()):
             if at < round:
@@ -73,7 +73,7 @@ class ClientFolder:
         return {}
 
     def keep(self, round: int, serial: int, strategy: str, state: dict[str, Tensor], since: int) -> None:
-        """Keep a state after a round. Of those from before `since`, to which the job never goes back, one is enough."""
+        """Store a state after a round. Of the states before `since`, to which the job never goes back, one is kept."""
         plain = {name: value.detach().cpu().contiguous().clone() for name, value in state.items()}
         part = self.folder / f".state-{secrets.token_hex(4)}"
         with part.open("wb") as file:
@@ -85,18 +85,18 @@ class ClientFolder:
             self._state(at).unlink()
 
     def _delete_invalid(self, starts: Starts) -> None:
-        """States of rounds that were drawn again since: the job began at a round before, with a newer order."""
+        """Delete the states of rounds that the job repeated: it restarted at an earlier round, with a newer order."""
         for at in self._rounds():
             serial = int(_load(self._state(at), tensors=False)[0].get("serial", 0))
             if any(began <= at and serial < first for began, first in starts):
                 self._state(at).unlink()
 
     def drop(self, round: int) -> None:
-        """The update of this round did not count: its state is void."""
+        """Delete the state of a round whose update did not count."""
         self._state(round).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Let another process be this client."""
+        """Unlock the folder."""
         self._lock.close()
 
     def _note(self) -> None:

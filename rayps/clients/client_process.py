@@ -1,9 +1,11 @@
-"""A real client: a process outside of the cluster, with its own data, that speaks outgoing HTTP only.
+"""A real federated client: a process outside the cluster with its own data. It uses outgoing HTTP only.
 
-It joins a job, asks for work (and waits at the service's side for it), checks that an order is signed by the service
-that made its token, is of its job, is for it and is newer than all before, trains, and sends parameters, counts and
-loss. Rows and labels never leave, nor does what a strategy keeps of it. Where nobody answers it tries again after
-exponential pauses; it may be killed at any moment and started again.
+Guarantees: rows, labels and the strategy's state of this client never leave this machine; only parameters, counts and
+the loss do. An order is executed only if it is signed by the service that made the token, is for this job and client,
+and is newer than all earlier orders. The process can be killed at any moment and started again.
+
+It joins a job, polls for work (long polls), trains, and sends the update. If the service does not answer, it retries
+with exponential pauses.
 """
 
 from __future__ import annotations
@@ -41,23 +43,23 @@ log = logging.getLogger(__name__)
 
 LONG_POLL = 20.0
 MOST_PAUSE = 30.0
-_SECONDS = 60.0  # of silence in one call
-_TRAVEL = 0.5  # seconds that an order may have been under way
-_LEAVE_SECONDS = 3.0  # seconds that the last word may take
-_OWN = "buffers/"  # how a client's own buffers are called in its state
+_SECONDS = 60.0  # time-out of one call
+_TRAVEL = 0.5  # seconds that an order may have been in transit
+_LEAVE_SECONDS = 3.0  # time-out of the call that leaves the job
+_OWN = "buffers/"  # prefix of a client's own buffers in its state
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a job ended, seen from a client."""
+    """The end of a job for a client."""
 
     status: Status
     reason: str
-    rounds: int  # in which this client's update was taken
+    rounds: int  # in which this client's update was accepted
 
 
 class ServiceConnection:
-    """The client's calls, repeated while nobody answers, until `patience` seconds of silence have passed."""
+    """The client's HTTP calls, repeated until the service answers or `patience` seconds have passed."""
 
     def __init__(
         self,
@@ -77,7 +79,7 @@ class ServiceConnection:
         )
 
     def call(self, method: str, path: str, **options: Any) -> httpx2.Response:
-        """Raises Unreachable, Unauthorized, NotFound, Conflict, ConfigError, ServiceError."""
+        """Call until answered. Raises Unreachable, Unauthorized, NotFound, Conflict, ConfigError, ServiceError."""
         since, attempt, reported = time.monotonic(), 0, False
         while True:
             cause = ""
@@ -95,23 +97,25 @@ class ServiceConnection:
             silent = time.monotonic() - since
             if silent > self.patience:
                 raise Unreachable(
-                    f"no rayps service has answered at {self.url} for {silent:.0f} s ({cause}): start this again later "
-                    "(it goes on where it was),\nor wait longer with --patience SECONDS",
+                    f"no rayps service has answered at {self.url} for {silent:.0f} s ({cause}): run the command again "
+                    "later (it continues),\nor raise --patience SECONDS",
                     url=self.url,
                 )
             if not reported and attempt > 1:
-                self._report(f"nobody answers at {self.url} ({cause}): trying again for up to {self.patience:.0f} s")
+                self._report(
+                    f"no answer from {self.url} ({cause}): retrying for up to {self.patience:.0f} s (--patience)"
+                )
                 reported = True
             attempt += 1
             time.sleep(_pause(attempt))
 
     def try_once(self, method: str, path: str, seconds: float, **options: Any) -> None:
-        """A call whose fate does not matter."""
+        """Call once and ignore failures."""
         with contextlib.suppress(Exception):
             self._http.request(method, path, timeout=seconds, **options)
 
     def close(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""
         self._http.close()
 
 
@@ -142,12 +146,12 @@ class ClientProcess:
         self._last_reason = ""
 
     def run(self) -> Ended:
-        """Take part until the job has ended. Who ends before, by an error or Ctrl-C, says that it leaves, so that no
-        round waits for it.
+        """Take part until the job has ended. On an error or Ctrl-C leave the job first: no round waits for this client.
 
         Raises:
             Unauthorized: the token is revoked, or an order is not signed, replayed or of another job.
-            Unreachable: nobody answered for too long. WorkloadError, DataError: it cannot be trained here.
+            Unreachable: the service did not answer for too long.
+            WorkloadError, DataError: the workload cannot be trained here.
         """
         self.check_workload()
         self.token.check(self._connection.call("GET", "/api/v1/client/key").json()["public_key"])
@@ -160,7 +164,7 @@ class ClientProcess:
             raise
 
     def check_workload(self) -> None:
-        """One batch of this client's rows through model and loss, before anybody counts on it.
+        """Train on one batch before joining; the model and buffers are restored.
 
         Raises:
             WorkloadError, DataError: the user's code or data failed.
@@ -189,7 +193,7 @@ class ClientProcess:
                 self._report(f"job {self.job} ({work.get('status')}): {why}")
 
     def join(self) -> None:
-        """Say that this client takes part; a second time gives the same number."""
+        """Join the job; joining again returns the same number."""
         body = {"name": self.name, "key": self._folder.key, "samples": len(self._rows.numbers), "job": self.job}
         found = self._connection.call("POST", "/api/v1/client/join", json=body).json()
         self._number, self._public_key, self.name = int(found["number"]), found["public_key"], found["name"]
@@ -208,10 +212,10 @@ class ClientProcess:
         return found
 
     def verified_order(self, work: dict[str, Any]) -> dict[str, Any]:
-        """The order, if it is signed by the token's service, for this client and job, and not one from before.
+        """Return the order if it is signed by the token's service, for this client and job, and newer than the last.
 
         Raises:
-            Unauthorized: it is not, and nothing of it is done.
+            Unauthorized: it is not; nothing of it is executed.
         """
         order = verified(str(work.get("order")), str(work.get("signature")), self._public_key, self.token.fingerprint)
         mine = {"kind": "round", "job": self.job, "client": self._number, "name": self.name}
@@ -221,11 +225,11 @@ class ClientProcess:
         serial = order["serial"]
         if serial <= self._folder.settled or serial < self._folder.started:
             newest = max(self._folder.settled, self._folder.started)
-            raise _refusal(f"it is order {serial}, and order {newest} came before: somebody plays it again")
+            raise _refusal(f"it is order {serial}, and order {newest} was received before: it is replayed")
         return order
 
     def train_round(self, order: dict[str, Any]) -> None:
-        """Train as the order says, and send what was learnt."""
+        """Execute a round's order: train and send the update."""
         serial, round, asked = order["serial"], order["round"], time.monotonic()
         strategy: Any = parse(order["strategy"])[0].strategy
         self._folder.begin(serial)
@@ -237,7 +241,7 @@ class ClientProcess:
             self._update_not_counted(order, error)
             return
         if hashlib.sha256(raw).hexdigest() != order["parameters"]["sha256"]:
-            raise _refusal("the parameters that came with it are not those that were signed")
+            raise _refusal("its parameters are not the signed ones")
         w, shared, buffers = remote_codec.opened(raw, self._trainer.flat.layout)
         at, name = order["phase"] + round, strategy.name
         state = self._folder.state(at, name, order["starts"])
@@ -245,7 +249,7 @@ class ClientProcess:
         own = {key.removeprefix(_OWN): value for key, value in state.items() if key.startswith(_OWN)}
         task = Task(order["seed"], round, self._number, w, shared, state, buffers | own, order.get("tick", at))
         reply = self._trainer.train(strategy, task, self._rows)
-        if strategy.client_side.keeps_buffers:  # they stay here
+        if strategy.client_side.keeps_buffers:  # they stay on this machine
             reply.state |= {f"{_OWN}{key}": value for key, value in reply.buffers.items()}
             reply.buffers = {}
         seconds = time.monotonic() - began
@@ -275,19 +279,19 @@ class ClientProcess:
         if error.data.get("code") not in ("late", "no_order", "not_asked"):
             raise error
         self._folder.settle(order["serial"], None)
-        if "trained" not in order or time.monotonic() < order["ends"]:  # the job went back to a checkpoint
+        if "trained" not in order or time.monotonic() < order["ends"]:  # the job was restored from a checkpoint
             self._report(f"round {order['round']}: {error}")
             return
         strategy: Any = parse(order["strategy"])[0].strategy
         deadline = deadline_of(strategy.population)
         self._report(
-            f"round {order['round']}: too late, and not counted: training took {order['trained']:.1f} s, and "
-            f"{order['seconds']:.1f} s were left of the round's deadline of {deadline:g} s. Ask for a longer "
-            "deadline=, or fewer local_epochs or local_steps, in the job's strategy"
+            f"round {order['round']}: the update was too late and not counted: training took {order['trained']:.1f} s, "
+            f"and {order['seconds']:.1f} s were left of the round's deadline of {deadline:g} s. In the job's strategy, "
+            "raise deadline, or lower local_epochs or local_steps"
         )
 
     def _refused(self, verdict: str) -> None:
-        """The job has not used the newest update: it goes on, and this client with the state from before."""
+        """Drop the newest update, which the job rejected, and continue with the state from before it."""
         if self._folder.last is not None:
             self._report(f"round {self._folder.last}: the update was rejected: {verdict}")
             self._folder.drop(self._folder.last)
@@ -296,7 +300,7 @@ class ClientProcess:
 
 
 def rows_of(data: Data) -> ClientRows:
-    """All rows of a data set, as one client's.
+    """Take all rows of a data set as one client's.
 
     Raises:
         DataError: there are none, or a value cannot be used.
@@ -309,31 +313,31 @@ def rows_of(data: Data) -> ClientRows:
 
 
 def own_data(workload: Workload, path: str | None) -> Data:
-    """The workload's data; with a path the same columns of another Parquet file or folder.
+    """Return the workload's data; with a path the same columns of another Parquet file or folder.
 
     Raises:
-        DataError: the workload's data is not of Parquet files.
+        DataError: the workload's data does not come from Parquet files.
     """
     with user_code("data"):
         data = workload.data()
     if not isinstance(data, Data):
-        raise WorkloadError(f"data() gave {type(data).__name__}: return one of rayps.data, such as parquet(...)")
+        raise WorkloadError(f"data() returned {type(data).__name__}: return one of rayps.data, e.g. parquet(...)")
     return data if path is None else elsewhere(data, path)
 
 
 def _usable(device: str) -> None:
-    """Raises ConfigError: this machine has no such device."""
+    """Check that the device exists. Raises ConfigError."""
     try:
         torch.zeros(1, device=device)
     except Exception as error:  # each kind of device fails in its own way
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(
-            f"device is {device!r}, and cannot be used here: {said}; give --device cpu", field="device"
+            f"device {device!r} cannot be used on this machine: {cause}; give --device cpu", field="device"
         ) from error
 
 
 def _refusal(why: str) -> Unauthorized:
-    return Unauthorized(f"an order is refused: {why}. Nothing of it was done", code="refused")
+    return Unauthorized(f"an order was refused: {why}. Nothing of it was executed", code="refused")
 
 
 def _pause(attempt: int) -> float:
