@@ -584,8 +584,8 @@ def test_what_a_newcomer_sends_with_curl_is_answered_with_the_way_out(site: Site
     assert answer.status_code == 415 and answer.json()["detail"].endswith("send 'Content-Type: application/json'")
     answer = site.http.get("/api/v1/job")
     assert answer.status_code == 404
-    assert answer.json()["detail"] == "there is no route /api/v1/job: /docs lists those that there are"
-    assert site.http.put("/api/v1/jobs").json()["detail"] == "PUT is not for /api/v1/jobs: GET, POST are"
+    assert answer.json()["detail"] == "there is no route /api/v1/job: /docs lists the routes"
+    assert site.http.put("/api/v1/jobs").json()["detail"] == "PUT is not allowed for /api/v1/jobs: use GET, POST"
 
 
 def test_the_last_bucket_ends_with_the_run(tmp_path: Path) -> None:
@@ -609,7 +609,7 @@ def test_a_job_goes_on_from_where_another_ended(site: Site, tmp_path: Path) -> N
     assert site.http.post("/api/v1/jobs", json=asked).json()["spec"]["resume"] == str(kept)
     asked["resume"] = str(kept)
     refused = site.http.post("/api/v1/jobs", json=asked)
-    assert refused.status_code == 422 and "holds no checkpoint (no manifest.json)" in refused.text
+    assert refused.status_code == 422 and "is not a checkpoint (it has no manifest.json)" in refused.text
     (kept / "manifest.json").touch()
     assert site.http.post("/api/v1/jobs", json=asked).json()["spec"]["resume"] == str(kept)
     for resume in ("01JZZZZZZZ", str(tmp_path / "elsewhere"), "true"):
@@ -618,4 +618,4 @@ def test_a_job_goes_on_from_where_another_ended(site: Site, tmp_path: Path) -> N
     bare = site.add()
     site.start(bare)
     site.store("move", bare, Status.FAILED, message="")
-    assert "has kept no checkpoint" in site.http.post("/api/v1/jobs", json=asked | {"resume": bare}).text
+    assert "has no checkpoint" in site.http.post("/api/v1/jobs", json=asked | {"resume": bare}).text

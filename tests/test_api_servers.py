@@ -97,7 +97,7 @@ def test_a_group_is_started_shown_resized_drained_and_stopped(site: Site, client
 
 BAD = [
     ({}, "/name", "name is missing"),
-    ({"name": "a", "x": 1}, "/x", "there are bytes, name, operations, replicas, server, servers"),
+    ({"name": "a", "x": 1}, "/x", "the fields are bytes, name, operations, replicas, server, servers"),
     ({"name": "a", "replica": 1}, "/replica", "did you mean 'replicas'?"),
     ({"name": "../x"}, "/name", "pattern"),
     ({"name": "x" * 41}, "/name", "pattern"),
@@ -151,9 +151,9 @@ def test_a_group_that_a_job_uses_is_not_stopped_without_force(
     branch = site.http.post("/api/v1/jobs", json=body)
     assert branch.json()["spec"]["branch"] == job
     for wrong, pointer, says in [
-        ({"branch": "nothing"}, "/branch", f"no such job and no such space; 'shared' holds {job}"),
-        ({"strategy": "all_reduce"}, "/server_group", "all_reduce keeps nothing on servers"),
-        ({"strategy": "hybrid"}, "/branch", "hybrid keeps no parameters on servers"),
+        ({"branch": "nothing"}, "/branch", f"no such job and no such space; 'shared' has {job}"),
+        ({"strategy": "all_reduce"}, "/server_group", "all_reduce stores nothing on servers"),
+        ({"strategy": "hybrid"}, "/branch", "hybrid stores no parameters on servers"),
     ]:
         refused = site.http.post("/api/v1/jobs", json=body | wrong)
         assert refused.status_code == 422 and refused.json()["errors"][0]["pointer"] == pointer, refused.text
@@ -338,10 +338,10 @@ def test_the_command_line(run: Callable[..., tuple[int, str, str]], place: Threa
     assert json.loads(run("servers", "show", "shared", "--json")[1])["name"] == "shared"
     assert json.loads(run("servers", "ls", "--json")[1])[0]["alive"] == 3
     assert "3 of 3" in run("servers", "ls")[1]
-    assert run("servers", "quota", "shared", "mine", "--bytes", "2048")[1] == "mine may take 2.0 KiB\n"
-    assert run("servers", "quota", "shared", "mine")[1] == "mine may take what it wants\n"
+    assert run("servers", "quota", "shared", "mine", "--bytes", "2048")[1] == "mine: quota 2.0 KiB\n"
+    assert run("servers", "quota", "shared", "mine")[1] == "mine: quota none\n"
     code, out, err = run("servers", "quota", "shared", "mine", "--bytes", "10")
-    assert (code, out) == (0, "mine may take 10 B\n") and err.startswith("it holds 800 B now, which stays")
+    assert (code, out) == (0, "mine: quota 10 B\n") and err.startswith("it has 800 B now, which stays")
     data = json.loads(run("servers", "quota", "shared", "mine", "--operations", "5", "--json")[1])
     assert data["spaces"][0]["quota"] == {"bytes": None, "operations": 5.0}
     assert run("servers", "drop", "shared", "MIN")[0] == 3  # too few letters

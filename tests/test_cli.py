@@ -405,7 +405,7 @@ def test_a_silent_log_says_so(at: Site, capsys: pytest.CaptureFixture[str]) -> N
     assert cli.main(["logs", job[:20].lower()]) == 0
     out, err = capsys.readouterr()
     assert out == ""
-    assert job in err and "said nothing" in err and "rayps events" in err
+    assert job in err and "empty log" in err and "rayps events" in err
 
 
 def test_the_beginning_of_an_id_names_a_job(at: Site, capsys: pytest.CaptureFixture[str]) -> None:
@@ -461,7 +461,7 @@ def test_where_a_job_learns_and_which_loss_is_shown() -> None:
     assert show.result(job) == "batch loss 0.5"
     servers = [{"state": "alive"}, {"state": "alive"}, {"state": "dead"}]
     job["progress"] |= {"server_group": {"servers": servers, "replicas": 1}, "metrics": {"loss": 0.4}}
-    assert show.learns(job) == "parameter_server:staleness=3 on shared (2 servers, 1 copy)"
+    assert show.learns(job) == "parameter_server:staleness=3 on shared (2 servers, 1 replica)"
     assert show.result(job) == "evaluation: loss 0.4"
     alone = {"spec": {"strategy": {"name": "parameter_server", "shards": 2}}, "status": "FAILED", "progress": None}
     assert (show.learns(alone), show.result(alone)) == ("parameter_server:shards=2", "")

@@ -27,7 +27,7 @@ HEADS = [  # what a silent connection has said: nothing, half a head, half a bod
     b"POST /api/v1/session HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
     b"Content-Length: 100\r\n\r\n{",
 ]
-MOST = Limits(total=8, strangers=6, per_address=4)
+MOST = Limits(total=8, unknown=6, per_address=4)
 
 
 # decisions
@@ -36,7 +36,7 @@ MOST = Limits(total=8, strangers=6, per_address=4)
 def test_limits_leave_descriptors_for_the_service() -> None:
     for most, used in itertools.product((64, 96, 256, 1024, 65536, 1 << 20), (10, 40)):
         found = limits(most, used)
-        assert 0 < found.per_address < found.strangers < found.total <= 1000
+        assert 0 < found.per_address < found.unknown < found.total <= 1000
         assert found.total + used <= most - 16
 
 
@@ -49,7 +49,7 @@ def test_a_newcomer_takes_the_place_of_the_oldest_unknown_one_that_waits(
 ) -> None:
     there = [Held("a" if addresses == "one" else f"a{i}", 10.0, known, phase) for i in range(held)]
     found = admit("a", there, MOST, 20.0)
-    most = MOST.total if known else MOST.per_address if addresses == "one" else MOST.strangers
+    most = MOST.total if known else MOST.per_address if addresses == "one" else MOST.unknown
     if held < most:
         assert found.accepted and found.closed is None
     elif known:
@@ -122,7 +122,7 @@ def read_all(peer: socket.socket) -> bytes:
 
 @pytest.fixture(scope="module")
 def hasty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    most = Limits(total=40, strangers=30, per_address=30, header=0.2, body=0.2, idle=0.2)
+    most = Limits(total=40, unknown=30, per_address=30, header=0.2, body=0.2, idle=0.2)
     site = Site(tmp_path_factory.mktemp("hasty"), limits=most)
     yield site
     site.close()
@@ -161,7 +161,7 @@ def test_a_stream_outlives_the_time_outs(hasty: Site) -> None:
 
 
 def test_an_answer_that_is_not_read_is_closed(tmp_path: Path) -> None:
-    site = Site(tmp_path, limits=Limits(total=40, strangers=30, per_address=30, write=0.2))
+    site = Site(tmp_path, limits=Limits(total=40, unknown=30, per_address=30, write=0.2))
     try:
         job = site.add()
         home = site.start(job)
@@ -181,7 +181,7 @@ def test_an_answer_that_is_not_read_is_closed(tmp_path: Path) -> None:
 
 
 def test_of_two_hundred_streams_at_once_no_more_than_the_limit_are_open(tmp_path: Path) -> None:
-    site = Site(tmp_path, limits=Limits(total=400, strangers=300, per_address=300))
+    site = Site(tmp_path, limits=Limits(total=400, unknown=300, per_address=300))
     request = f"GET /api/v1/stream HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {site.token}\r\n\r\n".encode()
     try:
         peers = [connect(site.port, request) for _ in range(200)]

@@ -233,7 +233,7 @@ def test_of_a_workload(capsys, at):
     assert re.search(r"gradients around the ring of 2 in each of 2 columns\s+8\s+4.99 KB\s+1.25 KB", out)
     assert re.search(r"activations between 2 stages\s+16\s+1.54 KB", out)  # 2 replicas x 2 x 8 rows x 12 x 4 bytes
     assert "does not fit: stage 0 needs" in out
-    assert Path("chart.svg").read_text().startswith("<svg") and "drawn to chart.svg" in err
+    assert Path("chart.svg").read_text().startswith("<svg") and "written to chart.svg" in err
 
 
 def test_of_one_strategy_after_another(capsys, at):
@@ -273,7 +273,7 @@ def test_a_table_of_ones_own(capsys, at, write):
         (["--strategy", "pipeline:stages=4", "--workers", "6"], "multiple of 4"),
         (["--strategy", "pipeline:stages=4", "--workers", "0"], "workers is 0"),
         (["--svg", "x.svg"], "--svg draws a pipeline's schedule"),
-        (["--times"], "name one"),
+        (["--times"], "give one"),
         (["--memory", "lots"], "512MB"),
         (["--batch", "0"], "batch is 0"),
         (["--parameters", "0.5"], "parameters is 0.5"),
@@ -294,7 +294,7 @@ def test_bad_input(capsys, at, arguments, says):
 
 def test_it_is_in_the_help(capsys):
     assert cli.main(["--help"]) == 0 or True
-    assert re.search(r"^\s+plan\s+Say how a strategy divides the model", capsys.readouterr().out, re.M)
+    assert re.search(r"^\s+plan\s+Show how a strategy divides", capsys.readouterr().out, re.M)
 
 
 # ---- after a run

@@ -1,4 +1,4 @@
-"""The service as one FastAPI app: routes, guard, and the scheduler that lives as long as it does."""
+"""The job service as one FastAPI app: routes, guard, and the scheduler that runs as long as the app."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def create_app(
     started: Callable[[Service], Awaitable[None]] | None = None,
     ended: Callable[[int, bool], None] | None = None,
 ) -> FastAPI:
-    """The service.
+    """Build the app.
 
-    `place` is where drivers run (by default what the settings ask for). `keep` leaves an own Ray and its jobs
-    running at an orderly end. `started` is called when HTTP is about to answer, `ended` with the number of
-    jobs that were running at the end and whether they go on.
+    `place`: the Ray in which drivers run (default: that of the settings). `keep` leaves an own Ray and its jobs running
+    when the service stops. `started` is called before the first request is answered, `ended` with the number of jobs
+    that were running at the end and whether they continue.
     """
 
     @contextlib.asynccontextmanager
@@ -65,7 +65,7 @@ def create_app(
             app.state.service.closing.set()
             while going := [task for task in ticking if not task.done()]:
                 for task in going:
-                    task.cancel()  # again if need be: wait_for may lose one that comes when its wait is over
+                    task.cancel()  # repeated: wait_for may lose a cancellation that comes when its wait is over
                 await asyncio.wait(going, timeout=1.0)
             groups.close()
             running = await scheduler.close(end=not keep)

@@ -1,12 +1,12 @@
-"""Connections of the service: limits on their number and their silence, and descriptors in reserve for token holders.
+"""Limit the service's connections in number and in silence, with descriptors reserved for token holders.
 
-uvicorn parses HTTP and has neither a header nor a body time-out nor a limit on connections. Here are the decisions
-(pure functions), uvicorn's protocol with the facts that they need, and a loop that accepts.
+Guarantee: peers without a token cannot keep a token holder out. A connection is *known* once a request on it has shown
+a valid token. At a limit, a new connection is accepted and the oldest unknown connection that the service waits for and
+that is older than `grace` seconds is closed; until there is one, new connections stay in the kernel's queue. A token
+holder is known well within the grace.
 
-A connection is *known* once a request on it showed a valid token. A newcomer is unknown until its headers are there,
-so a full house lets it in and closes another for it: the oldest unknown connection that keeps the service waiting and
-has had `grace` seconds. Until there is one, newcomers stay in the kernel's queue. A token holder is known well within
-the grace; peers that send nothing close each other's connections.
+uvicorn parses HTTP, but has no header or body time-out and no limit on connections. This module has the decisions (pure
+functions), uvicorn's protocol with the facts that they need, and a loop that accepts.
 """
 
 from __future__ import annotations
@@ -31,46 +31,46 @@ log = logging.getLogger(__name__)
 
 STATE = "rayps_connection"  # the key of `Held` in a request's scope["state"]
 _MOST = 1000
-_WORK = 48  # descriptors for the store, job folders and Ray
-_BATCH = 8  # connections that are accepted before anything else runs, and those that were closed are gone
-_PAUSE = 0.5  # seconds without accepting where there is no descriptor and nothing can be closed
-_SWEEP = 1.0  # seconds between two looks at the time-outs
+_WORK = 48  # descriptors reserved for the store, job folders and Ray
+_BATCH = 8  # connections accepted before other callbacks run and closed connections free their descriptors
+_PAUSE = 0.5  # seconds without accepting when there is no descriptor and nothing can be closed
+_SWEEP = 1.0  # seconds between two checks of the time-outs
 
 
 class Phase(enum.Enum):
-    """What a connection is in."""
+    """The state of a connection."""
 
     IDLE = "idle"  # between two requests
-    HEADER = "header"  # nothing, or a part of a request's head, has come
-    BODY = "body"  # a part of a request's body has come
-    ANSWER = "answer"  # the service is at work
-    WRITE = "write"  # the peer does not read what was written
+    HEADER = "header"  # a request's head is incomplete
+    BODY = "body"  # a request's body is incomplete
+    ANSWER = "answer"  # the service works on the answer
+    WRITE = "write"  # the peer does not read the answer
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Seconds and numbers of connections."""
+    """Limits: numbers of connections, and seconds."""
 
     total: int  # connections in all
-    strangers: int  # of those, unknown ones: the rest is the reserve of token holders
-    per_address: int  # unknown ones of one address
-    grace: float = 0.25  # that an unknown connection has before it may be closed for another
-    header: float = 10.0  # from the first moment to a request's whole head
-    body: float = 30.0  # without a byte of the body; in all so much, and a second for each `body_rate` bytes
+    unknown: int  # unknown connections; the rest is reserved for token holders
+    per_address: int  # unknown connections of one address
+    grace: float = 0.25  # age after which an unknown connection may be closed for another
+    header: float = 10.0  # from the start to a complete request head
+    body: float = 30.0  # without a byte of the body; in total this, plus a second per `body_rate` bytes
     body_rate: float = 1000.0
     idle: float = 15.0  # between two requests
     write: float = 60.0  # without the peer reading a byte
 
 
 def limits(most_descriptors: int, used: int) -> Limits:
-    """The limits for a process that may hold so many descriptors, of which it uses some before it serves."""
+    """Return the limits for a process with so many descriptors, some of them in use before it serves. Pure."""
     total = min(_MOST, max(8, (most_descriptors - used - _WORK) * 3 // 4))
-    strangers = total * 3 // 4
-    return Limits(total, strangers, strangers * 3 // 4)
+    unknown = total * 3 // 4
+    return Limits(total, unknown, unknown * 3 // 4)
 
 
 def limits_here() -> Limits:
-    """The limits for this process, by RLIMIT_NOFILE and the descriptors that it has now."""
+    """Return the limits for this process, from RLIMIT_NOFILE and its open descriptors."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     folder = Path("/proc/self/fd" if Path("/proc/self/fd").is_dir() else "/dev/fd")
     return limits(1 << 20 if most == resource.RLIM_INFINITY else most, len(list(folder.iterdir())))
@@ -78,20 +78,21 @@ def limits_here() -> Limits:
 
 @dataclass(slots=True, eq=False)
 class Held:
-    """A connection as the decisions see it."""
+    """The facts about a connection that the decisions need."""
 
     address: str
-    since: float = 0.0  # when it was let in
+    since: float = 0.0  # when it was accepted
     known: bool = False
     phase: Phase = Phase.HEADER
-    waited: float = 0.0  # seconds in this phase of this request
-    silent: float = 0.0  # seconds of it since a byte came or went
-    received: int = 0  # bytes since this phase began
+    waited: float = 0.0  # seconds in this phase
+    silent: float = 0.0  # seconds in this phase without a byte read or written
+    received: int = 0  # bytes in this phase
 
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """The answer to a newcomer: let in (for `closed`), decide again after `wait` seconds, or refused."""
+    """The decision on a new connection: accepted (`closed` is closed for it), retried after `wait` seconds, or
+    refused."""
 
     accepted: bool
     closed: Held | None = None
@@ -100,15 +101,15 @@ class Admission:
 
 
 def admit(address: str, held: Sequence[Held], most: Limits, now: float) -> Admission:
-    """Whether a newcomer is let in, beside connections in the order in which they came."""
-    strangers = [each for each in held if not each.known]
-    of_address = [each for each in strangers if each.address == address]
+    """Decide on a new connection; `held` are the open ones, oldest first. Pure."""
+    unknown = [each for each in held if not each.known]
+    of_address = [each for each in unknown if each.address == address]
     if len(of_address) >= most.per_address:
         return _replace(of_address, f"{most.per_address} connections of one address have shown no token", most, now)
-    if len(strangers) >= most.strangers:
-        return _replace(strangers, f"{most.strangers} connections have shown no token", most, now)
+    if len(unknown) >= most.unknown:
+        return _replace(unknown, f"{most.unknown} connections have shown no token", most, now)
     if len(held) >= most.total:
-        return _replace(strangers, f"{most.total} connections are open", most, now)
+        return _replace(unknown, f"{most.total} connections are open", most, now)
     return Admission(True)
 
 
@@ -123,9 +124,9 @@ def _replace(among: Sequence[Held], reason: str, most: Limits, now: float) -> Ad
 
 
 def overdue(held: Held, most: Limits) -> str | None:
-    """Why a connection is closed now; None: it stays."""
+    """Return why a connection must be closed now; None if it stays. Pure."""
     if held.phase is Phase.HEADER and held.waited > most.header:
-        return f"no whole request head within {most.header:g} s"
+        return f"no complete request head within {most.header:g} s"
     if held.phase is Phase.BODY and held.silent > most.body:
         return f"no byte of the body for {most.body:g} s"
     if held.phase is Phase.BODY and held.waited > most.body + held.received / most.body_rate:
@@ -138,36 +139,36 @@ def overdue(held: Held, most: Limits) -> str | None:
 
 
 class Protocol(H11Protocol):
-    """uvicorn's HTTP/1.1 with the facts for `overdue` and `admit`, and a way to be closed."""
+    """uvicorn's HTTP/1.1 protocol with the facts for `overdue` and `admit`, and a method to close it."""
 
     def __init__(
         self, held: Held, config: uvicorn.Config, server_state: ServerState, app_state: dict[str, Any]
     ) -> None:
         self.held = held
         super().__init__(config, server_state, {**app_state, STATE: self.held})
-        self._seen: object = None  # the request of the last look
+        self._seen: object = None  # the request at the last update
         self._unwritten = 0
         self._dropped = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin, unless it was closed before it could."""
+        """Start, unless it was closed before."""
         super().connection_made(transport)
         if self._dropped:
             transport.close()
 
     def data_received(self, data: bytes) -> None:
-        """Count, and parse."""
+        """Count the bytes and parse them."""
         self.held.silent = 0.0
         self.held.received += len(data)
         super().data_received(data)
 
     def resume_writing(self) -> None:
-        """The peer has read."""
+        """Note that the peer has read."""
         self.held.silent = 0.0
         super().resume_writing()
 
-    def look(self, elapsed: float) -> None:
-        """Take in how the connection stands, `elapsed` seconds after the look before."""
+    def update(self, elapsed: float) -> None:
+        """Update the facts, `elapsed` seconds after the last update."""
         held, phase, unwritten = self.held, self._phase(), self.transport.get_write_buffer_size()
         if phase is not held.phase or self.cycle is not self._seen:
             held.phase, held.waited, held.silent = phase, 0.0, 0.0
@@ -192,22 +193,22 @@ class Protocol(H11Protocol):
         return Phase.HEADER if self.cycle is None or self.conn.trailing_data[0] else Phase.IDLE
 
     def drop(self, reason: str) -> None:
-        """Close, with a 408 where a request has begun and has no answer yet."""
+        """Close the connection, with a 408 if a request has begun and has no answer yet."""
         self._dropped = True
         if self.transport is None or self.transport.is_closing():
             return
         begun = self.cycle is not None and not self.cycle.response_complete
         silent = not begun and not self.conn.trailing_data[0]
         if not silent and not (begun and self.cycle.response_started):
-            self._say(408, reason)
+            self._answer(408, reason)
         if begun:
-            self.cycle.disconnected = True  # what the app says from now on goes nowhere
+            self.cycle.disconnected = True  # what the app sends from now on is discarded
             self.cycle.message_event.set()
         self.transport.close()
         if self.transport.get_write_buffer_size():
-            self.transport.abort()  # a peer that does not read would keep the descriptor
+            self.transport.abort()  # a peer that does not read would hold the descriptor
 
-    def _say(self, status: int, detail: str) -> None:
+    def _answer(self, status: int, detail: str) -> None:
         body = json.dumps(
             {
                 "type": "about:blank",
@@ -231,19 +232,19 @@ class Protocol(H11Protocol):
 
 
 class Connections:
-    """The connections of one server: lets in, looks at time-outs, closes."""
+    """The connections of one server: accept, check time-outs, close."""
 
     def __init__(self, most: Limits) -> None:
         self.most = most
-        self._protocols: dict[Held, Protocol] = {}  # in the order in which they came
-        self._looked = 0.0
+        self._protocols: dict[Held, Protocol] = {}  # oldest first
+        self._updated_at = 0.0
 
-    def newcomer(self, address: str, now: float) -> Admission:
-        """Decide about a newcomer, and close what is to be closed for it."""
-        self._forget()
+    def decide(self, address: str, now: float) -> Admission:
+        """Decide on a new connection, and close the one that makes room for it."""
+        self._remove_closed()
         found = admit(address, list(self._protocols), self.most, now)
-        if found.reason:  # phases are as old as the last sweep: look, and decide again
-            self._look(0.0)
+        if found.reason:  # the facts are as old as the last sweep: update them, and decide again
+            self._update(0.0)
             found = admit(address, list(self._protocols), self.most, now)
         if found.closed is not None:
             self._close(found.closed, found.reason)
@@ -252,106 +253,106 @@ class Connections:
         return found
 
     def add(self, protocol: Protocol) -> None:
-        """Hold a connection that was let in."""
+        """Add an accepted connection."""
         self._protocols[protocol.held] = protocol
 
     def remove(self, protocol: Protocol) -> None:
-        """Forget one that could not begin."""
+        """Remove a connection that could not start."""
         self._protocols.pop(protocol.held, None)
 
     def make_room(self, error: OSError, now: float) -> bool:
-        """Close the oldest unknown connection that waits, because accepting failed; whether there was one."""
+        """Close the oldest unknown connection that the service waits for; return whether there was one."""
         log.warning("a connection cannot be accepted: %s", error.strerror)
-        self._forget()
-        self._look(0.0)
-        strangers = [held for held in self._protocols if not held.known]
-        found = _replace(strangers, "the service has no descriptor left", self.most, now)
+        self._remove_closed()
+        self._update(0.0)
+        unknown = [held for held in self._protocols if not held.known]
+        found = _replace(unknown, "the service has no descriptor left", self.most, now)
         if found.closed is not None:
             self._close(found.closed, found.reason)
         return found.closed is not None
 
     def sweep(self, now: float) -> None:
-        """Close what is overdue. A pause of the service itself is nobody's silence."""
-        elapsed = min(now - self._looked, 2 * _SWEEP) if self._looked else 0.0
-        self._looked = now
-        self._forget()
-        self._look(elapsed)
+        """Close overdue connections. A pause of the service itself does not count as silence of a peer."""
+        elapsed = min(now - self._updated_at, 2 * _SWEEP) if self._updated_at else 0.0
+        self._updated_at = now
+        self._remove_closed()
+        self._update(elapsed)
         for held in list(self._protocols):
             reason = overdue(held, self.most)
             if reason is not None:
                 self._close(held, reason)
 
-    def _look(self, elapsed: float) -> None:
+    def _update(self, elapsed: float) -> None:
         for protocol in self._protocols.values():
             if protocol.transport is not None:
-                protocol.look(elapsed)
+                protocol.update(elapsed)
 
     def _close(self, held: Held, reason: str) -> None:
         log.info("a connection was closed: %s", reason)
         self._protocols.pop(held).drop(reason)
 
-    def _forget(self) -> None:
+    def _remove_closed(self) -> None:
         for held, protocol in list(self._protocols.items()):
             if protocol.transport is not None and protocol.transport.is_closing():
                 del self._protocols[held]
 
 
 class Acceptor:
-    """Accepts on one listening socket. Without descriptors it makes room or pauses, and never spins."""
+    """Accept on one listening socket. Without free descriptors close a connection or pause; never spin."""
 
-    def __init__(self, door: socket.socket, server: Server) -> None:
-        self._door, self._server = door, server
+    def __init__(self, listener: socket.socket, server: Server) -> None:
+        self._listener, self._server = listener, server
         self._loop = asyncio.get_running_loop()
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._again: asyncio.TimerHandle | None = None
-        self._first: tuple[socket.socket, str] | None = None  # accepted, and not let in yet
-        door.setblocking(False)
+        self._pending: tuple[socket.socket, str] | None = None  # accepted by the kernel, not yet by `admit`
+        listener.setblocking(False)
         self._listen()
 
     def close(self) -> None:
-        """Accept no more."""
-        self._loop.remove_reader(self._door.fileno())
+        """Stop accepting."""
+        self._loop.remove_reader(self._listener.fileno())
         if self._again is not None:
             self._again.cancel()
-        if self._first is not None:
-            self._first[0].close()
+        if self._pending is not None:
+            self._pending[0].close()
 
     def _listen(self) -> None:
         self._again = None
-        self._loop.add_reader(self._door.fileno(), self._ready)
-        if self._first is not None:
+        self._loop.add_reader(self._listener.fileno(), self._ready)
+        if self._pending is not None:
             self._ready()
 
     def _pause(self, seconds: float) -> None:
-        self._loop.remove_reader(self._door.fileno())
+        self._loop.remove_reader(self._listener.fileno())
         self._again = self._loop.call_later(seconds, self._listen)
 
     def _ready(self) -> None:
         for _ in range(_BATCH):
             try:
-                peer, address = self._first or self._accept()
+                peer, address = self._pending or self._accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
                 if not self._server.held.make_room(error, self._loop.time()):
                     self._pause(_PAUSE)
-                return  # a connection that was closed gives its descriptor back after this callback
-            self._first = None
-            found = self._server.held.newcomer(address, self._loop.time())
+                return  # a closed connection frees its descriptor after this callback
+            self._pending = None
+            found = self._server.held.decide(address, self._loop.time())
             if found.accepted:
-                self._begin(peer, address)
+                self._start(peer, address)
             elif found.wait is None:
                 peer.close()
             else:
-                self._first = peer, address
+                self._pending = peer, address
                 self._pause(found.wait)
                 return
 
     def _accept(self) -> tuple[socket.socket, str]:
-        peer, address = self._door.accept()
+        peer, address = self._listener.accept()
         return peer, str(address[0])
 
-    def _begin(self, peer: socket.socket, address: str) -> None:
+    def _start(self, peer: socket.socket, address: str) -> None:
         protocol = self._server.protocol(Held(address, self._loop.time()))
         self._server.held.add(protocol)
         task = self._loop.create_task(self._serve(protocol, peer))
@@ -368,12 +369,12 @@ class Acceptor:
 
 
 class Server(uvicorn.Server):
-    """uvicorn with `Connections`: it serves on given sockets only."""
+    """uvicorn with `Connections`; serves on given sockets only."""
 
     def __init__(self, config: uvicorn.Config, most: Limits | None = None) -> None:
         super().__init__(config)
         self.held = Connections(most or limits_here())
-        config.timeout_keep_alive = int(self.held.most.idle) + 5  # after the look at time-outs, which says why
+        config.timeout_keep_alive = int(self.held.most.idle) + 5  # later than our own check, which logs the reason
         self._acceptors: list[Acceptor] = []
 
     def protocol(self, held: Held) -> Protocol:
@@ -383,19 +384,19 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start the app, then accept."""
         if not sockets:
-            raise ValueError("give listening sockets: uvicorn's own are without limits")
+            raise ValueError("give listening sockets: uvicorn's own have no limits")
         await super().startup([])
         if self.started:
-            self._acceptors = [Acceptor(door, self) for door in sockets]
+            self._acceptors = [Acceptor(listener, self) for listener in sockets]
 
     async def on_tick(self, counter: int) -> bool:
-        """Look at the time-outs once a second."""
+        """Check the time-outs once a second."""
         if counter % 10 == 0:
             self.held.sweep(asyncio.get_running_loop().time())
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept no more, and end as uvicorn does."""
+        """Stop accepting, then shut down as uvicorn does."""
         for acceptor in self._acceptors:
             acceptor.close()
         await super().shutdown(sockets)

@@ -1,6 +1,6 @@
-"""A job's folder, read only, by byte offset: each look reads what is new and never the whole file.
+"""Read a job's files from a byte offset: each call reads only what is new.
 
-The driver is the only writer. A last line without its end is not read yet.
+The driver is the only writer. An incomplete last line is not read yet.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from rayps.service.store import StoredEvent
 from rayps_api.schemas import finite
 
 MOST_BYTES = 1_000_000
-EVENT_SHIFT = 1 << 36  # an events cursor is (how many of the scheduler's) * 2^36 + (bytes of the driver's)
+EVENT_SHIFT = 1 << 36  # an events cursor is (number of scheduler events) * 2^36 + (byte offset in the driver's file)
 
 
 def lines(path: Path, cursor: int, limit: int) -> tuple[list[tuple[bytes, int]], int]:
-    """Up to `limit` whole lines from a byte offset, each with the offset after it; and where to go on."""
+    """Read up to `limit` complete lines, each with the offset after it; and the next cursor."""
     try:
         with path.open("rb") as file:
             if cursor >= os.fstat(file.fileno()).st_size:
@@ -32,26 +32,26 @@ def lines(path: Path, cursor: int, limit: int) -> tuple[list[tuple[bytes, int]],
     while len(found) < limit and (end := block.find(b"\n", begin)) >= 0:
         found.append((block[begin:end], cursor + end + 1))
         begin = end + 1
-    if not found and len(block) == MOST_BYTES:  # a line longer than a look: skip what was read of it
+    if not found and len(block) == MOST_BYTES:  # a line longer than a block: skip this part of it
         return [], cursor + len(block)
     return found, cursor + begin
 
 
 def objects(path: Path, cursor: int, limit: int) -> tuple[list[dict[str, Any]], int]:
-    """JSON lines from a byte offset; a torn one is left out."""
+    """Read JSON lines from a byte offset, without invalid ones."""
     found, after = lines(path, cursor, limit)
     parsed = [_object(line) for line, _ in found]
     return [value for value in parsed if value is not None], after
 
 
 def log_lines(path: Path, cursor: int, limit: int) -> tuple[list[dict[str, str]], int]:
-    """Log lines from a byte offset."""
+    """Read log lines from a byte offset."""
     found, after = lines(path, cursor, limit)
     return [_log_line(line) for line, _ in found], after
 
 
 def tail(path: Path, count: int) -> int:
-    """The byte offset of the last `count` lines, at most a megabyte back."""
+    """Return the byte offset of the last `count` lines, at most a megabyte before the end."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -66,13 +66,13 @@ def tail(path: Path, count: int) -> int:
 
 
 def events(path: Path, noted: list[StoredEvent], cursor: int, limit: int) -> tuple[list[dict[str, Any]], int]:
-    """The driver's events merged by time with the scheduler's (`noted`: all those of the job), from a cursor.
+    """Merge the driver's events with the scheduler's (`noted`: all of the job) by time, from a cursor.
 
-    An event's `seq` grows in the order of delivery; it is the cursor just after it.
+    An event's `seq` grows in the order of delivery; it is the cursor after the event.
     """
     count, offset = divmod(cursor, EVENT_SHIFT)
-    told, _ = lines(path, offset, limit)
-    mine = [(event, 0, after) for line, after in told if (event := _object(line)) is not None]
+    written, _ = lines(path, offset, limit)
+    mine = [(event, 0, after) for line, after in written if (event := _object(line)) is not None]
     theirs = [({**event, "by": "scheduler"}, number + 1, 0) for number, event in enumerate(noted)][count:]
     merged: list[dict[str, Any]] = []
     while (mine or theirs) and len(merged) < limit:
@@ -94,7 +94,7 @@ def _object(line: bytes) -> dict[str, Any] | None:
 def _log_line(line: bytes) -> dict[str, str]:
     text = line.decode(errors="replace").rstrip("\r")
     at, _, rest = text.partition(" ")
-    source, _, said = rest.partition(" ")
+    source, _, message = rest.partition(" ")
     if len(at) >= 20 and at[4:5] == "-" and at.endswith("Z"):
-        return {"time": at, "source": source, "text": said}
+        return {"time": at, "source": source, "text": message}
     return {"time": "", "source": "", "text": text}

@@ -1,7 +1,7 @@
-"""What every request passes before any route: Host, size, Origin, who asks; and the headers on every answer.
+"""Check every request before any route: Host, body size, Origin, token or session; and set headers on every answer.
 
-Deny by default: a path is open only when it is listed here, or when it is a page of the dashboard. Loopback
-is no identity, and neither is any forwarding header.
+Deny by default: a path is open only if it is listed here or is a page of the dashboard. Neither a loopback address
+nor a forwarding header authenticates a caller.
 """
 
 from __future__ import annotations
@@ -43,21 +43,22 @@ _HEADERS = {
 
 
 def is_private(path: str) -> bool:
-    """Whether a path is more than a page of the dashboard."""
+    """Return whether a path needs authentication, unless it is in `OPEN`."""
     return path == "/api" or path.startswith("/api/") or any(path == p or path.startswith(f"{p}/") for p in _PRIVATE)
 
 
 class Guard:
-    """The one door: an ASGI layer around the app."""
+    """The ASGI layer around the app that authenticates every request."""
 
     def __init__(self, app: ASGIApp, settings: Settings, failures: deque[float]) -> None:
         self._app = RequestBodyLimitMiddleware(app, BODY_LIMIT)
-        self._updates = RequestBodyLimitMiddleware(app, UPDATE_LIMIT)  # of clients; its route knows the exact limit
+        # of federated clients; the route checks the exact limit
+        self._updates = RequestBodyLimitMiddleware(app, UPDATE_LIMIT)
         self._hosts = {*LOOPBACK, settings.host, *settings.allowed_hosts}
         self._failures = failures
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request pass, or answer it."""
+        """Pass a request on, or refuse it."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
@@ -69,7 +70,7 @@ class Guard:
         request = Request(scope, receive)
         started = False
 
-        async def dressed(message: Message) -> None:
+        async def with_headers(message: Message) -> None:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
@@ -84,16 +85,16 @@ class Guard:
         try:
             refused = await self._refuse(request)
             if refused is not None:
-                await refused(scope, receive, dressed)
+                await refused(scope, receive, with_headers)
             else:
                 app = self._updates if "rayps_grant" in scope and _is_update(request) else self._app
-                await app(scope, receive, dressed)
-        except Exception:  # the last net: no traceback leaves the service
+                await app(scope, receive, with_headers)
+        except Exception:  # no traceback leaves the service
             log.exception("request %s %s %s failed", scope["request_id"], request.method, scope["path"])
             if not started:
                 detail = f"the service failed; its log has request {scope['request_id']}"
                 answer = problem(request, 500, detail)
-                await answer(scope, receive, dressed)
+                await answer(scope, receive, with_headers)
 
     async def _refuse(self, request: Request) -> Response | None:
         host = _host(request.headers.get("host", ""))
@@ -102,7 +103,7 @@ class Guard:
                 request,
                 400,
                 code="bad_host",
-                detail=f"Host {host[:100]!r} is not answered here: name it with --allow-host",
+                detail=f"Host {host[:100]!r} is not accepted: allow it with `rayps serve --allow-host`",
             )
         length = request.headers.get("content-length", "0")
         limit = UPDATE_LIMIT if _is_update(request) else BODY_LIMIT
@@ -112,7 +113,7 @@ class Guard:
         origin = request.headers.get("origin")
         writes = request.method not in _READS
         if writes and origin is not None and not _same(origin, request.headers.get("host", "")):
-            return problem(request, 403, f"a page of {origin[:100]} may not write here", code="bad_origin")
+            return problem(request, 403, f"pages of {origin[:100]} may not write to this service", code="bad_origin")
         if (request.method, path) in OPEN or not is_private(path):
             return None
         refused = await self._authenticate(request, writes and origin is None)
@@ -140,22 +141,23 @@ class Guard:
         return self.failed(request)
 
     async def _client(self, request: Request, token: str) -> Response | None:
-        """A federated client: it may do what is a client's, and nothing else."""
+        """Authenticate a federated client, for the routes of clients only."""
         running = request.app.state.service
         grant = await running.client_tokens.grant(token)
         if grant is None:
             return self.failed(
                 request,
-                "this client's token is wrong, was revoked, or is past its time: ask whom you "
-                "have it from for another (`rayps token create`)",
+                "this client token is wrong, was revoked or has expired: ask its issuer for another "
+                "(`rayps token create`)",
             )
         if not request.scope["path"].startswith(CLIENTS):
-            return problem(request, 403, f"a client's token is good for {CLIENTS}* only", code="client_only")
+            return problem(request, 403, f"a client token is valid for {CLIENTS}* only", code="client_only")
         request.scope["rayps_grant"] = grant
         return None
 
     def failed(self, request: Request, detail: str | None = None) -> Response:
-        """The answer to somebody unknown; after many of those in a minute, 429. The known never see it."""
+        """Refuse an unauthenticated request; with 429 after many in a minute. Authenticated requests are not
+        affected."""
         now = time.monotonic()
         self._failures.append(now)
         if len(self._failures) > _GUESSES:
@@ -168,7 +170,7 @@ class Guard:
             401,
             detail
             or "the token is missing, wrong or revoked: send `Authorization: Bearer "
-            "rps_...`; `rayps serve` keeps it in the file `token` of its state directory",
+            "rps_...`; the token is in the file `token` of the service's state directory",
             headers={"WWW-Authenticate": "Bearer"},
         )
 

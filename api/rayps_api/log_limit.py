@@ -1,4 +1,4 @@
-"""A log that a peer cannot fill: of each kind of message a few a minute, and then how many were left out."""
+"""Limit the log messages that a peer can cause: a few per minute of each kind, then the number omitted."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class _Kind:
 
 
 class LogLimit(logging.Filter):
-    """Passes `most` messages of one kind in `seconds`; the first of the next period says how many were left out.
+    """Pass `most` messages of one kind per `seconds`; the first of the next period says how many were omitted.
 
-    A kind is a logger, a level and a format string, not the text: an address in it makes no new kind. Records of
-    loggers that are not in `LIMITED` pass always.
+    A kind is a logger, a level and a format string (not the text, which may contain an address). Records of loggers
+    that are not in `LIMITED` always pass.
     """
 
     def __init__(self, most: int = 5, seconds: float = 60.0) -> None:
@@ -32,7 +32,7 @@ class LogLimit(logging.Filter):
         self._kinds: OrderedDict[tuple[str, int, str], _Kind] = OrderedDict()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether a record is written."""
+        """Return whether a record is written."""
         if not any(record.name == name or record.name.startswith(f"{name}.") for name in LIMITED):
             return True
         left_out = self.ask((record.name, record.levelno, str(record.msg)[:200]), time.monotonic())
@@ -44,7 +44,7 @@ class LogLimit(logging.Filter):
         return True
 
     def ask(self, kind: tuple[str, int, str], now: float) -> int | None:
-        """None: leave it out. Otherwise the number of messages of this kind that were left out before it."""
+        """Return None to omit a message, else the number of messages of its kind that were omitted before it."""
         found = self._kinds.get(kind)
         if found is None:
             found = self._kinds[kind] = _Kind(now)

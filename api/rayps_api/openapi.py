@@ -1,4 +1,4 @@
-"""The interface as OpenAPI: what FastAPI derives from the routes, and what holds for all of them."""
+"""The OpenAPI document: what FastAPI derives from the routes, plus authentication and common errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _TOKENS = "/api/v1/tokens"
 
 
 def interface(derived: dict[str, Any], cookie: str) -> dict[str, Any]:
-    """The derived document with the ways to show who asks, 429 where one is asked for, and 415 where JSON is sent."""
+    """Add to the derived document the authentication schemes, 429 where one is needed, and 415 where JSON is sent."""
     found = copy.deepcopy(derived)
     found.setdefault("components", {})["securitySchemes"] = {
         "token": {"type": "http", "scheme": "bearer", "description": "A user's token, rps_... (`rayps token`)."},
@@ -38,7 +38,7 @@ def interface(derived: dict[str, Any], cookie: str) -> dict[str, Any]:
 
 
 def security(method: str, path: str) -> list[dict[str, list[str]]]:
-    """The schemes of which one must be used; none for what is open."""
+    """Return the schemes of which one must be used; empty for open routes."""
     if (method, path) in OPEN:
         return []
     if path.startswith(CLIENTS):

@@ -1,4 +1,4 @@
-"""Serves the built dashboard, or a page that says how to build it."""
+"""Serve the built dashboard, or a page that says how to build it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ import rayps
 
 PAGES = ("jobs", "servers")  # what the dashboard shows below /
 _NOT_BUILT = """<!doctype html><html lang=en><meta charset=utf-8><title>rayps</title>
-<h1>The dashboard was not built</h1>
-<p>The service runs; its pages are missing in this installation. In a source tree, run
-<code>npm ci &amp;&amp; npm run build</code> in <code>dashboards/</code> and start the service again.</p>
+<h1>The dashboard is not built</h1>
+<p>The service is running; this installation has no dashboard pages. In a source tree, run
+<code>npm ci &amp;&amp; npm run build</code> in <code>dashboards/</code> and restart the service.</p>
 <p>The command line (<code>rayps ls</code>) and the <a href="docs">REST interface</a> work without it.</p>
 </html>"""
 
 
 def built() -> Path | None:
-    """Where the built dashboard lies: in the installed package, else in the source tree."""
+    """Return the folder of the built dashboard: in the installed package, else in the source tree; None if not
+    built."""
     package = Path(rayps.__file__).resolve().parent
     for place in (package / "_dashboard", package.parent / "dashboards" / "dist"):
         if (place / "index.html").is_file():
@@ -28,12 +29,13 @@ def built() -> Path | None:
     return None
 
 
-async def _lead(request: Request) -> RedirectResponse:
+async def _redirect(request: Request) -> RedirectResponse:
     return RedirectResponse(in_page(request.url.path, request.url.query), 307)
 
 
 def in_page(path: str, query: str) -> str:
-    """The address of a plain path in the page, relative to it: `../#/jobs/ID?smooth=0.9` for `/jobs/ID?smooth=0.9`."""
+    """Return a plain path's address in the page, relative to it: `../#/jobs/ID?smooth=0.9` for
+    `/jobs/ID?smooth=0.9`."""
     parts = path.lstrip("/").split("/")
     up = "../" * (len(parts) - 1) or "./"
     inner = "/".join(quote(part, safe="") for part in parts if part)
@@ -43,14 +45,14 @@ def in_page(path: str, query: str) -> str:
 def install(app: FastAPI) -> None:
     """Serve the dashboard at /, below every other route.
 
-    The page keeps its place in the fragment (`/#/jobs/ID`). A plain path, `/jobs/ID`, typed or in a link, leads there
-    by an address relative to it, which is right behind any path prefix.
+    The page's own route is in the fragment (`/#/jobs/ID`). A plain path, `/jobs/ID`, redirects there by a relative
+    address, which is correct behind any path prefix.
     """
     place = built()
     if place is not None:
         for page in PAGES:
-            app.add_api_route(f"/{page}", _lead, methods=["GET", "HEAD"], include_in_schema=False)
-            app.add_api_route(f"/{page}/{{rest:path}}", _lead, methods=["GET", "HEAD"], include_in_schema=False)
+            app.add_api_route(f"/{page}", _redirect, methods=["GET", "HEAD"], include_in_schema=False)
+            app.add_api_route(f"/{page}/{{rest:path}}", _redirect, methods=["GET", "HEAD"], include_in_schema=False)
         app.frontend("/", directory=place, fallback=None)
         return
 

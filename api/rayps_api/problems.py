@@ -52,7 +52,7 @@ def problem(
     errors: Sequence[dict[str, str]] = (),
     headers: dict[str, str] | None = None,
 ) -> JSONResponse:
-    """The answer that says what went wrong and the way out."""
+    """Build an error answer with RFC 9457 problem details."""
     body: dict[str, Any] = {
         "type": "about:blank",
         "title": http.HTTPStatus(status).phrase,
@@ -67,16 +67,16 @@ def problem(
 
 
 def install(app: FastAPI, fields: Mapping[str, Sequence[str]]) -> None:
-    """Answer every error of the app as a problem; `fields` are what bodies below a path may have, for hints."""
+    """Answer every error of the app as problem details; `fields`: the body fields by path prefix, for hints."""
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
         detail, path = str(error.detail), request.url.path
         if error.status_code == 404 and detail == http.HTTPStatus.NOT_FOUND.phrase and path.startswith("/api"):
-            detail = f"there is no route {path[:200]}: /docs lists those that there are"
+            detail = f"there is no route {path[:200]}: /docs lists the routes"
         elif error.status_code == 405:
             allowed = ", ".join(_allowed(app, request))
-            detail = f"{request.method} is not for {path[:200]}: {allowed} {'are' if ',' in allowed else 'is'}"
+            detail = f"{request.method} is not allowed for {path[:200]}: use {allowed}"
             return problem(request, 405, detail, headers={"Allow": allowed})
         return problem(request, error.status_code, detail, headers=dict(error.headers or {}))
 
@@ -99,8 +99,8 @@ def install(app: FastAPI, fields: Mapping[str, Sequence[str]]) -> None:
         disk: StateDisk = request.app.state.service.store.disk
         disk.failed()
         log.error(
-            "request %s: no room on the disk: %s", request.scope.get("request_id"), getattr(error, "orig", error)
-        )  # without the statement, whose values are the user's
+            "request %s: the disk is full: %s", request.scope.get("request_id"), getattr(error, "orig", error)
+        )  # without the statement, which contains the user's values
         return problem(request, 507, f"{disk.full()}; this request has changed nothing")
 
     @app.exception_handler(RequestValidationError)
@@ -112,7 +112,7 @@ def install(app: FastAPI, fields: Mapping[str, Sequence[str]]) -> None:
 
 
 def _allowed(app: FastAPI, request: Request) -> list[str]:
-    """The methods of a path, over all routes that have it."""
+    """Return the allowed methods of a path, over all its routes."""
     found = [
         method
         for method in _METHODS
@@ -122,7 +122,7 @@ def _allowed(app: FastAPI, request: Request) -> list[str]:
 
 
 def _not_json(error: Any) -> bool:
-    """Whether the body was not even read as JSON, as what `curl -d` sends without a header."""
+    """Return whether the body was not parsed as JSON, e.g. of `curl -d` without a Content-Type header."""
     return tuple(error["loc"]) == ("body",) and isinstance(error.get("input"), bytes)
 
 
@@ -132,12 +132,12 @@ def _explain(error: Any, fields: Sequence[str]) -> dict[str, str]:
     kind = error["type"]
     if kind == "extra_forbidden":
         near = difflib.get_close_matches(name, fields, 1)
-        hint = f": did you mean {near[0]!r}?" if near else f": there are {', '.join(fields)}"
+        hint = f": did you mean {near[0]!r}?" if near else f": the fields are {', '.join(fields)}"
         message = f"there is no field {name!r}{hint}"
     elif kind == "missing":
         message = f"{name} is missing" if where else "the request has no JSON body"
     elif kind == "json_invalid":
-        name, message = "", f"the body is no JSON: {error.get('ctx', {}).get('error', error['msg'])}"
+        name, message = "", f"the body is not JSON: {error.get('ctx', {}).get('error', error['msg'])}"
         where = []
     elif _not_json(error):
         message = "the body was not read as JSON: send 'Content-Type: application/json'"

@@ -1,7 +1,7 @@
-"""A run's rounds in buckets of a power of two of rounds, aligned: a closed bucket never changes.
+"""Aggregate a run's rounds into aligned buckets of a power of two rounds: a complete bucket never changes.
 
-Built while the file grows, so that a page of a long run costs its new lines only. Memory is bounded: at most
-`_MOST` buckets of the finest size that still fits.
+Buckets are built incrementally: a request for a long run reads only the new lines. Memory is bounded: at most `_MOST`
+buckets, of the smallest size that fits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _EVALUATIONS = 5000
 
 @dataclass(slots=True)
 class Bucket:
-    """Some rounds together."""
+    """The sums of consecutive rounds."""
 
     count: int = 0
     finite: int = 0
@@ -33,7 +33,7 @@ class Bucket:
     staleness: dict[str, int] = field(default_factory=dict)
 
     def add(self, point: dict[str, Any]) -> None:
-        """Take in one round."""
+        """Add one round."""
         self.count += 1
         loss = point.get("loss")
         if isinstance(loss, int | float):
@@ -47,7 +47,7 @@ class Bucket:
             self.staleness[age] = self.staleness.get(age, 0) + times
 
     def merge(self, other: Bucket) -> None:
-        """Take in the bucket beside this one."""
+        """Add the next bucket."""
         self.count += other.count
         self.finite += other.finite
         self.total += other.total
@@ -59,7 +59,7 @@ class Bucket:
             self.staleness[age] = self.staleness.get(age, 0) + times
 
     def out(self, begin: int, size: int, newest: int) -> dict[str, Any]:
-        """As JSON-ready data, as far as the `newest` round; `loss` is null where no round had a finite one."""
+        """Return JSON data up to the `newest` round; `loss` is null if no round had a finite loss."""
         loss = None
         if self.finite:
             loss = {"min": self.least, "mean": self.total / self.finite, "max": self.most}
@@ -77,7 +77,7 @@ class Bucket:
 
 
 class Rollup:
-    """The buckets of one job, as far as its file has been read."""
+    """The buckets of one job's metrics file, up to where it has been read."""
 
     def __init__(self) -> None:
         self.size = 1
@@ -87,7 +87,7 @@ class Rollup:
         self._cursor = 0
 
     def read(self, path: Path) -> None:
-        """Take in what is new in the file."""
+        """Add what is new in the file."""
         while True:
             points, after = objects(path, self._cursor, 10_000)
             if after == self._cursor:
@@ -97,7 +97,7 @@ class Rollup:
                 self.add(point)
 
     def add(self, point: dict[str, Any]) -> None:
-        """Take in one metric point."""
+        """Add one metric point."""
         if point.get("kind") == "evaluation":
             if len(self.evaluations) < _EVALUATIONS:
                 self.evaluations.append(point)
@@ -108,7 +108,7 @@ class Rollup:
                 self.size, self.buckets = self._coarser(self.size * 2)
 
     def series(self, most: int) -> list[dict[str, Any]]:
-        """The finest series of at most so many buckets."""
+        """Return the finest series with at most so many buckets."""
         size, buckets = self.size, self.buckets
         while len(buckets) > most:
             size, buckets = self._coarser(size * 2)
@@ -122,7 +122,7 @@ class Rollup:
 
 
 class Rollups:
-    """The rollups of the jobs that were looked at last."""
+    """The rollups of the most recently requested jobs."""
 
     def __init__(self, most: int = 32) -> None:
         self._most = most
@@ -130,7 +130,7 @@ class Rollups:
         self._lock = threading.Lock()
 
     def read(self, path: Path, most: int) -> dict[str, Any]:
-        """The series and the evaluations of a metrics file."""
+        """Return the series and the evaluations of a metrics file."""
         with self._lock:
             rollup = self._held.setdefault(path, Rollup())
             self._held.move_to_end(path)

@@ -1,7 +1,7 @@
-"""The routes of real federated clients, and those by which a user lets them in.
+"""The routes of real federated clients, and the routes by which a user admits them.
 
-A client may do what stands under /api/v1/client and nothing else; it sees its own orders, never those of others. All
-of it is files in the job's folder (`rayps.federated.remote.mailbox`): the service may be started again at any moment.
+Guarantees: a client can use the routes under /api/v1/client only, and sees its own orders, never those of others. All
+state is in files of the job's folder (`rayps.federated.remote.mailbox`): the service can be restarted at any moment.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ LONGEST_WAIT = 30.0
 _PAUSE = 0.1
 _SEEN_SECONDS = 2.0
 _BLOCK = 1 << 20
-MOST_UPDATES = 8  # being received at once: a ninth is told to come again
+MOST_UPDATES = 8  # received at once; further ones are answered with 429
 
 router = APIRouter(prefix="/api/v1", tags=["clients"], responses=problems(400, 401, 403, 404, 409, 413, 422))
 
 Serial = Annotated[int, InPath(ge=1, lt=2**53, description="The order's serial number.")]
 
 
-# ---- who asks
+# ---- authentication
 
 
 def _granted(request: Request) -> Grant:
     grant = request.scope.get("rayps_grant")
     if not isinstance(grant, Grant):
-        raise HTTPException(403, "this route is for clients: send a token of `rayps token create`, not the user's own")
+        raise HTTPException(403, "this route is for clients: send a client token (`rayps token create`), not a user's")
     return grant
 
 
@@ -69,7 +69,7 @@ Granted = Annotated[Grant, Depends(_granted)]
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """A client that has joined, and asks."""
+    """The joined client that sent a request."""
 
     service: Service
     job: str
@@ -101,15 +101,15 @@ async def _joined(
 Joined = Annotated[Caller, Depends(_joined)]
 
 
-# ---- what a user does
+# ---- routes of users
 
 
 @router.post("/client-tokens", status_code=201, response_model=NewToken)
 async def create_token(body: TokenIn, known: Known) -> Any:
-    """Make a token for clients; it is shown once."""
+    """Create a token for clients; it is shown once."""
     job = None if body.job is None else await known.record(body.job)
     if job is not None:
-        _must_be_remote(job)
+        _check_remote(job)
     seconds = None if body.days is None else body.days * 86400
     grant, text = await known.client_tokens.create(job.id if job else None, body.name, seconds)
     return {**_token(grant), "token": text}
@@ -117,14 +117,14 @@ async def create_token(body: TokenIn, known: Known) -> Any:
 
 @router.get("/client-tokens", response_model=TokensOut)
 async def tokens(known: Known, job: Annotated[str | None, Query(max_length=100)] = None) -> Any:
-    """Tokens of clients, newest first."""
+    """List the tokens of clients, newest first."""
     job_id = None if job is None else (await known.record(job)).id
     return {"tokens": [_token(grant) for grant in await known.client_tokens.all(job_id)]}
 
 
 @router.delete("/client-tokens/{token_id}", response_model=TokenOut)
 async def revoke(token_id: Annotated[str, InPath(min_length=1, max_length=100)], known: Known) -> Any:
-    """Refuse a token from now on; what its clients have sent for a round that is still open does not count."""
+    """Revoke a token at once; the updates of its clients in an open round do not count."""
     grant = await known.client_tokens.revoke(token_id)
     for job in await known.store.live():
         mailbox = known.mailbox(job.id)
@@ -136,13 +136,12 @@ async def revoke(token_id: Annotated[str, InPath(min_length=1, max_length=100)],
 
 @router.post("/client-tokens/{token_id}/rotate", status_code=201, response_model=NewToken)
 async def rotate(token_id: Annotated[str, InPath(min_length=1, max_length=100)], known: Known) -> Any:
-    """A token in place of another, for the same job, client and time; the other is refused as by a revocation."""
+    """Replace a token by a new one for the same job, client and expiry; the old one is revoked."""
     old = await known.client_tokens.get(token_id)
     seconds = None if old.expires_at is None else old.expires_at - time.time()
     if old.revoked_at is not None or (seconds is not None and seconds <= 0):
         raise Conflict(
-            f"client token {old.id} was revoked, or is past its time: make another with `rayps token create`",
-            status=409,
+            f"client token {old.id} was revoked or has expired: create another with `rayps token create`", status=409
         )
     grant, text = await known.client_tokens.create(old.job, old.name, seconds)
     await revoke(token_id, known)
@@ -151,37 +150,37 @@ async def rotate(token_id: Annotated[str, InPath(min_length=1, max_length=100)],
 
 @router.get("/jobs/{job_id}/clients", response_model=ClientsOut)
 async def clients(job_id: str, known: Known) -> Any:
-    """The clients outside of the cluster that have joined a job, and whom it waits for."""
+    """List the clients that have joined a job, and what the job waits for."""
     mailbox = known.mailbox((await known.record(job_id)).id)
     return JSONResponse(await asyncio.to_thread(_shown, mailbox))
 
 
-# ---- what a client does
+# ---- routes of clients
 
 
 @router.get("/client/key", response_model=KeyOut)
 async def key(grant: Granted, request: Request) -> Any:
-    """The key that signs the orders: a client looks at it before it joins."""
+    """Show the public key of the orders' signatures; a client checks it before it joins."""
     running: Service = request.app.state.service
     return {"public_key": running.client_tokens.key.public}
 
 
 @router.post("/client/join", response_model=JoinOut)
 async def join(body: JoinIn, grant: Granted, request: Request) -> Any:
-    """Take part in a job, or come back to it."""
+    """Join a job, or join it again."""
     running: Service = request.app.state.service
     wanted = grant.job or body.job
     if wanted is None:
-        raise ConfigError("this token is for any job: say which (--job ID)", field="job")
+        raise ConfigError("this token is valid for any job: give the job with --job ID", field="job")
     if body.job not in (None, wanted):
         raise ConfigError(f"this token is for job {wanted}, not for {body.job}", field="job")
     name = grant.name or body.name
     if name is None:
-        raise ConfigError("a client needs a name: give --name, such as hospital-a", field="name")
+        raise ConfigError("the client has no name: give --name, e.g. hospital-a", field="name")
     if body.name not in (None, name):
         raise ConfigError(f"this token is for the client {name!r}, not for {body.name!r}", field="name")
     job = await running.store.get(wanted)
-    _must_be_remote(job)
+    _check_remote(job)
     if job.status.terminal:
         raise Conflict(f"job {job.id} has ended: {job.status}: {job.reason or ''}", status=409, code="ended")
     mailbox = running.mailbox(job.id)
@@ -203,12 +202,12 @@ async def work(
     after: Annotated[int, Query(ge=0, lt=2**53)] = 0,
     wait: Annotated[float, Query(ge=0, le=LONGEST_WAIT, allow_inf_nan=False)] = 20.0,
 ) -> Any:
-    """What to do after order `after`; stays up to `wait` seconds until there is something."""
+    """Return the work after order `after`; wait up to `wait` seconds for it."""
     running, ends = caller.service, time.monotonic() + wait
     seen, version, record = time.monotonic(), -1, None
 
-    async def told(**found: Any) -> WorkOut:
-        """The answer with the verdict of `after` as it is now: the round may have closed during the wait."""
+    async def answer(**found: Any) -> WorkOut:
+        """Return the answer with the newest verdict on `after`: the round may have closed during the wait."""
         verdict = await asyncio.to_thread(caller.mailbox.verdict, after, caller.member.number) if after else None
         return WorkOut(verdict=verdict, **found)
 
@@ -217,17 +216,17 @@ async def work(
             version = running.store.version
             record = await running.store.get(caller.job)
             if await running.client_tokens.grant(caller.token) is None:
-                raise HTTPException(401, "this client's token was revoked, or is past its time")
+                raise HTTPException(401, "this client token was revoked or has expired")
         if record.status.terminal:
-            return await told(kind="end", status=record.status.value, reason=record.reason)
+            return await answer(kind="end", status=record.status.value, reason=record.reason)
         order = await asyncio.to_thread(caller.mailbox.newest)
         if order is not None and order.serial > after and _is_for(caller, order):
             text = _signed_text(caller, order)
             signature = running.client_tokens.key.sign(text)
-            return await told(kind="round", order=text, signature=signature)
+            return await answer(kind="round", order=text, signature=signature)
         if time.monotonic() >= ends or running.closing.is_set() or await request.is_disconnected():
             reason = await asyncio.to_thread(caller.mailbox.standing)
-            return await told(kind="wait", status=record.status.value, reason=reason or record.reason)
+            return await answer(kind="wait", status=record.status.value, reason=reason or record.reason)
         if time.monotonic() - seen > _SEEN_SECONDS:
             seen = time.monotonic()
             caller.mailbox.seen(caller.member.number)
@@ -241,7 +240,7 @@ async def work(
     responses={200: {"content": {"application/octet-stream": {}}}},
 )
 async def parameters(serial: Serial, caller: Joined) -> Response:
-    """The parameters of an open round, as safetensors; their hash is in the order."""
+    """Send the parameters of an open round, as safetensors; their hash is in the order."""
     order = await asyncio.to_thread(_open_order, caller, serial)
     file = await asyncio.to_thread(_open, caller.mailbox, order.serial)
     size = os.fstat(file.fileno()).st_size
@@ -268,9 +267,10 @@ async def update(
     request: Request,
     rayps_sha256: Annotated[str, Header(pattern=r"^[0-9a-f]{64}$", description="Of the body.")],
 ) -> Any:
-    """An update, as safetensors. The first one that is whole counts, however often it is sent; 409 when it is late."""
+    """Receive an update, as safetensors. The first complete one counts; repeated ones are ignored; 409 if it is
+    late."""
     if caller.service.receiving >= MOST_UPDATES:
-        raise HTTPException(429, f"{MOST_UPDATES} updates are being received: come again", {"Retry-After": "2"})
+        raise HTTPException(429, f"{MOST_UPDATES} updates are being received: retry", {"Retry-After": "2"})
     caller.service.receiving += 1
     try:
         order = await asyncio.to_thread(_open_order, caller, serial, True)
@@ -289,13 +289,13 @@ async def update(
 
 @router.post("/client/leave", status_code=204)
 async def leave(caller: Joined) -> Response:
-    """Take part no more, until it joins again."""
+    """Leave the job, until the client joins again."""
     await asyncio.to_thread(caller.mailbox.leave, caller.member.number)
     return Response(status_code=204)
 
 
 async def _receive(request: Request, caller: Caller, part: Path, most: int, digest: str) -> None:
-    """The body into a file, as it comes: neither its length nor its sender is trusted."""
+    """Write the body into a file block by block; length and hash are checked."""
     found, size, seen = hashlib.sha256(), 0, time.monotonic()
     try:
         with part.open("xb") as file:
@@ -311,13 +311,14 @@ async def _receive(request: Request, caller: Caller, part: Path, most: int, dige
     except FileNotFoundError:
         raise Conflict("this round is over", status=409, code="late") from None
     except ClientDisconnect:
-        raise HTTPException(400, "the update broke off") from None
+        raise HTTPException(400, "the update is incomplete: the connection was closed") from None
     if found.hexdigest() != digest:
-        raise HTTPException(422, "the update's hash is not the one that was said: it was cut or changed on its way")
+        raise HTTPException(422, "the update does not match its hash: it was cut or changed in transit")
 
 
 def _open_order(caller: Caller, serial: int, delivering: bool = False) -> Any:
-    """The order, if it is open and for this client; None where its update is in already. Raises Conflict, NotFound."""
+    """Return the order if it is open and for this client; None if its update was received. Raises Conflict,
+    NotFound."""
     mailbox, number = caller.mailbox, caller.member.number
     if delivering and mailbox.has(serial, number):
         return None
@@ -359,12 +360,12 @@ def _blocks(file: Any) -> Iterator[bytes]:
             yield block
 
 
-def _must_be_remote(job: JobRecord) -> None:
-    own = own_names(job.spec.strategy)  # none of them has such clients: their file is not here
+def _check_remote(job: JobRecord) -> None:
+    own = own_names(job.spec.strategy)  # a user's own strategy has no real clients
     if own or not any(phase.strategy.rows.remote for phase in parse(job.spec.strategy)):
         raise ConfigError(
-            f"job {job.id} ({job.name}) has no clients outside of the cluster: submit it with a "
-            "federated strategy and clients=remote, such as fedavg:clients=remote",
+            f"job {job.id} ({job.name}) has no real clients: submit it with a federated strategy and clients=remote, "
+            "e.g. fedavg:clients=remote",
             field="job",
             code="not_remote",
         )
@@ -382,7 +383,7 @@ def _client(mailbox: Mailbox, member: JoinedClient, order: RoundOrder | None) ->
         if mailbox.has(order.serial, member.number):
             doing = f"has sent round {order.round}"
         elif mailbox.is_open(order.serial):
-            doing = f"is asked for round {order.round}"
+            doing = f"works on round {order.round}"
         else:
             doing = f"sent nothing in round {order.round}"
     return {

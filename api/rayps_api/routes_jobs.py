@@ -1,4 +1,4 @@
-"""The routes of jobs. They validate, file and show; what happens to a job is the scheduler's to decide."""
+"""The routes of jobs: validate, store and show. The scheduler decides what happens to a job."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ Cursor = Annotated[int, Query(ge=0, lt=2**53)]
 async def submit(
     body: JobIn, known: Known, idempotency_key: Annotated[str | None, Header(min_length=1, max_length=255)] = None
 ) -> Any:
-    """File a job. With an Idempotency-Key a second identical request gives the first one's job, with 200."""
+    """Submit a job. With an Idempotency-Key a repeated identical request returns the first job, with 200."""
     spec, name, phases = await _spec(body)
     if spec.server_group is not None:
         known.groups.must_exist(spec.server_group)
         _refuse_without_servers(spec, phases)
-    if spec.branch is not None:  # a space is named by its job's id, of which the beginning is enough
+    if spec.branch is not None:  # a space's name is its job's id; the beginning of the id is enough
         with contextlib.suppress(NotFound):
             spec = replace(spec, branch=(await known.store.find(spec.branch)).id)
-        await _must_be_there(spec, known)
+        await _check_branch(spec, known)
     if spec.resume is not None:
         spec = replace(spec, resume=await _checkpoint(spec.resume, spec.working_dir, known))
     known.scheduler.refuse_too_large(spec)
@@ -52,7 +52,7 @@ async def submit(
     record, created = await known.store.add(spec, name=name, key=idempotency_key)
     if created:
         passing("submit: stored, folder not written")
-        await _keep(record.id, known)
+        await _write_row(record.id, known)
     passing("submit: stored, not acknowledged")
     known.scheduler.wake()
     place = {"Location": f"/api/v1/jobs/{record.id}"}
@@ -66,7 +66,7 @@ async def page(
     limit: Annotated[int, Query(ge=1, le=200)] = 50,
     cursor: Annotated[str | None, Query(pattern=r"^[0-9A-Z]{26}$")] = None,
 ) -> Any:
-    """Jobs, newest first."""
+    """List jobs, newest first."""
     records = await known.store.page(status=status or (), limit=limit + 1, before=cursor)
     more = len(records) > limit
     jobs = [known.show(record) for record in records[:limit]]
@@ -75,13 +75,13 @@ async def page(
 
 @router.get("/{job_id}", response_model=JobOut)
 async def show(job_id: str, known: Known) -> Any:
-    """One job."""
+    """Show one job."""
     return JSONResponse(known.show(await known.record(job_id)))
 
 
 @router.post("/{job_id}/stop", status_code=202, response_model=JobOut)
 async def stop(job_id: str, known: Known) -> Any:
-    """Ask a job to stop; 409 when it has ended."""
+    """Request a job to stop; 409 if it has ended."""
     record = await known.store.request_stop((await known.record(job_id)).id)
     passing("stop: stored, not acknowledged")
     known.scheduler.wake()
@@ -105,7 +105,7 @@ async def delete(job_id: str, known: Known) -> Any:
             status=409,
         )
     shown = known.show(record)
-    # the folder first: on a full disk this makes room, and an ended job without a folder is no orphan
+    # the folder first: it frees space on a full disk, and an ended job without a folder is consistent
     await asyncio.to_thread(job_folders.remove, known.settings.jobs_dir, record.id)
     await known.store.delete(record.id)
     return JSONResponse(shown)
@@ -119,7 +119,7 @@ async def metrics(
     limit: Annotated[int, Query(ge=1, le=10_000)] = 2000,
     max_points: Annotated[int | None, Query(ge=2, le=5000)] = None,
 ) -> Any:
-    """Metric points from a cursor, or with `max_points` the whole run in step-aligned buckets."""
+    """Show metric points from a cursor, or with `max_points` the whole run in round-aligned buckets."""
     job_id = (await known.record(job_id)).id
     path = known.folder(job_id) / "metrics.jsonl"
     if max_points is not None:
@@ -136,7 +136,7 @@ async def logs(
     limit: Annotated[int, Query(ge=1, le=10_000)] = 1000,
     tail: Annotated[int | None, Query(ge=1, le=10_000)] = None,
 ) -> Any:
-    """Log lines from a cursor, or the last `tail` ones."""
+    """Show log lines from a cursor, or the last `tail` lines."""
     job_id = (await known.record(job_id)).id
     path = known.folder(job_id) / "log.txt"
     if tail is not None:
@@ -149,7 +149,7 @@ async def logs(
 async def events(
     job_id: str, known: Known, cursor: Cursor = 0, limit: Annotated[int, Query(ge=1, le=2000)] = 500
 ) -> Any:
-    """What happened to a job, by its driver and by the scheduler."""
+    """List a job's events, by its driver and by the scheduler."""
     job_id = (await known.record(job_id)).id
     noted = await known.store.events(job_id)
     path = known.folder(job_id) / "events.jsonl"
@@ -157,8 +157,8 @@ async def events(
     return JSONResponse({"events": found, "cursor": after})
 
 
-async def _keep(job_id: str, known: Service) -> None:
-    """Write down in the job's folder what it is, for the day on which the store is lost."""
+async def _write_row(job_id: str, known: Service) -> None:
+    """Write the job's row into its folder: the job can be restored from it if the store is lost."""
     try:
         await asyncio.to_thread(job_folders.keep, known.folder(job_id), await known.store.row(job_id))
     except OSError as error:  # the job is stored: the next start writes it
@@ -166,29 +166,29 @@ async def _keep(job_id: str, known: Service) -> None:
 
 
 def _refuse_without_servers(spec: JobSpec, phases: list[PhaseFacts]) -> None:
-    """Refuse a strategy that keeps nothing on a group, whatever the model is."""
+    """Refuse a server group for a strategy that stores nothing on servers."""
     if not any(each.servers or each.tables for each in phases):
         names = " and ".join(dict.fromkeys(each.name for each in phases))
         raise ConfigError(
-            f"server_group is {spec.server_group!r}, and {names} keeps nothing on servers: leave it out, "
-            "or use parameter_server or hybrid",
+            f"server_group is {spec.server_group!r}, and {names} stores nothing on servers: omit server_group, or use "
+            "parameter_server or hybrid",
             field="server_group",
         )
     if spec.branch is not None and not phases[0].servers:
         raise ConfigError(
-            f"branch is {spec.branch!r}, and {phases[0].name} keeps no parameters on servers: begin "
-            "with parameter_server, or leave it out",
+            f"branch is {spec.branch!r}, and {phases[0].name} stores no parameters on servers: start "
+            "with parameter_server, or omit branch",
             field="branch",
         )
 
 
-async def _must_be_there(spec: JobSpec, known: Service) -> None:
-    """Refuse the branch of a space that is not on the group and can never come."""
+async def _check_branch(spec: JobSpec, known: Service) -> None:
+    """Refuse the branch of a space that does not exist on the group and never will."""
     assert spec.server_group is not None and spec.branch is not None
     spaces = known.groups.spaces(spec.server_group)
     if spaces is None or spec.branch in spaces:
         return
-    there = f"{spec.server_group!r} holds {', '.join(spaces) or 'none'}"
+    there = f"{spec.server_group!r} has {', '.join(spaces) or 'none'}"
     try:
         job = await known.store.get(spec.branch)
     except NotFound:
@@ -196,29 +196,29 @@ async def _must_be_there(spec: JobSpec, known: Service) -> None:
             f"branch is {spec.branch!r}: there is no such job and no such space; {there}", field="branch"
         ) from None
     if job.status.terminal or job.spec.server_group != spec.server_group:
-        why = "has ended, and its space with it" if job.status.terminal else "is not on that group"
+        why = "and its space have ended" if job.status.terminal else "is not on that group"
         raise ConfigError(f"branch is {spec.branch!r}: that job {why}; {there}", field="branch")
 
 
 async def _checkpoint(resume: str, working_dir: str | None, known: Service) -> str:
-    """The folder of a checkpoint: of a job that has ended, by its id or the beginning of it, or as it is given."""
+    """Return a checkpoint's folder: that of an ended job, by its id or the beginning of it, or the given one."""
     with contextlib.suppress(NotFound):
         job = await known.store.find(resume)
         if job.checkpoint is None:
-            why = "has kept no checkpoint" if job.status.terminal else "has not ended: wait, or stop it"
+            why = "has no checkpoint" if job.status.terminal else "has not ended: wait, or stop it"
             raise ConfigError(f"resume is {resume!r}: job {job.id} {why}", field="resume")
         return job.checkpoint
     path = Path(working_dir or "/") / resume
-    if not os.path.isdir(path):  # noqa: PTH112  also says no where the name is too long
+    if not os.path.isdir(path):  # noqa: PTH112  also False for a name that is too long
         raise ConfigError(
             f"resume is {resume!r}: there is no such job, and no folder {path} on the service's machine: "
-            "give the id of a job that has ended, or a checkpoint's folder, as `rayps get ID` shows it",
+            "give the id of an ended job, or a checkpoint's folder, as `rayps get ID` shows it",
             field="resume",
         )
     if not (path / _MANIFEST).is_file():
         raise ConfigError(
-            f"resume is {resume!r}: the folder {path} holds no checkpoint (no {_MANIFEST}): give a "
-            "checkpoint's own folder, such as .../step-00000100",
+            f"resume is {resume!r}: the folder {path} is not a checkpoint (it has no {_MANIFEST}): give a "
+            "checkpoint's own folder, e.g. .../step-00000100",
             field="resume",
         )
     return resume
@@ -236,7 +236,7 @@ async def _spec(body: JobIn) -> tuple[JobSpec, str, list[PhaseFacts]]:
     spec = JobSpec.from_dict(data)
     if (reason := misnamed(spec.workload)) is not None:
         raise ConfigError(reason, field="workload")
-    _find(spec)
+    _check_files(spec)
     if found is None:
         if spec.working_dir is None:
             raise ConfigError(
@@ -252,25 +252,25 @@ async def _spec(body: JobIn) -> tuple[JobSpec, str, list[PhaseFacts]]:
 def _finite_strategy(given: Any) -> Any:
     if not isinstance(given, str | dict | list) or len(repr(given)) > 10_000:
         raise ConfigError(
-            'strategy should be a name such as \'all_reduce\', or {"name": "parameter_server", "staleness": 3}',
+            'strategy must be a name, e.g. \'all_reduce\', or {"name": "parameter_server", "staleness": 3}',
             field="strategy",
         )
     return given
 
 
-def _find(spec: JobSpec) -> None:
-    """Refuse a workload file or a directory that is not there: cheaper said now than by a driver."""
+def _check_files(spec: JobSpec) -> None:
+    """Refuse a workload file or a directory that does not exist, before a driver is started."""
     home = None if spec.working_dir is None else Path(spec.working_dir)
     if home is not None and not (home.is_absolute() and home.is_dir()):
         raise ConfigError(
-            f"working_dir {spec.working_dir!r} is no directory on the service's machine: give an absolute path",
+            f"working_dir {spec.working_dir!r} is not a directory on the service's machine: give an absolute path",
             field="working_dir",
         )
     file = Path(spec.workload.rpartition(":")[0])
     if file.suffix == ".py":
         if not file.is_absolute() and home is None:
             raise ConfigError(
-                f"workload {spec.workload!r} is a file: give working_dir, the absolute path of the directory it is in",
+                f"workload {spec.workload!r} is a file: give working_dir, the absolute path of its directory",
                 field="working_dir",
             )
         if not ((home or Path("/")) / file).is_file():

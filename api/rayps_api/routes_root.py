@@ -1,4 +1,4 @@
-"""The routes beside jobs: session, cluster, strategies, health, Prometheus, and a page of the routes."""
+"""The routes of session, cluster, strategies, health, Prometheus, and the page that lists the routes."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from rayps_api.schemas import ClusterOut, Login, Ready, StrategyOut, problems
 from rayps_api.service import Known, Service
 
 router = APIRouter(responses=problems(401, 403))
-_SILENT_SECONDS = 300.0  # a tick takes seconds; on a starved machine, minutes
+_SILENT_SECONDS = 300.0  # a tick takes seconds, minutes on an overloaded machine
 
 
 @router.post("/api/v1/session", status_code=204, tags=["session"], responses=problems(400, 413, 422, 429))
 async def login(body: Login, request: Request) -> Response:
-    """Exchange a one-time code, or the token, for the dashboard's cookie."""
+    """Exchange a one-time code or a token for the dashboard's session cookie."""
     running: Service = request.app.state.service
     if (body.code is None) == (body.token is None):
         raise ConfigError("give either code or token", field="code")
@@ -38,7 +38,7 @@ async def login(body: Login, request: Request) -> Response:
         guard: Guard = request.scope["rayps_guard"]
         return guard.failed(
             request,
-            "the code is wrong, used or older than five minutes: `rayps open` prints a new address"
+            "the code is wrong, used or expired (five minutes): `rayps open` prints a new address"
             if body.code
             else None,
         )
@@ -68,13 +68,13 @@ async def logout(request: Request, known: Known) -> Response:
 
 @router.post("/api/v1/codes", status_code=201, tags=["session"])
 async def code(known: Known) -> dict[str, str]:
-    """A new one-time code for a browser, good for five minutes."""
+    """Create a one-time code for a browser, valid for five minutes."""
     return {"code": await known.store.login_code()}
 
 
 @router.get("/api/v1/cluster", response_model=ClusterOut, tags=["cluster"])
 async def cluster(known: Known) -> Any:
-    """The Ray that runs the jobs, as last seen."""
+    """Show the Ray that runs the jobs, as of the newest view."""
     view, place = known.scheduler.view, known.scheduler.place
     total = view.total or place.capacity() or {}
     return {
@@ -90,14 +90,14 @@ async def cluster(known: Known) -> Any:
 
 @router.get("/api/v1/strategies", response_model=list[StrategyOut], tags=["strategies"])
 async def strategies(known: Known) -> Any:
-    """The strategies that a job may name, with their options."""
+    """List the strategies with their options."""
     return JSONResponse(rayps.strategies.catalogue.catalogue())
 
 
 @router.head("/healthz", include_in_schema=False)
-@router.get("/healthz", responses={503: {"description": "The scheduler does not come round"}}, tags=["health"])
+@router.get("/healthz", responses={503: {"description": "The scheduler's loop does not run"}}, tags=["health"])
 async def healthz(request: Request, response: Response) -> dict[str, bool]:
-    """The service answers and its scheduler comes round, with Ray or without; 503 when it should be started again."""
+    """200 while the service's scheduler runs, with Ray or without; 503 when the service should be restarted."""
     ok = request.app.state.service.scheduler.silent < _SILENT_SECONDS
     response.status_code = 200 if ok else 503
     return {"ok": ok}
@@ -106,7 +106,7 @@ async def healthz(request: Request, response: Response) -> dict[str, bool]:
 @router.head("/readyz", include_in_schema=False)
 @router.get("/readyz", response_model=Ready, responses={503: {"model": Ready}}, tags=["health"])
 async def readyz(request: Request) -> Any:
-    """Jobs can be filed and can start; 503 with the reason while they cannot."""
+    """200 while jobs can be submitted and can start; 503 with the reason while they cannot."""
     running: Service = request.app.state.service
     view, full = running.scheduler.view, running.store.disk.trouble
     ready = view.ready and full is None
@@ -121,7 +121,7 @@ async def readyz(request: Request) -> Any:
     responses={200: {"content": {CONTENT_TYPE_LATEST: {"schema": {"type": "string"}}}}},
 )
 async def prometheus(known: Known) -> Response:
-    """The service's own figures, for Prometheus."""
+    """Show the service's metrics in Prometheus' format."""
     registry = CollectorRegistry()
     jobs = Gauge("rayps_jobs", "Jobs by status", ["status"], registry=registry)
     counts = await known.store.counts()
@@ -143,10 +143,10 @@ def _of_groups(known: Service, registry: CollectorRegistry) -> None:
     gauges = {
         key: Gauge(f"rayps_space_{key}", what, ["group", "space"], registry=registry)
         for key, what in (
-            ("bytes", "Bytes that a job keeps on a server group"),
+            ("bytes", "Bytes of a job on a server group"),
             ("rows", "Rows of its tables"),
-            ("operations_s", "Its requests a second"),
-            ("throttled", "Its requests that waited for its quota"),
+            ("operations_s", "Its operations per second"),
+            ("throttled", "Its operations that waited for its quota"),
         )
     }
     for group in known.groups.all():
@@ -159,13 +159,13 @@ def _of_groups(known: Service, registry: CollectorRegistry) -> None:
 
 @router.get("/openapi.json", include_in_schema=False)
 async def openapi(request: Request, known: Known) -> JSONResponse:
-    """The interface as OpenAPI 3.1."""
+    """Show the interface as OpenAPI 3.1."""
     return JSONResponse(interface(request.app.openapi(), known.cookie))
 
 
 @router.get("/docs", include_in_schema=False)
 async def docs(request: Request, known: Known) -> HTMLResponse:
-    """The routes on one plain page, made from OpenAPI without any script."""
+    """List the routes on one page without scripts, made from the OpenAPI document."""
     rows = [
         f"<tr><td>{verb.upper()}</td><td><code>{html.escape(path)}</code></td>"
         f"<td>{html.escape(what.get('description') or what.get('summary', ''))}</td></tr>"

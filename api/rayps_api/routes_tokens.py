@@ -1,4 +1,4 @@
-"""The routes of users' tokens. They take a bearer token only: a browser's session makes and revokes none."""
+"""The routes of users' tokens. They need a bearer token: a browser's session cannot create or revoke tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _bearer(request: Request, known: Known) -> Service:
     if not request.scope.get("rayps_bearer"):
         raise HTTPException(
             403,
-            "tokens are made, listed and revoked with a token (Authorization: Bearer rps_...), "
+            "tokens are created, listed and revoked with a token (Authorization: Bearer rps_...), "
             "not with a browser's session: use `rayps token`",
         )
     return known
@@ -32,14 +32,14 @@ Bearer = Annotated[Service, Depends(_bearer)]
 
 @router.post("", status_code=201, response_model=NewUserToken)
 async def create(body: UserTokenIn, running: Bearer) -> Any:
-    """Make a token for a user; it is shown once."""
+    """Create a token for a user; it is shown once."""
     found, text = await running.user_tokens.create(body.name, None if body.days is None else body.days * 86400)
     return {**_shown(found), "token": text}
 
 
 @router.get("", response_model=UserTokensOut)
 async def page(running: Bearer) -> Any:
-    """Tokens of users, newest first."""
+    """List the tokens of users, newest first."""
     return {"tokens": [_shown(found) for found in await running.user_tokens.all()]}
 
 
@@ -52,7 +52,7 @@ async def rotate(token_id: TokenId, running: Bearer) -> Any:
 
 @router.delete("/{token_id}", response_model=UserTokenOut)
 async def revoke(token_id: TokenId, running: Bearer) -> Any:
-    """Refuse a token from now on, and end all browser sessions."""
+    """Revoke a token at once, and end all browser sessions."""
     return _shown(await running.user_tokens.revoke(token_id))
 
 

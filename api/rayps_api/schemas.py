@@ -1,4 +1,5 @@
-"""The JSON forms of the REST interface. pydantic lives here only; inside, a job is `rayps.strategies.job.JobSpec`."""
+"""The JSON schemas of the REST interface. Only schemas use pydantic; inside, a job is
+`rayps.strategies.job.JobSpec`."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ FIELDS = sorted(JobIn.model_fields)
 
 
 class JobOut(BaseModel):
-    """A job as it stands."""
+    """A job."""
 
     id: str
     name: str
@@ -101,7 +102,7 @@ class Lines(BaseModel):
 
 
 class Events(BaseModel):
-    """What happened to a job, and the number after the last."""
+    """Events of a job, and the cursor after the last one."""
 
     events: list[dict[str, Any]]
     cursor: int
@@ -113,14 +114,14 @@ class ClusterOut(BaseModel):
     ready: bool
     address: str | None
     owned: bool
-    cores: int | None = Field(description="Of the machine, where the Ray is this service's own; `total` is logical.")
+    cores: int | None = Field(description="Of the machine, if the service owns the Ray; `total` is logical.")
     total: dict[str, float]
     free: dict[str, float]
     reason: str | None
 
 
 class GroupIn(BaseModel):
-    """A server group to start: `servers` processes, and each segment's primary beside `replicas` copies."""
+    """A server group to start: `servers` processes; each segment has a primary and `replicas` copies."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -132,14 +133,12 @@ class GroupIn(BaseModel):
         ge=LEAST_SILENCE,
         le=MOST_SILENCE,
         allow_inf_nan=False,
-        description=(
-            "Seconds after which a server that says nothing is taken for dead; one whose process ends is seen at once."
-        ),
+        description=("Seconds after which a silent server counts as dead; one whose process ends is detected at once."),
     )
 
 
 class ResizeIn(BaseModel):
-    """How many servers a group should have."""
+    """The new number of servers of a group."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -147,7 +146,7 @@ class ResizeIn(BaseModel):
 
 
 class DrainIn(BaseModel):
-    """The server that should leave."""
+    """The server to drain."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -155,7 +154,7 @@ class DrainIn(BaseModel):
 
 
 class QuotaIn(BaseModel):
-    """What a space may take: bytes in all, and requests a second over all servers; null = no limit."""
+    """The quota of a space: bytes in total, and operations per second over all servers; null = no limit."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -176,7 +175,7 @@ class GroupJob(BaseModel):
 
 
 class GroupHead(BaseModel):
-    """What is said of a server group in any case. `settled`: every segment is held as wanted and nothing moves."""
+    """The common fields of a server group. `settled`: all servers and replicas are ready and no segment moves."""
 
     name: str
     status: str
@@ -188,7 +187,7 @@ class GroupHead(BaseModel):
 
 
 class GroupOut(GroupHead):
-    """A server group as it stands."""
+    """A server group."""
 
     servers: list[dict[str, Any]]
     spaces: list[dict[str, Any]]
@@ -221,11 +220,11 @@ class Option(BaseModel):
     name: str
     type: str
     default: Any
-    of: list[str] | None = None  # it takes one of these, with options of its own
+    of: list[str] | None = None  # it takes one of these, which have their own options
 
 
 class StrategyOut(BaseModel):
-    """A strategy that a job may name; a replica of several workers (pipeline) alone is that under all_reduce."""
+    """A strategy. A replica of several workers (pipeline) given alone means all_reduce with that replica."""
 
     name: str
     summary: str
@@ -233,7 +232,7 @@ class StrategyOut(BaseModel):
 
 
 class Login(BaseModel):
-    """A one-time code, or the token itself, for a session cookie."""
+    """A one-time code or a token, to be exchanged for a session cookie."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -262,13 +261,13 @@ class ProblemOut(BaseModel):
 
 
 def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """How a route documents the problems that it answers with."""
+    """Document a route's error answers."""
     content = {"application/problem+json": {"schema": ProblemOut.model_json_schema()}}
     return {status: {"description": http.HTTPStatus(status).phrase, "content": content} for status in statuses}
 
 
 def job_out(record: JobRecord, progress: dict[str, Any] | None) -> dict[str, Any]:
-    """A job as JSON-ready data."""
+    """Return a job as JSON data."""
     return {
         "id": record.id,
         "name": record.name,
@@ -287,12 +286,12 @@ def job_out(record: JobRecord, progress: dict[str, Any] | None) -> dict[str, Any
 
 
 def spec_out(spec: JobSpec) -> dict[str, Any]:
-    """A spec as JSON-ready data."""
+    """Return a spec as JSON data."""
     return spec.to_dict()
 
 
 def group_out(group: dict[str, Any], live: list[JobRecord]) -> dict[str, Any]:
-    """A group of `rayps.service.groups` with the living jobs that name it, as JSON-ready data."""
+    """Return a group of `rayps.service.groups` with the jobs that use it and have not ended, as JSON data."""
     jobs = [
         {"id": job.id, "name": job.name, "status": job.status.value, "workers": job.spec.workers}
         for job in live
@@ -302,7 +301,7 @@ def group_out(group: dict[str, Any], live: list[JobRecord]) -> dict[str, Any]:
 
 
 def group_row(group: dict[str, Any]) -> dict[str, Any]:
-    """The same in short."""
+    """Return a group in short."""
     servers = group["servers"]
     short = {key: group[key] for key in ("name", "status", "reason", "wanted", "replicas", "created_at", "settled")}
     return short | {
@@ -316,7 +315,7 @@ def group_row(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def finite(value: Any) -> Any:
-    """The same data with null in place of NaN and infinities, which JSON has not."""
+    """Replace NaN and infinities, which JSON cannot express, by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

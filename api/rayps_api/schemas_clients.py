@@ -1,4 +1,4 @@
-"""The JSON forms of the routes of federated clients."""
+"""The JSON schemas of the routes of federated clients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TokenIn(BaseModel):
 
 
 class TokenOut(BaseModel):
-    """What a client's token allows."""
+    """A client token's record."""
 
     id: str
     job: str | None
@@ -36,9 +36,9 @@ class TokenOut(BaseModel):
 
 
 class NewToken(TokenOut):
-    """A token that has just been made."""
+    """A new token."""
 
-    token: str = Field(description="Shown once: only a hash of it is kept.")
+    token: str = Field(description="Shown once: only a hash of it is stored.")
 
 
 class TokensOut(BaseModel):
@@ -48,24 +48,24 @@ class TokensOut(BaseModel):
 
 
 class KeyOut(BaseModel):
-    """Who signs the orders."""
+    """The key of the orders' signatures."""
 
     public_key: str = Field(description="Ed25519; its fingerprint is in the token.")
 
 
 class JoinIn(BaseModel):
-    """A client that wants to take part. `key` is a secret of its own, by which it is known when it comes back."""
+    """A client that joins. `key`: a secret that the client made, which identifies it when it joins again."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     name: str | None = Field(None, pattern=NAME)
     key: Key
     samples: int = Field(ge=1, lt=2**53)
-    job: str | None = Field(None, pattern=JOB, description="Where the token is for any job.")
+    job: str | None = Field(None, pattern=JOB, description="Needed if the token is valid for any job.")
 
 
 class JoinOut(BaseModel):
-    """A client that takes part."""
+    """A client that has joined."""
 
     job: str
     name: str
@@ -75,7 +75,7 @@ class JoinOut(BaseModel):
 
 
 class WorkOut(BaseModel):
-    """What a client is to do now. `order` is the text that is signed, of which `verdict` and `reason` are no part."""
+    """A client's work. `order` is the signed text; `verdict` and `reason` are not part of it."""
 
     kind: Literal["round", "wait", "end"]
     order: str | None = None
@@ -86,10 +86,10 @@ class WorkOut(BaseModel):
 
 
 class UpdateOut(BaseModel):
-    """An update that is in."""
+    """A received update."""
 
     serial: int
-    again: bool = Field(description="It was in already; the first one counts.")
+    again: bool = Field(description="It was received before; the first one counts.")
 
 
 class ClientOut(BaseModel):
@@ -105,7 +105,7 @@ class ClientOut(BaseModel):
 
 
 class ClientsOut(BaseModel):
-    """The clients of a job, in the order of joining, and whom the job waits for."""
+    """The clients of a job, in the order of joining, and what the job waits for."""
 
     clients: list[ClientOut]
     waits: str | None

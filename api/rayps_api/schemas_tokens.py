@@ -1,4 +1,4 @@
-"""The JSON forms of the routes of users' tokens."""
+"""The JSON schemas of the routes of users' tokens."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from rayps_api.schemas_clients import MOST_DAYS
 
 
 class UserTokenIn(BaseModel):
-    """A token for a user, who may do everything with it."""
+    """A token with full access for a user."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    name: str = Field(pattern=NAME, description="Whose it is, or what for.")
+    name: str = Field(pattern=NAME, description="Whose token it is, or its purpose.")
     days: float | None = Field(None, gt=0, le=MOST_DAYS, allow_inf_nan=False, description="null = until revoked.")
 
 
 class UserTokenOut(BaseModel):
-    """What is known of a user's token."""
+    """A user token's record."""
 
     id: str
     name: str = Field(description="`local`: the service's own, in the file `token` of its state directory.")
@@ -30,9 +30,9 @@ class UserTokenOut(BaseModel):
 
 
 class NewUserToken(UserTokenOut):
-    """A token that has just been made."""
+    """A new token."""
 
-    token: str = Field(description="Shown once: only a hash of it is kept.")
+    token: str = Field(description="Shown once: only a hash of it is stored.")
 
 
 class UserTokensOut(BaseModel):

@@ -1,4 +1,4 @@
-"""What the routes share: the store, the scheduler, where folders lie, a cheap look at a job's progress."""
+"""The objects that the routes share: store, scheduler, groups, tokens, folders, and a cache of jobs' progress."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MOST_STREAMS = 64
 
 @dataclass(slots=True)
 class Service:
-    """One running service."""
+    """The running service."""
 
     settings: Settings
     store: Store
@@ -39,25 +39,25 @@ class Service:
     rollups: Rollups = field(default_factory=Rollups)
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     streams: int = 0
-    receiving: int = 0  # updates of clients
+    receiving: int = 0  # updates of clients that are being received
     requests: int = 0
     _progress: OrderedDict[str, tuple[int, dict[str, Any] | None]] = field(default_factory=OrderedDict)
 
     @property
     def cookie(self) -> str:
-        """The cookie's name: of this service alone, because a browser sends cookies to every port of a host."""
+        """The session cookie's name, unique to this service: a browser sends cookies to every port of a host."""
         return f"rayps_session_{hashlib.sha256(self.client_tokens.key.public.encode()).hexdigest()[:12]}"
 
     def folder(self, job_id: str) -> Path:
-        """A job's folder."""
+        """Return a job's folder."""
         return self.settings.jobs_dir / job_id
 
     def mailbox(self, job_id: str) -> Mailbox:
-        """Where the real clients of a job leave their updates."""
+        """Return the mailbox of a job's real clients."""
         return Mailbox(self.folder(job_id) / FOLDER)
 
     async def record(self, job_id: str) -> JobRecord:
-        """A job of the store, by its id or the beginning of it.
+        """Return a job by its id or the beginning of it.
 
         Raises:
             NotFound: there is none.
@@ -66,7 +66,7 @@ class Service:
         return await self.store.find(job_id)
 
     def progress(self, job_id: str) -> dict[str, Any] | None:
-        """What the driver last said; read again only when the file was replaced."""
+        """Return the driver's newest progress; the file is read only after a change."""
         path = self.folder(job_id) / "progress.json"
         try:
             stamp = path.stat().st_mtime_ns
@@ -81,12 +81,12 @@ class Service:
         return held[1]
 
     def show(self, record: JobRecord) -> dict[str, Any]:
-        """A job as the outside sees it."""
+        """Return a job as JSON data, as the REST interface shows it."""
         return job_out(replace(record, reason=self.scheduler.reason(record)), self.progress(record.id))
 
 
 def service(request: Request) -> Service:
-    """The running service; asserts once more that the guard knew who asks."""
+    """Return the running service; checks again that the guard has authenticated the request."""
     if not request.scope.get("rayps_known"):
         raise Unauthorized("the token is missing, wrong or revoked", status=401)
     found: Service = request.app.state.service

@@ -1,9 +1,8 @@
-"""One server-sent-event stream per page: a job with its metrics, logs and events, or the list of jobs; a server group,
-or the list of those.
+"""Server-sent events: a job with its metrics, logs and events; the list of jobs; a server group; the list of groups.
 
-Every message carries as `id:` the durable cursor after it, byte offsets into the job's files, so that a
-reader who lost the connection, or the service, goes on where it was: nothing is lost and nothing comes twice.
-A stream of a job closes only after `end`.
+Guarantee: a reader that reconnects, also after a restart of the service, misses nothing and gets nothing twice. Each
+message of a job has the durable cursor after it as `id:` (byte offsets into the job's files). A job's stream closes
+only after `end`.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from rayps_api.service import MOST_STREAMS, Known, Service
 TOPICS = ("job", "metrics", "logs", "events")
 _PAUSE = 0.25
 _LIST_PAUSE = 0.5
-_LONGEST = 3600.0  # seconds; then the reader comes back with its cursor
+_LONGEST = 3600.0  # seconds; then the reader reconnects with its cursor
 _LIST = 100
 ALL_GROUPS = "*"
 
@@ -38,21 +37,21 @@ router = APIRouter(tags=["stream"], responses=problems(401, 403, 404, 422, 429))
 
 @dataclass(slots=True)
 class Cursor:
-    """How far a reader is in a job's files."""
+    """A reader's position in a job's files."""
 
     m: int = 0
-    l: int = 0  # noqa: E741  the cursor's letters are the interface
+    l: int = 0  # noqa: E741  these letters are part of the interface
     e: int = 0
 
     @classmethod
     def read(cls, text: str) -> Cursor:
-        """From `m123.l456.e7`; parts that are left out begin at 0.
+        """Read `m123.l456.e7`; missing parts are 0.
 
         Raises:
-            ConfigError: it has another form.
+            ConfigError: the text has another form.
         """
         if not re.fullmatch(r"([mle]\d{1,16}(\.[mle]\d{1,16}){0,2})?", text):
-            raise ConfigError(f"cursor {text[:100]!r} should look like 'm123.l456.e7'", field="cursor")
+            raise ConfigError(f"cursor is {text[:100]!r}: give a text such as 'm123.l456.e7'", field="cursor")
         return cls(**{part[0]: int(part[1:]) for part in text.split(".") if part})
 
     def __str__(self) -> str:
@@ -60,7 +59,7 @@ class Cursor:
 
 
 async def _slot(known: Known) -> AsyncIterator[None]:
-    """One of the streams that may be open at once, from before the first question to the store until the end."""
+    """Count an open stream, from before the first read of the store to its end."""
     if known.streams >= MOST_STREAMS:
         raise HTTPException(429, f"{MOST_STREAMS} streams are open: close one", {"Retry-After": "5"})
     known.streams += 1
@@ -78,7 +77,7 @@ async def _start(
     last_event_id: Annotated[str | None, Header(max_length=100)] = None,
     group: Annotated[str | None, Query(max_length=100)] = None,
 ) -> Cursor:
-    """Refuse before the stream begins: once it has, it can say no error."""
+    """Check the request before the stream starts: later no error status can be sent."""
     if job is not None:
         await known.record(job)
     if group is not None and group != ALL_GROUPS:
@@ -95,7 +94,7 @@ async def stream(
     topics: Annotated[str, Query(max_length=100)] = ",".join(TOPICS),
     group: Annotated[str | None, Query(max_length=100)] = None,
 ) -> AsyncIterator[ServerSentEvent]:
-    """What happens to a job (or, without `job`, to any) as it happens; with `group` a server group (`*`: the list)."""
+    """Stream changes of a job, or without `job` of the list of jobs; with `group` of a server group (`*`: the list)."""
     if group is not None:
         messages = _groups(known, group)
     elif job is None:
@@ -120,11 +119,11 @@ async def _one(known: Service, job_id: str, topics: set[str], at: Cursor) -> Asy
             version = known.store.version
             try:
                 record = await known.store.get(job_id)
-            except NotFound:  # it was deleted, which only an ended job can be
+            except NotFound:  # it was deleted: it had ended
                 gone = {"status": record.status.value if record else None, "reason": "the job was deleted"}
                 yield ServerSentEvent(raw_data=json.dumps(gone), event="end", id=str(at))
                 return
-        ended = record.status.terminal  # asked before the files are read: what comes after is all there is
+        ended = record.status.terminal  # read before the files: then the files are complete
         if "job" in topics:
             text = json.dumps(known.show(record))
             if text != shown:
@@ -132,8 +131,8 @@ async def _one(known: Service, job_id: str, topics: set[str], at: Cursor) -> Asy
                 yield ServerSentEvent(raw_data=text, event="job", id=str(at))
         found = False
         for topic in TOPICS[1:]:
-            data = await _news(known, job_id, topic, at) if topic in topics else None
-            if data is not None:  # the cursor moves topic by topic: what is not sent yet is not counted yet
+            data = await _read_new(known, job_id, topic, at) if topic in topics else None
+            if data is not None:  # the cursor moves topic by topic, with what is sent
                 found = True
                 yield ServerSentEvent(raw_data=json.dumps(data), event=topic, id=str(at))
         if ended and not found:
@@ -141,11 +140,11 @@ async def _one(known: Service, job_id: str, topics: set[str], at: Cursor) -> Asy
             yield ServerSentEvent(raw_data=json.dumps(end), event="end", id=str(at))
             return
         if not found:
-            await _rest(known, _PAUSE)
+            await _pause(known, _PAUSE)
 
 
-async def _news(known: Service, job_id: str, topic: str, at: Cursor) -> dict[str, Any] | None:
-    """What is new in one of a job's files, a bounded piece of it; moves the cursor past it."""
+async def _read_new(known: Service, job_id: str, topic: str, at: Cursor) -> dict[str, Any] | None:
+    """Read a bounded block of what is new in one of a job's files; move the cursor past it."""
     home = known.folder(job_id)
     if topic == "metrics":
         found, at.m = await asyncio.to_thread(folder.objects, home / "metrics.jsonl", at.m, 2000)
@@ -175,11 +174,11 @@ async def _list(known: Service) -> AsyncIterator[ServerSentEvent]:
                 changed.append(job)
         if changed:
             yield ServerSentEvent(raw_data=json.dumps({"jobs": changed}), event="jobs")
-        await _rest(known, _LIST_PAUSE)
+        await _pause(known, _LIST_PAUSE)
 
 
 async def _groups(known: Service, name: str) -> AsyncIterator[ServerSentEvent]:
-    """A group, or all in short, whenever they changed; `end` when the group is gone."""
+    """Send a group, or all in short, after each change; `end` when the group has ended."""
     shown = ""
     began = time.monotonic()
     while not known.closing.is_set() and time.monotonic() - began < _LONGEST:
@@ -192,9 +191,9 @@ async def _groups(known: Service, name: str) -> AsyncIterator[ServerSentEvent]:
         if text != shown:
             shown = text
             yield ServerSentEvent(raw_data=text, event="groups" if name == ALL_GROUPS else "group")
-        await _rest(known, _LIST_PAUSE)
+        await _pause(known, _LIST_PAUSE)
 
 
-async def _rest(known: Service, seconds: float) -> None:
+async def _pause(known: Service, seconds: float) -> None:
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(known.closing.wait(), seconds)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
-import click
 import typer
 
 import rayps
@@ -222,9 +222,10 @@ def run_app(commands: typer.Typer, program: str, arguments: list[str] | None = N
         sys.stderr.close()  # the reader of the pipe has ended: silent, as other tools are
         return 141
     except Exception as error:
-        if not isinstance(error, click.ClickException):
+        usage: Callable[[], str] | None = getattr(error, "format_message", None)  # of typer's errors only
+        if usage is None:
             raise
-        message = " ".join(line.strip() for line in error.format_message().strip().splitlines())
+        message = " ".join(line.strip() for line in usage().strip().splitlines())
         return _failed(program, message, 2, hint=f"`{program} COMMAND --help` lists the options")
 
 
