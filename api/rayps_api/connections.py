@@ -91,8 +91,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """The decision on a new connection: accepted (`closed` is closed for it), retried after `wait` seconds, or
-    refused."""
+    """The decision on a new connection: accept it (and close `closed`), retry after `wait` seconds, or refuse it."""
 
     accepted: bool
     closed: Held | None = None

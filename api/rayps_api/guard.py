@@ -156,8 +156,7 @@ class Guard:
         return None
 
     def failed(self, request: Request, detail: str | None = None) -> Response:
-        """Refuse an unauthenticated request; with 429 after many in a minute. Authenticated requests are not
-        affected."""
+        """Refuse an unauthenticated request; with 429 after many in a minute, which affects no authenticated one."""
         now = time.monotonic()
         self._failures.append(now)
         if len(self._failures) > _GUESSES:

@@ -20,8 +20,7 @@ _NOT_BUILT = """<!doctype html><html lang=en><meta charset=utf-8><title>rayps</t
 
 
 def built() -> Path | None:
-    """Return the folder of the built dashboard: in the installed package, else in the source tree; None if not
-    built."""
+    """Return the built dashboard's folder, in the installed package or in the source tree; None if not built."""
     package = Path(rayps.__file__).resolve().parent
     for place in (package / "_dashboard", package.parent / "dashboards" / "dist"):
         if (place / "index.html").is_file():
@@ -34,8 +33,7 @@ async def _redirect(request: Request) -> RedirectResponse:
 
 
 def in_page(path: str, query: str) -> str:
-    """Return a plain path's address in the page, relative to it: `../#/jobs/ID?smooth=0.9` for
-    `/jobs/ID?smooth=0.9`."""
+    """Return a path's relative address in the page: `../#/jobs/ID?smooth=0.9` for `/jobs/ID?smooth=0.9`."""
     parts = path.lstrip("/").split("/")
     up = "../" * (len(parts) - 1) or "./"
     inner = "/".join(quote(part, safe="") for part in parts if part)

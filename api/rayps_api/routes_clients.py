@@ -267,8 +267,7 @@ async def update(
     request: Request,
     rayps_sha256: Annotated[str, Header(pattern=r"^[0-9a-f]{64}$", description="Of the body.")],
 ) -> Any:
-    """Receive an update, as safetensors. The first complete one counts; repeated ones are ignored; 409 if it is
-    late."""
+    """Receive an update, as safetensors. The first complete one counts, repeated ones do not; 409 if it is late."""
     if caller.service.receiving >= MOST_UPDATES:
         raise HTTPException(429, f"{MOST_UPDATES} updates are being received: retry", {"Retry-After": "2"})
     caller.service.receiving += 1
@@ -317,8 +316,7 @@ async def _receive(request: Request, caller: Caller, part: Path, most: int, dige
 
 
 def _open_order(caller: Caller, serial: int, delivering: bool = False) -> Any:
-    """Return the order if it is open and for this client; None if its update was received. Raises Conflict,
-    NotFound."""
+    """Return this client's open order; None if its update was received. Raises Conflict, NotFound."""
     mailbox, number = caller.mailbox, caller.member.number
     if delivering and mailbox.has(serial, number):
         return None

@@ -1,5 +1,4 @@
-"""The JSON schemas of the REST interface. Only schemas use pydantic; inside, a job is
-`rayps.strategies.job.JobSpec`."""
+"""The JSON schemas of the REST interface. Inside the service, a job is a `rayps.strategies.job.JobSpec`."""
 
 from __future__ import annotations
 

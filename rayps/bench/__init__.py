@@ -1,1 +1,1 @@
-"""How fast the data plane is, beside named peers, by commands."""
+"""Benchmarks of the data plane and the service, for `rayps bench`."""

@@ -1,8 +1,8 @@
-"""Rows of a sparse table pulled and pushed by workers through servers, beside plain Ray actor calls; and a hot table.
+"""Measure pulls and pushes of a sparse table's rows through servers and through Ray actor calls, in one run.
 
-`own` goes the whole way of training: ids in any order are made unique and sorted by the worker, pulled, and gradients
-pushed for them. `calls` are actors that each hold a part of a dense torch table: index_select and index_add_, numpy
-arrays as arguments, ids that were cut by actor beforehand. Both take turns in one run, between the same workers.
+`own` is the path of training: the worker makes ids unique, sorts and pulls them, and pushes gradients for them. `calls`
+are actors that each store a part of a dense torch table: index_select and index_add_, numpy arrays as arguments, ids
+split by actor beforehand. Both alternate between the same workers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _BATCHES = 8  # of a worker, taken in turns
 
 @dataclass(frozen=True, slots=True)
 class CallsRow:
-    """Medians. Rates are rows that all workers together pulled and pushed, a second: each row counts twice."""
+    """Medians. Rates are rows per second that all workers pulled and pushed: each row counts twice."""
 
     rows: int
     ids: int  # of one batch, each once
@@ -49,27 +49,27 @@ class CallsRow:
     times_calls: float  # own by calls: the median of the runs' ratios
     own_turn_s: float  # one worker's pull and push of a batch
     calls_turn_s: float
-    own_cpu_s: float | None  # processor seconds of workers and servers for one worker's turn; None: on other hosts
-    calls_cpu_s: float | None  # those of workers and actors; Ray's own processes, which carry the rows, not counted
+    own_cpu_s: float | None  # CPU seconds of workers and servers per turn of a worker; None: on other hosts
+    calls_cpu_s: float | None  # of workers and actors; without Ray's own processes, which transfer the rows
 
 
 class RayRows:
-    """The plain way: a part of a table whose methods are called through Ray."""
+    """The peer: a part of a table, an actor whose methods are called through Ray."""
 
     def __init__(self, rows: int, dim: int) -> None:
         torch.set_num_threads(1)
         self._table = torch.zeros(rows, dim)
 
     def pull(self, ids: Any) -> Any:
-        """These rows."""
+        """Return these rows."""
         return self._table.index_select(0, torch.from_numpy(ids)).numpy()
 
     def ping(self) -> int:
-        """The process id."""
+        """Return the process id."""
         return os.getpid()
 
     def push(self, ids: Any, grads: Any) -> None:
-        """Step these rows; no id comes twice."""
+        """Step these rows; ids are unique."""
         self._table.index_add_(0, torch.from_numpy(ids), torch.from_numpy(grads) * -_LR)
 
 
@@ -84,7 +84,7 @@ class TableBench:
         self._chance = np.random.default_rng(rank)
 
     def join(self, group: ManagerClient, space: Space) -> int:
-        """Connect; this rank's next step."""
+        """Connect; return this rank's next step."""
         incarnation = group.join(space.number, self._rank)
         self._talk = Session(group.door(), space, self._rank, incarnation=incarnation, timeout=WAIT_SECONDS)
         steps = self._talk.join()
@@ -93,7 +93,7 @@ class TableBench:
         return self._tables.step
 
     def own(self, rows: int, ids: int, turns: int) -> tuple[float, float]:
-        """Begin and end (wall clock) of so many turns through servers, after one to begin with."""
+        """Return start and end (wall clock) of so many turns through servers, after one warm-up turn."""
         assert self._tables is not None
         batches = [torch.from_numpy(batch) for batch in _batches(self._rank, rows, ids)]
         grads = torch.rand(ids, self._tables.space.tables[0].dim)
@@ -105,7 +105,7 @@ class TableBench:
         return began, time.time()
 
     def calls(self, parts: list[ActorHandle], rows: int, ids: int, dim: int, turns: int) -> tuple[float, float]:
-        """Begin and end (wall clock) of so many turns through actor calls."""
+        """Return start and end (wall clock) of so many turns through actor calls."""
         batches = [_cut(batch, len(parts)) for batch in _batches(self._rank, rows, ids)]
         grads = np.random.default_rng(0).random((ids, dim), np.float32)
         out, began = np.empty_like(grads), 0.0
@@ -122,7 +122,7 @@ class TableBench:
         return began, time.time()
 
     def drawn(self, rows: int, ids: int, zipf: float, seconds: float) -> int:
-        """Turns of ids drawn by Zipf's law for so long; how many were made."""
+        """Make turns with Zipf-distributed ids for so long; return how many."""
         assert self._tables is not None
         turns, end = 0, time.monotonic() + seconds
         while time.monotonic() < end:
@@ -132,11 +132,11 @@ class TableBench:
         return turns
 
     def ping(self) -> int:
-        """The process id."""
+        """Return the process id."""
         return os.getpid()
 
     def close(self) -> None:
-        """Leave the servers."""
+        """Disconnect from the servers."""
         if self._talk is not None:
             self._talk.close()
 
@@ -151,13 +151,13 @@ class TableBench:
 
 
 def _batches(rank: int, rows: int, ids: int) -> list[Any]:
-    """Unique ids in any order."""
+    """Draw unique ids in random order."""
     chance = np.random.default_rng(rank)
     return [chance.choice(rows, ids, replace=False) for _ in range(_BATCHES)]
 
 
 def _cut(ids: Any, parts: int) -> list[tuple[Any, Any]]:
-    """For each part: where its ids stand, and what they are called there."""
+    """Return for each part the positions of its ids, and the ids within the part."""
     found = []
     for part in range(parts):
         places = np.flatnonzero(ids % parts == part)
@@ -166,7 +166,7 @@ def _cut(ids: Any, parts: int) -> list[tuple[Any, Any]]:
 
 
 def a_space(workers: int, dim: int, segments: int, optimizer: str) -> Space:
-    """A space of one table, asynchronous."""
+    """Describe a space of one table, asynchronous."""
     table = SparseTable(TABLE, dim, segments, optimizer={"name": optimizer, "lr": _LR})
     return Space("bench", 0, workers, ParameterServer(staleness=None), tables=(table,))
 
@@ -184,14 +184,14 @@ def bench_calls(
     repeats: int = 5,
     turns: int = 20,
 ) -> CallsRow:
-    """Batches of `ids` unique ids of a table with `rows` rows, no copies, through servers and through actor calls.
+    """Measure batches of `ids` unique ids of a table with `rows` rows, without replicas, in both ways.
 
     Raises:
-        ConfigError: there is nothing to ask for, or no such optimizer.
+        ConfigError: a number is too small, or there is no such optimizer.
     """
     if not 1 <= ids <= rows or min(workers, servers, repeats, turns) < 1:
         raise ConfigError(
-            f"{ids} ids of {rows} rows were asked for by {workers} workers of {servers} servers: give at "
+            f"ids {ids}, rows {rows}, workers {workers}, servers {servers}: give at "
             "least 1 of each, and as many rows as ids",
             field="ids",
         )
@@ -204,7 +204,7 @@ def bench_calls(
     try:
         space = running.open(a_space(workers, dim, segments, optimizer))
         _all(actors, "join", running, space)
-        _all(actors, "own", rows, ids, _BATCHES)  # the rows are made, and everybody has run once
+        _all(actors, "own", rows, ids, _BATCHES)  # warm-up: creates the rows
         pids = _all(actors, "ping")
         mine, theirs = [*pids, *(server["pid"] for server in running.facts()["servers"])], [*pids, *_all(parts, "ping")]
         for _ in range(repeats):
@@ -241,16 +241,16 @@ def bench_calls(
 def _measured(
     pids: list[int], workers: int, turns: int, actors: list[ActorHandle], method: str, *args: Any
 ) -> tuple[float, float | None]:
-    """Turns a second of all workers, and processor seconds that one turn took."""
+    """Return turns per second of all workers, and CPU seconds per turn."""
     before = _cpu(pids)
     rate = _rate(_all(actors, method, *args, turns), workers * turns)
     after = _cpu(pids)
-    # each worker takes one turn more, to begin with
+    # each worker makes one warm-up turn
     return rate, None if before is None or after is None else (after - before) / (workers * (turns + 1))
 
 
 def _cpu(pids: list[int]) -> float | None:
-    """Processor seconds of these processes so far; None where one is not on this host."""
+    """Return the CPU seconds of these processes so far; None if one is on another host."""
     found = 0.0
     for pid in set(pids):
         path = Path(f"/proc/{pid}/stat")
@@ -266,5 +266,5 @@ def _all(actors: list[ActorHandle], method: str, *args: Any) -> list[Any]:
 
 
 def _rate(spans: list[tuple[float, float]], turns: int) -> float:
-    """Turns a second from the first begin to the last end."""
+    """Return turns per second from the first start to the last end."""
     return turns / (max(end for _, end in spans) - min(begin for begin, _ in spans))

@@ -1,7 +1,7 @@
-"""What compression gains: the mean of a gradient over a ring, as it is and encoded, on lines of a stated rate.
+"""Measure gradient compression: the mean of a gradient over a ring, plain and encoded, on links of a given rate.
 
-The hosts are network namespaces (`rayps.bench.netns`); with one host the ranks talk through shared memory. `auto` is
-what training would choose there, and why. All contenders take turns in one run.
+The hosts are network namespaces (`rayps.bench.netns`); on one host the ranks use shared memory. `auto` is the choice of
+training, with its reason. All contenders alternate in one run.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ _RUN_SECONDS = 900.0
 
 @dataclass(frozen=True, slots=True)
 class CompressionRow:
-    """One way of travelling. Seconds are the median of the slowest rank."""
+    """One contender. Seconds are the median of the slowest rank."""
 
     bytes: int
     compression: str
     hosts: int
     ranks: int  # on each host
-    rate: str  # of each host's line, each way
+    rate: str  # of each host's link, per direction
     seconds: float
-    sent: float  # bytes that a rank sends for one mean, over links or for others to read
-    times_off: float  # how many times as fast as without compression
-    picked: str  # what was used: differs from `compression` under auto
+    sent: float  # bytes that a rank sends, or writes to shared memory, for one mean
+    times_off: float  # time without compression / time
+    picked: str  # the compression used: differs from `compression` for auto
     why: str
 
 
 class CompressionRank(HostRank):
-    """An actor: one rank whose gradients travel in several ways."""
+    """An actor: one rank of every contender."""
 
     def means(self, size: int, names: list[str], repeats: int) -> dict[str, tuple[list[float], float, dict[str, Any]]]:
-        """By name: seconds of every repetition, bytes that left for one mean, and the choice as an event."""
+        """Return by name: seconds of every repetition, bytes sent for one mean, and the choice as an event."""
         ring = self._ring
         assert ring is not None, "form comes first"
         gradient = Gradient(ring.buffer(max(1, size // 4) + 1), samples=32)
@@ -66,7 +66,7 @@ class CompressionRank(HostRank):
                 before, start = ring.bytes_sent, time.perf_counter()
                 way.mean(gradient, in_place=False)
                 seconds = time.perf_counter() - start
-                if turn:  # the first one touches new pages
+                if turn:  # warm-up: touches new pages
                     found[name] = ([*found[name][0], seconds], float(ring.bytes_sent - before), event)
         return found
 
@@ -80,11 +80,11 @@ def bench_compression(
     *,
     repeats: int = 5,
 ) -> list[CompressionRow]:
-    """A row for each of `names`, "off" first; `size` in bytes of float32.
+    """Measure each of `names`, "off" first; `size` in bytes of float32.
 
     Raises:
         ConfigError: there is no such compression, or fewer than two ranks.
-        ClusterError: no hosts can be made here.
+        ClusterError: this machine cannot make network namespaces.
     """
     names = [OFF, *(name for name in names if name != OFF)]
     for name in names[1:]:

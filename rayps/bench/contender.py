@@ -1,4 +1,4 @@
-"""What the contenders of a training step's benchmark learn, by name, and the plain torch loop of all but rayps."""
+"""Workloads of the training step benchmark, by name, and the plain torch loop of the peers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from rayps.core.errors import ConfigError
 from rayps.data import Batch
 from rayps.workload.base import Workload
 
-MODELS = {"mlp": (Mlp, 2048), "lm": (Gpt, 256)}  # workload, and the width where none is given
+MODELS = {"mlp": (Mlp, 2048), "lm": (Gpt, 256)}  # workload, and its default width
 
 
 def workload(model: str, hidden: int | None, workers: int) -> Workload:
-    """The workload `model` for so many workers, of width `hidden` (None: 2048 for mlp, 256 for lm).
+    """Make the workload `model` for so many workers, of width `hidden` (None: 2048 for mlp, 256 for lm).
 
     Raises:
         ConfigError: there is no such model.
@@ -29,7 +29,7 @@ def workload(model: str, hidden: int | None, workers: int) -> Workload:
 
 
 def plain_steps(work: Workload, model: nn.Module) -> Callable[[int], dict[str, float]]:
-    """A plain torch loop: a function that takes so many steps; gives milliseconds a step, and those in batches."""
+    """Return a plain torch loop: a function of steps that returns ms per step, in total and for batches."""
     optimizer = work.optimizer(list(model.parameters()))
     batches = _endless(work)
 

@@ -1,4 +1,4 @@
-"""Which layers are worth a GPU: convolution and fully connected layers, forward and backward, on each device."""
+"""Measure which layers are faster on a GPU: convolution and fully connected layers, forward and backward."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class DeviceRow:
     batch: int
     parameters: int
     cpu: float
-    gpu: float | None  # None where there is none
-    times: float | None  # how many times faster the GPU is
-    copy: float | None  # to bring the input there
+    gpu: float | None  # None without a GPU
+    times: float | None  # CPU time / GPU time
+    copy: float | None  # to copy the input to the GPU
 
 
 _LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -37,7 +37,7 @@ _LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 def bench_device(batches: Sequence[int] = (1, 32, 128), *, repeats: int = 9) -> list[DeviceRow]:
-    """Every layer at every batch size, on the CPU with all of torch's threads and on the GPU if there is one.
+    """Measure every layer at every batch size, on the CPU with all of torch's threads and on the GPU if there is one.
 
     Raises ConfigError for a batch below 1.
     """
@@ -76,7 +76,7 @@ def _median(work: Callable[[], object], repeats: int) -> float:
         start = time.perf_counter()
         work()
         _wait()
-        if turn >= 2:  # the first ones choose algorithms and touch new pages
+        if turn >= 2:  # warm-up: chooses algorithms, touches new pages
             times.append(1000 * (time.perf_counter() - start))
     return statistics.median(times)
 

@@ -1,7 +1,7 @@
-"""What the benches of an elastic group share: a worker that pushes and pulls until it is told to stop, and notes when.
+"""Workers for the benches of a server group: they push and pull until stopped, and record the times.
 
-Every push adds 1 to one slot and a number of its own to another, in each segment: a push that was lost or applied twice
-anywhere is seen at the end, even where one of each would cancel out.
+Every push adds 1 to one slot and its own number to another, in each segment: a push that was lost or applied twice is
+detected at the end, also if one of each would cancel out.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from rayps.cluster.local import ActorHandle, Cluster
 from rayps.ps.server_group import ServerGroup
 
 SEGMENTS = 32
-KINDS = 2  # slots of a rank in a segment: how many pushes, and the sum of their numbers
+KINDS = 2  # slots of a rank in a segment: the number of pushes, and the sum of their numbers
 WAIT_SECONDS = 300.0
 
 
 @dataclass(slots=True)
 class Pushed:
-    """What one worker did: how many pushes were acknowledged, and when (wall clock), each with its pull."""
+    """One worker's acknowledged pushes: their number, and the wall-clock times (after each pull)."""
 
     rank: int
     pushes: int
@@ -45,7 +45,7 @@ class PushBench:
         self._done = Pushed(rank, 0)
 
     def begin(self, group: ServerGroup, pause: float = 0.0) -> int:
-        """Join, and push from now on, in a thread; the number of the first push."""
+        """Join, and push in a thread from now on; return the number of the first push."""
         server = group.join(self._rank)
         first = server.step
         self._stop.clear()
@@ -55,11 +55,11 @@ class PushBench:
         return first
 
     def pushes(self) -> int:
-        """How many are acknowledged so far."""
+        """Return the number of acknowledged pushes."""
         return self._done.pushes
 
     def end(self) -> Pushed:
-        """Stop after the push that is under way; what was done."""
+        """Stop after the current push; return what was done."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(WAIT_SECONDS)
@@ -72,32 +72,32 @@ class PushBench:
         try:
             while not self._stop.is_set():
                 step = server.step
-                grad[places[0]] = -float(group.workers)  # which is what the servers divide by
+                grad[places[0]] = -float(group.workers)  # the servers' divisor
                 grad[places[1]] = -float(group.workers * number(self._rank, step))
                 server.push_pull(grad, out=out)
                 done.pushes = step + 1
                 done.times.append(time.time())
                 if pause:
                     time.sleep(pause)
-        except Exception as error:  # the bench reports it
+        except Exception as error:  # reported by the bench
             done.error = f"{type(error).__name__}: {error}"
         finally:
             server.close()
 
 
 def number(rank: int, step: int) -> int:
-    """A number of a push's own, below 2^20."""
+    """Return a push's own number, below 2^20."""
     return (rank * 7919 + step * 104_729) % 1_048_573
 
 
 def slots(size: int, workers: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Where a rank counts and adds up in each segment of a vector of `size` elements."""
+    """Return a rank's slots in each segment of a vector of `size` elements."""
     starts = torch.tensor([size * i // SEGMENTS for i in range(SEGMENTS)])
     return starts + KINDS * rank, starts + KINDS * rank + 1
 
 
 def exact(values: Tensor, workers: int, done: Sequence[Pushed]) -> list[str]:
-    """What is wrong in the slots, in words: nothing where every acknowledged push is there once."""
+    """Describe wrong slots; empty if every acknowledged push was applied exactly once."""
     wrong = []
     for each in done:
         counts, sums = (values[places].tolist() for places in slots(len(values), workers, each.rank))
@@ -118,12 +118,12 @@ class Crowd:
         ]
 
     def begin(self, group: ServerGroup, pause: float = 0.0) -> None:
-        """All join and push."""
+        """Start all workers."""
         for reply in [actor.call("begin", group, pause) for actor in self.actors]:
             reply.result(WAIT_SECONDS)
 
     def end(self) -> list[Pushed]:
-        """All stop; what each did."""
+        """Stop all workers; return what each did."""
         found: list[Pushed] = [reply.result(WAIT_SECONDS) for reply in [a.call("end") for a in self.actors]]
         return found
 
@@ -134,13 +134,13 @@ class Crowd:
 
 
 def rate(done: Sequence[Pushed], since: float, until: float) -> float:
-    """Pushes a second of all workers together between two times."""
+    """Return pushes per second of all workers between two times."""
     count = sum(since <= t < until for each in done for t in each.times)
     return count / max(until - since, 1e-9)
 
 
 def longest_gap(done: Sequence[Pushed], since: float, until: float) -> float:
-    """The longest time that any worker was without an acknowledged push, of those gaps that reach into since..until."""
+    """Return the longest gap of any worker without an acknowledged push that overlaps since..until."""
     worst = 0.0
     for each in done:
         for before, after in zip(each.times, each.times[1:], strict=False):
@@ -150,5 +150,5 @@ def longest_gap(done: Sequence[Pushed], since: float, until: float) -> float:
 
 
 def median(values: Sequence[float]) -> float:
-    """The median; 0 of nothing."""
+    """Return the median; 0 of an empty list."""
     return statistics.median(values) if values else 0.0

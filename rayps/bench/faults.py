@@ -1,4 +1,4 @@
-"""Servers that are killed under load: is every push there once, and for how long does nobody's push get through?
+"""Kill servers under load; check that every push is applied exactly once, and measure the gap without pushes.
 
 Li et al. (OSDI 2014) report 0.8 s to recover, for a counting sketch.
 """
@@ -20,13 +20,13 @@ from rayps.core.errors import ConfigError
 from rayps.ps.server_group import ServerGroup
 
 CALM_SECONDS = 2.0  # of pushes before the first kill, and after the last
-AROUND_SECONDS = 5.0  # how long after a kill a gap counts as its own
+AROUND_SECONDS = 5.0  # seconds after a kill in which a gap is attributed to it
 SETTLE_SECONDS = 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class FaultsRow:
-    """Kills under load. Gaps are in seconds: the longest of any worker without an acknowledged push, for each kill."""
+    """Kills under load. Gaps are seconds: for each kill, the longest of any worker without an acknowledged push."""
 
     kills: int
     servers: int
@@ -41,10 +41,10 @@ class FaultsRow:
     worst_gap_s: float
     pushes_s_before: float
     pushes_s_after: float
-    calm_gap_s: float  # the longest gap while nobody was killed
-    settled_s: float  # median time until all copies, and a new server, were there again
+    calm_gap_s: float  # the longest gap outside of kills
+    settled_s: float  # median time until all replicas and a new server were ready
     seconds: float
-    wrong: list[str] = field(default_factory=list)  # the first ten slots that are not as they should be
+    wrong: list[str] = field(default_factory=list)  # the first ten wrong slots
     gaps: list[float] = field(default_factory=list)
 
 
@@ -62,16 +62,16 @@ def bench_faults(
 ) -> FaultsRow:
     """Kill servers at random moments while workers push and pull vectors of `size` bytes.
 
-    The servers that are killed must be on this host. The first `warm` seconds, in which the cluster still starts
-    processes, are not counted.
+    The killed servers must be on this host. The first `warm` seconds, in which the cluster starts processes, do not
+    count.
 
     Raises:
-        ConfigError: there are to be no kills, or nothing would be left of what they held.
+        ConfigError: kills is below 1, or without replicas a killed server's parameters would be lost.
     """
     if kills < 1 or replicas < 1 or servers < 2:
         raise ConfigError(
-            f"kills is {kills}, replicas {replicas}, servers {servers}: give at least 1, 1 and 2, or what a dead "
-            "server held would be lost",
+            f"kills is {kills}, replicas {replicas}, servers {servers}: give at least 1, 1 and 2, else a killed "
+            "server's parameters would be lost",
             field="replicas",
         )
     seed = random.SystemRandom().randrange(2**31) if seed is None else seed
@@ -126,7 +126,7 @@ def bench_faults(
 
 
 def _killing(group: ServerGroup, kills: int, chance: random.Random) -> tuple[list[float], list[float]]:
-    """When each kill was, and how long it took until everything was whole again."""
+    """Return each kill's time, and the time until the group was complete again."""
     moments, settled, here = list[float](), list[float](), socket.gethostname()
     while len(moments) < kills:
         group.wait_settled(SETTLE_SECONDS)
@@ -136,7 +136,9 @@ def _killing(group: ServerGroup, kills: int, chance: random.Random) -> tuple[lis
         mine = [each for each in there if each["host"] == here]
         if not mine:
             hosts = sorted({each["host"] for each in there})
-            raise ConfigError(f"no server is on this host ({here}), they are on {hosts}: run the bench on one of these")
+            raise ConfigError(
+                f"no server is on this host ({here}); they are on {hosts}: run the bench on one of these hosts"
+            )
         victim, deaths = chance.choice(mine), facts["counts"]["deaths"]
         moments.append(time.time())
         os.kill(victim["pid"], signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""A small GPT-2 as a training step's workload: many parameters of many sizes, where the MLP has a few large ones.
+"""A small GPT-2 as a training step's workload: many parameters of many sizes (the MLP has a few large ones).
 
 Radford et al., "Language models are unsupervised multitask learners", 2019: pre-norm blocks, learned positions, the
 output layer shares the embedding's weights. 4.8 million parameters in 76 tensors where the width is 256.
@@ -16,7 +16,7 @@ from rayps.data import Batch, Data
 from rayps.workload.base import Workload
 
 _WORDS, _LENGTH, _LAYERS, _HEADS = 6000, 64, 4, 4
-_BATCH, _ROUNDS = 4, 64  # sequences a step; steps an epoch
+_BATCH, _ROUNDS = 4, 64  # sequences per step; steps per epoch
 
 
 class _Block(nn.Module):
@@ -59,12 +59,12 @@ class Gpt(Workload):
         self._hidden, self._rows = hidden, _BATCH * _ROUNDS * size
 
     def model(self) -> nn.Module:
-        """The same weights on each call."""
+        """Make the model, with the same weights on each call."""
         torch.manual_seed(1)
         return _Gpt(self._hidden)
 
     def data(self) -> Data:
-        """Random words; what is learned does not matter here."""
+        """Return random words: only the time matters."""
         generator = torch.Generator().manual_seed(1)
         tokens = torch.randint(0, _WORDS, (self._rows, _LENGTH + 1), generator=generator)
         return data.tensors(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), batch_size=_BATCH)

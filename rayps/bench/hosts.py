@@ -1,6 +1,6 @@
-"""All-reduce between hosts whose lines have a stated rate, beside what the line allows.
+"""Measure all-reduce between hosts with links of a given rate, and compare it with the links' limit.
 
-The hosts are made of network namespaces (`rayps.bench.netns`); the ranks are plain processes in them.
+The hosts are network namespaces (`rayps.bench.netns`); the ranks are plain processes in them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rayps.comm.ring.autotune import NAMES
 from rayps.comm.ring.describe import RingChoices
 from rayps.core.errors import ConfigError
 
-_MAX_PACING_RATE = 47  # Linux's SO_MAX_PACING_RATE, in bytes a second; what a door accepts inherits it
+_MAX_PACING_RATE = 47  # Linux's SO_MAX_PACING_RATE, bytes per second; accepted connections inherit it
 _START_SECONDS = 60.0
 
 
@@ -38,7 +38,7 @@ class HostsRow:
     streams: int  # TCP connections between two ranks
     seconds: float
     bandwidth: float  # bytes / seconds
-    limit: float  # seconds that the lines need: 2(H-1)/H x bytes / rate, for H hosts
+    limit: float  # least seconds on these links: 2(H-1)/H x bytes / rate, for H hosts
     share: float  # limit / seconds
 
 
@@ -49,16 +49,16 @@ class HostRank:
         torch.set_num_threads(1)
         self._rank, self._secret, self._timeout = rank, secret, timeout
         self._listener = Listener(f"rank {rank}", secret, host=address)
-        for door in self._listener._doors if stream_rate is not None else []:
-            door.setsockopt(socket.SOL_SOCKET, _MAX_PACING_RATE, int(bits(str(stream_rate)) / 8))
+        for listening in self._listener.sockets if stream_rate is not None else []:
+            listening.setsockopt(socket.SOL_SOCKET, _MAX_PACING_RATE, int(bits(str(stream_rate)) / 8))
         self._ring: Ring | None = None
 
     def address(self) -> str:
-        """Where the others reach this rank."""
+        """Return this rank's address."""
         return self._listener.address
 
     def form(self, addresses: list[str], streams: int = 0, generation: int = 0, algorithm: str = "auto") -> RingChoices:
-        """Form the ring, in place of an earlier one; its choices."""
+        """Form the ring, replacing an earlier one; return its choices."""
         if self._ring is not None:
             self._ring.close()
         self._ring = Ring.form(
@@ -74,7 +74,7 @@ class HostRank:
         return self._ring.choices
 
     def measure(self, size: int, algorithms: list[str], repeats: int) -> dict[str, list[float]]:
-        """Seconds of every repetition of every algorithm at `size` bytes; they take turns."""
+        """Return the seconds of every repetition of every algorithm at `size` bytes; algorithms alternate."""
         ring = self._ring
         assert ring is not None, "form comes first"
         x = torch.empty(max(1, size // 4))
@@ -86,7 +86,7 @@ class HostRank:
                 start = time.perf_counter()
                 ring.sum(x, algorithm=name)
                 seconds[name].append(time.perf_counter() - start)
-                assert x[0] == x[-1] == ring.size * (ring.size + 1) / 2, f"{name} gave a wrong sum"
+                assert x[0] == x[-1] == ring.size * (ring.size + 1) / 2, f"{name} returned a wrong sum"
         return seconds
 
 
@@ -102,10 +102,10 @@ def bench_hosts(
     repeats: int = 5,
     timeout: float = 120.0,
 ) -> list[HostsRow]:
-    """All-reduce over `hosts` hosts of `ranks` ranks each, on lines of `rate`: a row for each size and algorithm.
+    """Measure all-reduce over `hosts` hosts of `ranks` ranks on links of `rate`: a row for each size and algorithm.
 
-    `streams` is the number of TCP links between two ranks (0: as many as are measured to fill the line);
-    `stream_rate` bounds what one of them carries, as many clouds do. Raises ConfigError, ClusterError, LinkError.
+    `streams`: TCP connections between two ranks (0: the measured number that fills the link); `stream_rate` limits each
+    of them, as many clouds do. Raises ConfigError, ClusterError, LinkError.
     """
     for algorithm in algorithms:
         if algorithm not in NAMES:
@@ -146,6 +146,6 @@ def bench_hosts(
 
 
 def every(actors: Sequence[NamespaceActor], method: str, *args: Any, timeout: float) -> list[Any]:
-    """Call a method of all actors at once; the answers in their order."""
+    """Call a method of all actors at once; return the answers in their order."""
     replies = [actor.call(method, *args) for actor in actors]
     return [reply.result(timeout) for reply in replies]

@@ -1,8 +1,8 @@
-"""A hot table: the load of four servers, and what workers get done, before and after the policy has moved segments.
+"""Measure a hot table: the load of the servers and the workers' rate before and after the policy moves segments.
 
-Ids follow Zipf's law and batches are small, so that the few ids that everybody wants make a few segments hot. Where
-servers have a machine each, the one with the most to do bounds what all workers get done; where all share a few cores,
-as here, every move leaves the sum of the work as it is, and so nearly what is done a second.
+Ids follow Zipf's law and batches are small: a few ids make a few segments hot. If each server has its own machine, the
+busiest one limits all workers. If all share a few cores, as here, a move changes neither the total work nor, nearly,
+the rate.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ from rayps.ps.manager.balance import Balance, skew
 from rayps.ps.manager.launcher import actor_name
 
 WARM_SECONDS = 3.0
-SETTLE_SECONDS = 40.0  # for the policy to move what it will
-FIRST_SECONDS = 10.0  # longer for the first move, which the policy's patience puts off
-CALM_SECONDS = 6.0  # without a move: it has moved what it will
+SETTLE_SECONDS = 40.0  # seconds for the policy to finish its moves
+FIRST_SECONDS = 10.0  # more seconds for the first move, which the policy delays
+CALM_SECONDS = 6.0  # seconds without a move: the policy has finished
 
 
 @dataclass(frozen=True, slots=True)
 class HotRow:
-    """Before and after. Loads are seconds of service for a thousand turns (a pull and a push), by server, the largest
-    first. Skews are the largest by the mean."""
+    """Before and after. Loads: seconds of service per thousand turns (a pull and a push) by server, largest first.
+
+    Skews are the largest load divided by the mean.
+    """
 
     zipf: float
     ids: int  # drawn for a batch
@@ -44,9 +46,9 @@ class HotRow:
     skew_after: float
     ids_skew_before: float  # of ids pulled and pushed
     ids_skew_after: float
-    busiest_before: float  # the largest load: a thousand turns cannot take less where each server has cores of its own
+    busiest_before: float  # the largest load: the least time of a thousand turns if each server has its own cores
     busiest_after: float
-    bound_gain: float  # by how much more those could do, had the whole work stayed the same: skew before by after
+    bound_gain: float  # the gain of such servers for the same total work: skew before / skew after
     loads_before: list[float]
     loads_after: list[float]
 
@@ -70,7 +72,7 @@ def bench_hot(
     seconds: float = 8.0,
     balance: Balance | None = None,
 ) -> HotRow:
-    """`seconds` of load before the policy acts and after. `balance`: by default from 1.2 down to 1.05 times the mean.
+    """Measure `seconds` of load before and after the moves. `balance`: by default from 1.2 down to 1.05 times the mean.
 
     Raises:
         ConfigError: an exponent of 1 or less, or fewer than two servers.
@@ -79,7 +81,8 @@ def bench_hot(
         raise ConfigError(
             f"zipf is {zipf:g} on {servers} servers: give an exponent above 1, and at least 2 servers", field="zipf"
         )
-    patience = int(WARM_SECONDS + seconds) + 4  # looks, one a second: it acts only after the first measurement
+    # observations, one per second: the policy acts only after the first measurement
+    patience = int(WARM_SECONDS + seconds) + 4
     policy = balance or Balance(hot=1.2, cool=1.05, patience=patience, floor=10.0)
     running = elastic.start(cluster, f"bench-{secrets.token_hex(4)}", servers, 0, detached=False, balance=policy)
     actors = [cluster.spawn("rayps.bench.calls:TableBench", rank) for rank in range(workers)]
@@ -139,7 +142,7 @@ def _look(cluster: Cluster, running: ManagerClient, work: Any, seconds: float) -
 
 
 def _served(hosts: dict[str, ActorHandle | None]) -> dict[str, tuple[float, dict[str, int]]]:
-    """By server: seconds that it has served, ever, and by segment the ids that were pulled and pushed."""
+    """Return by server its total seconds of service, and by segment the ids that were pulled and pushed."""
     found = {}
     for name, host in hosts.items():
         spaces = {} if host is None else host.call("facts").result(WAIT_SECONDS)["spaces"]
@@ -149,7 +152,7 @@ def _served(hosts: dict[str, ActorHandle | None]) -> dict[str, tuple[float, dict
 
 
 def _moved(running: ManagerClient, work: Any) -> int:
-    """Go on until the policy has moved what it will; how many segments that were."""
+    """Wait until the policy has finished its moves; return the number of moved segments."""
     moves, calm, end = 0, time.monotonic(), time.monotonic() + SETTLE_SECONDS
     while time.monotonic() < end and time.monotonic() - calm < CALM_SECONDS + (0.0 if moves else FIRST_SECONDS):
         work(1.0)

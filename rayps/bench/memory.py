@@ -1,7 +1,7 @@
-"""How much memory a training step takes: the proportional set size of worker processes while they train.
+"""Measure the memory of a training step: the proportional set size of worker processes while they train.
 
-A page that N processes share counts 1/N in each (/proc/PID/smaps_rollup, Linux), so that what a ring's ranks share is
-counted once. Each contender trains in actors of its own, which have trained a tiny model before they are measured.
+A page that N processes share counts 1/N in each (/proc/PID/smaps_rollup, Linux): memory that a ring's ranks share is
+counted once. Each contender trains in its own actors, which train a tiny model before the measurement.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ class MemoryRow:
     contender: str
     workers: int
     model_bytes: int  # of the parameters, and of one gradient
-    grown: int  # proportional set size: the highest while training less that before the model was made
-    extra: int | None  # the same beyond that of workers that do not communicate
+    grown: int  # proportional set size: the peak while training, less the size before the model was made
+    extra: int | None  # the same, less that of workers that do not communicate
     extra_gradients: float | None  # extra / model_bytes
 
 
 class MemoryBench(StepBench):
-    """An actor: one worker of one contender, which watches its own size."""
+    """An actor: one worker of one contender, which measures its own size."""
 
     def before(self) -> int:
-        """The proportional set size before the model, once torch has trained something."""
+        """Return the proportional set size before the model is made, after a tiny training."""
         work = Mlp(8, 1)
         plain_steps(work, work.model())(3)
         return resident()
 
     def peak(self, contender: str) -> int:
-        """The highest proportional set size seen during some steps."""
+        """Return the peak proportional set size during some steps."""
         self.turn(contender, 3)
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
-            trim(0)  # what the allocator keeps of making the model is not of training it
+            trim(0)  # memory that the allocator keeps from making the model does not count
         sizes, done = [resident()], threading.Event()
 
         def look() -> None:
@@ -67,20 +67,20 @@ class MemoryBench(StepBench):
 
 
 def resident() -> int:
-    """This process's proportional set size in bytes. Raises ClusterError where the system does not tell."""
+    """Return this process's proportional set size in bytes. Raises ClusterError if the system does not report it."""
     try:
         found = re.search(r"^Pss:\s+(\d+) kB", _ROLLUP.read_text(), re.MULTILINE)
     except OSError as error:
         raise ClusterError(f"{_ROLLUP} cannot be read ({error.strerror}): memory is measured on Linux only") from error
     if found is None:
-        raise ClusterError(f"{_ROLLUP} says no Pss: memory is measured on Linux 4.14 and later")
+        raise ClusterError(f"{_ROLLUP} has no Pss: memory is measured on Linux 4.14 and later")
     return 1024 * int(found[1])
 
 
 def bench_memory(
     cluster: Cluster, workers: int, contenders: Sequence[str], *, hidden: int = 2048, timeout: float = 120.0
 ) -> list[MemoryRow]:
-    """The memory of a training step of the MLP 64-hidden-hidden-10: a row for each contender, one after another.
+    """Measure a training step of the MLP 64-hidden-hidden-10: a row for each contender, one after another.
 
     Raises ConfigError, ClusterError, LinkError.
     """

@@ -11,7 +11,7 @@ from rayps import data
 from rayps.data import Batch, Data
 from rayps.workload.base import Workload
 
-_BATCH, _ROUNDS = 32, 64  # samples a step; steps an epoch
+_BATCH, _ROUNDS = 32, 64  # samples per step; steps per epoch
 
 
 class Mlp(Workload):
@@ -21,12 +21,12 @@ class Mlp(Workload):
         self._hidden, self._rows = hidden, _BATCH * _ROUNDS * size
 
     def model(self) -> nn.Module:
-        """4.3 million parameters where hidden is 2048."""
+        """Make the model: 4.3 million parameters with hidden 2048."""
         n = self._hidden
         return nn.Sequential(nn.Linear(64, n), nn.ReLU(), nn.Linear(n, n), nn.ReLU(), nn.Linear(n, 10))
 
     def data(self) -> Data:
-        """Random rows; what is learnt does not matter here."""
+        """Return random rows: only the time matters."""
         generator = torch.Generator().manual_seed(1)
         x = torch.randn(self._rows, 64, generator=generator)
         return data.tensors(x, torch.randint(0, 10, (self._rows,), generator=generator), batch_size=_BATCH)

@@ -1,6 +1,4 @@
-"""Two jobs on one group: does each end as it does alone, how much does one that floods the group slow the other, and is
-its memory free when it ends?
-"""
+"""Measure two jobs on one server group: equal results to a run alone, the slowdown by a flood, and freed memory."""
 
 from __future__ import annotations
 
@@ -20,31 +18,31 @@ from rayps.ps import group as elastic
 from rayps.ps.group import ManagerClient
 from rayps.ps.server_group import ServerGroup
 
-PAUSE_SECONDS = 0.005  # a round's computing, slept
+PAUSE_SECONDS = 0.005  # seconds of a round's computation (slept)
 
 
 @dataclass(frozen=True, slots=True)
 class NeighboursRow:
-    """Two synchronous jobs alone and together, and the first beside one that floods. Rates are rounds a second."""
+    """Two synchronous jobs alone and together, and the first beside a flood. Rates are rounds per second."""
 
     servers: int
     workers: int
     bytes: int
-    same_first: bool  # the first job's parameters to the bit, beside the second
+    same_first: bool  # whether the first job's parameters are the same bits as alone, beside the second
     same_second: bool
-    same_flooded: bool  # the first job's, beside the flood
+    same_flooded: bool  # the same, beside the flood
     rounds_s_alone: float
     rounds_s_together: float
     rounds_s_flooded: float
-    rounds_s_busy: float  # beside processes that take as much of the machine, and leave the group alone
-    slowdown_together: float  # times slower than alone
+    rounds_s_busy: float  # rate beside processes that load the machine as much, without using the group
+    slowdown_together: float  # rate alone / rate
     slowdown_flooded: float
     slowdown_busy: float
     flood_pushes_s: float
-    group_bytes_before: int  # as the group counts, without and with the flood's space, and when that was dropped
+    group_bytes_before: int  # the group's bytes without the flood's space, with it, and after it was dropped
     group_bytes_with: int
     group_bytes_after: int
-    memory_before: int | None  # resident bytes of the servers' processes; None: they are on other hosts
+    memory_before: int | None  # resident bytes of the server processes; None: on other hosts
     memory_with: int | None
     memory_after: int | None
 
@@ -56,7 +54,7 @@ class BusyBench:
         torch.set_num_threads(1)
 
     def burn(self, seconds: float) -> int:
-        """Add up vectors for so long."""
+        """Add vectors for so many seconds."""
         a, count, end = torch.zeros(100_000), 0, time.time() + seconds
         while time.time() < end:
             a.add_(1.0)
@@ -67,20 +65,20 @@ class BusyBench:
 def bench_jobs(
     cluster: Cluster, *, servers: int = 2, workers: int = 2, flooders: int = 2, size: int = 1_000_000, rounds: int = 300
 ) -> NeighboursRow:
-    """Jobs of `workers` on parameters of `size` bytes, and a flood of `flooders` that push as fast as they can.
+    """Measure jobs of `workers` on parameters of `size` bytes, and a flood of `flooders` that push without pause.
 
     Raises:
-        ConfigError: there are fewer than two servers, which is where copies are.
+        ConfigError: fewer than two servers, which replicas need.
     """
     if servers < 2:
-        raise ConfigError(f"servers is {servers}: give at least 2, for each part is held twice", field="servers")
+        raise ConfigError(f"servers is {servers}: give at least 2, because each segment has a replica", field="servers")
     n = max(SEGMENTS * 2 * max(workers, flooders), size // 4)
     running = elastic.start(cluster, f"bench-{secrets.token_hex(4)}", servers, 1, detached=False)
     actors = [[cluster.spawn("rayps.bench.resize:TrainBench", rank) for rank in range(workers)] for _ in range(2)]
     busy = [cluster.spawn("rayps.bench.neighbours:BusyBench") for _ in range(flooders)]
     crowd = Crowd(cluster, flooders)
     try:
-        _train(cluster, running, actors[:1], n, 20)  # everybody has run once
+        _train(cluster, running, actors[:1], n, 20)  # warm-up
         (alone,) = _train(cluster, running, actors[:1], n, rounds)
         (second,) = _train(cluster, running, actors[1:], n, rounds)
         first_beside, second_beside = _train(cluster, running, actors, n, rounds)
@@ -138,7 +136,7 @@ def bench_jobs(
 def _train(
     cluster: Cluster, running: ManagerClient, jobs: list[list[ActorHandle]], n: int, rounds: int
 ) -> list[tuple[float, list[np.ndarray[Any, Any]]]]:
-    """Of each job, run at the same time: rounds a second, and the parameters that its workers end with."""
+    """Run jobs at the same time; return for each its rounds per second and its final parameters."""
     groups = [
         ServerGroup(
             torch.zeros(n),
@@ -174,7 +172,7 @@ def _same(one: tuple[float, list[Any]], other: tuple[float, list[Any]]) -> bool:
 
 
 def _memory(running: ManagerClient) -> tuple[int, int | None]:
-    """Bytes that the group counts, and those of its processes."""
+    """Return the bytes that the group reports, and those of its processes."""
     time.sleep(0.5)  # a few heartbeats
     servers = running.facts()["servers"]
     found = 0

@@ -1,7 +1,7 @@
-"""Several hosts on one machine: network namespaces on one switch, each with a line of a stated rate; actors in them.
+"""Make several hosts on one machine: network namespaces on one switch, each with a link of a given rate, and actors.
 
-Nothing here has a name. Each namespace is held by one small process that ends when this one does, and goes with it,
-so that nothing is left whatever happens. Making namespaces needs root, or `unshare --user --map-root-user`.
+Nothing is left after an exit of any kind: the namespaces have no names, and each is held by a small process that ends
+with this one. Making namespaces needs root, or `unshare --user --map-root-user`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _START_SECONDS = 5.0
 
 
 def bits(rate: str) -> float:
-    """Bits per second of a rate such as "100mbit". Raises ConfigError."""
+    """Return the bits per second of a rate such as "100mbit". Raises ConfigError."""
     number, unit = rate[:-4], rate[-4:].lower()
     try:
         return float(number) * _UNITS[unit]
@@ -37,9 +37,9 @@ def bits(rate: str) -> float:
 
 
 class Hosts:
-    """`count` hosts whose lines carry `rate` each way, some of them the rate in `slow`.
+    """Hosts with links of `rate` per direction; `slow` gives other rates by host.
 
-    Use as a context: what was started on them ends with it. Raises ConfigError, ClusterError.
+    Use it as a context manager: actors and namespaces end with it. Raises ConfigError, ClusterError.
     """
 
     def __init__(self, count: int, rate: str, *, slow: dict[int, str] | None = None) -> None:
@@ -48,8 +48,8 @@ class Hosts:
             raise ClusterError(f"hosts need {', '.join(missing)}: install iproute2 and util-linux")
         if os.geteuid() != 0:
             raise ClusterError(
-                "hosts are network namespaces and need root: try again as root, or put "
-                "`unshare --user --map-root-user` before the command"
+                "hosts are network namespaces and need root: run the command as root, or put "
+                "`unshare --user --map-root-user` before it"
             )
         self.addresses = [f"10.77.{host // 200}.{host % 200 + 11}" for host in range(count)]
         self._holders: list[subprocess.Popen[bytes]] = []
@@ -64,7 +64,7 @@ class Hosts:
             raise
 
     def _hold(self) -> int:
-        """A new network namespace: the process that keeps it, until its input ends."""
+        """Make a network namespace; return the process that holds it until its input ends."""
         holder = subprocess.Popen(
             ["unshare", "--net", "cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
         )
@@ -75,7 +75,7 @@ class Hosts:
             time.sleep(0.005)
         if holder.poll() is not None or theirs.readlink() == ours.readlink():
             words = holder.stderr.read().decode().strip() if holder.poll() is not None and holder.stderr else "silence"
-            raise ClusterError(f"no network namespace can be made here ({words}): run as root where that is allowed")
+            raise ClusterError(f"this machine cannot make network namespaces ({words}): run as root on one that can")
         return holder.pid
 
     def _plug(self, switch: int, host: int, address: str, rate: str) -> None:
@@ -86,27 +86,27 @@ class Hosts:
         self.shape(host, rate)
 
     def shape(self, host: int, rate: str) -> None:
-        """Give a host's line another rate."""
+        """Change the rate of a host's link."""
         burst = max(16_000, int(bits(rate) / 8 * 0.002))
         for namespace, device in ((self._holders[0].pid, f"port{host}"), (self._holders[1 + host].pid, "eth0")):
             _run(namespace, "tc", f"qdisc replace dev {device} root tbf rate {rate} burst {burst} latency 50ms")
 
     def sent(self, host: int) -> int:
-        """Bytes that have left the host by its line, as the kernel counts them."""
+        """Return the bytes that the host has sent on its link, by the kernel's counter."""
         for line in Path(f"/proc/{self._holders[1 + host].pid}/net/dev").read_text().splitlines():
             name, _, numbers = line.partition(":")
             if name.strip() == "eth0":
                 return int(numbers.split()[8])
-        raise ClusterError(f"host {host} has no line any more", host=host)
+        raise ClusterError(f"host {host} has lost its link", host=host)
 
     def spawn(self, host: int, target: str, *args: Any) -> NamespaceActor:
-        """Start an actor, an instance of the class `module:Class`, as a process on that host."""
+        """Start an actor, an instance of `module:Class`, as a process on that host."""
         actor = NamespaceActor(self._holders[1 + host].pid, target, args)
         self._actors.append(actor)
         return actor
 
     def close(self) -> None:
-        """End every actor and every host. Safe to call twice."""
+        """Kill every actor and remove every host. Can be called twice."""
         for actor in self._actors:
             actor.kill()
         for holder in self._holders:
@@ -126,7 +126,7 @@ class Hosts:
 
 
 def _run(namespace: int, tool: str, commands: str) -> None:
-    """Commands of `ip` or `tc`, one a line, within the namespace of that process."""
+    """Run commands of `ip` or `tc`, one per line, in the namespace of that process."""
     command = ["nsenter", "--target", str(namespace), "--net", tool, "-batch", "-"]
     done = subprocess.run(command, input=commands.encode(), capture_output=True, check=False)
     if done.returncode:
@@ -135,7 +135,7 @@ def _run(namespace: int, tool: str, commands: str) -> None:
 
 
 class NamespaceActor:
-    """A process on a host that holds one object; its calls run one after the other."""
+    """A process on a host with one object; its calls run one after the other."""
 
     def __init__(self, namespace: int, target: str, args: tuple[Any, ...]) -> None:
         self.name = target
@@ -149,7 +149,7 @@ class NamespaceActor:
         self.started = self.call(target, *args)
 
     def call(self, method: str, *args: Any) -> HostReply:
-        """Call a method; answers come in the order of calls."""
+        """Call a method; answers arrive in the order of calls."""
         try:
             self._pipe.send((method, args))
         except OSError as error:
@@ -157,20 +157,20 @@ class NamespaceActor:
         return HostReply(self._pipe, f"{self.name}.{method}")
 
     def kill(self) -> None:
-        """End the process now."""
+        """Kill the process."""
         self._process.kill()
         self._process.wait()
         self._pipe.close()
 
 
 class HostReply:
-    """What a call will answer."""
+    """The answer of a call."""
 
     def __init__(self, pipe: Connection, what: str) -> None:
         self._pipe, self._what = pipe, what
 
     def result(self, timeout: float) -> Any:
-        """The answer. Raises ClusterError, or what the method raised."""
+        """Wait for the answer. Raises ClusterError, or what the method raised."""
         try:
             if not self._pipe.poll(timeout):
                 raise ClusterError(f"{self._what} did not answer within {timeout:g} s", seconds=timeout)
@@ -183,8 +183,8 @@ class HostReply:
 
 
 def serve(descriptor: int, parent: int) -> None:
-    """The life of a host's process: make the object, answer calls until the caller is gone."""
-    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)  # also in the middle of a call
+    """Make the object and answer calls until the caller's pipe closes."""
+    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)  # also during a call
     if os.getppid() != parent:
         return
     pipe = Connection(descriptor)
@@ -196,7 +196,7 @@ def serve(descriptor: int, parent: int) -> None:
                 value = resolve(method)(*args) if held is None else getattr(held, method)(*args)
             except RaypsError as error:
                 pipe.send((False, error))
-            except Exception as error:  # the caller gets it in words: not every error travels
+            except Exception as error:  # sent as text: not every error can be pickled
                 pipe.send((False, ClusterError(f"{method} failed: {type(error).__name__}: {error}")))
             else:
                 if held is None:

@@ -1,4 +1,4 @@
-"""Peers of a benchmark that only a checkout has: classes of `benchmarks/`, which the wheel does not carry."""
+"""Load peers of a benchmark from `benchmarks/`, which a checkout has and the wheel has not."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from rayps.core.errors import ConfigError
 
 
 def peer(name: str, *args: Any) -> Any:
-    """An object of `benchmarks`' class `name` ("module:Class"), made with `args`. Raises ConfigError outside of a
-    checkout."""
+    """Make an object of the class `name` ("module:Class") of `benchmarks`. Raises ConfigError outside a checkout."""
     module, _, kind = name.partition(":")
     try:
         return getattr(importlib.import_module(f"benchmarks.{module}"), kind)(*args)
@@ -18,5 +17,5 @@ def peer(name: str, *args: Any) -> Any:
         if error.name not in ("benchmarks", f"benchmarks.{module}"):
             raise
         raise ConfigError(
-            f"{module} is measured from a checkout of rayps: run this command in its root folder", contender=module
+            f"the contender {module} needs a checkout of rayps: run this command in its root folder", contender=module
         ) from error

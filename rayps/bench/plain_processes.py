@@ -1,4 +1,4 @@
-"""Actors of a benchmark as plain processes of this host: what a contender does without Ray's workers around it."""
+"""Actors of a benchmark as plain processes of this host, for contenders without Ray."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _CONTEXT = multiprocessing.get_context("spawn")
 
 
 class PlainActor:
-    """An object in a process of its own. Calls run one after the other; each gives a `Future`."""
+    """An object in its own process. Calls run one after the other; each returns a `Future`."""
 
     def __init__(self, make: Callable[..., Any], *args: Any) -> None:
-        """`make(*args)` is called in the process and gives the object; both must be picklable."""
+        """Make the object by `make(*args)` in the process; both must be picklable."""
         self._pipe, theirs = _CONTEXT.Pipe()
         self._process = _CONTEXT.Process(target=_serve, args=(theirs, make, args), daemon=True)
         self._process.start()
@@ -26,11 +26,11 @@ class PlainActor:
         self._thread = ThreadPoolExecutor(1)
 
     def call(self, method: str, *args: Any) -> Future[Any]:
-        """Call a method of the object. The future's `result` raises ClusterError where the process has died."""
+        """Call a method of the object. The future's `result` raises ClusterError if the process has died."""
         return self._thread.submit(self._ask, method, args)
 
     def kill(self) -> None:
-        """End the process."""
+        """Kill the process."""
         self._process.kill()
         self._process.join()
         self._thread.shutdown(wait=False, cancel_futures=True)

@@ -1,6 +1,6 @@
-"""What it costs to read all servers as of one moment: pulls that hold the shards beside pulls that do not.
+"""Measure consistent pulls (all servers as of one moment) and independent pulls.
 
-Bounded staleness, a push and a pull of the whole vector a turn; both contenders alternate between the same actors.
+Bounded staleness; a turn is a push and a pull of the whole vector. Both contenders alternate between the same actors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CONTENDERS = ("independent", "consistent")
 
 @dataclass(frozen=True, slots=True)
 class ReadsRow:
-    """One contender at one size. `turns` are pushes with their pulls a second, of all workers together."""
+    """One contender at one size. `turns`: pushes with their pulls per second, of all workers."""
 
     bytes: int
     contender: str
@@ -29,7 +29,7 @@ class ReadsRow:
     shards: int
     repeats: int
     turns: float
-    share: float  # of the turns of the independent pulls
+    share: float  # turns / turns of independent pulls
 
 
 class ReadsBench:
@@ -40,7 +40,7 @@ class ReadsBench:
         self._rank = rank
 
     def turns(self, group: ServerGroup, turns: int, consistent: bool) -> tuple[float, float]:
-        """Begin and end (wall clock) of so many turns."""
+        """Return start and end (wall clock) of so many turns."""
         server = group.join(self._rank)
         grad, out = server.buffer(), torch.empty(group.layout.size)
         began = 0.0
@@ -57,7 +57,7 @@ class ReadsBench:
 def bench_reads(
     cluster: Cluster, workers: int, shards: int, sizes: Sequence[int], *, repeats: int = 5
 ) -> list[ReadsRow]:
-    """Two rows for each of `sizes` (bytes): without and with `consistent`."""
+    """Measure each of `sizes` (bytes) without and with `consistent`: two rows each."""
     actors = [cluster.spawn("rayps.bench.reads:ReadsBench", rank) for rank in range(workers)]
     try:
         found: list[ReadsRow] = []
@@ -74,7 +74,7 @@ def _at_size(cluster: Cluster, actors: list[ActorHandle], shards: int, n: int, r
     rates: dict[str, list[float]] = {name: [] for name in CONTENDERS}
     with ServerGroup(
         torch.zeros(n), shards=shards, staleness=STALENESS, workers=workers, cluster=cluster
-    ) as group:  # its clocks go on: every worker takes as many turns as the others
+    ) as group:  # clocks continue: every worker makes the same number of turns
         for _ in range(repeats):
             for name in CONTENDERS:
                 replies = [actor.call("turns", group, turns, name == "consistent") for actor in actors]

@@ -1,4 +1,4 @@
-"""A group that grows and shrinks under a synchronous run: the bytes that move, the dip, and whether a bit changes."""
+"""Measure resizes of a server group under a synchronous run: bytes moved, the dip in the rate, equal results."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from rayps.ps.server_group import ServerGroup
 
 CALM_SECONDS = 3.0
 BIN_SECONDS = 0.25
-LOW = 0.8  # of the usual rate: what is below is a dip
+LOW = 0.8  # share of the usual rate below which the rate counts as a dip
 WAIT_SECONDS = 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class ResizeRow:
-    """One resize. `moved` is the share of the parameters that got another primary, `by_the_book` what must move at
-    least."""
+    """One resize. `moved`: the share of parameters with a new primary; `by_the_book`: the least possible share."""
 
     before: int
     after: int
@@ -33,26 +32,26 @@ class ResizeRow:
     bytes: int
     moved: float
     by_the_book: float
-    moved_bytes: int  # as the manager counted
-    seconds: float  # until all was settled
+    moved_bytes: int  # by the manager's count
+    seconds: float  # seconds until the group was settled
     rounds_s: float  # before
-    dip: float  # share of the rate that was missing in the worst quarter of a second
-    dip_seconds: float  # for which the rate was below 0.8 of the usual
-    calm_dip: float  # the same two at the same time of a run without resizes: what the machine does by itself
+    dip: float  # share of the rate lost in the worst quarter of a second
+    dip_seconds: float  # seconds with a rate below 0.8 of the usual
+    calm_dip: float  # the same two figures at the same time of a run without resizes: noise of the machine
     calm_dip_seconds: float
-    same_bits: bool  # as a run without resizes; of the whole run
+    same_bits: bool  # the same bits as a run without resizes; of the whole run
     same_curve: bool
 
 
 class TrainBench:
-    """An actor: one worker of a synchronous run on a quadratic, with gradients that depend on all that came before."""
+    """An actor: one worker of a synchronous run on a quadratic; its gradients depend on all earlier rounds."""
 
     def __init__(self, rank: int) -> None:
         torch.set_num_threads(1)
         self._rank = rank
 
     def train(self, group: ServerGroup, rounds: int, pause: float) -> tuple[list[float], list[float], Any]:
-        """When each round ended (wall clock), its losses, and the parameters at the end."""
+        """Return each round's end (wall clock), its losses, and the final parameters."""
         server, n = group.join(self._rank), group.layout.size
         noise = torch.Generator().manual_seed(self._rank)
         target = torch.randn(n, generator=torch.Generator().manual_seed(99))
@@ -80,10 +79,10 @@ def bench_resize(
     pause: float = 0.005,
     seconds: float = 20.0,
 ) -> list[ResizeRow]:
-    """A row for each resize of `sizes` (servers) under a run on parameters of `size` bytes that takes so long.
+    """Measure each resize of `sizes` (servers) under a run of so many seconds on parameters of `size` bytes.
 
     Raises:
-        ConfigError: there is no resize.
+        ConfigError: fewer than two sizes.
     """
     if len(sizes) < 2:
         raise ConfigError(f"sizes is {sizes}: give at least two numbers of servers, such as 2,4,3", field="sizes")
@@ -106,7 +105,7 @@ def bench_resize(
 def _rounds(
     cluster: Cluster, actors: list[ActorHandle], n: int, servers: int, replicas: int, pause: float, seconds: float
 ) -> int:
-    """How many rounds take so many seconds: measured by 30."""
+    """Return the number of rounds in so many seconds, measured with 30."""
     found, _ = _run(cluster, actors, n, (servers,), replicas, pause, 30)
     taken = found[0][0][-1] - found[0][0][9]
     return int(seconds / max(taken, 0.01) * 20)
@@ -121,7 +120,7 @@ def _run(
     pause: float,
     rounds: int,
 ) -> tuple[list[Any], list[dict[str, Any]]]:
-    """One run with these resizes under it: what the workers gave, and a row for each."""
+    """Make one run with these resizes; return the workers' results, and a row for each resize."""
     with ServerGroup(
         torch.zeros(n),
         shards=sizes[0],
@@ -187,7 +186,7 @@ def _moved(old: SpaceMap, new: SpaceMap, cuts: tuple[tuple[int, int], ...]) -> f
 
 
 def _dip(times: list[float], since: float, until: float) -> tuple[float, float, float]:
-    """The usual rate before, the share of it that was missing at worst, and for how long it was low."""
+    """Return the usual rate before, the largest share of it that was lost, and the seconds for which it was low."""
     usual = sum(since - CALM_SECONDS + 0.5 <= t < since for t in times) / (CALM_SECONDS - 0.5)
     bins = []
     at = since

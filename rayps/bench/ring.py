@@ -1,6 +1,6 @@
-"""How fast the data plane is: contenders alternate in one run between the same actors, so that they share the weather.
+"""Measure all-reduce. Contenders alternate in one run between the same actors, under the same load of the machine.
 
-The functions return rows and print nothing; the command line makes tables of them.
+The functions return rows and print nothing; the command line prints them as tables.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from rayps.comm.ring import Ring
 from rayps.comm.ring.autotune import NAMES
 from rayps.core.errors import ConfigError
 
-RESIDENT = "resident"  # the vector lies in shared memory and its sum is read where it lies
+RESIDENT = "resident"  # the vector is in shared memory and its sum is read in place
 MPICH = "mpich"
 CONTENDERS = (*NAMES, RESIDENT, "gloo", "nccl", MPICH)
 _COPY_BYTES = 100 << 20
-_BATCHED_BYTES = 2 << 20  # up to this size ten calls follow each other, as in training; a clock is too coarse for one
+_BATCHED_BYTES = 2 << 20  # up to this size ten consecutive calls are timed: one is too short for the clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,9 @@ class RingRow:
     repeats: int
     seconds: float
     bandwidth: float  # bytes / seconds
-    copy_bandwidth: float  # of this machine's memory, by one process
+    copy_bandwidth: float  # of this machine's memory, one process
     ratio: float  # bandwidth / copy_bandwidth
-    times_gloo: float | None  # how many times faster than gloo in this run, where gloo took part
+    times_gloo: float | None  # gloo's time / time, if gloo took part
     times_mpich: float | None  # the same for MPICH
 
 
@@ -55,7 +55,7 @@ class RingBench:
         self._rings: dict[str, Ring] = {}
 
     def prepare(self, algorithms: list[str]) -> dict[str, str]:
-        """Form the rings; over what each contender talks."""
+        """Form the rings; return each contender's transport."""
         own = self._join("own")
         for algorithm in algorithms:
             self._rings[algorithm] = self._join(algorithm) if algorithm in ("gloo", "nccl") else own
@@ -68,7 +68,7 @@ class RingBench:
         )
 
     def begin(self, size: int) -> None:
-        """Make what the next turns fold: `size` bytes."""
+        """Make the vectors of the next turns: `size` bytes."""
         n = max(1, size // 4)
         self._x = torch.ones(n)
         shared = self._own.buffer(n) if RESIDENT in self._rings else self._x
@@ -83,12 +83,13 @@ class RingBench:
                 self._work[name] = lambda ring=ring, name=name: ring.sum(self._x, algorithm=name)  # type: ignore[misc]
 
     def turn(self, number: int) -> dict[str, float]:
-        """Seconds of every contender; they take turns, in changing order."""
+        """Return the seconds of every contender; they alternate in changing order."""
         names, seconds = list(self._work), dict[str, float]()
-        for name in names[number % len(names) :] + names[: number % len(names)]:  # nobody always follows the same one
+        # no contender always follows the same one
+        for name in names[number % len(names) :] + names[: number % len(names)]:
             self._x.fill_(0.0)
             run = self._work[name]
-            run()  # the first one touches new pages
+            run()  # warm-up: touches new pages
             self._own.barrier()
             start = time.perf_counter()
             for _ in range(self._calls):
@@ -97,21 +98,21 @@ class RingBench:
         return seconds
 
     def niceness(self) -> int:
-        """How this process gives way to others: Ray's workers do."""
+        """Return this process's niceness (Ray raises that of its workers)."""
         return os.nice(0)
 
     def copy_bandwidth(self) -> float:
-        """Bytes per second that one process copies from memory to memory, at best."""
+        """Return the best bytes per second that one process copies in memory."""
         source, target = np.ones(_COPY_BYTES, np.uint8), np.zeros(_COPY_BYTES, np.uint8)
         times = []
         for _ in range(9):
             start = time.perf_counter()
             np.copyto(target, source)
             times.append(time.perf_counter() - start)
-        return _COPY_BYTES / min(times)  # a limit is what the machine can do, not what it has time for
+        return _COPY_BYTES / min(times)  # the best one: a limit, independent of other load
 
     def close(self) -> None:
-        """Leave the rings."""
+        """Close the rings."""
         for ring in {id(ring): ring for ring in self._rings.values()}.values():
             ring.close()
 
@@ -125,7 +126,7 @@ def bench_ring(
     repeats: int | None = None,
     timeout: float = 120.0,
 ) -> list[RingRow]:
-    """All-reduce between `workers` actors of `cluster`: a row for each of `sizes` (bytes) and `algorithms`.
+    """Measure all-reduce between `workers` actors of `cluster`: a row for each of `sizes` (bytes) and `algorithms`.
 
     `algorithms` are names of `Ring.form`, and `resident`, `gloo`, `nccl`, `mpich`. Raises ConfigError, ClusterError,
     LinkError.
@@ -134,7 +135,7 @@ def bench_ring(
         if algorithm not in CONTENDERS:
             raise ConfigError(f"no contender {algorithm!r}; use some of {', '.join(CONTENDERS)}", algorithm=algorithm)
     if workers < 1:
-        raise ConfigError(f"{workers} workers cannot talk; give at least 1", workers=workers)
+        raise ConfigError(f"workers is {workers}: give at least 1", workers=workers)
     name = f"bench-{secrets.token_hex(4)}"
     ours = [algorithm for algorithm in algorithms if algorithm != MPICH]
     actors: list[ActorHandle] = []
@@ -166,7 +167,7 @@ def bench_ring(
 
 
 def calls_of(size: int) -> int:
-    """All-reduces of `size` bytes that follow each other in one turn."""
+    """Return the number of consecutive all-reduces of `size` bytes in one turn."""
     return 10 if size <= _BATCHED_BYTES else 1
 
 

@@ -1,7 +1,7 @@
-"""How fast rows by id are: pull and push of many rows of a table, over rayps' links beside plain Ray actor calls.
+"""Measure rows by id: pull and push of many rows of a table, over rayps' links and by Ray actor calls.
 
-Contenders alternate in one run between the same actors: `own` asks for the same ids each time, as a worker does that
-goes over its data again; `fresh` for other ids each time; `ray` for the same ones, cut and sorted beforehand.
+Contenders alternate in one run between the same actors: `own` uses the same ids each time, as in repeated epochs;
+`fresh` other ids each time; `ray` the same ones, split and sorted beforehand.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from rayps.core.partition import slices
 from rayps.ps.server_group import ServerGroup
 
 CONTENDERS = ("own", "fresh", "ray")
-SPARSITY = 4  # rows of the table for each row that is asked for
+SPARSITY = 4  # rows of the table per requested row
 _LR = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class RowsRow:
-    """One contender. `turns` are pulls with their pushes a second, of all workers together."""
+    """One contender. `turns`: pulls with their pushes per second, of all workers."""
 
     rows: int
     dim: int
@@ -37,22 +37,22 @@ class RowsRow:
     shards: int
     repeats: int
     turns: float
-    bandwidth: float  # bytes of rows a second, both ways
-    times_ray: float | None  # how many times as many turns as Ray calls in this run, where they took part
+    bandwidth: float  # bytes of rows per second, both directions
+    times_ray: float | None  # turns / turns of Ray calls, if they took part
 
 
 class RayTable:
-    """The plain way: a part of a table whose methods are called through Ray."""
+    """The peer: a part of a table, an actor whose methods are called through Ray."""
 
     def __init__(self, rows: int, dim: int) -> None:
         self._table = np.zeros((rows, dim), np.float32)
 
     def pull(self, ids: Any) -> Any:
-        """These rows."""
+        """Return these rows."""
         return self._table[ids]
 
     def push(self, ids: Any, rows: Any) -> None:
-        """Step these rows; no id comes twice."""
+        """Step these rows; ids are unique."""
         self._table[ids] -= _LR * rows
 
 
@@ -64,7 +64,7 @@ class RowsBench:
         self._rank = rank
 
     def own(self, group: ServerGroup, rows: int, turns: int, fresh: bool) -> tuple[float, float]:
-        """Begin and end (wall clock) of so many turns over links."""
+        """Return start and end (wall clock) of so many turns over links."""
         server, dim = group.join(self._rank), group.layout.entries[0].shape[1]
         batches = _batches(self._rank, rows, turns + 1 if fresh else 1)
         grad, out = torch.rand(rows, dim), torch.empty(rows, dim)
@@ -80,7 +80,7 @@ class RowsBench:
         return began, ended
 
     def ray(self, shards: list[ActorHandle], rows: int, dim: int, turns: int) -> tuple[float, float]:
-        """Begin and end (wall clock) of so many turns through actor calls."""
+        """Return start and end (wall clock) of so many turns through actor calls."""
         ids = np.sort(_batches(self._rank, rows, 1)[0])
         bounds = [cut.start for cut in slices(rows * SPARSITY, len(shards))]
         places = [*np.searchsorted(ids, bounds).tolist(), rows]
@@ -101,7 +101,7 @@ class RowsBench:
 
 
 def _batches(rank: int, rows: int, count: int) -> list[Any]:
-    """Unique ids in any order."""
+    """Draw unique ids in random order."""
     chance = np.random.default_rng(rank)
     return [chance.permutation(rows * SPARSITY)[:rows] for _ in range(count)]
 
@@ -117,16 +117,16 @@ def bench_rows(
     repeats: int = 5,
     turns: int = 40,
 ) -> list[RowsRow]:
-    """Asynchronous pull and push of `rows` unique ids x `dim` floats of a table four times as long.
+    """Measure asynchronous pull and push of `rows` unique ids x `dim` floats of a table four times as long.
 
     Raises:
-        ConfigError: there is no such contender, or nothing to ask for.
+        ConfigError: there is no such contender, or a number is below 1.
     """
     for contender in contenders:
         if contender not in CONTENDERS:
             raise ConfigError(f"no contender {contender!r}; use some of {', '.join(CONTENDERS)}")
     if rows < 1 or dim < 1:
-        raise ConfigError(f"{rows} rows of {dim} elements were asked for: give at least 1 of each", field="rows")
+        raise ConfigError(f"rows is {rows} and dim is {dim}: give at least 1 of each", field="rows")
     table = torch.zeros(rows * SPARSITY, dim)
     actors = [cluster.spawn("rayps.bench.rows:RowsBench", rank) for rank in range(workers)]
     handles = [cluster.spawn("rayps.bench.rows:RayTable", c.stop - c.start, dim) for c in slices(len(table), shards)]

@@ -1,4 +1,4 @@
-"""How fast the server is: push and pull between Ray actors, over rayps' links beside plain Ray actor calls.
+"""Measure the server: push and pull between Ray actors, over rayps' links and by Ray actor calls.
 
 Contenders alternate in one run between the same actors. The functions return rows and print nothing.
 """
@@ -20,12 +20,12 @@ from rayps.core.partition import slices
 from rayps.ps.server_group import ServerGroup
 
 CONTENDERS = ("own", "resident", "message", "ray")
-START_SECONDS = 0.3  # until all workers have joined
+START_SECONDS = 0.3  # seconds until all workers have joined
 
 
 @dataclass(frozen=True, slots=True)
 class ServerRow:
-    """One contender at one size. `turns` are pushes with their pulls a second, of all workers together."""
+    """One contender at one size. `turns`: pushes with their pulls per second, of all workers."""
 
     bytes: int
     contender: str
@@ -33,18 +33,18 @@ class ServerRow:
     shards: int
     repeats: int
     turns: float
-    bandwidth: float  # bytes a second, both ways
-    times_ray: float | None  # how many times as many turns as Ray calls in this run, where they took part
+    bandwidth: float  # bytes per second, both directions
+    times_ray: float | None  # turns / turns of Ray calls, if they took part
 
 
 class RayShard:
-    """The plain way: a shard whose methods are called through Ray."""
+    """The peer: a shard, an actor whose methods are called through Ray."""
 
     def __init__(self, n: int) -> None:
         self._params = np.zeros(n, np.float32)
 
     def push_pull(self, grad: Any) -> Any:
-        """Step, and give back the parameters."""
+        """Step, and return the parameters."""
         self._params -= 0.01 * grad
         return self._params
 
@@ -57,10 +57,10 @@ class ServerBench:
         self._rank = rank
 
     def own(self, group: ServerGroup, turns: int, kind: str, start: float) -> tuple[float, float]:
-        """Begin and end (wall clock) of so many turns over links, from the time `start` on.
+        """Return start and end (wall clock) of so many turns over links, from the time `start` on.
 
-        `own` pushes an ordinary tensor, `resident` one that lies where the shards read it, and `message` sends
-        messages as between hosts, although over shared memory.
+        `own` pushes an ordinary tensor, `resident` one in shared memory that the shards read in place; `message` sends
+        messages as between hosts, over shared memory.
         """
         server = group.join(self._rank, resident=kind != "message")
         grad = server.buffer() if kind == "resident" else torch.empty(group.layout.size)
@@ -75,7 +75,7 @@ class ServerBench:
         return began, ended
 
     def ray(self, shards: list[ActorHandle], n: int, turns: int, start: float) -> tuple[float, float]:
-        """Begin and end (wall clock) of so many turns through actor calls, from the time `start` on."""
+        """Return start and end (wall clock) of so many turns through actor calls, from the time `start` on."""
         grad, out = np.random.default_rng(0).random(n, np.float32), np.empty(n, np.float32)
         cuts = slices(n, len(shards))
 
@@ -100,7 +100,7 @@ def bench_server(
     *,
     repeats: int = 5,
 ) -> list[ServerRow]:
-    """Asynchronous push and pull of whole vectors: a row for each of `sizes` (bytes) and `contenders`.
+    """Measure asynchronous push and pull of whole vectors: a row for each of `sizes` (bytes) and `contenders`.
 
     Raises:
         ConfigError: there is no such contender.
@@ -151,7 +151,7 @@ def _at_size(
 
 
 def _await(start: float) -> float:
-    """Sleep until the wall clock shows `start`, so that all workers begin at once; the time that it shows then."""
+    """Sleep until the wall clock shows `start`, so that all workers start together; return the time."""
     time.sleep(max(0.0, start - time.time()))
     return time.time()
 

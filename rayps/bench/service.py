@@ -1,7 +1,7 @@
-"""What the job service costs while many jobs wait and nobody asks, and how long one of them takes to stop.
+"""Measure the idle job service with many waiting jobs: its CPU time, and the time to stop one of the jobs.
 
-A real `rayps serve` with a Ray of its own and one CPU; every waiting job needs two. Its processor time is read from
-/proc over a window after its first good look at Ray; processes of Ray are not counted.
+It is a real `rayps serve` with its own Ray and one CPU; every waiting job needs two. The CPU time is read from /proc
+over a window after the first successful view of Ray, without Ray's processes.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class WaitingRow:
     """One measurement."""
 
     waiting: int
-    cpu: float  # of one core, while nobody asks
+    cpu: float  # share of one core, without requests
     memory_mb: float
     stop_s: float  # from the request until the job is STOPPED
 
 
 def bench_service(waiting: list[int], seconds: float) -> list[WaitingRow]:
-    """Measure with so many waiting jobs each, over `seconds`."""
+    """Measure with each number of waiting jobs, over `seconds`."""
     return [_measure(number, seconds) for number in waiting]
 
 
@@ -120,7 +120,7 @@ def _until(ready: Callable[[], bool], service: subprocess.Popen[bytes], pause: f
     while not ready():
         if service.poll() is not None or time.monotonic() > deadline:
             raise TrainingError(
-                f"the service did not come so far within {_START_SECONDS:g} s, or ended (exit code {service.poll()})"
+                f"the service was not ready within {_START_SECONDS:g} s, or has ended (exit code {service.poll()})"
             )
         time.sleep(pause)
 

@@ -1,8 +1,8 @@
-"""How push and pull grow with the number of shards, each on a host of its own whose line has a stated rate.
+"""Measure push and pull against the number of shards, each on its own host with a link of a given rate.
 
-The hosts are network namespaces (`rayps.bench.netns`); the workers share one host with a line that is wide enough for
-all shards. What one shard's line has to carry, both ways one after the other, is the limit: a shard answers once it
-has the whole push.
+The hosts are network namespaces (`rayps.bench.netns`); the workers share one host with a link wide enough for all
+shards.
+The limit is the time that one shard's link needs for a push and then a pull: a shard answers after the whole push.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ _TURN_SECONDS = 600.0
 
 @dataclass(frozen=True, slots=True)
 class ShardsRow:
-    """One number of shards at one size. Seconds are medians of a turn: a push and a pull of everything."""
+    """One number of shards at one size. Seconds are medians of a turn: a push and a pull of the whole vector."""
 
     bytes: int
     shards: int
     workers: int
-    rate: str  # of each shard's line, each way
+    rate: str  # of each shard's link, per direction
     repeats: int
     seconds: float
-    limit: float  # seconds that the lines need: 2 x workers x bytes / shards / rate
+    limit: float  # least seconds on these links: 2 x workers x bytes / shards / rate
     of_limit: float  # limit / seconds
-    times_first: float  # how many times as fast as the first number of shards in this run
-    memory: float  # bytes that serving has added to a shard's process: the largest of the shards
+    times_first: float  # seconds with the first number of shards / seconds
+    memory: float  # bytes that serving added to a shard's process: the largest of the shards
 
 
 class HostShard(ShardActor):
@@ -55,15 +55,15 @@ class HostShard(ShardActor):
         self._listener = Listener(f"shard-{index}", secret, host=address)
         warm = torch.nn.Parameter(torch.zeros(1))
         warm.grad = torch.ones(1)
-        _sgd([warm]).step()  # loads what an optimizer needs, which is not the parameters' memory
+        _sgd([warm]).step()  # loads the optimizer's modules, which do not count as the parameters' memory
         self._before = _resident()
 
     def begin(self, plan: ShardPlan, snapshot: Any) -> None:
-        """As a shard's; the snapshot comes pickled, since pipes would pass its tensors by descriptor."""
+        """Start the shard; the snapshot is pickled, because pipes would pass its tensors by descriptor."""
         super().begin(plan, pickle.loads(snapshot))
 
     def memory(self) -> float:
-        """Bytes that serving has taken so far."""
+        """Return the bytes that serving has added so far."""
         return _resident() - self._before
 
 
@@ -77,26 +77,26 @@ class HostWorker:
         self._gradient = torch.empty(0)
 
     def join(self, group: ServerGroup) -> None:
-        """Link up with the shards, and take a first turn: it touches new pages."""
+        """Connect to the shards, and make a warm-up turn, which touches new pages."""
         self._server = group.join(self._rank)
         self._gradient = torch.rand(group.layout.size)
         self._server.push_pull(self._gradient)
 
     def turn(self) -> tuple[float, float]:
-        """Begin and end (wall clock) of a push and a pull."""
+        """Return start and end (wall clock) of a push and a pull."""
         assert self._server is not None, "join comes first"
         began = time.time()
         self._server.push_pull(self._gradient)
         return began, time.time()
 
     def leave(self) -> None:
-        """End the links."""
+        """Close the links."""
         if self._server is not None:
             self._server.close()
 
 
 class _OnHosts:
-    """As much of a cluster as a ServerGroup needs: each shard goes to the next host."""
+    """The part of a cluster that a ServerGroup needs: each shard starts on the next host."""
 
     def __init__(self, hosts: Hosts) -> None:
         self._hosts, self._next = hosts, itertools.count(1)
@@ -125,11 +125,11 @@ def bench_shards(
     repeats: int = 5,
     worker_rate: str = "10gbit",
 ) -> list[ShardsRow]:
-    """A row for each number of shards in `counts`; `size` in bytes of float32.
+    """Measure each number of shards in `counts`; `size` in bytes of float32.
 
     Raises:
         ConfigError: a number is below 1, or a rate cannot be read.
-        ClusterError: no hosts can be made here.
+        ClusterError: this machine cannot make network namespaces.
     """
     if min([*counts, workers, repeats], default=0) < 1:
         raise ConfigError(f"shards {list(counts)}, workers {workers}, repeats {repeats}: give numbers of at least 1")
@@ -147,7 +147,7 @@ def bench_shards(
 
 
 def _with_shards(count: int, rate: str, size: int, workers: int, repeats: int, worker_rate: str) -> tuple[float, float]:
-    """Seconds of a turn, and the bytes that the largest shard takes."""
+    """Return the seconds of the turns, and the bytes of the largest shard."""
     with Hosts(1 + count, rate, slow={0: worker_rate}) as hosts:
         where = _OnHosts(hosts)
         with ServerGroup(
@@ -175,7 +175,7 @@ def _all(actors: list[NamespaceActor], method: str, *args: Any) -> list[Any]:
 
 
 def _resident() -> float:
-    """This process's own memory in bytes, without the code that it shares; what was freed is given back first."""
+    """Return this process's private memory in bytes, after freed memory was returned to the system."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()

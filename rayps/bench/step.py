@@ -1,9 +1,10 @@
-"""How fast a training step is: AllReduce in the real Worker, beside torch's DDP and beside workers that do not talk.
+"""Measure a training step: AllReduce in the real Worker, torch's DDP, and workers without communication.
 
-Contenders take turns in one run: `own` and `one_bucket` (the same without overlap), `ddp` (DistributedDataParallel on
-gloo) and `alone` (side by side, no communication) in the same Ray actors, `ddp_plain` (the same DDP in two plain
-processes, beside an idle Ray) and `ray_train` (TorchTrainer, which wraps the model in DDP) in processes of their own.
-The functions return rows and print nothing.
+Contenders alternate in one run: `own` and `one_bucket` (the same without overlap), `ddp` (DistributedDataParallel on
+gloo) and `alone` (without communication) in the same Ray actors; `ddp_plain` (the same DDP in two plain processes,
+beside
+an idle Ray) and `ray_train` (TorchTrainer, which wraps the model in DDP) in their own processes. The functions return
+rows and print nothing.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ DEFAULT = "own,one_bucket,alone,ddp"
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """One contender. `rate` is a worker's steps a second, the median of the turns; the rest are milliseconds a step."""
+    """One contender. `rate`: a worker's steps per second, the median of the turns; the rest: milliseconds per step."""
 
     contender: str
     workers: int
@@ -49,8 +50,8 @@ class StepRow:
     repeats: int
     rate: float
     step: float
-    cpu: float  # of the worker's process: does not count waiting, nor what others on the machine take
-    compute: float | None  # forward, backward and the optimizer, as the worker's points say
+    cpu: float  # CPU time of the worker's process: without waiting and other load
+    compute: float | None  # forward, backward and the optimizer, from the worker's metric points
     data: float | None  # batches
     waiting: float | None
     moving: float | None
@@ -68,7 +69,7 @@ class StepBench:
         self._rings: list[Ring] = []
 
     def port(self) -> int:
-        """Open the store through which DDP's ranks find each other."""
+        """Open the store by which DDP's ranks find each other; return its port."""
         self._store: Any = dist.TCPStore("127.0.0.1", 0, self._size, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         return int(self._store.port)
 
@@ -83,13 +84,13 @@ class StepBench:
                 self._turns[contender] = self._own(f"{name}-{contender}", 0 if contender == "one_bucket" else None)
 
     def turn(self, contender: str, steps: int) -> dict[str, float]:
-        """So many steps: milliseconds a step, whole and by part."""
+        """Make so many steps; return milliseconds per step, in total and by part."""
         start = time.process_time()
         found = self._turns[contender](steps)
         return found | {"cpu": 1000 * (time.process_time() - start) / steps}
 
     def close(self) -> None:
-        """Leave the rings and DDP's group."""
+        """Close the rings and DDP's group."""
         for ring in self._rings:
             ring.close()
         if dist.is_initialized():
@@ -149,10 +150,10 @@ def bench_step(
     repeats: int = 9,
     timeout: float = 120.0,
 ) -> list[StepRow]:
-    """Training steps with one thread a worker: a row for each contender.
+    """Measure training steps with one thread per worker: a row for each contender.
 
     `model`: "mlp" (64-hidden-hidden-10, SGD, batch 32) or "lm" (a GPT-2 of 4 layers, AdamW, 4 sequences of 64
-    words). Each takes `repeats` turns of `steps` steps, in changing order. Raises ConfigError, ClusterError, LinkError.
+    words). Each makes `repeats` turns of `steps` steps, in changing order. Raises ConfigError, ClusterError, LinkError.
     """
     for contender in contenders:
         if contender not in CONTENDERS:
@@ -180,7 +181,7 @@ def bench_step(
                     parts = together(plain, "turn", "ddp", steps, timeout=timeout)
                 else:
                     parts = together(actors, "turn", contender, steps, timeout=timeout)
-                if turn:  # the first one touches new pages, and learns the order of backward
+                if turn:  # warm-up: touches new pages, learns the order of backward
                     found[contender].append(max(parts, key=lambda part: part["step"]))
         together(actors, "close", timeout=timeout)
         together(plain, "close", timeout=timeout)
@@ -195,7 +196,7 @@ def bench_step(
 
 
 def together(actors: Sequence[Any], method: str, *args: Any, timeout: float) -> list[Any]:
-    """Everyone's answer to the same call, by rank."""
+    """Call a method of all actors; return the answers by rank."""
     replies = [actor.call(method, *args) for actor in actors]
     return [reply.result(timeout) for reply in replies]
 

@@ -1,8 +1,9 @@
-"""What staleness is for: time to equal accuracy where workers are slow now and then, or one of them always is.
+"""Measure staleness with slow workers: the time to equal accuracy.
 
-Real workers and shards learn handwritten digits (`examples/data`) by softmax regression. A slow worker sleeps, so
-that slowness takes no processor: a round lasts `pace` seconds besides what it computes. A watcher reads the shards'
-parameters outside the clock and looks when they first reach the target on images that nobody learns from.
+Real workers and shards learn handwritten digits (`examples/data`) by softmax regression. A slow worker sleeps, which
+uses
+no CPU: a round lasts `pace` seconds plus its computation. A watcher reads the shards' parameters outside the measured
+time, and records when they first reach the target accuracy on test images.
 
 - `come_and_go`: in a random tenth of its rounds each worker takes 5 times as long.
 - `one_slow`: worker 0 takes 3 times as long throughout.
@@ -38,7 +39,7 @@ from rayps.workload.base import Workload
 
 SCENES = ("come_and_go", "one_slow")
 STALENESS: tuple[int | None, ...] = (0, 8, None)
-TARGET = 0.88  # share of the test images that are told right
+TARGET = 0.88  # accuracy on the test images
 LEARNING_RATE = 0.1  # of plain SGD, under every staleness
 BATCH = 32
 LOOK_SECONDS = 0.2
@@ -47,22 +48,22 @@ FOLDER = Path(rayps.__file__).resolve().parent.parent / "examples" / "data"
 
 @dataclass(frozen=True, slots=True)
 class StragglersRow:
-    """One staleness in one scene. Medians over the repeats, which differ in their seed."""
+    """One staleness in one scene. Medians over the repeats, which have different seeds."""
 
     scene: str
     staleness: str  # as in the strategy's text form
     workers: int
-    pace: float  # seconds of an ordinary round
+    pace: float  # seconds of a normal round
     target: float
     repeats: int
-    seconds: float  # until the target was reached
-    rounds: float  # of all workers until then, as a mean over the workers
-    idle: float  # share of the workers' time that went into pulls and pushes, waiting for others above all
-    times_synchronous: float | None  # how many times as fast as staleness 0 in this run
+    seconds: float  # seconds until the target was reached
+    rounds: float  # until then, mean over the workers
+    idle: float  # share of the workers' time in pulls and pushes, mostly waiting for others
+    times_synchronous: float | None  # seconds of staleness 0 / seconds
 
 
 class Paced(Data):
-    """Rows whose batches take their time."""
+    """Rows whose batches are delayed."""
 
     def __init__(self, rows: Data, scene: str, pace: float) -> None:
         self._rows, self._scene, self._pace = rows, scene, pace
@@ -86,7 +87,7 @@ class Paced(Data):
 
 
 def factors(scene: str, rank: int, steps: int, seed: int, epoch: int) -> list[float]:
-    """How many times the ordinary pace each of a rank's rounds of an epoch takes."""
+    """Return the slowness factor of each of a rank's rounds in an epoch."""
     if scene == "one_slow":
         return [3.0 if rank == 0 else 1.0] * steps
     slow = set(random_of(seed, epoch, rank).choice(steps, max(1, steps // 10), replace=False).tolist())
@@ -94,13 +95,13 @@ def factors(scene: str, rank: int, steps: int, seed: int, epoch: int) -> list[fl
 
 
 class SlowDigits(Workload):
-    """Softmax regression on digits, at a pace."""
+    """Softmax regression on digits, with delayed batches."""
 
     def __init__(self, folder: Path, scene: str, pace: float) -> None:
         self.folder, self.scene, self.pace = folder, scene, pace
 
     def model(self) -> nn.Module:
-        """7,850 parameters, all zero: the same begin under every seed."""
+        """Make 7,850 parameters, all zero: the same start for every seed."""
         model = nn.Linear(784, 10)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -108,19 +109,19 @@ class SlowDigits(Workload):
         return model
 
     def data(self) -> Data:
-        """10,000 images."""
+        """Return 10,000 images."""
         return Paced(_digits(self.folder / "digits.parquet", BATCH), self.scene, self.pace)
 
     def evaluation_data(self) -> Data:
-        """2,000 other ones."""
+        """Return 2,000 other images."""
         return _digits(self.folder / "digits_test.parquet", 2000)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Cross-entropy."""
+        """Return the cross-entropy."""
         return functional.cross_entropy(model(batch.x), batch.y)
 
     def optimizer(self, params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-        """Plain SGD."""
+        """Return plain SGD."""
         return torch.optim.SGD(params, lr=LEARNING_RATE)
 
 
@@ -139,10 +140,10 @@ def bench_stragglers(
     folder: Path | None = None,
     limit: float = 300.0,
 ) -> list[StragglersRow]:
-    """A row for each of `scenes` and each staleness. `limit` bounds one run, in seconds.
+    """Measure each of `scenes` with each staleness. `limit`: the longest run in seconds.
 
     Raises:
-        ConfigError: there is no such scene, or `folder` does not hold the digits.
+        ConfigError: there is no such scene, or `folder` has no digits.
         TrainingError: a run failed, or did not reach the target within the limit.
     """
     folder = folder or FOLDER
@@ -170,7 +171,7 @@ class _Run:
 
 
 class _Stage:
-    """A group of workers that runs one staleness after another."""
+    """A group of workers that runs one staleness value after another."""
 
     def __init__(self, cluster: Cluster, workload: SlowDigits, workers: int) -> None:
         self._group = WorkerGroup(cluster, pack(workload), workers, {"cpu": 1.0}, capture=False)
@@ -200,15 +201,15 @@ class _Stage:
             seconds = time.monotonic() - began
         finally:
             link.close()
-        for _ in range(3):  # the last points are on their way
+        for _ in range(3):  # the last metric points are still in transit
             time.sleep(LOOK_SECONDS)
             points += self._poll()
-        points = [point for point in points if point["round"]]  # the first round waits for the beginning
+        points = [point for point in points if point["round"]]  # the first round includes the start
         idle = sum(point["wait"] for point in points) / sum(point["seconds"] for point in points)
         return _Run(seconds, looked[1] / (1 if staleness == 0 else len(self._group.workers)), idle)
 
     def close(self) -> None:
-        """End workers and shards."""
+        """Stop workers and shards."""
         self._group.close()
 
     def _poll(self) -> list[dict[str, Any]]:
@@ -228,7 +229,7 @@ class _Stage:
         )
 
     def _look(self, link: Link) -> tuple[float, int]:
-        """The accuracy of the shard's parameters as they are now, and how many steps its optimizer has taken."""
+        """Return the accuracy of the shard's current parameters, and its optimizer's number of steps."""
         link.send(Message(ShardMessage.READ, a=0, b=self._start.layout.size), timeout=60.0)
         reply = link.recv(timeout=60.0)
         self._flat.vector.copy_(torch.frombuffer(bytearray(reply.payload), dtype=self._start.layout.dtype))

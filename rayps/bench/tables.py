@@ -1,8 +1,7 @@
-"""How fast a sparse table's segments are in one process, beside what memory allows: torch's index_select for a pull and
-index_add_ for a push of the same ids on a dense table, and beside torch doing the same optimizer's arithmetic on dense
-state. And how large a table is, in memory and on disk.
+"""Measure a sparse table's segments in one process, and a table's size in memory and on disk.
 
-Times are of one thread's own processor time, so that who else is busy on the machine counts little.
+The comparison is torch on a dense table with the same ids: index_select for a pull, index_add_ for a push, and the same
+optimizer's arithmetic on dense state. Times are CPU time of one thread: other load has little influence.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _CHUNK = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class TableRow:
-    """One optimizer on one number of segments; medians."""
+    """One optimizer with one number of segments; medians."""
 
     rows: int
     ids: int  # of one batch, each once
@@ -45,11 +44,11 @@ class TableRow:
     push: float
     torch_pull: float  # index_select
     torch_push: float  # index_add_
-    of_limit: float  # torch's time for both by the table's time for both
-    torch_step: float  # rows a second of torch's own step of this optimizer, by id, on dense state
-    of_same: float  # torch's time for index_select and this step by the table's time for both
-    row_bytes: float  # of memory, for each row
-    made: float  # rows a second that were made, from seed and id
+    of_limit: float  # torch's time for both / the table's time for both
+    torch_step: float  # rows per second of torch's step of this optimizer, by id, on dense state
+    of_same: float  # torch's time for index_select and this step / the table's time for both
+    row_bytes: float  # bytes of memory per row
+    made: float  # rows per second that were created from seed and id
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +59,7 @@ class FilesRow:
     dim: int
     segments: int
     loaded_on: int  # segments
-    row_bytes: float  # of memory, for each row
+    row_bytes: float  # bytes of memory per row
     file_bytes: float  # on disk, for each row
     save: float  # seconds
     load: float
@@ -78,15 +77,13 @@ def bench_tables(
     zipf: float | None = None,
     repeats: int = 15,
 ) -> list[TableRow]:
-    """Pull and push of batches of `ids` ids of a table with `rows` rows; Zipf-distributed ids, once each, with `zipf`.
+    """Measure batches of `ids` ids of a table with `rows` rows; with `zipf` Zipf-distributed ids, each once.
 
     Raises:
-        ConfigError: there is no such optimizer, or nothing to ask for.
+        ConfigError: there is no such optimizer, or a number is below 1.
     """
     if rows < 1 or ids < 1 or repeats < 1:
-        raise ConfigError(
-            f"{ids} ids of {rows} rows were asked for, {repeats} times: give at least 1 of each", field="rows"
-        )
+        raise ConfigError(f"ids is {ids}, rows {rows}, repeats {repeats}: give at least 1 of each", field="rows")
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -105,7 +102,7 @@ def _table(rows: int, dim: int, segments: int, optimizer: str) -> SparseTable:
 
 
 def filled(table: SparseTable, rows: int) -> tuple[list[TableSegment], float]:
-    """A table's segments with the rows 0 to `rows` - 1, and the seconds that it took to make these."""
+    """Make a table's segments with the rows 0 to `rows` - 1; return them and the seconds that it took."""
     found = [TableSegment(table, index, ParameterServer(staleness=None), 1) for index in range(table.segments)]
     began = time.thread_time()
     for lo in range(0, rows, _CHUNK):
@@ -120,8 +117,10 @@ def filled(table: SparseTable, rows: int) -> tuple[list[TableSegment], float]:
 
 
 class Dense:
-    """What a push does, in torch on a dense table: the rows of some ids and their state are gathered, stepped with the
-    same arithmetic, and put back. With SGD that is one index_add_."""
+    """A push in torch on a dense table: gather the rows and state of some ids, step them, and write them back.
+
+    The arithmetic is the table's. With SGD it is one index_add_.
+    """
 
     def __init__(self, rows: int, dim: int, optimizer: str, lr: float) -> None:
         self.rows, self._name, self._lr = torch.zeros(rows, dim), optimizer, lr
@@ -130,9 +129,9 @@ class Dense:
         self._steps = torch.zeros(rows if optimizer == "adam" else 0, dtype=torch.int64)
 
     def step(self, ids: torch.Tensor, grad: torch.Tensor) -> None:
-        """One step of unique ids; a gradient [n, dim]."""
+        """Step unique ids [n] with a gradient [n, dim]."""
         if self._name == "sgd":
-            self.rows.index_add_(0, ids, grad * -self._lr)  # its own factor, `alpha`, is a path four times as slow
+            self.rows.index_add_(0, ids, grad * -self._lr)  # index_add_'s own factor, `alpha`, is four times as slow
             return
         values = [held.index_select(0, ids) for held in self._held]
         if self._name == "adagrad":
@@ -156,7 +155,7 @@ def _measure(table: SparseTable, rows: int, ids: int, zipf: float | None, repeat
     for step in range(repeats + 2):
         batch = _batch(chance, rows, ids, zipf)
         times.append((len(batch), _turn(segments, dense, batch, step)))
-    found = times[2:]  # the first ones grow the process
+    found = times[2:]  # warm-up: grows the process
     rates = [statistics.median(count / each[k] for count, each in found) for k in range(5)]
     share = statistics.median((each[0] + each[1]) / (each[3] + each[4]) for _, each in found)
     same = statistics.median((each[0] + each[2]) / (each[3] + each[4]) for _, each in found)
@@ -188,7 +187,7 @@ def _batch(chance: np.random.Generator, rows: int, ids: int, zipf: float | None)
 
 
 def _turn(segments: list[TableSegment], dense: Dense, ids: Any, step: int) -> list[float]:
-    """Processor seconds of index_select, index_add_, torch's own step, the pulls and the pushes of a batch."""
+    """Return CPU seconds of index_select, index_add_, torch's step, the pulls and the pushes of a batch."""
     table = segments[0].table
     grad, order_bounds, places = torch.rand(len(ids), table.dim), split(ids, table.segments), torch.from_numpy(ids)
     order, bounds = order_bounds
@@ -219,7 +218,7 @@ def bench_files(rows: int, dim: int, segments: int, loaded_on: int, folder: Path
         ConfigError: there are no rows, or no segments.
     """
     if rows < 1 or loaded_on < 1:
-        raise ConfigError(f"{rows} rows on {loaded_on} segments were asked for: give at least 1 of each", field="rows")
+        raise ConfigError(f"rows is {rows} and segments is {loaded_on}: give at least 1 of each", field="rows")
     table = _table(rows, dim, segments, "adagrad")
     held, _ = filled(table, rows)
     memory = sum(segment.nbytes for segment in held) / rows
@@ -239,11 +238,11 @@ def bench_files(rows: int, dim: int, segments: int, loaded_on: int, folder: Path
             count += segment.rows
         loading = time.perf_counter() - began, time.process_time() - used
     if count != rows:
-        raise RuntimeError(f"{count} rows were loaded of {rows}")
+        raise RuntimeError(f"{count} of {rows} rows were loaded")
     return FilesRow(rows, dim, segments, loaded_on, memory, size, saving[0], loading[0], saving[1], loading[1])
 
 
 def skew(rows: int, ids: int, zipf: float, segments: int) -> float:
-    """The busiest segment's share of a Zipf batch's rows by the mean share: what a hash of the ids leaves uneven."""
+    """Return the busiest segment's share of a Zipf batch's rows / the mean share: the imbalance after hashing."""
     held = np.bincount(bucket(_batch(np.random.default_rng(0), rows, ids, zipf), segments), minlength=segments)
     return float(held.max() / held.mean())

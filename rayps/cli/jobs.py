@@ -243,8 +243,7 @@ def events(job_id: Id, output: Format = Output.table) -> None:
 
 
 def _shortened(events: list[dict[str, Any]]) -> list[tuple[dict[str, Any], str]]:
-    """Return events with their texts; of consecutive checkpoints only the first and the last, with the number
-    omitted."""
+    """Return events with their texts; of consecutive checkpoints the first and the last, with the number between."""
     found: list[tuple[dict[str, Any], str]] = []
     for kind, group in itertools.groupby(events, key=lambda event: str(event["kind"])):
         row = list(group)

@@ -102,7 +102,7 @@ class Listener:
         self._secret = secret
         self._selector = selectors.DefaultSelector()
         self._ready: list[Link] = []
-        self._doors: list[socket.socket] = []
+        self.sockets: list[socket.socket] = []
         self._reserve = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)  # a descriptor to turn callers away with
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         tcp = self._open(family, (host, port))
@@ -124,7 +124,7 @@ class Listener:
             raise LinkError(f"{self.name!r} cannot listen on {where!r}: {error.strerror}", peer=self.name) from error
         door.listen(512)
         door.setblocking(False)
-        self._doors.append(door)
+        self.sockets.append(door)
         self._selector.register(door, selectors.EVENT_READ)
         return door
 
