@@ -1,6 +1,6 @@
-"""`python -m benchmarks COMMAND`: rayps beside other libraries, and algorithms beside each other, from a checkout.
+"""`python -m benchmarks COMMAND`: compare rayps with other libraries, and algorithms with each other, from a checkout.
 
-`rayps bench` measures a user's own machines; what stands here needs peers that rayps does not install, or compares
+`rayps bench` measures a user's own machines; these benchmarks need peers that rayps does not install, or compare
 strategies on data sets for `docs/benchmarks.md`.
 """
 

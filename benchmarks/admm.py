@@ -1,12 +1,13 @@
-"""ADMM on a small network and rows sorted by label, beside parallel SGD with and without a shuffle.
+"""Compare ADMM on rows sorted by label with parallel SGD, shuffled and not shuffled.
 
-Handwritten digits, a network 784-hidden-10 (or none hidden: convex), batches in float32. Each worker's rows are one run
-of the digits sorted by label, so with four workers it knows two or three of the ten. `all_reduce` is what all rows in
-one place give. It needs no Ray; workers are threads, so seconds are of this machine, and accuracies of any.
+Handwritten digits, a network 784-hidden-10 (or without a hidden layer: convex), batches in float32. Each worker has one
+contiguous part of the digits sorted by label: with four workers, two or three of the ten labels. `all_reduce` is the
+result with all rows in one place. No Ray is used; workers are threads: seconds depend on this machine, accuracies do
+not.
 
-What a shuffle costs: `data` are the seconds that getting batches took (mean over workers, in memory that all share).
-Where each worker has only its own rows, a shuffle also moves them: `moved` is by formula, (N - 1)/N of all rows at each
-epoch after the first, at the 785 bytes that an image and its label take, `line` the seconds for it at a line's rate.
+The cost of a shuffle: `data` are the seconds for batches (mean over workers, in shared memory). If each worker stores
+only its own rows, a shuffle also moves rows: `moved` is by formula, (N - 1)/N of all rows at each epoch after the
+first, 785 bytes for an image and its label; `line` is the time for it at a link's rate.
 """
 
 from __future__ import annotations
@@ -36,19 +37,19 @@ class ADMMRow:
     """One strategy; accuracies are means over the seeds."""
 
     strategy: str
-    rows: str  # whether workers keep theirs, sorted by label, or are dealt others each epoch
+    rows: str  # workers keep their rows, sorted by label, or get others each epoch
     epochs: int
     seeds: int
     meetings: int
     best: float  # of all epochs
     last: float
     least: float  # at the end, of all seeds
-    bytes: float  # 10^6, that all workers send in a run: models or gradients
+    bytes: float  # 10^6 bytes that all workers send in a run: models or gradients
     data: float  # seconds
     moved: float  # 10^6 bytes of rows
     line: float  # seconds
-    seconds: float  # of a run, evaluations among them
-    primal: float | None  # at the last meeting
+    seconds: float  # of a run, with evaluations
+    primal: float | None  # at the last synchronization
 
 
 class SortedDigits(RobustDigits):
@@ -71,7 +72,7 @@ class SortedDigits(RobustDigits):
 
 
 def contenders(epochs: int, steps: int, penalty: float) -> list[str]:
-    """Strategies as text: they meet at every step, at the end, once an epoch of `steps` rounds, and ten times in it."""
+    """Return strategies that synchronize every step, at the end, once per epoch of `steps` rounds, and ten times."""
     tenth = max(1, steps // 10)
     kinds = [(1, "true"), (epochs, "true"), (1, "false"), (epochs, "false"), (epochs * steps // tenth, "false")]
     averaged = [f"parallel_sgd:rounds={count},shuffle={shuffle}" for count, shuffle in dict.fromkeys(kinds)]
@@ -93,7 +94,7 @@ def bench_admm(
     rate: float = 1e9,
     folder: Path | None = None,
 ) -> list[ADMMRow]:
-    """A row for each strategy; `rate` in bits a second of each worker's line.
+    """Measure each strategy; `rate` in bits per second of each worker's link.
 
     Raises:
         ConfigError: a strategy cannot be read, a number is too small, or there are no digits.
@@ -143,7 +144,7 @@ def _run(work: SortedDigits, strategy: Any, workers: int, epochs: int, seed: int
         name: [v for v in result.history[name].to_pylist() if v is not None] for name in result.history.column_names
     }
     accuracies = [*columns.get("evaluation_accuracy", []), result.metrics["accuracy"]]
-    met = columns.get("met", [1] * result.history.num_rows)  # without it they meet at every step
+    met = columns.get("met", [1] * result.history.num_rows)  # without it they synchronize every step
     return {
         "best": max(accuracies),
         "last": accuracies[-1],

@@ -1,8 +1,8 @@
-"""What meeting seldom saves: a language model's loss against the bytes that its workers moved, at equal samples.
+"""Measure infrequent synchronization: a language model's loss against the bytes sent, at equal samples.
 
-A small transformer that reads characters and says the next one learns the first nine tenths of a text, under each
-strategy in turn, from the same seed and in the same number of steps; the rest of the text is evaluated after every
-epoch. Bytes are those of training, all workers together; evaluations and checkpoints apart.
+A small transformer predicts the next character. It learns the first nine tenths of a text under each strategy in turn,
+from the same seed and in the same number of steps; the rest of the text is evaluated after every epoch. Bytes are those
+of training, of all workers, without evaluations and checkpoints.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Places(nn.Module):
 
 
 class _CausalBlock(nn.TransformerEncoderLayer):
-    """A layer of a transformer in which a character sees only those before it."""
+    """A transformer layer with a causal mask."""
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype)
@@ -122,7 +122,7 @@ def bench_averaging(
     batch: int = 16,
     seed: int = 0,
 ) -> list[AveragingRow]:
-    """A row for each strategy, in this order; the first one is what the others are compared with.
+    """Measure each strategy, in this order; the others are compared with the first.
 
     Raises:
         ConfigError: the text cannot be read or is too short, or a strategy cannot be read.
@@ -161,7 +161,7 @@ def _row(strategy: str, workers: int, result: Result, first: AveragingRow | None
 
 
 def picture(rows: Sequence[AveragingRow]) -> str:
-    """The curves as SVG: loss against 10^6 bytes moved, these on a logarithmic axis."""
+    """Draw the curves as SVG: loss against 10^6 bytes sent, on a logarithmic axis."""
     lines = []
     for row in rows:
         points = [(moved / 1e6, loss) for moved, loss in row.curve if moved]

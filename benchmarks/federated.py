@@ -1,4 +1,4 @@
-"""Federated rounds beside Flower's simulation engine, Apple's pfl and a bare training loop, in one run on one host.
+"""Compare federated rounds with Flower's simulation engine, Apple's pfl and a plain loop, in one run on one host.
 
 - `train`: 20 clients of 100 samples, 784-200-200-10, 5 epochs of batches of 10, all of them in every round.
 - `nothing`: 100 clients that send back the two numbers that they were sent: what a round costs without any training.

@@ -1,8 +1,7 @@
-"""rayps itself, and the bare loop of one core, as contenders of `python -m benchmarks federated`: a script, as the
-peers are.
+"""rayps, and a plain loop on one core, as contenders of `python -m benchmarks federated`: a script, like the peers.
 
 `python -c "from benchmarks.federated_own import main; main()" CONFIG OUT` runs the rounds of CONFIG and writes to OUT
-when each of them ended, in seconds of the wall clock, what a worker had used of its processor, and its memory.
+each round's end (seconds of the wall clock), a worker's CPU time, and its memory.
 """
 
 from __future__ import annotations
@@ -61,13 +60,13 @@ class PeerImages(Workload):
 
 
 def resident() -> int:
-    """Bytes of memory that this process has."""
+    """Return this process's resident memory in bytes."""
     pages = Path("/proc/self/statm")
     return int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if pages.exists() else 0
 
 
 def on_disk() -> int:
-    """Bytes of the clients' states that this process keeps in files."""
+    """Return the bytes of clients' states that this process has in files."""
     held = 0
     for fd in Path("/proc/self/fd").glob("*"):
         try:
@@ -79,7 +78,7 @@ def on_disk() -> int:
 
 
 class RoundWatch(Federated):
-    """A strategy whose first worker writes down when a round ended, what of processor, memory and disk it has taken."""
+    """A strategy whose first worker records each round's end and its CPU time, memory and disk."""
 
     log: str  # a file on this host
 
@@ -108,14 +107,14 @@ class WatchedStates(RoundWatch, Scaffold):
 
 @dataclass(frozen=True, init=False)
 class Nothing(Watched):
-    """Clients that send back what they were sent."""
+    """Clients that return the parameters unchanged."""
 
     def client(self, c: Any) -> None:
         """Do nothing."""
 
 
 def own(config: dict[str, Any], log: Path) -> dict[str, Any]:
-    """A job from its start, on a Ray of its own."""
+    """Run a job on its own Ray."""
     kind = WatchedStates if config["states"] else Watched if config["epochs"] else Nothing
     strategy = kind(
         fraction=config["fraction"], local_epochs=config["epochs"] or None, evaluate_every=NEVER, log=str(log)
@@ -132,13 +131,13 @@ def own(config: dict[str, Any], log: Path) -> dict[str, Any]:
 
 
 def told(log: Path) -> dict[str, Any]:
-    """What a `Watched` wrote down, by what it is."""
+    """Return the records of a `Watched`, by kind."""
     lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
     return {key: [line[key] for line in lines] for key in lines[0]}
 
 
 def bare(config: dict[str, Any]) -> dict[str, Any]:
-    """The same training as a plain loop of one process: a round is every client from the same model, one by one."""
+    """Run the same training as a plain loop in one process: each round trains every client from the same model."""
     torch.set_num_threads(1)
     net, held = model(config["hidden"]), [rows(client, config) for client in range(config["clients"])]
     begin = {name: value.clone() for name, value in net.state_dict().items()}
@@ -153,7 +152,7 @@ def bare(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """What CONFIG says: a job, or the bare loop."""
+    """Run CONFIG: a job, or the plain loop."""
     config, out = json.loads(sys.argv[1]), Path(sys.argv[2])
     out.write_text(json.dumps(bare(config) if config.get("bare") else own(config, out.with_suffix(".log"))))
 

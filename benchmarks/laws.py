@@ -1,4 +1,4 @@
-"""What every way of talking costs as workers grow in number, beside the formulas of the textbooks.
+"""Measure the bytes and time of every algorithm against the number of workers, beside the textbook formulas.
 
 Every worker and every shard is a process on a host of its own, a network namespace whose line has a stated rate, so
 that bytes are counted by the kernel at the lines and seconds are those of the busiest line.

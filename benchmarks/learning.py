@@ -1,4 +1,4 @@
-"""How well clients learn apart on real digits, beside training in one place and each client alone.
+"""Compare federated learning on real digits with training in one place and with each client alone.
 
 Scenes: `shards` (two shards by label for each of 20 clients), `one_label` (one label each), `iid`, and `writers` (MNIST
 by who wrote it, 539 clients of 19 to 131 images; a fifth of everyone's is held out to judge personal models). A network

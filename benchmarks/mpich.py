@@ -1,4 +1,4 @@
-"""MPICH as a contender: bare processes under `mpiexec`, which take their turns beside the others.
+"""MPICH as a contender: plain processes under `mpiexec`, which alternate with the others.
 
 Needs `pip install 'rayps[bench]'`, which brings mpi4py and MPICH.
 """
@@ -24,7 +24,7 @@ _START_SECONDS = 60.0
 
 
 class Mpich:
-    """`ranks` processes of MPICH on this host, as nice to others as the peers they are measured beside."""
+    """`ranks` processes of MPICH on this host, with the niceness of the other contenders."""
 
     def __init__(self, ranks: int, timeout: float, niceness: int = 0) -> None:
         beside = Path(sys.executable).parent / "mpiexec"
@@ -59,7 +59,7 @@ class Mpich:
             _, self.version = self._answer(pipe)
 
     def turn(self, size: int, calls: int) -> float:
-        """Seconds of one all-reduce of `size` bytes on the slowest rank, as the mean of `calls`."""
+        """Return the seconds of one all-reduce of `size` bytes on the slowest rank, as the mean of `calls`."""
         for pipe in self._pipes:
             pipe.send((size, calls))
         return max(float(self._answer(pipe)) for pipe in self._pipes)
@@ -73,7 +73,7 @@ class Mpich:
         raise ClusterError(f"MPICH did not answer within {self._timeout:g} s", seconds=self._timeout)
 
     def close(self) -> None:
-        """End the ranks."""
+        """Stop the ranks."""
         for pipe in self._pipes:
             with contextlib.suppress(OSError):
                 pipe.send(None)

@@ -1,7 +1,7 @@
-"""Peers of a measurement that pin libraries which rayps does not have: each in a virtual environment of its own.
+"""Make virtual environments for peers that pin libraries which rayps does not have.
 
-The environment is made once, by venv and pip, and kept. It sees this interpreter's torch behind its own libraries, so
-that peers compute with the same build; what it installs itself comes first.
+An environment is made once by venv and pip, and kept. This interpreter's torch is visible behind its own libraries:
+peers compute with the same build, and their own libraries come first.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from rayps.service.processes import die_with_parent
 INSTALL_SECONDS = 900.0
 # one thread each; and no priority: Ray's workers would give way to every other process, those of the peers too
 _ALIKE = {"OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"}
-_LINES = 12  # of what a peer said, in an error
+_LINES = 12  # of a peer's output, in an error
 
 
 def environment(folder: Path, name: str, requirements: Sequence[str], probe: str) -> Path:
-    """The interpreter of the environment `name` in `folder`, made if need be; `probe` must run in it.
+    """Return the interpreter of the environment `name` in `folder`, made if needed; `probe` must run in it.
 
     Raises:
-        ConfigError: it cannot be made; says what pip said.
+        ConfigError: it cannot be made; with pip's output.
     """
     home, wanted = folder / name, [*requirements, torch.__version__, sys.version]
     python, ready = home / "bin" / "python", home / "ready.json"
@@ -60,17 +60,17 @@ def _install(name: str, command: list[str]) -> None:
     if done.returncode:
         said = [line for line in (done.stdout + done.stderr).splitlines() if not line.startswith("WARNING")]
         raise ConfigError(
-            f"the environment for {name} cannot be made; leave {name} out of --contenders, or help pip:\n"
+            f"the environment for {name} cannot be made; omit {name} from --contenders, or solve pip's problem:\n"
             + "\n".join(said[-_LINES:]),
             contender=name,
         )
 
 
 def run_script(name: str, command: Sequence[str], config: dict[str, Any], timeout: float) -> tuple[float, Any]:
-    """Run `command CONFIG OUT` in a process of its own: when it was started (wall clock), and what it wrote to OUT.
+    """Run `command CONFIG OUT` in its own process; return its start (wall clock) and the content of OUT.
 
     Raises:
-        ClusterError: it failed, or took more than `timeout` seconds; whatever it had started is ended.
+        ClusterError: it failed, or took more than `timeout` seconds; the processes that it started are killed.
     """
     folder = Path(tempfile.mkdtemp(prefix="rayps-bench-"))
     out, log = folder / "out.json", folder / "log"

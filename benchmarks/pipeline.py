@@ -1,4 +1,4 @@
-"""How much a pipeline adds to the compute of its stages: rayps' engine beside torch.distributed.pipelining on gloo.
+"""Measure a pipeline's overhead over its stages' compute: rayps' engine and torch.distributed.pipelining on gloo.
 
 Both run the same layers, micro-batches and schedule in the same actors, by turns in one run. The time beyond the
 compute is a step's time less what the table allows: the time that one process needs for all micro-batches, times

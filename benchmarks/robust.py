@@ -1,14 +1,13 @@
-"""What attackers do to federated learning, what each rule bears, and what it costs where nobody attacks.
+"""Measure robust aggregation rules: accuracy with attackers, and their cost without attackers.
 
 Handwritten digits, a network 784-64-10, plain SGD; every round asks all clients. Scenes:
 
-- `iid`: rows dealt at random; nobody attacks. What the mean reaches here is what the others are compared with.
-- `attack`: the same, and some of the clients attack.
-- `shards`: two shards of rows sorted by label for each client; nobody attacks.
+- `iid`: rows divided at random, no attackers. The mean's accuracy here is the reference.
+- `attack`: the same, and some clients attack.
+- `shards`: two shards of rows sorted by label for each client, no attackers.
 
-The best accuracy of all rounds counts, on images that nobody learns from: with shards it swings from round to round.
-Where the attackers lie about buffers (`false_buffers`) the network has BatchNorm in every scene, and where they lie
-about c (`false_c`) the strategy is SCAFFOLD.
+The best accuracy of all rounds on test images counts: with shards it varies from round to round. For the attack
+`false_buffers` the network has BatchNorm in every scene; for `false_c` the strategy is SCAFFOLD.
 """
 
 from __future__ import annotations

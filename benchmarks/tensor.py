@@ -1,4 +1,4 @@
-"""How fast a split pair of layers is: rayps' tensor parallelism beside torch's DTensor styles on gloo, and unsplit.
+"""Measure a split pair of layers: rayps' tensor parallelism, torch's DTensor styles on gloo, and unsplit layers.
 
 The pair is Linear(d, 4d), ReLU, Linear(4d, d), the first split by its output and the second by its input (torch's
 ColwiseParallel and RowwiseParallel): forward and backward, by turns in the same actors. The function returns rows and
