@@ -134,7 +134,7 @@ BAD = [
     ({"workload": "a:B", "name": "<script>"}, "/name", "pattern"),
     ({"workload": "a\u0000:B"}, "/workload", "printable"),
     ({"workload": "a.py:B"}, "/working_dir", "working_dir"),
-    ({"workload": "a.py:B", "working_dir": "/nowhere"}, "/working_dir", "no directory"),
+    ({"workload": "a.py:B", "working_dir": "/nowhere"}, "/working_dir", "is not a directory"),
     ({"workload": "a.py:B", "working_dir": "."}, "/working_dir", "absolute"),
     ({"workload": "a.py:B", "working_dir": "/"}, "/workload", "no file a.py"),
     ({"workload": "a:B", "workers": 9}, "/workers", "has 8"),
@@ -614,7 +614,7 @@ def test_a_job_goes_on_from_where_another_ended(site: Site, tmp_path: Path) -> N
     assert site.http.post("/api/v1/jobs", json=asked).json()["spec"]["resume"] == str(kept)
     for resume in ("01JZZZZZZZ", str(tmp_path / "elsewhere"), "true"):
         answer = site.http.post("/api/v1/jobs", json=asked | {"resume": resume})
-        assert answer.status_code == 422 and "give the id of a job that has ended" in answer.text
+        assert answer.status_code == 422 and "give the id of an ended job" in answer.text
     bare = site.add()
     site.start(bare)
     site.store("move", bare, Status.FAILED, message="")

@@ -154,7 +154,8 @@ def test_who_is_late_does_not_count_and_is_told(clinic: Clinic) -> None:
     assert event["message"] == "round 0: 1 of 2 clients replied; 1 dropped: h1 (deadline)"
     said = " ".join(slow.over().said)
     assert re.search(
-        r"the update too late and not counted: training took \d.* deadline of 3 s. In the job.s strategy, raise", said
+        r"the update was too late and not counted: training took \d.* deadline of 3 s. In the job.s strategy, raise",
+        said,
     )
     assert slow.ended.rounds == 0
 
@@ -501,7 +502,7 @@ def test_a_client_refuses_orders_that_are_played_again_or_are_of_another_job(cli
     hospital.over()
     client, (first, second) = hospital.outside, meddler.orders
     for old in (first, second):
-        with pytest.raises(Unauthorized, match="plays it again"):
+        with pytest.raises(Unauthorized, match="it is replayed"):
             client.verified_order(old)
     key = clinic.service.client_tokens.key
     good = json.loads(second["order"]) | {"serial": 9}

@@ -166,7 +166,7 @@ def test_the_commands(site: Site, say: Callable[..., tuple[int, str, str]], tmp_
     assert status(site, token) == 200
     for command in (("token", "create", "--user", "other"), ("token", "rotate", "x")):  # the file has the only copy
         code, said, note = say(*command, "--to", str(path))
-        assert code == 2 and said == "" and "exists, and is not overwritten" in note
+        assert code == 2 and said == "" and "exists and is not overwritten" in note
     assert say("token", "create", "--user", "other", "--to", str(tmp_path / "no" / "file"))[0] == 2
     assert path.read_text().strip() == token and len(json.loads(say("token", "ls", "-o", "json")[1])) == 2
     code, said, _ = say("token", "ls")
