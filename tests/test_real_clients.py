@@ -525,7 +525,7 @@ def test_a_client_refuses_orders_that_are_played_again_or_are_of_another_job(cli
         client.verified_order({**signed(), "signature": other.sign(signed()["order"])})
     with pytest.raises(Unauthorized, match="key is another"):
         verified(signed()["order"], other.sign(signed()["order"]), other.public, key.fingerprint)
-    with pytest.raises(Unauthorized, match="order 9 came before"):
+    with pytest.raises(Unauthorized, match="order 9 was received before"):
         client._folder.begin(9)
         client.verified_order(signed(serial=8))
 
