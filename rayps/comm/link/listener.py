@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 from rayps.comm.link import handshake as link_hello
 from rayps.comm.link import memory as link_memory
 from rayps.comm.link.shared_memory_link import SharedLink
-from rayps.comm.link.socket_link import Link, Message, deadline_left
+from rayps.comm.link.socket_link import Link, Message, SocketLink, deadline_left
 from rayps.core.errors import ConfigError, LinkError, PeerLost, PeerTimeout, StaleGeneration
 
 __all__ = ["Door", "Link", "Listener", "Message", "connect", "parse_address"]
@@ -254,7 +254,7 @@ def _make_link(sock: socket.socket, peer: str, generation: int, transport: str) 
         return SharedLink(sock, peer, generation)
     if transport == "tcp":
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return Link(sock, peer, generation, transport)
+    return SocketLink(sock, peer, generation, transport)
 
 
 def connect(

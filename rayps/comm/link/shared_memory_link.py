@@ -13,10 +13,11 @@ import os
 import select
 import socket
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 from rayps.comm.link.memory import Memory
-from rayps.comm.link.socket_link import EMPTY, HEADER, REFUSED, Link, Message, as_bytes, new_payload
+from rayps.comm.link.socket_link import EMPTY, HEADER, REFUSED, Link, Message, as_bytes, landing
 from rayps.core.errors import LinkError
 
 LANE_BYTES = 4 << 20
@@ -26,23 +27,122 @@ _CHUNK, _CREDIT, _OFFER = -2, -3, -4  # internal kinds
 _LANE = 0  # the key under which a lane is offered
 _BY_LANE = 1  # flag: the payload comes by lane
 _READ_ONLY = 2  # flag of an offer
+_FLAGS, _SIZE = 1, 7  # places of these fields in a header
 _ANCILLARY = socket.CMSG_SPACE(8 * array.array("i").itemsize)
 
 
-class _Incoming:
+class _LaneMessage:
     """A message whose header has arrived, and where its payload is."""
 
-    __slots__ = ("arrived", "chunks", "filled", "generation", "into", "message", "size", "target")
+    __slots__ = ("chunks", "filled", "generation", "into", "message", "size", "target")
 
     def __init__(self, message: Message, size: int, generation: int) -> None:
         self.message = message
         self.size = size
         self.generation = generation
-        self.chunks: deque[tuple[int, int]] = deque()
-        self.arrived = 0  # bytes whose chunks have arrived
+        self.chunks: deque[tuple[int, int]] = deque()  # (place, size) in the lane, not copied out yet
         self.filled = 0  # bytes that have been copied out
         self.target: memoryview | None = None
-        self.into: Any = None
+        self.into: object | None = None
+
+
+class OutgoingLane:
+    """The shared memory into which this side copies payloads: a ring of bytes that the peer takes out in order."""
+
+    def __init__(self) -> None:
+        self.memory = Memory.create(LANE_BYTES)
+        self._place = 0  # where the next chunk goes
+        self._given = 0  # bytes put in, ever
+        self._returned = 0  # of these, bytes the peer has taken out
+
+    def put(self, view: memoryview, done: int) -> tuple[int, int]:
+        """Copy the next chunk of a payload of which `done` bytes are in: its (place, size). Size 0: no room yet."""
+        if self._given == self._returned:
+            self._place = 0  # the lane is empty: begin where it is still in the cache
+        left, free = len(view) - done, self.memory.size - (self._given - self._returned)
+        if free < min(left, CHUNK_BYTES // 4):
+            return self._place, 0  # many small chunks would cost more than the wait for a larger one
+        place = self._place
+        size = min(left, CHUNK_BYTES, free, self.memory.size - place)
+        self.memory.view[place : place + size] = view[done : done + size]
+        self._given += size
+        self._place = (place + size) % self.memory.size
+        return place, size
+
+    def returned(self, count: int) -> None:
+        """The peer has taken out `count` bytes, ever; an older count is ignored."""
+        self._returned = max(self._returned, count)
+
+
+class IncomingLane:
+    """The peer's lane, out of which this side copies payloads."""
+
+    def __init__(self) -> None:
+        self.memory: Memory | None = None  # once the peer has offered it
+        self.taken = 0  # bytes taken out, ever
+        self.told = 0  # of these, bytes the peer knows about
+
+    def take(self, place: int, target: memoryview) -> bool:
+        """Copy the bytes at `place` into `target`; False where there are not as many."""
+        size = len(target)
+        if self.memory is None or place + size > self.memory.size:
+            return False
+        target[:] = self.memory.view[place : place + size]
+        self.taken += size
+        return True
+
+
+class _HeaderReader:
+    """What arrives on the socket: headers, small payloads, descriptors, and the end of the connection."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.descriptors: deque[int] = deque()
+        self.ended = False
+        self.cause: OSError | None = None  # of the end
+        self._sock = sock
+        self._raw = memoryview(bytearray(1 << 16))
+        self._end = 0
+
+    def read(self) -> tuple[int, bool]:
+        """Bytes that were read, and whether more may be there. 0 bytes: nothing is there, or the peer has gone."""
+        try:
+            count, descriptors, _, _ = self._sock.recvmsg_into([self._raw[self._end :]], _ANCILLARY)
+        except BlockingIOError:
+            return 0, False
+        except OSError as error:
+            self.ended, self.cause = True, error
+            return 0, False
+        for _, _, data in descriptors:
+            rights = array.array("i")
+            rights.frombytes(data[: len(data) - len(data) % rights.itemsize])
+            self.descriptors.extend(rights)
+        if count == 0:
+            self.ended = True
+            return 0, False
+        self._end += count
+        full = self._end == len(self._raw)
+        return count, full or count >= len(self._raw) // 2 or bool(descriptors)  # a short read: the socket is empty
+
+    def take(self) -> Iterator[tuple[tuple[Any, ...], bytes]]:
+        """The complete headers, as unpacked, each with the payload that came behind it."""
+        raw, at = self._raw, 0
+        while self._end - at >= HEADER.size:
+            fields = HEADER.unpack_from(raw, at)
+            inline = 0 if fields[_FLAGS] & _BY_LANE else fields[_SIZE]
+            if self._end - at - HEADER.size < inline:
+                break
+            at += HEADER.size + inline
+            yield fields, bytes(raw[at - inline : at]) if inline else b""
+        if at:
+            rest = bytes(raw[at : self._end])
+            raw[: len(rest)] = rest
+            self._end = len(rest)
+
+    def close(self) -> None:
+        """Close descriptors that nobody has taken."""
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+        self.descriptors.clear()
 
 
 class SharedLink(Link):
@@ -53,20 +153,12 @@ class SharedLink(Link):
         self.memories: dict[int, Memory] = {}  # what the peer has offered, by key
         self.descriptors: dict[int, int] = {}  # the same for other descriptors; the taker closes them
         self._todo: deque[tuple[Message, memoryview, int]] = deque()  # not on the wire yet; bytes already in lane
-        self._lane: Memory | None = None
-        self._place = 0  # where in the lane the next chunk goes
-        self._given = 0  # bytes put into the lane, ever
-        self._returned = 0  # of these, bytes the peer has taken out
-        self._taken = 0  # bytes taken out of the peer's lane, ever
-        self._told = 0  # of these, bytes the peer knows about
-        self._inbox: deque[_Incoming] = deque()
-        self._raw = memoryview(bytearray(1 << 16))
-        self._end = 0
-        self._descriptors: deque[int] = deque()
+        self._lane: OutgoingLane | None = None
+        self._incoming = IncomingLane()
+        self._reader = _HeaderReader(sock)
+        self._inbox: deque[_LaneMessage] = deque()
+        self._refusals: deque[tuple[int, int]] = deque()  # generations that the peer has refused, and its own
         self._passing: deque[tuple[memoryview, int]] = deque()  # parts of the wire that carry a descriptor
-        self._refusals: deque[tuple[int, int]] = deque()
-        self._eof = False
-        self._eof_cause: OSError | None = None
 
     # Sending
 
@@ -111,8 +203,8 @@ class SharedLink(Link):
         """Put the header on the wire, and the payload too where it is small; bytes that need no lane."""
         by_lane = len(view) > INLINE_BYTES
         if by_lane and self._lane is None:
-            self._lane = Memory.create(LANE_BYTES)
-            self.offer(_LANE, self._lane)
+            self._lane = OutgoingLane()
+            self.offer(_LANE, self._lane.memory)
         self._put(message, len(view), _BY_LANE if by_lane else 0)
         if by_lane:
             return 0
@@ -121,26 +213,19 @@ class SharedLink(Link):
         return len(view)
 
     def _put(self, message: Message, size: int = 0, flags: int = 0) -> None:
-        m = message
-        self._told = self._taken
-        self._out.append(
-            memoryview(HEADER.pack(m.kind, flags, self.generation, m.tag, m.a, m.b, m.weight, size, self._taken, 0))
-        )
+        m, taken = message, self._incoming.taken
+        self._incoming.told = taken
+        header = HEADER.pack(m.kind, flags, self.generation, m.tag, m.a, m.b, m.weight, size, taken, 0)
+        self._out.append(memoryview(header))
 
     def _fill_lane(self, view: memoryview, done: int) -> int:
         lane = self._lane
         while done < len(view) and lane is not None:
-            if self._given == self._returned:
-                self._place = 0  # nobody reads the lane: begin where it is still in the cache
-            free = lane.size - (self._given - self._returned)
-            if free < min(len(view) - done, CHUNK_BYTES // 4):
-                break  # many small chunks would cost more than the wait for a larger one
-            size = min(len(view) - done, CHUNK_BYTES, free, lane.size - self._place)
-            lane.view[self._place : self._place + size] = view[done : done + size]
-            self._put(Message(_CHUNK, a=self._place, b=size))
-            self._given += size
+            place, size = lane.put(view, done)
+            if not size:
+                break
+            self._put(Message(_CHUNK, a=place, b=size))
             self.bytes_sent += size
-            self._place = (self._place + size) % lane.size
             done += size
             if done < len(view) and not self._drain_wire():
                 break
@@ -206,7 +291,7 @@ class SharedLink(Link):
     @property
     def ended(self) -> bool:
         """Whether the peer is gone; what it sent before can still be read."""
-        return self._eof
+        return self._reader.ended
 
     def peek(self) -> Message | None:
         """The header of the next message, without its payload; None when it has not arrived."""
@@ -214,8 +299,8 @@ class SharedLink(Link):
             self.absorb()
         if self._refusals:
             raise self._refused(*self._refusals.popleft())
-        if not self._inbox and self._eof:
-            raise self._lost(self._eof_cause)
+        if not self._inbox and self._reader.ended:
+            raise self._lost(self._reader.cause)
         return self.head
 
     def try_recv(self, into: Any = None) -> Message | None:
@@ -225,14 +310,14 @@ class SharedLink(Link):
         item = self._inbox[0]
         stale = item.generation != self.generation
         if item.target is None:
-            self._choose_target(item, None if stale else into)
+            item.target, item.into = landing(self.peer, item.size, None if stale else into)
         self._copy_out(item)
         if item.filled < item.size:
             self.absorb()
             self._copy_out(item)
             if item.filled < item.size:
-                if self._eof:
-                    raise self._lost(self._eof_cause)
+                if self._reader.ended:
+                    raise self._lost(self._reader.cause)
                 return None
         self._inbox.popleft()
         if stale:
@@ -242,36 +327,19 @@ class SharedLink(Link):
         item.message.payload = item.target if item.target is not None else EMPTY
         return item.message
 
-    def _choose_target(self, item: _Incoming, into: Any) -> None:
-        if into is None:
-            item.target = new_payload(item.size)
-            return
-        view = as_bytes(into)
-        if len(view) != item.size:
-            raise LinkError(
-                f"{self.peer!r} sent {item.size} bytes where {len(view)} were expected",
-                peer=self.peer,
-                given=item.size,
-                expected=len(view),
-            )
-        item.target, item.into = view, into
-
-    def _copy_out(self, item: _Incoming) -> None:
+    def _copy_out(self, item: _LaneMessage) -> None:
+        assert item.target is not None
         if isinstance(item.message.payload, bytes):  # came on the socket
-            assert item.target is not None
             item.target[:] = item.message.payload
             item.message.payload = EMPTY
             item.filled = item.size
         while item.chunks:
-            lane = self.memories.get(_LANE)
-            assert item.target is not None
             place, size = item.chunks.popleft()
-            if lane is None or place + size > lane.size or item.filled + size > item.size:
+            target = item.target[item.filled : item.filled + size]
+            if len(target) < size or not self._incoming.take(place, target):
                 raise LinkError(f"{self.peer!r} pointed outside its shared memory", peer=self.peer)
-            item.target[item.filled : item.filled + size] = lane.view[place : place + size]
             item.filled += size
-            self._taken += size
-        if self._taken - self._told >= CHUNK_BYTES:
+        if self._incoming.taken - self._incoming.told >= CHUNK_BYTES:
             self._put(Message(_CREDIT))
             with contextlib.suppress(LinkError):  # the peer may be gone, what it sent is still good
                 self._drain_wire()
@@ -284,80 +352,59 @@ class SharedLink(Link):
                 self.flush()
 
     def _read_headers(self) -> None:
-        while not self._eof:
-            try:
-                count, descriptors, _, _ = self._sock.recvmsg_into([self._raw[self._end :]], _ANCILLARY)
-            except BlockingIOError:
-                break
-            except OSError as error:
-                self._eof, self._eof_cause = True, error
-                break
-            for _, _, data in descriptors:
-                rights = array.array("i")
-                rights.frombytes(data[: len(data) - len(data) % rights.itemsize])
-                self._descriptors.extend(rights)
-            if count == 0:
-                self._eof = True
-                break
+        more = not self._reader.ended
+        while more:
+            count, more = self._reader.read()
             self.bytes_received += count
-            self._end += count
-            full = self._end == len(self._raw)
-            self._parse()
-            if not full and count < len(self._raw) // 2 and not descriptors:
-                break  # a short read: the socket is empty
+            for fields, payload in self._reader.take():
+                self._file(fields, payload)
 
-    def _parse(self) -> None:
-        raw, at = self._raw, 0
-        while self._end - at >= HEADER.size:
-            kind, flags, generation, tag, a, b, weight, size, credit, _ = HEADER.unpack_from(raw, at)
-            inline = 0 if flags & _BY_LANE else size
-            if self._end - at - HEADER.size < inline:
-                break
-            at += HEADER.size
-            self._returned = max(self._returned, credit)
-            if kind >= 0:
-                message = Message(kind, tag, a, b, weight)
-                if inline:
-                    message.payload = bytes(raw[at : at + inline])  # type: ignore[assignment]
-                self._inbox.append(_Incoming(message, size, generation))
-            else:
-                self._obey(kind, flags, a, b)
-            at += inline
-        if at:
-            rest = bytes(raw[at : self._end])
-            raw[: len(rest)] = rest
-            self._end = len(rest)
+    def _file(self, fields: tuple[Any, ...], payload: bytes) -> None:
+        kind, flags, generation, tag, a, b, weight, size, credit, _ = fields
+        if self._lane is not None:
+            self._lane.returned(credit)
+        if kind < 0:
+            self._obey(kind, flags, a, b)
+            return
+        message = Message(kind, tag, a, b, weight)
+        if payload:
+            message.payload = payload  # type: ignore[assignment]
+        self._inbox.append(_LaneMessage(message, size, generation))
 
     def _obey(self, kind: int, flags: int, a: int, b: int) -> None:
         if kind == _CHUNK and self._inbox:
             self._inbox[-1].chunks.append((a, b))
-            self._inbox[-1].arrived += b
             self.bytes_received += b
-        elif kind == _OFFER and self._descriptors:
-            descriptor = self._descriptors.popleft()
+        elif kind == _OFFER and self._reader.descriptors:
+            descriptor = self._reader.descriptors.popleft()
             if b == 0:
                 self.descriptors[a] = descriptor
                 return
-            self.memories[a] = Memory.attach(descriptor, b, read_only=bool(flags & _READ_ONLY))
-            self.memories[a].close_descriptor()
+            memory = Memory.attach(descriptor, b, read_only=bool(flags & _READ_ONLY))
+            memory.close_descriptor()
+            if a == _LANE:
+                self._incoming.memory = memory
+            else:
+                self.memories[a] = memory
         elif kind == REFUSED:
             self._refusals.append((a, b))
 
     def drain(self) -> bool:
         """Read and forget what is there; True when the peer has hung up."""
         self.absorb()
-        return self._eof
+        return self._reader.ended
 
     def close(self) -> None:
         """Close this end; what is queued is dropped. Safe to call twice."""
         super().close()
         self._todo.clear()
-        for memory in [*self.memories.values(), *([self._lane] if self._lane else [])]:
+        lanes = [lane.memory for lane in (self._lane, self._incoming) if lane is not None and lane.memory is not None]
+        for memory in [*self.memories.values(), *lanes]:
             memory.close()
         self.memories.clear()
-        self._lane = None
-        for descriptor in (*self.descriptors.values(), *self._descriptors, *(fd for _, fd in self._passing)):
+        self._lane, self._incoming.memory = None, None
+        for descriptor in (*self.descriptors.values(), *(fd for _, fd in self._passing)):
             os.close(descriptor)
         self.descriptors.clear()
-        self._descriptors.clear()
         self._passing.clear()
+        self._reader.close()

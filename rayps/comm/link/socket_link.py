@@ -12,6 +12,7 @@ import select
 import socket
 import struct
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -52,8 +53,8 @@ def new_payload(size: int) -> memoryview:
     return memoryview(np.empty(size, dtype=np.uint8)) if size else EMPTY  # type: ignore[arg-type]
 
 
-class Link:
-    """One end of a connection to `peer`. Not safe for two threads at once."""
+class Link(ABC):
+    """One end of a connection to `peer`, whatever carries the payloads. Not safe for two threads at once."""
 
     def __init__(self, sock: socket.socket, peer: str, generation: int, transport: str) -> None:
         sock.setblocking(False)
@@ -66,14 +67,6 @@ class Link:
         self._sock = sock
         self._poll = select.poll()
         self._out: deque[memoryview] = deque()
-        self._queued = 0
-        self._header = memoryview(bytearray(HEADER.size))
-        self._got = 0
-        self._next: Message | None = None  # a message whose header has been read
-        self._refuse = -1  # the generation of `_next` where it is not ours
-        self._target: memoryview | None = None  # where the payload of `_next` goes
-        self._into: object | None = None
-        self._filled = 0
 
     def fileno(self) -> int:
         """The socket, for a selector; -1 once closed."""
@@ -85,9 +78,9 @@ class Link:
         return self._sock.fileno() < 0
 
     @property
+    @abstractmethod
     def queued(self) -> int:
         """Bytes that wait to leave."""
-        return self._queued
 
     @property
     def interest(self) -> int:
@@ -99,8 +92,9 @@ class Link:
         """Whether the peer is known to be gone although messages of it can still be read."""
         return False
 
+    @abstractmethod
     def absorb(self) -> None:
-        """Take note of what the peer says about room; a plain socket knows by itself."""
+        """Take note of what the peer says about room for payloads."""
 
     # Sending
 
@@ -133,38 +127,44 @@ class Link:
         if copy and self.queued:
             self._own_queue()
 
+    @abstractmethod
     def flush(self) -> bool:
         """Send what the peer takes without waiting; True when nothing is left. Raises PeerLost."""
-        out = self._out
-        while out:
-            try:
-                sent = self._sock.sendmsg([out[i] for i in range(min(len(out), 16))])
-            except BlockingIOError:
-                return False
-            except OSError as error:
-                raise self._lost(error) from error
-            self.bytes_sent += sent
-            self._queued -= sent
-            while out and sent >= len(out[0]):
-                sent -= len(out.popleft())
-            if sent:
-                out[0] = out[0][sent:]
-        return True
 
-    def _own_queue(self) -> None:
-        self._out[-1] = memoryview(bytes(self._out[-1]))
-
+    @abstractmethod
     def _append(self, message: Message, payload: Any) -> None:
-        view = as_bytes(message.payload if payload is None else payload)
-        head = HEADER.pack(
-            message.kind, 0, self.generation, message.tag, message.a, message.b, message.weight, len(view), 0, 0
-        )
-        self._out.append(memoryview(head))
-        if len(view):
-            self._out.append(view)
-        self._queued += len(head) + len(view)
+        """Queue a message; its payload is not copied."""
+
+    @abstractmethod
+    def _own_queue(self) -> None:
+        """Copy the payload that was queued last."""
 
     # Receiving
+
+    @abstractmethod
+    def try_recv(self, into: Any = None) -> Message | None:
+        """As `recv`, without waiting: None while the message is not complete."""
+
+    @abstractmethod
+    def peek(self) -> Message | None:
+        """The header of the next message, without its payload; None when it has not arrived.
+
+        Raises PeerLost, StaleGeneration (the peer refused a message of this side).
+        """
+
+    @property
+    @abstractmethod
+    def head(self) -> Message | None:
+        """The header that `peek` found and whose message has not been taken yet."""
+
+    @property
+    @abstractmethod
+    def pending_bytes(self) -> int:
+        """The payload size of the message that `peek` returned."""
+
+    @abstractmethod
+    def drain(self) -> bool:
+        """Read and forget what is there; True when the peer has hung up."""
 
     def recv(self, timeout: float, into: Any = None) -> Message:
         """The next message, within `timeout` seconds of silence; its payload lands in `into` where given.
@@ -179,21 +179,6 @@ class Link:
             if self._out:
                 with contextlib.suppress(PeerLost):  # found again when what it sent has been read
                     self.flush()
-
-    def try_recv(self, into: Any = None) -> Message | None:
-        """As `recv`, without waiting: None while the message is not complete."""
-        message = self.peek()
-        if message is None:
-            return None
-        stale = self._refuse
-        if stale < 0:
-            self._aim(into)
-        if not self._read_payload():
-            return None
-        self._finish(message, into if stale < 0 else None)
-        if stale >= 0:
-            raise self._stale(stale)
-        return message
 
     def feed(self) -> list[Message]:
         """Read what is there and return the complete messages, each with a payload of its own.
@@ -217,73 +202,7 @@ class Link:
                 return messages
             messages.append(message)
 
-    def peek(self) -> Message | None:
-        """The header of the next message, without its payload; None when it has not arrived."""
-        if self._next is None and self._read_header():
-            kind, _, generation, tag, a, b, weight, size, _, _ = HEADER.unpack(self._header)
-            if kind == REFUSED:
-                raise self._refused(a, b)
-            self._next = Message(kind, tag, a, b, weight)
-            self._size = size
-            self._refuse = generation if generation != self.generation else -1
-        return self._next
-
-    @property
-    def head(self) -> Message | None:
-        """The header that `peek` found and whose message has not been taken yet."""
-        return self._next
-
-    @property
-    def pending_bytes(self) -> int:
-        """The payload size of the message that `peek` returned."""
-        return int(self._size)
-
-    def _read_header(self) -> bool:
-        while self._got < HEADER.size:
-            count = self._read(self._header[self._got :])
-            if count < 0:
-                return False
-            self._got += count
-        self._got = 0
-        return True
-
-    def _aim(self, into: Any) -> None:
-        if self._target is not None:
-            return
-        if into is None:
-            self._target = new_payload(self._size)
-            return
-        view = as_bytes(into)
-        if len(view) != self._size:
-            raise LinkError(
-                f"{self.peer!r} sent {self._size} bytes where {len(view)} were expected",
-                peer=self.peer,
-                given=self._size,
-                expected=len(view),
-            )
-        self._target, self._into = view, into
-
-    def _read_payload(self) -> bool:
-        if self._refuse >= 0 and self._target is None:
-            self._target = new_payload(self._size)
-        assert self._target is not None
-        while self._filled < self._size:
-            count = self._read(self._target[self._filled :])
-            if count < 0:
-                return False
-            self._filled += count
-        return True
-
-    def _finish(self, message: Message, into: Any) -> None:
-        target = self._target
-        assert target is not None
-        if into is not None and into is not self._into and len(target):
-            as_bytes(into)[:] = target
-        message.payload = target
-        self._next, self._target, self._into, self._filled = None, None, None, 0
-
     def _stale(self, generation: int) -> StaleGeneration:
-        self._refuse = -1
         self._append(Message(REFUSED, a=generation, b=self.generation), None)
         self.flush()
         return StaleGeneration(
@@ -304,19 +223,6 @@ class Link:
         )
 
     # The socket
-
-    def _read(self, view: memoryview) -> int:
-        """Bytes read, or -1 when nothing is there."""
-        try:
-            count = self._sock.recv_into(view)
-        except BlockingIOError:
-            return -1
-        except OSError as error:
-            raise self._lost(error) from error
-        if count == 0:
-            raise self._lost(None)
-        self.bytes_received += count
-        return count
 
     def wait(self, events: int, timeout: float, doing: str = "answer") -> None:
         """Sleep until the socket is ready for `events`. Raises PeerTimeout after `timeout` seconds."""
@@ -361,6 +267,147 @@ class Link:
             while not self.drain() and (left := end - time.monotonic()) > 0:
                 self.wait(select.POLLIN, left)
 
+    def close(self) -> None:
+        """Close this end; what is queued is dropped. Safe to call twice."""
+        self._sock.close()
+        self._out.clear()
+
+    def __enter__(self) -> Link:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@dataclass(slots=True)
+class _PartialMessage:
+    """A message of which the header, and perhaps a part of the payload, has been read."""
+
+    message: Message
+    size: int
+    refused: int  # its generation, where that is not the link's; -1 = it is
+    target: memoryview | None = None  # where the payload goes
+    into: object | None = None
+    filled: int = 0
+
+
+class SocketLink(Link):
+    """A `Link` whose payloads travel on the socket behind their headers."""
+
+    def __init__(self, sock: socket.socket, peer: str, generation: int, transport: str) -> None:
+        super().__init__(sock, peer, generation, transport)
+        self._queued = 0
+        self._header = memoryview(bytearray(HEADER.size))
+        self._got = 0  # bytes of the next header
+        self._next: _PartialMessage | None = None
+
+    # Sending
+
+    @property
+    def queued(self) -> int:
+        """See Link."""
+        return self._queued
+
+    def flush(self) -> bool:
+        """Send what the peer takes without waiting; True when nothing is left. Raises PeerLost."""
+        out = self._out
+        while out:
+            try:
+                sent = self._sock.sendmsg([out[i] for i in range(min(len(out), 16))])
+            except BlockingIOError:
+                return False
+            except OSError as error:
+                raise self._lost(error) from error
+            self.bytes_sent += sent
+            self._queued -= sent
+            while out and sent >= len(out[0]):
+                sent -= len(out.popleft())
+            if sent:
+                out[0] = out[0][sent:]
+        return True
+
+    def _own_queue(self) -> None:
+        self._out[-1] = memoryview(bytes(self._out[-1]))
+
+    def _append(self, message: Message, payload: Any) -> None:
+        view = as_bytes(message.payload if payload is None else payload)
+        head = HEADER.pack(
+            message.kind, 0, self.generation, message.tag, message.a, message.b, message.weight, len(view), 0, 0
+        )
+        self._out.append(memoryview(head))
+        if len(view):
+            self._out.append(view)
+        self._queued += len(head) + len(view)
+
+    def absorb(self) -> None:
+        """See Link: a plain socket knows by itself."""
+
+    # Receiving
+
+    def try_recv(self, into: Any = None) -> Message | None:
+        """See Link."""
+        if self.peek() is None:
+            return None
+        item = self._next
+        assert item is not None, "peek found it"
+        if item.target is None:
+            item.target, item.into = landing(self.peer, item.size, into if item.refused < 0 else None)
+        target = item.target
+        while item.filled < item.size:
+            count = self._read(target[item.filled :])
+            if count < 0:
+                return None
+            item.filled += count
+        self._next = None
+        if item.refused >= 0:
+            raise self._stale(item.refused)
+        if into is not None and into is not item.into and len(target):
+            as_bytes(into)[:] = target
+        item.message.payload = target
+        return item.message
+
+    def peek(self) -> Message | None:
+        """See Link."""
+        if self._next is None and self._read_header():
+            kind, _, generation, tag, a, b, weight, size, _, _ = HEADER.unpack(self._header)
+            if kind == REFUSED:
+                raise self._refused(a, b)
+            refused = generation if generation != self.generation else -1
+            self._next = _PartialMessage(Message(kind, tag, a, b, weight), size, refused)
+        return self.head
+
+    @property
+    def head(self) -> Message | None:
+        """See Link."""
+        return None if self._next is None else self._next.message
+
+    @property
+    def pending_bytes(self) -> int:
+        """See Link."""
+        return 0 if self._next is None else self._next.size
+
+    def _read_header(self) -> bool:
+        while self._got < HEADER.size:
+            count = self._read(self._header[self._got :])
+            if count < 0:
+                return False
+            self._got += count
+        self._got = 0
+        return True
+
+    def _read(self, view: memoryview) -> int:
+        """Bytes read, or -1 when nothing is there."""
+        try:
+            count = self._sock.recv_into(view)
+        except BlockingIOError:
+            return -1
+        except OSError as error:
+            raise self._lost(error) from error
+        if count == 0:
+            raise self._lost(None)
+        self.bytes_received += count
+        return count
+
     def drain(self) -> bool:
         """Read and forget what is there; True when the peer has hung up."""
         scrap = memoryview(bytearray(1 << 16))
@@ -372,16 +419,24 @@ class Link:
         return False
 
     def close(self) -> None:
-        """Close this end; what is queued is dropped. Safe to call twice."""
-        self._sock.close()
-        self._out.clear()
+        """See Link."""
+        super().close()
         self._queued = 0
 
-    def __enter__(self) -> Link:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+def landing(peer: str, size: int, into: Any) -> tuple[memoryview, object | None]:
+    """Where a payload of `size` bytes goes, `into` or new memory, and `into` itself.
+
+    Raises LinkError: `into` is of another size.
+    """
+    if into is None:
+        return new_payload(size), None
+    view = as_bytes(into)
+    if len(view) != size:
+        raise LinkError(
+            f"{peer!r} sent {size} bytes where {len(view)} were expected", peer=peer, given=size, expected=len(view)
+        )
+    return view, into
 
 
 def deadline_left(deadline: float) -> float:
