@@ -1,6 +1,7 @@
 """The house's floors, held by its imports; sizes; what is loaded when; what is public."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -50,6 +51,28 @@ LAZY = {  # (module, what it imports within a function): why
     ("runtime.loop", "rayps.cluster.ray_cluster"): "a run on a given cluster needs no Ray",
     ("federated.robust_rules", "rayps.federated.rules"): "the job service reads rules without numpy",
     ("cli.doctor", "resource"): "not on every system",
+}
+
+ACTOR = "an actor's class: its process imports it"
+FAMILY = "a job imports the loop of its own family only"
+NAMED = {  # (module, what it names as "module:Name"): why
+    ("federated.client_states", "federated.client_states:DealtStates"): "what a worker keeps for one family",
+    ("ps.group", "ps.manager.manager_actor:ManagerActor"): ACTOR,
+    ("ps.manager.launcher", "ps.server.server_actor:ServerActor"): ACTOR,
+    ("ps.server_group", "ps.fixed.shard_actor:ShardActor"): ACTOR,
+    ("runtime.job_servers", "ps.fixed.shard_actor:ShardActor"): ACTOR,
+    ("runtime.loop", "runtime.loop:LoopActor"): ACTOR,
+    ("runtime.worker_group", "runtime.worker_actor:WorkerActor"): ACTOR,
+    ("service.drivers", "runtime.driver_actor:DriverActor"): ACTOR,
+    ("service.groups", "ps.manager.manager_actor:ManagerActor"): ACTOR,
+    ("service.ray_process", "cluster.ray_cluster:RayCluster"): "the service needs no Ray",
+    ("worker.families", "parallel.division.model_slice:ModelSlice"): "only models that are divided need it",
+    ("worker.families", "ps.tables.embedding:bind"): "only models with sparse tables need it",
+    ("worker.families", "worker.federated_rounds:FederatedRounds"): FAMILY,
+    ("worker.families", "worker.local_updates:LocalUpdates"): FAMILY,
+    ("worker.families", "worker.server_steps:ServerSteps"): FAMILY,
+    ("worker.families", "worker.shared_vector:SharedVectorSteps"): FAMILY,
+    ("worker.families", "worker.sync_gradients:SyncGradients"): FAMILY,
 }
 
 
@@ -163,6 +186,24 @@ def test_imports_stand_at_the_top():
         if inside and not name.startswith(("rayps.migrations", "rayps.cli"))
     }
     assert found <= set(LAZY), found - set(LAZY)
+
+
+def test_what_is_imported_by_name():
+    """Beside imports: strings "rayps.module:Name". Benchmarks name their own actors."""
+    found = {
+        (name.removeprefix("rayps."), node.value.removeprefix("rayps."))
+        for name in OURS
+        for node in ast.walk(TREES[name])
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and re.fullmatch(r"rayps(\.\w+)+:\w+", node.value)
+        and not name.startswith("rayps.bench")
+    }
+    assert found == set(NAMED)
+    for _, target in NAMED:
+        module, _, thing = target.partition(":")
+        tree = TREES[f"rayps.{module}"]
+        assert any(getattr(node, "name", "") == thing for node in tree.body), target
 
 
 @pytest.mark.parametrize("name", sorted(FILES))

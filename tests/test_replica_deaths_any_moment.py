@@ -19,7 +19,7 @@ from rayps.recovery.peer_replication import Mirror
 from rayps.runtime import worker_actor
 from rayps.worker import run as worker_run
 from rayps.worker.connections import WorkerConnections
-from rayps.worker.plan import WorkerPlan
+from rayps.worker.plan import PeerAddresses, WorkerPlan
 
 pytestmark = pytest.mark.chaos
 
@@ -142,7 +142,8 @@ def test_what_a_dead_worker_had_said_is_heard_however_long_the_others_are_waited
     work = Deeper(n=96, batch=6)
     actor = worker_actor.WorkerActor(1, b"secret" * 6, pack(work))
     bond = Bond(1, ("", ""), 0, False, recalls=True, source=Source(0, 1))
-    plan = WorkerPlan(2, 1, 2, AllReduce(), ["", ""], [], b"secret" * 6, 0, 5, 16, Boundary(16, 16), 0, 30.0, bond=bond)
+    peers = PeerAddresses(b"secret" * 6, ["", ""])
+    plan = WorkerPlan(2, 1, 2, AllReduce(), peers, 0, 5, 16, Boundary(16, 16), 0, 30.0, bond=bond)
     heard = []
     try:
         for _ in range(2):

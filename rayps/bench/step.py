@@ -32,7 +32,7 @@ from rayps.strategies.all_reduce import AllReduce
 from rayps.tensors.flat import FlatModel
 from rayps.tensors.snapshot import Snapshot
 from rayps.worker.connections import WorkerConnections
-from rayps.worker.plan import WorkerPlan
+from rayps.worker.plan import PeerAddresses, WorkerPlan
 from rayps.worker.run import PlanRun
 from rayps.worker.sync_gradients import SyncGradients
 
@@ -110,9 +110,7 @@ class StepBench:
             rank=self._rank,
             size=self._size,
             strategy=AllReduce(bucket_mb=bucket_mb),
-            ring=[],
-            shards=[],
-            secret=b"",
+            peers=PeerAddresses(),
             seed=0,
             start=0,
             end=0,

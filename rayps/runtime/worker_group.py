@@ -26,7 +26,7 @@ from rayps.runtime.job_servers import FixedServers, JobServers
 from rayps.runtime.mending import PeerStates
 from rayps.runtime.snapshots import SnapshotSchedule, assemble, columns_of, in_columns
 from rayps.tensors.snapshot import Snapshot
-from rayps.worker.plan import Orders, WorkerFacts, WorkerPlan
+from rayps.worker.plan import Orders, PeerAddresses, WorkerFacts, WorkerPlan
 
 if TYPE_CHECKING:
     from rayps.ps.job_space import JobSpace
@@ -262,26 +262,29 @@ class WorkerGroup:
         orders, shards = self._known(), self._fixed.doors(self._column(rank)) if self._fixed.members else []
         within = {"stage": self.grid.stage, "tensor": self.grid.tensor}
         bonds = self._peers.bonds
+        peers = PeerAddresses(
+            self.secret,
+            [] if servers_of(orders.strategy) is not None else self._addresses("data", rank),
+            shards,
+            self.space.seat(rank) if self.space is not None and self._spaced else None,
+            {axis: self._addresses(axis, rank) for axis, length in within.items() if length > 1},
+            self._attempts,
+        )
         return WorkerPlan(
             orders.generation,
             rank,
             self.size,
             orders.strategy,
-            [] if servers_of(orders.strategy) is not None else self._addresses("data", rank),
-            shards,
-            self.secret,
+            peers,
             orders.seed,
             start,
             orders.end,
             orders.boundary,
             self._heard.evaluated[rank],
             orders.timeout,
-            self.space.seat(rank) if self.space is not None and self._spaced else None,
             orders.origin,
             orders.division,
-            {axis: self._addresses(axis, rank) for axis, length in within.items() if length > 1},
             bonds[rank] if bonds else None,
-            self._attempts,
             orders.mailbox,
         )
 

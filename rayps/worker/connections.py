@@ -43,7 +43,7 @@ class WorkerConnections:
         Raises:
             PeerTimeout, PeerLost, StaleGeneration: somebody did not come, or this generation has ended.
         """
-        servers, seat = servers_of(plan.strategy), plan.seat
+        servers, seat = servers_of(plan.strategy), plan.peers.seat
         if seat is not None:
             # in step a round that is open must be kept whole, whatever its size: nobody goes back for a server's death
             held = seat.space.servers
@@ -58,14 +58,14 @@ class WorkerConnections:
                 keep=keep,
             )
         if servers is None:
-            self.ring = self._ring(plan, "data", plan.ring, listener, snapshot)
+            self.ring = self._ring(plan, "data", plan.peers.ring, listener, snapshot)
         elif self.talk is not None:
             self.server = GroupServer(self.talk)
         else:
             self.server = self._join(plan, servers, snapshot)
         if self.ring is not None and self.talk is not None:
             self.talk.join()
-        for axis, addresses in plan.axes.items():
+        for axis, addresses in plan.peers.axes.items():
             self.rings[axis] = self._ring(plan, axis, addresses, listener, snapshot)
 
     def _ring(self, plan: WorkerPlan, axis: str, addresses: list[str], listener: Listener, snapshot: Snapshot) -> Ring:
@@ -75,13 +75,13 @@ class WorkerConnections:
         if plan.division is not None:
             label = place.line(axis)
             table = (snapshot.ring or {}).get(label)
-            label += f"#{plan.attempt}"  # who calls for an earlier attempt is not let in
+            label += f"#{plan.peers.attempt}"  # who calls for an earlier attempt is not let in
         pairs = axis == "stage"  # they speak in pairs, so there is nothing to measure
         return Ring.form(
             getattr(place, axis),
             addresses,
             listener,
-            secret=plan.secret,
+            secret=plan.peers.secret,
             generation=plan.generation,
             timeout=plan.timeout,
             label=label,
@@ -122,7 +122,7 @@ class WorkerConnections:
             return connect(
                 self._shards.current(shard),
                 name=f"worker-{plan.rank}",
-                secret=plan.secret,
+                secret=plan.peers.secret,
                 generation=plan.generation,
                 timeout=timeout,
             )

@@ -38,31 +38,38 @@ class Orders:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerPlan:
-    """One generation's orders to one worker. Positions count the batches that a rank consumes, from the run's begin.
+class PeerAddresses:
+    """Where one worker's peers are in a generation: the workers of its column, servers, the workers of its replica."""
 
-    `rank` is among all workers; `ring` and `shards` are those of its column.
+    secret: bytes = b""
+    ring: list[str] = field(default_factory=list)  # of the column's workers, in the order of data ranks
+    shards: list[tuple[str, int, int]] = field(default_factory=list)  # of the column's fixed servers: address, lo, hi
+    seat: SpaceRank | None = None  # the place in a space on an elastic server group
+    axes: dict[str, list[str]] = field(default_factory=dict)  # along each axis within the replica
+    attempt: int = 0  # how often this replica has started in this generation; another attempt's calls are refused
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlan:
+    """One generation's orders to one worker. Positions count the batches that a replica has taken since the run began.
+
+    `rank` is among all `size` workers.
     """
 
     generation: int
     rank: int
     size: int
     strategy: StrategyView
-    ring: list[str]  # everyone's address, in the order of data ranks
-    shards: list[tuple[str, int, int]]  # address, lo, hi
-    secret: bytes
+    peers: PeerAddresses
     seed: int
     start: int  # position; -1 = ask the servers (a worker that replaces another)
     end: int
     boundary: Boundary
     evaluated: int  # the last round after which this rank's evaluation was heard
     timeout: float
-    seat: SpaceRank | None = None
     origin: tuple[int, int] = (0, 0)  # see Orders
     division: Division | None = None
-    axes: dict[str, list[str]] = field(default_factory=dict)  # addresses along each axis within the replica
     bond: Bond | None = None  # where workers keep each other's states
-    attempt: int = 0  # how often this replica has begun anew in this generation
     mailbox: str | None = None  # see Orders
 
     @property

@@ -41,7 +41,7 @@ class GenerationRun:
         self._parts: RetainedParts[WorkerPart] = RetainedParts()
         self._backup, self._lock = backup, threading.Lock()
         self._stop = threading.Event()
-        shards = plan.shards
+        shards = plan.peers.shards
         self._connections = WorkerConnections([address for address, _, _ in shards], [(lo, hi) for _, lo, hi in shards])
         self._thread: threading.Thread | None = None
         self._run: PlanRun | None = None
