@@ -218,14 +218,12 @@ class RemoteReplies:
             self._engine.w.event("clients", said, **facts)
 
 
-def prepared(phases: list[Phase], folder: Path | None) -> str | None:
-    """The mailbox of a job in this folder, made if its clients are remote; else None.
+def prepared(folder: Path | None) -> str:
+    """Make the mailbox of a job whose clients are remote, in the job's folder; its path.
 
     Raises:
-        ConfigError: real clients could not reach the job.
+        ConfigError: there is no folder: real clients could not reach the job.
     """
-    if not any(has_remote_clients(phase.strategy) for phase in phases):
-        return None
     if folder is None:
         raise _no_service()
     Mailbox(folder / FOLDER).prepare()

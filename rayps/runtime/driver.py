@@ -108,7 +108,8 @@ class Driver:
         Raises:
             DataError, WorkloadError, ConfigError: what is wrong and the way out.
         """
-        mailbox = prepared(self._phases, self.journal.folder)
+        remote = any(has_remote_clients(phase.strategy) for phase in self._phases)
+        mailbox = prepared(self.journal.folder) if remote else None
         find = partial(preflight, self.workload, self._phases, self.spec)
         found = awaited(find, self.spec.timeout, where="driver", stopped=self._stop.is_set)
         if found is None:

@@ -33,13 +33,13 @@ from rayps.core.topology import compression_in, servers_of
 from rayps.core.user_code import placed, user_code
 from rayps.core.user_module import pack, unpack
 from rayps.ps.server_group import ServerGroup
-from rayps.ps.tables.embedding import tables_of
 from rayps.runtime.display import Display
 from rayps.strategies.catalogue import for_a_loop
 from rayps.tensors.flat import FlatModel, Gradient, beside
 from rayps.tensors.gradient_watch import GradWatch
 from rayps.tensors.learning_rate import Maker, Pace, Recipe, Ticks, pace_of
 from rayps.tensors.optim import plain_values
+from rayps.workload.model import has_tables
 
 WAIT_SECONDS = 1.0  # that a question waits in a worker for a line
 END_SECONDS = 10.0  # for the last lines of workers whose function has returned
@@ -374,7 +374,7 @@ def wrap(
     """
     here = world()
     chosen = for_a_loop(strategy)
-    if tables_of(model):
+    if has_tables(model):
         raise ConfigError("wrap takes no model with sparse tables: use rayps.train, which gives them servers")
     name = f"{here.name}/{next(here.wraps)}"
     flat = FlatModel(model)

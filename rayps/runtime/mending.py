@@ -216,7 +216,8 @@ class Mender:
         """Take in the workers as they are now; tells of a mending once the first new round is there."""
         known = [w.facts for w in group.workers if isinstance(w.facts, WorkerFacts)]
         facts = [f for f in known if f.generation == generation]
-        self.cost = CommitCost.most(f.cost for f in facts if f.cost is not None) or self.cost
+        if costs := [f.cost for f in facts if f.cost is not None]:
+            self.cost = CommitCost.most(costs)
         self._look_for_those_who_rejoin(group)
         loss = self._loss
         if loss is None or len(facts) < len(group.workers):

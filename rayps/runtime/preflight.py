@@ -54,7 +54,7 @@ from rayps.tensors.flat import Layout
 from rayps.tensors.learning_rate import Recipe, Ticks, rates_of, recipe_of
 from rayps.tensors.optim import made
 from rayps.workload.base import Workload, check_clip_norm, misspelt
-from rayps.workload.model import apart, model_of
+from rayps.workload.model import apart, has_tables, model_of
 from rayps.workload.part import Whole, number
 
 
@@ -81,7 +81,7 @@ def preflight(workload: Workload, phases: list[Phase], spec: JobSpec) -> Preflig
     grids = [phase.strategy.grid(spec.workers) for phase in phases]
     with apart():  # the user's own random numbers stay as they were
         model = model_of(workload)
-        tables = tables_of(model)
+        tables = tables_of(model) if has_tables(model) else ()
         if tables:
             try_out(workload, model)
     _check_topologies(phases, spec, tables, workload.clip_norm)

@@ -21,7 +21,7 @@ from rayps.cluster.local import Cluster
 from rayps.core import metrics
 from rayps.core.errors import CheckpointError, ConfigError, RaypsError, TrainingError
 from rayps.core.job import LOCAL_CPUS, Status
-from rayps.ps.tables.embedding import load, load_states, tables_of
+from rayps.ps.tables.embedding import load, load_states
 from rayps.runtime.display import Display
 from rayps.runtime.driver import Driver
 from rayps.runtime.journal import Journal
@@ -32,6 +32,7 @@ from rayps.tensors import checkpoint as checkpoints
 from rayps.tensors.snapshot import Snapshot
 from rayps.workload.base import Workload, check_clip_norm
 from rayps.workload.base import load as load_workload
+from rayps.workload.model import has_tables
 
 
 @dataclass(slots=True, repr=False)
@@ -72,7 +73,7 @@ class Result:
         model = self.snapshot.fill(self.workload.model())
         if self.tables:
             model = load_states(model, self.tables)
-        elif self.checkpoint and tables_of(model):
+        elif self.checkpoint and has_tables(model):
             model = load(model, self.checkpoint / checkpoints.TABLES)
         return model.eval()
 

@@ -14,7 +14,7 @@ from rayps.cluster.local import ActorReply, Bundle, Cluster, until
 from rayps.cluster.members import GroupMember, place, settle
 from rayps.cluster.reservation import WorkerResources, reserve
 from rayps.core.errors import ActorDied, ClusterError, LinkError
-from rayps.core.families import rebuilds
+from rayps.core.families import learns_by_client, rebuilds
 from rayps.core.grid import Grid
 from rayps.core.metrics import means
 from rayps.core.time_limit import START_SECONDS, overdue
@@ -98,7 +98,7 @@ class WorkerGroup:
         self.secret = secrets.token_bytes(32)
         self.workers: list[GroupMember] = []
         self.grid = Grid(1)
-        self.client_states = ClientStatesBackup()
+        self._client_states: ClientStatesBackup | None = None  # once a phase needs it
         self._launcher = WorkerLauncher(cluster, packed, resources, self.secret, working_dir, capture)
         self._fixed = FixedServers(cluster, packed, self.secret, working_dir)
         self._orders: Orders | None = None
@@ -152,11 +152,19 @@ class WorkerGroup:
             raise
         return placed
 
+    @property
+    def client_states(self) -> ClientStatesBackup:
+        """The newest snapshot's states of the job's clients."""
+        if self._client_states is None:
+            self._client_states = ClientStatesBackup()
+        return self._client_states
+
     def close(self) -> None:
         """End every member, free what the job holds on a server group, and give the resources back."""
         self._launcher.end(self.workers)
         self.workers = []
-        self.client_states.close()
+        if self._client_states is not None:
+            self._client_states.close()
         self._fixed.close()
         if self.space is not None:
             self.space.close()
@@ -214,7 +222,8 @@ class WorkerGroup:
         else:
             self._fixed.begin(orders, parts, shared)
         del parts
-        self.client_states.deal(self.workers, keeper_of(orders.strategy), snapshot.round, orders.timeout)
+        if learns_by_client(orders.strategy) or self._client_states is not None:
+            self.client_states.deal(self.workers, keeper_of(orders.strategy), snapshot.round, orders.timeout)
         replies = []
         for rank, worker in enumerate(self.workers):
             start = snapshot.positions[self.grid.at(rank).data] if mending is None else mending.round
@@ -366,7 +375,8 @@ class WorkerGroup:
             except (ClusterError, TimeoutError):
                 return None  # somebody died or is silent: the next polls say who
             whole = all(part is not None for part in ([*given, *held] if in_step else held))
-            if whole and self.client_states.gather(self.workers, newest, timeout):
+            states = self._client_states
+            if whole and (states is None or states.gather(self.workers, newest, timeout)):
                 found = self._assemble(snapshot, given, held)
                 early = [(self._known().end, found.round)] if given[0] is not None and given[0].met else []
                 found.strategy, found.ended = snapshot.strategy, snapshot.ended + early

@@ -59,3 +59,8 @@ def drawn_apart(workload: Workload, seed: int) -> Snapshot:
     """As `drawn`; the process's own generator stays where it is."""
     with apart():
         return drawn(workload, seed)
+
+
+def has_tables(model: nn.Module) -> bool:
+    """Whether modules of a model keep their rows in sparse tables (`rayps.embedding`)."""
+    return any(getattr(module, "rows_in_table", False) for module in model.modules())

@@ -11,7 +11,7 @@ import dataclasses
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,8 @@ MODES = ("sum", "mean")
 
 class _Rows(nn.Module):
     """The base of `Embedding` and `EmbeddingBag`: a module whose rows are in a sparse table."""
+
+    rows_in_table: ClassVar[bool] = True  # see `rayps.workload.model.has_tables`
 
     def __init__(
         self,
