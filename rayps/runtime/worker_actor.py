@@ -72,6 +72,7 @@ class WorkerActor:
         self._workload: Workload | None = None
         self._listener = Listener(f"worker-{rank}", secret, host=host_address())
         self._ending, self._closed = threading.RLock(), False
+        self._lock = threading.RLock()  # of what the driver asks for
         self._current: GenerationRun | None = None
         self._companions: dict[str, Any] = {}
         self._backup: WorkerBackup | None = None  # where workers keep each other's states
@@ -128,17 +129,20 @@ class WorkerActor:
             self.abort()
             if self._closed:
                 raise PeerLost(f"worker-{plan.rank} has been closed", peer=f"worker-{plan.rank}")
-            points = []
-            if plan.bond is not None:
-                points = self._made_backup().unheard(plan.start if plan.bond.recalls else 0)
-            self._current = GenerationRun(plan, self._backup, points)
+            with self._lock:  # a question answered between the two would count points as heard that nobody has heard
+                points = []
+                if plan.bond is not None:
+                    points = self._made_backup().unheard(plan.start if plan.bond.recalls else 0)
+                self._current = GenerationRun(plan, self._backup, points, self._lock)
             self._listener.generation = plan.generation
             self._current.start(self._load, snapshot, self._listener, self._device, self._companions)
 
     def poll(self, wanted: int) -> WorkerFacts:
         """What happened since the last poll; points and lines are handed over once. The part of `wanted` is kept."""
-        run, ends = self._current, thread_ends.ended(self._ends)
-        answer = WorkerFacts(self._rank, 0, "idle") if run is None else run.poll(wanted)
+        ends = thread_ends.ended(self._ends)
+        with self._lock:
+            run = self._current
+            answer = WorkerFacts(self._rank, 0, "idle") if run is None else run.poll(wanted)
         answer.lines, answer.ends = self.logs.drain(), ends
         answer.points += self._ended_threads(ends)
         return answer

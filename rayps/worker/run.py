@@ -32,14 +32,16 @@ class GenerationRun:
     A run that has been ended reports nothing more: what its thread still does is of no generation.
     """
 
-    def __init__(self, plan: WorkerPlan, backup: WorkerBackup | None, points: list[dict[str, Any]]) -> None:
+    def __init__(
+        self, plan: WorkerPlan, backup: WorkerBackup | None, points: list[dict[str, Any]], lock: threading.RLock
+    ) -> None:
         """`backup` is that of this worker, where workers keep each other's states. `points` are those of an earlier
-        generation that the driver may not have heard.
+        generation that the driver may not have heard. `lock` is that of the worker's facts, in all generations.
         """
         self.plan = plan
         self._facts = WorkerFacts(plan.rank, plan.generation, "running", max(plan.start, 0), points=points)
         self._parts: RetainedParts[WorkerPart] = RetainedParts()
-        self._backup, self._lock = backup, threading.Lock()
+        self._backup, self._lock = backup, lock
         self._stop = threading.Event()
         shards = plan.peers.shards
         self._connections = WorkerConnections([address for address, _, _ in shards], [(lo, hi) for _, lo, hi in shards])
