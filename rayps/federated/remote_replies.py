@@ -17,8 +17,6 @@ import numpy as np
 from torch import Tensor
 
 from rayps.core.errors import ConfigError, StaleGeneration, TrainingError
-from rayps.core.families import has_remote_clients
-from rayps.core.strategy import Phase
 from rayps.data.clients import ClientSummary
 from rayps.federated import remote_codec
 from rayps.federated.client import ClientReply
