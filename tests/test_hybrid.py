@@ -4,6 +4,7 @@ import importlib
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 from small_work import SEEN, Watched, kinds
@@ -101,6 +102,9 @@ class TalkOf:
         self.readers.append(TalkOf(self.servers, self.rank))
         self.readers[-1].slow, self.readers[-1].broken = self.slow, self.broken
         return self.readers[-1]
+
+    def room(self, size):
+        return np.empty(size, np.uint8)
 
     def exchange(self, kind, pieces, *, step=0, weight=0.0, landing=None):
         self.asked.append((kind, sorted(pieces)))

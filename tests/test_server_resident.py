@@ -23,11 +23,12 @@ from rayps.comm.link.memory import Memory
 from rayps.core.calendar import Boundary
 from rayps.core.errors import LinkError, PeerLost, PeerTimeout, StaleGeneration
 from rayps.core.partition import slices
-from rayps.ps.fixed import Server, shared_memory
+from rayps.ps.fixed import Server
 from rayps.ps.fixed.loop import ShardLoop
 from rayps.ps.fixed.messages import ShardMessage
 from rayps.ps.fixed.shard import Shard
 from rayps.ps.fixed.transport import MemoryTransport, MessageTransport
+from rayps.ps.protocol import shared_memory
 from rayps.strategies.parameter_server import ParameterServer
 from rayps.tensors.flat import Layout
 

@@ -152,6 +152,7 @@ class SharedLink(Link):
         super().__init__(sock, peer, generation, "shm")
         self.memories: dict[int, Memory] = {}  # what the peer has offered, by key
         self.descriptors: dict[int, int] = {}  # the same for other descriptors; the taker closes them
+        self.offers_made = self.offers_taken = 0
         self._todo: deque[tuple[Message, memoryview, int]] = deque()  # not on the wire yet; bytes already in lane
         self._lane: OutgoingLane | None = None
         self._incoming = IncomingLane()
@@ -240,6 +241,7 @@ class SharedLink(Link):
         self._offer(key, 0, descriptor)
 
     def _offer(self, key: int, size: int, descriptor: int, flags: int = 0) -> None:
+        self.offers_made += 1
         copy = os.dup(descriptor)  # the caller may close its own before this one leaves
         self._put(Message(_OFFER, a=key, b=size), flags=flags)
         self._passing.append((self._out[-1], copy))
@@ -377,6 +379,7 @@ class SharedLink(Link):
             self.bytes_received += b
         elif kind == _OFFER and self._reader.descriptors:
             descriptor = self._reader.descriptors.popleft()
+            self.offers_taken += 1
             if b == 0:
                 self.descriptors[a] = descriptor
                 return

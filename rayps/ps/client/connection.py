@@ -10,6 +10,7 @@ import numpy as np
 
 from rayps.comm.link import Link, Message
 from rayps.comm.link.socket_link import as_bytes
+from rayps.ps.protocol.mailbox import WorkerMailbox
 from rayps.ps.protocol.messages import GroupMessage, SegmentPayload, pack_head
 
 POOLED_BYTES = 1 << 14  # smaller payloads are not worth keeping memory for
@@ -17,6 +18,7 @@ PUSHES = frozenset({GroupMessage.PUSH, GroupMessage.PUSH_PULL})
 PATIENT = frozenset(
     {GroupMessage.PULL, GroupMessage.PUSH_PULL, GroupMessage.READ, GroupMessage.FLUSH}
 )  # these say how long their answer may wait
+BY_MAILBOX = frozenset({GroupMessage.PUSH, GroupMessage.PULL, GroupMessage.PUSH_PULL, GroupMessage.READ})
 
 
 @dataclass(slots=True)
@@ -37,6 +39,8 @@ class SegmentRequest:
     durable: int | None = None
     buffers: list[Any] = field(default_factory=list)
     kept: bool = False  # some of its memory is kept by others
+    by_message: bool = False  # it must not go by mailbox
+    torn: bool = False  # what is read of a segment may be of several versions
 
     def __post_init__(self) -> None:
         self.unsaid = dict.fromkeys(self.pieces)
@@ -49,6 +53,8 @@ class InFlight:
 
     ask: SegmentRequest
     segments: list[int]
+    by_mailbox: bool = False
+    outs: dict[int, Any] = field(default_factory=dict)  # where rows are put that do not land in their place at once
 
     def reopen(self) -> None:
         """It is to be said again."""
@@ -58,8 +64,8 @@ class InFlight:
 class ServerConnection:
     """One server, as a worker speaks to it."""
 
-    def __init__(self, server: str, link: Link) -> None:
-        self.server, self.link = server, link
+    def __init__(self, server: str, link: Link, mailbox: WorkerMailbox | None = None) -> None:
+        self.server, self.link, self.mailbox = server, link, mailbox
         self.flights: dict[int, InFlight] = {}  # by tag
         self.marks: dict[int, int] = {}  # by segment: the rank's next step there, as of joining
         self.joined = False
@@ -69,6 +75,26 @@ class ServerConnection:
     def say(self, message: Message, payload: Any) -> None:
         """Send what leaves at once; the rest leaves while answers are awaited. Raises LinkError."""
         self.link.queue(message, payload, copy=False)
+
+    @property
+    def waits(self) -> bool:
+        """Whether a request in the mailbox is not answered."""
+        return self.mailbox is not None and not self.mailbox.answered
+
+    @property
+    def heard(self) -> bool:
+        """Whether the answer to a request that is under way can be read out of the mailbox."""
+        box = self.mailbox
+        if box is None or not box.answered:
+            return False
+        flight = self.flights.get(box.tag)
+        return flight is not None and flight.by_mailbox and box.readable
+
+    def close(self) -> None:
+        """Close the link, and give up the mailbox."""
+        self.link.close()
+        if self.mailbox is not None:
+            self.mailbox.close()
 
     @property
     def events(self) -> int:

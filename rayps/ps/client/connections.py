@@ -7,12 +7,15 @@ import struct
 import time
 
 from rayps.comm.link import Link, Message, connect
+from rayps.comm.link.memory import Fence
 from rayps.core.errors import LinkError, PeerLost, PeerTimeout
 from rayps.core.failpoint import passing
 from rayps.ps.client.connection import ServerConnection
 from rayps.ps.client.map_subscription import Door, MapSubscription
+from rayps.ps.protocol.mailbox import WAITS, WorkerMemory, mailbox
 from rayps.ps.protocol.messages import GroupMessage
 from rayps.ps.protocol.segment_map import SpaceMap
+from rayps.ps.protocol.shared_memory import AVAILABLE
 from rayps.ps.protocol.space import Space
 
 CALL_SECONDS = (0.1, 2.0)  # first and longest try to reach a server; it may be dead, and the map not say so yet
@@ -35,7 +38,10 @@ class _Trouble:
 class ServerConnections:
     """By server, the links of one holder of a rank, and the map that says whom to ask."""
 
-    def __init__(self, door: Door, space: Space, rank: int, incarnation: int, name: str, timeout: float) -> None:
+    def __init__(
+        self, door: Door, space: Space, rank: int, incarnation: int, name: str, timeout: float, *, resident: bool = True
+    ) -> None:
+        """`resident`: share memory with servers of this host."""
         self.space, self.rank, self.name, self.timeout = space, rank, name, timeout
         self.watch = MapSubscription(door, space.number, name, timeout)
         self.map: SpaceMap = self.watch.map
@@ -43,6 +49,8 @@ class ServerConnections:
         self.ended = False
         self.breaks = 0  # times that a server was lost, or segments got another holder
         self.deadline = 0.0
+        self.memory = WorkerMemory() if resident and AVAILABLE else None
+        self.fence = Fence()
         self._incarnation = incarnation
         self._troubles: dict[str, _Trouble] = {}
         self._joins = 0
@@ -76,7 +84,7 @@ class ServerConnections:
         link = self._call(address, trouble or self._trouble(server), known_trouble=trouble is not None)
         if link is None:
             return None
-        line = self.open[server] = ServerConnection(server, link)
+        line = self.open[server] = ServerConnection(server, link, mailbox(link, self.memory))
         self.join(line)
         return self.open.get(server)
 
@@ -111,7 +119,9 @@ class ServerConnections:
         """A link has failed: what was under way on it is to be said again."""
         if self.open.pop(line.server, None) is not None:
             self.breaks += 1
-            line.link.close()
+            if line.waits and self.memory is not None:
+                self.memory.retire()
+            line.close()
             for flight in line.flights.values():
                 flight.reopen()
             line.flights.clear()
@@ -139,11 +149,22 @@ class ServerConnections:
             self.watch.seek()
             ends = min(ends, *(t.until for t in self._troubles.values() if t.until > now), now + NAP_SECONDS)
         poll = select.poll()
+        boxes = [line.mailbox for line in self.open.values() if line.mailbox is not None and line.waits]
         for line in self.open.values():
             poll.register(line.link.fileno(), line.events)
         if not self.watch.lost:
             poll.register(self.watch.fileno(), select.POLLIN)
-        poll.poll(max(1, int(1000 * (ends - now))))
+        if boxes and self.memory is not None:
+            poll.register(self.memory.wakeup, select.POLLIN)
+        for box in boxes:
+            box.words[WAITS] = 1
+        self.fence()
+        if not any(line.heard for line in self.open.values()):
+            poll.poll(max(1, int(1000 * (ends - now))))
+        for box in boxes:
+            box.words[WAITS] = 0
+        if boxes and self.memory is not None:
+            self.memory.hush()
 
     def hang_up(self) -> None:
         """End what another thread waits for in here. Any thread may call it."""
@@ -156,9 +177,11 @@ class ServerConnections:
         """Close all. Safe to call twice."""
         self.ended = True
         for line in list(self.open.values()):
-            line.link.close()
+            line.close()
         self.open.clear()
         self.watch.close()
+        if self.memory is not None:
+            self.memory.close()
 
     def _trouble(self, server: str) -> _Trouble:
         return self._troubles.setdefault(server, _Trouble())

@@ -12,16 +12,28 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from rayps.comm.link import Message
 from rayps.comm.link.socket_link import EMPTY, as_bytes
 from rayps.core.errors import LinkError, PeerLost, PeerTimeout
 from rayps.core.failpoint import passing
-from rayps.ps.client.connection import PATIENT, PUSHES, BufferPool, InFlight, SegmentRequest, ServerConnection, gather
+from rayps.ps.client.connection import (
+    BY_MAILBOX,
+    PATIENT,
+    PUSHES,
+    BufferPool,
+    InFlight,
+    SegmentRequest,
+    ServerConnection,
+    gather,
+)
 from rayps.ps.client.connections import ServerConnections, named
 from rayps.ps.client.map_subscription import Door
 from rayps.ps.client.replay_buffer import ReplayBuffer
 from rayps.ps.fixed.messages import error_of
 from rayps.ps.protocol.consistent_cut import furthest
+from rayps.ps.protocol.mailbox import ROWS, head_of
 from rayps.ps.protocol.messages import GroupMessage, SegmentPayload, numbers, read_numbers, unpack
 from rayps.ps.protocol.segment_map import SpaceMap
 from rayps.ps.protocol.space import Space
@@ -47,7 +59,8 @@ class Session:
     `door` is a manager's {"address", "secret"}, or a function that finds them again. `incarnation` is the manager's
     number for this holder of the rank (`Group.join`); a later one fences this one. `timeout` is in seconds. `keep` is
     how many bytes of pushes are kept until they are durable. `lost` says which segments are lost for good: without it
-    they are waited for, as somebody may load them again. Rank -1 loads and reads, and never pushes.
+    they are waited for, as somebody may load them again. Rank -1 loads and reads, and never pushes. `resident=False`
+    shares no memory with servers of this host.
 
     Raises:
         PeerLost, PeerTimeout: no manager answers.
@@ -64,16 +77,19 @@ class Session:
         name: str | None = None,
         keep: int = KEEP_BYTES,
         lost: Callable[[], Collection[int]] | None = None,
+        resident: bool = True,
     ) -> None:
         self.space, self.rank, self.timeout = space, rank, timeout
         self.seconds_waiting = 0.0
         self.kept = ReplayBuffer(keep)
         self._door, self._incarnation, self._lost = door, incarnation, lost
         name = name or (f"worker-{rank}" if rank >= 0 else "opener")
-        self._lines = ServerConnections(door, space, rank, incarnation, name, timeout)
+        self._lines = ServerConnections(door, space, rank, incarnation, name, timeout, resident=resident)
         self._pool = BufferPool()
         self._readers: weakref.WeakSet[Session] = weakref.WeakSet()
         self._asks: list[SegmentRequest] = []  # what is under way, in the order to be said
+        self._put: list[ServerConnection] = []  # whose mailbox has a request that its server was not woken for
+        self._item = 0 if space.layout is None else space.layout.dtype.itemsize
         self._tag = 0
         self._moved: set[int] = set()  # segments that have had another primary since this began
         self._unsure: dict[
@@ -98,6 +114,7 @@ class Session:
             name=self._lines.name,
             keep=0,
             lost=self._lost,
+            resident=self._lines.memory is not None,
         )
         self._readers.add(made)
         if self._lines.ended:  # while it was made
@@ -214,6 +231,11 @@ class Session:
         if late:
             self.exchange(GroupMessage.AIM, late)
 
+    def room(self, size: int) -> Any:
+        """Memory of `size` bytes for a piece, or to land in, where servers of this host find it; not cleared."""
+        memory = self._lines.memory
+        return np.empty(size, np.uint8) if memory is None else memory.room(size)
+
     def tell(self, kind: GroupMessage, number: int) -> None:
         """Say what has no answer (SAVED) to all servers that are joined; that one is lost is found out later."""
         for line in list(self._lines.open.values()):
@@ -256,6 +278,8 @@ class Session:
             self._say_all()
             passing("talk: pushed, not heard")
             while self._unsure or any(ask.open for ask in self._asks):
+                if self._heard_by_mailbox():
+                    continue
                 awaited = {index for ask in self._asks for index in ask.pieces if index not in ask.answers}
                 self._check_lost(awaited | self._unsure.keys())
                 unasked = [index for index, line in self._unsure.items() if line is None]
@@ -275,6 +299,8 @@ class Session:
     def _give_up(self) -> None:
         """After an error: answers to come are passed over; pushes that may not have arrived go before the next ask."""
         for line in self._lines.open.values():
+            if line.waits and self._lines.memory is not None:
+                self._lines.memory.retire()
             line.flights.clear()
         cut_off = [ask for ask in self._asks if ask.kind in PUSHES and ask.open]
         for ask in cut_off:
@@ -322,11 +348,19 @@ class Session:
                     if line is not None:
                         self._say(line, ask, segments)
                         passing("talk: between servers")
+        if self._put:
+            self._lines.fence()
+            for line in self._put:
+                if line.mailbox is not None:
+                    line.mailbox.ring()
+            self._put = []
 
     def _say(self, line: ServerConnection, ask: SegmentRequest, segments: list[int]) -> None:
         holdings, patience = self.map.holdings, 0
         if ask.kind in PATIENT:
             patience = max(1, int(1000 * (self._lines.deadline - GRACE_SECONDS - time.monotonic())))
+        if ask.kind in BY_MAILBOX and line.mailbox is not None and self._say_by_mailbox(line, ask, segments, patience):
+            return
         pieces = [SegmentPayload(index, holdings[index].generation, ask.pieces[index]) for index in segments]
         payload, places = gather(pieces, self._pool)
         ask.buffers.append(payload)
@@ -341,7 +375,95 @@ class Session:
         except LinkError:
             self._lines.lose(line)
 
+    def _say_by_mailbox(self, line: ServerConnection, ask: SegmentRequest, segments: list[int], patience: int) -> bool:
+        """Put a request into a mailbox; False where it must go by message."""
+        box, memory, dense = line.mailbox, self._lines.memory, len(self.space.cuts)
+        if memory is None or box is None or ask.by_message or not line.joined or len(segments) > ROWS:
+            return False
+        if not box.ready or not box.answered or box.tag in line.flights or line.link.queued:
+            return False
+        rows, outs, holdings = [], {}, self.map.holdings
+        for index in segments:
+            out, place, size = None, 0, 0
+            if index >= dense and ask.kind != GroupMessage.PUSH:
+                landing = None if ask.landing is None else ask.landing.get(index)
+                if landing is None:  # how much comes is not known
+                    return False
+                out = _array(landing)
+                if (place := memory.place(out)) < 0:
+                    out = outs[index] = memory.room(len(out))
+                    place = memory.place(out)
+                size = len(out)
+                if place < 0 and size:
+                    return False
+            piece = _array(ask.pieces[index])
+            if index < dense and len(piece) not in (0, self._bytes_of(index)):  # a range, rows, or encoded
+                return False
+            at = memory.place(piece) if len(piece) else 0
+            if at < 0:
+                copy = memory.room(len(piece))
+                copy[:] = piece
+                ask.pieces[index] = copy
+                if (at := memory.place(copy)) < 0:
+                    return False
+            rows.append((index, holdings[index].generation, at, len(piece), place, size))
+        try:
+            if not box.offer():
+                return False
+        except LinkError:
+            self._lines.lose(line)
+            return True
+        self._tag += 1
+        line.flights[self._tag] = InFlight(ask, segments, True, outs)
+        for index in segments:
+            del ask.unsaid[index]
+        box.put(self._tag, ask.kind, head_of(rows), ask.step, patience, ask.weight)
+        self._put.append(line)
+        return True
+
+    def _bytes_of(self, index: int) -> int:
+        a, b = self.space.cuts[index]
+        return (b - a) * self._item
+
     # ---- what is heard
+
+    def _heard_by_mailbox(self) -> bool:
+        """Take the answers that are in mailboxes; whether there were any."""
+        found = False
+        for line in list(self._lines.open.values()):
+            box = line.mailbox
+            if box is None or not line.heard:
+                continue
+            found, answer = True, box.answer()
+            flight = line.flights.pop(box.tag)
+            says = GroupMessage.ACK if flight.ask.kind == GroupMessage.PUSH else GroupMessage.VALUE
+            message = Message(says, box.tag, answer.version, answer.lead, float(answer.durable))
+            self._answered(line, flight, message)
+            if says == GroupMessage.VALUE:
+                self._read_out(line, flight)
+        return found
+
+    def _read_out(self, line: ServerConnection, flight: InFlight) -> None:
+        """Take the values of an answer out of the memory in which they are."""
+        ask, dense, box = flight.ask, len(self.space.cuts), line.mailbox
+        assert box is not None
+        again: dict[int, Any] = {}
+        for index in flight.segments:
+            place = None if ask.landing is None else ask.landing.get(index)
+            if index >= dense:
+                if index in flight.outs:
+                    _array(place)[:] = flight.outs[index]
+            else:
+                if place is None:
+                    place = np.empty(self._bytes_of(index), np.uint8)
+                    ask.answers[index] = memoryview(place)  # type: ignore[arg-type]
+                if not box.read(index, _array(place), torn=ask.torn):
+                    again[index] = place
+            ask.answers.setdefault(index, EMPTY)
+        if again:  # it changes all the time: the server makes a copy
+            read = SegmentRequest(GroupMessage.READ, 0, 0.0, dict.fromkeys(again, EMPTY), again, by_message=True)
+            self._asks.append(read)
+            self._say_all()
 
     def _listen(self) -> None:
         """Take what has arrived, and a newer map."""
@@ -386,19 +508,30 @@ class Session:
             return
         if message.kind not in (GroupMessage.ACK, GroupMessage.VALUE):
             raise LinkError(f"{line.server!r} answered with a message of kind {message.kind}", peer=line.server)
+        self._answered(line, flight, message)
+        if message.kind == GroupMessage.VALUE:
+            self._land(line, ask, message.payload)
+        else:
+            ask.answers.update(dict.fromkeys(segments, EMPTY))
+
+    def _answered(self, line: ServerConnection, flight: InFlight, message: Message) -> None:
+        """A request has had its effect: keep what is not durable."""
+        ask, segments = flight.ask, flight.segments
         self._lines.answered(line.server)
         mark = int(message.weight)
         self.kept.durable(segments, mark)
         if ask.kind in PUSHES and mark <= ask.step and not ask.kept and self.kept.limit:
-            self.kept.keep(ask.step, ask.weight, {index: ask.pieces[index] for index in segments})
+            pieces = {index: ask.pieces[index] for index in segments}
+            if flight.by_mailbox:  # its memory is used again
+                pieces = {index: memoryview(bytes(as_bytes(piece))) for index, piece in pieces.items()}
+            self.kept.keep(ask.step, ask.weight, pieces)
             ask.buffers.clear()
         ask.open -= len(segments)
         ask.durable = mark if ask.durable is None else min(mark, ask.durable)
         if message.kind == GroupMessage.VALUE:
             ask.lead = max(ask.lead, message.b)
             ask.version = message.a if ask.version is None else min(message.a, ask.version)
-            self._land(line, ask, message.payload)
-        else:
+        if message.kind == GroupMessage.ACK and flight.by_mailbox:
             ask.answers.update(dict.fromkeys(segments, EMPTY))
 
     def _land(self, line: ServerConnection, ask: SegmentRequest, payload: Any) -> None:
@@ -450,3 +583,10 @@ class Session:
                 peer="server",
                 segments=gone,
             )
+
+
+def _array(buffer: Any) -> Any:
+    """A buffer as an array of bytes, in the same memory."""
+    if isinstance(buffer, np.ndarray):
+        return buffer if buffer.dtype == np.uint8 and buffer.ndim == 1 else buffer.reshape(-1).view(np.uint8)
+    return np.frombuffer(buffer, np.uint8) if len(buffer) else np.empty(0, np.uint8)

@@ -12,8 +12,8 @@ from rayps.comm.link.shared_memory_link import SharedLink
 from rayps.core.errors import StaleGeneration
 from rayps.ps.fixed.coded import value_of
 from rayps.ps.fixed.messages import CODED
-from rayps.ps.fixed.shared_memory import BELL, SLICE, RequestMailbox, SharedSlice, offered
 from rayps.ps.protocol.rows import ShardRows
+from rayps.ps.protocol.shared_memory import BELL, SLICE, RequestMailbox, SharedSlice, offered
 
 
 class ShardPeer:

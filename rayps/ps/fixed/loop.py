@@ -1,6 +1,6 @@
 """The loop that serves one shard to many workers, from one thread.
 
-Requests come as messages and in boxes (`rayps.ps.fixed.shared_memory`), and are answered the way they came. Pulls
+Requests come as messages and in boxes (`rayps.ps.protocol.shared_memory`), and are answered the way they came. Pulls
 that the clock does not allow yet are parked, and so are pushes while a reader holds the shard
 (`rayps.ps.protocol.consistent_cut`). What waits
 past its deadline is answered with an error that names the ranks it waits for.
@@ -26,8 +26,8 @@ from rayps.ps.fixed.connection import ShardPeer, ShardRequest, fenced
 from rayps.ps.fixed.consistent_readers import ShardReaders, too_late
 from rayps.ps.fixed.messages import ShardMessage, refusal
 from rayps.ps.fixed.shard import Shard, ShardFacts, ShardPart
-from rayps.ps.fixed.shared_memory import ASKED, ASLEEP, BY_MESSAGE, RequestMailbox
 from rayps.ps.protocol.rows import KEPT_LISTS, ShardRows, rows_here
+from rayps.ps.protocol.shared_memory import ASKED, ASLEEP, BY_MESSAGE, RequestMailbox
 from rayps.tensors.packing import flat_bytes
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,6 @@ from rayps.core.errors import LinkError, PeerLost, PeerTimeout
 from rayps.core.failpoint import passing
 from rayps.ps.fixed.messages import PUSHES, ShardMessage
 from rayps.ps.fixed.replay_buffer import FixedReplayBuffer
-from rayps.ps.fixed.shared_memory import AVAILABLE, SLICE, GradientBuffer
 from rayps.ps.fixed.transport import (
     MemoryTransport,
     MessageTransport,
@@ -32,6 +31,7 @@ from rayps.ps.fixed.transport import (
     together,
 )
 from rayps.ps.protocol.consistent_cut import furthest
+from rayps.ps.protocol.shared_memory import AVAILABLE, SLICE, GradientBuffer
 
 LOSSES = 4  # in a row of one shard, until its worker gives up
 

@@ -22,8 +22,8 @@ from rayps.core.server_updates import weighted_mean
 from rayps.core.strategy import ServerHalf
 from rayps.core.topology import Servers, servers_of
 from rayps.ps.fixed.shard_optimizer import chosen
-from rayps.ps.fixed.shared_memory import STEPS, SharedSlice
 from rayps.ps.protocol.rows import Area, ShardRows, gathered, step_rows
+from rayps.ps.protocol.shared_memory import STEPS, SharedSlice
 from rayps.tensors.flat import Layout
 from rayps.tensors.learning_rate import Ticks, pace_of
 from rayps.tensors.optim import Factory, Moments, SlicedOptimizer, fitting
@@ -251,6 +251,8 @@ class Shard:
         """Do what the strategy does at the end of a round."""
         if self._gathers:
             held = sorted(self._inbox.pop(finished, {}).items())
+            if self._lent:
+                self._lent = {key for key in self._lent if key[0] != finished}
             values, self._touched = gathered([(value, area) for _, (value, _, area) in held], self._count)
             if _elements(self._touched):
                 if self._pace is not None:

@@ -18,7 +18,8 @@ from rayps.comm.link.shared_memory_link import SharedLink
 from rayps.comm.link.socket_link import EMPTY
 from rayps.core.errors import LinkError, PeerLost, PeerTimeout
 from rayps.ps.fixed.messages import CODED, ShardMessage, error_of
-from rayps.ps.fixed.shared_memory import (
+from rayps.ps.protocol.rows import ShardRows, take_rows
+from rayps.ps.protocol.shared_memory import (
     ANSWERED,
     ASKED,
     ASLEEP,
@@ -36,7 +37,6 @@ from rayps.ps.fixed.shared_memory import (
     WAITS,
     GradientBuffer,
 )
-from rayps.ps.protocol.rows import ShardRows, take_rows
 from rayps.tensors.packing import flat_bytes
 
 GRACE_SECONDS = 5.0  # the shard answers a pull that waits too long itself, naming the slowest rank: it gets time to

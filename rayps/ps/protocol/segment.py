@@ -48,9 +48,9 @@ class ServedSegment(Protocol):
     def laggards(self) -> list[int]:
         """The ranks that pulls wait for."""
 
-    def pull(self, rank: int, data: memoryview) -> tuple[Any, int, list[bytes]]:
-        """A buffer with what was asked for, by how many rounds `rank` leads the slowest, and what copies must apply
-        (rows that were made or counted by this pull)."""
+    def pull(self, rank: int, data: memoryview, out: memoryview | None = None) -> tuple[Any, int, list[bytes]]:
+        """A buffer with what was asked for (`out` where it fits), by how many rounds `rank` leads the slowest, and what
+        copies must apply (rows that were made or counted by this pull)."""
 
     def read(self, data: memoryview) -> Any:
         """The same outside the clock; changes nothing."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from rayps.comm.link import Link, Message
 from rayps.core.errors import StaleGeneration
+from rayps.ps.protocol.mailbox import ServerMailbox
 from rayps.ps.protocol.messages import SegmentPayload
 from rayps.ps.server.assignments import AssignedSegment
 from rayps.ps.server.replication import Peer
@@ -30,6 +31,7 @@ class ServerPeer:
         self.gone = False
         self.applied = 0  # as a primary's link: the last message that is applied
         self.told = 0  # and the last that it knows of
+        self.box: ServerMailbox | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -42,8 +44,10 @@ class PeerRequest:
     a: int
     b: int
     weight: float
-    payload: Any
+    payload: Any  # None: it came by mailbox, and its pieces lie in the worker's memory
     pieces: list[SegmentPayload] = field(default_factory=list)
+    outs: list[memoryview] = field(default_factory=list)  # by mailbox: where the answer of each piece goes
+    lent: list[AssignedSegment] = field(default_factory=list)  # by mailbox: segments that may use its memory still
     deadline: float = 0.0
 
 

@@ -20,6 +20,7 @@ from rayps.core.topology import servers_of
 from rayps.ps.fixed.shard import ShardPart
 from rayps.ps.protocol.pieces import DensePiece, Extent
 from rayps.ps.protocol.rows import ShardRows
+from rayps.ps.protocol.shared_memory import SharedSlice
 from rayps.ps.protocol.space import Space
 from rayps.ps.server.replicated_shard import CHANGE, MEAN, NEVER, ONE, PUSHED, VALUES, ReplicatedShard, changes_by
 from rayps.tensors.flat import Layout
@@ -43,8 +44,11 @@ class DenseSegment:
         self.copied = True  # whether changes go to copies; where not, they come back empty
         self.by = changes_by(space.strategy)
         self._extent = Extent(self.layout, self.lo, self.hi)
-        self._checked: tuple[tuple[int, int, float], memoryview, DensePiece] | None = None  # the push checked last
+        self._checked: tuple[tuple[int, int, float], memoryview | Tensor, DensePiece] | None = (
+            None  # the push checked last
+        )
         self._base = base
+        self._shared = False  # with workers of this host
         self._branches: list[weakref.ref[DenseSegment]] = []
         if base is None:
             self._settle(torch.zeros(self.rows, dtype=self.layout.dtype), Ledger([0] * space.workers))
@@ -62,7 +66,7 @@ class DenseSegment:
             strategy=self.space.strategy,
             start=ledger,
             boundary=NEVER,
-            private=True,
+            private=not self._shared,
             ticks=self.space.ticks,
         )
         self._buffer = flat_bytes(self._shard.params).data if self.rows else memoryview(b"")
@@ -73,6 +77,23 @@ class DenseSegment:
     def shard(self) -> ReplicatedShard:
         """The shard, of its own or still its parent's: to be read only, where it is the parent's."""
         return self._shard if self._base is None else self._base.shard
+
+    @property
+    def borrows(self) -> bool:
+        """Whether the memory is still another segment's."""
+        return self._base is not None
+
+    def share(self) -> SharedSlice:
+        """The values in memory that workers of this host can read: from now on they lie in such memory."""
+        if not self._shared:
+            self._shared = True
+            self._move(self._shard)
+        return self._shard.slice
+
+    def _move(self, shard: ReplicatedShard) -> None:
+        head, tensors = unpack_state(self.dump())
+        self._settle(shard.params, shard.ledger)
+        self._shard.restore(head, tensors)
 
     @property
     def seq(self) -> int:
@@ -95,9 +116,9 @@ class DenseSegment:
 
     # ---- pushes
 
-    def check(self, rank: int, step: int, weight: float, data: memoryview) -> None:
+    def check(self, rank: int, step: int, weight: float, data: memoryview | Tensor) -> None:
         """Raises ValueError, ConfigError where `push` would."""
-        self._checked, read = None, self._extent.read_push(data)
+        self._checked, read = None, self._read_push(data)
         if not 0 <= weight < float("inf"):
             raise ValueError(f"a push of weight {weight}: give the number of samples, 0 or more")
         marks = self.marks()
@@ -108,8 +129,18 @@ class DenseSegment:
             raise ValueError(f"rank {rank} pushed step {step} before step {marks[rank]}: at most {WINDOW - 1} are kept")
         self._checked = (rank, step, weight), data, read
 
-    def push(self, rank: int, step: int, weight: float, data: memoryview) -> list[bytes]:
-        """File a push of this segment's elements (or of none: zeros). What copies must apply for it."""
+    def _read_push(self, data: memoryview | Tensor) -> DensePiece:
+        if not isinstance(data, Tensor):
+            return self._extent.read_push(data)
+        if data.numel() not in (0, self.rows):
+            raise ValueError(f"a push of {data.numel()} elements does not fit into segment {self.index} of {self.rows}")
+        return DensePiece(data)
+
+    def push(self, rank: int, step: int, weight: float, data: memoryview | Tensor) -> list[bytes]:
+        """File a push of this segment's elements (or of none: zeros). What copies must apply for it.
+
+        A tensor is in the pusher's memory: good until the pusher is answered, and `own` must come before.
+        """
         known = self._checked
         if known is None or known[0] != (rank, step, weight) or known[1] is not data:
             self.check(rank, step, weight, data)
@@ -120,14 +151,18 @@ class DenseSegment:
         shard = self._own()
         if shard.ledger.seen(rank, step):
             return []
+        lent = isinstance(data, Tensor)
         if shard.by == PUSHED:
-            change = b"".join([CHANGE.pack(PUSHED, rank, step, weight), data]) if self.copied else b""
-            shard.push(rank, step, value, weight, offset, rows=rows)
+            change = b""
+            if self.copied:
+                pushed = (flat_bytes(data).data if len(data) else b"") if isinstance(data, Tensor) else data
+                change = b"".join([CHANGE.pack(PUSHED, rank, step, weight), pushed])
+            shard.push(rank, step, value, weight, offset, lent, rows)
             shard.seq += 1
             return [change]
         shard.writes = self.copied
         before = shard.seq
-        shard.push(rank, step, value, weight, offset, rows=rows)
+        shard.push(rank, step, value, weight, offset, lent, rows)
         changes, shard.changes = shard.changes, []
         return changes if self.copied else [b""] * (shard.seq - before)
 
@@ -175,12 +210,23 @@ class DenseSegment:
         """The ranks that pulls wait for."""
         return list(range(self.space.workers)) if self._base is not None else self._shard.clock.laggards()
 
-    def pull(self, rank: int, data: memoryview = memoryview(b"")) -> tuple[Any, int, list[bytes]]:
+    def pull(
+        self, rank: int, data: memoryview = memoryview(b""), out: memoryview | None = None
+    ) -> tuple[Any, int, list[bytes]]:
         """What `read` gives; the lead; nothing for copies."""
+        return self.read(data), self.pulled(rank), []
+
+    def pulled(self, rank: int) -> int:
+        """Count a pull of one who reads the values where they are; by how many rounds `rank` leads the slowest."""
         self.operations += 1
         if rank not in range(self.space.workers):
             raise ValueError(f"rank {rank} is not one of {self.space.workers} workers")
-        return self.read(data), 0 if self._base is not None else self._shard.pulled(rank), []
+        return 0 if self._base is not None else self._shard.pulled(rank)
+
+    def own(self, rank: int) -> None:
+        """Copy what still counts of a rank's pushes out of the rank's own memory."""
+        if self._base is None:
+            self._shard.own(rank)
 
     def read(self, data: memoryview = memoryview(b"")) -> Any:
         """What `data` asks for: all elements or a range of them as a view, good until the next push; or rows.

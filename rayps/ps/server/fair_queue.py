@@ -94,6 +94,11 @@ class FairQueue(Generic[T]):
         else:
             line.items.append((item, size, counts))
 
+    def free(self, space: int) -> bool:
+        """Whether a request of this space may be served at once: nothing waits, and it has no limit."""
+        line = self._lines.get(space)
+        return not self._busy and (line is None or (line.bucket is None and not line.blocked))
+
     def room(self, space: int) -> bool:
         """Whether more of this space may be read."""
         line = self._busy.get(space)

@@ -13,8 +13,10 @@ from rayps.core.failpoint import passing
 from rayps.ps.fixed.messages import refusal
 from rayps.ps.protocol.messages import GroupMessage, numbers, read_numbers
 from rayps.ps.protocol.segment import ServedSegment
+from rayps.ps.protocol.shared_memory import SharedSlice
 from rayps.ps.server.assignments import AssignedSegment, AssignedSpace
 from rayps.ps.server.connection import PeerRequest, ServerPeer, Withheld
+from rayps.ps.server.dense_segment import DenseSegment
 from rayps.ps.server.replication import Replication, stuck_on
 
 log = logging.getLogger(__name__)
@@ -25,6 +27,9 @@ class ReplySender(Protocol):
 
     def say(self, guest: ServerPeer, message: Message, payload: Any) -> None:
         """Queue a message; a guest that is lost is dropped."""
+
+    def offer(self, guest: ServerPeer, segment: int, slice_: SharedSlice) -> None:
+        """Let a worker of this host read a segment's memory."""
 
 
 class PendingReplies:
@@ -41,10 +46,12 @@ class PendingReplies:
             error = RaypsError(f"a server failed: {type(error).__name__}: {error}")
         if held is not None and isinstance(error, ConfigError):
             held.rejected += 1
+        release(request)
         self._mouth.say(request.guest, Message(GroupMessage.ERROR, request.tag), refusal(request.tag, error)[1])
 
     def say_stale(self, request: PeerRequest, segments: Iterable[int]) -> None:
         """These segments are not served here in the generation asked for; nothing was applied."""
+        release(request)
         self._mouth.say(request.guest, Message(GroupMessage.STALE, request.tag), numbers(segments))
 
     def reply(
@@ -57,6 +64,7 @@ class PendingReplies:
         payload: Any = None,
     ) -> None:
         """Answer as soon as the copies of the touched segments have everything that they were sent so far."""
+        release(request)
         rank = request.guest.rank
         durable = min((holding.durable(rank) for holding in touched), default=0) if rank >= 0 else 0
         version = min((segment_of(holding).version for holding in touched), default=0)
@@ -112,6 +120,9 @@ class PendingReplies:
         """A guest is gone, or fenced: it hears nothing any more."""
         held.parked = [request for request in held.parked if request.guest is not guest]
         held.withheld = [answer for answer in held.withheld if answer.request.guest is not guest]
+        if guest.rank >= 0:
+            for holding in held.primaries():
+                own(holding, guest.rank)
 
     def expire(self, held: AssignedSpace, now: float) -> None:
         """Refuse what has waited too long, naming whom it waited for."""
@@ -154,6 +165,18 @@ def segment_of(holding: AssignedSegment) -> ServedSegment:
     """What a primary holds."""
     assert holding.segment is not None
     return holding.segment
+
+
+def own(holding: AssignedSegment, rank: int) -> None:
+    """Copy what a segment still needs out of the memory of a rank, which may write to it from now on."""
+    if isinstance(holding.segment, DenseSegment):
+        holding.segment.own(rank)
+
+
+def release(request: PeerRequest) -> None:
+    """Before the answer to a request by mailbox: its memory is the worker's again."""
+    for holding in request.lent:
+        own(holding, request.guest.rank)
 
 
 def remove(waiting: list[Any], item: object) -> None:

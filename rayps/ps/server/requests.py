@@ -64,7 +64,8 @@ class RequestHandler(PendingReplies):
             if request.guest.rank == NOBODY:
                 raise fenced(request.guest)
             if request.kind not in (GroupMessage.SAVED, GroupMessage.RELEASE):
-                request.pieces = unpack(request.payload)
+                if request.payload is not None:
+                    request.pieces = unpack(request.payload)
                 if self._is_stale(held, request):
                     return
             if request.kind in OPERATIONS:
@@ -137,7 +138,8 @@ class RequestHandler(PendingReplies):
         self._apply(held, request)
         request.kind = GroupMessage.PULL
         request.a += 1
-        request.pieces = [SegmentPayload(piece.segment, piece.generation, b"") for piece in request.pieces]
+        if request.payload is not None:
+            request.pieces = [SegmentPayload(piece.segment, piece.generation, b"") for piece in request.pieces]
         self._wait(held, request)
 
     def _apply(self, held: AssignedSpace, request: PeerRequest) -> list[AssignedSegment]:
@@ -145,6 +147,8 @@ class RequestHandler(PendingReplies):
         if rank == READER:
             raise ValueError(f"{request.guest.link.peer} joined as a reader, and cannot push")
         touched = [held.holdings[piece.segment] for piece in request.pieces]
+        if request.payload is None:
+            request.lent = touched
         self._check_bytes(held, touched)
         if len(touched) > 1:  # one alone checks itself
             for holding, piece in zip(touched, request.pieces, strict=True):
@@ -208,6 +212,9 @@ class RequestHandler(PendingReplies):
 
     def _serve_pull(self, request: PeerRequest, touched: list[AssignedSegment], shared: dict[Any, Any] | None) -> None:
         """Answer with the values of now. `shared`: those of pulls that are served in the same moment, by segments."""
+        if request.payload is None and not any(map(_borrows, touched)):
+            self._pull_by_memory(request, touched)
+            return
         rank, lead, pieces, changed = request.guest.rank, 0, [], []
         for holding, piece in zip(touched, request.pieces, strict=True):
             value, ahead, changes = segment_of(holding).pull(rank, piece.data)
@@ -227,7 +234,35 @@ class RequestHandler(PendingReplies):
                 shared[key] = payload
         self.reply(request, GroupMessage.VALUE, touched, lead=lead, payload=payload)
 
+    def _pull_by_memory(self, request: PeerRequest, touched: list[AssignedSegment]) -> None:
+        """The same for a worker that reads dense segments where they are, and has rows put into its memory."""
+        rank, lead, changed, guest = request.guest.rank, 0, [], request.guest
+        for holding, piece, out in zip(touched, request.pieces, request.outs, strict=True):
+            segment = segment_of(holding)
+            if isinstance(segment, DenseSegment):
+                ahead = segment.pulled(rank)
+                self._mouth.offer(guest, holding.index, segment.share())
+            else:
+                value, ahead, changes = segment.pull(rank, piece.data, out)
+                if value is not out:
+                    _put(out, value)
+                if changes:
+                    changed.append((holding, changes))
+            lead = max(lead, ahead)
+        self._copies.forward(changed)
+        self.reply(request, GroupMessage.VALUE, touched, lead=lead)
+
     def _read(self, held: AssignedSpace, request: PeerRequest) -> None:
+        touched = [held.holdings[piece.segment] for piece in request.pieces]
+        if request.payload is None and not any(map(_borrows, touched)):
+            for holding, piece, out in zip(touched, request.pieces, request.outs, strict=True):
+                segment = segment_of(holding)
+                if isinstance(segment, DenseSegment):
+                    self._mouth.offer(request.guest, holding.index, segment.share())
+                else:
+                    _put(out, segment.read(piece.data))
+            self.reply(request, GroupMessage.VALUE, touched)
+            return
         self._say(held, request, lambda segment, data: segment.read(data))
 
     def _changes(self, held: AssignedSpace, request: PeerRequest) -> None:
@@ -363,6 +398,19 @@ class RequestHandler(PendingReplies):
     def _saved(self, held: AssignedSpace, request: PeerRequest) -> None:
         for holding in held.primaries():
             holding.state_is_kept(request.a)
+
+
+def _borrows(holding: AssignedSegment) -> bool:
+    """Whether a dense segment is in memory that another space steps: its values go by message."""
+    return isinstance(holding.segment, DenseSegment) and holding.segment.borrows
+
+
+def _put(out: memoryview, value: Any) -> None:
+    """Rows into their place. Raises ValueError: they are more, or less."""
+    found = memoryview(value).cast("B")
+    if len(found) != len(out):
+        raise ValueError(f"an answer of {len(found)} bytes was asked for with room for {len(out)}")
+    out[:] = found
 
 
 def _changed(segment: ServedSegment, data: memoryview) -> bytes:

@@ -23,12 +23,14 @@ import torch
 from rayps.comm.link import Listener, Message
 from rayps.core.errors import LinkError, NotFound, StaleGeneration
 from rayps.ps.protocol.messages import GroupMessage, numbers
+from rayps.ps.protocol.shared_memory import SharedSlice
 from rayps.ps.protocol.space import Space
 from rayps.ps.server import replica
 from rayps.ps.server.assignments import AssignedSegment, AssignedSpace, Assignments, SegmentReport
 from rayps.ps.server.connection import PeerRequest, ServerPeer
 from rayps.ps.server.fair_queue import FairQueue
 from rayps.ps.server.load import Load
+from rayps.ps.server.mailboxes import Mailboxes
 from rayps.ps.server.orders import Address, ManagerSession
 from rayps.ps.server.outbound import Outbound
 from rayps.ps.server.replication import Peer, Replication
@@ -66,6 +68,7 @@ class GroupServerLoop:
         self._strange: dict[int, float] = {}  # spaces that nobody told of, and since when they are waited for
         self._arrived: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._boxes = Mailboxes(self._bell)
         self._poll = select.poll()
         self._poll.register(listener.fileno(), select.POLLIN)
         self._poll.register(self._bell, select.POLLIN)
@@ -108,8 +111,10 @@ class GroupServerLoop:
         try:
             while not self._closing.is_set():
                 self._look(self._patience())
+                self._take_out()
                 self._serve_all()
                 self._tend()
+                self._boxes.wake()
         except Exception:  # it is dead, and its links say so to everyone
             log.exception("%s failed", self.name)
         finally:
@@ -130,7 +135,12 @@ class GroupServerLoop:
         for guest in again:
             if not guest.gone:
                 self._read(guest)
-        for descriptor, events in self._poll.poll(0 if again else int(1000 * seconds + 0.999)):
+        if again or not seconds:
+            ready = self._poll.poll(0)
+        else:
+            with self._boxes.sleeping() as may:
+                ready = self._poll.poll(int(1000 * seconds + 0.999) if may else 0)
+        for descriptor, events in ready:
             guest_or_none = self._guests.get(descriptor)
             if guest_or_none is not None:
                 self._attend(guest_or_none, events)
@@ -198,6 +208,28 @@ class GroupServerLoop:
         counts = m.kind in OPERATIONS
         self._fair.put(number, request, len(m.payload) + 128, counts=counts, urgent=from_server)
 
+    def _take_out(self) -> None:
+        """Queue what has come into mailboxes; where nobody else waits, serve it at once."""
+        spaces, fair = self._holdings.spaces, self._fair
+        for guest in self._boxes.asked():
+            held, began = spaces.get(guest.space), time.monotonic()
+            try:
+                request = self._boxes.take(guest, held)
+            except ValueError as error:
+                self._refuse_box(guest, error)
+                continue
+            if held is None:
+                self._refuse_strange(request)
+            elif len(spaces) == 1 and fair.free(guest.space):
+                self._serve(held, request)
+                held.seconds += time.monotonic() - began
+            else:
+                fair.put(guest.space, request, 128, counts=request.kind in OPERATIONS)
+
+    def _refuse_box(self, guest: ServerPeer, error: ValueError) -> None:
+        assert guest.box is not None
+        self._serving.fail(None, PeerRequest(guest, 0, guest.box.open, 0, 0, 0.0, None), error)
+
     def _serve_all(self) -> None:
         end, self._more = time.monotonic() + TURN_SECONDS, False
         while (found := self._fair.next(began := time.monotonic())) is not None:
@@ -222,6 +254,8 @@ class GroupServerLoop:
         elif request.kind in FROM_SERVERS:
             self._copy(held, request)
         elif not request.guest.gone or request.kind in (GroupMessage.PUSH, GroupMessage.SAVED):
+            if request.kind == GroupMessage.JOIN:
+                self._boxes.open(request.guest)
             self._serving.answer(held, request)
 
     def _copy(self, held: AssignedSpace, request: PeerRequest) -> None:
@@ -265,13 +299,21 @@ class GroupServerLoop:
     # ---- who comes and goes
 
     def say(self, guest: ServerPeer, message: Message, payload: Any) -> None:
-        """Queue an answer; its payload must not change any more."""
-        if not guest.gone:
-            try:
+        """Queue an answer; its payload must not change any more. Where the question came by mailbox, so does it."""
+        if guest.gone:
+            return
+        box = guest.box
+        by_box = box is not None and message.tag == box.open
+        by_message = not by_box or payload is not None or message.kind not in (GroupMessage.ACK, GroupMessage.VALUE)
+        try:
+            if by_message:
                 guest.link.queue(message, payload, copy=False)
                 self._flush(guest)
-            except LinkError as error:
-                self._lose(guest, str(error))
+        except LinkError as error:
+            self._lose(guest, str(error))
+            return
+        if by_box and not guest.gone:
+            self._boxes.answer(guest, message.a, message.b, int(message.weight), by_message=by_message)
 
     def report(self, report: SegmentReport) -> None:
         """Tell the manager, at the end of this turn."""
@@ -299,6 +341,7 @@ class GroupServerLoop:
             return
         guest.gone = True
         self._paused.discard(guest)
+        self._boxes.close(guest)
         log.info("%s: lost %s: %s", self.name, guest.link.peer, why)
         del self._guests[guest.descriptor]
         with contextlib.suppress(KeyError):  # it was not read
@@ -307,6 +350,14 @@ class GroupServerLoop:
         if held is not None:
             self._serving.forget(held, guest)
         guest.link.close()
+
+    def offer(self, guest: ServerPeer, segment: int, slice_: SharedSlice) -> None:
+        """Let a worker read a segment's memory, if it does not already."""
+        box = guest.box
+        if box is not None and box.offered.get(segment) is not slice_ and slice_.memory is not None:
+            box.offered[segment] = slice_
+            box.offer(segment, slice_.memory)
+            self._flush(guest)
 
     def dial(self, peer: Peer) -> None:
         """See `rayps.ps.server.outbound`."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
+import numpy as np
+
 from rayps.comm.link.socket_link import EMPTY, as_bytes
 from rayps.core.errors import ConfigError
 from rayps.core.values import Buffer
@@ -86,6 +88,10 @@ class InProcess:
             raise ConfigError(f"tables in this process do not support {kind.name}")
         versions = [self.segments[index].version for index in views]
         return SegmentReplies(answers, 0, min(versions, default=0), step)
+
+    def room(self, size: int) -> Any:
+        """Memory of `size` bytes."""
+        return np.empty(size, np.uint8)
 
     def reader(self) -> InProcess:
         """Itself."""

@@ -127,9 +127,12 @@ class RowStore:
         """Deletions so far: when it changes, slots found earlier are invalid."""
         return self._index.lost
 
-    def read(self, ids: Ids, slots: Slots) -> Rows:
-        """The rows [n, dim] of ascending ids with the slots that `find` returned; initial values of rows not stored."""
-        found: Rows = np.empty((len(ids), self.table.dim), self.table.dtype)
+    def read(self, ids: Ids, slots: Slots, out: Rows | None = None) -> Rows:
+        """The rows [n, dim] of ascending ids with the slots that `find` returned; initial values of rows not stored.
+
+        They are written to `out`, an array of that shape and the table's dtype, where given.
+        """
+        found: Rows = np.empty((len(ids), self.table.dim), self.table.dtype) if out is None else out
         missing = np.flatnonzero(slots == ABSENT)
         if len(missing) < len(ids):
             self._take("rows", self._places(slots), found)

@@ -421,8 +421,10 @@ class TableSegment:
 
     # pulls
 
-    def pull(self, rank: int, data: Buffer) -> tuple[Buffer, int, list[bytes]]:
+    def pull(self, rank: int, data: Buffer, out: memoryview | None = None) -> tuple[Buffer, int, list[bytes]]:
         """Serve a pull: the rows as bytes, by how many rounds `rank` leads, and the changes that backups must replay.
+
+        The rows are written to `out` where given and of their size.
 
         Raises:
             ConfigError: see `rayps.ps.tables.wire_format.decode_pull`.
@@ -435,8 +437,19 @@ class TableSegment:
                 self._count(asked.ids, asked.counts)
                 head = _head(_USE, rank, 0, 0.0)
                 changes = [b"".join([head, encode_pull(asked.ids, asked.counts).data]) if self.copied else b""]
-            rows = self.store.read(asked.ids, self._slots.find(self.store, asked.ids, keep=rank >= 0)[0])
-        return encode_rows(rows, asked.half).data, self.ledger.marks[rank] - self.clock.slowest, changes
+            slots = self._slots.find(self.store, asked.ids, keep=rank >= 0)[0]
+            place = None if asked.half or out is None else self._rows_at(out, len(asked.ids))
+            rows = self.store.read(asked.ids, slots, place)
+        value: Buffer = out if place is not None and out is not None else encode_rows(rows, asked.half).data
+        return value, self.ledger.marks[rank] - self.clock.slowest, changes
+
+    def _rows_at(self, out: memoryview, count: int) -> Rows | None:
+        """`out` as rows [count, dim]; None where so many do not fit."""
+        size = count * self.table.dim * DTYPES[self.table.dtype].itemsize
+        if len(out) != size or not size:
+            return None
+        found: Rows = np.frombuffer(out, self.table.dtype).reshape(count, self.table.dim)
+        return found
 
     def read(self, data: Buffer) -> Buffer:
         """Serve a pull outside the clock; changes nothing."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -32,6 +33,12 @@ Counts = NDArray[np.uint32]  # [n]: uses of each id
 Slots = NDArray[np.int64]  # [n]: row numbers within a store or an index
 Rows = NDArray[np.generic]  # [n, dim] of the table's dtype, or [n, width] of a field's
 Bytes = NDArray[np.uint8]
+Room = Callable[[int], Bytes]  # allocates so many bytes
+
+
+def fresh(size: int) -> Bytes:
+    """Allocate ordinary memory, not cleared."""
+    return np.empty(size, np.uint8)
 
 
 class TablePull(NamedTuple):
@@ -90,11 +97,11 @@ def _cell(size: int) -> np.dtype[np.generic]:
     return np.dtype(np.complex128) if size == 16 else np.dtype((np.void, size))  # numpy copies 16 bytes at once
 
 
-def _piece(flags: int, dim: int, ids: Ids, counts: Counts | None, tail: int) -> tuple[Bytes, int]:
+def _piece(flags: int, dim: int, ids: Ids, counts: Counts | None, tail: int, room: Room) -> tuple[Bytes, int]:
     """A piece with room for `tail` bytes of rows, padded to 8, and the offset at which they begin."""
     n = len(ids)
     rows = _HEAD + 8 * n + (0 if counts is None else (4 * n + 7) // 8 * 8)
-    found = np.empty(rows + (tail + 7) // 8 * 8, np.uint8)
+    found = room(rows + (tail + 7) // 8 * 8)
     found[:_HEAD].view(np.int64)[:] = n, flags | (0 if counts is None else COUNTS), dim
     found[_HEAD : _HEAD + 8 * n].view(np.int64)[:] = ids
     if counts is not None:
@@ -102,19 +109,21 @@ def _piece(flags: int, dim: int, ids: Ids, counts: Counts | None, tail: int) -> 
     return found, rows
 
 
-def encode_pull(ids: Ids, counts: Counts | None = None, half: bool = False) -> Bytes:
+def encode_pull(ids: Ids, counts: Counts | None = None, half: bool = False, room: Room = fresh) -> Bytes:
     """Encode a pull. With `counts` it is a use of the rows: missing rows are stored, and all are counted."""
-    return _piece(HALF if half else 0, 0, ids, counts, 0)[0]
+    return _piece(HALF if half else 0, 0, ids, counts, 0, room)[0]
 
 
-def encode_push(ids: Ids, rows: Rows | Tensor, counts: Counts | None = None, half: bool = False) -> Bytes:
+def encode_push(
+    ids: Ids, rows: Rows | Tensor, counts: Counts | None = None, half: bool = False, room: Room = fresh
+) -> Bytes:
     """Encode a push: gradients [n, dim], a numpy array or a tensor on the CPU, one row for each id."""
     given: Rows = rows.detach().numpy() if isinstance(rows, Tensor) else rows
     n, dim = len(ids), given.shape[1]
     if half:
         given = torch.from_numpy(given).to(torch.bfloat16).view(torch.int16).numpy()
     size = n * dim * given.itemsize
-    found, at = _piece(_ROWS | (HALF if half else 0), dim, ids, counts, size)
+    found, at = _piece(_ROWS | (HALF if half else 0), dim, ids, counts, size, room)
     if size:
         found[at : at + size].view(given.dtype).reshape(n, dim)[:] = given
     found[at + size :] = 0
@@ -255,6 +264,6 @@ def decode_rows(data: Buffer, n: int, table: SparseTable, half: bool = False) ->
     return _tensor(raw.view(np.float32 if dtype is torch.float32 else np.float64).reshape(n, table.dim))
 
 
-def empty_push(table: SparseTable) -> Bytes:
+def empty_push(table: SparseTable, room: Room = fresh) -> Bytes:
     """Encode a push without ids, for a segment that a step does not touch: it advances the segment's clock."""
-    return _piece(_ROWS, table.dim, np.empty(0, np.int64), None, 0)[0]
+    return _piece(_ROWS, table.dim, np.empty(0, np.int64), None, 0, room)[0]

@@ -1,0 +1,383 @@
+"""Requests of a worker to a server of its own host, through memory that both hold: no bytes travel.
+
+A mailbox holds one request at a time: its kind, step and weight, and a *head* with a row for each segment: segment,
+generation, place and bytes of its piece, place and bytes of its answer. A place is a number of one of the worker's
+memories and an offset in it. The pieces lie there, and the server writes the rows of tables there too; the values of a
+dense segment are read out of the server's own memory (`rayps.ps.protocol.shared_memory.SharedSlice`). What else there
+is to say (an error, STALE) comes as a message, and the answer in the mailbox says so.
+
+A wakeup descriptor (an eventfd) is written only where the other side sleeps: who goes to sleep says so first and then
+looks once more. A piece must not change, and the place of an answer belongs to the server, until the answer is there;
+a worker that does not wait for an answer uses other memory from then on (`WorkerMemory.retire`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rayps.comm.link.memory import Memory
+from rayps.comm.link.shared_memory_link import SharedLink
+from rayps.core.errors import LinkError
+from rayps.ps.protocol.shared_memory import AVAILABLE, PAGE, STEPS, GradientBuffer
+
+Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
+
+# keys under which memories and descriptors are offered on a link
+MAILBOX, SERVER, WAKEUP, MEMORY, SEGMENT = 16, 17, 18, 1 << 10, 1 << 20
+
+MAILBOX_BYTES = 1 << 14
+# words (int64) of a mailbox: the request behind ASKED, the answer behind ANSWERED
+ASKED, ANSWERED, WAITS = 0, 8, 16
+HEAD = 256  # byte at which the head begins
+ROW = 6  # words of a row of the head
+ROWS = (MAILBOX_BYTES - HEAD) // (8 * ROW)
+REQUEST = struct.Struct("<5qd")  # kind, number of the head, its rows, step, patience in ms, weight
+ANSWER = struct.Struct("<5q")  # version, lead, durable, where the answer is, offers made on the link so far
+BY_MEMORY, BY_MESSAGE = 0, 1
+ASLEEP = 0  # word of a server's page: it sleeps
+OFFSET_BITS = 40  # of a place; above them the number of the memory
+
+CHUNK_BYTES = 1 << 22  # of a memory for pieces, at least
+LIMIT_BYTES = 1 << 28  # of all of them, for one session
+ALIGN = 64
+TRIES = 20  # readings of a slice that the server steps in the middle of, before it is asked to send a copy
+
+
+class Call(NamedTuple):
+    """A request as a server finds it in a mailbox."""
+
+    tag: int
+    kind: int
+    step: int
+    patience: int
+    weight: float
+
+
+class Answer(NamedTuple):
+    """What a server says to a request; `offers` were made on the link when it did."""
+
+    version: int
+    lead: int
+    durable: int
+    where: int
+    offers: int
+
+
+class _Chunk:
+    """One memory of a worker: blocks that were given back are used again, by size."""
+
+    def __init__(self, memory: Memory, blocks: bool) -> None:
+        self.memory, self.size = memory, memory.size
+        self.array: Bytes = np.frombuffer(memory.view, np.uint8)
+        self.address = int(self.array.__array_interface__["data"][0])
+        self.usable = blocks
+        self._top = 0
+        self._free: dict[int, deque[int]] = {}
+
+    def take(self, size: int) -> int:
+        """Where a block of this size is; -1 where there is no room."""
+        free = self._free.get(size)
+        if free:
+            return free.popleft()
+        if self._top + size > self.size:
+            return -1
+        self._top += size
+        return self._top - size
+
+    def give(self, size: int, offset: int) -> None:
+        """Take a block back."""
+        self._free.setdefault(size, deque()).append(offset)
+
+
+class WorkerMemory:
+    """The memories of one session in which servers of this host find pieces and put answers; and its wakeup."""
+
+    def __init__(self) -> None:
+        """Raises LinkError: there is no such memory."""
+        self.wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.chunks: list[_Chunk] = []
+        self.gradients: GradientBuffer | None = None
+        self._bytes = 0
+
+    def gradient(self, size: int, dtype: torch.dtype) -> GradientBuffer:
+        """The memory of the dense vector's gradient."""
+        if self.gradients is None:
+            self.gradients = GradientBuffer(size, dtype)
+            self.chunks.append(_Chunk(self.gradients.memory, blocks=False))
+        return self.gradients
+
+    def room(self, size: int) -> Bytes:
+        """Memory for a piece or an answer, not cleared; it is used again once nobody refers to it any more.
+
+        Ordinary memory where the session has as much as it may have.
+        """
+        whole = _rounded(size)
+        for chunk in self.chunks:
+            if chunk.usable and (offset := chunk.take(whole)) >= 0:
+                return self._block(chunk, whole, offset, size)
+        if self._bytes + whole > LIMIT_BYTES:
+            return np.empty(size, np.uint8)
+        chunk = _Chunk(Memory.create(max(CHUNK_BYTES, 2 * whole)), blocks=True)
+        self._bytes += chunk.size
+        self.chunks.append(chunk)
+        return self._block(chunk, whole, chunk.take(whole), size)
+
+    @staticmethod
+    def _block(chunk: _Chunk, whole: int, offset: int, size: int) -> Bytes:
+        found: Bytes = np.frombuffer(chunk.memory.view, np.uint8, size, offset)
+        weakref.finalize(found, chunk.give, whole, offset).atexit = False
+        return found
+
+    def place(self, piece: Bytes) -> int:
+        """Where a piece lies, as a place; -1 where it lies in none of these memories."""
+        address = int(piece.__array_interface__["data"][0])
+        for number, chunk in enumerate(self.chunks):
+            if address - chunk.address >= 0 and address + len(piece) <= chunk.address + chunk.size:
+                return number << OFFSET_BITS | address - chunk.address
+        return -1
+
+    def retire(self) -> None:
+        """Use other memory from now on: a server may still read and write these."""
+        for chunk in self.chunks:
+            chunk.usable = False
+            chunk.address = 1 << 62  # nothing lies in it any more
+        self._bytes = 0
+        self.gradients = None
+
+    def hush(self) -> None:
+        """Take the wakeup back."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.wakeup)
+
+    def close(self) -> None:
+        """Give up the memories; what was given out of them stays good. Safe to call twice."""
+        if self.wakeup >= 0:
+            os.close(self.wakeup)
+            self.wakeup = -1
+        if self.gradients is not None:
+            self.gradients.close()
+        self.chunks = []
+
+
+def _rounded(size: int) -> int:
+    """A size of blocks: at most an eighth larger, so that those given back fit again."""
+    if size <= 8 * ALIGN:
+        return -(-max(size, 1) // ALIGN) * ALIGN
+    step = 1 << (size - 1).bit_length() - 4
+    return -(-size // step) * step
+
+
+class WorkerMailbox:
+    """The worker's side of a mailbox, which it makes and offers to the server at the other end of `link`."""
+
+    def __init__(self, link: SharedLink, memory: WorkerMemory) -> None:
+        """Raises LinkError."""
+        self.link, self.memory = link, memory
+        self._box = Memory.create(MAILBOX_BYTES)
+        self._view, self.words = self._box.view, self._box.view.cast("q")
+        link.offer(MAILBOX, self._box)
+        link.offer_descriptor(WAKEUP, memory.wakeup)
+        self._box.close_descriptor()
+        self.tag = 0  # of the last request
+        self._bell = -1
+        self._asleep: memoryview | None = None
+        self._offered = 0  # memories
+        self._head, self._number = b"", 0
+        self._slices: dict[int, tuple[memoryview, Bytes]] = {}
+
+    @property
+    def ready(self) -> bool:
+        """Whether the server takes requests here: it says so before it says JOINED."""
+        if self._asleep is None and SERVER in self.link.memories and WAKEUP in self.link.descriptors:
+            self._asleep = self.link.memories.pop(SERVER).view.cast("q")
+            self._bell = self.link.descriptors.pop(WAKEUP)
+        return self._asleep is not None
+
+    @property
+    def answered(self) -> bool:
+        """Whether the last request is answered, so that another one may be put."""
+        found: bool = self.words[ANSWERED] == self.tag
+        return found
+
+    def offer(self) -> bool:
+        """Let the server use all memories that there are; False while the link takes no more."""
+        chunks = self.memory.chunks
+        while self._offered < len(chunks):
+            if chunks[self._offered].memory.fd >= 0:
+                self.link.offer(MEMORY + self._offered, chunks[self._offered].memory)
+            self._offered += 1
+        return self.link.flush() and not self.link.queued
+
+    def put(self, tag: int, kind: int, head: bytes, step: int, patience: int, weight: float) -> None:
+        """Put a request; `offer` comes before, and a fence and `ring` must follow."""
+        if head != self._head:
+            self._head, self._number = head, self._number + 1
+            self._view[HEAD : HEAD + len(head)] = head
+        rows = len(head) // (8 * ROW)
+        REQUEST.pack_into(self._view, 8 * (ASKED + 1), kind, self._number, rows, step, patience, weight)
+        self.tag = self.words[ASKED] = tag
+
+    def ring(self) -> None:
+        """Wake the server where it sleeps."""
+        if self._asleep is not None and self._asleep[ASLEEP]:
+            with contextlib.suppress(OSError):  # it is gone, which the link says
+                os.eventfd_write(self._bell, 1)
+
+    def answer(self) -> Answer:
+        """What the server says to the last request."""
+        return Answer(*ANSWER.unpack_from(self._view, 8 * (ANSWERED + 1)))
+
+    @property
+    def readable(self) -> bool:
+        """Whether the answer can be read here: it does not come by message, and what the server offered has come."""
+        answer = self.answer()
+        if answer.where != BY_MEMORY:
+            return False
+        if self.link.offers_taken < answer.offers:
+            self.link.absorb()
+        return self.link.offers_taken >= answer.offers
+
+    def slice(self, segment: int) -> tuple[memoryview, Bytes]:
+        """The first words of a segment's memory, and its values. Raises LinkError: the server did not offer it."""
+        fresh = self.link.memories.pop(SEGMENT + segment, None)
+        if fresh is not None:
+            params = np.frombuffer(fresh.view[PAGE:], np.uint8) if fresh.size > PAGE else np.empty(0, np.uint8)
+            self._slices[segment] = fresh.view[:PAGE].cast("q"), params
+        found = self._slices.get(segment)
+        if found is None:
+            raise LinkError(f"{self.link.peer!r} answered out of memory that it did not offer", peer=self.link.peer)
+        return found
+
+    def read(self, segment: int, into: Bytes, *, torn: bool = False) -> bool:
+        """Copy a segment's values, of one version, or of any where they may be `torn`; False while they always change.
+
+        Raises LinkError: the segment has another size than `into`.
+        """
+        words, params = self.slice(segment)
+        if len(params) != len(into):
+            raise LinkError(
+                f"{self.link.peer!r} holds {len(params)} bytes of segment {segment} where {len(into)} were expected",
+                peer=self.link.peer,
+                given=len(params),
+                expected=len(into),
+            )
+        if torn:
+            np.copyto(into, params)
+            return True
+        for _ in range(TRIES):
+            before = words[STEPS]
+            if not before & 1:
+                np.copyto(into, params)
+                if words[STEPS] == before:
+                    return True
+            else:
+                os.sched_yield()
+        return False
+
+    def close(self) -> None:
+        """Give up the descriptor; the memory goes with its last user."""
+        if self._bell >= 0:
+            os.close(self._bell)
+            self._bell = -1
+
+
+def mailbox(link: object, memory: WorkerMemory | None) -> WorkerMailbox | None:
+    """A mailbox on a link, where its two ends share memory; else None."""
+    if memory is None or not AVAILABLE or not isinstance(link, SharedLink):
+        return None
+    return WorkerMailbox(link, memory)
+
+
+class ServerMailbox:
+    """The server's side of a mailbox: takes requests out and puts answers in."""
+
+    def __init__(self, link: SharedLink, page: Memory, wakeup: int) -> None:
+        """Take over what the worker has offered; `page` and `wakeup` are this server's."""
+        self.link = link
+        box = link.memories.pop(MAILBOX)
+        self._bell = link.descriptors.pop(WAKEUP)
+        self._view, self.words = box.view, box.view.cast("q")
+        self.seen = 0  # the last request that was taken out
+        self.open = 0  # the one that is not answered
+        self._number, self._rows = 0, list[list[int]]()
+        self._memories: dict[int, Memory] = {}
+        self.offered: dict[int, object] = {}  # by segment: the memory of it that the worker knows
+        link.offer(SERVER, page, read_only=True)
+        link.offer_descriptor(WAKEUP, wakeup)
+
+    def take(self) -> tuple[Call, list[list[int]], bool]:
+        """The new request, the rows of its head, and whether the head is another one than before."""
+        self.seen = self.open = self.words[ASKED]
+        kind, number, rows, step, patience, weight = REQUEST.unpack_from(self._view, 8 * (ASKED + 1))
+        fresh = number != self._number
+        if fresh:
+            if not 0 <= rows <= ROWS:
+                raise ValueError(f"a request in a mailbox names {rows} segments: it has room for {ROWS}")
+            words = np.frombuffer(self._view, np.int64, rows * ROW, HEAD)
+            self._number, self._rows = number, words.reshape(rows, ROW).tolist()
+        return Call(self.seen, kind, step, patience, weight), self._rows, fresh
+
+    def bytes_at(self, place: int, size: int) -> memoryview:
+        """Memory of the worker's. Raises ValueError: it offered none such."""
+        if not size:
+            return memoryview(b"")
+        number, offset = place >> OFFSET_BITS, place & (1 << OFFSET_BITS) - 1
+        memory = self._memories.get(number)
+        if memory is None:
+            if MEMORY + number not in self.link.memories:
+                self.link.absorb()
+            found = self.link.memories.pop(MEMORY + number, None)
+            if found is None:
+                raise ValueError(f"{self.link.peer!r} names memory {number}, which it did not offer")
+            memory = self._memories[number] = found
+        if size < 0 or offset + size > memory.size:
+            raise ValueError(f"{self.link.peer!r} names {size} bytes at {offset} of a memory of {memory.size}")
+        return memory.view[offset : offset + size]
+
+    def tensor_at(self, place: int, size: int, dtype: torch.dtype) -> Tensor:
+        """The same, as elements. Raises ValueError."""
+        if size % dtype.itemsize:
+            raise ValueError(f"{size} bytes are no whole number of {dtype} elements")
+        view = self.bytes_at(place, size)
+        return torch.frombuffer(view, dtype=dtype) if size else torch.empty(0, dtype=dtype)
+
+    def offer(self, segment: int, memory: Memory) -> None:
+        """Let the worker read a segment's memory."""
+        self.link.offer(SEGMENT + segment, memory, read_only=True)
+
+    def answer(self, version: int, lead: int, durable: int, where: int = BY_MEMORY) -> None:
+        """Answer the request that is open; what was offered must have left, and `wake` must follow."""
+        made = self.link.offers_made
+        ANSWER.pack_into(self._view, 8 * (ANSWERED + 1), version, lead, durable, where, made)
+        self.words[ANSWERED], self.open = self.open, 0
+
+    def wake(self) -> None:
+        """Write the worker's wakeup where it sleeps; a fence comes before."""
+        if self.words[WAITS]:
+            os.eventfd_write(self._bell, 1)
+
+    def close(self) -> None:
+        """Give up the descriptor; the memory goes with its last user."""
+        if self._bell >= 0:
+            os.close(self._bell)
+            self._bell = -1
+
+
+def offered(link: object) -> bool:
+    """Whether the worker at the other end has offered a mailbox."""
+    return isinstance(link, SharedLink) and MAILBOX in link.memories and WAKEUP in link.descriptors
+
+
+def head_of(rows: Sequence[Sequence[int]]) -> bytes:
+    """The head of a request."""
+    return np.array(rows, np.int64).tobytes()

@@ -1,0 +1,209 @@
+"""Requests through shared memory do what the same requests do as messages; and what is odd about them."""
+
+import gc
+import threading
+
+import numpy as np
+import pytest
+import torch
+from ps_site import SECRET
+
+from rayps.cluster.local import LocalCluster, until
+from rayps.comm.link import Listener, connect
+from rayps.core.errors import ConfigError, PeerTimeout
+from rayps.ps import group as elastic
+from rayps.ps.client.client import GroupServer
+from rayps.ps.client.session import Session
+from rayps.ps.own_space import cut
+from rayps.ps.protocol.mailbox import CHUNK_BYTES, WorkerMailbox, WorkerMemory
+from rayps.ps.protocol.messages import GroupMessage
+from rayps.ps.protocol.shared_memory import AVAILABLE
+from rayps.ps.protocol.space import Space, SparseTable
+from rayps.ps.server.dense_segment import state_of
+from rayps.ps.tables.client import TableClient, Tables
+from rayps.strategies.parameter_server import ParameterServer
+from rayps.tensors.flat import Layout
+from rayps.workload.base import pack
+
+pytestmark = pytest.mark.skipif(not AVAILABLE, reason="memory is shared on Linux")
+SIZE, SECONDS, WORKERS = 600, 60.0, 2
+
+
+def momentum(params):
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+@pytest.fixture(params=[0, 1], ids=["no copies", "one copy"])
+def group(request):
+    cluster = LocalCluster()
+    made = elastic.start(cluster, "boxes", 2, request.param, detached=False, balance=None)
+    yield made
+    made.stop()
+    cluster.close()
+
+
+def opened(group, name, staleness):
+    layout = Layout.of([("w", torch.empty(SIZE))])
+    tables = (SparseTable("users", 4, 4, optimizer={"name": "adagrad", "lr": 0.1}),)
+    made = group.open(
+        Space(name, 0, WORKERS, ParameterServer(staleness=staleness), layout, cut(layout, 6), pack(momentum), tables)
+    )
+    talk = Session(group.door(), made, -1, timeout=SECONDS)
+    talk.exchange(
+        GroupMessage.LOAD,
+        {i: state_of(torch.ones(b - a), layout, a, marks=[0] * WORKERS) for i, (a, b) in enumerate(made.cuts)},
+    )
+    talk.close()
+    return made
+
+
+def joined(group, made, rank, resident):
+    incarnation = group.join(made.number, rank)
+    return Session(group.door(), made, rank, incarnation=incarnation, timeout=SECONDS, resident=resident)
+
+
+def boxes(talk):
+    return [line.mailbox for line in talk._lines.open.values()]
+
+
+def rounds(group, made, resident, in_step, count=6):
+    """Every rank's last pull, the rows it saw, and whether requests went through memory."""
+    found, used = {}, {}
+
+    def work(rank):
+        talk = joined(group, made, rank, resident)
+        chance = torch.Generator().manual_seed(rank)
+        tables = Tables(talk, made)
+        server = GroupServer(talk, extras=tables.pieces)
+        rows = torch.empty(0)
+        for step in range(count):
+            tables.begin(step)
+            vector = server.pull()
+            ids = torch.randint(0, 50, (20,), generator=chance)
+            lookup, rows = tables.clients["users"].rows(ids)
+            tables.clients["users"].gradient(lookup, torch.rand(rows.shape, generator=chance))
+            server.push(torch.rand(SIZE, generator=chance), weight=rank + 1.0)
+        server.settle()
+        found[rank] = vector, rows.clone()
+        used[rank] = [box is not None and box.tag > 0 for box in boxes(talk)]
+        talk.close()
+
+    if in_step:
+        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(WORKERS)]
+        [thread.start() for thread in threads]
+        [thread.join(SECONDS) for thread in threads]
+    else:  # one after the other, so that it is the same each time
+        [work(rank) for rank in range(WORKERS)]
+    return found, used
+
+
+@pytest.mark.parametrize("staleness", [0, None])
+def test_memory_and_messages_give_the_same_to_the_bit(group, staleness):
+    by_memory, used = rounds(group, opened(group, "memory", staleness), True, staleness == 0)
+    by_message, unused = rounds(group, opened(group, "message", staleness), False, staleness == 0)
+    assert all(all(each) for each in used.values()) and not any(any(each) for each in unused.values())
+    for rank in range(WORKERS):
+        for mine, theirs in zip(by_memory[rank], by_message[rank], strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def test_segments_move_while_workers_push_through_memory(group):
+    made = opened(group, "moving", None)
+    talk = joined(group, made, 0, True)
+    server, pushes = GroupServer(talk), 0
+    before = server.pull()
+    group.resize(3)
+    while "server-2" not in talk.map.by_server(range(made.segments)) or not group.settled():
+        server.push(torch.zeros(SIZE))
+        assert torch.equal(server.pull(), before)
+        pushes += 1
+        assert pushes < 1_000_000
+    assert server.step == pushes
+    server.push(torch.full((SIZE,), -WORKERS * 10.0))
+    assert torch.allclose(server.pull(), before + 1.0)
+    assert all(box is not None for box in boxes(talk))
+    talk.close()
+
+
+def test_several_requests_for_one_server_do_not_overwrite_each_other(group):
+    """A push with tables and a dense part is two requests for a server: its mailbox holds one."""
+    made = opened(group, "two", None)
+    talk = joined(group, made, 0, True)
+    tables = Tables(talk, made)
+    server = GroupServer(talk, extras=tables.pieces)
+    for step in range(30):
+        tables.begin(step)
+        tables.clients["users"].gradient(torch.arange(8), torch.ones(8, 4))
+        server.push(torch.zeros(SIZE))
+        server.pull()
+    assert server.step == 30
+    talk.close()
+
+
+def test_what_a_server_refuses_comes_as_an_error_and_the_mailbox_goes_on(group):
+    made = opened(group, "refused", None)
+    talk = joined(group, made, 0, True)
+    server, client = GroupServer(talk), TableClient(talk, made, "users")
+    lookup = client.look(torch.tensor([3, 4]))
+    bad = {i: client.talk.room(24) for i in client.asked(lookup)}
+    for piece in bad.values():
+        piece[:24].view(np.int64)[:] = 5, 0, 0
+    with pytest.raises(ConfigError, match="cannot hold 5 ids"):
+        talk.exchange(GroupMessage.PULL, bad, landing=client.landing(lookup, client.room(lookup)))
+    server.push(torch.zeros(SIZE))
+    assert torch.equal(server.pull(), torch.ones(SIZE)) and client.fetch(lookup).shape == (2, 4)
+    talk.close()
+
+
+def test_memory_that_a_server_may_still_write_to_is_not_used_again():
+    memory = WorkerMemory()
+    block = memory.room(100)
+    assert memory.place(block) >= 0
+    memory.retire()
+    assert memory.place(block) < 0 and memory.place(memory.room(100)) >= 0
+    memory.close()
+
+
+def test_a_worker_that_gave_up_uses_other_memory(group):
+    made = opened(group, "late", 0)
+    talk = joined(group, made, 0, True)
+    talk.timeout = 0.5
+    server = GroupServer(talk)
+    server.push(torch.ones(SIZE))
+    with pytest.raises(PeerTimeout, match="rank 1"):
+        server.pull()
+    other = joined(group, made, 1, True)
+    there = GroupServer(other)
+    there.push(torch.ones(SIZE))
+    there.settle()
+    assert torch.allclose(server.pull(), torch.full((SIZE,), 0.9))
+    talk.close(), other.close()
+
+
+def test_blocks_are_given_back_with_their_last_user():
+    memory = WorkerMemory()
+    first = memory.room(1000)
+    place, part = memory.place(first), first[10:20]
+    del first
+    gc.collect()
+    second = memory.room(1000)
+    assert memory.place(second) != place  # a part of the first is still in use
+    del part
+    gc.collect()
+    assert memory.place(memory.room(1000)) == place
+    large = memory.room(2 * CHUNK_BYTES)
+    assert len(memory.chunks) == 2 and memory.place(large[5:]) == memory.place(large) + 5
+    assert memory.place(np.zeros(8, np.uint8)) == -1
+    memory.close()
+
+
+def test_a_server_that_takes_no_mailbox_hears_messages():
+    listener, memory = Listener("plain", SECRET), WorkerMemory()
+    found = []
+    thread = threading.Thread(target=lambda: until(lambda: found.append(listener.accept_ready()) or found[-1], SECONDS))
+    thread.start()
+    link = connect(listener.address, name="worker", secret=SECRET, generation=0, timeout=SECONDS)
+    box = WorkerMailbox(link, memory)
+    assert box.offer() and not box.ready and box.answered
+    thread.join(SECONDS)
+    box.close(), link.close(), found[-1].close(), listener.close(), memory.close()
