@@ -42,9 +42,9 @@ def group(request):
     cluster.close()
 
 
-def opened(group, name, staleness):
+def opened(group, name, staleness, tabled=True):
     layout = Layout.of([("w", torch.empty(SIZE))])
-    tables = (SparseTable("users", 4, 4, optimizer={"name": "adagrad", "lr": 0.1}),)
+    tables = (SparseTable("users", 4, 4, optimizer={"name": "adagrad", "lr": 0.1}),) if tabled else ()
     made = group.open(
         Space(name, 0, WORKERS, ParameterServer(staleness=staleness), layout, cut(layout, 6), pack(momentum), tables)
     )
@@ -74,14 +74,15 @@ def rounds(group, made, resident, in_step, count=6):
         talk = joined(group, made, rank, resident)
         chance = torch.Generator().manual_seed(rank)
         tables = Tables(talk, made)
-        server = GroupServer(talk, extras=tables.pieces)
+        server = GroupServer(talk, extras=tables.pieces if made.tables else None)
         rows = torch.empty(0)
         for step in range(count):
-            tables.begin(step)
             vector = server.pull()
-            ids = torch.randint(0, 50, (20,), generator=chance)
-            lookup, rows = tables.clients["users"].rows(ids)
-            tables.clients["users"].gradient(lookup, torch.rand(rows.shape, generator=chance))
+            if made.tables:
+                tables.begin(step)
+                ids = torch.randint(0, 50, (20,), generator=chance)
+                lookup, rows = tables.clients["users"].rows(ids)
+                tables.clients["users"].gradient(lookup, torch.rand(rows.shape, generator=chance))
             server.push(torch.rand(SIZE, generator=chance), weight=rank + 1.0)
         server.settle()
         found[rank] = vector, rows.clone()
@@ -97,18 +98,20 @@ def rounds(group, made, resident, in_step, count=6):
     return found, used
 
 
+@pytest.mark.parametrize("tabled", [True, False], ids=["tables too", "one turn a round"])
 @pytest.mark.parametrize("staleness", [0, None])
-def test_memory_and_messages_give_the_same_to_the_bit(group, staleness):
-    by_memory, used = rounds(group, opened(group, "memory", staleness), True, staleness == 0)
-    by_message, unused = rounds(group, opened(group, "message", staleness), False, staleness == 0)
+def test_memory_and_messages_give_the_same_to_the_bit(group, staleness, tabled):
+    by_memory, used = rounds(group, opened(group, "memory", staleness, tabled), True, staleness == 0)
+    by_message, unused = rounds(group, opened(group, "message", staleness, tabled), False, staleness == 0)
     assert all(all(each) for each in used.values()) and not any(any(each) for each in unused.values())
     for rank in range(WORKERS):
         for mine, theirs in zip(by_memory[rank], by_message[rank], strict=True):
             assert torch.equal(mine, theirs)
 
 
-def test_segments_move_while_workers_push_through_memory(group):
-    made = opened(group, "moving", None)
+@pytest.mark.parametrize("tabled", [True, False], ids=["tables too", "one turn a round"])
+def test_segments_move_while_workers_push_through_memory(group, tabled):
+    made = opened(group, "moving", None, tabled)
     talk = joined(group, made, 0, True)
     server, pushes = GroupServer(talk), 0
     before = server.pull()
@@ -138,6 +141,23 @@ def test_several_requests_for_one_server_do_not_overwrite_each_other(group):
         server.pull()
     assert server.step == 30
     talk.close()
+
+
+def test_a_gradient_in_the_buffer_is_not_copied_and_what_is_pulled_lands_where_it_is_told(group):
+    made = opened(group, "buffer", None, tabled=False)
+    talk = joined(group, made, 0, True)
+    server, out = GroupServer(talk), torch.empty(SIZE)
+    assert server.shares_memory
+    gradient = server.buffer(SIZE, torch.float32)
+    gradient.fill_(-20.0)
+    server.push(gradient)
+    gradient.fill_(-40.0)  # the push has not left yet: it is what lies there when it does
+    assert server.pull(out=out) is out and torch.allclose(out, torch.full((SIZE,), 3.0))
+    assert server.buffer(SIZE, torch.float64).dtype == torch.float64
+    server.push(torch.full((SIZE,), -20.0, requires_grad=True))
+    assert server.pull(out=out) is out and server.step == 2
+    server.close(), talk.close()  # twice does no harm
+    assert gradient.sum() != 0  # what was given out stays good
 
 
 def test_what_a_server_refuses_comes_as_an_error_and_the_mailbox_goes_on(group):

@@ -67,6 +67,7 @@ class GroupServer:
         self._lists = IdLists(space.layout, space.cuts)
         self._nothing: dict[int, Any] = dict.fromkeys(range(space.segments), EMPTY)
         self._posted: _SentPush | None = None  # a push that has not left yet
+        self._landed: tuple[Tensor, dict[int, Any], dict[int, Any]] | None = None  # where the last whole pull went
         marks = talk.join()
         self.step = min(marks.values()) if step < 0 else step
 
@@ -105,6 +106,8 @@ class GroupServer:
         count = vector.numel()
         self._must_fit(lo, lo + count)
         self.settle()
+        if count == self.size and self.extras is None and self.feedback is None and self._lay(vector, weight, rounds):
+            return
         if self.feedback is not None:
             pieces = self._coded(self.feedback, vector.detach().reshape(-1), weight, lo)
         else:
@@ -144,6 +147,20 @@ class GroupServer:
                 )
             else:
                 time.sleep(LOOK_SECONDS)
+
+    def _lay(self, vector: Tensor, weight: float, rounds: int) -> bool:
+        """Push a whole gradient where servers of this host read it; False where there is none of them."""
+        found = self.talk.gradients()
+        if found is None:
+            return False
+        if not found.holds(vector, 0):
+            found.lay(vector.detach() if vector.requires_grad else vector, found.whole)
+        self.bytes_moved += self.size * self._item
+        self.step += rounds
+        self._posted = _SentPush(self.step - 1, weight, self.talk.whole(found))
+        if not self._defer:
+            self.settle()
+        return True
 
     def settle(self) -> None:
         """Return once every push is acknowledged."""
@@ -206,8 +223,15 @@ class GroupServer:
         self._post(pieces, float(weight))
 
     def buffer(self, size: int, dtype: torch.dtype) -> Tensor:
-        """Memory of `size` elements, all zero, for gradients. Ordinary memory: pushes are copied into requests."""
-        return torch.zeros(size, dtype=dtype)
+        """Memory of `size` elements, all zero, for gradients: what lies at its beginning is pushed without a copy.
+
+        Servers of this host read it where it lies: from `push` on it may change once the push is acknowledged (`pull`
+        or `settle` has returned). Where no server is on this host, it is ordinary memory.
+        """
+        found = self.talk.gradients()
+        if found is None or dtype != self.dtype or size > found.gradient.numel():
+            return torch.zeros(size, dtype=dtype)
+        return found.gradient[:size]
 
     def hang_up(self) -> None:
         """End what another thread waits for in here, as lost; that thread is to `close`. Any thread may call it."""
@@ -220,7 +244,7 @@ class GroupServer:
     @property
     def shares_memory(self) -> bool:
         """Whether all servers read this worker's gradient in shared memory."""
-        return False
+        return self.talk.shares_memory
 
     @property
     def seconds_waiting(self) -> float:
@@ -232,15 +256,22 @@ class GroupServer:
         whole = hi - lo == self.size
         if out is None:
             out = self.home if whole and kind is GroupMessage.PULL else None
+        again, landed = whole and out is not None, self._landed
         if out is None:
             out = torch.empty(hi - lo, dtype=self.dtype)
-        self._must_land(out, hi - lo)
-        pieces, places = self._places(flat_bytes(out), lo, hi)
+        if landed is not None and again and landed[0] is out:
+            pieces, places = landed[1:]
+        else:
+            self._must_land(out, hi - lo)
+            pieces, places = self._places(flat_bytes(out), lo, hi)
+            if again:
+                self._landed = out, pieces, places
         self.bytes_moved += (hi - lo) * self._item
         posted, together = self._posted, self._together(consistent)
         if kind is GroupMessage.PULL and whole and posted is not None and not together:
             self._posted = None
-            answers = self.talk.exchange(
+            found = self.talk.turn(posted.step, posted.weight, posted.pieces, places)
+            answers = found or self.talk.exchange(
                 GroupMessage.PUSH_PULL, posted.pieces, step=posted.step, weight=posted.weight, landing=places
             )
         else:

@@ -48,6 +48,7 @@ class ServerConnections:
         self.open: dict[str, ServerConnection] = {}
         self.ended = False
         self.breaks = 0  # times that a server was lost, or segments got another holder
+        self.changes = 0  # of `open`
         self.deadline = 0.0
         self.memory = WorkerMemory() if resident and AVAILABLE else None
         self.fence = Fence()
@@ -84,6 +85,7 @@ class ServerConnections:
         link = self._call(address, trouble or self._trouble(server), known_trouble=trouble is not None)
         if link is None:
             return None
+        self.changes += 1
         line = self.open[server] = ServerConnection(server, link, mailbox(link, self.memory))
         self.join(line)
         return self.open.get(server)
@@ -119,6 +121,7 @@ class ServerConnections:
         """A link has failed: what was under way on it is to be said again."""
         if self.open.pop(line.server, None) is not None:
             self.breaks += 1
+            self.changes += 1
             if line.waits and self.memory is not None:
                 self.memory.retire()
             line.close()

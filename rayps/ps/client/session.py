@@ -31,12 +31,15 @@ from rayps.ps.client.connection import (
 from rayps.ps.client.connections import ServerConnections, named
 from rayps.ps.client.map_subscription import Door
 from rayps.ps.client.replay_buffer import ReplayBuffer
+from rayps.ps.client.turn import Turn
 from rayps.ps.fixed.messages import error_of
 from rayps.ps.protocol.consistent_cut import furthest
 from rayps.ps.protocol.mailbox import ROWS, head_of
 from rayps.ps.protocol.messages import GroupMessage, SegmentPayload, numbers, read_numbers, unpack
 from rayps.ps.protocol.segment_map import SpaceMap
+from rayps.ps.protocol.shared_memory import GradientBuffer
 from rayps.ps.protocol.space import Space
+from rayps.tensors.packing import flat_bytes
 
 GRACE_SECONDS = 5.0  # a server answers what waits too long itself, naming the slowest rank: it gets time to
 KEEP_BYTES = 256_000_000  # of pushes that are not durable yet
@@ -88,6 +91,8 @@ class Session:
         self._pool = BufferPool()
         self._readers: weakref.WeakSet[Session] = weakref.WeakSet()
         self._asks: list[SegmentRequest] = []  # what is under way, in the order to be said
+        self._turn: Turn | None = None
+        self._whole: tuple[GradientBuffer, dict[int, Any]] | None = None
         self._put: list[ServerConnection] = []  # whose mailbox has a request that its server was not woken for
         self._item = 0 if space.layout is None else space.layout.dtype.itemsize
         self._tag = 0
@@ -235,6 +240,63 @@ class Session:
         """Memory of `size` bytes for a piece, or to land in, where servers of this host find it; not cleared."""
         memory = self._lines.memory
         return np.empty(size, np.uint8) if memory is None else memory.room(size)
+
+    def gradients(self) -> GradientBuffer | None:
+        """Where servers of this host read the gradient of the dense vector; None where there is none of them."""
+        memory, layout = self._lines.memory, self.space.layout
+        if memory is None or layout is None:
+            return None
+        near = any(line.mailbox is not None and line.mailbox.ready for line in self._lines.open.values())
+        return memory.gradient(layout.size, layout.dtype) if near else None
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether all servers that are connected share memory with this worker."""
+        lines = self._lines.open.values()
+        return bool(lines) and all(line.mailbox is not None and line.mailbox.ready for line in lines)
+
+    def whole(self, gradients: GradientBuffer) -> dict[int, Any]:
+        """The pieces of a push of all that lies in `gradients()`."""
+        if self._whole is None or self._whole[0] is not gradients:
+            laid, item = flat_bytes(gradients.whole), self._item
+            self._whole = gradients, {i: laid[a * item : b * item] for i, (a, b) in enumerate(self.space.cuts)}
+        return self._whole[1]
+
+    def turn(
+        self, step: int, weight: float, pieces: Mapping[int, Any], landing: Mapping[int, Any], *, torn: bool = False
+    ) -> SegmentReplies | None:
+        """As `exchange` of a PUSH_PULL of the whole vector, which lies in `gradients()`, in fewer calls.
+
+        None where it must be an `exchange`: a server does not share memory, or something is under way. Raises as that.
+        """
+        lines, plan = self._lines, self._turn
+        if plan is None or not plan.good(lines):
+            plan = self._turn = Turn.of(lines, self.space) if lines.open else None
+        laid = plan is not None and self._whole is not None and self._whole[1] is pieces
+        if plan is None or not laid or self._asks or self._unsure or not plan.free():
+            return None
+        began = time.monotonic()
+        self._begin()
+        patience = max(1, int(1000 * self.timeout))
+        for part in plan.parts:
+            self._tag += 1
+            part.box.put(self._tag, GroupMessage.PUSH_PULL, part.head, step, patience, weight)
+            passing("talk: between servers")
+        lines.fence()
+        for part in plan.parts:
+            part.box.ring()
+        passing("talk: pushed, not heard")
+        ask = SegmentRequest(GroupMessage.PUSH_PULL, step, weight, dict(pieces), dict(landing), torn=torn)
+        ask.unsaid.clear()
+        for part in plan.parts:
+            flight = part.line.flights[part.box.tag] = InFlight(ask, part.segments, True)
+            if plan.wait(lines, part.box) and part.box.readable:
+                self._hear(part.line, flight)
+        self.seconds_waiting += time.monotonic() - began
+        if ask.open or self._asks:
+            self._run([ask])
+        passing("talk: acknowledged")
+        return SegmentReplies(ask.answers, ask.lead, ask.version or 0, ask.durable or 0)
 
     def tell(self, kind: GroupMessage, number: int) -> None:
         """Say what has no answer (SAVED) to all servers that are joined; that one is lost is found out later."""
@@ -431,17 +493,22 @@ class Session:
         """Take the answers that are in mailboxes; whether there were any."""
         found = False
         for line in list(self._lines.open.values()):
-            box = line.mailbox
-            if box is None or not line.heard:
-                continue
-            found, answer = True, box.answer()
-            flight = line.flights.pop(box.tag)
+            if line.heard and line.mailbox is not None:
+                found = True
+                self._hear(line, line.flights[line.mailbox.tag])
+        return found
+
+    def _hear(self, line: ServerConnection, flight: InFlight) -> None:
+        """Take the answer that is in a mailbox."""
+        box = line.mailbox
+        if box is not None:
+            answer = box.answer()
+            del line.flights[box.tag]
             says = GroupMessage.ACK if flight.ask.kind == GroupMessage.PUSH else GroupMessage.VALUE
             message = Message(says, box.tag, answer.version, answer.lead, float(answer.durable))
             self._answered(line, flight, message)
             if says == GroupMessage.VALUE:
                 self._read_out(line, flight)
-        return found
 
     def _read_out(self, line: ServerConnection, flight: InFlight) -> None:
         """Take the values of an answer out of the memory in which they are."""
@@ -457,7 +524,7 @@ class Session:
                 if place is None:
                     place = np.empty(self._bytes_of(index), np.uint8)
                     ask.answers[index] = memoryview(place)  # type: ignore[arg-type]
-                if not box.read(index, _array(place), torn=ask.torn):
+                if not box.read(index, place if isinstance(place, np.ndarray) else _array(place), torn=ask.torn):
                     again[index] = place
             ask.answers.setdefault(index, EMPTY)
         if again:  # it changes all the time: the server makes a copy

@@ -146,13 +146,19 @@ class WorkerMemory:
                 return number << OFFSET_BITS | address - chunk.address
         return -1
 
+    def number(self, gradients: GradientBuffer) -> int:
+        """The number of the memory of a gradient."""
+        return next(i for i, chunk in enumerate(self.chunks) if chunk.memory is gradients.memory)
+
     def retire(self) -> None:
         """Use other memory from now on: a server may still read and write these."""
         for chunk in self.chunks:
             chunk.usable = False
             chunk.address = 1 << 62  # nothing lies in it any more
         self._bytes = 0
-        self.gradients = None
+        if self.gradients is not None:
+            self.gradients.close()
+            self.gradients = None
 
     def hush(self) -> None:
         """Take the wakeup back."""
@@ -166,6 +172,7 @@ class WorkerMemory:
             self.wakeup = -1
         if self.gradients is not None:
             self.gradients.close()
+            self.gradients = None
         self.chunks = []
 
 

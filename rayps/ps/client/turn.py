@@ -1,0 +1,90 @@
+"""The commonest exchange in few calls: a push of the whole vector and its pull, through mailboxes of all servers."""
+
+from __future__ import annotations
+
+import select
+import time
+from typing import NamedTuple
+
+from rayps.ps.client.connection import ServerConnection
+from rayps.ps.client.connections import ServerConnections
+from rayps.ps.protocol.mailbox import OFFSET_BITS, ROWS, WAITS, WorkerMailbox, WorkerMemory, head_of
+from rayps.ps.protocol.segment_map import SpaceMap
+from rayps.ps.protocol.shared_memory import GradientBuffer
+from rayps.ps.protocol.space import Space
+
+LOOK_SECONDS = 1.0  # between two looks at the deadline
+
+
+class TurnPart(NamedTuple):
+    """What one server is asked."""
+
+    line: ServerConnection
+    box: WorkerMailbox
+    segments: list[int]
+    head: bytes
+
+
+class Turn:
+    """The requests of such an exchange, good for one map, one set of connections and one gradient buffer."""
+
+    def __init__(
+        self, parts: list[TurnPart], memory: WorkerMemory, gradients: GradientBuffer, found: SpaceMap, changes: int
+    ) -> None:
+        self.parts, self._memory, self._gradients, self._map, self._changes = parts, memory, gradients, found, changes
+        self._poll = select.poll()
+        self._poll.register(memory.wakeup, select.POLLIN)
+        for part in parts:
+            self._poll.register(part.line.link.fileno(), select.POLLIN)
+
+    @classmethod
+    def of(cls, lines: ServerConnections, space: Space) -> Turn | None:
+        """None where a server shares no memory, is not joined yet, or the space has tables."""
+        memory, layout = lines.memory, space.layout
+        if memory is None or layout is None or space.segments > len(space.cuts):
+            return None
+        gradients, item = memory.gradient(layout.size, layout.dtype), layout.dtype.itemsize
+        number = memory.number(gradients)
+        parts = []
+        for server, segments in lines.map.by_server(range(space.segments)).items():
+            line = None if server is None else lines.open.get(server)
+            if line is None or line.mailbox is None or not line.joined or len(segments) > ROWS:
+                return None
+            if not line.mailbox.ready or not line.mailbox.offer():
+                return None
+            rows = [
+                (
+                    index,
+                    lines.map.holdings[index].generation,
+                    number << OFFSET_BITS | space.cuts[index][0] * item,
+                    (space.cuts[index][1] - space.cuts[index][0]) * item,
+                    0,
+                    0,
+                )
+                for index in segments
+            ]
+            parts.append(TurnPart(line, line.mailbox, segments, head_of(rows)))
+        return cls(parts, memory, gradients, lines.map, lines.changes)
+
+    def good(self, lines: ServerConnections) -> bool:
+        """Whether nothing has changed."""
+        return self._map is lines.map and self._changes == lines.changes and self._gradients is self._memory.gradients
+
+    def free(self) -> bool:
+        """Whether nothing is under way on any connection."""
+        return not any(not part.box.answered or part.line.flights or part.line.link.queued for part in self.parts)
+
+    def wait(self, lines: ServerConnections, box: WorkerMailbox) -> bool:
+        """Wait for the answer in a mailbox; False where a link has something to say, or the deadline is over."""
+        while not box.answered:
+            box.words[WAITS] = 1
+            lines.fence()
+            ready = [] if box.answered else self._poll.poll(1000 * LOOK_SECONDS)
+            box.words[WAITS] = 0
+            for descriptor, _ in ready:
+                if descriptor != self._memory.wakeup:
+                    return box.answered
+                self._memory.hush()
+            if not ready and (lines.ended or time.monotonic() > lines.deadline):
+                return box.answered
+        return True
