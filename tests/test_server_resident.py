@@ -79,7 +79,7 @@ class House:
             links,
             timeout=timeout,
             defer=defer,
-            shared_memory=shared_memory,
+            resident=resident,
             consistent=consistent,
             relink=(lambda i: self.link(i, rank, prefer)) if relink else None,
         )
