@@ -11,6 +11,7 @@ from ps_site import SECRET
 from rayps.cluster.local import LocalCluster, until
 from rayps.comm.link import Listener, connect
 from rayps.core.errors import ConfigError, PeerTimeout
+from rayps.core.user_module import pack
 from rayps.ps import group as elastic
 from rayps.ps.client.client import GroupServer
 from rayps.ps.client.session import Session
@@ -23,7 +24,6 @@ from rayps.ps.server.dense_segment import state_of
 from rayps.ps.tables.client import TableClient, Tables
 from rayps.strategies.parameter_server import ParameterServer
 from rayps.tensors.flat import Layout
-from rayps.workload.base import pack
 
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="memory is shared on Linux")
 SIZE, SECONDS, WORKERS = 600, 60.0, 2

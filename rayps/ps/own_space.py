@@ -21,7 +21,7 @@ from rayps.tensors.flat import Layout
 log = logging.getLogger(__name__)
 
 SEGMENTS = 32  # of a large vector
-SEGMENT_BYTES = 1 << 16  # a smaller one is not worth a message's head
+SEGMENT_BYTES = 1 << 17  # each costs a request some 30 microseconds, whatever its size
 
 
 def cut(layout: Layout, segments: int | None = None) -> tuple[tuple[int, int], ...]:
