@@ -102,13 +102,15 @@ class TableClient:
         dtype, n = wire_format.DTYPES[self.table.dtype], len(lookup.ids)
         if not n:
             return torch.empty(0, self.table.dim, dtype=dtype)
-        return torch.from_numpy(self.talk.room(n * self.table.dim * dtype.itemsize)).view(dtype).view(n, self.table.dim)
+        return (
+            torch.from_numpy(self.session.room(n * self.table.dim * dtype.itemsize)).view(dtype).view(n, self.table.dim)
+        )
 
     def asked(self, lookup: Lookup, uses: bool = False) -> dict[int, Buffer]:
         """The pieces of a pull by segment, for segments with ids."""
         return {
             self.first + s: wire_format.encode_pull(
-                lookup.ids[lo:hi], lookup.counts[lo:hi] if uses else None, self.half, self.talk.room
+                lookup.ids[lo:hi], lookup.counts[lo:hi] if uses else None, self.half, self.session.room
             ).data
             for s, lo, hi in spans(lookup)
         }
@@ -161,14 +163,14 @@ class TableClient:
 
     def pieces(self) -> dict[int, Buffer]:
         """Take the next push: a piece for every segment of the table."""
-        empty = wire_format.empty_push(self.table, self.talk.room).data
+        empty = wire_format.empty_push(self.table, self.session.room).data
         found: dict[int, Buffer] = {self.first + s: empty for s in range(self.table.segments)}
         if self._pending:
             lookup, grads = self._pending[0] if len(self._pending) == 1 else merged(self._pending, self.table)
             self._pending = []
             for s, lo, hi in spans(lookup):
                 found[self.first + s] = wire_format.encode_push(
-                    lookup.ids[lo:hi], grads[lo:hi], lookup.counts[lo:hi], self.half, self.talk.room
+                    lookup.ids[lo:hi], grads[lo:hi], lookup.counts[lo:hi], self.half, self.session.room
                 ).data
         return found
 

@@ -17,6 +17,7 @@ from rayps.ps.client.session import SegmentReplies
 from rayps.ps.protocol.messages import GroupMessage
 from rayps.ps.protocol.space import Space
 from rayps.ps.tables.table_segment import TableSegment
+from rayps.ps.tables.wire_format import Bytes
 
 
 class TableSession(Protocol):
@@ -34,6 +35,10 @@ class TableSession(Protocol):
         landing: Mapping[int, Buffer] | None = None,
     ) -> SegmentReplies:
         """Send a piece to each segment and wait for the answers. Raises LinkError."""
+
+    def room(self, size: int) -> Bytes:
+        """Allocate `size` bytes for a piece, or for rows to land in, where servers of this host find them."""
+        ...
 
     def reader(self) -> TableSession:
         """A session of the same rank for another thread."""
@@ -89,8 +94,8 @@ class InProcess:
         versions = [self.segments[index].version for index in views]
         return SegmentReplies(answers, 0, min(versions, default=0), step)
 
-    def room(self, size: int) -> Any:
-        """Memory of `size` bytes."""
+    def room(self, size: int) -> Bytes:
+        """Allocate `size` bytes of ordinary memory."""
         return np.empty(size, np.uint8)
 
     def reader(self) -> InProcess:
