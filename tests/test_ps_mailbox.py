@@ -165,7 +165,7 @@ def test_what_a_server_refuses_comes_as_an_error_and_the_mailbox_goes_on(group):
     talk = joined(group, made, 0, True)
     server, client = GroupServer(talk), TableClient(talk, made, "users")
     lookup = client.look(torch.tensor([3, 4]))
-    bad = {i: client.talk.room(24) for i in client.asked(lookup)}
+    bad = {i: client.session.room(24) for i in client.asked(lookup)}
     for piece in bad.values():
         piece[:24].view(np.int64)[:] = 5, 0, 0
     with pytest.raises(ConfigError, match="cannot hold 5 ids"):
