@@ -168,7 +168,7 @@ def test_what_a_server_refuses_comes_as_an_error_and_the_mailbox_goes_on(group):
     bad = {i: client.session.room(24) for i in client.asked(lookup)}
     for piece in bad.values():
         piece[:24].view(np.int64)[:] = 5, 0, 0
-    with pytest.raises(ConfigError, match="cannot hold 5 ids"):
+    with pytest.raises(ConfigError, match="cannot contain 5 ids"):
         talk.exchange(GroupMessage.PULL, bad, landing=client.landing(lookup, client.room(lookup)))
     server.push(torch.zeros(SIZE))
     assert torch.equal(server.pull(), torch.ones(SIZE)) and client.fetch(lookup).shape == (2, 4)

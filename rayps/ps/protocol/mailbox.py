@@ -53,7 +53,7 @@ ALIGN = 64
 TRIES = 20  # readings of a slice that the server steps in the middle of, before it is asked to send a copy
 
 
-class Call(NamedTuple):
+class MailboxCall(NamedTuple):
     """A request as a server finds it in a mailbox."""
 
     tag: int
@@ -322,7 +322,7 @@ class ServerMailbox:
         link.offer(SERVER, page, read_only=True)
         link.offer_descriptor(WAKEUP, wakeup)
 
-    def take(self) -> tuple[Call, list[list[int]], bool]:
+    def take(self) -> tuple[MailboxCall, list[list[int]], bool]:
         """The new request, the rows of its head, and whether the head is another one than before."""
         self.seen = self.open = self.words[ASKED]
         kind, number, rows, step, patience, weight = REQUEST.unpack_from(self._view, 8 * (ASKED + 1))
@@ -332,7 +332,7 @@ class ServerMailbox:
                 raise ValueError(f"a request in a mailbox names {rows} segments: it has room for {ROWS}")
             words = np.frombuffer(self._view, np.int64, rows * ROW, HEAD)
             self._number, self._rows = number, words.reshape(rows, ROW).tolist()
-        return Call(self.seen, kind, step, patience, weight), self._rows, fresh
+        return MailboxCall(self.seen, kind, step, patience, weight), self._rows, fresh
 
     def bytes_at(self, place: int, size: int) -> memoryview:
         """Memory of the worker's. Raises ValueError: it offered none such."""
