@@ -166,6 +166,18 @@ def test_a_neighbour_gives_back_what_it_kept(pair, prefer, twin):
     assert other.holdings(2)[0].rounds == ()
 
 
+def test_no_round_is_left_out_when_two_are_committed_before_the_first_is_sent(pair):
+    mine, other = pair
+    mirror = Mirror(mine, other.address, SECRET, timeout=60.0, prefer="tcp")
+    mirror.vault.open(1, 0, 7)
+    with mirror._due:  # the thread that sends waits for this lock until the second call waits for it
+        for rounds in range(2):
+            mirror.vault.commit(7, rounds, *state(rounds))
+            mirror.committed(rounds)
+    assert until(lambda: other.holdings(1)[0].rounds == (0, 1), 60)
+    mirror.close()
+
+
 def test_the_bytes_of_a_round_have_arrived_before_the_next_round_but_one_begins(pair):
     mine, other = pair
     mirror = Mirror(mine, other.address, SECRET, timeout=60.0, prefer="tcp")

@@ -14,7 +14,8 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -255,7 +256,8 @@ class Mirror:
         self.bytes = 0  # that travelled for the latest round
         self.seconds_waiting = 0.0
         self._due = threading.Condition()
-        self._wanted, self._kept = -1, -1  # rounds
+        self._rounds: deque[int] = deque()  # committed and not sent yet
+        self._newest, self._kept = -1, -1  # rounds
         self._over: LinkError | None = None
         self._thread: threading.Thread | None = None
         if isinstance(self._link, SharedLink):
@@ -273,7 +275,8 @@ class Mirror:
             return
         began = time.perf_counter()
         with self._due:
-            before, self._wanted = self._wanted, rounds
+            before, self._newest = self._newest, rounds
+            self._rounds.append(rounds)
             self._due.notify_all()
             arrived = self._due.wait_for(lambda: self._kept >= before or self._over is not None, timeout=self._timeout)
             if not arrived:
@@ -299,7 +302,7 @@ class Mirror:
 
     def _post(self) -> None:
         try:
-            for rounds in self._rounds():
+            for rounds in self._committed_rounds():
                 blob = self.vault.blob(rounds)
                 if blob is None:
                     continue  # its slot's turn has come again
@@ -318,14 +321,13 @@ class Mirror:
                 self._over = self._over or error
                 self._due.notify_all()
 
-    def _rounds(self) -> Iterator[int]:
-        done = -1
+    def _committed_rounds(self) -> Iterator[int]:
+        """Each committed round in its order: workers may need any of the newest two to agree on one."""
         while True:
             with self._due:
-                fresh: Callable[[], bool] = lambda: self._wanted > done or self._over is not None  # noqa: B023, E731
-                while not self._due.wait_for(fresh, timeout=60.0):
+                while not self._due.wait_for(lambda: bool(self._rounds) or self._over is not None, timeout=60.0):
                     pass
                 if self._over is not None:
                     return
-                done = self._wanted
-            yield done
+                rounds = self._rounds.popleft()
+            yield rounds
