@@ -1,5 +1,6 @@
-"""An actor of a job as its driver sees it. Asking never blocks: each member has at most one question open, and one that
-leaves its question unanswered past the deadline counts as dead.
+"""Poll the actors of a job without blocking the driver.
+
+Each member has at most one outstanding call. A member that does not answer a call before its deadline counts as dead.
 """
 
 from __future__ import annotations

@@ -89,8 +89,9 @@ def _one_has(hosts: Mapping[str, Bundle], kind: str, amount: float, size: int) -
 
 
 def bundles(hosts: Sequence[str], grid: Grid, bundle: Bundle) -> tuple[list[dict[str, float]], list[int]]:
-    """What to reserve so that workers share hosts as said: a bundle for each run of ranks of one replica on one host,
-    since a bundle is always inside one host; and the index of each rank's bundle.
+    """Group workers into bundles to reserve, one for each run of ranks of one replica on one host.
+
+    A bundle never spans hosts. Returns the bundles, and for each rank the index of its bundle.
     """
     runs: list[tuple[tuple[str, int], int]] = []
     index = []

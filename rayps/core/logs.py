@@ -53,8 +53,9 @@ class LogBuffer:
         self._filled.set()
 
     def capture(self, *, records: bool = True) -> None:
-        """Take this process's stdout, stderr and, unless told otherwise, log records from now on; what is written
-        still goes through.
+        """Capture this process's stdout, stderr and, with `records`, its log records from now on.
+
+        What is captured is still written to where it went before.
         """
         self._tees = [_Tee(sys.stdout, self), _Tee(sys.stderr, self)]
         sys.stdout, sys.stderr = self._tees

@@ -73,19 +73,19 @@ def update_of(staleness: int | None) -> Update:
 
 
 def apply_push(shard: ShardView, value: Any, weight: float) -> None:
-    """w <- w - step(g_i / N); a push without samples changes nothing."""
+    """Apply w <- w - step(g_i / N); a push without samples changes nothing."""
     if weight:
         shard.step(value, 1 / shard.size)
 
 
 def apply_mean(shard: ShardView, values: Any, weights: Sequence[float]) -> None:
-    """w <- w - step(sum(n_i g_i) / sum(n_i)); a round without samples changes nothing."""
+    """Apply w <- w - step(sum(n_i g_i) / sum(n_i)); a round without samples changes nothing."""
     if sum(weights):
         shard.step_mean(values, weights)
 
 
 def apply_sum(shard: ShardView, value: Any, weight: float) -> None:
-    """w <- w - step(a), a the sum of the gradients since the last push: weight decay counts as often as there were."""
+    """Apply w <- w - step(a), a the sum of the gradients since the last push; decay the weights once per gradient."""
     if weight:
         shard.step(value, decays=shard.rounds)
 

@@ -54,8 +54,9 @@ class WorkerView(Protocol):
         """Let this worker's own optimizer apply a gradient vector, shortened to the workload's `clip_norm`."""
 
     def clipped(self, vector: Any) -> Any:
-        """The vector, or a shorter copy where its norm is above the workload's `clip_norm`. `grad` and `step` do it
-        themselves; this is for what else is pushed where a worker `steps_locally`.
+        """Return the vector, or a scaled copy where its norm is above the workload's `clip_norm`.
+
+        `grad` and `step` clip by themselves; use this for other vectors that are pushed where a worker `steps_locally`.
         """
 
     def say(self, **numbers: float) -> None:
@@ -65,8 +66,9 @@ class WorkerView(Protocol):
         """File an event of the job; for one worker to call, such as rank 0."""
 
     def mean(self, vector: Any, samples: float = 1.0, *, exact: bool = False) -> Any:
-        """The mean over workers of a vector, weighted by `samples`, as a new one; zeros where nobody has any. It
-        travels by `compression`, unless it must be `exact`.
+        """Return the mean of a vector over workers, weighted by `samples`, as a new tensor.
+
+        It is zero where no worker has samples. It is sent with `compression`, unless `exact`.
         """
 
     def mean_later(self, vector: Any, samples: float = 1.0, *, slot: int = 0) -> Any:

@@ -1,5 +1,6 @@
-"""Where the user's own code is called: whatever it raises becomes an error that names the method and the line, and how
-long a call has been under way can be asked from another thread.
+"""Call the user's own code: an exception becomes an error that names the method and the line.
+
+Another thread can ask how long the current call has been running.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ def under_way(thread: int | None) -> Call | None:
 
 @contextmanager
 def peers_awaited() -> Iterator[None]:
-    """Within it this thread waits for peers, which has a deadline of its own: the call of the user's code that it is
-    in is not under way, and its seconds begin anew afterwards.
+    """Stop the clock of the current call of user code while this thread waits for peers.
+
+    Waiting for peers has a deadline of its own. The call's seconds start at zero again afterwards.
     """
     thread = threading.get_ident()
     outer = _calls.pop(thread, None)

@@ -90,10 +90,10 @@ class Data(ABC):
 
     @abstractmethod
     def batches(self, *, rank: int, size: int, seed: int, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """This rank's batches of an epoch, from number `start` on: a function of the arguments."""
+        """Return the batches of `rank` in an epoch, from number `start` on: a pure function of the arguments."""
 
     def share(self, rank: int, size: int) -> int:
-        """This rank's number of rows in an epoch."""
+        """Return the number of rows of `rank` in an epoch."""
         return len(range(rank, self.rows(), size))
 
     @property

@@ -129,8 +129,11 @@ class Clients:
     # ------------------------------------------------------------------------------------------ what they have
 
     def statistics(self) -> pa.Table:
-        """A row for each client: `client`, `rows`; with class labels also `labels` (how many different ones), `entropy`
-        in bits, and, for at most 100 different labels, the rows of each as `label NAME`."""
+        """Return one row for each client: `client`, `rows`, and statistics of class labels.
+
+        With class labels also `labels` (the number of different ones), `entropy` in bits, and, for at most 100
+        different labels, the rows of each as `label NAME`.
+        """
         columns: dict[str, pa.Array] = {"client": pa.array(self.names, pa.string()), "rows": pa.array(self.sizes)}
         if self.labels is not None:
             names, counts = self.labels

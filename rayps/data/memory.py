@@ -52,7 +52,7 @@ class InMemory(Data):
     _cheap_labels = True
 
     def batches(self, *, rank: int, size: int, seed: int, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """This rank's batches; step k of all ranks is rows [k*B*size, (k+1)*B*size) of the permutation."""
+        """Return the batches of `rank`; step k of all ranks is rows [k*B*size, (k+1)*B*size) of the permutation."""
         check_place(rank, size, start)
         shuffled = seed if self.shuffle else None
         mine = (

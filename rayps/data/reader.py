@@ -218,7 +218,7 @@ class ParquetData(Data):
     # ------------------------------------------------------------------------------------ batches
 
     def batches(self, *, rank: int, size: int, seed: int, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """This rank's batches; with on_invalid="drop" one may be smaller by the rows that were left out.
+        """Return the batches of `rank`; with on_invalid="drop" a batch is smaller by its invalid rows.
 
         Raises:
             DataError: naming file, column and row of a value that cannot be used.

@@ -80,8 +80,9 @@ class ClientStates:
         self.file([(client, round, safetensors.torch.save(plain))])
 
     def file(self, rows: Iterable[Row]) -> None:
-        """File states as they are kept. Of each client, what no snapshot can be of is forgotten: what is older than its
-        state at `saved`, and what came after `kept` and is not the newest.
+        """Add states to the files. Drop the states of each client that no snapshot can contain.
+
+        These are the states older than the client's state at `saved`, and those newer than `kept` except the newest.
         """
         with self._lock:
             if not self._db.in_transaction:
@@ -141,8 +142,10 @@ class ClientStates:
 
 
 class DealtStates:
-    """The states of the clients that live on one worker, between its generations: the driver gives them before one
-    begins (`take`), and asks after snapshots for those that changed (`give`).
+    """Hold the states of the clients of one worker, between the worker's generations.
+
+    The driver gives them before a generation starts (`take`), and after a snapshot asks for those that changed
+    (`give`).
     """
 
     def __init__(self, workload: Callable[[], Workload]) -> None:

@@ -241,7 +241,7 @@ def _fraction(limbs: Tensor) -> Fraction:
 
 
 def _two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """a + b as its rounding and what that leaves out, without an error (Knuth)."""
+    """Return a + b rounded, and its rounding error, both exact (Knuth)."""
     s = a + b
     part = s - a
     return s, (a - (s - part)) + (b - part)

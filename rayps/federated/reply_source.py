@@ -102,7 +102,7 @@ class SimulatedReplies:
         return [np.flatnonzero(engine.homes[who] == rank) for rank in range(size)]
 
     def replies(self) -> Iterator[tuple[TrainingTask, ClientReply]]:
-        """This worker's share, one after another."""
+        """Return the replies of this worker's part of the cohort, one after another."""
         engine, w = self._engine, self._engine.w
         for each in self._mine:
             state, own = engine.state_of(each.client)

@@ -154,7 +154,7 @@ def krum_picks(x: Matrix, f: int, count: int) -> Picks:
 
 
 def bulyan_picks(x: Matrix, f: int) -> Picks:
-    """n - 2f rows, chosen by Krum one by one."""
+    """Select n - 2f rows, one at a time, each by Krum."""
     n, d = len(x), distances(x)
     left, chosen = list(range(n)), list[int]()
     while len(chosen) < n - 2 * f:
@@ -176,7 +176,7 @@ def near_the_median(picked: Matrix, keep: int) -> Vector:
 
 
 def centered_clipping(x: Matrix, tau: float, iterations: int = 1, before: Vector | None = None) -> Vector:
-    """v <- v + mean_i (x_i - v) min(1, tau / |x_i - v|), so many times, from the last round's result on."""
+    """Repeat v <- v + mean_i (x_i - v) min(1, tau / |x_i - v|), starting at the last round's result."""
     v = np.zeros(x.shape[1]) if before is None else before.astype(np.float64)
     for _ in range(iterations):
         apart = np.sqrt(_squares(x, v))

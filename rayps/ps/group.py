@@ -52,8 +52,9 @@ class ManagerClient:
         strategy: Any = None,
         factory: bytes | None = None,
     ) -> Space:
-        """A space that begins with `parent`'s parameters, at step 0, and goes its own way; memory is shared until they
-        differ. What is None is as in `parent`. Raises NotFound, Conflict, ConfigError.
+        """Create a space that begins with `parent`'s parameters at step 0. Memory is shared until the two differ.
+
+        What is None is as in `parent`. Raises NotFound, Conflict, ConfigError.
         """
         found: Space = self._call("branch", parent, name, quota, workers, strategy, factory)
         return found

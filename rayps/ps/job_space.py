@@ -250,8 +250,9 @@ class JobSpace:
             self._collector.saved(snapshot.round)
 
     def write_tables(self, rounds: int) -> Callable[[Path], list[Path]] | None:
-        """What writes the tables into a folder, after `rounds` where they are held with the dense part, else as they
-        are; None where there are none.
+        """Return a function that writes the tables into a folder; None if there are no tables.
+
+        The tables are those after `rounds` where they are held together with the dense part, else the current ones.
         """
         space, meet = self.space, self._meet
         if space is None or not space.tables:

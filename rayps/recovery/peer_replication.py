@@ -71,7 +71,7 @@ class PeerReplication:
         self._thread.start()
 
     def own(self, slots: int) -> StateSlots:
-        """This worker's vault, with so many slots; a smaller one is replaced. Raises LinkError."""
+        """Return this worker's slots, `slots` of them; a smaller set is replaced. Raises LinkError."""
         if self._vault is None or len(self._vault.descriptors) < slots:
             if self._vault is not None:
                 self._vault.close()

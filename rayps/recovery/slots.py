@@ -76,8 +76,10 @@ def tensors_of(
     rng: Tensor,
     points: list[dict[str, Any]],
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What `StateSlots.commit` takes; nothing is copied. `moments` by parameter name, `points` that may not be heard
-    yet."""
+    """Return the tensors and values that `StateSlots.commit` takes, without a copy.
+
+    `moments` are by parameter name; `points` may not have reached the driver yet.
+    """
     named, numbers = by_name(moments)
     tensors = {"params": params} | named
     tensors |= {f"buffer/{name}": value for name, value in buffers.items()}

@@ -1,5 +1,7 @@
-"""One worker's half of mending: what it commits of its state after each step and what that costs, what it holds of its
-neighbours, and where its state comes from after a death.
+"""One worker's part of recovery.
+
+It commits the worker's state after each step and measures the cost, holds the states of neighbours, and finds the state
+to continue from after a failure.
 """
 
 from __future__ import annotations
@@ -227,10 +229,10 @@ class WorkerBackup:
         return {} if self._keeper is None else self._keeper.holdings(line)
 
     def recall(self, plan: BackedPlan, snapshot: Snapshot) -> tuple[Snapshot, list[dict[str, Any]] | None]:
-        """The state from which this worker goes on, its own or that of the one it replaces, and what that one had said
-        (None: it is its own), which is to be taken over by `inherit`.
+        """Return the state from which this worker continues, its own or that of the worker that it replaces.
 
-        Raises LinkError: it is nowhere any more.
+        The second value is the points that the replaced worker had reported, to be taken over by `inherit` (None: the
+        state is this worker's own). Raises LinkError: no worker holds the state any more.
         """
         bond, rest, missed = plan.bond, None, None
         if bond is None or not bond.recalls:

@@ -1,5 +1,6 @@
-"""What a step costs: by formula from what one small batch shows (nothing is started), and measured from a phase's
-points, as one event at its end.
+"""Report what a step costs.
+
+By formula from one small batch, before workers start; and measured from a phase's points, as one event at its end.
 """
 
 from __future__ import annotations

@@ -70,8 +70,10 @@ class Driver:
         again: bool = False,
         tries: bool = False,
     ) -> None:
-        """`name` is that of the job, and of its space on a server group. `again`: an earlier driver of it has died.
-        `tries`: one batch is tried in a process of its own while workers start, see `rayps.runtime.preflight`.
+        """Prepare a driver; `name` is that of the job, and of its space on a server group.
+
+        `again`: an earlier driver of the job has died. `tries`: try one batch in a child process while workers start,
+        see `rayps.runtime.preflight`.
         """
         self.workload, self.spec, self.journal = workload, spec.check(), journal
         self.trial = Trial()

@@ -60,9 +60,7 @@ class Journal:
             self._on_event(event)
 
     def choices(self, points: list[Point]) -> list[Point]:
-        """File what workers chose, and why, and what strategies tell, as events; the points that are left, which the
-        tally hears.
-        """
+        """Write what workers chose, with the reason, and what strategies report, as events; return the other points."""
         for point in points:
             if point["kind"] == "choice":
                 self.event(**point)

@@ -153,7 +153,7 @@ _world: ContextVar[World] = ContextVar("rayps_world")
 
 
 def world() -> World:
-    """This worker's rank and the number of workers, inside a `run`.
+    """Return this worker's rank and the number of workers, inside a `run`.
 
     Raises:
         ConfigError: called outside a `run`.

@@ -32,8 +32,10 @@ HALT_SECONDS = 30.0  # for a worker to end its generation: a step of the user's 
 
 @dataclass(slots=True)
 class PeerStates:
-    """Which states the workers of a group hold of each other. A *line* is what follows one snapshot, mendings
-    included; states of another line are of no use.
+    """Track which workers' states the other workers of a group hold.
+
+    A *line* is the sequence of states that follows one snapshot, rebuilds included. A state of another line cannot be
+    used.
     """
 
     line: int = 0  # the generation that last began from a snapshot

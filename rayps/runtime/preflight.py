@@ -59,8 +59,10 @@ from rayps.workload.part import Whole, number
 
 
 class PreflightFindings(NamedTuple):
-    """Rounds of an epoch in each phase, warnings for the user, the model's sparse tables, and how it is divided in each
-    phase (None = a replica is one worker).
+    """Hold the result of the trial batch.
+
+    Rounds per epoch in each phase, warnings for the user, the model's sparse tables, and how the model is divided in
+    each phase (None = a replica is one worker).
     """
 
     steps: list[int]

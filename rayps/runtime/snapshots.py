@@ -1,8 +1,7 @@
-"""The states of a run: the first one, when the next is taken, how it is put together from its parts, and where it is
-saved.
+"""The states of a run: the first one, when the next is taken, how parts are assembled, and where it is saved.
 
-Rounds may take a millisecond and a poll a hundred: members that retain only their newest parts would seldom have one
-round in common. So the driver names a round ahead of all members, and doubles its lead when it was too late.
+A round may take a millisecond and a poll a hundred: members that retain only their newest parts would seldom have one
+round in common. So the driver names a round ahead of all members, and doubles the distance when it was too short.
 """
 
 from __future__ import annotations
@@ -178,8 +177,9 @@ def columns_of(snapshot: Snapshot, division: Division | None) -> list[Snapshot]:
 
 
 def assemble(base: Snapshot, workers: dict[int, Any], shards: list[Any]) -> Snapshot:
-    """One snapshot from everyone's parts of the same round, those of workers by rank; out of step a worker may have
-    none yet.
+    """Return one snapshot from all members' parts of the same round, those of workers by rank.
+
+    A worker that is out of step may have no part yet.
     """
     from_shards, lead = bool(shards), next(iter(workers.values()))
     params = torch.cat([part.params for part in shards]) if from_shards else _agreed(list(workers.values()))
@@ -220,8 +220,9 @@ def in_columns(
 
 
 def _agreed(parts: list[Any]) -> Tensor:
-    """What workers in step agree on; the mean where they are apart and were not asked together, as for a checkpoint
-    on leaving.
+    """Return the parameters that workers in step share; their mean where they differ.
+
+    They differ where parts were not taken at one round, as for the checkpoint at a stop.
     """
     found: Tensor | None = parts[0].params
     if found is not None:

@@ -160,7 +160,7 @@ class WorkerActor:
         return OpenCalls(tuple(call for call in found if call is not None), thread_ends.ended(self._ends))
 
     def part(self, rounds: int | None) -> WorkerPart | None:
-        """This worker's share of the checkpoint after `rounds`, or its newest one, if it is still kept."""
+        """Return this worker's part of the checkpoint after `rounds`, or its newest one; None if it is not retained."""
         return None if self._current is None else self._current.part(rounds)
 
     def rewire(self, shard: int, address: str) -> None:

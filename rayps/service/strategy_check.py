@@ -68,8 +68,10 @@ def check(strategy: Any, working_dir: str, workers: int, *, seconds: float | Non
 
 
 def strategies_in(working_dir: str, *, seconds: float = CHECK_SECONDS) -> tuple[list[Any], list[Any]]:
-    """The strategies that files of a folder define, as `rayps.strategies.catalogue.described`, and those that cannot be
-    read, with the message. Raises ConfigError: a file does not return in time.
+    """Return the strategies that files of a folder define, as `rayps.strategies.catalogue.described`.
+
+    The second list holds those that cannot be read, with the message. Raises ConfigError: a file does not return in
+    time.
     """
     answer = _ask({"list": True, "working_dir": str(Path(working_dir).absolute())}, seconds)
     return answer["found"], answer["broken"]

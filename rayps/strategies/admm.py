@@ -83,7 +83,7 @@ class ADMM(Strategy):
         return traffic.periodic_mean(grid, sizes, None, self.local_steps, moments=self.momentum == "average")
 
     def begin(self, w: WorkerView) -> None:
-        """z = x_i, u_i = 0."""
+        """Set z = x_i, u_i = 0."""
         if "z" not in w.shared:
             w.shared |= {"z": w.params.clone(), "penalty": w.params.new_tensor(self.penalty).double()}
         if "u" not in w.memory:

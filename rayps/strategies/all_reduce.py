@@ -53,5 +53,5 @@ class AllReduce(Strategy):
         must_go_with(self.replica, compression=self.compression, bucket_mb=mb)
 
     def round(self, w: WorkerView) -> None:
-        """g <- mean over workers; w <- w - step(g)."""
+        """Compute g <- mean over workers; w <- w - step(g)."""
         w.step(w.mean_grad(w.batch()))

@@ -77,7 +77,7 @@ class DiLoCo(Strategy):
         return traffic.periodic_mean(grid, sizes, self.compression, self.period, moments=self.momentum == "average")
 
     def begin(self, w: WorkerView) -> None:
-        """theta = where all begin, v = 0."""
+        """Set theta to the common initial parameters, v = 0."""
         if "theta" not in w.shared:
             w.shared |= {"theta": w.params.clone(), "v": w.params * 0}
 
@@ -93,7 +93,7 @@ class DiLoCo(Strategy):
                 self._arrive(w)
 
     def _leave(self, w: WorkerView) -> None:
-        """theta - theta_k leaves; moments and buffers meet at once."""
+        """Start the mean of theta - theta_k; average moments and buffers at once."""
         n, apart = samples(w), w.shared["theta"] - w.params
         w.memory |= {f"D{i}": w.mean_later(apart[cut], n, slot=i) for i, cut in enumerate(self._cuts(w))}
         w.memory["theta_k"] = w.params.clone()
@@ -101,7 +101,7 @@ class DiLoCo(Strategy):
         have_met(w)
 
     def _arrive(self, w: WorkerView) -> None:
-        """v <- mu v + D;  theta <- theta - lr (D + mu v);  w_k <- theta + (w_k - theta_k)."""
+        """Apply v <- mu v + D;  theta <- theta - lr (D + mu v);  w_k <- theta + (w_k - theta_k)."""
         theta, v = w.shared["theta"], w.shared["v"]
         for i, cut in enumerate(self._cuts(w)):
             d = w.arrived(w.memory.pop(f"D{i}"))

@@ -107,5 +107,5 @@ class Downpour(Strategy):
         )
 
     def on_push(self, shard: ShardView, value: Any, weight: float) -> None:
-        """w <- w - step(a), at once; weight decay as in the steps that a is the sum of."""
+        """Apply w <- w - step(a) on arrival; decay the weights once for each gradient in the sum a."""
         apply_sum(shard, value, weight)

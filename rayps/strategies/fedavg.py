@@ -32,5 +32,5 @@ class FedAvg(Federated):
             c.step(c.grad(b))
 
     def server(self, s: Any) -> None:
-        """w <- the mean of the replies."""
+        """Set w <- the mean of the replies."""
         s.w.copy_(s.mean)

@@ -67,5 +67,5 @@ class FedBuff(Federated):
         return max(float((1.0 + staleness) ** -self.decay), _LEAST)
 
     def server(self, s: Any) -> None:
-        """w <- w + server_lr * (sum of s(tau) D) / K."""
+        """Apply w <- w + server_lr * (sum of s(tau) D) / K."""
         s.w.add_(s.delta, alpha=self.server_lr * s.weight / self.buffer)

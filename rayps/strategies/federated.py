@@ -148,5 +148,5 @@ class Federated(FlatOptions, Strategy):
         raise TypeError(f"{type(self).__name__} does not say what the server does: define server(self, s)")
 
     def round(self, w: WorkerView) -> None:
-        """This worker's share of the cohort, and the meeting."""
+        """Train this worker's part of the cohort, then combine the replies."""
         w.clients.round()

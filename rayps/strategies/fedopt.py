@@ -39,7 +39,7 @@ class FedAvgM(FedAvg):
         options.number(self, "beta", least=0, below=1)
 
     def server(self, s: Any) -> None:
-        """v <- beta v + D;  w <- w + server_lr v."""
+        """Apply v <- beta v + D;  w <- w + server_lr v."""
         v = s.memory["v"] = self.beta * s.memory.get("v", 0.0) + s.delta
         s.w.add_(v, alpha=self.server_lr)
 
@@ -64,11 +64,11 @@ class FedAdagrad(FedAvg):
         options.number(self, "beta1", least=0, below=1)
 
     def second(self, v: Any, d2: Any) -> Any:
-        """The next v, from D^2."""
+        """Return the next v, from D^2."""
         return v + d2
 
     def server(self, s: Any) -> None:
-        """The paper's server step."""
+        """Apply m <- beta1 m + (1 - beta1) D;  w <- w + server_lr m / (sqrt(v) + tau)."""
         m = s.memory["m"] = self.beta1 * s.memory.get("m", 0.0) + (1 - self.beta1) * s.delta
         v = s.memory["v"] = self.second(s.memory.get("v", self.tau**2), s.delta * s.delta)
         s.w.add_(m / (v.sqrt() + self.tau), alpha=self.server_lr)
@@ -92,7 +92,7 @@ class FedAdam(FedAdagrad):
         options.number(self, "beta2", least=0, below=1)
 
     def second(self, v: Any, d2: Any) -> Any:
-        """v <- beta2 v + (1 - beta2) D^2."""
+        """Return beta2 v + (1 - beta2) D^2."""
         return self.beta2 * v + (1 - self.beta2) * d2
 
 
@@ -107,5 +107,5 @@ class FedYogi(FedAdam):
     name: ClassVar[str] = "fedyogi"
 
     def second(self, v: Any, d2: Any) -> Any:
-        """v <- v - (1 - beta2) D^2 sign(v - D^2)."""
+        """Return v - (1 - beta2) D^2 sign(v - D^2)."""
         return v - (1 - self.beta2) * d2 * (v - d2).sign()

@@ -42,7 +42,7 @@ class Hogwild(Strategy):
         w.memory["others"] = w.ring.progress()
 
     def round(self, w: WorkerView) -> None:
-        """x <- x - step(g), where x lies."""
+        """Apply x <- x - step(g) in the shared memory."""
         w.step(w.grad(w.batch()))
         w.memory["others"].reach(w.position)
 

@@ -85,5 +85,5 @@ class Hybrid(Strategy):
         return ParameterServer(shards=self.servers, staleness=self.staleness, replicas=self.replicas)
 
     def round(self, w: WorkerView) -> None:
-        """g <- mean over workers; w <- w - step(g). The rows' gradients leave after it."""
+        """Compute g <- mean over workers; w <- w - step(g); then push the gradients of the rows."""
         self.ring.round(w)

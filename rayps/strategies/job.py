@@ -12,8 +12,10 @@ from rayps.strategies.catalogue import parse
 
 @dataclass(frozen=True, slots=True)
 class JobSpec:
-    """What was asked for. `strategy` is in wire form: `{"name": ..., option: ...}`, or a list of
-    `{"epochs": n, "strategy": {...}}` (the last may leave `epochs` out) for a strategy that changes during the run.
+    """Describe a job as submitted.
+
+    `strategy` is in wire form: `{"name": ..., option: ...}`, or a list of `{"epochs": n, "strategy": {...}}` (the last
+    may leave `epochs` out) for a strategy that changes during the run.
     """
 
     workload: str

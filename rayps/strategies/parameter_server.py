@@ -63,15 +63,15 @@ class ParameterServer(Strategy):
         return PlainServers(self.topology) if type(self) is ParameterServer else self
 
     def round(self, w: WorkerView) -> None:
-        """w <- pull; push g(w)."""
+        """Pull w; push g(w)."""
         w.params = w.server.pull()
         w.server.push(w.grad(w.batch()))
 
     def on_push(self, shard: ShardView, value: Any, weight: float) -> None:
-        """s != 0: w <- w - step(g_i / N), at once."""
+        """If s != 0: w <- w - step(g_i / N), on arrival."""
         if self.staleness != 0:
             apply_push(shard, value, weight)
 
     def on_round(self, shard: ShardView, values: list[Any], weights: list[float]) -> None:
-        """s = 0: w <- w - step(sum(n_i g_i) / sum(n_i))."""
+        """If s = 0: w <- w - step(sum(n_i g_i) / sum(n_i))."""
         apply_mean(shard, values, weights)

@@ -55,6 +55,6 @@ class Scaffold(Federated):
         c.reply["c"] = c.state["c"] - c_i
 
     def server(self, s: Any) -> None:
-        """w moves by the mean; c by the sum over all N."""
+        """Move w by the mean of the replies, and c by their sum over all N clients."""
         s.w.add_(s.delta, alpha=self.server_lr)
         s.memory["c"] = s.memory.get("c", 0.0) + s.sums["c"] / s.clients

@@ -49,8 +49,9 @@ class NormClip:
         return self.most / (float(square.sqrt()) + _TINY)
 
     def with_sparse(self, params: Sequence[nn.Parameter], vector: Tensor) -> Tensor:
-        """As `clipped`, where gradients of sparse layout stay in `.grad` beside the vector: they count, and are
-        shortened. Their rows are zero in `vector`.
+        """Clip as `clipped`, where gradients of sparse layout stay in `.grad` beside the vector.
+
+        They count for the norm and are scaled. Their rows are zero in `vector`.
         """
         if self.most is None:
             return vector

@@ -77,6 +77,7 @@ class Recipe:
     every: str = "step"
 
     def __call__(self, params: list[nn.Parameter]) -> Optimizer:
+        """Return the optimizer of `factory` over `params`."""
         return self.factory(params)
 
 

@@ -30,8 +30,9 @@ from rayps.tensors.optim import Moments
 
 @dataclass(slots=True)
 class Snapshot:
-    """Everything that a run goes on from. `positions[data]` counts the batches that a replica has consumed,
-    `rng` is by worker.
+    """Hold everything from which a run continues.
+
+    `positions[data]` counts the batches that a replica has consumed; `rng` is by worker.
     """
 
     layout: Layout
@@ -191,8 +192,10 @@ class Snapshot:
         return f"{count} workers" if self.columns == 1 else f"{count} replicas of {self.columns} workers each"
 
     def under(self, strategy: str, workers: int) -> None:
-        """Go on under a strategy, by name: what workers had apart under another, or when there were more or fewer of
-        them, is dropped, and all go on from what they agreed on.
+        """Continue under a strategy, by name.
+
+        The workers' separate states, of another strategy or of another number of workers, are dropped: all continue
+        from the consensus.
         """
         if self.strategy != strategy:
             self.shared = {}

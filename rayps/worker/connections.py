@@ -25,8 +25,9 @@ TRY_SECONDS = 1.0  # to reach a shard that has just been replaced, before its ad
 
 
 class WorkerConnections:
-    """One generation's; a thread that ends late must not part those of the next. `shards` are fixed servers' addresses,
-    `ranges` their slices.
+    """Hold the connections of one generation. `shards` are the addresses of fixed servers, `ranges` their slices.
+
+    A thread of an earlier generation that ends late cannot close those of the next.
     """
 
     def __init__(self, shards: list[str], ranges: list[tuple[int, int]]) -> None:

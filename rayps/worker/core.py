@@ -235,8 +235,9 @@ class BatchStream:
     """A replica's batches. `position` counts those that were taken since the run's begin."""
 
     def __init__(self, data: Data, place: tuple[int, int], seed: int, origin: tuple[int, int], steps: int) -> None:
-        """`place` is (rank, size) among the replicas, `origin` (round, epoch) is where `steps` batches an epoch are
-        counted from.
+        """Iterate over `data` for replica `place` = (rank, size).
+
+        `steps` batches an epoch are counted from `origin` = (round, epoch).
         """
         self.data, self.seed, self.origin, self.steps_per_epoch = data, seed, origin, steps
         self.rank, self.size = place

@@ -139,8 +139,10 @@ class Loop:
     def _part(
         self, params: Tensor | None, moments: optim.Moments | None = None, own: LocalState | None = None
     ) -> WorkerPart:
-        """A part with these parameters; rank 0's has them, the `moments` (None = the local optimizer's), the buffers
-        and what is shared.
+        """Return a part with these parameters.
+
+        Rank 0's part holds them, the `moments` (None = those of the local optimizer), the buffers and the shared
+        values.
         """
         w = self.w
         if w.tables is not None:

@@ -35,8 +35,10 @@ class GenerationRun:
     def __init__(
         self, plan: WorkerPlan, backup: WorkerBackup | None, points: list[dict[str, Any]], lock: threading.RLock
     ) -> None:
-        """`backup` is that of this worker, where workers keep each other's states. `points` are those of an earlier
-        generation that the driver may not have heard. `lock` is that of the worker's facts, in all generations.
+        """Prepare a run of one generation.
+
+        `backup` is this worker's, where workers hold each other's states. `points` are those of an earlier generation
+        that the driver may not have received. `lock` guards what the driver asks, in all generations.
         """
         self.plan = plan
         self._facts = WorkerFacts(plan.rank, plan.generation, "running", max(plan.start, 0), points=points)
@@ -126,8 +128,9 @@ class GenerationRun:
             raise at_worker(error, self.plan.rank, loop.w.position) from error
 
     def end(self, timeout: float) -> None:
-        """End the run; its peers see this worker leave. A step of the user's code that takes longer than `timeout`
-        seconds ends at its next exchange.
+        """End the run; the peers then lose their connections to this worker.
+
+        A step of the user's code that takes longer than `timeout` seconds ends at its next exchange.
         """
         self._stop.set()
         if self._backup is not None:

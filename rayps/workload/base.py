@@ -72,8 +72,9 @@ class Workload(ABC):
 
     @_none
     def schedule(self, optimizer: torch.optim.Optimizer) -> Any:
-        """The learning-rate schedule of `optimizer`: a scheduler of `torch.optim.lr_scheduler`, a function that gives
-        the factor of the rates at a step, or None (they stay as they are).
+        """Return the learning-rate schedule of `optimizer`; None leaves the rates constant.
+
+        A schedule is a scheduler of `torch.optim.lr_scheduler`, or a function from a step to the factor of the rates.
 
             def schedule(self, optimizer):
                 return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=1000)

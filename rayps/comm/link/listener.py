@@ -193,8 +193,10 @@ class Listener:
         self._selector.register(sock, selectors.EVENT_READ, guest)
 
     def _turn_away(self, door: socket.socket) -> None:
-        """Close a caller for whom there is no descriptor, by the one in reserve: it would make the door readable for
-        ever. It tries again until its own deadline."""
+        """Accept and close one caller for which there is no descriptor, with the descriptor held in reserve.
+
+        Otherwise the listening socket would stay readable for ever. The caller tries again until its own deadline.
+        """
         if self._reserve >= 0:
             os.close(self._reserve)
             self._reserve = -1

@@ -32,6 +32,7 @@ class Fence:
         self._acquire, self._release = lock.acquire, lock.release
 
     def __call__(self) -> None:
+        """Order this thread's earlier loads and stores before its later ones."""
         self._acquire()
         self._release()
 

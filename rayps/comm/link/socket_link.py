@@ -243,8 +243,9 @@ class Link(ABC):
         return PeerLost(f"{self.peer!r} closed the connection or died{why}", peer=self.peer)
 
     def hang_up(self, *, last_words: bool = False) -> None:
-        """Make whoever waits on this link, on either side, see it as lost. Any thread may call it; only the link's own
-        may close it. With `last_words` this side may still say something.
+        """Shut the connection down, so that a thread that waits on it, on either side, gets PeerLost.
+
+        Any thread may call it; only the link's own thread may close it. With `last_words` this side may still send.
         """
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RD if last_words else socket.SHUT_RDWR)

@@ -185,8 +185,9 @@ class Ring:
         return self._mean_over_samples(x)
 
     def total(self, t: Tensor) -> Tensor:
-        """The sum over ranks without copying it back where `t` lies in `buffer` memory: to be read only, until this
-        buffer's next collective. For any other tensor, the same as `sum`.
+        """Return the sum over ranks, without a copy back where `t` lies in `buffer` memory.
+
+        The result is read-only and valid until this buffer's next collective. For any other tensor, the same as `sum`.
         """
         must_add(t)
         shared = self.collectives.resident(t, None)
@@ -205,8 +206,9 @@ class Ring:
             return tensor_of(board.buffer(size), dtype)
 
     def common(self, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A vector of `n` zeros in memory that all ranks, of one host, read and write without locks. All must call it
-        alike. Raises ConfigError: the ranks are on several hosts.
+        """Return a vector of `n` zeros in memory that all ranks of one host read and write without locks.
+
+        All ranks must call it with the same arguments. Raises ConfigError: the ranks are on several hosts.
         """
         with self.collectives.collective():
             return common(self.collectives.mesh, self.collectives.board, n, dtype)
@@ -235,7 +237,7 @@ class Ring:
         return out.view(self.size, *t.shape).to(t.device)
 
     def reduce_scatter(self, t: Tensor) -> Tensor:
-        """This rank's slice (`partition.slices`) of the sum of the flat tensors; `t` is left as it was."""
+        """Return this rank's slice (`partition.slices`) of the sum of the flat tensors; `t` does not change."""
         must_add(t)
         flat = t.detach().reshape(-1).cpu()
         with self.collectives.collective():

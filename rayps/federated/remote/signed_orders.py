@@ -72,9 +72,7 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class ClientToken:
-    """What a client's token says: the secret, the job and the client that it is for (None = any), and the fingerprint
-    of the service's key.
-    """
+    """Hold a client's token: the secret, its job, its client (None = any), and the fingerprint of the service's key."""
 
     secret: str
     job: str | None

@@ -23,8 +23,10 @@ Ranges = tuple[int, tuple[tuple[int, int], ...]]  # dim, and the slices along it
 
 
 def divide(workload: Workload, replica: Replica, model: nn.Module, sample: Batch | None = None) -> Division:
-    """Who owns which part of the model. `model` is a real one; on `sample`, where given, it is found out whether a cut
-    changes what it computes, and how long layers take.
+    """Decide which worker owns which part of the model.
+
+    `model` is a real one. Where `sample` is given, the model is run on it to check that a cut does not change what it
+    computes, and to time the layers.
 
     Raises:
         ConfigError: it cannot be divided among so many workers, and which number to change.

@@ -90,7 +90,7 @@ class SplitAttention(nn.Module):
         return (made.transpose(0, 1) if self.batch_first else made), shown
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor, turn: bool, lone: bool) -> tuple[Tensor, ...]:
-        """This worker's q, k, v as [batch, head, length, head_dim]."""
+        """Return this worker's q, k, v as [batch, head, length, head_dim]."""
         talk, width = self._seat.talk, self.num_heads * self.head_dim
         if self.in_proj_weight is not None and query is key and key is value:
             packed = F.linear(functions.spread(query, talk), self.in_proj_weight, self.in_proj_bias)

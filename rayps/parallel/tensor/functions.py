@@ -131,13 +131,13 @@ def gather(x: Tensor, talk: TensorCommunicator, dim: int, widths: Sequence[int],
 
 
 def own(x: Tensor, talk: TensorCommunicator, dim: int, widths: Sequence[int], rank: int) -> Tensor:
-    """This worker's slice of an `x` that is the same on every worker; backwards, everyone's slices side by side."""
+    """Return this worker's slice of an `x` that is equal on every worker. Backward: gather all slices."""
     made: Tensor = _Own.apply(x, talk, dim, widths, rank)  # type: ignore[no-untyped-call]
     return made
 
 
 def scatter_sum(x: Tensor, talk: TensorCommunicator, dim: int, widths: Sequence[int], rank: int) -> Tensor:
-    """This worker's slice, along `dim`, of the sum of everyone's `x`; backwards, everyone's slices side by side."""
+    """Return this worker's slice, along `dim`, of the sum of all workers' `x`. Backward: gather all slices."""
     made: Tensor = _ScatterSum.apply(x, talk, dim, widths, rank)  # type: ignore[no-untyped-call]
     return made
 

@@ -90,7 +90,7 @@ Made = dict[int, nn.Parameter]  # by the id of the whole parameter: tied ones st
 
 
 def local(whole: Tensor, cut: Cut | None, made: Made) -> nn.Parameter:
-    """This worker's part of a parameter, on the device (meta, too) where the whole one is."""
+    """Return this worker's part of a parameter, on the device of the whole one (meta included)."""
     if cut is None:
         assert isinstance(whole, nn.Parameter)
         return whole
@@ -102,7 +102,7 @@ def local(whole: Tensor, cut: Cut | None, made: Made) -> nn.Parameter:
 
 
 class SplitLinear(nn.Module):
-    """A linear layer of which this worker has a slice of the outputs (`out`) or of the inputs (`in`)."""
+    """Hold a slice of a linear layer's outputs (`out`) or inputs (`in`)."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -120,13 +120,15 @@ class SplitLinear(nn.Module):
         self._region = region
 
     def extra_repr(self) -> str:
+        """Describe the slice: this worker's sizes, the split, the whole width."""
         return f"{self.in_features} -> {self.out_features}, {self._way.split} of {self._way.width}"
 
 
 class OutLinear(SplitLinear):
-    """Makes this worker's slice of the output; gathers everyone's unless the next layer takes slices."""
+    """Compute a slice of the output; gather the slices unless the next layer takes a slice."""
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return x Wᵀ + b: [..., in] to [..., out], or this worker's slice of the outputs."""
         if self._region is not None and self.training:
             self._region.enter()
         y = F.linear(functions.spread(x, self._seat.talk), self.weight, self.bias)
@@ -136,9 +138,10 @@ class OutLinear(SplitLinear):
 
 
 class InLinear(SplitLinear):
-    """Adds up everyone's partial sums of the output; takes its slice of the input unless it arrives as one."""
+    """Sum the workers' partial outputs; take a slice of the input unless it arrives as one."""
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return x Wᵀ + b: [..., in], or this worker's slice of the inputs, to [..., out]."""
         if not self._way.kept:
             x = functions.own(x, self._seat.talk, -1, self._widths, self._seat.index)
         y = functions.total(F.linear(x, self.weight), self._seat.talk, ours=True)
@@ -148,7 +151,7 @@ class InLinear(SplitLinear):
 
 
 class RowsEmbedding(nn.Module):
-    """An embedding of which this worker has a range of rows: ids of others give zeros, and all are added."""
+    """Hold a range of an embedding's rows. The ids of other ranges give zeros; the workers' outputs are summed."""
 
     def __init__(self, layer: nn.Embedding, way: LayerSplit, seat: TensorRank, made: Made) -> None:
         super().__init__()
@@ -160,7 +163,7 @@ class RowsEmbedding(nn.Module):
         self.num_embeddings, self.embedding_dim = self.weight.shape
 
     def forward(self, ids: Tensor) -> Tensor:
-        """The rows of `ids`. Raises IndexError on every worker for an id that nobody has."""
+        """Return the rows of `ids`. Raises IndexError on every worker for an id outside the table."""
         if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= self._rows):
             raise IndexError(f"index out of range: ids from {int(ids.min())} to {int(ids.max())} of {self._rows} rows")
         outside = (ids < self._lo) | (ids >= self._hi)
@@ -169,7 +172,7 @@ class RowsEmbedding(nn.Module):
 
 
 class OutEmbedding(nn.Module):
-    """An embedding of which this worker has a slice of every row; everyone's are gathered."""
+    """Hold a slice of every row of an embedding; the workers' slices are gathered."""
 
     def __init__(self, layer: nn.Embedding, way: LayerSplit, seat: TensorRank, made: Made) -> None:
         super().__init__()
@@ -179,12 +182,13 @@ class OutEmbedding(nn.Module):
         self.num_embeddings, self.embedding_dim = self.weight.shape
 
     def forward(self, ids: Tensor) -> Tensor:
+        """Return the rows of `ids`: [...] to [..., embedding_dim]."""
         rows = F.embedding(ids, self.weight, *self._options)
         return functions.gather(rows, self._seat.talk, -1, self._widths, self._seat.index)
 
 
 class SliceDropout(nn.Module):
-    """Dropout between two layers that keep slices: drops what the unsplit layer drops, from the same random state."""
+    """Drop what the unsplit layer drops, from the same random state, between two layers that exchange slices."""
 
     def __init__(self, p: float, way: LayerSplit, seat: TensorRank) -> None:
         super().__init__()
@@ -192,4 +196,5 @@ class SliceDropout(nn.Module):
         self._whole, self._ranges = way.width, way.ranges(seat.size, seat.index)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return this worker's slice with elements dropped; `x` itself in evaluation."""
         return functions.dropout(x, self.p, -1, self._whole, self._ranges) if self.training else x

@@ -41,8 +41,10 @@ class Volume:
 
 
 def volume(model: nn.Module, plan: Plan) -> Volume:
-    """What all layers of the plan exchange, where every input needs a gradient, self-attention wants no weights and
-    layers have the same number of rows. A first layer whose input needs none saves its backward part.
+    """Return what all layers of the plan exchange in one step.
+
+    Assumes that every input needs a gradient, that self-attention returns no weights, and that all layers have the same
+    number of rows. A first layer whose input needs no gradient exchanges less: its backward part is omitted.
     """
     return sum(by_layer(model, plan).values(), Volume())
 

@@ -1,7 +1,7 @@
-"""The shared parameters on an elastic group, as a worker sees them: the calls of `rayps.ps.fixed.Server`, over a
-`Session`.
+"""Access to the shared parameters on a server group, for a worker: a `Server` over a `Session`.
 
-With `defer`, a push leaves with whatever is said next, so that a round of push and pull is one request to each server.
+With `defer`, a push is sent together with the next request, so that a round of push and pull is one request to each
+server.
 """
 
 from __future__ import annotations
@@ -170,8 +170,9 @@ class GroupServer:
             self.durable = answers.durable
 
     def flush(self) -> None:
-        """Return once every push is durable: with the copies, whatever server dies then. In step that is once the
-        others have pushed as much.
+        """Return when every push is durable: all backups have it, so no failure of one server loses it.
+
+        In step (staleness 0) that is after the other workers have pushed as many rounds.
 
         Raises:
             PeerTimeout, PeerLost: as `Session.exchange`.

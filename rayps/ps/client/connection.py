@@ -23,8 +23,11 @@ BY_MAILBOX = frozenset({GroupMessage.PUSH, GroupMessage.PULL, GroupMessage.PUSH_
 
 @dataclass(slots=True)
 class SegmentRequest:
-    """One thing that is asked of several segments, which may be on several servers. `unsaid` is to be said, again or
-    for the first time; `open` counts what is not answered."""
+    """Track one request to several segments, which may be on several servers.
+
+    `unsaid` are the segments to which it must be sent, for the first time or again; `open` counts those without an
+    answer.
+    """
 
     kind: GroupMessage
     step: int

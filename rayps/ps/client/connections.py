@@ -136,7 +136,7 @@ class ServerConnections:
         self._trouble(server).again()
 
     def answered(self, server: str) -> None:
-        """This server is as the map says."""
+        """Record that this server has the segments that the map assigns to it."""
         if self._troubles:
             self._troubles.pop(server, None)
 

@@ -47,8 +47,11 @@ ASK_SECONDS = 0.5  # how long an answer may be awaited until it is asked whether
 
 
 class SegmentReplies(NamedTuple):
-    """What was heard: by segment its bytes (EMPTY where they had a place to land), by how many rounds this rank leads
-    the slowest, the least version, and below which of this rank's steps all pushes are durable."""
+    """Collect the answers to a request.
+
+    By segment its bytes (EMPTY where they were written into a given place), the number of rounds that this rank is
+    ahead of the slowest, the least version, and the step of this rank below which all pushes are durable.
+    """
 
     pieces: dict[int, Any]
     lead: int
@@ -108,8 +111,10 @@ class Session:
         return self._lines.map
 
     def reader(self) -> Session:
-        """Another talk of the same rank, with links of its own, for another thread. It is not to push; a `hang_up` of
-        this one reaches it."""
+        """Return another session of the same rank, with connections of its own, for another thread.
+
+        It must not push. `hang_up` of this session also ends it.
+        """
         made = Session(
             self._door,
             self.space,
@@ -191,8 +196,10 @@ class Session:
         )
 
     def read_together(self, pieces: Mapping[int, Any], *, step: int, landing: Mapping[int, Any]) -> SegmentReplies:
-        """As `exchange` of a PULL, while all dense segments have the same pushes and apply no other: one moment of all,
-        also while segments move. Nothing may be unacknowledged.
+        """Pull as `exchange` does, from all dense segments at one moment.
+
+        All have the same pushes and apply no other meanwhile, also while segments move. All pushes must be
+        acknowledged.
 
         Raises:
             PeerTimeout: a push that one server has did not reach another, or the space was held for too long.
@@ -220,8 +227,10 @@ class Session:
                 )
 
     def _hold(self) -> None:
-        """Hold all dense segments where they have the same pushes: first at the server of segment 0, which admits one
-        reader at a time."""
+        """Hold all dense segments at the same pushes.
+
+        Segment 0's server is asked first: it admits one reader at a time.
+        """
         dense = range(len(self.space.cuts))
         first = [i for i in dense if self.map.holdings[i].primary == self.map.holdings[0].primary]
         pieces = self.exchange(GroupMessage.HOLD, dict.fromkeys(first, EMPTY), step=1).pieces

@@ -341,8 +341,10 @@ class Server:
     def _post(
         self, asks: list[ShardCall], whole: bool, before: dict[int, ShardCall] | None = None, first: int | None = None
     ) -> None:
-        """Let a push leave, now or with what is said next. `before` is what a shard must hear first to know it, `first`
-        the first step that it stands for.
+        """Send a push, now or together with the next request.
+
+        `before` are the requests that a shard must get first to know the push; `first` is the first step that it stands
+        for.
         """
         said = [[before[ask.shard], ask] if before and ask.shard in before else [ask] for ask in asks]
         self._turns.keep(self.step if first is None else first, said)

@@ -85,7 +85,7 @@ class ShardActor:
         return None if self._loop is None else self._loop.facts(wanted)
 
     def part(self, rounds: int) -> ShardPart | None:
-        """This shard's share of the checkpoint after `rounds`, if it is still kept."""
+        """Return this shard's part of the checkpoint after `rounds`, or None if it is not retained."""
         return None if self._loop is None else self._loop.part(rounds)
 
     def saved(self, rounds: int) -> None:

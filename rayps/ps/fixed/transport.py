@@ -1,5 +1,7 @@
-"""The two ways from a worker to one shard: by memory that both hold, and by message. Each takes a request, then hears
-its answer; who asks several shards at once asks all of them first."""
+"""Two transports from a worker to one shard: shared memory, and messages.
+
+Each takes a request, then returns its answer. To ask several shards at once, send all requests first.
+"""
 
 from __future__ import annotations
 
@@ -74,8 +76,11 @@ class ShardCall(NamedTuple):
 
 
 class ShardAnswer(NamedTuple):
-    """What a shard said: by how many rounds this worker leads, the version (after a JOIN: this rank's next step), below
-    which of this rank's steps all are durable, and where there was no place for it, the payload."""
+    """Hold a shard's answer.
+
+    `lead`: rounds that this worker is ahead; `version` (after a JOIN: this rank's next step); `durable`: the step of
+    this rank below which all pushes are durable; `payload`, where no place was given for it.
+    """
 
     lead: int
     version: int

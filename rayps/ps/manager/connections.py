@@ -1,5 +1,6 @@
-"""Who is connected to a manager: servers and workers. One thread waits and reads; any thread that holds the manager's
-lock may say something.
+"""The connections of servers and workers to a manager.
+
+One thread waits and reads; any thread that holds the manager's lock may send.
 """
 
 from __future__ import annotations

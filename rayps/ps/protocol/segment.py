@@ -1,8 +1,8 @@
-"""What a server does with a segment, whatever is in it: the dense vector's (`rayps.ps.server.dense_segment`) or a
-table's (`rayps.ps.tables.table_segment`). No sockets, no threads.
+"""What a server does with a segment: `rayps.ps.server.dense_segment`, `rayps.ps.tables.table_segment`.
 
-A segment is a state machine: what `push` gives back, applied in the same order to a copy by `replay`, makes the copy
-the same to the bit. So a copy, a move and a recovery are one thing: a state, then what followed it.
+No sockets, no threads. A segment is a state machine: what `push` returns, applied in the same order to a backup by
+`replay`, makes the backup equal to the bit. So a backup, a move and a recovery are one operation: a state, then the
+pushes that followed it.
 """
 
 from __future__ import annotations
@@ -49,8 +49,11 @@ class ServedSegment(Protocol):
         """The ranks that pulls wait for."""
 
     def pull(self, rank: int, data: memoryview, out: memoryview | None = None) -> tuple[Any, int, list[bytes]]:
-        """A buffer with what was asked for (`out` where it fits), by how many rounds `rank` leads the slowest, and what
-        copies must apply (rows that were made or counted by this pull)."""
+        """Return a buffer with the requested values, the lead of `rank`, and what the backups must apply.
+
+        The buffer is `out` where the values fit. The lead is the number of rounds that `rank` is ahead of the slowest.
+        Backups apply the rows that this pull created or counted.
+        """
 
     def read(self, data: memoryview) -> Any:
         """The same outside the clock; changes nothing."""

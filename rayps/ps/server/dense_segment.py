@@ -296,10 +296,10 @@ class DenseSegment:
     def branch(
         self, space: Space | None = None, index: int | None = None, factory: Factory | None = None
     ) -> DenseSegment:
-        """Another segment that begins with the same values; of another space, with workers and a strategy of its own,
-        and its optimizer's schedule (`factory`).
+        """Return another segment that begins with the same values.
 
-        The memory is this one's until one of the two is pushed to.
+        It belongs to another space, with workers, a strategy and an optimizer schedule (`factory`) of its own. The
+        memory is shared until one of the two is pushed to.
         """
         base = self if self._base is None else self._base
         made = DenseSegment(

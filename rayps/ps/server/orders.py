@@ -134,8 +134,11 @@ class ManagerSession:
             self._beat(now)
 
     def beat_for(self, now: float) -> None:
-        """The heartbeat of a loop that is busy with one long request, such as a large state: it is not dead. From
-        another thread; after `WORK_SECONDS` in the same request it is not said to be alive any more.
+        """Send the heartbeat of a loop that is busy with one long request, such as a large state.
+
+        Called from another thread.
+
+        After `WORK_SECONDS` in the same request no heartbeat is sent: the manager then counts the server as dead.
         """
         with self.lock:
             late = now > self.next_beat + self.every

@@ -16,8 +16,9 @@ log = logging.getLogger(__name__)
 
 
 def take(holdings: Assignments, held: AssignedSpace, request: PeerRequest) -> list[int]:
-    """Apply STATE or FORWARD; the segments for which it had no effect: it is of the past, or what was before it is not
-    here, or it cannot be applied.
+    """Apply STATE or FORWARD; return the segments on which it had no effect.
+
+    The reasons: the message is older than the segment, an earlier message is missing, or it cannot be applied.
     """
     if request.kind == GroupMessage.STATE:
         refused = [] if _tried(held, request.b, lambda: _state(holdings, held, request)) else [request.b]

@@ -53,11 +53,13 @@ class ReplicatedShard(Shard):
         return self._slowest
 
     def step(self, grad: Tensor, scale: float = 1.0, decays: float | None = None) -> None:
+        """Step as `Shard.step`; retain the mean gradient of a round where the backups apply it."""
         if self.writes and self.by == MEAN:
             self._mean = area_piece(grad, self._touched, self._count)
         super().step(grad, scale, decays)
 
     def step_mean(self, values: Sequence[Tensor], weights: Sequence[float]) -> None:
+        """Step with the weighted mean of `values`, over the part of the shard that the pushes touched."""
         whole = self._touched == self._whole
         self.step(self._optimizer.mean(values, weights) if whole else weighted_mean(list(values), list(weights)))
 

@@ -121,7 +121,7 @@ class Replication:
         self._calls.settled(space, anew=True)
 
     def drop_all(self, holding: AssignedSegment) -> None:
-        """This segment has no copies any more."""
+        """Forget all backups of this segment."""
         for server in list(holding.copies):
             self._drop(holding, server)
 

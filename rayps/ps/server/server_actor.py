@@ -87,8 +87,9 @@ def _serving() -> type[GroupServerLoop]:
 
 
 def quietly(work: Callable[[], object]) -> None:
-    """Do something in a thread that runs only while the cores have nothing else to do; where there is no such thing,
-    as any other. An error of it is only logged, and it is left alone after `QUIET_SECONDS`.
+    """Run `work` in a thread of the lowest scheduling priority; an ordinary thread where the platform has none.
+
+    An exception is only logged. The thread is no longer waited for after `QUIET_SECONDS`.
     """
 
     def run() -> None:

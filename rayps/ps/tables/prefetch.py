@@ -127,7 +127,7 @@ class Prefetcher:
         return self._pulls and self._begun in self._coming
 
     def rows(self, name: str) -> Prefetched | None:
-        """This round's rows of a table; None if not announced. Raises the thread's exception, PeerTimeout."""
+        """Return this round's rows of a table; None if not announced. Raises the thread's exception, PeerTimeout."""
         coming = self._coming.get(self._begun)
         if coming is None or name not in coming.given:
             return None

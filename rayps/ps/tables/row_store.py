@@ -36,7 +36,7 @@ _threads = threading.local()
 
 
 def _scratch(fields: tuple[Field, ...]) -> list[Rows]:
-    """This thread's memory for a block of each field: mapping new memory for each block would cost more."""
+    """Return this thread's memory for one block of each field, reused: mapping new memory per block costs more."""
     if getattr(_threads, "fields", None) != fields:
         _threads.fields = fields
         _threads.blocks = [np.empty((_BLOCK, each.width), each.dtype) for each in fields]

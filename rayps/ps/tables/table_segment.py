@@ -1,10 +1,9 @@
-"""One segment of a table, as its primary and as a backup: a `rayps.ps.protocol.segment.ServedSegment`. No sockets, no
-threads.
+"""One segment of a table, as its primary and as a backup: a `rayps.ps.protocol.segment.ServedSegment`.
 
-A push is applied once: the ledger drops repeated ones. If the strategy does not gather, each push is applied on arrival
-by the strategy's `on_push` and forwarded to the backups as it is. If it gathers, the pushes of a round become one
-gradient over the union of their ids, and that is forwarded. A pull changes nothing unless it has counts: then missing
-rows are stored and all are counted, here and on the backups.
+No sockets, no threads. A push is applied once: the ledger drops repeated ones. If the strategy does not gather, each
+push is applied on arrival by the strategy's `on_push` and forwarded to the backups as it is. If it gathers, the pushes
+of a round become one gradient over the union of their ids, and that is forwarded. A pull changes nothing unless it has
+counts: then missing rows are stored and all are counted, here and on the backups.
 """
 
 from __future__ import annotations
