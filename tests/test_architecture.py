@@ -43,9 +43,6 @@ ROOMS = [  # bottom up: a folder imports only those above it in this list
     "__init__",
 ]
 DEEP = {"ps", "federated", "parallel"}  # their subfolders are rooms of their own
-UNDONE = {  # (room, room above it that it imports): imports that are still to be removed
-    ("ps/fixed", "parallel/division")
-}
 LAZY = {  # (module, what it imports within a function): why
     ("runtime.training", "rayps.cluster.ray_cluster"): "a run on a given cluster needs no Ray",
     ("runtime.loop", "rayps.cluster.ray_cluster"): "a run on a given cluster needs no Ray",
@@ -140,7 +137,7 @@ def test_imports_go_downwards():
                 here, there = room(name), room(used)
                 if ROOMS.index(there) > ROOMS.index(here):
                     wrong.add((here, there))
-    assert wrong == UNDONE, f"go up: {wrong - UNDONE}; no longer do (remove them from UNDONE): {UNDONE - wrong}"
+    assert not wrong, f"go up: {wrong}"
 
 
 def test_what_the_service_and_the_api_load_needs_neither_torch_nor_ray():

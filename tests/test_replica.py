@@ -19,11 +19,11 @@ from rayps.core.replica import Pipeline, TensorParallel
 from rayps.parallel.division.build import blank, keep_only
 from rayps.parallel.division.divide import divide, words
 from rayps.parallel.division.division import TensorSlice, shares
-from rayps.parallel.division.optimizer import of_some
 from rayps.runtime.status import in_replicas
 from rayps.tensors import optim
 from rayps.tensors.flat import FlatModel, beside
 from rayps.tensors.snapshot import Snapshot
+from rayps.tensors.subset_optimizer import of_some
 from rayps.workload.model import drawn, drawn_apart
 
 

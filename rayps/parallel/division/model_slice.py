@@ -15,13 +15,13 @@ from rayps.data import Batch
 from rayps.data.base import Nested
 from rayps.parallel.division.build import blank, keep_only
 from rayps.parallel.division.division import Division
-from rayps.parallel.division.optimizer import of_some
 from rayps.parallel.division.share import Share
 from rayps.parallel.pipeline import loss_proxy
 from rayps.parallel.pipeline.cut import layers
 from rayps.parallel.pipeline.engine import PipelineEngine
 from rayps.parallel.tensor import agree, split
 from rayps.tensors.optim import Factory
+from rayps.tensors.subset_optimizer import of_some
 from rayps.workload.base import Workload
 from rayps.workload.part import Check, Whole, number
 

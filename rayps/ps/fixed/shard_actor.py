@@ -14,13 +14,13 @@ from rayps.comm.link import Listener
 from rayps.core.calendar import Boundary
 from rayps.core.strategy import ServerHalf
 from rayps.core.user_module import unpack
-from rayps.parallel.division.optimizer import of_some
 from rayps.ps.fixed.loop import ShardLoop
 from rayps.ps.fixed.shard import Shard, ShardFacts, ShardPart
 from rayps.tensors.flat import Layout
 from rayps.tensors.learning_rate import Ticks, recipe_of
 from rayps.tensors.optim import Factory
 from rayps.tensors.snapshot import Snapshot
+from rayps.tensors.subset_optimizer import of_some
 from rayps.workload.base import Workload
 
 

@@ -22,6 +22,7 @@ from rayps.core.topology import Servers, servers_of
 from rayps.tensors.flat import Entry, Layout
 from rayps.tensors.learning_rate import Recipe, Ticks
 from rayps.tensors.optim import Factory
+from rayps.tensors.subset_optimizer import SubsetFactory
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +169,8 @@ class Space:
         )
 
 
-_MOVED = {kind.__name__: kind for kind in (Recipe, Layout, Ticks)}  # not public, and in packed factories
+# classes that are not public, and in packed factories
+_MOVED = {kind.__name__: kind for kind in (Recipe, Layout, Entry, Ticks, SubsetFactory)}
 
 
 class _Unpickler(pickle.Unpickler):

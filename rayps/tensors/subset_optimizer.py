@@ -1,0 +1,53 @@
+"""The user's optimizer over a part of a model's parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from rayps.tensors.flat import Layout
+from rayps.tensors.learning_rate import within
+from rayps.tensors.optim import Factory
+
+
+def of_some(factory: Factory, layout: Layout, names: Sequence[str]) -> Factory:
+    """Return the user's factory for some of a model's parameters, which it takes in the order of `names`.
+
+    The user's factory is called with all parameters of `layout`, so that a group that is chosen by number stays the
+    same. Those that are not given are stand-ins without memory, which are removed from the optimizer afterwards. A
+    schedule is retained. Can be pickled where `factory` can.
+    """
+    return within(factory, lambda inner: SubsetFactory(inner, layout, tuple(names)))
+
+
+@dataclass(frozen=True)
+class SubsetFactory:
+    """See `of_some`."""
+
+    factory: Factory
+    layout: Layout
+    names: tuple[str, ...]
+
+    def __call__(self, params: list[nn.Parameter]) -> Optimizer:
+        """Return the optimizer of `params`, in the order of `names`."""
+        given = dict(zip(self.names, params, strict=True))
+        others = {
+            entry.name: nn.Parameter(torch.empty(entry.shape, dtype=self.layout.dtype, device="meta"))
+            for entry in self.layout.entries
+            if entry.name not in given
+        }
+        all_of_them = given | others
+        optimizer = self.factory([all_of_them[entry.name] for entry in self.layout.entries])
+        if not isinstance(optimizer, Optimizer):
+            return optimizer  # refused by `optim.made`
+        foreign = {id(p) for p in others.values()}
+        for group in optimizer.param_groups:
+            group.pop("param_names", None)
+            group["params"] = [p for p in group["params"] if id(p) not in foreign]
+        for p in others.values():
+            optimizer.state.pop(p, None)
+        return optimizer
