@@ -1,9 +1,10 @@
-"""The mean gradient of a model over a ring, in buckets that leave while backward goes on.
+"""Compute the mean gradient of a model over a ring, in buckets that are sent while backward continues.
 
 Li et al., "PyTorch distributed: experiences on accelerating data parallel training", VLDB 2020. The gradient vector is
-cut at the parameters' bounds, from the last parameter to the first; a bucket leaves when all its gradients are there.
-Which these are is learnt from the round before, so that a parameter that is never used holds nothing up, and one
-whose gradient comes in several parts is waited for. What comes after its bucket has left is added by a second mean.
+cut at the parameters' bounds, from the last parameter to the first. A bucket is sent when all its gradients are
+complete. The number of parts of each gradient is taken from the round before: an unused parameter delays no bucket, and
+a gradient that arrives in several parts is complete. A part that arrives after its bucket was sent is added by a second
+mean.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from rayps.tensors.finite import is_finite
 from rayps.tensors.flat import FlatModel, Gradient, Layout, dense
 
 AUTO_MB = 4.0
-HELD_ELEMENTS = 1 << 14  # fewer are copied: another call takes longer
+HELD_ELEMENTS = 1 << 14  # smaller gradients are copied: a call of its own takes longer
 
 
 class Buckets:
-    """The mean over a ring of the gradients that backward makes. All ranks must make it, begin and finish alike.
+    """Average over a ring the gradients that backward computes. All ranks must call the same methods in the same order.
 
-    Call `begin`, then backward, then `finish`. Between them the gradients are taken out of `.grad` as they come.
+    Call `begin`, then backward, then `finish`. In between, each gradient is taken out of `.grad` when autograd has it.
     """
 
     def __init__(self, flat: FlatModel, ring: Ring, bucket_mb: float | None = None) -> None:
-        """`bucket_mb` is in 10^6 bytes; None = chosen here, 0 = one bucket after backward."""
+        """Prepare the buckets of `bucket_mb` 10^6 bytes (None = chosen by `chosen`, 0 = one bucket after backward)."""
         self._flat, self._ring = flat, ring
         size, self._why = (bucket_mb, "as given") if bucket_mb is not None else chosen(flat, ring)
         self.early = size > 0
@@ -42,11 +43,11 @@ class Buckets:
         spans = [slice(entries[members[-1]].lo, entries[members[0]].hi) for members in self._buckets]
         self._pieces = pieces(ring, flat.packed[:-1], spans, len(entries) + 1)
         self._active, self._samples = False, 0
-        self._arrivals: list[int] = []  # parameters as their gradients came
-        self._times = [0] * len(entries)  # that each gradient has come in this round
-        self._expected: list[int] | None = None  # the same in the round before
-        self._missing: list[int] = []  # gradients that each bucket waits for
-        self._left: list[int] = []  # buckets that have left, in order
+        self._arrivals: list[int] = []  # parameters in the order of their gradients
+        self._times = [0] * len(entries)  # parts of each gradient in this round
+        self._expected: list[int] | None = None  # the same, in the round before
+        self._missing: list[int] = []  # gradients that each bucket lacks
+        self._left: list[int] = []  # buckets that were sent, in order
         self._late: Tensor | None = None
         self.fault: tuple[int, str] | None = None  # a rank whose gradient is not finite (-1 = their sum), the parameter
         self._ordered = not (self.early and len(self) > 1 and isinstance(self._pieces, SentBuckets))
@@ -58,19 +59,21 @@ class Buckets:
 
     @property
     def choice(self) -> dict[str, Any]:
-        """How the gradients leave, as an event."""
+        """Describe how the gradients are sent, as an event."""
         when = "while backward goes on" if self.early else "after backward"
         size = self._flat.layout.size * self._flat.layout.dtype.itemsize / 1e6
-        message = f"{size:.3g} MB of gradients leave {when}, in {len(self)} bucket{'s'[: len(self) != 1]}: {self._why}"
+        message = (
+            f"{size:.3g} MB of gradients are sent {when}, in {len(self)} bucket{'s'[: len(self) != 1]}: {self._why}"
+        )
         return {"kind": "choice", "message": message, "buckets": len(self)}
 
     @property
     def seconds(self) -> float:
-        """Seconds of the caller's thread that went into communication, ever."""
+        """Return the total seconds of the caller's thread spent on communication."""
         return self._pieces.seconds
 
     def begin(self, samples: int) -> None:
-        """Expect the gradients of a mean over `samples` samples."""
+        """Start a mean over `samples` samples."""
         self._flat.drop_grad()
         self._active, self._samples = True, samples
         self._times = [0] * len(self._times)
@@ -80,13 +83,13 @@ class Buckets:
         if self.early and self._expected is not None:
             self._missing = [sum(self._expected[i] > 0 for i in members) for members in self._buckets]
         else:
-            self._missing = [len(members) + 1 for members in self._buckets]  # none leaves before the end
+            self._missing = [len(members) + 1 for members in self._buckets]  # no bucket is sent before the end
         self._pieces.begin(samples)
 
     def finish(self) -> tuple[Tensor, Collection[int]]:
-        """The mean over all ranks' samples, and the numbers of the parameters that no rank has used.
+        """Return the mean over all ranks' samples, and the numbers of the parameters that no rank has used.
 
-        The mean is to be read only, where it lies, until the next `begin`. Raises LinkError.
+        The mean is read-only, in the ring's memory, and valid until the next `begin`. Raises LinkError.
         """
         self._active = False
         for b in [b for b in range(len(self)) if b not in self._left]:
@@ -106,7 +109,7 @@ class Buckets:
         return mean, unused
 
     def _take(self, i: int, p: Tensor) -> None:
-        """Autograd's hook: parameter `i` has a gradient, or a further part of it."""
+        """Autograd's hook: parameter `i` has a gradient, or another part of it."""
         if not self._active or p.grad is None:
             return
         grad, p.grad = dense(p.grad), None
@@ -130,7 +133,7 @@ class Buckets:
                 self._leave(bucket)
 
     def _put(self, i: int, bucket: int, grad: Tensor) -> None:
-        """Copy a gradient to where it stands in the vector, but for what only this rank will read of it."""
+        """Copy a gradient to its range of the vector, unless only this rank reads that range."""
         entry, mine = self._flat.layout.entries[i], self._pieces.mine(bucket)
         lo, hi = max(entry.lo, mine.start), min(entry.hi, mine.stop)
         if hi - lo < HELD_ELEMENTS or not grad.is_contiguous():
@@ -159,7 +162,7 @@ class Buckets:
         return mean + self._ring.mean(Gradient(late, self._samples))
 
     def _agree_on_order(self) -> None:
-        """Buckets leave in the order in which rank 0's first backward completed them."""
+        """Send the buckets in the order in which rank 0's first backward completed them."""
         last = {self._bucket_of[i]: at for at, i in enumerate(self._arrivals)}
         order = torch.tensor(sorted(range(len(self)), key=lambda b: last.get(b, len(self._arrivals) + b)))
         self._pieces.reorder(self._ring.broadcast(order).tolist())
@@ -167,7 +170,7 @@ class Buckets:
 
 
 def _hook(buckets: weakref.ref[Buckets], i: int) -> Callable[[Tensor], None]:
-    """Weak, for a model may outlive its ring."""
+    """Return a hook with a weak reference: a model may outlive its ring."""
 
     def hook(p: Tensor) -> None:
         found = buckets()
@@ -178,18 +181,18 @@ def _hook(buckets: weakref.ref[Buckets], i: int) -> Callable[[Tensor], None]:
 
 
 def chosen(flat: FlatModel, ring: Ring) -> tuple[float, str]:
-    """The size of buckets in 10^6 bytes where none is given, and why; 0 = one bucket after backward."""
+    """Choose the size of buckets in 10^6 bytes, with the reason; 0 = one bucket after backward."""
     if "hosts" not in ring.choices:
         return 0.0, "a process group adds them"
     if len(ring.choices["hosts"]) > 1:
-        return AUTO_MB, "they travel between hosts, which takes longer than it takes a thread to send them"
+        return AUTO_MB, "the transfer between hosts takes longer than starting a thread to send"
     if flat.packed.device.type == "cpu":
-        return AUTO_MB, "ranks of one host read them where they lie, without a thread"
+        return AUTO_MB, "ranks of one host read them in shared memory, without a thread"
     return 0.0, "between ranks of one host a thread that sends takes a core from those that compute"
 
 
 def cut(layout: Layout, size: float) -> list[list[int]]:
-    """Parameters by number in buckets of at least `size` bytes, from the last to the first."""
+    """Group parameters, by number, into buckets of at least `size` bytes, from the last parameter to the first."""
     width = layout.dtype.itemsize
     buckets: list[list[int]] = [[]]
     held = 0

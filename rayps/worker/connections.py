@@ -1,4 +1,4 @@
-"""What binds a worker to its peers in one generation: a ring, servers, a place on an elastic server group."""
+"""A worker's connections in one generation: to a ring, to servers, to a space of a server group."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ from rayps.worker.plan import WorkerPlan
 
 log = logging.getLogger(__name__)
 
-TRY_SECONDS = 1.0  # to reach a shard that has just been replaced, before its address is looked up again
+TRY_SECONDS = 1.0  # to connect to a replaced shard, before its address is looked up again
 
 
 class WorkerConnections:
     """Hold the connections of one generation. `shards` are the addresses of fixed servers, `ranges` their slices.
 
-    A thread of an earlier generation that ends late cannot close those of the next.
+    A thread of an earlier generation that ends late cannot close the connections of the next.
     """
 
     def __init__(self, shards: list[str], ranges: list[tuple[int, int]]) -> None:
         self.ring: Ring | None = None
         self.rings: dict[str, Ring] = {}  # within a replica of several workers, by axis
         self.server: Server | GroupServer | None = None
-        self.talk: Session | None = None  # about the job's space on an elastic group
+        self.talk: Session | None = None  # with the job's space on a server group
         self._shards, self._ranges = Addresses(shards), ranges
         self._link: Callable[[int], Link] | None = None
 
     def form(self, plan: WorkerPlan, snapshot: Snapshot, listener: Listener) -> None:
-        """Meet everyone that the plan names.
+        """Connect to all peers of the plan.
 
         Raises:
-            PeerTimeout, PeerLost, StaleGeneration: somebody did not come, or this generation has ended.
+            PeerTimeout, PeerLost, StaleGeneration: a peer did not connect, or this generation has ended.
         """
         servers, seat = servers_of(plan.strategy), plan.peers.seat
         if seat is not None:
-            # in step a round that is open must be kept whole, whatever its size: nobody goes back for a server's death
+            # in step an open round is retained whole, whatever its size: no worker goes back when a server dies
             held = seat.space.servers
             keep = max(held.group_replay_bytes, 4 * _bytes(snapshot.layout) if held.in_step else 0)
             self.talk = Session(
@@ -70,14 +70,14 @@ class WorkerConnections:
             self.rings[axis] = self._ring(plan, axis, addresses, listener, snapshot)
 
     def _ring(self, plan: WorkerPlan, axis: str, addresses: list[str], listener: Listener, snapshot: Snapshot) -> Ring:
-        """A ring of all ranks that differ from this one along an axis only."""
+        """Form a ring of all ranks that differ from this one along `axis` only."""
         place = plan.place
         label, table = "worker", snapshot.ring
         if plan.division is not None:
             label = place.line(axis)
             table = (snapshot.ring or {}).get(label)
-            label += f"#{plan.peers.attempt}"  # who calls for an earlier attempt is not let in
-        pairs = axis == "stage"  # they speak in pairs, so there is nothing to measure
+            label += f"#{plan.peers.attempt}"  # callers of an earlier attempt are refused
+        pairs = axis == "stage"  # stages exchange in pairs: no algorithm to choose
         return Ring.form(
             getattr(place, axis),
             addresses,
@@ -92,24 +92,27 @@ class WorkerConnections:
         )
 
     def rewire(self, shard: int, address: str) -> None:
-        """A fixed shard has been replaced and is there now; what it lacks of this worker is said again. Any thread."""
+        """Connect to the replacement of a fixed shard, and send again what it lacks from this worker.
+
+        Any thread may call it.
+        """
         self._shards.change(shard, address)
         server, link = self.server, self._link
         if isinstance(server, Server) and link is not None:
             try:
-                # at once: the plan's thread may wait for another shard, or have ended, and others wait for its pushes
+                # at once: the plan's thread may wait for another shard or have ended, and others need its pushes
                 server.replay(shard, lambda: link(shard), lambda: shard in self._shards.unseen())
-            except LinkError as error:  # it died again, and its next replacement will be told
+            except LinkError as error:  # it died again; `rewire` is called for its next replacement
                 log.info("%s", str(error))
 
     def part(self) -> None:
-        """From any thread: whoever waits for this worker sees it leave."""
+        """Break all connections, so that peers that wait for this worker get PeerLost. Any thread may call it."""
         self._shards.close()
         for tie in self._all():
             tie.abort() if isinstance(tie, Ring) else tie.hang_up()
 
     def close(self) -> None:
-        """Once the thread has ended."""
+        """Close all connections, after the plan's thread has ended."""
         for tie in self._all():
             tie.close()
 
@@ -147,13 +150,13 @@ class WorkerConnections:
         )
 
     def _relink(self, plan: WorkerPlan, shard: int, link: Callable[[int], Link]) -> Link:
-        log.info("worker-%d lost shard-%d and waits for its replacement", plan.rank, shard)
+        log.info("worker-%d lost shard-%d: waiting for its replacement", plan.rank, shard)
         deadline = time.monotonic() + plan.timeout
         self._shards.changed(shard, plan.timeout)
         while True:
             try:
                 return link(shard)
-            except PeerLost:  # perhaps the replacement has died too, and there is another one by now
+            except PeerLost:  # the replacement may have died too, and been replaced
                 if time.monotonic() > deadline:
                     raise
                 if shard in self._shards.unseen():
@@ -165,7 +168,7 @@ def _bytes(layout: Layout) -> int:
 
 
 class Addresses:
-    """Where the shards are, as told by the driver; a lost one's new address is waited for."""
+    """Hold the shards' addresses as given by the driver; wait for the new address of a lost shard."""
 
     def __init__(self, addresses: list[str] | None = None) -> None:
         self._addresses = addresses or []
@@ -175,23 +178,23 @@ class Addresses:
         self._closed = False
 
     def current(self, shard: int) -> str:
-        """Where a shard is."""
+        """Return the address of a shard."""
         return self._addresses[shard]
 
     def change(self, shard: int, address: str) -> None:
-        """A shard is elsewhere now."""
+        """Set the new address of a shard."""
         with self._news:
             self._addresses[shard] = address
             self._changes[shard] += 1
             self._news.notify_all()
 
     def unseen(self) -> list[int]:
-        """The shards whose new address nobody has asked for."""
+        """Return the shards whose new address has not been read yet."""
         with self._news:
             return [i for i, count in enumerate(self._changes) if count > self._seen[i]]
 
     def changed(self, shard: int, timeout: float) -> str:
-        """Wait for a shard's new address.
+        """Wait for and return a shard's new address.
 
         Raises:
             PeerTimeout: it was not replaced within `timeout` seconds.
@@ -205,12 +208,14 @@ class Addresses:
                     seconds=timeout,
                 )
             if self._closed:
-                raise PeerLost(f"shard-{shard} died and this worker was ended", peer=f"shard-{shard}")
+                raise PeerLost(
+                    f"shard-{shard} died, and this worker's run was ended before a replacement", peer=f"shard-{shard}"
+                )
             self._seen[shard] = self._changes[shard]
             return self._addresses[shard]
 
     def close(self) -> None:
-        """Nobody waits any more."""
+        """End all waits."""
         with self._news:
             self._closed = True
             self._news.notify_all()

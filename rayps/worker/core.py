@@ -1,8 +1,7 @@
-"""One replica on one worker: its model, data, optimizer and meter, and the verbs that every family of strategies has.
+"""One replica on one worker: model, data, optimizer, meter, and the verbs of every family of strategies.
 
-`Worker` is what a strategy's `round` is given. It knows no actor, no file and no retry. A family adds verbs in a
-subclass (`rayps.worker.sync_gradients.SyncWorker`, ...); what runs the rounds is the family's loop
-(`rayps.worker.loop.Loop`).
+`Worker` is the argument of a strategy's `round`. It knows no actor, no file and no retry. A family adds verbs in a
+subclass (`rayps.worker.sync_gradients.SyncWorker`, ...); the family's loop runs the rounds (`rayps.worker.loop.Loop`).
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ from rayps.workload.base import Workload
 from rayps.workload.model import model_of
 from rayps.workload.part import ModelPart, Whole, number
 
-Memory = Callable[[int, torch.dtype], Tensor]  # elements, dtype -> where a vector of that size may lie
-Traffic = tuple[float, float, int]  # seconds of waiting, seconds of moving, bytes
+Memory = Callable[[int, torch.dtype], Tensor]  # elements, dtype -> a vector in memory of the caller's choice
+Traffic = tuple[float, float, int]  # seconds waited, seconds spent on transfer, bytes
 
 
 class Worker:
     """One replica under a strategy: what every family needs.
 
-    `memory` is what a strategy keeps between its rounds; `shared` the part of it that is the same on all workers.
+    `memory` is the strategy's state between its rounds; `shared` is the part of it that is equal on all workers.
     """
 
     def __init__(
@@ -54,9 +53,9 @@ class Worker:
         parameters: Memory | None = None,
         steps: bool = True,
     ) -> None:
-        """`gradients` and `parameters` give memory that others read or write; None = memory of this process.
+        """Build the model, and the optimizer if the worker `steps`.
 
-        `steps`: the worker runs an optimizer of its own.
+        `gradients` and `parameters` allocate memory that other processes read or write; None = memory of this process.
 
         Raises:
             WorkloadError, DataError: the user's code failed.
@@ -65,8 +64,8 @@ class Worker:
         self.ring: Any = peers.ring
         self.memory: dict[str, Any] = {}
         self.shared: dict[str, Any] = {}
-        self.done, self.reason = False, ""  # whether the strategy has met its stop rule, and why
-        self.tables: Any = None  # those of the model, where they are on servers: rayps.ps.tables.client.Tables
+        self.done, self.reason = False, ""  # the strategy's stop rule is met, and the reason
+        self.tables: Any = None  # the model's sparse tables, if they are on servers: rayps.ps.tables.client.Tables
         self.log = RoundLog()
         self.batches = self._stream(workload)
         self.part: ModelPart = self._model_part(peers)
@@ -75,21 +74,21 @@ class Worker:
         self.local: LocalOptimizer | None = self._optimizer() if steps else None
         self.meter = Meter(list(peers.rings.values()))
 
-    # ---- where it is
+    # ---- position
 
     @property
     def rank(self) -> int:
-        """The replica's number, 0 to size - 1."""
+        """The number of the replica, 0 to size - 1."""
         return self.batches.rank
 
     @property
     def size(self) -> int:
-        """Replicas."""
+        """The number of replicas."""
         return self.batches.size
 
     @property
     def position(self) -> int:
-        """Batches that this replica has taken since the run's begin."""
+        """The number of batches that this replica has taken since the start of the run."""
         return self.batches.position
 
     @position.setter
@@ -98,19 +97,19 @@ class Worker:
 
     @property
     def rows(self) -> int:
-        """Rows of this worker's share of the data."""
+        """The number of rows in this worker's share of the data."""
         return self.batches.data.share(self.rank, self.size)
 
     @property
     def all_rows(self) -> int:
-        """Rows of the data, over all workers."""
+        """The number of rows of the data, over all workers."""
         return self.batches.data.rows()
 
     # ---- model and optimizer
 
     @property
     def params(self) -> Tensor:
-        """The parameters as one vector [size]; assigning copies into the model."""
+        """The parameters as one vector [size]. Assignment copies into the model."""
         return self.flat.vector
 
     @params.setter
@@ -124,14 +123,14 @@ class Worker:
         return None if self.local is None else self.local.optimizer
 
     def batch(self) -> Batch:
-        """The next batch of this worker's share of the data. Raises DataError, WorkloadError."""
+        """Return the next batch of this worker's share of the data. Raises DataError, WorkloadError."""
         began = time.perf_counter()
         batch = self.batches.take(self.plan.end)
         self.meter.data += time.perf_counter() - began
         return batch.to(self.device) if self.device != "cpu" else batch
 
     def grad(self, batch: Batch) -> Gradient:
-        """The gradient of the loss on `batch`; an empty batch gives zeros with no samples.
+        """Return the gradient of the loss on `batch`, as a vector [size]; an empty batch gives zeros and no samples.
 
         Raises:
             TrainingError: the loss or the gradient is not finite.
@@ -140,7 +139,7 @@ class Worker:
         return self._gradient(batch)[0]
 
     def step(self, grad: Gradient | Tensor) -> None:
-        """Let this worker's own optimizer apply a gradient, shortened to the workload's `clip_norm`.
+        """Apply a gradient with this worker's optimizer, clipped to the workload's `clip_norm`.
 
         Raises:
             WorkloadError: the optimizer's step failed.
@@ -154,28 +153,28 @@ class Worker:
             self.local.step(grad.vector if isinstance(grad, Gradient) else grad)
 
     def clipped(self, vector: Tensor) -> Tensor:
-        """The vector, or a shorter copy where its norm is above the workload's `clip_norm`. Raises LinkError."""
+        """Return the vector, or a scaled copy where its norm is above the workload's `clip_norm`. Raises LinkError."""
         return self.clip.clipped(vector)
 
     def own_loss(self) -> float:
-        """The loss of this worker's own model on all of the evaluation data."""
+        """Return the loss of this worker's model on all of the evaluation data."""
         total, count = evaluated(self, whole=True).get("loss", (math.nan, 1))
         return total / count
 
     # ---- reports
 
     def say(self, **numbers: float) -> None:
-        """Add numbers to this round's point, the same on all workers; what every point has cannot be replaced."""
+        """Add numbers to this round's point, equal on all workers. The standard metrics cannot be replaced."""
         self.log.say(numbers)
 
     def event(self, kind: str, message: str, **facts: Any) -> None:
-        """Add an event of the job, sent once this round is over."""
+        """Add an event of the job, sent at the end of this round."""
         self.log.event(kind, message, facts)
 
     # ---- for subclasses
 
     def _gradient(self, batch: Batch) -> tuple[Gradient, list[bool]]:
-        """As `grad`; and of each parameter whether backward gave it a gradient."""
+        """Compute as `grad`; return also, for each parameter, whether backward gave it a gradient."""
         with self.meter.computing():
             self.flat.drop_grad()
             gradient = Gradient(self.flat.packed, batch.size)
@@ -198,7 +197,7 @@ class Worker:
         return loss_value(loss, self.plan.rank, at, self.batches.epoch_of(at)[0])
 
     def _must_be_finite(self, rank: int, parameter: str | None) -> None:
-        """Raise TrainingError if worker `rank`'s gradient of `parameter`, or this one's of a row, is not finite."""
+        """Raise TrainingError for a gradient that is not finite: worker `rank`'s of `parameter`, or a row's here."""
         row = None if parameter is not None or self.tables is None else self.tables.gradient_fault()
         if parameter is not None or row is not None:
             at = self.position - 1
@@ -232,7 +231,7 @@ class Worker:
 
 
 class BatchStream:
-    """A replica's batches. `position` counts those that were taken since the run's begin."""
+    """A replica's batches. `position` counts the batches taken since the start of the run."""
 
     def __init__(self, data: Data, place: tuple[int, int], seed: int, origin: tuple[int, int], steps: int) -> None:
         """Iterate over `data` for replica `place` = (rank, size).
@@ -242,20 +241,23 @@ class BatchStream:
         self.data, self.seed, self.origin, self.steps_per_epoch = data, seed, origin, steps
         self.rank, self.size = place
         self.position = 0
-        self.samples = 0  # of the batch that was taken last
-        self.ahead: Callable[[Batch], None] | None = None  # called with each batch one round before it is taken
+        self.samples = 0  # of the last batch
+        self.ahead: Callable[[Batch], None] | None = None  # called with each batch, one round early
         self._batches: Iterator[Batch] = iter(())
         self._epoch = -1
-        self._coming: Batch | None = None  # the next batch, where `ahead` was called with it
+        self._coming: Batch | None = None  # the next batch, if `ahead` was called with it
 
     def epoch_of(self, position: int) -> tuple[int, int]:
-        """The epoch of a position, and the number of its batch in the epoch."""
+        """Return the epoch of a position, and the number of its batch in the epoch."""
         began, before = self.origin
         epoch, index = divmod(position - began, self.steps_per_epoch)
         return before + epoch, index
 
     def take(self, end: int) -> Batch:
-        """The next batch. Before position `end`, `ahead` gets the one after it. Raises DataError, WorkloadError."""
+        """Return the next batch; below position `end`, call `ahead` with the one after it.
+
+        Raises DataError, WorkloadError.
+        """
         batch, self._coming = self._coming, None
         if batch is None:
             batch = self._made(self.position)
@@ -283,28 +285,28 @@ class BatchStream:
 
 
 class LocalOptimizer:
-    """Steps the parameters of a flat model.
+    """Step the parameters of a flat model.
 
-    `unused` are the numbers of the parameters that have no gradient in the next step: the optimizer skips them.
-    `mean` is a gradient in memory that other ranks read too: an optimizer that only reads gradients gets it uncopied.
+    `unused` are the numbers of the parameters without a gradient in the next step: the optimizer skips them. `mean` is
+    a gradient in memory that other ranks also read: it is copied unless the optimizer only reads gradients.
     """
 
     def __init__(self, factory: optim.Factory, flat: FlatModel, clip: NormClip, ticks: Ticks) -> None:
-        """Raises WorkloadError: the user's optimizer() or schedule() failed."""
+        """Build the user's optimizer and schedule. Raises WorkloadError: optimizer() or schedule() failed."""
         self.optimizer: Optimizer = optim.made(factory, flat.parameters)
         self.unused: Collection[int] = ()
         self.mean: Tensor | None = None
         self._pace = pace_of(factory, flat.layout, self.optimizer, ticks)
         self._flat, self._clip = flat, clip
-        self._only_reads: bool | None = None  # whether a step leaves the gradients as they are; None = not known yet
+        self._only_reads: bool | None = None  # a step does not write gradients; None = not known yet
 
     def at(self, round: int) -> None:
-        """Set what the schedule sets for this round. Raises WorkloadError."""
+        """Set the learning rates of this round by the schedule. Raises WorkloadError."""
         if self._pace is not None:
             self._pace.at(round)
 
     def step(self, vector: Tensor) -> None:
-        """Apply a gradient [size], shortened to the workload's `clip_norm`. Raises WorkloadError."""
+        """Apply a gradient [size], clipped to the workload's `clip_norm`. Raises WorkloadError."""
         flat = self._flat
         vector = self._clip.with_sparse(flat.parameters, vector) if flat.sparse_grads else self._clip.clipped(vector)
         if vector is self.mean and self._only_reads is not False:
@@ -314,29 +316,29 @@ class LocalOptimizer:
         for i in self.unused:
             flat.parameters[i].grad = None
         if not flat.parameters:
-            return  # a part of a model that owns nothing
-        if self._only_reads is None:  # found out once, on a copy
+            return  # this worker owns no parameters
+        if self._only_reads is None:  # tested once, on a copy
             self._only_reads = steps_by_reading(self.optimizer, flat.parameters)
             return
         with user_code("optimizer.step"):
             self.optimizer.step()
 
     def moments(self) -> optim.Moments:
-        """The optimizer's state by parameter, as copies on the CPU."""
+        """Return the optimizer's state by parameter, as copies on the CPU."""
         return optim.moments(self.optimizer, self._flat.layout, self._flat.parameters)
 
     def load(self, moments: optim.Moments) -> None:
-        """Go on from such a state; what another kind of optimizer left in it is dropped."""
+        """Restore such a state; entries of another kind of optimizer are dropped."""
         fitting = optim.fitting(moments, self.optimizer)
         optim.load(self.optimizer, fitting, self._flat.layout, self._flat.parameters)
 
     def tensors(self) -> list[Tensor]:
-        """The tensors of the optimizer's state, in an order that is the same on all workers."""
+        """Return the tensors of the optimizer's state, in the same order on all workers."""
         states = [self.optimizer.state.get(p, {}) for p in self._flat.parameters]
         return [state[key] for state in states for key in sorted(state) if isinstance(state[key], Tensor)]
 
     def make_state(self) -> None:
-        """Let the optimizer make its state, at zero, and leave the parameters as they are. Raises WorkloadError."""
+        """Create the optimizer's state, at zero, without a change of the parameters. Raises WorkloadError."""
         before = self._flat.vector.clone()
         self._flat.zero_grad()
         with user_code("optimizer.step"):
@@ -346,15 +348,15 @@ class LocalOptimizer:
             each.zero_()
 
     def reset(self) -> None:
-        """Forget the optimizer's state."""
+        """Empty the optimizer's state."""
         self.optimizer.state.clear()
 
 
 def steps_by_reading(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> bool:
-    """Take a step; whether it, and every later one, leaves the gradients as they are.
+    """Take a step; return whether this step and every later one leaves the gradients unchanged.
 
-    Only torch's own optimizers without hooks always do what they did once; some of them write (SGD with nesterov and
-    foreach does). Raises WorkloadError.
+    True only for torch's own optimizers without hooks: others may write later. Some of torch's do write (SGD with
+    nesterov and foreach). Raises WorkloadError.
     """
     before = [None if p.grad is None else p.grad._version for p in params]
     with user_code("optimizer.step"):
@@ -368,31 +370,31 @@ def steps_by_reading(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> bo
 
 
 class RingTraffic(Protocol):
-    """A ring, as far as it is measured; all are totals since it was formed."""
+    """The traffic of a ring: totals since it was formed."""
 
     @property
     def seconds_waiting(self) -> float:
-        """For other ranks."""
+        """Seconds waited for other ranks."""
 
     @property
     def seconds_moving(self) -> float:
-        """Bytes."""
+        """Seconds spent on transfer."""
 
     @property
     def bytes_sent(self) -> int:
-        """To other ranks."""
+        """Bytes sent to other ranks."""
 
 
 class Meter:
-    """Seconds and bytes of the round under way.
+    """Measure seconds and bytes of the current round.
 
-    `compute`, `data` (getting the batch) and `losses` (loss, samples) are added by the worker. Each of `sources` gives
-    the traffic of one connection since it was made. `lead` is how many rounds the worker leads the slowest, where
-    servers count.
+    The worker adds `compute`, `data` (time to get the batch) and `losses` (loss, samples). Each of `sources` returns
+    the totals of one connection since it was formed. `lead` is the number of rounds that the worker is ahead of the
+    slowest, as reported by servers.
     """
 
     def __init__(self, axes: Sequence[RingTraffic] = ()) -> None:
-        """`axes` are the rings within the worker's replica."""
+        """Start at zero; `axes` are the rings within the worker's replica."""
         self.compute = self.data = 0.0
         self.losses: list[tuple[float, int]] = []
         self.sources: list[Callable[[], Traffic]] = [traffic_of(ring) for ring in axes]
@@ -408,7 +410,7 @@ class Meter:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Count the time within as `compute`, but for waiting on others of the same replica."""
+        """Count the time within as `compute`, without the time waited for workers of the same replica."""
         began, inside = time.perf_counter(), self._inside()
         yield
         self.compute += time.perf_counter() - began - (self._inside() - inside)
@@ -424,11 +426,11 @@ class Meter:
         return waiting, moving, moved
 
     def point(self) -> dict[str, Any]:
-        """What the round took."""
+        """Return the metrics of the round."""
         waiting, moving, moved = (now - then for now, then in zip(self._traffic(), self._before, strict=True))
         samples = sum(count for _, count in self.losses)
         seconds = time.perf_counter() - self._began
-        exposed = max(0.0, seconds - self.compute)  # what a background thread does meanwhile takes no time
+        exposed = max(0.0, seconds - self.compute)  # work of background threads does not count
         wait = min(waiting, exposed)
         return {
             "loss": sum(loss * count for loss, count in self.losses) / samples if samples else None,
@@ -438,19 +440,19 @@ class Meter:
             "data": self.data,
             "wait": wait,
             "move": min(moving, exposed - wait),
-            "talk": waiting + moving,  # also what computing hid
+            "talk": waiting + moving,  # overlapped transfer included
             "bytes": moved,
             "lead": self.lead(),
         }
 
 
 def traffic_of(ring: RingTraffic) -> Callable[[], Traffic]:
-    """What measures a ring."""
+    """Return the source of a ring's traffic for a `Meter`."""
     return lambda: (ring.seconds_waiting, ring.seconds_moving, ring.bytes_sent)
 
 
 class RoundLog:
-    """What a worker reports beside the meter: choices that were made before the first round, numbers, events."""
+    """What a worker reports beside the meter: choices made before the first round, numbers, events."""
 
     def __init__(self) -> None:
         self.choices: list[dict[str, Any]] = []
@@ -466,12 +468,12 @@ class RoundLog:
         self._events.append({"kind": kind, "message": message, **facts})
 
     def take_events(self) -> list[dict[str, Any]]:
-        """The events since the last call."""
+        """Return and remove the events since the last call."""
         taken, self._events = self._events, []
         return taken
 
     def take_numbers(self) -> dict[str, Any]:
-        """The numbers since the last call, as a part of a point; empty where there are none."""
+        """Return and remove the numbers since the last call, as a part of a point; empty if there are none."""
         taken, self._numbers = self._numbers, {}
         return {"said": taken} if taken else {}
 
@@ -480,9 +482,10 @@ class RoundLog:
 
 
 def evaluated(w: Worker, *, whole: bool = False) -> dict[str, tuple[float, int]]:
-    """Metric -> (sum, samples) over this worker's share of the evaluation data, or the `whole` of it.
+    """Evaluate: metric -> (sum, samples) over this worker's share of the evaluation data, or over the `whole` of it.
 
-    Means over all workers are the sums divided by the samples. Raises WorkloadError, DataError, LinkError.
+    The mean over all workers is the sum of the sums divided by the sum of the samples. Raises WorkloadError, DataError,
+    LinkError.
     """
     rank, size = (0, 1) if whole else (w.rank, w.size)
     model, sums = w.flat.model, dict[str, tuple[float, int]]()
@@ -492,7 +495,7 @@ def evaluated(w: Worker, *, whole: bool = False) -> dict[str, tuple[float, int]]
         data = w.workload.evaluation_data()
         for batch in data.batches(rank=rank, size=size, seed=w.plan.seed, epoch=0):
             if batch.size:
-                with user_code("evaluate"):  # each batch shows that the call is alive
+                with user_code("evaluate"):  # each batch is a sign of progress for the deadline
                     found = w.part.evaluate(batch.to(w.device))
                 for name, mean in found.items():
                     total, count = sums.get(name, (0.0, 0))
@@ -502,7 +505,7 @@ def evaluated(w: Worker, *, whole: bool = False) -> dict[str, tuple[float, int]]
 
 
 def loss_value(loss: object, rank: int, round: int, epoch: int) -> float:
-    """The loss that the user's code gave, as a number.
+    """Return the user's loss as a number.
 
     Raises:
         WorkloadError: it is not one number in a tensor.
@@ -510,7 +513,9 @@ def loss_value(loss: object, rank: int, round: int, epoch: int) -> float:
     """
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        raise WorkloadError(f"loss(model, batch) gave {shape}: return one number as a tensor, the mean over the batch")
+        raise WorkloadError(
+            f"loss(model, batch) returned {shape}: return one number as a tensor, the mean over the batch"
+        )
     value = float(loss.item())
     if not math.isfinite(value):
         raise TrainingError(
@@ -525,9 +530,9 @@ def loss_value(loss: object, rank: int, round: int, epoch: int) -> float:
 def gradient_error(
     rank: int, parameter: str | None, row: tuple[str, int] | None, round: int, epoch: int
 ) -> TrainingError:
-    """The error of a gradient that is not finite: that of a parameter, or of a row (table, id).
+    """Return the error for a gradient that is not finite: of a parameter, or of a row (table, id).
 
-    Rank -1: each worker's gradient is finite, their sum is not.
+    Rank -1: each worker's gradient is finite, but their sum is not.
     """
     named: dict[str, Any] = {"parameter": parameter, "rank": rank}
     what, who = f"the gradient of parameter {parameter!r}", f"on worker-{rank}"

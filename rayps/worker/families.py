@@ -1,6 +1,6 @@
-"""Which loop runs a strategy: the one table of families. A strategy names its family in `Strategy.loop`.
+"""The one table of families: which loop runs a strategy. A strategy names its family in `Strategy.loop`.
 
-Targets are "module:Name" strings, so that a job loads the code of its own family only.
+Targets are "module:Name" strings, so that a job imports the code of its own family only.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ FAMILIES = {
     families.SHARED_VECTOR: "rayps.worker.shared_vector:SharedVectorSteps",
     families.FEDERATED_ROUNDS: "rayps.worker.federated_rounds:FederatedRounds",
 }
-MODEL_SLICE = "rayps.parallel.division.model_slice:ModelSlice"  # where a replica is several workers
-TABLES = "rayps.ps.tables.embedding:bind"  # where the model has sparse tables
+MODEL_SLICE = "rayps.parallel.division.model_slice:ModelSlice"  # a replica of several workers
+TABLES = "rayps.ps.tables.embedding:bind"  # a model with sparse tables
 
 
 def loop_class(strategy: StrategyView) -> type[Loop]:
-    """The loop that runs a strategy: that of its family, or one of its own.
+    """Return the loop that runs a strategy: its family's, or one of its own.
 
     Raises:
         ConfigError: `strategy.loop` is neither a family, nor a class of a loop, nor "module:Class" of one.
@@ -38,14 +38,14 @@ def loop_class(strategy: StrategyView) -> type[Loop]:
     if not isinstance(found, type) or not hasattr(found, "run_round"):
         raise ConfigError(
             f"strategy {strategy.name!r} has loop {given!r}: give {', '.join(FAMILIES)}, or a subclass of "
-            "rayps.worker.loop.Loop, or its place as 'module:Class'",
+            "rayps.worker.loop.Loop, or its path as 'module:Class'",
             field="strategy",
         )
     return found
 
 
 def load(target: str) -> Any:
-    """What "module:Name" names. Raises ConfigError: there is no such thing."""
+    """Import and return what "module:Name" names. Raises ConfigError: it does not exist."""
     module, _, name = target.partition(":")
     try:
         return getattr(importlib.import_module(module), name)

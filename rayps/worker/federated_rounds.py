@@ -1,4 +1,4 @@
-"""Rounds of federated strategies: this worker's share of the clients trains, then all workers meet once."""
+"""Rounds of federated strategies: each worker trains its part of the cohort, then all workers combine once."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from rayps.workload.base import Workload
 
 
 class FederatedWorker(RingWorker):
-    """A worker with `clients`, which runs its share of a round; a position is a round."""
+    """A worker with `clients`, which trains its part of a round's cohort. A position is a round."""
 
     def __init__(self, workload: Workload, plan: WorkerPlan, peers: WorkerConnections, device: str = "cpu") -> None:
-        """See `Worker`. Raises ConfigError: the strategy's options do not fit the clients."""
+        """Build as `Worker`. Raises ConfigError: the strategy's options do not fit the clients."""
         super().__init__(workload, plan, peers, device)
         self.clients = FederatedEngine(self)
 
 
 class FederatedRounds(Loop):
-    """One vector, the same on all workers, and states of clients beside it."""
+    """Loop of federated strategies: one vector, equal on all workers, and states of clients."""
 
     view: ClassVar[type[Worker]] = FederatedWorker
     w: FederatedWorker
 
     def join(self, companions: Mapping[str, Any]) -> None:
-        """See `Loop`: the states of the clients that live on this worker."""
+        """Receive the states of the clients that are stored on this worker. See `Loop`."""
         dealt = companions.get(DEALT_STATES)
         if dealt is not None and dealt.states is not None:
             self.w.clients.adopt(dealt.states)
@@ -44,9 +44,9 @@ class FederatedRounds(Loop):
         super().begin(stopped)
 
     def evaluate(self, vector: Tensor | None = None) -> dict[str, tuple[float, int]]:
-        """See `Loop`; with the metrics `personal_*` of clients' own models."""
+        """Evaluate, including the metrics `personal_*` of clients' own models. See `Loop`."""
         return super().evaluate(vector) | self.w.clients.evaluate()
 
     def retain(self, round: int) -> None:
-        """See `Loop`: the clients' states after `round`."""
+        """Retain the clients' states after `round`. See `Loop`."""
         self.w.clients.keep(round)

@@ -1,8 +1,8 @@
-"""Workers that take steps of their own and meet now and then: local SGD, DiLoCo, parallel SGD, ADMM.
+"""Workers that train separately and average periodically: local SGD, DiLoCo, parallel SGD, ADMM.
 
-Between two meetings the workers' parameters differ, and with them optimizer state, buffers and what the strategy keeps
-in `memory`. A checkpoint holds all of it, by rank, so that a run continues from the middle of a period bit for bit;
-its parameters are what the workers would agree on at that moment (`Strategy.consensus`).
+Between two averages the workers' parameters, optimizer state, buffers and the strategy's `memory` differ. A checkpoint
+holds all of them, by rank: a run resumes in the middle of a period bit for bit. The checkpoint's parameters are the
+consensus at that moment (`Strategy.consensus`).
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from rayps.workload.base import Workload
 
 
 class LocalWorker(RingWorker):
-    """A worker whose gradients stay with it: what the strategy averages travels, and only that is compressed."""
+    """A worker that steps by its own gradients. Only what the strategy averages is sent and compressed."""
 
     def __init__(self, workload: Workload, plan: WorkerPlan, peers: WorkerConnections, device: str = "cpu") -> None:
         """See `Worker`."""
-        assert peers.ring is not None, "workers meet over a ring"
+        assert peers.ring is not None, "workers average over a ring"
         super().__init__(workload, plan, peers, device, gradients=peers.ring.buffer)
 
 
 class LocalUpdates(Loop):
-    """Each worker has parameters of its own between meetings."""
+    """Loop of strategies whose workers have separate parameters between averages."""
 
     view: ClassVar[type[Worker]] = LocalWorker
     w: LocalWorker
@@ -40,7 +40,7 @@ class LocalUpdates(Loop):
     def __init__(self, workload: Workload, plan: WorkerPlan, peers: WorkerConnections, device: str = "cpu") -> None:
         """See `Loop`."""
         super().__init__(workload, plan, peers, device)
-        self._agreed: tuple[Tensor | None] | None = None  # of this round, once it was asked for
+        self._agreed: tuple[Tensor | None] | None = None  # of this round, once computed
 
     def run_round(self) -> None:
         """See `Loop`."""
@@ -54,13 +54,13 @@ class LocalUpdates(Loop):
         self._agreed = None
 
     def consensus(self) -> Tensor | None:
-        """See `Loop`: asked for once a round, although it is both saved and evaluated."""
+        """Return the consensus, computed once a round although it is both saved and evaluated. See `Loop`."""
         if self._agreed is None:
             self._agreed = (super().consensus(),)
         return self._agreed[0]
 
     def state_dict(self, *, together: bool) -> WorkerPart:
-        """See `Loop`. The part holds what this worker alone has; common parameters only if `together`."""
+        """Return this worker's own state; the consensus only if `together`. See `Loop`."""
         w = self.w
         assert w.local is not None, "each worker has an optimizer"
         w.means.settle()
@@ -72,7 +72,7 @@ class LocalUpdates(Loop):
         return self._part(common, own.moments, own)
 
     def _load(self, state: Snapshot | LocalState) -> None:
-        """Of a snapshot, this worker's own part, where there is one."""
+        """Restore this worker's own part of a snapshot, if it has one; else the consensus."""
         own = state.own.get(self.w.rank) if isinstance(state, Snapshot) else state
         super()._load(state if own is None else own)
         if own is not None:

@@ -1,7 +1,7 @@
-"""What a family of strategies brings to a worker: how a round runs, what its state is, and what is evaluated.
+"""What a family of strategies defines for a worker: how a round runs, what its state is, what is evaluated.
 
-`rayps.worker.families` maps a strategy to its loop. A strategy of one's own may bring a loop itself: a subclass of
-`Loop`, or of one of the families' loops, named by `Strategy.loop = "module:Class"`.
+`rayps.worker.families` maps a strategy to its loop. A user's strategy may bring its own loop: a subclass of `Loop`, or
+of a family's loop, named by `Strategy.loop = "module:Class"`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from rayps.workload.base import Workload
 
 
 class Loop:
-    """Runs a strategy's rounds on one worker, `w`, of a class that has the family's verbs."""
+    """Run a strategy's rounds on one worker, `w`, of a class that has the family's verbs."""
 
     view: ClassVar[type[Worker]] = Worker
     w: Worker
 
     def __init__(self, workload: Workload, plan: WorkerPlan, peers: WorkerConnections, device: str = "cpu") -> None:
-        """Make the worker. `load_state_dict` comes next.
+        """Build the worker. `load_state_dict` comes next.
 
         Raises:
             WorkloadError, DataError: the user's code failed.
@@ -39,36 +39,36 @@ class Loop:
     # ---- rounds
 
     def join(self, companions: Mapping[str, Any]) -> None:
-        """Take over what the family keeps on this worker between generations; see `WorkerActor.companion`."""
+        """Receive what the family stores on this worker between generations; see `WorkerActor.companion`."""
 
     def begin(self, stopped: Callable[[], bool]) -> None:
-        """Do what comes before the first round. `stopped()`: the plan was ended from outside."""
+        """Prepare the first round. `stopped()` is true when the plan was ended from outside."""
         self.w.flat.model.train()
         self.w.plan.strategy.begin(self._view())
 
     def run_round(self) -> None:
-        """Run one round: the strategy's `round`, with the optimizer's schedule set for it."""
+        """Run one round: set the schedule's rates, then call the strategy's `round`."""
         if self.w.local is not None:
             self.w.local.at(self.w.position)
         self.w.plan.strategy.round(self._view())
 
     def finish(self) -> None:
-        """Do what comes after the last round: all workers then hold what they agree on. Raises LinkError."""
+        """End the plan: all workers then hold the consensus. Raises LinkError."""
         self.w.plan.strategy.finish(self._view())
         agreed = self.consensus()
         if agreed is not None:
             self.w.params = agreed
 
     def retain(self, round: int) -> None:
-        """Hold what a checkpoint after `round` may be asked for, beside `state_dict`."""
+        """Retain what a checkpoint after `round` needs beside `state_dict`."""
 
     def close(self) -> None:
-        """Free what the loop holds; also after an error."""
+        """Release the loop's resources; called after an error too."""
         if self.w.tables is not None:
             self.w.tables.close()
 
     def point(self) -> dict[str, Any]:
-        """The metrics of the round that was run last."""
+        """Return the metrics of the last round."""
         w, done = self.w, self.w.position - 1
         point = {"kind": "round", "round": done, "epoch": w.batches.epoch_of(done)[0], **w.meter.point()}
         point |= w.log.take_numbers() | w.part.facts()
@@ -77,19 +77,19 @@ class Loop:
     # ---- what is evaluated
 
     def consensus(self) -> Tensor | None:
-        """What the workers would agree on if training ended now, as a vector; None = the parameters as they are.
+        """Return the vector that the workers would agree on if training ended now; None = the parameters as they are.
 
-        All workers call it together. Raises LinkError.
+        A collective: all workers call it in the same round. Raises LinkError.
         """
         agreed: Tensor | None = self.w.plan.strategy.consensus(self._view())
         return agreed
 
     def evaluation_params(self) -> Tensor | None:
-        """The parameters to evaluate in the middle of the plan; None = those of the worker. Raises LinkError."""
+        """Return the parameters to evaluate during the plan; None = the worker's. Raises LinkError."""
         return self.consensus()
 
     def evaluate(self, vector: Tensor | None = None) -> dict[str, tuple[float, int]]:
-        """Metric -> (sum, samples) over this worker's share; `vector` replaces the parameters first."""
+        """Evaluate: metric -> (sum, samples) over this worker's share; `vector` replaces the parameters first."""
         if vector is not None:
             self.w.params = vector
         return evaluated(self.w)
@@ -97,15 +97,15 @@ class Loop:
     # ---- state
 
     def state_dict(self, *, together: bool) -> WorkerPart:
-        """The worker's part of a checkpoint, as copies on the CPU.
+        """Return the worker's part of a checkpoint, as copies on the CPU.
 
-        `together`: all workers call it at this round, so that it may hold what they agree on. Raises LinkError.
+        `together`: all workers call it in this round, so that it may hold the consensus. Raises LinkError.
         """
         found = self.consensus() if together else None
         return self._part(self.w.flat.vector if found is None else found)
 
     def load_state_dict(self, snapshot: Snapshot) -> None:
-        """Continue from a snapshot: parameters, optimizer state, buffers and this rank's random state.
+        """Restore a snapshot: parameters, optimizer state, buffers and this rank's random state.
 
         Raises:
             CheckpointError: it is of another model.
@@ -116,15 +116,15 @@ class Loop:
         w.shared = {name: value.clone().to(w.device) for name, value in snapshot.shared.items()}
         if w.plan.rank in snapshot.rng:
             torch.set_rng_state(snapshot.rng[w.plan.rank])
-        else:  # the ranks that share a layer draw the same numbers
+        else:  # ranks that share a layer draw the same random numbers
             torch.manual_seed(w.plan.seed * 1_000_003 + w.plan.rank - w.plan.place.tensor)
 
     def buffers(self) -> dict[str, Tensor]:
-        """The model's buffers and frozen parameters by name, as copies on the CPU."""
+        """Return the model's buffers and frozen parameters by name, as copies on the CPU."""
         return {name: value.detach().cpu().clone() for name, value in self.w.part.beside.items()}
 
     def load_buffers(self, buffers: dict[str, Tensor]) -> None:
-        """Copy buffers into the model, by name; names that it does not have are ignored."""
+        """Copy buffers into the model, by name; unknown names are ignored."""
         with torch.no_grad():
             for name, value in self.w.part.beside.items():
                 if name in buffers:
@@ -133,7 +133,10 @@ class Loop:
     # ---- for subclasses
 
     def _view(self) -> Any:
-        """The worker as the strategy sees it: `WorkerView` has the verbs of all families, `w` those of its own."""
+        """Return what the strategy's `round` is given.
+
+        `WorkerView` has the verbs of all families, `w` those of its own.
+        """
         return self.w
 
     def _part(
@@ -156,7 +159,7 @@ class Loop:
         return WorkerPart(w.position, held, moments, self.buffers(), torch.get_rng_state(), own, shared, w.done)
 
     def _load(self, state: Snapshot | LocalState) -> None:
-        """Parameters, moments and buffers into the worker."""
+        """Copy parameters, moments and buffers into the worker."""
         self.w.params = state.params
         self.load_buffers(state.buffers)
         if self.w.local is not None:

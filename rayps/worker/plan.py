@@ -1,4 +1,4 @@
-"""What a driver tells the members of a generation, and what it gets of a worker: plain data."""
+"""Plain data between a driver and its workers: what a generation is to do, and what a worker reports."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ from rayps.tensors.local_state import LocalState
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """What every member of a generation is told."""
+    """What every member of a generation receives."""
 
     generation: int
     strategy: StrategyView
     seed: int
     end: int
     boundary: Boundary
-    evaluated: int  # the last round whose evaluation is filed
+    evaluated: int  # the last round whose evaluation is in the journal
     timeout: float
-    origin: tuple[int, int] = (0, 0)  # the round and the epoch that the phase's epochs are counted from
-    division: Division | None = None  # how the model is divided, where a replica is several workers
-    mailbox: str | None = None  # the folder of the job's real clients, where it has some
+    origin: tuple[int, int] = (0, 0)  # the round and the epoch at the start of the phase
+    division: Division | None = None  # how the model is divided; None: a replica is one worker
+    mailbox: str | None = None  # the folder of the job's real clients, if it has some
     ticks: Ticks = field(default_factory=Ticks)  # the epochs of the phase, for schedules on servers
 
 
 @dataclass(frozen=True, slots=True)
 class PeerAddresses:
-    """Where one worker's peers are in a generation: the workers of its column, servers, the workers of its replica."""
+    """The addresses of one worker's peers in a generation: its column's workers, servers, its replica's workers."""
 
     secret: bytes = b""
     ring: list[str] = field(default_factory=list)  # of the column's workers, in the order of data ranks
     shards: list[tuple[str, int, int]] = field(default_factory=list)  # of the column's fixed servers: address, lo, hi
-    seat: SpaceRank | None = None  # the place in a space on an elastic server group
+    seat: SpaceRank | None = None  # membership of a space on a server group
     axes: dict[str, list[str]] = field(default_factory=dict)  # along each axis within the replica
-    attempt: int = 0  # how often this replica has started in this generation; another attempt's calls are refused
+    attempt: int = 0  # starts of this replica in this generation; calls of another attempt are refused
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
-    """One generation's orders to one worker. Positions count the batches that a replica has taken since the run began.
+    """What one worker does in one generation. Positions count the batches of a replica since the start of the run.
 
     `rank` is among all `size` workers.
     """
@@ -62,30 +62,30 @@ class WorkerPlan:
     strategy: StrategyView
     peers: PeerAddresses
     seed: int
-    start: int  # position; -1 = ask the servers (a worker that replaces another)
+    start: int  # position; -1 = read it from the servers (replacement worker)
     end: int
     boundary: Boundary
-    evaluated: int  # the last round after which this rank's evaluation was heard
+    evaluated: int  # the last round whose evaluation by this rank the driver has
     timeout: float
     origin: tuple[int, int] = (0, 0)  # see Orders
     division: Division | None = None
-    bond: Bond | None = None  # where workers keep each other's states
+    bond: Bond | None = None  # set if workers hold backups of each other's states
     mailbox: str | None = None  # see Orders
 
     @property
     def grid(self) -> Grid:
-        """How all workers are laid out."""
+        """The layout of all workers."""
         return self.strategy.grid(self.size)
 
     @property
     def place(self) -> Point:
-        """The rank's place in the grid of workers."""
+        """The rank's coordinates in the grid of workers."""
         return self.grid.at(self.rank)
 
 
 @dataclass(slots=True)
 class WorkerFacts:
-    """What a worker is asked about while it runs."""
+    """What a worker reports to a poll."""
 
     rank: int
     generation: int
@@ -95,22 +95,22 @@ class WorkerFacts:
     points: list[dict[str, Any]] = field(default_factory=list)
     parts: list[int] = field(default_factory=list)
     lines: list[tuple[float, str]] = field(default_factory=list)
-    kept_since: int = 0  # pushes below this step are not kept, and are not known to be durable
-    cost: CommitCost | None = None  # of keeping its state for a death
-    met: str | None = None  # why the phase is over before its end, as its strategy's stop rule says
-    call: Call | None = None  # of the user's code, which has not returned yet
-    ends: list[str] = field(default_factory=list)  # what threads of its process ended by
+    kept_since: int = 0  # pushes below this step are not retained and not known to be durable
+    cost: CommitCost | None = None  # of the backups of its state
+    met: str | None = None  # why the strategy's stop rule ended the phase
+    call: Call | None = None  # the call of the user's code that has not returned yet
+    ends: list[str] = field(default_factory=list)  # exceptions that ended threads of its process
 
 
 @dataclass(slots=True)
 class WorkerPart:
-    """A worker's share of a checkpoint; parameters and moments from data rank 0 of a strategy without servers."""
+    """A worker's part of a checkpoint. Data rank 0's part has parameters and moments, unless servers hold them."""
 
     round: int
     params: Tensor | None
     moments: optim.Moments
     buffers: dict[str, Tensor]
     rng: Tensor
-    own: LocalState | None = None  # where workers learn apart
+    own: LocalState | None = None  # where workers train separately
     shared: dict[str, Tensor] = field(default_factory=dict)  # of rank 0
-    met: bool = False  # the phase ends here: its strategy has met its stop rule
+    met: bool = False  # the strategy's stop rule is met: the phase ends here

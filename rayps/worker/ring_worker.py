@@ -1,4 +1,4 @@
-"""The verbs of a worker on a ring: means of gradients and vectors, at once or in the background, and of buffers."""
+"""A worker on a ring: means of gradients and vectors, at once or in the background, and of buffers."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from rayps.worker.core import Memory, Worker, traffic_of
 from rayps.worker.plan import WorkerPlan
 from rayps.workload.base import Workload
 
-_FEEDBACK = "ring/"  # prefix of what a compressed ring has left out, in a worker's memory
+_FEEDBACK = "ring/"  # prefix of a compressed ring's error feedback, in a worker's memory
 
 
 class BackgroundMeans:
-    """Means over the workers of vectors that a strategy sends now and then, compressed where it asks for it."""
+    """Compute means over workers of a strategy's vectors, compressed if it asks for it."""
 
     def __init__(self, ring: Any, sent: Any) -> None:
-        """`sent` is the ring that compresses, or `ring` itself."""
+        """Set the rings; `sent` is the ring that compresses, or `ring` itself."""
         self._ring, self.sent = ring, sent
         self._slots: dict[int, CompressedRing] | None = {0: sent} if isinstance(sent, CompressedRing) else None
 
@@ -38,10 +38,10 @@ class BackgroundMeans:
         return found
 
     def mean_later(self, vector: Tensor, samples: float, slot: int) -> Tensor:
-        """See `WorkerView.mean_later`: the sum comes to lie in the result, with the sum of weights behind it.
+        """Start a mean, see `WorkerView.mean_later`. The sum replaces the values; the sum of weights follows them.
 
-        That of a half-precision vector is float32: neither a sum weighted by samples nor their count fits into half
-        precision.
+        For half-precision vectors the result is float32: neither a sum weighted by samples nor their count fits into
+        half precision.
         """
         if self._slots is not None:
             parcel = _packed(vector)
@@ -58,24 +58,24 @@ class BackgroundMeans:
         return self._slots.setdefault(slot, self._slots[0].another())
 
     def arrived(self, parcel: Tensor) -> Tensor:
-        """See `WorkerView.arrived`; in the dtype of `mean_later`'s result. Raises LinkError."""
+        """Return a mean, see `WorkerView.arrived`; in the dtype of `mean_later`'s result. Raises LinkError."""
         self.settle()
         count = parcel[-1].item()
         return parcel[:-1] / count if count else torch.zeros_like(parcel[:-1])
 
     def settle(self) -> None:
-        """Wait for what is under way. Raises LinkError."""
+        """Wait for all started means. Raises LinkError."""
         self._ring.settle()
 
     def feedback(self) -> dict[str, Tensor]:
-        """What compression has left out so far, by name."""
+        """Return the error feedback of the compression, by name."""
         slots = self._slots or {}
         return {
             f"{_FEEDBACK}{slot}/{name}": left for slot, sent in slots.items() for name, left in sent.feedback().items()
         }
 
     def restore(self, memory: dict[str, Any]) -> None:
-        """Take that back out of a worker's memory."""
+        """Restore the error feedback from a worker's memory."""
         held = below(_FEEDBACK, memory)
         for name in held:
             del memory[f"{_FEEDBACK}{name}"]
@@ -84,7 +84,7 @@ class BackgroundMeans:
 
 
 class RingWorker(Worker):
-    """A worker whose peers are reached through a ring, which compresses where the strategy says so."""
+    """A worker whose peers are on a ring, compressed if the strategy says so."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class RingWorker(Worker):
         """See `Worker`."""
         super().__init__(workload, plan, peers, device, gradients=gradients, parameters=parameters)
         ring = peers.ring
-        assert ring is not None, "a family without servers has a ring"
+        assert ring is not None, "a family without servers uses a ring"
         self.meter.sources.append(traffic_of(ring))
         self.log.choices += ring_choices(plan, peers)
         sent: Any = ring
@@ -110,16 +110,16 @@ class RingWorker(Worker):
         self.means = BackgroundMeans(ring, sent)
 
     def grad(self, batch: Batch) -> Gradient:
-        """See `Worker.grad`. The next `step` skips the parameters that backward gave no gradient.
+        """Return as `Worker.grad`. The next `step` skips the parameters that backward gave no gradient.
 
-        A step with zeros would move them by momentum, and undo what other workers may write there meanwhile.
+        A step with a gradient of zeros would move them by momentum, and overwrite what other workers write meanwhile.
         """
         gradient, used = self._gradient(batch)
         self._skip(_unmarked(used))
         return gradient
 
     def mean_grad(self, batch: Batch) -> Tensor:
-        """`ring.mean(grad(batch))`; to be read only. The next `step` skips the parameters that no rank used.
+        """Return `ring.mean(grad(batch))`, read-only. The next `step` skips the parameters that no rank used.
 
         Raises as `grad`, and LinkError.
         """
@@ -142,11 +142,11 @@ class RingWorker(Worker):
         return self.means.arrived(parcel)
 
     def sync_optimizer_and_buffers(self, samples: float, *, momentum: str, buffers: str) -> None:
-        """Do to the optimizer's state and to the model's buffers what a strategy's options say.
+        """Synchronize the optimizer's state and the model's buffers as a strategy's options say.
 
-        `momentum`: "keep" (each worker its own), "reset" (empty), "average" (weighted by `samples`; counts of steps
-        are rounded). `buffers`: "keep", or "average", of those that are not whole numbers. Averages are taken in
-        float32, or in float64 where one of them is float64. Raises LinkError.
+        `momentum`: "keep" (each worker its own), "reset" (empty), "average" (weighted by `samples`; counts of steps are
+        rounded). `buffers`: "keep", or "average" (of floating point ones). Averages are computed in float32, or in
+        float64 where one of them is float64. Raises LinkError.
         """
         local = self.local
         assert local is not None, "on a ring each worker has an optimizer"
@@ -155,7 +155,7 @@ class RingWorker(Worker):
         held = local.tensors() if momentum == "average" else []
         if momentum == "average":
             most = torch.tensor([sum(each.numel() for each in held)], dtype=torch.int64)
-            if self.ring.max(most).item() and not held:  # no step yet here, as without a row
+            if self.ring.max(most).item() and not held:  # no step on this worker yet, e.g. without rows
                 local.make_state()
                 held = local.tensors()
         if buffers == "average":
@@ -175,13 +175,13 @@ class RingWorker(Worker):
         self.sync_optimizer_and_buffers(samples, momentum=momentum, buffers=buffers)
 
     def _skip(self, unused: Collection[int], mean: Tensor | None = None) -> None:
-        """Set which parameters the next step skips, and the gradient of it that lies where other ranks read it."""
+        """Set which parameters the next step skips, and the gradient of that step in memory that other ranks read."""
         assert self.local is not None, "on a ring each worker has an optimizer"
         self.local.unused, self.local.mean = unused, mean
 
 
 def ring_choices(plan: WorkerPlan, peers: WorkerConnections) -> list[dict[str, Any]]:
-    """What the rings have chosen, as events, from the first rank of each ring."""
+    """Return the rings' choices of algorithm as events, from the first rank of each ring."""
     if plan.division is None:
         ring = peers.ring
         if ring is None or plan.rank or plan.size == 1:

@@ -1,4 +1,4 @@
-"""One generation's plan on a worker: the thread that runs it, its connections, and what the driver asks about it."""
+"""One generation's plan on a worker: the thread that runs it, its connections, and what the driver polls."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ Point = dict[str, Any]
 
 
 class GenerationRun:
-    """Runs one plan, from `start` to `end`. Any thread may call it.
+    """Run one plan, from `start` to `end`. Any thread may call its methods.
 
-    A run that has been ended reports nothing more: what its thread still does is of no generation.
+    A run that has ended reports nothing more, although its thread may still be running.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class GenerationRun:
         device: str,
         companions: Mapping[str, Any],
     ) -> None:
-        """Start the thread. `companions` are objects that a family keeps between generations, by class."""
-        given = [snapshot]  # as large as the model: the thread takes it out
+        """Start the thread. `companions` are objects that a family stores between generations, by class."""
+        given = [snapshot]  # as large as the model: the thread removes it
 
         def prepare() -> PlanRun:
             return self._prepare(load(), given, listener, device, companions)
@@ -68,10 +68,13 @@ class GenerationRun:
         self._thread = threading.Thread(target=self._main, args=(prepare,), daemon=True, name=name)
         self._thread.start()
 
-    # ---- what the driver asks
+    # ---- called by the driver
 
     def poll(self, wanted: int) -> WorkerFacts:
-        """What happened since the last poll; points are handed over once. The part of round `wanted` is retained."""
+        """Return what happened since the last poll; each point is returned once.
+
+        The part of round `wanted` is retained.
+        """
         with self._lock:
             facts, session = self._facts, self._connections.talk
             self._parts.wanted = wanted
@@ -102,11 +105,11 @@ class GenerationRun:
 
     @property
     def position(self) -> int:
-        """Rounds that were reported."""
+        """The number of rounds reported."""
         return self._facts.position
 
     def part(self, rounds: int | None) -> WorkerPart | None:
-        """The part of the checkpoint after `rounds`, or the newest one, if it is still retained."""
+        """Return the part of the checkpoint after `rounds`, or the newest one; None if it is not retained."""
         with self._lock:
             return self._parts.get(max(self._parts, default=0) if rounds is None else rounds)
 
@@ -115,11 +118,11 @@ class GenerationRun:
         self._connections.rewire(shard, address)
 
     def evaluate(self, vector: Tensor | None, buffers: dict[str, Tensor]) -> dict[str, tuple[float, int]]:
-        """Metric -> (sum, samples) over this worker's share, at the given parameters and buffers.
+        """Evaluate: metric -> (sum, samples) over this worker's share, at the given parameters and buffers.
 
         Raises UserError: the user's code failed.
         """
-        assert self._run is not None, "evaluate comes after a plan has run"
+        assert self._run is not None, "evaluate is called after a plan has run"
         loop = self._run.loop
         loop.load_buffers(buffers)
         try:
@@ -128,7 +131,7 @@ class GenerationRun:
             raise at_worker(error, self.plan.rank, loop.w.position) from error
 
     def end(self, timeout: float) -> None:
-        """End the run; the peers then lose their connections to this worker.
+        """End the run and break its connections, so that peers get PeerLost.
 
         A step of the user's code that takes longer than `timeout` seconds ends at its next exchange.
         """
@@ -152,10 +155,10 @@ class GenerationRun:
             status, error = "failed", at_worker(raised, plan.rank, self._facts.position)
         except RaypsError as raised:
             status, error = "failed", raised
-        except BaseException as raised:  # a fault of ours or of a library: the driver must see it, not a hung worker
+        except BaseException as raised:  # a bug of rayps or a library: report it to the driver instead of hanging
             status, error = "failed", _failure(f"worker-{plan.rank}", raised)
         with self._lock:
-            if not self._stop.is_set():  # before the peers can notice that this worker has gone
+            if not self._stop.is_set():  # before peers can see the connections break
                 self._facts.status, self._facts.error = status, error
                 if error is None and run.loop.w.done:
                     self._facts.met = run.loop.w.reason or "it is done"
@@ -170,12 +173,12 @@ class GenerationRun:
         snapshot = given.pop()
         if self._backup is not None:
             snapshot, missed = self._backup.recall(plan, snapshot)
-            with self._lock:  # before the others are waited for: they may never come, and this be asked meanwhile
+            with self._lock:  # before waiting for peers, which may never connect: the driver may poll this meanwhile
                 if missed is not None and not self._stop.is_set():
                     self._facts.points += self._backup.inherit(missed, plan.start)
         self._connections.form(plan, snapshot, listener)
         if self._stop.is_set():
-            raise StaleGeneration(f"generation {plan.generation} was ended before it began", peer="driver")
+            raise StaleGeneration(f"generation {plan.generation} was ended before it started", peer="driver")
         loop: Loop = loop_class(plan.strategy)(workload, plan, self._connections, device)
         loop.load_state_dict(snapshot)
         loop.join(companions)
@@ -203,10 +206,10 @@ class GenerationRun:
 
 
 class PlanRun:
-    """One run of a loop under its plan.
+    """Run a loop under its plan.
 
-    `wanted` is a round after which the driver waits for this worker's part. `commit`, where set, is called between
-    rounds and copies what a replacement of this worker would need.
+    `wanted` is a round whose part the driver waits for. `commit`, if set, is called between rounds and copies what a
+    replacement of this worker would need.
     """
 
     def __init__(
@@ -216,7 +219,10 @@ class PlanRun:
         retain: Callable[[WorkerPart], None],
         stopped: Callable[[], bool],
     ) -> None:
-        """`report` takes points, `retain` parts of checkpoints; `stopped()`: the plan was ended from outside."""
+        """Prepare the run.
+
+        `report` receives points, `retain` parts of checkpoints; `stopped()`: the plan was ended from outside.
+        """
         self.loop, self.wanted = loop, 0
         self.commit: Callable[[], None] | None = None
         self._report, self._retain, self._stopped = report, retain, stopped
@@ -239,7 +245,7 @@ class PlanRun:
             self._report(choice)
         loop.begin(self._stopped)
         self._commit()
-        self._evaluate()  # the one that a death before this generation has cut short
+        self._evaluate()  # an evaluation that a failure before this generation interrupted
         while self._continues():
             w.meter.begin()
             loop.run_round()
@@ -266,7 +272,10 @@ class PlanRun:
             self.commit()
 
     def _evaluate(self) -> None:
-        """Evaluate after epochs. The driver asks for the last evaluation; one that it has is not reported again."""
+        """Evaluate at the end of an epoch.
+
+        The driver requests the last one; an evaluation that it has is not reported again.
+        """
         w, plan = self.loop.w, self.loop.w.plan
         at, (epoch, index) = w.position, w.batches.epoch_of(w.position)
         if w.done or index or not plan.evaluated < at < plan.end or epoch % plan.strategy.evaluate_every:
@@ -275,11 +284,11 @@ class PlanRun:
         own = None if held is None or held.data_ptr() == w.params.data_ptr() else w.params.clone()
         self._report({"kind": "evaluation", "round": at, "sums": self.loop.evaluate(held)})
         if own is not None:
-            w.params = own  # what this worker has learnt since it last met the others
+            w.params = own  # local state since the last average
 
 
 def at_worker(error: UserError, rank: int, round: int) -> RaypsError:
-    """The same error, with the worker and the round at which it was raised, where it does not have them yet."""
+    """Return the same error, with the worker and round where it was raised, if it lacks them."""
     if "rank" in error.data:
         return error
     return type(error)(

@@ -1,4 +1,4 @@
-"""Workers whose parameters are on servers: they pull, compute and push; the servers step.
+"""Workers whose parameters are on servers: pull, compute, push. The servers step.
 
 Under a strategy with `own_copies` (Downpour) a worker also steps its own copy between two pulls.
 """
@@ -27,14 +27,14 @@ from rayps.workload.base import Workload
 
 
 class ServerWorker(Worker):
-    """A worker with `server`. Its gradients lie where servers of this host can read them; a pull lands in the model."""
+    """A worker with `server`. Servers of this host read its gradients in shared memory; pulls write into the model."""
 
     def __init__(self, workload: Workload, plan: WorkerPlan, peers: WorkerConnections, device: str = "cpu") -> None:
         """See `Worker`."""
         server: Any = peers.server
         assert server is not None, "the parameters are on servers"
         servers = servers_of(plan.strategy)
-        assert servers is not None, "the strategy declares them"
+        assert servers is not None, "the strategy declares servers"
         super().__init__(workload, plan, peers, device, gradients=server.buffer, steps=servers.own_copies)
         self.server = server
         self.meter.sources.append(lambda: (server.seconds_waiting, 0.0, server.bytes_moved))
@@ -54,7 +54,7 @@ class ServerWorker(Worker):
             server.step = agreed(server.step, peers.rings.values(), exact=exact)
 
     def grad(self, batch: Batch) -> Gradient:
-        """See `Worker.grad`. What the servers will step by is shortened to `clip_norm`, rows of tables included."""
+        """Return as `Worker.grad`, clipped to `clip_norm`, rows of tables included: servers step by it."""
         gradient = super().grad(batch)
         if batch.size and self.local is None and self.clip.most is not None:
             with self.meter.computing():
@@ -73,7 +73,10 @@ class ServerWorker(Worker):
 
 
 class ServerSteps(Loop):
-    """What the servers hold is what is saved and evaluated; a worker's part is its position and random state."""
+    """Loop of strategies with servers: the servers' values are saved and evaluated.
+
+    A worker's part of a checkpoint is its position and random state.
+    """
 
     view: ClassVar[type[Worker]] = ServerWorker
     w: ServerWorker
@@ -81,7 +84,7 @@ class ServerSteps(Loop):
     def __init__(self, workload: Workload, plan: WorkerPlan, peers: WorkerConnections, device: str = "cpu") -> None:
         """See `Loop`."""
         super().__init__(workload, plan, peers, device)
-        self.w.position = self.w.server.step  # a worker that replaces another continues where that one's pushes end
+        self.w.position = self.w.server.step  # a replacement worker continues after its predecessor's last push
 
     def run_round(self) -> None:
         """See `Loop`."""
@@ -90,22 +93,22 @@ class ServerSteps(Loop):
         super().run_round()
 
     def finish(self) -> None:
-        """See `Loop`; waits until the servers have this worker's pushes. Raises LinkError."""
+        """Wait until the servers have applied this worker's pushes. See `Loop`. Raises LinkError."""
         self.w.plan.strategy.finish(self._view())
         self.w.server.settle()
 
     def consensus(self) -> Tensor | None:
-        """None: the servers hold it."""
+        """Return None: the servers hold the parameters."""
         return None
 
     def evaluation_params(self) -> Tensor:
-        """What the servers hold: in step, only once everyone's pushes of the round are in. Raises LinkError."""
+        """Pull the servers' values; in step, after all workers' pushes of the round are applied. Raises LinkError."""
         server = self.w.server
         vector: Tensor = server.pull() if runs_in_step(self.w.plan.strategy) else server.read()
         return vector
 
     def state_dict(self, *, together: bool) -> WorkerPart:
-        """See `Loop`: without parameters and moments, which are on the servers."""
+        """Return the part without parameters and moments, which are on the servers. See `Loop`."""
         return self._part(None, {})
 
     def _load(self, state: Snapshot | LocalState) -> None:

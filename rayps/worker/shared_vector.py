@@ -1,4 +1,4 @@
-"""Workers of one host that step one vector in shared memory, each at its own pace, without locks."""
+"""Workers of one host that step one vector in shared memory, without locks and without waiting for each other."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from rayps.workload.base import Workload
 
 
 class SharedVectorWorker(RingWorker):
-    """A worker whose parameters lie in memory that all workers write; gradient and optimizer state are its own."""
+    """A worker whose parameters are in memory that all workers write; gradient and optimizer state are its own."""
 
     def __init__(self, workload: Workload, plan: WorkerPlan, peers: WorkerConnections, device: str = "cpu") -> None:
         """See `Worker`."""
-        assert peers.ring is not None, "the shared memory is the ring's"
+        assert peers.ring is not None, "the ring allocates the shared memory"
         super().__init__(workload, plan, peers, device, parameters=peers.ring.common)
 
 
 class SharedVectorSteps(Loop):
-    """Each worker at its own pace; the vector is one, and so is what is saved and evaluated."""
+    """Loop of strategies with one shared vector, which is saved and evaluated. Workers do not wait for each other."""
 
     view: ClassVar[type[Worker]] = SharedVectorWorker

@@ -1,6 +1,6 @@
-"""Workers in step: each round everyone's gradients are averaged over the ring, and all take the same step.
+"""Workers in step: each round, all gradients are averaged over the ring, and all workers take the same step.
 
-Sparse tables of the model, where it has some, are on servers: their rows' gradients are pushed after the step.
+Sparse tables of the model, if it has some, are on servers: the gradients of their rows are pushed after the step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rayps.workload.base import Workload
 
 
 class SyncWorker(RingWorker):
-    """A worker with the verb `mean_grad`. Gradients lie where the other ranks of this host can read them."""
+    """A worker with the verb `mean_grad`. The other ranks of this host read its gradients in shared memory."""
 
     def __init__(self, workload: Workload, plan: WorkerPlan, peers: WorkerConnections, device: str = "cpu") -> None:
         """See `Worker`."""
@@ -42,12 +42,15 @@ class SyncWorker(RingWorker):
             bind_tables(self, peers.talk)
 
     def grad(self, batch: Batch) -> Gradient:
-        """See `Worker.grad`. In the next `step` every parameter has a gradient: zeros, where backward gave none."""
+        """Return as `Worker.grad`.
+
+        In the next `step` every parameter has a gradient: zeros where backward gave none.
+        """
         self._skip(())
         return self._gradient(batch)[0]
 
     def mean_grad(self, batch: Batch) -> Tensor:
-        """`ring.mean(grad(batch))`, in buckets that leave while backward goes on; to be read only.
+        """Return `ring.mean(grad(batch))`, read-only, in buckets that are sent while backward continues.
 
         The next `step` skips the parameters that no rank used. Raises as `grad`, and LinkError.
         """
@@ -58,7 +61,7 @@ class SyncWorker(RingWorker):
         buckets.begin(batch.size)
         if batch.size:
             self._backward(batch)
-        self._must_be_finite(*(buckets.fault or (self.rank, None)))  # no other rank knows of it yet
+        self._must_be_finite(*(buckets.fault or (self.rank, None)))  # known to this rank only
         mean, unused = buckets.finish()
         self._skip(unused, mean)
         if buckets.fault is not None:
@@ -68,12 +71,12 @@ class SyncWorker(RingWorker):
 
 
 class SyncGradients(Loop):
-    """All workers in step; one parameter vector, the same on all of them."""
+    """Loop of strategies in step: one parameter vector, equal on all workers."""
 
     view: ClassVar[type[Worker]] = SyncWorker
 
     def run_round(self) -> None:
-        """Run one round; with sparse tables, look their rows up before it and push their gradients after it."""
+        """Run one round; with sparse tables, look up their rows before it and push their gradients after it."""
         w = self.w
         if w.tables is None:
             super().run_round()

@@ -9,10 +9,10 @@ from rayps.worker.families import TABLES, load
 
 
 def bind_tables(w: Worker, session: Session) -> None:
-    """Let the model's tables be those of the session's space, if it has some; their rows are looked up ahead.
+    """Connect the model's sparse tables to those of the session's space, if it has some, and start their prefetch.
 
     Raises:
-        ConfigError: the space lacks a table of the model, or has another one by its name.
+        ConfigError: the space lacks a table of the model, or has a different one of the same name.
     """
     if not session.space.tables:
         return
