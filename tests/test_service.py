@@ -24,6 +24,7 @@ from rayps.service.client import Client
 from rayps.service.ray_daemon import read_record
 
 pytestmark = pytest.mark.ray
+ROOT = Path(__file__).resolve().parent.parent
 
 WORK = """
 import time
@@ -197,6 +198,43 @@ def test_by_http_alone_from_submit_to_result(serve: Serve, work: Path) -> None:
         assert sorted(set(seen)) == list(range(40)) and job["progress"]["workers"]
         assert httpx2.get(f"{serve.url}/readyz").json()["ready"]
         assert http.get("/api/v1/cluster").json()["total"]["cpu"] == 4
+
+
+DAMPED = """
+from dataclasses import dataclass
+import rayps
+from rayps.core.server_updates import apply_push
+from rayps.core.topology import SSP, Servers
+
+@dataclass(frozen=True)
+class Damped(rayps.Strategy):
+    damping: float = 0.5
+    topology = Servers(count=2, consistency=SSP(2))
+    def round(self, w):
+        w.params = w.server.pull()
+        w.server.push(w.grad(w.batch()))
+    def on_push(self, shard, value, weight):
+        apply_push(shard, self.damping * value, weight)
+"""
+
+
+def test_strategies_of_ones_own_are_submitted_by_name(serve: Serve, work: Path) -> None:
+    (work / "easgd.py").write_text((ROOT / "examples" / "easgd.py").read_text())
+    (work / "damped.py").write_text(DAMPED)
+    client = serve.client()
+    group = client.start_servers("common", servers=2, replicas=0)
+    try:
+        for name, more in (
+            ("easgd.py:EASGD:beta=0.8", {}),
+            ("damped.py:Damped:damping=0.7", {}),
+            ("damped.py:Damped:damping=0.9", {"server_group": "common"}),
+        ):
+            job = client.submit("line.py:Line", working_dir=work, strategy=name, workers=2, epochs=4, **more)
+            found = job.wait(120).data
+            assert found["status"] == "SUCCEEDED" and found["metrics"]["error"] < 2.0, (name, found)
+            assert name.split(":")[1] in str(found["spec"]["strategy"]), found["spec"]
+    finally:
+        group.stop()
 
 
 def test_a_job_that_must_wait_says_why_and_a_stop_stops(serve: Serve, work: Path) -> None:
