@@ -77,10 +77,9 @@ REFUSED = [
     ("hogwild", JobFacts(tables=("t",)), "no servers for them"),
     ("downpour", JobFacts(tables=("t",)), "no servers for them"),
     ("hybrid", JobFacts(tables=("t",), clip_norm=1.0), "clip_norm is 1.0"),
-    ("parameter_server:replica=pipeline", JobFacts(server_group="g"), "replica is a pipeline"),
     ("parameter_server:replica=pipeline", JobFacts(tables=("t",)), "the model has sparse tables"),
-    ("all_reduce", JobFacts(server_group="g", branch="b"), "branch is 'b'"),
-    ("hogwild", JobFacts(server_group="g", branch="b"), "branch is 'b'"),
+    ("all_reduce", JobFacts(branch="b"), "branch is 'b'"),
+    ("hogwild", JobFacts(branch="b"), "branch is 'b'"),
 ]
 
 

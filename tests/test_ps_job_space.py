@@ -15,7 +15,7 @@ from rayps.cluster.local import until
 from rayps.core.errors import ConfigError, NotFound, RaypsError, WorkloadError
 from rayps.core.job import Status
 from rayps.core.ledger import Ledger
-from rayps.ps import job_space
+from rayps.ps.column_space import first_state
 from rayps.ps.group import start
 from rayps.ps.protocol.space import Space
 from rayps.ps.server.dense_segment import part_of
@@ -280,11 +280,11 @@ def test_a_segment_begins_with_the_pushes_that_its_elements_hold_and_gives_up_wh
     ledgers = [(0, 4, Ledger([5, 9], {0: [7]})), (4, 8, Ledger([6, 9]))]
     snapshot = Snapshot(layout, torch.arange(8.0), positions=[5, 9], ledgers=ledgers)
     for index, (_, _, ledger) in enumerate(ledgers):
-        state, missing = job_space._begun(space, index, snapshot, [0, 0])
+        state, missing = first_state(space, index, snapshot, [0, 0])
         part = part_of(state, 0, 4 * index)
         assert part.ledger == ledger and missing == 0
         assert torch.equal(part.params, snapshot.params[4 * index : 4 * index + 4])
-    state, missing = job_space._begun(space, 0, snapshot, [0, 0], skips={0: 20, 1: 4})
+    state, missing = first_state(space, 0, snapshot, [0, 0], skips={0: 20, 1: 4})
     assert part_of(state, 0, 0).ledger == Ledger([20, 9])
     assert missing == 14  # steps 5 to 19, of which 7 is there
 

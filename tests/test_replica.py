@@ -345,7 +345,8 @@ def test_an_optimizer_that_is_not_elementwise_cannot_step_parts_of_a_layer():
     train(Whole(n=16), AllReduce(replica=Pipeline(stages=2, micro_batches=2)), workers=2)
 
 
-def test_no_replica_of_several_workers_on_an_elastic_group_or_with_tables():
+@pytest.mark.parametrize("replicas", [None, 1])
+def test_no_replica_of_several_workers_with_tables(replicas):
     class Tables(Small):
         def model(self):
             return nn.Sequential(rayps.Embedding(4, "ids"), nn.Linear(4, 1))
@@ -354,11 +355,12 @@ def test_no_replica_of_several_workers_on_an_elastic_group_or_with_tables():
             _, y = rows(16)
             return rayps.data.tensors(torch.arange(16) % 9, y.float(), batch_size=4)
 
-    strategy = ParameterServer(replica=Pipeline(stages=2))
-    with pytest.raises(ConfigError, match=r"server_group|elastic"):
-        train(Deep(), strategy, cluster=Watch(), workers=2, server_group="one")
-    with pytest.raises(ConfigError, match="tables"):
+    strategy = ParameterServer(shards=2, replicas=replicas, replica=Pipeline(stages=2))
+    with pytest.raises(ConfigError, match="sparse tables") as caught:
         train(Tables(), strategy, cluster=Watch(), workers=2)
+    for word in ("pipeline", "'ids'", "leave out replica", "dense embedding"):
+        assert word in str(caught.value)
+    assert caught.value.data["field"] == "replica"
 
 
 def test_a_step_that_is_not_finite_says_who_and_where():

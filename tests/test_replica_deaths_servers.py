@@ -1,4 +1,7 @@
-"""Under servers only the replica of a worker that died begins anew; the others are not disturbed."""
+"""Under servers only the replica of a worker that died begins anew; the others are not disturbed.
+
+Servers are fixed (`replicas` None), or a group with copies of each segment (1) or without (0).
+"""
 
 import pytest
 import torch
@@ -18,13 +21,15 @@ def tag(request):
     return request.node.nodeid
 
 
+@pytest.mark.parametrize("replicas", [None, 1])
 @pytest.mark.parametrize("replica", [PIPE, WIDE], ids=str)
 @pytest.mark.parametrize("staleness", [2, None])
 @pytest.mark.parametrize("at", [3, 40])
-def test_out_of_step_a_replica_begins_anew_from_the_servers(tag, replica, staleness, at):
+def test_out_of_step_a_replica_begins_anew_from_the_servers(tag, replica, staleness, at, replicas):
     work, cluster = Small(n=160, batch=4, pause=0.003, tag=tag), Watched()
     killer = cluster.kill_when(tag, at, ("WorkerActor", 1))
-    result = train(work, ParameterServer(shards=2, staleness=staleness, replica=replica), cluster, workers=4, epochs=2)
+    strategy = ParameterServer(shards=2, staleness=staleness, replicas=replicas, replica=replica)
+    result = train(work, strategy, cluster, workers=4, epochs=2)
     killer.join()
     cluster.close()
     assert "restarted" not in kinds(result)
@@ -59,12 +64,14 @@ class Adds(Small):
         return {}
 
 
+@pytest.mark.parametrize("replicas", [None, 0, 1])
 @pytest.mark.parametrize("staleness", [0, 2, None])
 @pytest.mark.parametrize("at", [7, 12, 33, 50])
-def test_nothing_is_pushed_twice_and_nothing_is_missing(tag, staleness, at):
+def test_nothing_is_pushed_twice_and_nothing_is_missing(tag, staleness, at, replicas):
     work, cluster = Adds(n=80, batch=4, pause=0.003, tag=tag), Watched()
     killer = cluster.kill_when(tag, at, ("WorkerActor", 1))
-    result = train(work, ParameterServer(shards=2, staleness=staleness, replica=PIPE), cluster, workers=2, epochs=2)
+    strategy = ParameterServer(shards=2, staleness=staleness, replicas=replicas, replica=PIPE)
+    result = train(work, strategy, cluster, workers=2, epochs=2)
     killer.join()
     cluster.close()
     assert kinds(result).count("replaced") == 1
@@ -72,14 +79,16 @@ def test_nothing_is_pushed_twice_and_nothing_is_missing(tag, staleness, at):
         assert torch.allclose(parameter, torch.full((5,), -0.1 * 40, dtype=torch.float64), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("replicas", [None, 1])
 @pytest.mark.parametrize("replica", [PIPE, WIDE], ids=str)
 @pytest.mark.parametrize(("at", "victim"), [(7, 1), (30, 2)])
-def test_in_step_the_round_is_replayed_by_that_replica_alone_to_the_bit(tag, replica, at, victim):
+def test_in_step_the_round_is_replayed_by_that_replica_alone_to_the_bit(tag, replica, at, victim, replicas):
     work, cluster = Small(n=80, batch=2, optimizer="adam", pause=0.003, tag=tag), Watched()
     law = train(work, ParameterServer(shards=2, replica=replica), workers=4, epochs=2)
     SEEN.clear()
     killer = cluster.kill_when(tag, at, ("WorkerActor", victim))
-    result = train(work, ParameterServer(shards=2, replica=replica), cluster, workers=4, epochs=2)
+    strategy = ParameterServer(shards=2, replicas=replicas, replica=replica)
+    result = train(work, strategy, cluster, workers=4, epochs=2)
     killer.join()
     cluster.close()
     if "restarted" not in kinds(result):  # in a moment when some parts have the push and others lack it, it must be so
@@ -98,3 +107,48 @@ def test_in_step_a_dead_server_still_means_the_snapshot(tag):
     cluster.close()
     assert kinds(result).count("restarted") == 1
     assert distance(result.model(), plain(work, 2, epochs=2)[0]) < 1e-12
+
+
+@pytest.mark.parametrize("replica", [PIPE, WIDE], ids=str)
+@pytest.mark.parametrize("replicas", [0, 1])
+def test_in_step_a_dead_server_of_a_group_changes_no_bit(tag, replica, replicas):
+    """With copies another server goes on; without, segments come back from the checkpoint and the workers."""
+    work, cluster = Small(n=80, batch=2, optimizer="adam", pause=0.008, tag=tag), Watched()
+    law = train(work, ParameterServer(shards=2, replica=replica), workers=4, epochs=3)
+    SEEN.clear()
+    killer = cluster.kill_when(tag, 60, ("ServerActor", "server-1"))
+    strategy = ParameterServer(shards=2, replicas=replicas, replica=replica)
+    result = train(work, strategy, cluster, workers=4, epochs=3, checkpoint_every=4, timeout=30.0)
+    killer.join()
+    cluster.close()
+    assert torch.equal(result.snapshot.params, law.snapshot.params)
+    assert "server_lost" in kinds(result) and not {"restarted", "replaced"} & set(kinds(result))
+    assert ("restored" in kinds(result)) == (replicas == 0)
+
+
+@pytest.mark.parametrize("staleness", [2, None])
+@pytest.mark.parametrize("replicas", [0, 1])
+def test_out_of_step_each_push_is_applied_once_whichever_server_dies(tag, staleness, replicas):
+    work, cluster = Adds(n=120, batch=4, pause=0.008, tag=tag), Watched()
+    killer = cluster.kill_when(tag, 60, ("ServerActor", "server-1"))
+    strategy = ParameterServer(shards=2, staleness=staleness, replicas=replicas, replica=PIPE)
+    result = train(work, strategy, cluster, workers=4, epochs=4, checkpoint_every=4, timeout=30.0)
+    killer.join()
+    cluster.close()
+    assert {"server_lost"} <= set(kinds(result)) and not {"restarted", "replaced"} & set(kinds(result))
+    assert sum(event["pushes"] for event in result.events if event["kind"] == "restored") == 0
+    for parameter in result.model().parameters():
+        assert torch.allclose(parameter, torch.full((5,), -0.1 * 60, dtype=torch.float64), rtol=0, atol=1e-12)
+
+
+def test_a_server_and_a_worker_of_a_divided_model_may_both_die(tag):
+    work, cluster = Adds(n=120, batch=4, pause=0.008, tag=tag), Watched()
+    killers = [cluster.kill_when(tag, 40, ("ServerActor", "server-0")), cluster.kill_when(tag, 90, ("WorkerActor", 3))]
+    strategy = ParameterServer(shards=3, staleness=2, replicas=1, replica=PIPE)
+    result = train(work, strategy, cluster, workers=4, epochs=4, checkpoint_every=4, timeout=30.0)
+    for killer in killers:
+        killer.join()
+    cluster.close()
+    assert {"server_lost", "replaced", "rejoined"} <= set(kinds(result)) and "restarted" not in kinds(result)
+    for parameter in result.model().parameters():
+        assert torch.allclose(parameter, torch.full((5,), -0.1 * 60, dtype=torch.float64), rtol=0, atol=1e-12)

@@ -294,7 +294,6 @@ BAD_REPLICAS = [
     ("all_reduce:compression=int8,replica=pipeline", ["compression", "'int8'", "pipeline", "leave out"]),
     ("all_reduce:bucket_mb=4,replica=tensor_parallel", ["bucket_mb", "tensor_parallel"]),
     ("parameter_server:compression=int8,replica=pipeline", ["compression", "pipeline"]),
-    ("parameter_server:shards=2,replicas=1,replica=pipeline", ["replicas", "1", "pipeline"]),
     ("hybrid:replica=pipeline", ["hybrid", "'replica'", "did you mean 'replicas'"]),
     ({"name": "all_reduce", "replica": {"stages": 2}}, ["replica", "pipeline", "stages=2"]),
     ({"name": "all_reduce", "replica": []}, ["replica", "[]"]),

@@ -49,7 +49,7 @@ def plain_servers(
         )
     if compression is not None:
         compression_of(compression)
-    must_go_with(replica, compression=compression, replicas=replicas)
+    must_go_with(replica, compression=compression)
     consistency, update = consistency_of(staleness), update_of(staleness)
     return Servers(shards, replicas, consistency, update, replica, compression, replay_mb, tables=True)
 
@@ -124,13 +124,11 @@ class PlainServers:
         apply_mean(shard, values, weights)
 
     def to_wire(self) -> dict[str, Any]:
-        """Its strategy's options as JSON-ready data; those that are none are left out.
+        """Its strategy's options as JSON-ready data, without those that are none and without `replica`.
 
-        Raises:
-            ConfigError: its replica is several workers; such servers are never an elastic group's.
+        Servers need not know of how many workers a replica is: each column has a space of its own.
         """
         servers = self.topology
-        must_go_with(servers.replica, group=self.name)
         found: dict[str, Any] = {"name": self.name, "shards": servers.count, "replay_mb": servers.replay_mb}
         if servers.update.spans:
             found |= {"adagrad": servers.adagrad}

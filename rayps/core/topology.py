@@ -119,16 +119,9 @@ Update = PerPush | PerRound
 class JobFacts:
     """What a topology is checked against: the job around the strategy."""
 
-    server_group: str | None = None  # the running group that the job names
-    branch: str | None = None  # the space on it that the job begins with
-    private_group: bool = False  # a phase of the job starts a group of its own
+    branch: str | None = None  # the space on a server group that the job begins with
     tables: tuple[str, ...] = ()  # names of the model's sparse tables
     clip_norm: float | None = None  # of the workload
-
-    @property
-    def elastic(self) -> bool:
-        """Whether any servers of the job are those of an elastic group."""
-        return self.server_group is not None or self.private_group or bool(self.tables)
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,11 +338,12 @@ def _no_tables(name: str, job: JobFacts) -> ConfigError:
 
 
 def _refuse_replica(replica: Replica | None, job: JobFacts) -> None:
-    if replica is not None and job.elastic:
-        what = "the model has sparse tables" if job.tables else "its servers are an elastic group"
+    """Refuse a divided model that has sparse tables: its columns would each need the rows."""
+    if replica is not None and job.tables:
+        known = ", ".join(map(repr, job.tables))
         raise ConfigError(
-            f"replica is a {replica.name} of several workers, and {what}: the two do not go together; leave out "
-            f"replica, or {'the tables' if job.tables else 'server_group and replicas'}",
+            f"replica is a {replica.name} of several workers, and the model has sparse tables ({known}): the workers "
+            "of a replica cannot share the rows of a table; leave out replica, or use a dense embedding",
             field="replica",
         )
 

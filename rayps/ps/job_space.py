@@ -1,47 +1,56 @@
-"""A job's space on an elastic server group, as its driver sees it: opened, loaded, collected, watched, closed.
+"""A job's spaces on an elastic server group, as its driver sees them: opened, loaded, collected, watched, dropped.
 
-A generation that begins from a snapshot has a space of its own number, so that whoever is left of the one before is
-refused. Tables go along as they are: they are too large to go back, and a push that they have is not applied again.
+A job has one space; where a replica is several workers, one for each column: `JOB`, `JOB/1`, `JOB/2`... A generation
+that begins from a snapshot opens spaces with new numbers, so that workers of the generation before are refused. Tables
+keep their rows: they are too large to go back to a snapshot, and a push that they have is not applied again.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from rayps.core.errors import ActorDied, CheckpointError, ConfigError, NotFound, RaypsError
+from rayps.core.grid import Grid
 from rayps.core.strategy import StrategyView
 from rayps.core.topology import servers_of
+from rayps.core.user_module import pack, unpack
 from rayps.ps import job_tables
-from rayps.ps.client.session import Session
-from rayps.ps.collect import Collector
+from rayps.ps.column_space import ColumnSpace
 from rayps.ps.fixed.shard import ShardPart
 from rayps.ps.group import ManagerClient
+from rayps.ps.group_watch import Facts, GroupWatch, spaces_of
 from rayps.ps.own_space import cut
 from rayps.ps.protocol.messages import GroupMessage
 from rayps.ps.protocol.space import Quota, Space, SpaceRank, SparseTable
-from rayps.ps.server.dense_segment import part_of, state_of
-from rayps.ps.tables.table_segment import TableSegment
-from rayps.ps.throttled import Throttled
+from rayps.ps.server.dense_segment import part_of
 from rayps.tensors import optim
 from rayps.tensors.flat import Layout
 from rayps.tensors.learning_rate import Ticks
 from rayps.tensors.snapshot import Snapshot
+from rayps.tensors.subset_optimizer import of_some
 
 log = logging.getLogger(__name__)
 
-LOAD_BYTES = 64_000_000  # of states that are said at a time
 WHOLE_BYTES = 1_000_000_000  # of tables that are given back by value, where there is no folder for them
-LOOK_SECONDS = 0.5
 DROP_SECONDS = 10.0  # for a manager that is made anew
-NEWS = ("server_lost", "server_dead", "segment_lost", "resized", "server_leaving", "server_joined")
+
+
+class ModelColumns(Protocol):
+    """How a model is divided over the workers of a replica; see `rayps.parallel.division.division.Division`."""
+
+    @property
+    def layout(self) -> Layout:
+        """The whole model's."""
+
+    def cut(self, snapshot: Snapshot, column: int) -> Snapshot:
+        """A column's part of the whole state."""
 
 
 class ServedPhase(Protocol):
@@ -55,9 +64,56 @@ class ServedPhase(Protocol):
     def ticks(self) -> Ticks:
         """The epochs of the phase, for schedules on servers."""
 
+    @property
+    def division(self) -> ModelColumns | None:
+        """How the model is divided; None where a replica is one worker."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SpaceTerms:
+    """What a job asks of a group: workers, packed optimizer factory, the model's tables, quota, seconds to wait.
+
+    `scheduled`: the factory has a schedule, which tables follow too.
+    """
+
+    workers: int
+    factory: bytes
+    tables: tuple[SparseTable, ...]
+    quota: Quota
+    timeout: float
+    scheduled: bool
+
+    def space(self, name: str, strategy: StrategyView, layout: Layout | None, ticks: Ticks) -> Space:
+        """The space of a job whose replicas are one worker each; without a `layout`, for its tables alone."""
+        factory = self.factory if layout is not None or self.scheduled else b""
+        cuts = () if layout is None else cut(layout)
+        return Space(name, 0, self.workers, strategy, layout, cuts, factory, self.tables, self.quota, ticks=ticks)
+
+    def columns(
+        self, name: str, strategy: StrategyView, whole: Layout, layouts: Sequence[Layout], ticks: Ticks
+    ) -> list[Space]:
+        """The spaces of a job whose replicas are several workers: one for each column. They share the quota."""
+        recipe, workers = unpack(self.factory), strategy.grid(self.workers).data
+        cuts = [cut(layout) for layout in layouts]
+        segments = sum(map(len, cuts))
+        return [
+            Space(
+                column_name(name, column),
+                0,
+                workers,
+                strategy,
+                layout,
+                cuts[column],
+                pack(of_some(recipe, whole, [entry.name for entry in layout.entries])),
+                quota=shared(self.quota, layout.size / whole.size, len(cuts[column]) / segments),
+                ticks=ticks,
+            )
+            for column, layout in enumerate(layouts)
+        ]
+
 
 class JobSpace:
-    """A job's space on `group`, by the job's name. `own`: the group is this job's alone, and ends with it.
+    """A job's spaces on `group`, by the job's name. `own`: the group is this job's alone, and ends with it.
 
     `factory` is the job's packed optimizer factory, `tables` those of its model; `scheduled`: the factory has a
     schedule, which tables follow too. Implements `rayps.runtime.job_servers.JobServers`.
@@ -76,24 +132,26 @@ class JobSpace:
         timeout: float = 60.0,
         scheduled: bool = False,
     ) -> None:
-        self.group, self.name, self.own = group, name, own
-        self.space: Space | None = None
-        self._workers, self._factory, self.tables = workers, factory, tables
-        self._scheduled, self._ticks = scheduled, Ticks()
-        self._quota, self._timeout = quota or Quota(), timeout
-        self._collector: Collector | None = None
+        self.group, self.name, self.own, self.tables = group, name, own, tables
+        self.reached: dict[int, tuple[int, int]] = {}  # by worker: its position, and since which step it keeps pushes
+        self._terms = SpaceTerms(workers, factory, tables, quota or Quota(), timeout, scheduled)
+        self._columns: list[ColumnSpace] = []
+        self._grid = Grid(workers)
+        self._division: ModelColumns | None = None
         self._base: Snapshot | None = None  # what lost segments are loaded from
         self._saved_tables: tuple[Path, bool] | None = None
-        self._first: list[int] = []  # positions when the space was opened
-        self.reached: dict[int, tuple[int, int]] = {}  # by rank: its position, and since which step it keeps pushes
         self._branched = False  # the space is a branch, which holds its values already
-        self._facts: dict[str, Any] = {}
-        self._news: deque[dict[str, Any]] = deque()
-        self._since = time.time()
-        self._held_back = Throttled()
-        self._over = threading.Event()
-        self._lock = threading.Lock()  # of the space as it changes, against who restores it
-        self._looker: threading.Thread | None = None
+        self._watch = GroupWatch(group, name, lambda: self.spaces, self._restore)
+
+    @property
+    def spaces(self) -> list[Space]:
+        """The open spaces, by column."""
+        return [column.space for column in self._columns]
+
+    @property
+    def _with_tables(self) -> ColumnSpace | None:
+        """The open space that holds the tables; None where there are none."""
+        return self._columns[0] if self._columns and self._columns[0].space.tables else None
 
     # ---- a generation
 
@@ -103,7 +161,9 @@ class JobSpace:
 
     def take_over(self) -> None:
         """Drop what an earlier driver of this very job has left."""
-        self._drop()
+        left = [space["name"] for space in self.group.facts()["spaces"]]
+        for name in [self.name, *(name for name in left if is_column_of(name, self.name))]:
+            self._drop(name)
 
     def branch(self, parent: str, strategy: StrategyView, layout: Layout) -> Snapshot:
         """Begin as a branch of another job's space, with its parameters and optimizer state as they are.
@@ -119,52 +179,59 @@ class JobSpace:
             Snapshot(theirs.layout, torch.empty(0)).check(layout)
         except CheckpointError as error:
             raise ConfigError(f"space {parent!r} cannot be branched: {error.message}", field="branch") from error
-        with self._lock:
-            self.space = self.group.branch(
-                parent, self.name, self._quota, workers=self._workers, strategy=strategy, factory=self._factory
+        terms = self._terms
+        with self._watch.lock:
+            made = self.group.branch(
+                parent, self.name, terms.quota, workers=terms.workers, strategy=strategy, factory=terms.factory
             )
+            self._columns = [ColumnSpace(self.group, made, [0] * terms.workers, terms.timeout)]
         self._branched = True
-        with self._meet(self.space) as talk:
-            states = job_tables.states(talk, range(len(self.space.cuts)))
-            parts = [part_of(state, 0, self.space.cuts[i][0]) for i, state in states]
+        with self._columns[0].session() as session:
+            states = job_tables.states(session, range(len(made.cuts)))
+            parts = [part_of(state, 0, made.cuts[i][0]) for i, state in states]
         moments = optim.join([part.moments for part in parts], layout)
         return Snapshot(layout, torch.cat([part.params for part in parts]), moments)
 
-    def begin(self, orders: ServedPhase, snapshot: Snapshot, shared: Any) -> None:
-        """See Servers."""
-        strategy, old = orders.strategy, self.space
+    def begin(self, orders: ServedPhase, snapshot: Snapshot, parts: Sequence[Snapshot]) -> None:
+        """Hold a state in a new generation; `parts` is the same by column."""
+        strategy = orders.strategy
         dense_too = servers_of(strategy) is not None
         follows = strategy if dense_too else _of_tables(strategy)
         assert follows is not None, "serves() said that this strategy needs the space"
-        dense = snapshot.layout if dense_too else None
-        self._base, self._ticks = snapshot, orders.ticks
-        if old is not None and (
-            self._branched or (dense is None and old.layout is None and old.strategy == follows.server_half)
-        ):
-            self._branched = False
-        else:
-            self._open(follows, dense, snapshot)
-        self._collect()
-        if self._looker is None:
-            self._looker = threading.Thread(target=self._follow, daemon=True, name=f"looker-{self.name}")
-            self._looker.start()
+        self._base, self._division = snapshot, orders.division
+        self._grid = strategy.grid(self._terms.workers)
+        if orders.division is not None:
+            layouts = [part.layout for part in parts]
+            spaces = self._terms.columns(self.name, follows, orders.division.layout, layouts, orders.ticks)
+            self._open(spaces, parts)
+        elif not self._stays(follows, dense_too):
+            layout = snapshot.layout if dense_too else None
+            self._open([self._terms.space(self.name, follows, layout, orders.ticks)], parts)
+        self._branched = False
+        for column in self._columns:
+            column.collect()
+        self._watch.start()
 
-    def _open(self, strategy: StrategyView, layout: Layout | None, snapshot: Snapshot) -> None:
-        """A new space with the snapshot's state, and the tables as they are."""
-        self._stop_collecting()
-        cuts = () if layout is None else cut(layout)
-        factory = self._factory if layout is not None or self._scheduled else b""
-        fresh = Space(
-            self.name, 0, self._workers, strategy, layout, cuts, factory, self.tables, self._quota, ticks=self._ticks
-        )
-        tables = self._begun_tables(fresh, self.space, snapshot.positions)
-        with self._lock:
-            if self.space is not None:
-                self.space = None
-                self._drop()
-            self.space = space = self._opened(fresh)
-            self._first = list(snapshot.positions)
-        self._load(space, snapshot, range(space.segments), tables)
+    def _stays(self, strategy: StrategyView, dense_too: bool) -> bool:
+        """Whether the space that is open serves the generation as it is: a branch, or tables alone."""
+        if not self._columns:
+            return False
+        old = self._columns[0].space
+        return self._branched or (not dense_too and old.layout is None and old.strategy == strategy.server_half)
+
+    def _open(self, fresh: list[Space], parts: Sequence[Snapshot]) -> None:
+        """Open spaces with the state `parts`, by column, and with the rows of tables as they are."""
+        for column in self._columns:
+            column.stop_collecting()
+        positions = list(parts[0].positions)
+        tables = self._first_tables(fresh[0], positions)
+        with self._watch.lock:
+            while self._columns:
+                self._drop(self._columns.pop().space.name)
+            for space in fresh:
+                self._columns.append(ColumnSpace(self.group, self._opened(space), positions, self._terms.timeout))
+        for column, part in zip(self._columns, parts, strict=True):
+            column.load(part, tables)
 
     def _opened(self, fresh: Space) -> Space:
         """Open a space, although the manager may die meanwhile."""
@@ -172,16 +239,16 @@ class JobSpace:
             return self.group.open(fresh)
         except ActorDied:
             try:
-                return self.group.space(self.name)  # once there is a manager again
+                return self.group.space(fresh.name)  # once there is a manager again
             except NotFound:
                 return self.group.open(fresh)
 
-    def _drop(self) -> None:
-        """Free the space, although the manager may be away for a moment. Raises ActorDied: it stays away."""
+    def _drop(self, name: str) -> None:
+        """Free a space, although the manager may be away for a moment. Raises ActorDied: it stays away."""
         deadline = time.monotonic() + DROP_SECONDS
         while True:
             try:
-                self.group.drop(self.name)
+                self.group.drop(name)
                 return
             except NotFound:
                 return
@@ -190,85 +257,60 @@ class JobSpace:
                     raise
                 time.sleep(0.2)
 
-    def _load(self, space: Space, snapshot: Snapshot, segments: Iterable[int], tables: dict[int, Any]) -> None:
-        with self._meet(space) as talk:
-            batch: dict[int, Any] = {}
-            for index in segments:
-                known = tables.get(index)
-                batch[index] = known or _begun(space, index, snapshot, snapshot.positions)[0]
-                if sum(map(len, batch.values())) >= LOAD_BYTES:
-                    talk.exchange(GroupMessage.LOAD, batch)
-                    batch = {}
-            if batch:
-                talk.exchange(GroupMessage.LOAD, batch)
-
-    def _meet(self, space: Space) -> _Opener:
-        return _Opener(lambda: Session(self.group.door, space, -1, timeout=self._timeout, name=f"opener-{self.name}"))
-
     def seat(self, rank: int) -> SpaceRank | None:
-        """See Servers."""
-        assert self.space is not None, "begin() comes first"
-        return SpaceRank(self.group.door(), self.space, self.group.join(self.space.number, rank))
+        """See JobServers."""
+        assert self._columns, "begin() comes first"
+        return self._columns[self._grid.column(rank)].rank(self._grid.at(rank).data)
 
     # ---- checkpoints
 
-    def _collect(self) -> None:
-        self._stop_collecting()
-        space = self.space
-        if space is not None and space.cuts:
-            self._collector = Collector(lambda: self._meet(space).make(), list(range(space.segments)))
-
-    def _stop_collecting(self) -> None:
-        if self._collector is not None:
-            self._collector.close()
-            self._collector = None
-
     def poll(self, orders: ServedPhase, wanted: int) -> None:
-        """See Servers."""
-        if self._collector is not None and wanted:
-            self._collector.want(wanted)
+        """See JobServers."""
+        for column in self._columns if wanted else []:
+            column.want(wanted)
 
     def held(self, slowest: int) -> list[tuple[int, list[int]]] | None:
-        """See Servers. Tables alone are no reason to wait."""
-        return [] if self._collector is None else [self._collector.held(slowest)]
+        """See JobServers. Tables alone are no reason to wait."""
+        return [each for column in self._columns for each in column.held(slowest)]
 
     def parts(self, rounds: int) -> Callable[[float], list[ShardPart | None]]:
-        """See Servers."""
-        space, states = self.space, None if self._collector is None else self._collector.states(rounds)
-        if space is None or not space.cuts:
-            return lambda timeout: []
-        found: list[ShardPart | None] = [
-            None if states is None else part_of(states[i], rounds, lo) for i, (lo, _) in enumerate(space.cuts)
-        ]
+        """See JobServers."""
+        found = [part for column in self._columns for part in column.parts(rounds)]
         return lambda timeout: found
 
+    def of(self, column: int) -> range:
+        """See JobServers."""
+        before = sum(len(space.cuts) for space in self.spaces[:column])
+        return range(before, before + len(self.spaces[column].cuts))
+
     def saved(self, snapshot: Snapshot) -> None:
-        """See Servers."""
+        """See JobServers."""
         self._base = snapshot
         # without a folder nobody has the tables: workers keep their pushes, as far as they may
-        if self._collector is not None and (not self.tables or self._saved_tables is not None):
-            self._collector.saved(snapshot.round)
+        if not self.tables or self._saved_tables is not None:
+            for column in self._columns:
+                column.saved(snapshot.round)
 
     def write_tables(self, rounds: int) -> Callable[[Path], list[Path]] | None:
-        """Return a function that writes the tables into a folder; None if there are no tables.
+        """What writes the tables into a folder; None where there are none.
 
-        The tables are those after `rounds` where they are held together with the dense part, else the current ones.
+        They are as after `rounds` where they are held with the dense part, else as they are.
         """
-        space, meet = self.space, self._meet
-        if space is None or not space.tables:
+        column = self._with_tables
+        if column is None:
             return None
-        kept = self._collector.states(rounds) if self._collector is not None else None
-        return lambda folder: job_tables.write(space, folder, kept, lambda: meet(space))
+        space, kept, session = column.space, column.states(rounds), column.session
+        return lambda folder: job_tables.write(space, folder, kept, session)
 
     def tables_kept(self, folder: Path) -> None:
         """Tell that the tables were written into this folder by `write_tables`, which is there to stay."""
-        space = self.space
-        if space is None or not space.tables:
+        column = self._with_tables
+        if column is None:
             return
         self._saved_tables = folder, True
-        if self._collector is None:
-            with self._meet(space) as talk:
-                talk.tell(GroupMessage.SAVED, -1)
+        if not column.space.cuts:
+            with column.session() as session:
+                session.tell(GroupMessage.SAVED, -1)
 
     def load_tables(self, folder: Path, same: bool) -> None:
         """Begin with the tables of a checkpoint; `same`: it is of as many workers. Raises CheckpointError."""
@@ -276,17 +318,18 @@ class JobSpace:
 
     def whole_tables(self) -> dict[str, list[Any]]:
         """The states of all segments of each table, as they are now; none where they are large."""
-        space = self.space
-        if space is None or not space.tables or _mine(self._facts, space).get("bytes", 0) > WHOLE_BYTES:
+        column = self._with_tables
+        if column is None or self._watch.job().get("bytes", 0) > WHOLE_BYTES:
             return {}
-        with self._meet(space) as talk:
-            return job_tables.whole(space, talk)
+        with column.session() as session:
+            return job_tables.whole(column.space, session)
 
-    def _begun_tables(self, space: Space, old: Space | None, positions: list[int]) -> dict[int, Any]:
+    def _first_tables(self, space: Space, positions: list[int]) -> dict[int, Any]:
         """What the tables begin with: what they are in the space before, or a checkpoint's."""
-        if old is not None and old.tables:
-            with self._meet(old) as talk:
-                return job_tables.along(old, talk, space)
+        old = self._with_tables
+        if old is not None:
+            with old.session() as session:
+                return job_tables.along(old.space, session, space)
         if self._saved_tables is not None and space.tables:
             folder, same = self._saved_tables
             return job_tables.saved(space, folder, positions, same)
@@ -294,63 +337,34 @@ class JobSpace:
 
     # ---- watching
 
-    def _follow(self) -> None:
-        """Follow the group until the end."""
-        while True:
-            self.look()
-            if self._over.wait(LOOK_SECONDS):
-                return
-
     def look(self) -> None:
         """See how the group is, and load again what it lost. Any thread; what fails is told."""
-        if self._over.is_set():
-            return  # the job's own group is gone by now
-        try:
-            facts = self.group.facts()
-            with self._lock:
-                self._facts = facts
-                self._hear(facts)
-                self._hear_quota(facts)
-                self._restore(facts)
-        except (RaypsError, TimeoutError) as error:  # a manager that restarts: it is asked again
-            log.info("server group %r does not answer: %s", self.group.name, error)
-        except Exception:
-            log.exception("server group %r cannot be followed", self.group.name)
+        self._watch.look()
 
-    def _hear(self, facts: dict[str, Any]) -> None:
-        fresh = [event for event in facts["events"] if event["time"] > self._since]
-        if fresh:
-            self._since = fresh[-1]["time"]
-        self._news += [event for event in fresh if event["kind"] in NEWS and event.get("space") in (None, self.name)]
+    def _restore(self, facts: Facts) -> None:
+        for number, (column, mine) in enumerate(zip(self._columns, spaces_of(facts, self.spaces), strict=True)):
+            lost = [segment["index"] for segment in mine.get("segments", []) if segment["state"] == "lost"]
+            if lost and self._base is not None:
+                self._restore_column(number, column, self._base, lost)
 
-    def _hear_quota(self, facts: dict[str, Any]) -> None:
-        """Tell, once for each quota, that it holds the job back."""
-        said = self._held_back.look(_mine(facts, self.space), time.monotonic())
-        if said is not None:
-            more = f"`rayps servers quota {self.group.name} {self.name} --operations N` changes it"
-            self._news.append({"kind": "warning", "time": time.time(), "message": f"{said}: {more}"})
-
-    def _restore(self, facts: dict[str, Any]) -> None:
-        space, base = self.space, self._base
-        lost = [segment["index"] for segment in _mine(facts, space).get("segments", []) if segment["state"] == "lost"]
-        if space is None or base is None or not lost or self._over.is_set():
-            return
+    def _restore_column(self, number: int, column: ColumnSpace, base: Snapshot, lost: list[int]) -> None:
+        space, grid = column.space, self._grid
+        part = base if self._division is None else self._division.cut(base, number)
+        # what nobody can say again is given up, with a margin, for more is forgotten while this is done
         skips = (
             {}
             if space.servers.in_step
-            else {rank: (since + position) // 2 for rank, (position, since) in self.reached.items() if since}
+            else {
+                grid.at(rank).data: (since + position) // 2
+                for rank, (position, since) in self.reached.items()
+                if since and grid.column(rank) == number
+            }
         )
-        # what nobody can say again is given up, with a margin, for more is forgotten while this is done
         folder, same = self._saved_tables or (None, True)
-        found = job_tables.saved(space, folder, base.positions, same, lost) if folder else {}
-        missing = 0
-        for index in lost:
-            found[index], count = _begun(space, index, base, self._first, found.get(index), skips)
-            missing = max(missing, count)
-        self._load(space, base, lost, found)
-        self.group.restored(space.number, lost)
+        tables = job_tables.saved(space, folder, part.positions, same, lost) if folder else {}
+        missing = column.restore(part, tables, lost, skips)
         rows = "" if folder or not space.tables else "; rows begin anew, for there is no checkpoint of tables"
-        self._news.append(
+        self._watch.tell(
             {
                 "kind": "restored",
                 "time": time.time(),
@@ -363,12 +377,11 @@ class JobSpace:
 
     def news(self) -> list[dict[str, Any]]:
         """What happened to the group since this was asked last: events with a kind, a message and a time."""
-        return [self._news.popleft() for _ in range(len(self._news))]
+        return self._watch.events()
 
     def facts(self) -> dict[str, Any]:
-        """Where the space stands, for `progress.json`."""
-        facts, space = self._facts, self.space
-        mine = _mine(facts, space)
+        """Where the spaces stand, in sum, for `progress.json`."""
+        facts, mine = self._watch.facts, self._watch.job()
         held: dict[str | None, int] = {}
         for segment in mine.get("segments", []):
             held[segment["primary"]] = held.get(segment["primary"], 0) + 1
@@ -384,69 +397,47 @@ class JobSpace:
             "space": self.name,
             "status": facts.get("status"),
             "replicas": facts.get("replicas"),
-            "segments": space.segments if space else 0,
+            "segments": sum(space.segments for space in self.spaces),
             "servers": servers,
             "moves": len(facts.get("moves", [])),
             **{key: mine.get(key) for key in numbers},
-            "held_back": self._held_back.now(time.monotonic()),
+            "held_back": self._watch.throttled,
         }
 
     def close(self) -> None:
-        """Free the space; end the group, where it is the job's own. What fails is told, and hides nothing else."""
-        self._over.set()
-        self._stop_collecting()
-        if self._looker is not None:
-            self._looker.join(10.0)
+        """Free the spaces; end the group, where it is the job's own. What fails is told, and hides nothing else."""
+        self._watch.close()
+        for column in self._columns:
+            column.stop_collecting()
+        self._watch.join()
         try:
             if self.own:
                 self.group.stop()
-            elif self.space is not None:
-                self._drop()
+            else:
+                for space in self.spaces:
+                    self._drop(space.name)
         except (RaypsError, TimeoutError) as error:
             log.warning("space %r of group %r could not be freed: %s", self.name, self.group.name, error)
-        self.space = None
+        self._columns = []
 
 
-class _Opener:
-    """A talk of rank -1 for as long as it takes."""
-
-    def __init__(self, make: Callable[[], Session]) -> None:
-        self.make = make
-
-    def __enter__(self) -> Session:
-        self._talk = self.make()
-        self._talk.join()
-        return self._talk
-
-    def __exit__(self, *_: object) -> None:
-        self._talk.close()
+def column_name(job: str, column: int) -> str:
+    """The name of the space of a job's column."""
+    return job if column == 0 else f"{job}/{column}"
 
 
-def _mine(facts: dict[str, Any], space: Space | None) -> dict[str, Any]:
-    number = None if space is None else space.number
-    return next((found for found in facts.get("spaces", []) if found["number"] == number), {})
+def is_column_of(space: str, job: str) -> bool:
+    """Whether a space is that of one of the job's columns, other than the first."""
+    name, _, column = space.rpartition("/")
+    return name == job and column.isdigit()
 
 
-def _begun(
-    space: Space,
-    index: int,
-    snapshot: Snapshot,
-    marks: list[int],
-    table: Any = None,
-    skips: Mapping[int, int] | None = None,
-) -> tuple[Any, int]:
-    """What a segment begins with, without the steps below `skips` by rank; how many pushes it lacks by that.
-
-    That of a table begins with the state `table`, or empty at the steps `marks`.
-    """
-    found = space.table_of(index)
-    if found is not None:
-        known = table or TableSegment(*found, space.strategy, space.workers, marks).dump()
-        return job_tables.skipped(known, skips or {})
-    lo, hi = space.cuts[index]
-    ledger = snapshot.ledger(lo, hi).copy()
-    missing = sum(ledger.skip(rank, step) for rank, step in (skips or {}).items())
-    return state_of(snapshot.params[lo:hi], snapshot.layout, lo, moments=snapshot.moments, marks=ledger), missing
+def shared(quota: Quota, elements: float, requests: float) -> Quota:
+    """The part of a job's quota for a space that has these fractions of its elements and of its requests."""
+    return Quota(
+        None if quota.bytes is None else max(1, int(quota.bytes * elements)),
+        None if quota.operations is None else quota.operations * requests,
+    )
 
 
 def _of_tables(strategy: StrategyView) -> StrategyView | None:

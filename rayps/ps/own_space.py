@@ -27,10 +27,14 @@ SEGMENT_BYTES = 1 << 17  # each costs a request some 30 microseconds, whatever i
 def cut(layout: Layout, segments: int | None = None) -> tuple[tuple[int, int], ...]:
     """The elements [lo, hi) of each segment; by default 32 of them, and fewer, but 8, where the vector is small.
 
+    A column of a model may own nothing: it has one empty segment, whose clock counts the column's pushes.
+
     Raises:
         ConfigError: there are to be fewer than one.
     """
     if segments is None:
+        if not layout.size:
+            return ((0, 0),)
         segments = min(SEGMENTS, max(8, layout.size * layout.dtype.itemsize // SEGMENT_BYTES), layout.size)
     if isinstance(segments, bool) or not isinstance(segments, int) or not 1 <= segments <= layout.size:
         raise ConfigError(

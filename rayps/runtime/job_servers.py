@@ -49,6 +49,9 @@ class JobServers(Protocol):
         Raises (when waited for): ClusterError, TimeoutError: somebody died or is silent.
         """
 
+    def of(self, column: int) -> range:
+        """Which of `parts` are those of a column."""
+
     def saved(self, snapshot: Snapshot) -> None:
         """Tell that this state is kept elsewhere."""
 

@@ -133,13 +133,7 @@ def _check_topologies(
     """Refuse what cannot be combined. Raises ConfigError."""
     names = [phase.strategy.name for phase in phases]
     topologies = [phase.strategy.topology for phase in phases]
-    facts = JobFacts(
-        spec.server_group,
-        None,
-        any(topology.group_size for topology in topologies),
-        tuple(table.name for table in tables),
-        clip_norm,
-    )
+    facts = JobFacts(tables=tuple(table.name for table in tables), clip_norm=clip_norm)
     for at, (name, topology) in enumerate(zip(names, topologies, strict=True)):
         # a branch is where the job begins: later phases need not know of it
         topology.check(name, facts if at else replace(facts, branch=spec.branch))

@@ -218,7 +218,7 @@ class WorkerGroup:
         parts = columns_of(replace(snapshot, own={}), orders.division)
         shared = [self.cluster.share(part) for part in parts]  # nobody is sent more than its column's
         if self.space is not None and self._spaced:
-            self.space.begin(orders, snapshot, shared[0])
+            self.space.begin(orders, snapshot, parts)
         else:
             self._fixed.begin(orders, parts, shared)
         del parts
@@ -390,7 +390,8 @@ class WorkerGroup:
         if division is None:
             return assemble(base, dict(enumerate(given)), held)
         columns = [self._column(rank) for rank in range(self.size)]
-        of = [list(self._fixed.of(i)) for i in range(len(division.columns))] if held else []
+        [servers] = self._servers()
+        of = [list(servers.of(i)) for i in range(len(division.columns))] if held else []
         return in_columns(division, base, columns, given, of, held)
 
     def saved(self, snapshot: Snapshot) -> None:

@@ -52,7 +52,7 @@ class WorkerConnections:
             self.talk = Session(
                 seat.door,
                 seat.space,
-                plan.rank,
+                plan.place.data,
                 incarnation=seat.incarnation,
                 timeout=plan.timeout,
                 name=f"worker-{plan.rank}",
@@ -115,6 +115,12 @@ class WorkerConnections:
         """Close all connections, after the plan's thread has ended."""
         for tie in self._all():
             tie.close()
+
+    def steps(self) -> tuple[int, int]:
+        """The least and the most of this rank's next step, as its servers know it. Raises as `Session.join`."""
+        assert self.server is not None, "the parameters are on servers"
+        marks = [self.server.step] if self.talk is None else self.talk.join().values()
+        return min(marks), max(marks)
 
     def _all(self) -> list[Any]:
         return [tie for tie in (self.ring, *self.rings.values(), self.server, self.talk) if tie is not None]

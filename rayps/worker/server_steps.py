@@ -51,7 +51,7 @@ class ServerWorker(Worker):
             self.log.choices.append(compress(server, servers.compression))
         if peers.rings:
             exact = plan.start < 0 and servers.in_step
-            server.step = agreed(server.step, peers.rings.values(), exact=exact)
+            server.step = agreed(*peers.steps(), peers.rings.values(), exact=exact)
 
     def grad(self, batch: Batch) -> Gradient:
         """Return as `Worker.grad`, clipped to `clip_norm`, rows of tables included: servers step by it."""

@@ -10,8 +10,10 @@ from rayps.comm.ring import Ring
 from rayps.core.errors import LinkError
 
 
-def agreed(step: int, rings: Iterable[Ring], *, exact: bool) -> int:
+def agreed(least: int, most: int, rings: Iterable[Ring], *, exact: bool) -> int:
     """The earliest step that any worker of the replica has yet to push; all make it again.
+
+    `least` and `most` are this worker's next step as its servers know it, which differs where a push reached some only.
 
     What only some have pushed their servers have already: it is not applied twice. But then others' servers step on
     without it, which `exact` forbids.
@@ -19,7 +21,7 @@ def agreed(step: int, rings: Iterable[Ring], *, exact: bool) -> int:
     Raises:
         LinkError: the servers of this replica's parts are at different steps, and `exact` does not allow that.
     """
-    both = torch.tensor([-step, step])
+    both = torch.tensor([-least, most])
     for ring in rings:
         ring.max(both)
     least, most = -int(both[0]), int(both[1])

@@ -1,0 +1,257 @@
+"""One space of a job on a server group, as the job's driver uses it: filled, fetched for checkpoints, restored.
+
+A job has one space, and where a replica is several workers one for each column. Ranks in it are data ranks.
+
+A server answers a PART once the round is closed there, so that the question must be asked before. The one under way is
+given up when another round is wanted.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from rayps.core.errors import LinkError, RaypsError
+from rayps.core.retained_parts import RetainedParts
+from rayps.ps import job_tables
+from rayps.ps.client.session import Session
+from rayps.ps.fixed.shard import ShardPart
+from rayps.ps.group import ManagerClient
+from rayps.ps.protocol.messages import GroupMessage
+from rayps.ps.protocol.space import Space, SpaceRank
+from rayps.ps.server.dense_segment import part_of, state_of
+from rayps.ps.tables.table_segment import TableSegment
+from rayps.tensors.snapshot import Snapshot
+
+log = logging.getLogger(__name__)
+
+AGAIN_SECONDS = 0.2  # after a connection was lost
+LOAD_BYTES = 64_000_000  # of states that are sent at a time
+
+
+class ColumnSpace:
+    """An open space. `positions` are those of the data ranks when it was opened."""
+
+    def __init__(self, group: ManagerClient, space: Space, positions: list[int], timeout: float) -> None:
+        self.space = space
+        self._group, self._positions, self._timeout = group, positions, timeout
+        self._collector: Collector | None = None
+
+    def rank(self, data: int) -> SpaceRank:
+        """A new holder of a data rank, which fences the one before."""
+        return SpaceRank(self._group.door(), self.space, self._group.join(self.space.number, data))
+
+    @contextmanager
+    def session(self) -> Iterator[Session]:
+        """A session of rank -1, which loads and reads. Raises as `Session.join`."""
+        session = self._session()
+        session.join()
+        try:
+            yield session
+        finally:
+            session.close()
+
+    def _session(self) -> Session:
+        return Session(self._group.door, self.space, -1, timeout=self._timeout, name=f"opener-{self.space.name}")
+
+    # ---- states
+
+    def load(self, part: Snapshot, tables: Mapping[int, Any], segments: Iterable[int] | None = None) -> None:
+        """Give segments (all by default) their state: of the column's snapshot `part`, and of `tables` by segment."""
+        self._load({}, part, tables, range(self.space.segments) if segments is None else segments)
+
+    def restore(self, part: Snapshot, tables: Mapping[int, Any], segments: list[int], skips: Mapping[int, int]) -> int:
+        """Load lost segments again, without the steps below `skips` by rank; how many pushes they lack by that."""
+        missing = self._load(skips, part, tables, segments)
+        self._group.restored(self.space.number, segments)
+        return missing
+
+    def _load(
+        self, skips: Mapping[int, int], part: Snapshot, tables: Mapping[int, Any], segments: Iterable[int]
+    ) -> int:
+        most = 0
+        with self.session() as session:
+            batch: dict[int, Any] = {}
+            for index in segments:
+                batch[index], missing = first_state(self.space, index, part, self._positions, tables.get(index), skips)
+                most = max(most, missing)
+                if sum(map(len, batch.values())) >= LOAD_BYTES:
+                    session.exchange(GroupMessage.LOAD, batch)
+                    batch = {}
+            if batch:
+                session.exchange(GroupMessage.LOAD, batch)
+        return most
+
+    # ---- checkpoints
+
+    def collect(self) -> None:
+        """Fetch states for checkpoints from now on, in a generation that begins. A space of tables alone has none."""
+        self.stop_collecting()
+        if self.space.cuts:
+            self._collector = Collector(self._session, list(range(self.space.segments)))
+
+    def stop_collecting(self) -> None:
+        """Fetch nothing more."""
+        if self._collector is not None:
+            self._collector.close()
+            self._collector = None
+
+    def want(self, rounds: int) -> None:
+        """Fetch the states after `rounds`."""
+        if self._collector is not None:
+            self._collector.want(rounds)
+
+    def held(self, slowest: int) -> list[tuple[int, list[int]]]:
+        """See `Collector.held`; empty where nothing is collected."""
+        return [] if self._collector is None else [self._collector.held(slowest)]
+
+    def states(self, rounds: int) -> dict[int, Any] | None:
+        """The states after `rounds`, by segment, if they are here."""
+        return None if self._collector is None else self._collector.states(rounds)
+
+    def parts(self, rounds: int) -> list[ShardPart | None]:
+        """The states of the dense vector's segments after `rounds`; None where they are not here."""
+        states = self.states(rounds)
+        return [None if states is None else part_of(states[i], rounds, lo) for i, (lo, _) in enumerate(self.space.cuts)]
+
+    def saved(self, rounds: int) -> None:
+        """Tell the servers that the state after `rounds` is in a checkpoint."""
+        if self._collector is not None:
+            self._collector.saved(rounds)
+
+
+def first_state(
+    space: Space,
+    index: int,
+    part: Snapshot,
+    positions: list[int],
+    table: Any = None,
+    skips: Mapping[int, int] | None = None,
+) -> tuple[Any, int]:
+    """The state that a segment begins with, and how many pushes it lacks by `skips` (steps to give up, by rank).
+
+    A segment of a table begins with the state `table`, or empty at the steps `positions`.
+    """
+    found = space.table_of(index)
+    if found is not None:
+        known = table or TableSegment(*found, space.strategy, space.workers, positions).dump()
+        return job_tables.skipped(known, skips or {})
+    lo, hi = space.cuts[index]
+    ledger = part.ledger(lo, hi).copy()
+    missing = sum(ledger.skip(rank, step) for rank, step in (skips or {}).items())
+    return state_of(part.params[lo:hi], part.layout, lo, moments=part.moments, marks=ledger), missing
+
+
+class Collector:
+    """One generation's. `meet` makes a talk of rank -1 about the space; `segments` are the ones to fetch."""
+
+    def __init__(self, meet: Callable[[], Session], segments: list[int]) -> None:
+        self._meet, self._segments = meet, segments
+        self._states: RetainedParts[dict[int, Any]] = RetainedParts()
+        self._asking = 0  # the round that the thread is asking for
+        self._missed = 0  # the newest round that was asked for too late
+        self._saved: list[int] = []
+        self._talk: Session | None = None
+        self._ended = False
+        self._news = threading.Condition()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="collector")
+        self._thread.start()
+
+    def want(self, rounds: int) -> None:
+        """Fetch the states after `rounds`; what was wanted before and is not there is given up."""
+        with self._news:
+            changed = rounds != self._states.wanted
+            self._states.wanted = rounds
+            late = self._talk if changed and self._asking not in (0, rounds) else None
+            self._news.notify_all()
+        if late is not None:
+            late.hang_up()
+
+    def saved(self, rounds: int) -> None:
+        """Tell the servers that this state is kept elsewhere."""
+        with self._news:
+            self._saved.append(rounds)
+            self._news.notify_all()
+
+    def held(self, slowest: int) -> tuple[int, list[int]]:
+        """How far the space has come, as far as it matters to who collects, and the rounds that are here."""
+        with self._news:
+            wanted, held = self._states.wanted, sorted(self._states)
+            if wanted and wanted not in held:
+                # nobody is past it as long as the question is open
+                return (max(slowest, wanted + 1) if self._missed == wanted else min(slowest, wanted)), held
+            return slowest, held
+
+    def states(self, rounds: int) -> dict[int, Any] | None:
+        """The states after `rounds`, by segment, if they are here."""
+        with self._news:
+            return self._states.get(rounds)
+
+    def close(self) -> None:
+        """End the thread and its links."""
+        with self._news:
+            self._ended = True
+            talk = self._talk
+            self._news.notify_all()
+        if talk is not None:
+            talk.hang_up()
+        self._thread.join(10.0)
+
+    def _run(self) -> None:
+        try:
+            while self._turn():
+                pass
+        except Exception:  # a fault of ours: without checkpoints the run still goes on
+            log.exception("the thread that collects checkpoints failed")
+        finally:
+            if self._talk is not None:
+                self._talk.close()
+
+    def _turn(self) -> bool:
+        """Do the next thing that is to be done; False once it is over."""
+        with self._news:
+            self._news.wait_for(lambda: self._ended or self._saved or self._next())
+            if self._ended:
+                return False
+            saved, self._saved = self._saved, []
+            self._asking = rounds = 0 if saved else self._next()
+        try:
+            if self._talk is None:
+                self._talk = self._meet()
+                self._talk.join()
+            for each in saved:
+                self._talk.tell(GroupMessage.SAVED, each)
+            if rounds:
+                self._fetch(self._talk, rounds)
+        except LinkError as error:
+            log.debug("a checkpoint's states did not come: %s", error)
+            if self._talk is not None:
+                self._talk.close()
+            with self._news:
+                self._talk = None
+                self._saved = saved + self._saved
+                if not self._ended and rounds in (0, self._states.wanted):
+                    self._news.wait(AGAIN_SECONDS)
+        finally:
+            self._asking = 0
+        return True
+
+    def _next(self) -> int:
+        wanted = self._states.wanted
+        return 0 if wanted in self._states or wanted == self._missed else wanted
+
+    def _fetch(self, talk: Session, rounds: int) -> None:
+        try:
+            answers = talk.exchange(GroupMessage.PART, dict.fromkeys(self._segments, b""), step=rounds)
+        except LinkError:
+            raise
+        except RaypsError as error:  # the round was over before the question came
+            log.debug("%s", error)
+            with self._news:
+                self._missed = rounds
+            return
+        with self._news:
+            self._states.keep(rounds, answers.pieces)
