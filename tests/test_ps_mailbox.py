@@ -14,13 +14,15 @@ from rayps.core.errors import ConfigError, PeerTimeout
 from rayps.core.user_module import pack
 from rayps.ps import group as elastic
 from rayps.ps.client.client import GroupServer
+from rayps.ps.client.connection import SegmentRequest
 from rayps.ps.client.session import Session
 from rayps.ps.own_space import cut
 from rayps.ps.protocol.mailbox import CHUNK_BYTES, WorkerMailbox, WorkerMemory
-from rayps.ps.protocol.messages import GroupMessage
+from rayps.ps.protocol.messages import GroupMessage, read_numbers
 from rayps.ps.protocol.shared_memory import AVAILABLE
 from rayps.ps.protocol.space import Space, SparseTable
 from rayps.ps.server.dense_segment import state_of
+from rayps.ps.server.mailboxes import Mailboxes
 from rayps.ps.tables.client import TableClient, Tables
 from rayps.strategies.parameter_server import ParameterServer
 from rayps.tensors.flat import Layout
@@ -140,6 +142,34 @@ def test_several_requests_for_one_server_do_not_overwrite_each_other(group):
         server.push(torch.zeros(SIZE))
         server.pull()
     assert server.step == 30
+    talk.close()
+
+
+def test_messages_that_arrive_with_the_memory_of_a_mailbox_are_served(group, monkeypatch):
+    """A server that takes over offered memory reads its socket: the messages behind the offer must be served too."""
+    made = opened(group, "behind", None, tabled=False)
+    talk = joined(group, made, 0, True)
+    talk.join()
+    talk.exchange(GroupMessage.PUSH, dict.fromkeys(range(made.segments), b""), step=0)
+    sent, waiting, asked = threading.Event(), set(), Mailboxes.asked
+
+    def asked_late(boxes):
+        waiting.add(boxes)
+        assert sent.wait(SECONDS)
+        return asked(boxes)
+
+    monkeypatch.setattr(Mailboxes, "asked", asked_late)
+    assert until(lambda: len(waiting) == 2, SECONDS)  # no server reads before all has left
+    monkeypatch.setattr(talk._lines, "fence", sent.set)  # the client calls it once all its requests have left
+    talk._lines.memory.retire()  # the next request offers other memory
+    pushes = [
+        SegmentRequest(
+            GroupMessage.PUSH, step, 1.0, {i: np.zeros(4 * (b - a), np.uint8) for i, (a, b) in enumerate(made.cuts)}
+        )
+        for step in range(1, 6)
+    ]
+    talk._run(pushes)
+    assert read_numbers(talk.exchange(GroupMessage.MARKS, {0: b""}).pieces[0])[0] == 6
     talk.close()
 
 

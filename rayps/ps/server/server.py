@@ -218,6 +218,9 @@ class GroupServerLoop:
             except ValueError as error:
                 self._refuse_box(guest, error)
                 continue
+            finally:
+                if guest.link.head is not None:  # messages came with offered memory: the socket tells of them no more
+                    self._again.add(guest)
             if held is None:
                 self._refuse_strange(request)
             elif len(spaces) == 1 and fair.free(guest.space):
